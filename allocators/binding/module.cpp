@@ -1,0 +1,385 @@
+// The Python side of the native library. Its contract is umem/_native.pyi.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "core/allocator.hpp"
+#include "core/host.hpp"
+#ifdef UMEM_HAS_CUDA
+#include <cuda_runtime_api.h>
+
+#include "torch/entry_points.hpp"
+#endif
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace umem {
+namespace {
+
+template <class Names>
+std::size_t number_of(const Names& names, const std::string& name, const char* what) {
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) throw nb::value_error((std::string(what) + ": " + name).c_str());
+  return static_cast<std::size_t>(found - names.begin());
+}
+
+constexpr std::array<const char*, 3> kPlacementNames = {"device", "host", "any"};
+constexpr std::array<const char*, 3> kStateNames = {"inactive", "active_allocated",
+                                                    "active_awaiting_free"};
+
+ClassSetting class_setting(const std::string& kind, const std::string& placement,
+                           bool accessed_by_device, bool read_mostly, std::size_t min_bytes) {
+  return {.kind = static_cast<MemoryKind>(number_of(kKindNames, kind, "kind of memory")),
+          .advice = {.placement = static_cast<Placement>(
+                         number_of(kPlacementNames, placement, "placement")),
+                     .accessed_by_device = accessed_by_device,
+                     .read_mostly = read_mostly},
+          .min_bytes = min_bytes};
+}
+
+TensorClass class_of(int number) {
+  if (number < 0 || static_cast<std::size_t>(number) >= kClasses)
+    throw nb::value_error(("tensor class: " + std::to_string(number)).c_str());
+  return static_cast<TensorClass>(number);
+}
+
+nb::dict to_dict(const Stat& stat) {
+  nb::dict dict;
+  dict["current"] = stat.current;
+  dict["peak"] = stat.peak;
+  dict["allocated"] = stat.allocated;
+  dict["freed"] = stat.freed;
+  return dict;
+}
+
+nb::dict to_dict(const TieredStat& stat) {
+  nb::dict dict;
+  dict["all"] = to_dict(stat.all);
+  dict["small_pool"] = to_dict(stat.small_pool);
+  dict["large_pool"] = to_dict(stat.large_pool);
+  return dict;
+}
+
+// torch._C._cuda_memoryStats's form. What umem has no notion of (oversize blocks) reads zero.
+nb::dict to_dict(const DeviceStats& stats) {
+  nb::dict dict;
+  dict["allocation"] = to_dict(stats.allocation);
+  dict["segment"] = to_dict(stats.segment);
+  dict["active"] = to_dict(stats.active);
+  dict["inactive_split"] = to_dict(stats.inactive_split);
+  dict["allocated_bytes"] = to_dict(stats.allocated_bytes);
+  dict["reserved_bytes"] = to_dict(stats.reserved_bytes);
+  dict["active_bytes"] = to_dict(stats.active_bytes);
+  dict["inactive_split_bytes"] = to_dict(stats.inactive_split_bytes);
+  dict["requested_bytes"] = to_dict(stats.requested_bytes);
+  dict["oversize_allocations"] = to_dict(Stat{});
+  dict["oversize_segments"] = to_dict(Stat{});
+  dict["max_split_size"] = -1;
+  dict["num_alloc_retries"] = stats.num_alloc_retries;
+  dict["num_ooms"] = stats.num_ooms;
+  dict["num_sync_all_streams"] = stats.num_sync_all_streams;
+  dict["num_device_alloc"] = stats.num_device_alloc;
+  dict["num_device_free"] = stats.num_device_free;
+  dict["num_failed_hints"] = stats.num_failed_hints;
+  return dict;
+}
+
+nb::list class_stats(const DeviceStats& stats) {
+  nb::list all;
+  for (const ClassStats& of_class : stats.by_class) {
+    nb::dict dict;
+    dict["allocation"] = to_dict(of_class.allocation);
+    dict["allocated_bytes"] = to_dict(of_class.allocated_bytes);
+    dict["requested_bytes"] = to_dict(of_class.requested_bytes);
+    all.append(dict);
+  }
+  return all;
+}
+
+// torch._C._cuda_memorySnapshot's form, with the tensor class and the kind of memory beside it.
+nb::list segments(Allocator& allocator, int device) {
+  nb::list all;
+  for (const SegmentSnapshot& segment : allocator.device(device).segments()) {
+    nb::list blocks;
+    std::size_t allocated = 0, active = 0, requested = 0;
+    for (const BlockSnapshot& block : segment.blocks) {
+      nb::dict dict;
+      dict["address"] = block.address;
+      dict["size"] = block.bytes;
+      dict["requested_size"] = block.state == BlockState::cached ? 0 : block.requested_bytes;
+      dict["state"] = kStateNames[static_cast<std::size_t>(block.state)];
+      dict["frames"] = nb::list();
+      if (block.state == BlockState::live) {
+        allocated += block.bytes;
+        requested += block.requested_bytes;
+        dict["tensor_class"] = kClassNames[static_cast<std::size_t>(block.tensor_class)];
+      }
+      if (block.state != BlockState::cached) active += block.bytes;
+      blocks.append(dict);
+    }
+    nb::dict dict;
+    dict["device"] = device;
+    dict["address"] = segment.address;
+    dict["total_size"] = segment.bytes;
+    dict["allocated_size"] = allocated;
+    dict["active_size"] = active;
+    dict["requested_size"] = requested;
+    dict["stream"] = segment.stream;
+    dict["segment_type"] = segment.tier == Tier::small ? "small" : "large";
+    dict["segment_pool_id"] = nb::make_tuple(segment.pool.first, segment.pool.second);
+    dict["is_expandable"] = false;
+    dict["frames"] = nb::list();
+    dict["memory_kind"] = kKindNames[static_cast<std::size_t>(segment.kind)];
+    dict["blocks"] = blocks;
+    all.append(dict);
+  }
+  return all;
+}
+
+nb::list pool_stats(Allocator& allocator, int device) {
+  nb::list all;
+  for (const PoolStats& pool : allocator.device(device).pool_stats()) {
+    nb::dict dict;
+    dict["id"] = nb::make_tuple(pool.id.first, pool.id.second);
+    dict["reserved_bytes"] = pool.reserved_bytes;
+    dict["allocated_bytes"] = pool.allocated_bytes;
+    dict["in_use"] = pool.in_use;
+    all.append(dict);
+  }
+  return all;
+}
+
+nb::dict kind_stats(Allocator& allocator, int device) {
+  nb::dict all;
+  const auto stats = allocator.device(device).kind_stats();
+  for (std::size_t kind = 0; kind < kKinds; ++kind) {
+    nb::dict dict;
+    dict["reserved_bytes"] = stats[kind].reserved_bytes;
+    dict["spilled_bytes"] = stats[kind].spilled_bytes;
+    all[kKindNames[kind]] = dict;
+  }
+  return all;
+}
+
+nb::list live_blocks(const Allocator& allocator) {
+  nb::list all;
+  for (const LiveBlock& block : allocator.live_blocks())
+    all.append(nb::make_tuple(block.address, block.requested_bytes, block.bytes,
+                              static_cast<int>(block.tensor_class), block.device,
+                              kKindNames[static_cast<std::size_t>(block.kind)]));
+  return all;
+}
+
+// Called once for every parameter in every backward pass, hence in C++.
+void tag_gradient(Allocator& allocator, nb::handle parameter) {
+  if (allocator.classes().phase() == TensorClass::optimizer_state)
+    allocator.classes().set_phase(TensorClass::activations);  // a step that raised never ended
+  const nb::object gradient = nb::getattr(parameter, "grad", nb::none());
+  if (gradient.is_none()) return;
+  const nb::object is_sparse = gradient.attr("is_sparse");
+  if (nb::cast<bool>(is_sparse)) return;  // no storage of its own to tag
+  const auto address = nb::cast<std::uintptr_t>(gradient.attr("data_ptr")());
+  if (address == 0 || allocator.retag(address, TensorClass::gradients)) return;
+  // A view into a larger buffer (DDP's buckets): the buffer is the block.
+  const nb::object storage = gradient.attr("untyped_storage")();
+  allocator.retag(nb::cast<std::uintptr_t>(storage.attr("data_ptr")()), TensorClass::gradients);
+}
+
+}  // namespace
+}  // namespace umem
+
+NB_MODULE(_native, module) {
+  using namespace umem;
+
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const OutOfMemory& out_of_memory) {
+      PyErr_SetString(PyExc_MemoryError, out_of_memory.what());
+    }
+  });
+
+#ifdef UMEM_HAS_CUDA
+  module.attr("HAS_CUDA") = true;
+  module.attr("RMM_VERSION") = UMEM_RMM_VERSION;
+  module.attr("CUDA_VERSION") =
+      std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+#else
+  module.attr("HAS_CUDA") = false;
+  module.attr("RMM_VERSION") = "";
+  module.attr("CUDA_VERSION") = "";
+#endif
+
+  nb::class_<ClassSetting>(module, "ClassSetting")
+      .def(
+          "__init__",
+          [](ClassSetting* self, const std::string& kind, const std::string& placement,
+             bool accessed_by_device, bool read_mostly, std::size_t min_bytes) {
+            new (self) ClassSetting(
+                class_setting(kind, placement, accessed_by_device, read_mostly, min_bytes));
+          },
+          "kind"_a = "managed", "placement"_a = "device", "accessed_by_device"_a = false,
+          "read_mostly"_a = false, "min_bytes"_a = 0);
+
+  nb::class_<Config>(module, "Config")
+      .def(
+          "__init__",
+          [](Config* self, const std::vector<ClassSetting>& classes,
+             std::size_t managed_limit_bytes, std::size_t device_budget_bytes,
+             std::size_t system_headroom_bytes, bool caching) {
+            if (classes.size() != kClasses)
+              throw nb::value_error("classes: one ClassSetting for each of the six classes");
+            new (self) Config{.classes = {},
+                              .managed_limit_bytes = managed_limit_bytes,
+                              .device_budget_bytes = device_budget_bytes,
+                              .system_headroom_bytes = system_headroom_bytes,
+                              .caching = caching};
+            std::copy(classes.begin(), classes.end(), self->classes.begin());
+          },
+          "classes"_a, "managed_limit_bytes"_a = 0, "device_budget_bytes"_a = 0,
+          "system_headroom_bytes"_a = 0, "caching"_a = true);
+
+  nb::class_<Allocator>(module, "Allocator")
+      .def_static(
+          "on_host",
+          [](const Config& config, std::size_t device_total_bytes, int devices) {
+            return new Allocator(config, std::make_unique<HostSource>(device_total_bytes),
+                                 std::make_unique<HostDriver>(device_total_bytes), devices);
+          },
+          "config"_a, "device_total_bytes"_a = 0, "devices"_a = 1)
+      .def(
+          "malloc",
+          [](Allocator& self, std::size_t bytes, int device, StreamId stream) {
+            return reinterpret_cast<std::uintptr_t>(self.allocate(bytes, device, stream));
+          },
+          "bytes"_a, "device"_a = 0, "stream"_a = 0)
+      .def(
+          "free",
+          [](Allocator& self, std::uintptr_t address, int device) {
+            if (address != 0 && !self.device(device).free(address))
+              throw nb::value_error("free: no live block starts at this address on this device");
+          },
+          "address"_a, "device"_a = 0)
+      .def(
+          "record_stream",
+          [](Allocator& self, std::uintptr_t address, StreamId stream, int device) {
+            if (!self.device(device).record_stream(address, stream))
+              throw nb::value_error(
+                  "record_stream: no live block starts at this address on this device");
+          },
+          "address"_a, "stream"_a, "device"_a = 0)
+      .def("empty_cache", &Allocator::empty_cache)
+      .def(
+          "set_memory_fraction",
+          [](Allocator& self, double fraction, int device) {
+            if (!(fraction >= 0 && fraction <= 1))
+              throw nb::value_error("set_memory_fraction: a fraction is between 0 and 1");
+            self.device(device).set_memory_fraction(fraction);
+          },
+          "fraction"_a, "device"_a)
+      .def(
+          "memory_fraction",
+          [](Allocator& self, int device) { return self.device(device).memory_fraction(); },
+          "device"_a)
+      .def(
+          "base_allocation",
+          [](const Allocator& self, std::uintptr_t address) {
+            const auto base = self.base_allocation(address);
+            if (!base) throw nb::key_error("base_allocation: no segment holds this address");
+            return std::make_pair(base->address, base->bytes);
+          },
+          "address"_a)
+      .def(
+          "begin_pool",
+          [](Allocator& self, int device, PoolId pool) {
+            self.device(device).begin_pool(pool, [](StreamId) { return true; });
+          },
+          "device"_a, "pool"_a)
+      .def(
+          "end_pool",
+          [](Allocator& self, int device, PoolId pool) { self.device(device).end_pool(pool); },
+          "device"_a, "pool"_a)
+      .def(
+          "release_pool",
+          [](Allocator& self, int device, PoolId pool) { self.device(device).release_pool(pool); },
+          "device"_a, "pool"_a)
+      .def(
+          "retag",
+          [](Allocator& self, std::uintptr_t address, int tensor_class) {
+            return self.retag(address, class_of(tensor_class));
+          },
+          "address"_a, "tensor_class"_a)
+      .def(
+          "set_phase",
+          [](Allocator& self, int tensor_class) {
+            self.classes().set_phase(class_of(tensor_class));
+          },
+          "tensor_class"_a)
+      .def("phase", [](Allocator& self) { return static_cast<int>(self.classes().phase()); })
+      .def(
+          "enter_class",
+          [](Allocator& self, int tensor_class) {
+            return self.classes().enter(class_of(tensor_class));
+          },
+          "tensor_class"_a)
+      .def(
+          "leave_class",
+          [](Allocator& self, std::uint64_t token) {
+            if (!self.classes().leave(token))
+              throw nb::value_error("leave_class: this thread has entered no such override");
+          },
+          "token"_a)
+      .def(
+          "stats",
+          [](Allocator& self, int device) { return to_dict(self.device(device).stats()); },
+          "device"_a)
+      .def(
+          "class_stats",
+          [](Allocator& self, int device) { return class_stats(self.device(device).stats()); },
+          "device"_a)
+      .def("pool_stats", &pool_stats, "device"_a)
+      .def("kind_stats", &kind_stats, "device"_a)
+      .def(
+          "reset_peak_stats",
+          [](Allocator& self, int device) { self.device(device).reset_peak_stats(); }, "device"_a)
+      .def(
+          "reset_accumulated_stats",
+          [](Allocator& self, int device) { self.device(device).reset_accumulated_stats(); },
+          "device"_a)
+      .def("segments", &segments, "device"_a)
+      .def("live_blocks", &live_blocks)
+      .def("managed_bytes", &Allocator::managed_bytes)
+      .def("device_count", &Allocator::device_count);
+
+  module.def(
+      "gradient_hook",
+      [](nb::object allocator) {
+        auto& native = nb::cast<Allocator&>(allocator);
+        // The closure keeps the Python object, and with it the allocator, alive.
+        return nb::cpp_function(
+            [allocator, &native](nb::handle parameter) { tag_gradient(native, parameter); },
+            "parameter"_a);
+      },
+      "allocator"_a);
+
+#ifdef UMEM_HAS_CUDA
+  module.def("install", &install, "config"_a, nb::rv_policy::reference);
+  module.def("installed", &installed, nb::rv_policy::reference);
+  module.def("torch_entry_points", &entry_points);
+#else
+  module.def(
+      "install",
+      [](const Config&) -> Allocator* {
+        throw std::runtime_error("this build of umem has no CUDA side");
+      },
+      "config"_a, nb::rv_policy::reference);
+  module.def("installed", []() -> Allocator* { return nullptr; }, nb::rv_policy::reference);
+  module.def("torch_entry_points", [] { return std::map<std::string, std::uintptr_t>{}; });
+#endif
+}

@@ -1,0 +1,64 @@
+#include "core/allocator.hpp"
+
+namespace umem {
+
+Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source,
+                     std::unique_ptr<Driver> driver, int devices)
+    : source_(std::move(source)),
+      driver_(std::move(driver)),
+      managed_limit_(config.managed_limit_bytes) {
+  for (int device = 0; device < devices; ++device)
+    devices_.push_back(
+        std::make_unique<DeviceAllocator>(device, config, *source_, *driver_, managed_limit_));
+}
+
+void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream) {
+  try {
+    return device(device_number).allocate(bytes, stream, classes_.current());
+  } catch (const OutOfMemory&) {
+    // torch runs no post hook when a step raises: what a caller does next is not optimizer state.
+    if (classes_.phase() == TensorClass::optimizer_state)
+      classes_.set_phase(TensorClass::activations);
+    throw;
+  }
+}
+
+bool Allocator::record_stream(std::uintptr_t address, StreamId stream) {
+  for (const auto& device : devices_)
+    if (device->record_stream(address, stream)) return true;
+  return false;
+}
+
+bool Allocator::retag(std::uintptr_t address, TensorClass tensor_class) {
+  for (const auto& device : devices_)
+    if (device->retag(address, tensor_class)) return true;
+  return false;
+}
+
+std::optional<Range> Allocator::base_allocation(std::uintptr_t address) const {
+  for (const auto& device : devices_)
+    if (const auto range = device->base_allocation(address)) return range;
+  return std::nullopt;
+}
+
+void Allocator::empty_cache() {
+  for (const auto& device : devices_) device->empty_cache();
+}
+
+std::vector<LiveBlock> Allocator::live_blocks() const {
+  std::vector<LiveBlock> all;
+  for (const auto& device : devices_) device->append_live_blocks(all);
+  return all;
+}
+
+void Allocator::lock_all() {
+  classes_.mutex().lock();
+  for (const auto& device : devices_) device->mutex().lock();
+}
+
+void Allocator::unlock_all() {
+  for (const auto& device : devices_) device->mutex().unlock();
+  classes_.mutex().unlock();
+}
+
+}  // namespace umem

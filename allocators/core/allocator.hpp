@@ -1,0 +1,46 @@
+// The allocator of a process: one DeviceAllocator per device, one class context, one managed cap.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "core/class_context.hpp"
+#include "core/device_allocator.hpp"
+
+namespace umem {
+
+class Allocator {
+ public:
+  Allocator(const Config& config, std::unique_ptr<SegmentSource> source,
+            std::unique_ptr<Driver> driver, int devices);
+
+  // Throws std::out_of_range for a device that does not exist.
+  DeviceAllocator& device(int number) {
+    return *devices_.at(static_cast<std::size_t>(number));
+  }
+  int device_count() const { return static_cast<int>(devices_.size()); }
+
+  void* allocate(std::size_t bytes, int device_number, StreamId stream);
+  // These find the block on whichever device holds it; false when none does.
+  bool record_stream(std::uintptr_t address, StreamId stream);
+  bool retag(std::uintptr_t address, TensorClass tensor_class);
+  std::optional<Range> base_allocation(std::uintptr_t address) const;
+  void empty_cache();
+  std::vector<LiveBlock> live_blocks() const;
+
+  ClassContext& classes() { return classes_; }
+  std::size_t managed_bytes() const { return managed_limit_.held_bytes(); }
+
+  // Around fork(): a child must find every lock free.
+  void lock_all();
+  void unlock_all();
+
+ private:
+  std::unique_ptr<SegmentSource> source_;
+  std::unique_ptr<Driver> driver_;
+  ManagedLimit managed_limit_;
+  ClassContext classes_;
+  std::vector<std::unique_ptr<DeviceAllocator>> devices_;  // destroyed first: they use the above
+};
+
+}  // namespace umem

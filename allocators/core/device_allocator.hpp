@@ -1,0 +1,243 @@
+// The caching allocator of one device: heaps of cached blocks, cut from segments of four kinds.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "core/block.hpp"
+#include "core/driver.hpp"
+#include "core/free_index.hpp"
+#include "core/statistics.hpp"
+#include "core/types.hpp"
+
+namespace umem {
+
+// The hard cap on managed bytes, shared by the devices of the process.
+class ManagedLimit {
+ public:
+  explicit ManagedLimit(std::size_t limit_bytes) : limit_bytes_(limit_bytes) {}
+
+  bool take(std::size_t bytes) {
+    std::size_t held = held_bytes_.load();
+    do {
+      if (limit_bytes_ != 0 && (bytes > limit_bytes_ || held > limit_bytes_ - bytes)) return false;
+    } while (!held_bytes_.compare_exchange_weak(held, held + bytes));
+    return true;
+  }
+  void give_back(std::size_t bytes) { held_bytes_.fetch_sub(bytes); }
+  std::size_t held_bytes() const { return held_bytes_.load(); }
+  std::size_t limit_bytes() const { return limit_bytes_; }
+
+ private:
+  const std::size_t limit_bytes_;
+  std::atomic<std::size_t> held_bytes_{0};
+};
+
+// What the segments of a heap are and what the driver is told of them.
+struct Profile {
+  MemoryKind kind = MemoryKind::managed;
+  Advice advice;
+
+  bool operator==(const Profile&) const = default;
+};
+
+struct Pool;
+
+// The cached blocks of one stream that may serve the same requests. Blocks of 2 MiB or more own
+// their pages, so all classes with one profile share a heap of them, and what gradients leave
+// activations take. Smaller blocks share pages, so each class has a heap of its own.
+struct Heap {
+  Heap(std::uint8_t profile_number, Tier tier, StreamId stream, Pool* pool)
+      : profile(profile_number),
+        tier(tier),
+        stream(stream),
+        pool(pool),
+        index(tier == Tier::small ? kMinBlockBytes : kPageBytes) {}
+
+  const std::uint8_t profile;
+  const Tier tier;
+  const StreamId stream;
+  Pool* const pool;  // nullptr: not private
+  FreeIndex index;
+};
+
+// The heaps of one stream, by route number (see DeviceAllocator::Route), made when first used.
+using StreamHeaps = std::vector<std::unique_ptr<Heap>>;
+
+// A private pool: what a captured graph allocates stays its own until the graph is gone.
+struct Pool {
+  PoolId id;
+  std::size_t users = 0;  // begin_pool calls less release_pool calls; 0: its cache may go
+  std::size_t segments = 0;
+  std::size_t reserved_bytes = 0;
+  std::size_t allocated_bytes = 0;
+  std::unordered_map<StreamId, StreamHeaps> heaps;
+};
+
+struct LiveBlock {
+  std::uintptr_t address;
+  std::size_t requested_bytes;
+  std::size_t bytes;
+  TensorClass tensor_class;
+  int device;
+  MemoryKind kind;
+};
+
+struct PoolStats {
+  PoolId id;
+  std::size_t reserved_bytes;
+  std::size_t allocated_bytes;
+  bool in_use;
+};
+
+struct KindStats {
+  std::size_t reserved_bytes = 0;
+  std::size_t spilled_bytes = 0;  // managed segments placed on the host because of the budget
+};
+
+struct BlockSnapshot {
+  std::uintptr_t address;
+  std::size_t bytes, requested_bytes;
+  BlockState state;
+  TensorClass tensor_class;
+};
+
+struct SegmentSnapshot {
+  std::uintptr_t address;
+  std::size_t bytes;
+  StreamId stream;
+  Tier tier;
+  MemoryKind kind;
+  PoolId pool;
+  std::vector<BlockSnapshot> blocks;
+};
+
+using StreamFilter = std::function<bool(StreamId)>;
+
+// Thread-safe: every public function takes the device's lock.
+class DeviceAllocator {
+ public:
+  DeviceAllocator(int device, const Config& config, SegmentSource& source, Driver& driver,
+                  ManagedLimit& managed_limit);
+  DeviceAllocator(const DeviceAllocator&) = delete;
+  DeviceAllocator& operator=(const DeviceAllocator&) = delete;
+  ~DeviceAllocator();  // gives all segments back, live blocks' too
+
+  // A block of at least `bytes`, aligned to 512 bytes; to 2 MiB, with pages of its own, from 2 MiB
+  // on. nullptr for 0 bytes. Throws OutOfMemory.
+  void* allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
+  // False when no live block starts at `address`.
+  bool free(std::uintptr_t address);
+  bool record_stream(std::uintptr_t address, StreamId stream);
+  bool retag(std::uintptr_t address, TensorClass tensor_class);
+  void empty_cache();
+  void set_memory_fraction(double fraction);
+  double memory_fraction() const;
+  std::optional<Range> base_allocation(std::uintptr_t address) const;
+
+  void begin_pool(PoolId id, StreamFilter filter);
+  void end_pool(PoolId id);
+  void release_pool(PoolId id);
+
+  DeviceStats stats() const;
+  void reset_peak_stats();
+  void reset_accumulated_stats();
+  std::vector<PoolStats> pool_stats() const;
+  std::array<KindStats, kKinds> kind_stats() const;
+  std::vector<SegmentSnapshot> segments() const;
+  void append_live_blocks(std::vector<LiveBlock>& to) const;
+
+  // For fork: the child must not inherit a lock that another thread held.
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  // Where requests of one class and size range go: a heap per stream and pool has its number.
+  struct Route {
+    std::uint8_t profile;
+    Tier tier;
+  };
+  struct ClassRoutes {
+    std::uint8_t device_small, small, large;  // numbers into routes_
+  };
+  struct ActivePool {
+    PoolId id;
+    StreamFilter filter;
+  };
+  struct PendingEvent {
+    EventId event;
+    Block* block;
+  };
+  using EventQueues = std::map<StreamId, std::deque<PendingEvent>>;  // each in stream order
+  // Why a source could not serve a request, for the error's text.
+  enum class Shortage : std::uint8_t { source, managed_limit, device_budget, memory_fraction };
+
+  std::uint8_t profile_number(Profile profile);
+  std::uint8_t route_number(Route route);
+  std::uint8_t route_for(TensorClass tensor_class, std::size_t bytes) const;
+
+  Pool* pool_for(StreamId stream);
+  Heap& heap_for(std::uint8_t route, StreamId stream, Pool* pool);
+
+  Block* take_cached(Heap& heap, std::size_t bytes);
+  Block* grow(TensorClass tensor_class, std::uint8_t route, StreamId stream, Pool* pool,
+              std::size_t bytes, Shortage& shortage);
+  Block* spill(Tier tier, StreamId stream, Pool* pool, std::size_t bytes, Shortage& shortage);
+  Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
+  bool reserve(MemoryKind kind, std::size_t bytes, Shortage& shortage);
+  bool over_budget(const Profile& profile, std::size_t bytes) const;
+
+  void cut(Block* block, std::size_t bytes);
+  void cache(Block* block);
+  void uncache(Block* block);
+  Block* merge(Block* left, Block* right);
+  void* hand_out(Block* block, std::size_t requested_bytes, TensorClass tensor_class);
+  void apply_advice(Block* block, std::uint8_t profile);
+  void count_class(const Block& block, bool born);
+
+  Block* live_block(std::uintptr_t address);
+  void settle(Block* block);
+  void wait_for_streams(Block* block);
+  void process_events();
+  void synchronize_events();
+  void finish_deferred();
+
+  bool release_cached_segments();
+  void release_segment(Segment& segment);
+  [[noreturn]] void throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
+                                        Shortage shortage);
+
+  const int device_;
+  const Config config_;
+  SegmentSource& source_;
+  Driver& driver_;
+  ManagedLimit& managed_limit_;
+
+  mutable std::mutex mutex_;
+  std::vector<Profile> profiles_;
+  std::vector<Route> routes_;
+  std::array<ClassRoutes, kClasses> class_routes_{};
+  std::uint8_t spill_small_ = 0, spill_large_ = 0;
+
+  std::unordered_map<std::uintptr_t, Block> blocks_;    // by address: live, pending and cached
+  std::map<std::uintptr_t, Segment> segments_;          // by address
+  std::unordered_map<StreamId, StreamHeaps> heaps_;
+  std::map<PoolId, std::unique_ptr<Pool>> pools_;
+  std::vector<ActivePool> active_pools_;
+
+  EventQueues pending_events_;
+  std::vector<Block*> deferred_;  // freed during a capture: their events must wait for its end
+
+  DeviceStats stats_;
+  std::array<KindStats, kKinds> kind_stats_{};
+  std::size_t resident_bytes_ = 0;  // segments that live on the device, against the budget
+  double fraction_ = 1.0;
+};
+
+}  // namespace umem

@@ -1,0 +1,49 @@
+// The core over host memory: its tests and the demo run it where there is no GPU.
+#pragma once
+
+#include <atomic>
+#include <cstdlib>
+
+#include "core/driver.hpp"
+
+namespace umem {
+
+// All kinds of memory are the host's. `total_bytes` bounds what it gives, 0 for no bound.
+class HostSource final : public SegmentSource {
+ public:
+  explicit HostSource(std::size_t total_bytes) : total_bytes_(total_bytes) {}
+
+  void* allocate(MemoryKind, int, std::size_t bytes) override {
+    if (total_bytes_ != 0 && held_bytes_ + bytes > total_bytes_) return nullptr;
+    void* address = std::aligned_alloc(kPageBytes, round_up(bytes, kPageBytes));
+    if (address != nullptr) held_bytes_ += bytes;
+    return address;
+  }
+  void deallocate(MemoryKind, int, void* address, std::size_t bytes) noexcept override {
+    held_bytes_ -= bytes;
+    std::free(address);
+  }
+
+ private:
+  const std::size_t total_bytes_;
+  std::atomic<std::size_t> held_bytes_{0};
+};
+
+// The host's streams do their work at once: an event is over when it is recorded.
+class HostDriver final : public Driver {
+ public:
+  explicit HostDriver(std::size_t total_bytes) : total_bytes_(total_bytes) {}
+
+  EventId record(int, StreamId) noexcept override { return 1; }
+  bool finished(EventId) noexcept override { return true; }
+  void wait(EventId) noexcept override {}
+  bool capturing(StreamId) noexcept override { return false; }
+  bool advise(int, Range, Advice) noexcept override { return true; }
+  bool populate(int, Range) noexcept override { return true; }
+  MemoryInfo memory(int) noexcept override { return {total_bytes_, total_bytes_}; }
+
+ private:
+  const std::size_t total_bytes_;
+};
+
+}  // namespace umem

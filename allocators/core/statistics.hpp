@@ -1,0 +1,96 @@
+// Counters in the vocabulary of torch.cuda.memory_stats.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "core/types.hpp"
+
+namespace umem {
+
+struct Stat {
+  std::int64_t current = 0;
+  std::int64_t peak = 0;
+  std::int64_t allocated = 0;  // sum of all increases
+  std::int64_t freed = 0;      // sum of all decreases
+
+  void increase(std::size_t amount) {
+    current += static_cast<std::int64_t>(amount);
+    peak = std::max(peak, current);
+    allocated += static_cast<std::int64_t>(amount);
+  }
+  void decrease(std::size_t amount) {
+    current -= static_cast<std::int64_t>(amount);
+    freed += static_cast<std::int64_t>(amount);
+  }
+  void reset_peak() { peak = current; }
+  void reset_accumulated() { allocated = freed = 0; }
+};
+
+// torch reports every figure for all blocks, for small ones and for large ones.
+enum class Tier : std::uint8_t { small, large };
+
+struct TieredStat {
+  Stat all, small_pool, large_pool;
+
+  void increase(Tier tier, std::size_t amount) {
+    all.increase(amount);
+    (tier == Tier::small ? small_pool : large_pool).increase(amount);
+  }
+  void decrease(Tier tier, std::size_t amount) {
+    all.decrease(amount);
+    (tier == Tier::small ? small_pool : large_pool).decrease(amount);
+  }
+  template <class F>
+  void each(F&& f) {
+    f(all), f(small_pool), f(large_pool);
+  }
+};
+
+struct ClassStats {
+  Stat allocation, allocated_bytes, requested_bytes;
+
+  template <class F>
+  void each(F&& f) {
+    f(allocation), f(allocated_bytes), f(requested_bytes);
+  }
+};
+
+struct DeviceStats {
+  TieredStat allocation;             // blocks in a tensor's hands
+  TieredStat segment;                // segments held from the sources
+  TieredStat active;                 // allocated, or freed while another stream still uses them
+  TieredStat inactive_split;         // cached blocks that share a segment with another block
+  TieredStat allocated_bytes;        // block bytes, rounding included
+  TieredStat reserved_bytes;         // segment bytes
+  TieredStat active_bytes;
+  TieredStat inactive_split_bytes;
+  TieredStat requested_bytes;        // bytes as asked for
+  std::array<ClassStats, kClasses> by_class;
+  std::int64_t num_alloc_retries = 0;  // the cache was given back to serve a request
+  std::int64_t num_ooms = 0;
+  std::int64_t num_device_alloc = 0;
+  std::int64_t num_device_free = 0;
+  std::int64_t num_sync_all_streams = 0;
+  std::int64_t num_failed_hints = 0;  // advice or population that the driver refused
+
+  template <class F>
+  void each(F&& f) {
+    for (TieredStat* stat :
+         {&allocation, &segment, &active, &inactive_split, &allocated_bytes, &reserved_bytes,
+          &active_bytes, &inactive_split_bytes, &requested_bytes})
+      stat->each(f);
+    for (ClassStats& stats : by_class) stats.each(f);
+  }
+  void reset_peak() {
+    each([](Stat& stat) { stat.reset_peak(); });
+  }
+  void reset_accumulated() {
+    each([](Stat& stat) { stat.reset_accumulated(); });
+    num_alloc_retries = num_ooms = num_device_alloc = num_device_free = num_sync_all_streams =
+        num_failed_hints = 0;
+  }
+};
+
+}  // namespace umem

@@ -1,0 +1,90 @@
+// The vocabulary of the allocator's core: classes, kinds of memory, advice, limits.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace umem {
+
+// What a block holds. The order is that of umem.TensorClass (umem/classes.py).
+enum class TensorClass : std::uint8_t {
+  weights,
+  frozen_weights,
+  gradients,
+  optimizer_state,
+  activations,
+  other
+};
+inline constexpr std::size_t kClasses = 6;
+inline constexpr std::array<const char*, kClasses> kClassNames = {
+    "weights", "frozen_weights", "gradients", "optimizer_state", "activations", "other"};
+
+// Where a segment's bytes come from; each is one RMM resource.
+enum class MemoryKind : std::uint8_t { managed, device, system, pinned };
+inline constexpr std::size_t kKinds = 4;
+inline constexpr std::array<const char*, kKinds> kKindNames = {"managed", "device", "system",
+                                                               "pinned"};
+
+// The preferred location that the driver is told; `any` leaves the choice to it.
+enum class Placement : std::uint8_t { device, host, any };
+
+// What the driver is told about a range of managed memory.
+struct Advice {
+  Placement placement = Placement::any;
+  bool accessed_by_device = false;
+  bool read_mostly = false;
+
+  bool operator==(const Advice&) const = default;
+};
+
+// One tensor class's rule, as a policy resolves it.
+struct ClassSetting {
+  MemoryKind kind = MemoryKind::managed;
+  Advice advice{.placement = Placement::device};
+  std::size_t min_bytes = 0;  // smaller blocks come from plain device memory
+};
+
+struct Config {
+  std::array<ClassSetting, kClasses> classes{};
+  std::size_t managed_limit_bytes = 0;    // 0: no cap
+  std::size_t device_budget_bytes = 0;    // 0: no budget
+  std::size_t system_headroom_bytes = 0;  // device bytes that kind `system` leaves free
+  bool caching = true;                    // false: every free goes back to the source at once
+};
+
+using StreamId = std::uint64_t;  // a cudaStream_t; 0 is the default stream
+using EventId = std::uint64_t;   // 0: no event
+using PoolId = std::pair<unsigned long long, unsigned long long>;  // torch's MempoolId_t
+
+struct Range {
+  std::uintptr_t address = 0;
+  std::size_t bytes = 0;
+};
+
+struct MemoryInfo {
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+};
+
+// An allocation that no limit or source can serve. what() starts with the words by which
+// accelerate and Lightning recognise an out-of-memory.
+class OutOfMemory : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// 2 MiB is the driver's largest migration block and a GPU's large page.
+inline constexpr std::size_t kPageBytes = std::size_t{2} << 20;
+// torch promises 512-byte alignment; some kernels rely on it.
+inline constexpr std::size_t kMinBlockBytes = 512;
+
+constexpr std::size_t round_up(std::size_t bytes, std::size_t step) {
+  return (bytes + step - 1) / step * step;
+}
+
+}  // namespace umem

@@ -1,0 +1,138 @@
+#include "cuda/cuda_driver.hpp"
+
+#include <memory>
+
+#include "cuda/fork.hpp"
+#include "cuda/scopes.hpp"
+
+namespace umem {
+namespace {
+
+// An error of ours must not be found by torch's next check of the thread's last error.
+bool succeeded(cudaError_t error) noexcept {
+  if (error == cudaSuccess) return true;
+  cudaGetLastError();
+  return false;
+}
+
+cudaStream_t stream_handle(StreamId stream) noexcept {
+  return reinterpret_cast<cudaStream_t>(stream);
+}
+
+// CUDA 13 names places by type and number; CUDA 12's calls take a number, the host's is -1.
+#if CUDART_VERSION >= 13000
+cudaMemLocation device_location(int device) noexcept {
+  return {.type = cudaMemLocationTypeDevice, .id = device};
+}
+cudaMemLocation host_location() noexcept { return {.type = cudaMemLocationTypeHost, .id = 0}; }
+cudaError_t prefetch(Range range, int device, cudaStream_t stream) noexcept {
+  return cudaMemPrefetchAsync(reinterpret_cast<void*>(range.address), range.bytes,
+                              device_location(device), 0, stream);
+}
+#else
+int device_location(int device) noexcept { return device; }
+int host_location() noexcept { return cudaCpuDeviceId; }
+cudaError_t prefetch(Range range, int device, cudaStream_t stream) noexcept {
+  return cudaMemPrefetchAsync(reinterpret_cast<void*>(range.address), range.bytes, device, stream);
+}
+#endif
+
+}  // namespace
+
+EventId CudaDriver::record(int device, StreamId stream) noexcept {
+  if (in_forked_child()) return 0;
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  Event* event = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<Event*>& idle = devices_[static_cast<std::size_t>(device)].idle_events;
+    if (!idle.empty()) {
+      event = idle.back();
+      idle.pop_back();
+    }
+  }
+  if (event == nullptr) {
+    cudaEvent_t handle = nullptr;
+    if (!succeeded(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming))) return 0;
+    event = new Event{handle, device};
+  }
+  if (!succeeded(cudaEventRecord(event->handle, stream_handle(stream)))) {
+    recycle(event);
+    return 0;
+  }
+  return reinterpret_cast<EventId>(event);
+}
+
+bool CudaDriver::finished(EventId id) noexcept {
+  if (in_forked_child()) return false;
+  const RelaxedCaptureMode relaxed;
+  auto* event = reinterpret_cast<Event*>(id);
+  if (!succeeded(cudaEventQuery(event->handle))) return false;
+  recycle(event);
+  return true;
+}
+
+void CudaDriver::wait(EventId id) noexcept {
+  if (in_forked_child()) return;
+  const RelaxedCaptureMode relaxed;
+  auto* event = reinterpret_cast<Event*>(id);
+  succeeded(cudaEventSynchronize(event->handle));
+  recycle(event);
+}
+
+void CudaDriver::recycle(Event* event) noexcept {
+  const std::lock_guard lock(mutex_);
+  devices_[static_cast<std::size_t>(event->device)].idle_events.push_back(event);
+}
+
+bool CudaDriver::capturing(StreamId stream) noexcept {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return succeeded(cudaStreamIsCapturing(stream_handle(stream), &status)) &&
+         status != cudaStreamCaptureStatusNone;
+}
+
+bool CudaDriver::advise(int device, Range range, Advice advice) noexcept {
+  if (in_forked_child()) return false;
+  const RelaxedCaptureMode relaxed;
+  const auto give = [&](cudaMemoryAdvise what, auto location) {
+    return succeeded(
+        cudaMemAdvise(reinterpret_cast<void*>(range.address), range.bytes, what, location));
+  };
+  const auto here = device_location(device);
+  const bool placed =
+      advice.placement == Placement::any
+          ? give(cudaMemAdviseUnsetPreferredLocation, here)
+          : give(cudaMemAdviseSetPreferredLocation,
+                 advice.placement == Placement::device ? here : host_location());
+  const bool accessed = give(advice.accessed_by_device ? cudaMemAdviseSetAccessedBy
+                                                       : cudaMemAdviseUnsetAccessedBy,
+                             here);
+  const bool read = give(
+      advice.read_mostly ? cudaMemAdviseSetReadMostly : cudaMemAdviseUnsetReadMostly, here);
+  return placed && accessed && read;
+}
+
+bool CudaDriver::populate(int device, Range range) noexcept {
+  if (in_forked_child()) return false;
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  // On a full card this would push other pages out: let those pages come when they are touched.
+  if (memory(device).free_bytes < range.bytes) return true;
+  const std::lock_guard lock(mutex_);
+  cudaStream_t& stream = devices_[static_cast<std::size_t>(device)].populate_stream;
+  // A prefetch on a stream with work left blocks its caller until that work is done.
+  if (stream == nullptr && !succeeded(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)))
+    return false;
+  return succeeded(prefetch(range, device, stream));
+}
+
+MemoryInfo CudaDriver::memory(int device) noexcept {
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  MemoryInfo info;
+  succeeded(cudaMemGetInfo(&info.free_bytes, &info.total_bytes));
+  return info;
+}
+
+}  // namespace umem

@@ -1,0 +1,41 @@
+// The core's Driver over CUDA's runtime.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <mutex>
+#include <vector>
+
+#include "core/driver.hpp"
+
+namespace umem {
+
+class CudaDriver final : public Driver {
+ public:
+  explicit CudaDriver(int devices) : devices_(static_cast<std::size_t>(devices)) {}
+
+  EventId record(int device, StreamId stream) noexcept override;
+  bool finished(EventId event) noexcept override;
+  void wait(EventId event) noexcept override;
+  bool capturing(StreamId stream) noexcept override;
+  bool advise(int device, Range range, Advice advice) noexcept override;
+  bool populate(int device, Range range) noexcept override;
+  MemoryInfo memory(int device) noexcept override;
+
+ private:
+  struct Event {
+    cudaEvent_t handle;
+    int device;
+  };
+  struct Device {
+    std::vector<Event*> idle_events;
+    cudaStream_t populate_stream = nullptr;
+  };
+
+  void recycle(Event* event) noexcept;
+
+  std::mutex mutex_;
+  std::vector<Device> devices_;
+};
+
+}  // namespace umem

@@ -1,0 +1,47 @@
+#include "cuda/rmm_source.hpp"
+
+#include <rmm/aligned.hpp>
+#include <rmm/error.hpp>
+#include <rmm/mr/cuda_memory_resource.hpp>
+#include <rmm/mr/managed_memory_resource.hpp>
+#include <rmm/mr/pinned_host_memory_resource.hpp>
+#include <rmm/mr/sam_headroom_memory_resource.hpp>
+
+#include "cuda/fork.hpp"
+#include "cuda/scopes.hpp"
+
+namespace umem {
+
+RmmSource::RmmSource(std::size_t system_headroom_bytes)
+    : resources_{Resource{rmm::mr::managed_memory_resource{}},
+                 Resource{rmm::mr::cuda_memory_resource{}},
+                 Resource{rmm::mr::sam_headroom_memory_resource{system_headroom_bytes}},
+                 Resource{rmm::mr::pinned_host_memory_resource{}}} {
+  static_assert(static_cast<int>(MemoryKind::managed) == 0 &&
+                static_cast<int>(MemoryKind::device) == 1 &&
+                static_cast<int>(MemoryKind::system) == 2 &&
+                static_cast<int>(MemoryKind::pinned) == 3);
+}
+
+void* RmmSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  try {
+    return resources_[static_cast<std::size_t>(kind)].allocate_sync(
+        bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
+  } catch (const rmm::bad_alloc&) {  // rmm::out_of_memory among them
+    cudaGetLastError();              // it is reported as our own error: torch must not find it
+    return nullptr;
+  }
+}
+
+void RmmSource::deallocate(MemoryKind kind, int device, void* address,
+                           std::size_t bytes) noexcept {
+  if (in_forked_child()) return;  // the parent's memory: the child has no CUDA to free it with
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  resources_[static_cast<std::size_t>(kind)].deallocate_sync(
+      address, bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
+}
+
+}  // namespace umem

@@ -1,0 +1,25 @@
+// Segments from RMM's memory resources.
+#pragma once
+
+#include <array>
+#include <cuda/memory_resource>
+#include <optional>
+
+#include "core/driver.hpp"
+
+namespace umem {
+
+class RmmSource final : public SegmentSource {
+ public:
+  using Resource = cuda::mr::any_resource<cuda::mr::device_accessible>;
+
+  explicit RmmSource(std::size_t system_headroom_bytes);
+
+  void* allocate(MemoryKind kind, int device, std::size_t bytes) override;
+  void deallocate(MemoryKind kind, int device, void* address, std::size_t bytes) noexcept override;
+
+ private:
+  std::array<Resource, kKinds> resources_;  // by MemoryKind
+};
+
+}  // namespace umem

@@ -1,0 +1,97 @@
+"""umem: unified memory for PyTorch, placed by policy and class.
+
+>>> import umem
+>>> umem.enable("sft")  # doctest: +SKIP
+True
+
+Names are imported when they are first used: `umem doctor` and `umem policy` work where torch does
+not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from umem._version import __version__
+
+if TYPE_CHECKING:
+    from umem.allocator import enable, is_enabled
+    from umem.capabilities import Capabilities
+    from umem.classes import TensorClass
+    from umem.errors import (
+        CudaError,
+        EnableError,
+        NativeLibraryError,
+        PolicyError,
+        UmemError,
+        UnsupportedError,
+    )
+    from umem.inspection import (
+        ClassMemory,
+        LiveTensor,
+        memory_by_class,
+        memory_summary,
+        tensor_class,
+        tensors,
+    )
+    from umem.policy import Policy, load_policy
+
+__all__ = [
+    "Capabilities",
+    "ClassMemory",
+    "CudaError",
+    "EnableError",
+    "LiveTensor",
+    "NativeLibraryError",
+    "Policy",
+    "PolicyError",
+    "TensorClass",
+    "UmemError",
+    "UnsupportedError",
+    "__version__",
+    "enable",
+    "is_enabled",
+    "load_policy",
+    "memory_by_class",
+    "memory_summary",
+    "tensor_class",
+    "tensors",
+]
+
+_MODULES = {
+    "umem.allocator": ("enable", "is_enabled"),
+    "umem.capabilities": ("Capabilities",),
+    "umem.classes": ("TensorClass",),
+    "umem.errors": (
+        "CudaError",
+        "EnableError",
+        "NativeLibraryError",
+        "PolicyError",
+        "UmemError",
+        "UnsupportedError",
+    ),
+    "umem.inspection": (
+        "ClassMemory",
+        "LiveTensor",
+        "memory_by_class",
+        "memory_summary",
+        "tensor_class",
+        "tensors",
+    ),
+    "umem.policy": ("Policy", "load_policy"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'umem' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value  # the next use finds it without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

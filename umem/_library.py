@@ -1,0 +1,35 @@
+"""The native library: loaded once, with the libraries that it needs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+from umem.errors import NativeLibraryError
+
+__all__ = ["native"]
+
+
+@functools.cache
+def native() -> ModuleType:
+    """The module `umem._native`, whose contract is ``umem/_native.pyi``.
+
+    Raises
+    ------
+    NativeLibraryError
+        If it, RMM's or CUDA's library is missing; the message names the remedy.
+    """
+    try:
+        # The wheel's own search path finds RMM beside umem; this finds it anywhere else, as after
+        # `pip install --target`.
+        importlib.import_module("librmm").load_library()
+    except ImportError:
+        pass  # a core-only build needs no RMM; any other says below what it misses
+    try:
+        return importlib.import_module("umem._native")
+    except ImportError as error:
+        raise NativeLibraryError(
+            f"umem's native library does not load: {error}. Install it with RMM and CUDA's "
+            "runtime, `pip install 'umem[cuda13]'` (or cuda12); `umem doctor` shows what is there."
+        ) from error

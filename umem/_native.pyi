@@ -1,0 +1,100 @@
+"""The native library: the allocator's core, its CUDA side and torch's entry points.
+
+Class numbers are `umem.TensorClass.index`; streams are `cudaStream_t` addresses
+(0 is the default stream); sizes are bytes.
+"""
+
+from typing import Any
+
+HAS_CUDA: bool
+"""Built against RMM and CUDA's runtime; otherwise the host core only."""
+
+RMM_VERSION: str
+"""RMM's version at build time, "" without it."""
+
+CUDA_VERSION: str
+"""CUDA runtime's version at build time ("13.0"), "" without it."""
+
+class ClassSetting:
+    """Where the blocks of one tensor class come from, and their advice."""
+
+    def __init__(
+        self,
+        kind: str = "managed",  # managed | device | system | pinned
+        placement: str = "device",  # device | host | any
+        accessed_by_device: bool = False,
+        read_mostly: bool = False,
+        min_bytes: int = 0,  # smaller blocks come from plain device memory
+    ) -> None: ...
+
+class Config:
+    """What an allocator is built from; `classes` in the order of `TensorClass`."""
+
+    def __init__(
+        self,
+        classes: list[ClassSetting],
+        managed_limit_bytes: int = 0,  # 0: no cap
+        device_budget_bytes: int = 0,  # 0: no budget
+        system_headroom_bytes: int = 0,
+        caching: bool = True,  # False: every free goes back to RMM at once
+    ) -> None: ...
+
+class Allocator:
+    """A class-aware caching allocator. Thread-safe; every method may be called
+    from any thread. Raises MemoryError past a limit when called from Python."""
+
+    @staticmethod
+    def on_host(config: Config, device_total_bytes: int = 0, devices: int = 1) -> "Allocator":
+        """An allocator over host memory: the same core with no GPU, for tests and the demo.
+        Streams are plain numbers; their work counts as done at once."""
+
+    def malloc(self, bytes: int, device: int = 0, stream: int = 0) -> int: ...
+    def free(self, address: int, device: int = 0) -> None: ...
+    def record_stream(self, address: int, stream: int, device: int = 0) -> None: ...
+    def empty_cache(self) -> None: ...
+    def set_memory_fraction(self, fraction: float, device: int) -> None: ...
+    def memory_fraction(self, device: int) -> float: ...
+    def base_allocation(self, address: int) -> tuple[int, int]:
+        """(base, bytes) of the segment that holds `address`; KeyError when none does."""
+    def begin_pool(self, device: int, pool: tuple[int, int]) -> None:
+        """Send allocations on every stream to `pool` until `end_pool`."""
+    def end_pool(self, device: int, pool: tuple[int, int]) -> None: ...
+    def release_pool(self, device: int, pool: tuple[int, int]) -> None: ...
+    def retag(self, address: int, tensor_class: int) -> bool:
+        """Move the live block that starts at `address` to a class; False when there is none."""
+    def set_phase(self, tensor_class: int) -> None:
+        """The class of blocks born from now on, in any thread without an override."""
+    def phase(self) -> int: ...
+    def enter_class(self, tensor_class: int) -> int:
+        """Override the phase: for this thread, and for threads without an override of their own.
+        Returns a token for `leave_class`, which must run in the same thread."""
+    def leave_class(self, token: int) -> None: ...
+    def stats(self, device: int) -> dict[str, Any]:
+        """What `torch._C._cuda_memoryStats` returns: stat -> pool type -> current/peak/..."""
+    def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
+        """Per class: allocation, allocated_bytes, requested_bytes -> current/peak/allocated/freed."""
+    def pool_stats(self, device: int) -> list[dict[str, Any]]:
+        """Per private pool: id (tuple), allocated_bytes, reserved_bytes, in_use (bool)."""
+    def kind_stats(self, device: int) -> dict[str, dict[str, int]]:
+        """Per memory kind: reserved_bytes, spilled_bytes (over budget: mapped on the host)."""
+    def reset_peak_stats(self, device: int) -> None: ...
+    def reset_accumulated_stats(self, device: int) -> None: ...
+    def segments(self, device: int) -> list[dict[str, Any]]:
+        """Snapshot in torch's form: address, total_size, allocated_size, active_size, stream,
+        segment_type, segment_pool_id, blocks [{address, size, requested_size, state, class}], ..."""
+    def live_blocks(self) -> list[tuple[int, int, int, int, int, str]]:
+        """(address, requested bytes, block bytes, class, device, memory kind) of every live block."""
+    def managed_bytes(self) -> int:
+        """Managed bytes held now, cached ones too: what the hard cap counts."""
+    def device_count(self) -> int: ...
+
+def install(config: Config) -> Allocator:
+    """Make the process's CUDA allocator, which torch's entry points serve. Once per process."""
+
+def installed() -> Allocator | None: ...
+def torch_entry_points() -> dict[str, int]:
+    """Addresses of torch's pluggable-allocator functions: malloc, free, record_stream,
+    empty_cache, memory_fraction, base_allocation, begin_pool, end_pool, release_pool."""
+
+def gradient_hook(allocator: Allocator) -> Any:
+    """A callable for `register_post_accumulate_grad_hook`: tags `param.grad` as gradients."""

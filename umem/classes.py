@@ -1,0 +1,33 @@
+"""Tensor classes: what a block of memory holds, as policies and reports name it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["TensorClass"]
+
+
+class TensorClass(str, Enum):
+    """What a tensor is to a training step.
+
+    The order of the members is the order of the native library's class numbers
+    (``allocators/core/types.hpp``); :attr:`index` is that number.
+    """
+
+    WEIGHTS = "weights"
+    FROZEN_WEIGHTS = "frozen_weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer_state"
+    ACTIVATIONS = "activations"
+    OTHER = "other"
+
+    @property
+    def index(self) -> int:
+        """The native library's number for this class, 0 to 5."""
+        return _INDEX[self]
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_INDEX = {member: number for number, member in enumerate(TensorClass)}

@@ -1,0 +1,198 @@
+"""Which class a tensor belongs to, told from what torch is doing when it is born.
+
+The phase of the program decides: weights before the first forward, activations in forward and
+backward, optimizer state while a new optimizer takes its first step. Parameters, gradients and
+state are then tagged one by one, where the phase alone could not know them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from umem.classes import TensorClass
+
+if TYPE_CHECKING:
+    from umem._native import Allocator
+
+__all__ = ["Classifier"]
+
+
+class Classifier:
+    """torch's global hooks, and what they tell the allocator.
+
+    A steady training step runs two optimizer hooks and one gradient hook per parameter. The hook
+    that every module call would run is armed only while there are modules it has not seen: at
+    start, and whenever parameters are registered or moved.
+
+    Parameters
+    ----------
+    allocator
+        Told of phases (`set_phase`), overrides (`enter_class`, `leave_class`) and tags (`retag`).
+    gradient_hook
+        Called with each parameter whose gradient has been accumulated.
+    """
+
+    def __init__(
+        self, allocator: Allocator, gradient_hook: Callable[[torch.Tensor], object]
+    ) -> None:
+        self._allocator = allocator
+        self._gradient_hook = gradient_hook
+        self._forward_hook: Any = None
+        self._walked_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._walked_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._hooked_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._known_states: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._moving = threading.local()
+
+    def install(self) -> None:
+        """Register the hooks, for the rest of the process."""
+        self._arm()
+        global_hooks.register_module_parameter_registration_hook(self._on_parameter)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        self._wrap_apply()
+
+    # ------------------------------------------------------------------ modules
+
+    def _arm(self) -> None:
+        """Look at the modules that run next."""
+        self._walked_roots.clear()
+        self._walked_modules.clear()
+        if self._forward_hook is None:
+            self._forward_hook = nn.modules.module.register_module_forward_pre_hook(
+                self._before_forward
+            )
+
+    def _disarm(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
+
+    def _before_forward(self, module: nn.Module, _inputs: object) -> None:
+        if module in self._walked_roots:
+            # It comes round again: a whole iteration has shown every module that takes part.
+            self._disarm()
+            return
+        if module in self._walked_modules:
+            return
+        self._walked_roots[module] = True
+        for part in module.modules():
+            self._walked_modules[part] = True
+        self._allocator.set_phase(TensorClass.ACTIVATIONS.index)
+        self._tag_parameters(module.parameters())
+        self._tag(module.buffers(), TensorClass.OTHER)
+
+    def _on_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None:
+            return
+        if self._forward_hook is None:
+            self._arm()
+        self._tag([parameter], TensorClass.WEIGHTS)
+
+    def _wrap_apply(self) -> None:
+        """Give what `Module.to`, `.cuda`, `.half`, ... make the class of weights.
+
+        They all go through `Module._apply`, which has no hook.
+        """
+        apply = nn.Module._apply
+        classifier = self
+
+        def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            if getattr(classifier._moving, "inside", False):  # a child of the module being moved
+                return apply(module, *args, **kwargs)
+            classifier._arm()
+            classifier._moving.inside = True
+            try:
+                with classifier.override(TensorClass.WEIGHTS):
+                    return apply(module, *args, **kwargs)
+            finally:
+                classifier._moving.inside = False
+
+        nn.Module._apply = _apply  # type: ignore[method-assign]
+
+    @contextmanager
+    def override(self, tensor_class: TensorClass) -> Iterator[None]:
+        """Give every tensor born in the block a class, whatever the phase."""
+        token = self._allocator.enter_class(tensor_class.index)
+        try:
+            yield
+        finally:
+            self._allocator.leave_class(token)
+
+    # ------------------------------------------------------------------ optimizers
+
+    def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if self._known_states.get(optimizer) == _state_key(optimizer):
+            # What a step with its state in place allocates is gone when it ends.
+            self._allocator.set_phase(TensorClass.OTHER.index)
+            return
+        self._allocator.set_phase(TensorClass.OPTIMIZER_STATE.index)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._tag_parameters(parameters)
+        self._tag((p.grad for p in parameters if p.grad is not None), TensorClass.GRADIENTS)
+
+    def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        key = _state_key(optimizer)
+        if self._known_states.get(optimizer) != key:
+            self._known_states[optimizer] = key
+            self._tag(_tensors_in(optimizer.state.values()), TensorClass.OPTIMIZER_STATE)
+        self._allocator.set_phase(TensorClass.ACTIVATIONS.index)
+
+    # ------------------------------------------------------------------ tags
+
+    def _tag_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        # Where a trained and a frozen parameter share a storage, it is trained.
+        classes: dict[int, TensorClass] = {}
+        for parameter in parameters:
+            address = _storage_address(parameter)
+            if parameter.requires_grad:
+                classes[address] = TensorClass.WEIGHTS
+                if parameter.is_leaf and parameter not in self._hooked_parameters:
+                    parameter.register_post_accumulate_grad_hook(self._gradient_hook)
+                    self._hooked_parameters[parameter] = True
+            else:
+                classes.setdefault(address, TensorClass.FROZEN_WEIGHTS)
+        for address, tensor_class in classes.items():
+            if address:
+                self._allocator.retag(address, tensor_class.index)
+
+    def _tag(self, tensors: Iterable[torch.Tensor], tensor_class: TensorClass) -> None:
+        for tensor in tensors:
+            if address := _storage_address(tensor):
+                self._allocator.retag(address, tensor_class.index)
+
+
+def _state_key(optimizer: Optimizer) -> tuple[int, int]:
+    """Changes when an optimizer's state is made, grows or is loaded."""
+    return id(optimizer.state), len(optimizer.state)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Address of the CUDA memory that holds a tensor, 0 for none."""
+    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
+    if not tensor.is_cuda or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,90 @@
+"""One memory for numba and CuPy: their arrays come from umem's allocator and count in it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from umem.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from umem._native import Allocator
+
+__all__ = ["share_with"]
+
+
+def share_with(libraries: Iterable[str], allocator: Allocator) -> None:
+    """Point libraries at umem's memory, by way of RMM's current device resource.
+
+    Parameters
+    ----------
+    libraries
+        ``numba``, ``cupy`` or both. None: RMM's own resource stays as it is.
+    allocator
+        The process's allocator.
+
+    Raises
+    ------
+    UnsupportedError
+        If a library is not installed.
+    """
+    names = tuple(libraries)
+    if not names:
+        return
+    _set_rmm_resource(allocator)
+    for name in names:
+        _SHARERS[name]()
+
+
+def _set_rmm_resource(allocator: Allocator) -> None:
+    rmm = _import("rmm", "rmm")
+    for device in range(allocator.device_count()):
+        allocate, deallocate = _callbacks(allocator, device)
+        rmm.mr.set_per_device_resource(
+            device, rmm.mr.CallbackMemoryResource(allocate, deallocate)
+        )
+
+
+def _callbacks(
+    allocator: Allocator, device: int
+) -> tuple[Callable[[int, Any], int], Callable[[int, int, Any], None]]:
+    def allocate(size: int, stream: Any) -> int:
+        return allocator.malloc(size, device, _stream_address(stream))
+
+    def deallocate(address: int, _size: int, stream: Any) -> None:
+        # RMM may give a buffer back on another stream than it was taken on.
+        if address:
+            allocator.record_stream(address, _stream_address(stream), device)
+            allocator.free(address, device)
+
+    return allocate, deallocate
+
+
+def _stream_address(stream: Any) -> int:
+    return int(stream.__cuda_stream__()[1])
+
+
+def _share_with_numba() -> None:
+    cuda = _import("numba.cuda", "numba-cuda")
+    cuda.set_memory_manager(_import("rmm.allocators.numba", "rmm").RMMNumbaManager)
+
+
+def _share_with_cupy() -> None:
+    cupy = _import("cupy", f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}x")
+    cupy.cuda.set_allocator(_import("rmm.allocators.cupy", "rmm").rmm_cupy_allocator)
+
+
+_SHARERS = {"numba": _share_with_numba, "cupy": _share_with_cupy}
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the policy's share needs {module}, which does not import ({error}): "
+            f"`pip install {package}`, or take it out of share"
+        ) from error
