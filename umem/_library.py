@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from types import ModuleType
@@ -20,12 +21,10 @@ def native() -> ModuleType:
     NativeLibraryError
         If it, RMM's or CUDA's library is missing; the message names the remedy.
     """
-    try:
-        # The wheel's own search path finds RMM beside umem; this finds it anywhere else, as after
-        # `pip install --target`.
+    # The wheel's own search path finds RMM beside umem; this finds it anywhere else, as after
+    # `pip install --target`. A core-only build needs none; any other says below what it misses.
+    with contextlib.suppress(ImportError):
         importlib.import_module("librmm").load_library()
-    except ImportError:
-        pass  # a core-only build needs no RMM; any other says below what it misses
     try:
         return importlib.import_module("umem._native")
     except ImportError as error:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +13,10 @@ from umem._library import native
 from umem.capabilities import Capabilities, detect_all
 from umem.classification import Classifier
 from umem.errors import EnableError, NativeLibraryError, UnsupportedError
+from umem.host import host_memory_bytes
 from umem.parity import install_parity
 from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
-from umem.sharing import share_with
+from umem.sharing import import_libraries, share_with
 
 if TYPE_CHECKING:
     from umem import _native
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["Runtime", "enable", "fell_back", "is_enabled", "native_config", "runtime"]
 
 MANAGED_SHARE_OF_CARD = 0.9
-"""Managed bytes that a process may hold, as a share of its cards' memory, where the policy sets no
-cap. More than a card holds is for machines and users that mean it: a card driven far past its
-memory can hang. Cards that share the host's page tables (Grace Hopper) have no such default."""
+"""Managed bytes that a process may hold, as a share of its cards' memory, where the policy sets
+neither a cap nor a budget: a card that the driver has to oversubscribe far can hang."""
+
+MANAGED_SHARE_OF_HOST = 0.5
+"""Where there is a budget, what is over it lives on the host: a share of what is available there
+comes on top of the budget. The rest is for the data loaders and everybody else."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ def _enable(policy: Policy) -> Runtime:
         )
     resolved = resolve(policy, capabilities[0].total_bytes)
     _check_devices(resolved, capabilities)
+    import_libraries(resolved.share)  # a missing one must be known before the swap
     allocator = library.install(native_config(_with_default_limit(resolved, capabilities)))
     _swap(library)
     install_parity(allocator)
@@ -174,18 +178,18 @@ def _enable(policy: Policy) -> Runtime:
     return Runtime(policy, resolved, capabilities, allocator, classifier)
 
 
-def _check_torch(library: object) -> None:
+def _check_torch(library: Any) -> None:
     if torch.version.cuda is None:
         raise UnsupportedError(
             f"torch {torch.__version__} is built without CUDA, so there is no allocator to swap: "
             "install a CUDA build of torch, or try `umem demo`, which needs no GPU."
         )
-    if not getattr(library, "HAS_CUDA", False):
+    if not library.HAS_CUDA:
         raise NativeLibraryError(
             "umem was built without CUDA and RMM: reinstall it with `pip install 'umem[cuda13]'` "
             "(or cuda12)."
         )
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() or library.installed() is not None:
         raise EnableError(
             "too late: CUDA has started in this process, and torch's allocator with it. Move "
             "`import umem; umem.enable(...)` above the first line that uses the GPU, or start the "
@@ -214,26 +218,31 @@ def _check_devices(resolved: ResolvedPolicy, capabilities: tuple[Capabilities, .
 def _with_default_limit(
     resolved: ResolvedPolicy, capabilities: tuple[Capabilities, ...]
 ) -> ResolvedPolicy:
+    # Cards that share the host's page tables (Grace Hopper) oversubscribe in hardware: no default.
     coherent = all(device.pageable_uses_host_page_tables for device in capabilities)
     if resolved.managed_limit_bytes is not None or coherent:
         return resolved
-    cards_bytes = sum(device.total_bytes for device in capabilities)
-    return resolved.with_managed_limit(int(MANAGED_SHARE_OF_CARD * cards_bytes))
+    limit: float
+    if resolved.device_budget_bytes is None:
+        limit = MANAGED_SHARE_OF_CARD * sum(device.total_bytes for device in capabilities)
+    else:
+        _, available_bytes = host_memory_bytes() or (0, 0)
+        limit = resolved.device_budget_bytes * len(capabilities)
+        limit += MANAGED_SHARE_OF_HOST * available_bytes
+    return replace(resolved, managed_limit_bytes=int(limit))
 
 
-def _swap(library: object) -> None:
+def _swap(library: Any) -> None:
     """Hand torch the library's entry points.
 
     torch calls the first two by name. The others have setters only: without them `record_stream`
     would be a silent no-op and graphs would have no pools of their own.
     """
     pluggable = torch.cuda.memory.CUDAPluggableAllocator(
-        str(library.__file__),  # type: ignore[attr-defined]
-        "umem_malloc",
-        "umem_free",
+        library.__file__, "umem_malloc", "umem_free"
     )
-    entry: Mapping[str, int] = library.torch_entry_points()  # type: ignore[attr-defined]
-    hooks = pluggable._allocator
+    entry: dict[str, int] = library.torch_entry_points()
+    hooks: Any = pluggable._allocator  # its stub lists none of the setters
     hooks.set_record_stream_fn(entry["record_stream"])
     hooks.set_reset_fn(entry["empty_cache"])
     hooks.set_memory_fraction_fn(entry["memory_fraction"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 __all__ = ["TensorClass"]
 
 
-class TensorClass(str, Enum):
+class TensorClass(StrEnum):
     """What a tensor is to a training step.
 
     The order of the members is the order of the native library's class numbers
@@ -25,9 +25,6 @@ class TensorClass(str, Enum):
     def index(self) -> int:
         """The native library's number for this class, 0 to 5."""
         return _INDEX[self]
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _INDEX = {member: number for number, member in enumerate(TensorClass)}

@@ -107,7 +107,7 @@ class Classifier:
 
         They all go through `Module._apply`, which has no hook.
         """
-        apply = nn.Module._apply
+        apply: Callable[..., nn.Module] = nn.Module._apply
         classifier = self
 
         def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -121,7 +121,7 @@ class Classifier:
             finally:
                 classifier._moving.inside = False
 
-        nn.Module._apply = _apply  # type: ignore[method-assign]
+        setattr(nn.Module, "_apply", _apply)  # noqa: B010 - its stub is an untyped callable
 
     @contextmanager
     def override(self, tensor_class: TensorClass) -> Iterator[None]:

@@ -13,7 +13,20 @@ from umem.errors import UnsupportedError
 if TYPE_CHECKING:
     from umem._native import Allocator
 
-__all__ = ["share_with"]
+__all__ = ["import_libraries", "share_with"]
+
+
+def import_libraries(libraries: Iterable[str]) -> None:
+    """Import what `share_with` will need, which starts CUDA in none of them.
+
+    Raises
+    ------
+    UnsupportedError
+        If a library is not installed.
+    """
+    for name in libraries:
+        _numba_cuda() if name == "numba" else _cupy()
+        _rmm("rmm")
 
 
 def share_with(libraries: Iterable[str], allocator: Allocator) -> None:
@@ -40,12 +53,10 @@ def share_with(libraries: Iterable[str], allocator: Allocator) -> None:
 
 
 def _set_rmm_resource(allocator: Allocator) -> None:
-    rmm = _import("rmm", "rmm")
+    rmm = _rmm("rmm")
     for device in range(allocator.device_count()):
         allocate, deallocate = _callbacks(allocator, device)
-        rmm.mr.set_per_device_resource(
-            device, rmm.mr.CallbackMemoryResource(allocate, deallocate)
-        )
+        rmm.mr.set_per_device_resource(device, rmm.mr.CallbackMemoryResource(allocate, deallocate))
 
 
 def _callbacks(
@@ -68,16 +79,30 @@ def _stream_address(stream: Any) -> int:
 
 
 def _share_with_numba() -> None:
-    cuda = _import("numba.cuda", "numba-cuda")
-    cuda.set_memory_manager(_import("rmm.allocators.numba", "rmm").RMMNumbaManager)
+    _numba_cuda().set_memory_manager(_rmm("rmm.allocators.numba").RMMNumbaManager)
 
 
 def _share_with_cupy() -> None:
-    cupy = _import("cupy", f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}x")
-    cupy.cuda.set_allocator(_import("rmm.allocators.cupy", "rmm").rmm_cupy_allocator)
+    _cupy().cuda.set_allocator(_rmm("rmm.allocators.cupy").rmm_cupy_allocator)
 
 
 _SHARERS = {"numba": _share_with_numba, "cupy": _share_with_cupy}
+
+
+def _numba_cuda() -> Any:
+    return _import("numba.cuda", "numba-cuda")
+
+
+def _cupy() -> Any:
+    return _import("cupy", f"cupy-cuda{_cuda_major()}x")
+
+
+def _rmm(module: str) -> Any:
+    return _import(module, f"rmm-cu{_cuda_major()}")
+
+
+def _cuda_major() -> str:
+    return (torch.version.cuda or "13").split(".")[0]
 
 
 def _import(module: str, package: str) -> Any:

@@ -197,6 +197,8 @@ void tag_gradient(Allocator& allocator, nb::handle parameter) {
 NB_MODULE(_native, module) {
   using namespace umem;
 
+  // The process's allocator outlives the interpreter on purpose (torch/entry_points.hpp).
+  nb::set_leak_warnings(false);
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
       std::rethrow_exception(error);

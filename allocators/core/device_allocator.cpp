@@ -67,18 +67,25 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
       managed_limit_(managed_limit) {
   const std::uint8_t device_profile = profile_number(kDeviceProfile);
   const std::uint8_t device_small = route_number({device_profile, Tier::small});
+  const std::uint8_t device_large = route_number({device_profile, Tier::large});
   for (std::size_t i = 0; i < kClasses; ++i) {
     const ClassSetting& setting = config_.classes[i];
-    const std::uint8_t profile = profile_number({setting.kind, setting.advice});
+    // Memory that takes no advice is the same whatever the policy says of it: one heap serves all.
+    const std::uint8_t profile = profile_number(
+        {setting.kind, takes_advice(setting.kind) ? setting.advice : Advice{}});
     // Every class has its own small route, even where another has the same profile.
     routes_.push_back({profile, Tier::small});
-    class_routes_[i] = {device_small, static_cast<std::uint8_t>(routes_.size() - 1),
+    class_routes_[i] = {device_small, device_large,
+                        static_cast<std::uint8_t>(routes_.size() - 1),
                         route_number({profile, Tier::large})};
   }
-  const std::uint8_t spill_profile = profile_number(kSpillProfile);
-  routes_.push_back({spill_profile, Tier::small});
+  // A number of its own, even where a policy maps a class on the host just so: what the budget
+  // pushed out is counted apart.
+  profiles_.push_back(kSpillProfile);
+  spill_profile_ = static_cast<std::uint8_t>(profiles_.size() - 1);
+  routes_.push_back({spill_profile_, Tier::small});
   spill_small_ = static_cast<std::uint8_t>(routes_.size() - 1);
-  routes_.push_back({spill_profile, Tier::large});
+  routes_.push_back({spill_profile_, Tier::large});
   spill_large_ = static_cast<std::uint8_t>(routes_.size() - 1);
 }
 
@@ -109,8 +116,9 @@ std::uint8_t DeviceAllocator::route_number(Route route) {
 std::uint8_t DeviceAllocator::route_for(TensorClass tensor_class, std::size_t bytes) const {
   const auto number = static_cast<std::size_t>(tensor_class);
   const ClassRoutes& routes = class_routes_[number];
-  if (bytes >= kPageBytes) return routes.large;
-  return bytes < config_.classes[number].min_bytes ? routes.device_small : routes.small;
+  const bool too_small = bytes < config_.classes[number].min_bytes;
+  if (bytes >= kPageBytes) return too_small ? routes.device_large : routes.large;
+  return too_small ? routes.device_small : routes.small;
 }
 
 void* DeviceAllocator::allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
@@ -171,30 +179,27 @@ Block* DeviceAllocator::grow(TensorClass tensor_class, std::uint8_t route, Strea
 
   // No segment is smaller than a page, however small the request.
   const std::size_t least_bytes = round_up(bytes, kPageBytes);
-  if (over_budget(profile, least_bytes)) {
+  Block* block = nullptr;
+  if (!over_budget(profile, least_bytes)) {
+    block = new_segment(heap, bytes, shortage);
+  } else {
     // Room already on the host comes before giving the cache back: a steady state must not free
     // and take segments at every step.
     if (may_spill)
-      if (Block* block =
-              take_cached(heap_for(heap.tier == Tier::small ? spill_small_ : spill_large_, stream,
-                                   pool),
-                          bytes))
-        return block;
+      block = take_cached(
+          heap_for(heap.tier == Tier::small ? spill_small_ : spill_large_, stream, pool), bytes);
+    if (block != nullptr) return block;
     if (may_release) release_cached_segments();
-    if (over_budget(profile, least_bytes)) {
-      Block* block = spill_or_fail();
-      if (block != nullptr || !may_release) return block;
-    }
-  } else if (Block* block = new_segment(heap, bytes, shortage)) {
-    return block;
+    block = over_budget(profile, least_bytes) ? spill_or_fail()
+                                              : new_segment(heap, bytes, shortage);
   }
+  if (block != nullptr || !may_release) return block;
 
-  if (may_release) {
-    ++stats_.num_alloc_retries;
-    synchronize_events();
-    if (Block* block = take_cached(heap, bytes)) return block;
-    release_cached_segments();
-  }
+  ++stats_.num_alloc_retries;
+  synchronize_events();
+  block = take_cached(heap, bytes);
+  if (block != nullptr) return block;
+  release_cached_segments();
   if (over_budget(profile, least_bytes)) return spill_or_fail();
   return new_segment(heap, bytes, shortage);
 }
@@ -234,36 +239,44 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
       config_.caching ? segment_bytes_for(heap.tier, bytes) : bytes;
   if (over_budget(profile, segment_bytes)) segment_bytes = round_up(bytes, kPageBytes);
 
+  const auto give_back_limit = [&](std::size_t bytes_taken) {
+    if (profile.kind == MemoryKind::managed) managed_limit_.give_back(bytes_taken);
+  };
   const auto take = [&](std::size_t raw_bytes) -> void* {
     if (!reserve(profile.kind, raw_bytes, shortage)) return nullptr;
-    void* raw = source_.allocate(profile.kind, device_, raw_bytes);
+    void* raw = nullptr;
+    try {
+      raw = source_.allocate(profile.kind, device_, raw_bytes);
+    } catch (...) {
+      give_back_limit(raw_bytes);
+      throw;
+    }
     if (raw == nullptr) {
       shortage = Shortage::source;
-      if (profile.kind == MemoryKind::managed) managed_limit_.give_back(raw_bytes);
+      give_back_limit(raw_bytes);
     }
     return raw;
   };
-  const auto give_back = [&](void* raw, std::size_t raw_bytes) {
-    source_.deallocate(profile.kind, device_, raw, raw_bytes);
-    if (profile.kind == MemoryKind::managed) managed_limit_.give_back(raw_bytes);
-  };
-
-  std::size_t raw_bytes = segment_bytes;
-  void* raw = take(raw_bytes);
-  if (raw == nullptr && segment_bytes > bytes) {  // no room to spare: only what was asked for
-    segment_bytes = raw_bytes = round_up(bytes, kMinBlockBytes);
-    raw = take(raw_bytes);
-  }
-  if (raw == nullptr) return nullptr;
   // Sources promise 256 bytes; blocks with pages of their own need a segment on a page boundary.
   const std::size_t alignment =
       config_.caching || heap.tier == Tier::large ? kPageBytes : kMinBlockBytes;
-  if (reinterpret_cast<std::uintptr_t>(raw) % alignment != 0) {
-    give_back(raw, raw_bytes);
-    raw_bytes = segment_bytes + alignment;
-    raw = take(raw_bytes);
-    if (raw == nullptr) return nullptr;
+  std::size_t raw_bytes = 0;
+  const auto take_aligned = [&](std::size_t wanted_bytes) -> void* {
+    raw_bytes = wanted_bytes;
+    void* raw = take(raw_bytes);
+    if (raw == nullptr || reinterpret_cast<std::uintptr_t>(raw) % alignment == 0) return raw;
+    source_.deallocate(profile.kind, device_, raw, raw_bytes);
+    give_back_limit(raw_bytes);
+    raw_bytes = wanted_bytes + alignment;
+    return take(raw_bytes);
+  };
+
+  void* raw = take_aligned(segment_bytes);
+  if (raw == nullptr && segment_bytes > bytes) {  // no room to spare: only what was asked for
+    segment_bytes = bytes;
+    raw = take_aligned(segment_bytes);
   }
+  if (raw == nullptr) return nullptr;
 
   const std::uintptr_t address = round_up(reinterpret_cast<std::uintptr_t>(raw), alignment);
   Segment& segment = segments_[address];
@@ -292,7 +305,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   stats_.reserved_bytes.increase(heap.tier, segment_bytes);
   KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
   kind.reserved_bytes += segment_bytes;
-  if (profile == kSpillProfile) kind.spilled_bytes += segment_bytes;
+  if (heap.profile == spill_profile_) kind.spilled_bytes += segment_bytes;
   if (resides_on_device(profile)) resident_bytes_ += segment_bytes;
   if (heap.pool != nullptr) {
     ++heap.pool->segments;
@@ -422,7 +435,9 @@ void DeviceAllocator::settle(Block* block) {
     block = merge(previous, block);
   }
   cache(block);
-  if (!config_.caching && !block->is_split() && active_pools_.empty())
+  // A graph may write to its pool's blocks at every replay, freed or not.
+  const bool pool_in_use = heap.pool != nullptr && heap.pool->users > 0;
+  if (!config_.caching && !block->is_split() && !pool_in_use && active_pools_.empty())
     release_segment(*block->segment);
 }
 
@@ -498,7 +513,7 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   const std::uint8_t profile =
       routes_[class_routes_[static_cast<std::size_t>(tensor_class)].large].profile;
   // A spilled block keeps its place: the budget put it there. So does one that shares its pages.
-  if (heap.tier == Tier::large && profiles_[heap.profile] != kSpillProfile &&
+  if (heap.tier == Tier::large && heap.profile != spill_profile_ &&
       profiles_[profile].kind == profiles_[heap.profile].kind &&
       takes_advice(profiles_[profile].kind) && block->advice != profile)
     apply_advice(block, profile);
@@ -513,21 +528,17 @@ void DeviceAllocator::empty_cache() {
 }
 
 // Gives back every segment that is one cached block, except those of pools in use.
-bool DeviceAllocator::release_cached_segments() {
-  bool released = false;
+void DeviceAllocator::release_cached_segments() {
   for (auto it = segments_.begin(); it != segments_.end();) {
     Segment& segment = (it++)->second;
     const Pool* pool = segment.heap->pool;
-    if (segment.first->state != BlockState::cached || segment.first->is_split() ||
-        (pool != nullptr && pool->users > 0))
-      continue;
-    release_segment(segment);
-    released = true;
+    const bool pool_in_use = pool != nullptr && pool->users > 0;
+    if (segment.first->state == BlockState::cached && !segment.first->is_split() && !pool_in_use)
+      release_segment(segment);
   }
   std::erase_if(pools_, [](const auto& entry) {
     return entry.second->users == 0 && entry.second->segments == 0;
   });
-  return released;
 }
 
 void DeviceAllocator::release_segment(Segment& segment) {
@@ -541,7 +552,7 @@ void DeviceAllocator::release_segment(Segment& segment) {
   stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
   KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
   kind.reserved_bytes -= segment.bytes;
-  if (profile == kSpillProfile) kind.spilled_bytes -= segment.bytes;
+  if (heap.profile == spill_profile_) kind.spilled_bytes -= segment.bytes;
   if (resides_on_device(profile)) resident_bytes_ -= segment.bytes;
   if (heap.pool != nullptr) {
     --heap.pool->segments;

@@ -164,7 +164,7 @@ class DeviceAllocator {
     Tier tier;
   };
   struct ClassRoutes {
-    std::uint8_t device_small, small, large;  // numbers into routes_
+    std::uint8_t device_small, device_large, small, large;  // numbers into routes_
   };
   struct ActivePool {
     PoolId id;
@@ -208,7 +208,7 @@ class DeviceAllocator {
   void synchronize_events();
   void finish_deferred();
 
-  bool release_cached_segments();
+  void release_cached_segments();
   void release_segment(Segment& segment);
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
                                         Shortage shortage);
@@ -223,7 +223,7 @@ class DeviceAllocator {
   std::vector<Profile> profiles_;
   std::vector<Route> routes_;
   std::array<ClassRoutes, kClasses> class_routes_{};
-  std::uint8_t spill_small_ = 0, spill_large_ = 0;
+  std::uint8_t spill_profile_ = 0, spill_small_ = 0, spill_large_ = 0;
 
   std::unordered_map<std::uintptr_t, Block> blocks_;    // by address: live, pending and cached
   std::map<std::uintptr_t, Segment> segments_;          // by address

@@ -1,5 +1,6 @@
 #include "cuda/rmm_source.hpp"
 
+#include <algorithm>
 #include <rmm/aligned.hpp>
 #include <rmm/error.hpp>
 #include <rmm/mr/cuda_memory_resource.hpp>
@@ -12,22 +13,26 @@
 
 namespace umem {
 
-RmmSource::RmmSource(std::size_t system_headroom_bytes)
-    : resources_{Resource{rmm::mr::managed_memory_resource{}},
-                 Resource{rmm::mr::cuda_memory_resource{}},
-                 Resource{rmm::mr::sam_headroom_memory_resource{system_headroom_bytes}},
-                 Resource{rmm::mr::pinned_host_memory_resource{}}} {
-  static_assert(static_cast<int>(MemoryKind::managed) == 0 &&
-                static_cast<int>(MemoryKind::device) == 1 &&
-                static_cast<int>(MemoryKind::system) == 2 &&
-                static_cast<int>(MemoryKind::pinned) == 3);
+RmmSource::RmmSource(const Config& config) {
+  const auto resource = [this](MemoryKind kind) -> std::optional<Resource>& {
+    return resources_[static_cast<std::size_t>(kind)];
+  };
+  resource(MemoryKind::managed) = rmm::mr::managed_memory_resource{};
+  resource(MemoryKind::device) = rmm::mr::cuda_memory_resource{};
+  resource(MemoryKind::pinned) = rmm::mr::pinned_host_memory_resource{};
+  const bool system = std::any_of(
+      config.classes.begin(), config.classes.end(),
+      [](const ClassSetting& setting) { return setting.kind == MemoryKind::system; });
+  if (system)
+    resource(MemoryKind::system) =
+        rmm::mr::sam_headroom_memory_resource{config.system_headroom_bytes};
 }
 
 void* RmmSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
   try {
-    return resources_[static_cast<std::size_t>(kind)].allocate_sync(
+    return resources_[static_cast<std::size_t>(kind)]->allocate_sync(
         bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
   } catch (const rmm::bad_alloc&) {  // rmm::out_of_memory among them
     cudaGetLastError();              // it is reported as our own error: torch must not find it
@@ -40,7 +45,7 @@ void RmmSource::deallocate(MemoryKind kind, int device, void* address,
   if (in_forked_child()) return;  // the parent's memory: the child has no CUDA to free it with
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
-  resources_[static_cast<std::size_t>(kind)].deallocate_sync(
+  resources_[static_cast<std::size_t>(kind)]->deallocate_sync(
       address, bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
 }
 

@@ -13,13 +13,14 @@ class RmmSource final : public SegmentSource {
  public:
   using Resource = cuda::mr::any_resource<cuda::mr::device_accessible>;
 
-  explicit RmmSource(std::size_t system_headroom_bytes);
+  // Kind `system` only where the configuration names it: RMM refuses it on most machines.
+  explicit RmmSource(const Config& config);
 
   void* allocate(MemoryKind kind, int device, std::size_t bytes) override;
   void deallocate(MemoryKind kind, int device, void* address, std::size_t bytes) noexcept override;
 
  private:
-  std::array<Resource, kKinds> resources_;  // by MemoryKind
+  std::array<std::optional<Resource>, kKinds> resources_;  // by MemoryKind
 };
 
 }  // namespace umem
