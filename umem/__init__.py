@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from umem._version import __version__
 
 if TYPE_CHECKING:
+    from umem import cuda
     from umem.allocator import enable, is_enabled
     from umem.capabilities import Capabilities
     from umem.classes import TensorClass
@@ -50,6 +51,7 @@ __all__ = [
     "UmemError",
     "UnsupportedError",
     "__version__",
+    "cuda",
     "enable",
     "is_enabled",
     "load_policy",
@@ -81,10 +83,13 @@ _MODULES = {
     ),
     "umem.policy": ("Policy", "load_policy"),
 }
+_SUBMODULES = ("cuda",)
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"umem.{name}")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'umem' has no attribute {name!r}")

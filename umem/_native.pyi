@@ -1,6 +1,6 @@
 """The native library: the allocator's core, its CUDA side and torch's entry points.
 
-Class numbers are `umem.TensorClass.index`; streams are `cudaStream_t` addresses
+Class numbers are `umem.TensorClass.number`; streams are `cudaStream_t` addresses
 (0 is the default stream); sizes are bytes.
 """
 
@@ -44,9 +44,11 @@ class Allocator:
     from any thread. Raises MemoryError past a limit when called from Python."""
 
     @staticmethod
-    def on_host(config: Config, device_total_bytes: int = 0, devices: int = 1) -> "Allocator":
+    def on_host(config: Config, device_total_bytes: int = 0, devices: int = 1) -> Allocator:
         """An allocator over host memory: the same core with no GPU, for tests and the demo.
-        Streams are plain numbers; their work counts as done at once."""
+
+        Streams are plain numbers; their work counts as done at once.
+        """
 
     def malloc(self, bytes: int, device: int = 0, stream: int = 0) -> int: ...
     def free(self, address: int, device: int = 0) -> None: ...

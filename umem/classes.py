@@ -11,7 +11,7 @@ class TensorClass(StrEnum):
     """What a tensor is to a training step.
 
     The order of the members is the order of the native library's class numbers
-    (``allocators/core/types.hpp``); :attr:`index` is that number.
+    (``allocators/core/types.hpp``); :attr:`number` is it.
     """
 
     WEIGHTS = "weights"
@@ -22,7 +22,7 @@ class TensorClass(StrEnum):
     OTHER = "other"
 
     @property
-    def index(self) -> int:
+    def number(self) -> int:
         """The native library's number for this class, 0 to 5."""
         return _INDEX[self]
 

@@ -91,7 +91,7 @@ class Classifier:
         self._walked_roots[module] = True
         for part in module.modules():
             self._walked_modules[part] = True
-        self._allocator.set_phase(TensorClass.ACTIVATIONS.index)
+        self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
         self._tag_parameters(module.parameters())
         self._tag(module.buffers(), TensorClass.OTHER)
 
@@ -126,7 +126,7 @@ class Classifier:
     @contextmanager
     def override(self, tensor_class: TensorClass) -> Iterator[None]:
         """Give every tensor born in the block a class, whatever the phase."""
-        token = self._allocator.enter_class(tensor_class.index)
+        token = self._allocator.enter_class(tensor_class.number)
         try:
             yield
         finally:
@@ -137,9 +137,9 @@ class Classifier:
     def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         if self._known_states.get(optimizer) == _state_key(optimizer):
             # What a step with its state in place allocates is gone when it ends.
-            self._allocator.set_phase(TensorClass.OTHER.index)
+            self._allocator.set_phase(TensorClass.OTHER.number)
             return
-        self._allocator.set_phase(TensorClass.OPTIMIZER_STATE.index)
+        self._allocator.set_phase(TensorClass.OPTIMIZER_STATE.number)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._tag_parameters(parameters)
         self._tag((p.grad for p in parameters if p.grad is not None), TensorClass.GRADIENTS)
@@ -149,7 +149,7 @@ class Classifier:
         if self._known_states.get(optimizer) != key:
             self._known_states[optimizer] = key
             self._tag(_tensors_in(optimizer.state.values()), TensorClass.OPTIMIZER_STATE)
-        self._allocator.set_phase(TensorClass.ACTIVATIONS.index)
+        self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
 
     # ------------------------------------------------------------------ tags
 
@@ -167,12 +167,12 @@ class Classifier:
                 classes.setdefault(address, TensorClass.FROZEN_WEIGHTS)
         for address, tensor_class in classes.items():
             if address:
-                self._allocator.retag(address, tensor_class.index)
+                self._allocator.retag(address, tensor_class.number)
 
     def _tag(self, tensors: Iterable[torch.Tensor], tensor_class: TensorClass) -> None:
         for tensor in tensors:
             if address := _storage_address(tensor):
-                self._allocator.retag(address, tensor_class.index)
+                self._allocator.retag(address, tensor_class.number)
 
 
 def _state_key(optimizer: Optimizer) -> tuple[int, int]:

@@ -1,0 +1,84 @@
+# `make demo` and `make test` do all set-up on a fresh machine. docs/building.md explains.
+
+PYTHON ?= python3
+UMEM_CUDA ?= 13
+JOBS ?= $(shell nproc)
+export UMEM_CUDA
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
+
+ifeq (,$(filter 13 none,$(UMEM_CUDA)))
+$(error UMEM_CUDA is '$(UMEM_CUDA)'; make knows 13 and none, and docs/building.md the rest)
+endif
+
+BIN := .venv/bin
+COMMA := ,
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CUDA_EXTRA := $(if $(filter 13,$(UMEM_CUDA)),cuda13$(COMMA))
+
+# What builds the extension; constraints.txt holds the versions. CUDA's as in pyproject.toml.
+BUILD_TOOLS := scikit-build-core nanobind cmake ninja
+BUILD_TOOLS_13 := librmm-cu13 nvidia-cuda-runtime nvidia-cuda-crt
+
+NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
+NATIVE_TESTS := plain address thread
+
+.PHONY: help demo test lint native native-test pytest bench wheel clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo         set up, then run the demonstration (.venv/bin/umem demo)'
+	@echo 'make test         set up, then lint, native tests with and without sanitizers, pytest'
+	@echo 'make native       the virtual environment with umem built and installed in it'
+	@echo 'make lint         ruff and mypy'
+	@echo 'make native-test  the allocator core under no sanitizer, ASan with UBSan, and TSan'
+	@echo 'make pytest       all Python tests; PYTEST_ARGS="-m \"not slow\"" for the quick ones'
+	@echo 'make bench        benchmarks (needs a GPU)'
+	@echo 'make wheel        a wheel in dist/, built in isolation'
+	@echo 'make clean        remove the build folders; the virtual environment stays'
+	@echo 'variables: PYTHON=$(PYTHON) JOBS=$(JOBS) UMEM_CUDA=$(UMEM_CUDA) (13 or none; make clean between)'
+
+demo: native
+	$(BIN)/umem demo
+
+test: lint native-test pytest
+
+lint: native
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+pytest: native
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: native
+	$(BIN)/umem bench
+
+wheel: .venv/tools.stamp
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+native: .venv/native.stamp
+
+.venv/tools.stamp: constraints.txt Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet -c constraints.txt $(BUILD_TOOLS) $(BUILD_TOOLS_$(UMEM_CUDA))
+	touch $@
+
+# Editable, so that Python sources are used where they are; the extension lies in site-packages.
+.venv/native.stamp: .venv/tools.stamp pyproject.toml umem/_version.py $(NATIVE_SOURCES)
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt \
+	  --config-settings=build-dir=build/python \
+	  --editable '.[$(CUDA_EXTRA)dev,examples]'
+	touch $@
+
+# The core needs no Python; the order-only tools bring CMake.
+native-test: $(NATIVE_TESTS:%=native-test-%)
+
+native-test-%: .venv/tools.stamp
+	$(BIN)/cmake -S . -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DUMEM_PYTHON=OFF -DUMEM_WERROR=ON -DUMEM_SANITIZE=$(filter-out plain,$*)
+	$(BIN)/cmake --build build/$*
+	$(BIN)/ctest --test-dir build/$* --output-on-failure --no-tests=error
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f .venv/*.stamp

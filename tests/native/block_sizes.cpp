@@ -1,0 +1,203 @@
+// Sizes of blocks and segments, alignment, and who owns a page.
+#include <map>
+#include <random>
+
+#include "fake_driver.hpp"
+
+namespace umem {
+namespace {
+
+std::size_t block_bytes_for(std::size_t bytes) {
+  return round_up(bytes, bytes < kPageBytes ? kMinBlockBytes : kPageBytes);
+}
+
+void blocks_are_rounded_and_aligned() {
+  Machine machine;
+  for (const std::size_t bytes :
+       {std::size_t{1}, std::size_t{511}, std::size_t{512}, std::size_t{513}, MiB - 1, MiB, MiB + 1,
+        2 * MiB - 1, 2 * MiB, 2 * MiB + 1, 10 * MiB - 1, 10 * MiB, 33 * MiB + 5, 5 * GiB}) {
+    const std::uintptr_t address = machine.allocate(bytes);
+    CHECK_EQUAL(address % (bytes < kPageBytes ? kMinBlockBytes : kPageBytes), 0U);
+    const std::vector<LiveBlock> live = machine.allocator.live_blocks();
+    CHECK_EQUAL(live.size(), 1U);
+    CHECK_EQUAL(live[0].address, address);
+    CHECK_EQUAL(live[0].requested_bytes, bytes);
+    CHECK_EQUAL(live[0].bytes, block_bytes_for(bytes));
+    CHECK(machine.source.holds(address, live[0].bytes));
+    machine.free(address);
+  }
+}
+
+std::size_t segment_bytes_for(std::size_t bytes) {
+  Machine machine;
+  machine.allocate(bytes);
+  const std::vector<SegmentSnapshot> segments = machine.device.segments();
+  CHECK_EQUAL(segments.size(), 1U);
+  CHECK_EQUAL(segments[0].bytes, machine.source.held_bytes());
+  return segments[0].bytes;
+}
+
+// torch's own sizes, with 8 MiB where blocks of 1 to 2 MiB do not share a segment with larger ones.
+void segments_leave_room_for_more() {
+  CHECK_EQUAL(segment_bytes_for(1), 2 * MiB);
+  CHECK_EQUAL(segment_bytes_for(MiB), 2 * MiB);
+  CHECK_EQUAL(segment_bytes_for(MiB + 1), 8 * MiB);
+  CHECK_EQUAL(segment_bytes_for(2 * MiB - 1), 8 * MiB);
+  CHECK_EQUAL(segment_bytes_for(2 * MiB), 20 * MiB);
+  CHECK_EQUAL(segment_bytes_for(8 * MiB), 20 * MiB);
+  CHECK_EQUAL(segment_bytes_for(9 * MiB), 10 * MiB);
+  CHECK_EQUAL(segment_bytes_for(10 * MiB), 10 * MiB);
+  CHECK_EQUAL(segment_bytes_for(11 * MiB), 12 * MiB);
+  CHECK_EQUAL(segment_bytes_for(100 * MiB), 100 * MiB);
+}
+
+void large_blocks_own_their_pages() {
+  Machine machine;
+  std::mt19937_64 random(1);
+  std::vector<std::uintptr_t> addresses;
+  for (int step = 0; step < 3000; ++step) {
+    if (addresses.size() < 300) {
+      const std::size_t bytes = random() % 3 == 0 ? 2 * MiB + random() % (12 * MiB)
+                                                  : 1 + random() % (2 * MiB - 1);
+      const auto tensor_class = static_cast<TensorClass>(random() % kClasses);
+      addresses.push_back(machine.allocate(bytes, 0, tensor_class));
+    } else {
+      std::swap(addresses[random() % addresses.size()], addresses.back());
+      machine.free(addresses.back());
+      addresses.pop_back();
+    }
+  }
+  std::map<std::uintptr_t, std::vector<LiveBlock>> by_page;
+  for (const LiveBlock& block : machine.allocator.live_blocks())
+    for (std::uintptr_t page = block.address / kPageBytes;
+         page <= (block.address + block.bytes - 1) / kPageBytes; ++page)
+      by_page[page].push_back(block);
+  std::size_t large = 0;
+  for (const auto& [page, blocks] : by_page) {
+    for (const LiveBlock& block : blocks) {
+      CHECK(block.tensor_class == blocks[0].tensor_class);  // nor do classes share a page
+      if (block.requested_bytes >= kPageBytes) {
+        CHECK_EQUAL(blocks.size(), 1U);
+        ++large;
+      }
+    }
+  }
+  CHECK(large > 0);
+  check_consistent(machine.device);
+}
+
+// A large block of one class may take what one of another class left; a small one may not.
+void classes_share_large_memory_only() {
+  Machine machine;
+  const std::uintptr_t gradient = machine.allocate(3 * MiB, 0, TensorClass::gradients);
+  machine.free(gradient);
+  CHECK_EQUAL(machine.allocate(3 * MiB, 0, TensorClass::activations), gradient);
+
+  const std::uintptr_t small = machine.allocate(1000, 0, TensorClass::gradients);
+  machine.free(small);
+  CHECK(machine.allocate(1000, 0, TensorClass::activations) != small);
+}
+
+// What a policy says of placement is nothing to memory that takes no advice.
+void kinds_without_advice_share_large_memory() {
+  Config config = config_of(MemoryKind::device);
+  config.classes[static_cast<std::size_t>(TensorClass::gradients)].advice = {
+      .placement = Placement::host, .read_mostly = true};
+  Machine machine({.config = config});
+  const std::uintptr_t gradient = machine.allocate(3 * MiB, 0, TensorClass::gradients);
+  machine.free(gradient);
+  CHECK_EQUAL(machine.allocate(3 * MiB, 0, TensorClass::activations), gradient);
+}
+
+MemoryKind kind_for(Machine& machine, std::size_t bytes) {
+  const std::uintptr_t address = machine.allocate(bytes, 0, TensorClass::weights);
+  const MemoryKind kind = machine.allocator.live_blocks().at(0).kind;
+  machine.free(address);
+  return kind;
+}
+
+void blocks_below_the_minimum_are_device_memory() {
+  for (const std::size_t min_bytes : {64 * KiB, MiB, 16 * MiB}) {
+    Config config;
+    config.classes[0].min_bytes = min_bytes;
+    Machine machine({.config = config});
+    CHECK(kind_for(machine, 1) == MemoryKind::device);
+    CHECK(kind_for(machine, min_bytes - 1) == MemoryKind::device);
+    CHECK(kind_for(machine, min_bytes) == MemoryKind::managed);
+    CHECK(kind_for(machine, min_bytes + 32 * MiB) == MemoryKind::managed);
+  }
+}
+
+void nothing_for_zero_bytes() {
+  Machine machine;
+  CHECK_EQUAL(machine.allocate(0), 0U);
+  CHECK_EQUAL(machine.device.stats().allocation.all.allocated, 0);
+  CHECK_EQUAL(machine.source.requests(), 0U);
+}
+
+void enormous_sizes_are_out_of_memory() {
+  Machine machine;
+  const std::size_t negative = static_cast<std::size_t>(-1);
+  std::int64_t refused = 0;
+  for (const std::size_t bytes : {negative, negative - 511, negative / 2 + 1, negative / 2,
+                                  negative / 2 - kPageBytes, std::size_t{1} << 62}) {
+    CHECK_THROWS(OutOfMemory, machine.allocate(bytes));
+    CHECK_EQUAL(machine.device.stats().num_ooms, ++refused);
+  }
+  CHECK_EQUAL(machine.source.held_bytes(), 0U);
+  CHECK_EQUAL(machine.allocator.managed_bytes(), 0U);
+  machine.allocate(1);
+}
+
+void only_the_start_of_a_live_block_can_be_freed() {
+  Machine machine({.config = {}, .devices = 2});
+  const std::uintptr_t small = machine.allocate(1000);
+  const std::uintptr_t large = machine.allocate(5 * MiB);
+  CHECK(!machine.device.free(small + 512));
+  CHECK(!machine.device.free(small + 1024));  // the cached rest of the segment
+  CHECK(!machine.device.free(large + kPageBytes));
+  CHECK(!machine.device.free(0));
+  CHECK(!machine.allocator.device(1).free(small));
+  for (const std::uintptr_t address : {small, large}) {
+    machine.free(address);
+    CHECK(!machine.device.free(address));
+  }
+  CHECK_EQUAL(machine.device.stats().allocation.all.freed, 2);
+  check_consistent(machine.device);
+}
+
+void addresses_find_their_segment() {
+  Machine machine({.config = {}, .devices = 2});
+  const std::uintptr_t first = machine.allocate(3 * MiB);
+  const std::uintptr_t second = machine.allocate(3 * MiB);
+  const auto elsewhere = reinterpret_cast<std::uintptr_t>(
+      machine.allocator.device(1).allocate(100, 0, TensorClass::other));
+  for (const std::uintptr_t address : {first, first + 1, second, second + 3 * MiB - 1}) {
+    const auto base = machine.allocator.base_allocation(address);
+    CHECK(base.has_value());
+    CHECK_EQUAL(base->address, first);
+    CHECK_EQUAL(base->bytes, 20 * MiB);
+  }
+  CHECK_EQUAL(machine.allocator.base_allocation(elsewhere + 99)->address, elsewhere);
+  CHECK(!machine.allocator.base_allocation(first - 1).has_value());
+  CHECK(!machine.allocator.base_allocation(first + 20 * MiB).has_value());
+  CHECK_THROWS(std::out_of_range, machine.allocator.device(2));
+  CHECK_THROWS(std::out_of_range, machine.allocator.device(-1));
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(blocks_are_rounded_and_aligned);
+  RUN(segments_leave_room_for_more);
+  RUN(large_blocks_own_their_pages);
+  RUN(classes_share_large_memory_only);
+  RUN(kinds_without_advice_share_large_memory);
+  RUN(blocks_below_the_minimum_are_device_memory);
+  RUN(nothing_for_zero_bytes);
+  RUN(enormous_sizes_are_out_of_memory);
+  RUN(only_the_start_of_a_live_block_can_be_freed);
+  RUN(addresses_find_their_segment);
+}

@@ -1,0 +1,51 @@
+// What a native test fails by: the place and the values on stderr, and exit status 1.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <sstream>
+#include <string>
+
+namespace check {
+
+// Other threads may still run, so nothing is unwound and no destructor is called.
+[[noreturn]] inline void fail(const char* file, int line, const std::string& what) {
+  std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
+  std::fflush(nullptr);
+  std::_Exit(EXIT_FAILURE);
+}
+
+template <class Actual, class Expected>
+void equal(const char* file, int line, const char* text, const Actual& actual,
+           const Expected& expected) {
+  if (actual == static_cast<Actual>(expected)) return;
+  std::ostringstream what;
+  what << text << " is " << actual << ", expected " << static_cast<Actual>(expected);
+  fail(file, line, what.str());
+}
+
+// Runs one test of a program and says that it passed.
+template <class Test>
+void run(const char* name, Test test) {
+  test();
+  std::cout << "passed: " << name << std::endl;
+}
+
+}  // namespace check
+
+#define CHECK(condition) \
+  ((condition) ? void() : check::fail(__FILE__, __LINE__, "not so: " #condition))
+#define CHECK_EQUAL(actual, expected) \
+  check::equal(__FILE__, __LINE__, #actual, (actual), (expected))
+#define CHECK_THROWS(Error, expression)                                              \
+  do {                                                                               \
+    bool thrown = false;                                                             \
+    try {                                                                            \
+      (void)(expression);                                                            \
+    } catch (const Error&) {                                                         \
+      thrown = true;                                                                 \
+    }                                                                                \
+    if (!thrown) check::fail(__FILE__, __LINE__, #expression " threw no " #Error);   \
+  } while (false)
+#define RUN(test) check::run(#test, test)

@@ -1,0 +1,331 @@
+// A machine without a GPU, which checks how the core treats it.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "core/allocator.hpp"
+
+namespace umem {
+
+inline constexpr std::size_t KiB = std::size_t{1} << 10;
+inline constexpr std::size_t MiB = std::size_t{1} << 20;
+inline constexpr std::size_t GiB = std::size_t{1} << 30;
+
+// Hands out reserved address space: the core owns addresses and must never touch their contents,
+// so a touch faults, and gigabytes cost nothing. What is given back must be what was given.
+class FakeSource final : public SegmentSource {
+ public:
+  explicit FakeSource(std::size_t capacity_bytes = 0, std::size_t offset_bytes = 0)
+      : capacity_bytes_(capacity_bytes), offset_bytes_(offset_bytes) {}
+  ~FakeSource() override {
+    CHECK_EQUAL(held_.size(), 0U);  // a segment that nobody gave back
+  }
+
+  void* allocate(MemoryKind kind, int device, std::size_t bytes) override {
+    const std::lock_guard lock(mutex_);
+    ++requests_;
+    if (throws_) throw std::runtime_error("the driver has failed");
+    if (capacity_bytes_ != 0 && (bytes > capacity_bytes_ || held_bytes_ > capacity_bytes_ - bytes))
+      return nullptr;
+    if (bytes > SIZE_MAX / 4) return nullptr;
+    const std::size_t mapped_bytes = round_up(bytes, kPageBytes) + 2 * kPageBytes;
+    void* mapped = mmap(nullptr, mapped_bytes, PROT_NONE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    const std::uintptr_t address =
+        round_up(reinterpret_cast<std::uintptr_t>(mapped), kPageBytes) + offset_bytes_;
+    held_[address] = {kind, device, bytes, mapped, mapped_bytes};
+    held_bytes_ += bytes;
+    held_of_kind_[static_cast<std::size_t>(kind)] += bytes;
+    return reinterpret_cast<void*>(address);
+  }
+
+  void deallocate(MemoryKind kind, int device, void* address,
+                  std::size_t bytes) noexcept override {
+    const std::lock_guard lock(mutex_);
+    const auto found = held_.find(reinterpret_cast<std::uintptr_t>(address));
+    CHECK(found != held_.end());
+    const Piece& piece = found->second;
+    CHECK(piece.kind == kind);
+    CHECK_EQUAL(piece.device, device);
+    CHECK_EQUAL(piece.bytes, bytes);
+    munmap(piece.mapped, piece.mapped_bytes);
+    held_bytes_ -= bytes;
+    held_of_kind_[static_cast<std::size_t>(kind)] -= bytes;
+    held_.erase(found);
+  }
+
+  void set_capacity(std::size_t bytes) {  // 0: no bound
+    const std::lock_guard lock(mutex_);
+    capacity_bytes_ = bytes;
+  }
+  void set_throws(bool throws) {
+    const std::lock_guard lock(mutex_);
+    throws_ = throws;
+  }
+  std::size_t held_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return held_bytes_;
+  }
+  std::size_t held_bytes(MemoryKind kind) const {
+    const std::lock_guard lock(mutex_);
+    return held_of_kind_[static_cast<std::size_t>(kind)];
+  }
+  std::size_t held_segments() const {
+    const std::lock_guard lock(mutex_);
+    return held_.size();
+  }
+  std::size_t requests() const {
+    const std::lock_guard lock(mutex_);
+    return requests_;
+  }
+  bool holds(std::uintptr_t address, std::size_t bytes) const {
+    const std::lock_guard lock(mutex_);
+    const auto after = held_.upper_bound(address);
+    if (after == held_.begin()) return false;
+    const auto& [start, piece] = *std::prev(after);
+    return address + bytes <= start + piece.bytes;
+  }
+
+ private:
+  struct Piece {
+    MemoryKind kind;
+    int device;
+    std::size_t bytes;
+    void* mapped;
+    std::size_t mapped_bytes;
+  };
+
+  mutable std::mutex mutex_;
+  std::size_t capacity_bytes_;
+  const std::size_t offset_bytes_;  // from a page boundary
+  bool throws_ = false;
+  std::size_t requests_ = 0;
+  std::size_t held_bytes_ = 0;
+  std::array<std::size_t, kKinds> held_of_kind_{};
+  std::map<std::uintptr_t, Piece> held_;
+};
+
+struct AdviceCall {
+  Range range;
+  Advice advice;
+};
+
+// Streams whose work is done when the test says so, or when the core waits for it. Every event must
+// be asked about until it is done, and never again after that.
+class FakeDriver final : public Driver {
+ public:
+  explicit FakeDriver(std::size_t total_bytes) : total_bytes_(total_bytes) {}
+  ~FakeDriver() override {
+    CHECK_EQUAL(events_.size(), 0U);  // an event that nobody recycled
+  }
+
+  EventId record(int, StreamId stream) noexcept override {
+    const std::lock_guard lock(mutex_);
+    CHECK(!capturing_.contains(stream));  // it would become a node of the graph
+    if (refuses_events_) return 0;
+    events_[++last_event_] = {stream, streams_[stream].launched};
+    return last_event_;
+  }
+  bool finished(EventId id) noexcept override {
+    const std::lock_guard lock(mutex_);
+    const auto event = events_.find(id);
+    CHECK(event != events_.end());
+    if (streams_[event->second.stream].done < event->second.mark) return false;
+    events_.erase(event);
+    return true;
+  }
+  void wait(EventId id) noexcept override {
+    const std::lock_guard lock(mutex_);
+    const auto event = events_.find(id);
+    CHECK(event != events_.end());
+    Stream& stream = streams_[event->second.stream];
+    stream.done = std::max(stream.done, event->second.mark);
+    events_.erase(event);
+  }
+  bool capturing(StreamId stream) noexcept override {
+    const std::lock_guard lock(mutex_);
+    return capturing_.contains(stream);
+  }
+  bool advise(int, Range range, Advice advice) noexcept override {
+    const std::lock_guard lock(mutex_);
+    advice_.push_back({range, advice});
+    return !refuses_hints_;
+  }
+  bool populate(int, Range range) noexcept override {
+    const std::lock_guard lock(mutex_);
+    populated_.push_back(range);
+    return !refuses_hints_;
+  }
+  MemoryInfo memory(int) noexcept override { return {total_bytes_, total_bytes_}; }
+
+  // Gives a stream work. Returns the mark that done() reaches when that work is over.
+  std::uint64_t launch(StreamId stream) {
+    const std::lock_guard lock(mutex_);
+    return ++streams_[stream].launched;
+  }
+  void finish(StreamId stream) {
+    const std::lock_guard lock(mutex_);
+    streams_[stream].done = streams_[stream].launched;
+  }
+  std::uint64_t done(StreamId stream) {
+    const std::lock_guard lock(mutex_);
+    return streams_[stream].done;
+  }
+  void begin_capture(StreamId stream) {
+    const std::lock_guard lock(mutex_);
+    capturing_.insert(stream);
+  }
+  void end_capture(StreamId stream) {
+    const std::lock_guard lock(mutex_);
+    capturing_.erase(stream);
+  }
+  void refuse_hints(bool refuse) {
+    const std::lock_guard lock(mutex_);
+    refuses_hints_ = refuse;
+  }
+  void refuse_events(bool refuse) {
+    const std::lock_guard lock(mutex_);
+    refuses_events_ = refuse;
+  }
+  std::size_t events() const {
+    const std::lock_guard lock(mutex_);
+    return events_.size();
+  }
+  std::vector<AdviceCall> advice() const {
+    const std::lock_guard lock(mutex_);
+    return advice_;
+  }
+  std::vector<Range> populated() const {
+    const std::lock_guard lock(mutex_);
+    return populated_;
+  }
+
+ private:
+  struct Stream {
+    std::uint64_t launched = 0;
+    std::uint64_t done = 0;
+  };
+  struct Event {
+    StreamId stream;
+    std::uint64_t mark;
+  };
+
+  const std::size_t total_bytes_;
+  mutable std::mutex mutex_;
+  EventId last_event_ = 0;
+  std::map<EventId, Event> events_;
+  std::map<StreamId, Stream> streams_;
+  std::set<StreamId> capturing_;
+  bool refuses_hints_ = false;
+  bool refuses_events_ = false;
+  std::vector<AdviceCall> advice_;
+  std::vector<Range> populated_;
+};
+
+struct MachineSettings {
+  Config config;
+  int devices = 1;
+  std::size_t device_bytes = 64 * GiB;  // what the driver says a device has
+  std::size_t capacity_bytes = 0;       // what the source gives at most, 0 for no bound
+  std::size_t offset_bytes = 0;         // of the source's addresses from a page boundary
+};
+
+// An allocator over the fakes, and shorthand for its first device.
+class Machine {
+ public:
+  explicit Machine(const MachineSettings& settings = {})
+      : Machine(settings,
+                std::make_unique<FakeSource>(settings.capacity_bytes, settings.offset_bytes),
+                std::make_unique<FakeDriver>(settings.device_bytes)) {}
+
+  std::uintptr_t allocate(std::size_t bytes, StreamId stream = 0,
+                          TensorClass tensor_class = TensorClass::activations) {
+    return reinterpret_cast<std::uintptr_t>(device.allocate(bytes, stream, tensor_class));
+  }
+  void free(std::uintptr_t address) { CHECK(device.free(address)); }
+
+ private:
+  Machine(const MachineSettings& settings, std::unique_ptr<FakeSource> source_owner,
+          std::unique_ptr<FakeDriver> driver_owner)
+      : source(*source_owner),
+        driver(*driver_owner),
+        allocator(settings.config, std::move(source_owner), std::move(driver_owner),
+                  settings.devices),
+        device(allocator.device(0)) {}
+
+ public:
+  FakeSource& source;
+  FakeDriver& driver;
+  Allocator allocator;
+  DeviceAllocator& device;
+};
+
+// All classes on one kind of memory, with one advice.
+inline Config config_of(MemoryKind kind, Advice advice = {.placement = Placement::device}) {
+  Config config;
+  for (ClassSetting& setting : config.classes) setting = {.kind = kind, .advice = advice};
+  return config;
+}
+
+// What every snapshot must satisfy, and the figures of the statistics that follow from it.
+inline void check_consistent(const DeviceAllocator& device) {
+  TieredStat segment, reserved, active, active_bytes, allocation, allocated_bytes, requested_bytes,
+      split, split_bytes;
+  for (const SegmentSnapshot& snapshot : device.segments()) {
+    std::uintptr_t expected_address = snapshot.address;
+    bool after_cached = false;
+    segment.increase(snapshot.tier, 1);
+    reserved.increase(snapshot.tier, snapshot.bytes);
+    for (const BlockSnapshot& block : snapshot.blocks) {
+      CHECK_EQUAL(block.address, expected_address);  // blocks tile their segment
+      expected_address += block.bytes;
+      const bool cached = block.state == BlockState::cached;
+      CHECK(!(cached && after_cached));  // neighbours would have been merged
+      after_cached = cached;
+      if (!cached) {
+        active.increase(snapshot.tier, 1);
+        active_bytes.increase(snapshot.tier, block.bytes);
+      } else if (snapshot.blocks.size() > 1) {
+        split.increase(snapshot.tier, 1);
+        split_bytes.increase(snapshot.tier, block.bytes);
+      }
+      if (block.state == BlockState::live) {
+        allocation.increase(snapshot.tier, 1);
+        allocated_bytes.increase(snapshot.tier, block.bytes);
+        requested_bytes.increase(snapshot.tier, block.requested_bytes);
+      }
+    }
+    CHECK_EQUAL(expected_address, snapshot.address + snapshot.bytes);
+  }
+
+  const DeviceStats stats = device.stats();
+  const auto check_current = [](const TieredStat& actual, const TieredStat& expected) {
+    CHECK_EQUAL(actual.all.current, expected.all.current);
+    CHECK_EQUAL(actual.small_pool.current, expected.small_pool.current);
+    CHECK_EQUAL(actual.large_pool.current, expected.large_pool.current);
+  };
+  check_current(stats.segment, segment);
+  check_current(stats.reserved_bytes, reserved);
+  check_current(stats.active, active);
+  check_current(stats.active_bytes, active_bytes);
+  check_current(stats.allocation, allocation);
+  check_current(stats.allocated_bytes, allocated_bytes);
+  check_current(stats.requested_bytes, requested_bytes);
+  check_current(stats.inactive_split, split);
+  check_current(stats.inactive_split_bytes, split_bytes);
+}
+
+}  // namespace umem

@@ -1,0 +1,148 @@
+// Statistics in torch's vocabulary: exact after every step, with peaks and resets.
+#include "fake_driver.hpp"
+
+namespace umem {
+namespace {
+
+void check_stat(const char* what, const Stat& stat, const Stat& expected) {
+  if (stat.current != expected.current || stat.peak != expected.peak ||
+      stat.allocated != expected.allocated || stat.freed != expected.freed)
+    check::fail(__FILE__, __LINE__,
+                std::string(what) + " is " + std::to_string(stat.current) + " (peak " +
+                    std::to_string(stat.peak) + ", allocated " + std::to_string(stat.allocated) +
+                    ", freed " + std::to_string(stat.freed) + "), expected " +
+                    std::to_string(expected.current) + " (" + std::to_string(expected.peak) + ", " +
+                    std::to_string(expected.allocated) + ", " + std::to_string(expected.freed) +
+                    ")");
+}
+
+constexpr std::int64_t mib(double count) {
+  return static_cast<std::int64_t>(count * static_cast<double>(MiB));
+}
+
+void every_figure_of_a_short_life() {
+  Machine machine;
+  const std::uintptr_t small = machine.allocate(1000, 0, TensorClass::gradients);
+  const std::uintptr_t large = machine.allocate(3 * MiB, 0, TensorClass::activations);
+  machine.free(small);
+
+  const DeviceStats stats = machine.device.stats();
+  check_stat("allocation", stats.allocation.all, {1, 2, 2, 1});
+  check_stat("small allocation", stats.allocation.small_pool, {0, 1, 1, 1});
+  check_stat("large allocation", stats.allocation.large_pool, {1, 1, 1, 0});
+  check_stat("allocated bytes", stats.allocated_bytes.all,
+             {mib(4), mib(4) + 1024, mib(4) + 1024, 1024});
+  check_stat("requested bytes", stats.requested_bytes.all,
+             {mib(3), mib(3) + 1000, mib(3) + 1000, 1000});
+  check_stat("small requested bytes", stats.requested_bytes.small_pool, {0, 1000, 1000, 1000});
+  check_stat("active", stats.active.all, {1, 2, 2, 1});
+  check_stat("active bytes", stats.active_bytes.large_pool, {mib(4), mib(4), mib(4), 0});
+  check_stat("segments", stats.segment.all, {2, 2, 2, 0});
+  check_stat("reserved bytes", stats.reserved_bytes.small_pool, {mib(2), mib(2), mib(2), 0});
+  check_stat("reserved bytes", stats.reserved_bytes.large_pool, {mib(20), mib(20), mib(20), 0});
+  // The rest of the large segment; that of the small one has its segment to itself again.
+  check_stat("inactive split", stats.inactive_split.all, {1, 2, 2, 1});
+  check_stat("inactive split bytes", stats.inactive_split_bytes.large_pool,
+             {mib(16), mib(16), mib(16), 0});
+  check_stat("inactive split bytes", stats.inactive_split_bytes.small_pool,
+             {0, mib(2) - 1024, mib(2) - 1024, mib(2) - 1024});
+  CHECK_EQUAL(stats.num_device_alloc, 2);
+  CHECK_EQUAL(stats.num_device_free, 0);
+
+  machine.free(large);
+  machine.device.empty_cache();
+  const DeviceStats after = machine.device.stats();
+  check_stat("segments", after.segment.all, {0, 2, 2, 2});
+  check_stat("reserved bytes", after.reserved_bytes.all, {0, mib(22), mib(22), mib(22)});
+  check_stat("inactive split", after.inactive_split.all, {0, 2, 2, 2});
+  CHECK_EQUAL(after.num_device_free, 2);
+  check_consistent(machine.device);
+}
+
+void classes_are_counted() {
+  Machine machine;
+  const auto of = [&](TensorClass tensor_class) {
+    return machine.device.stats().by_class[static_cast<std::size_t>(tensor_class)];
+  };
+  const std::uintptr_t address = machine.allocate(1000, 0, TensorClass::activations);
+  check_stat("allocation", of(TensorClass::activations).allocation, {1, 1, 1, 0});
+  check_stat("requested", of(TensorClass::activations).requested_bytes, {1000, 1000, 1000, 0});
+  check_stat("allocated", of(TensorClass::activations).allocated_bytes, {1024, 1024, 1024, 0});
+
+  CHECK(machine.device.retag(address, TensorClass::gradients));
+  CHECK(machine.device.retag(address, TensorClass::gradients));  // already so: nothing changes
+  check_stat("allocation", of(TensorClass::activations).allocation, {0, 1, 1, 1});
+  check_stat("requested", of(TensorClass::activations).requested_bytes, {0, 1000, 1000, 1000});
+  check_stat("allocation", of(TensorClass::gradients).allocation, {1, 1, 1, 0});
+  check_stat("device", machine.device.stats().allocation.all, {1, 1, 1, 0});
+
+  machine.free(address);
+  check_stat("allocated", of(TensorClass::gradients).allocated_bytes, {0, 1024, 1024, 1024});
+  CHECK(!machine.device.retag(address, TensorClass::weights));
+}
+
+void peaks_start_again_from_now() {
+  Machine machine;
+  const std::uintptr_t kept = machine.allocate(4 * MiB, 0, TensorClass::weights);
+  machine.free(machine.allocate(8 * MiB, 0, TensorClass::weights));
+  machine.device.reset_peak_stats();
+  DeviceStats stats = machine.device.stats();
+  check_stat("allocated bytes", stats.allocated_bytes.all, {mib(4), mib(4), mib(12), mib(8)});
+  check_stat("of weights", stats.by_class[0].allocated_bytes, {mib(4), mib(4), mib(12), mib(8)});
+  check_stat("segments", stats.segment.all, {1, 1, 1, 0});
+  machine.allocate(2 * MiB);
+  CHECK_EQUAL(machine.device.stats().allocated_bytes.all.peak, mib(6));
+
+  machine.device.reset_accumulated_stats();
+  stats = machine.device.stats();
+  check_stat("allocated bytes", stats.allocated_bytes.all, {mib(6), mib(6), 0, 0});
+  check_stat("of weights", stats.by_class[0].allocated_bytes, {mib(4), mib(4), 0, 0});
+  CHECK_EQUAL(stats.num_device_alloc, 0);
+  machine.free(kept);
+  check_stat("of weights", machine.device.stats().by_class[0].allocated_bytes,
+             {0, mib(4), 0, mib(4)});
+  check_consistent(machine.device);
+}
+
+void kinds_are_counted() {
+  Config config;
+  config.classes[static_cast<std::size_t>(TensorClass::optimizer_state)].kind = MemoryKind::pinned;
+  Machine machine({.config = config});
+  machine.allocate(30 * MiB, 0, TensorClass::optimizer_state);
+  machine.allocate(10 * MiB, 0, TensorClass::weights);
+  const auto kinds = machine.device.kind_stats();
+  for (std::size_t kind = 0; kind < kKinds; ++kind)
+    CHECK_EQUAL(kinds[kind].reserved_bytes, machine.source.held_bytes(static_cast<MemoryKind>(kind)));
+  CHECK_EQUAL(kinds[static_cast<std::size_t>(MemoryKind::pinned)].reserved_bytes, 30 * MiB);
+  CHECK_EQUAL(machine.device.stats().reserved_bytes.all.current, mib(40));
+}
+
+void devices_are_counted_apart() {
+  Machine machine({.config = {}, .devices = 2});
+  machine.allocate(1000);
+  machine.allocator.classes().set_phase(TensorClass::gradients);
+  const auto address =
+      reinterpret_cast<std::uintptr_t>(machine.allocator.allocate(3 * MiB, 1, 0));
+  CHECK_EQUAL(machine.device.stats().allocation.all.current, 1);
+  CHECK_EQUAL(machine.allocator.device(1).stats().requested_bytes.all.current, mib(3));
+  const std::vector<LiveBlock> live = machine.allocator.live_blocks();
+  CHECK_EQUAL(live.size(), 2U);
+  CHECK_EQUAL(live[1].address, address);
+  CHECK_EQUAL(live[1].device, 1);
+  CHECK(live[1].tensor_class == TensorClass::gradients);
+  machine.allocator.device(1).reset_peak_stats();
+  CHECK(machine.allocator.retag(address, TensorClass::weights));
+  CHECK(!machine.allocator.retag(address + 1, TensorClass::weights));
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(every_figure_of_a_short_life);
+  RUN(classes_are_counted);
+  RUN(peaks_start_again_from_now);
+  RUN(kinds_are_counted);
+  RUN(devices_are_counted_apart);
+}

@@ -1,0 +1,192 @@
+// Reuse by stream: at once on a block's own stream, and on others only when their work is over.
+#include "fake_driver.hpp"
+
+namespace umem {
+namespace {
+
+constexpr StreamId kMain = 0, kSide = 7, kOther = 8;
+constexpr std::array<std::size_t, 2> kSizes = {4096, 12 * MiB};
+
+// Whether a block of the size would come from `address` now.
+bool is_reused(Machine& machine, std::uintptr_t address, std::size_t bytes,
+               StreamId stream = kMain) {
+  const std::uintptr_t next = machine.allocate(bytes, stream);
+  machine.free(next);
+  return next == address;
+}
+
+void same_stream_reuses_at_once() {
+  for (const std::size_t bytes : kSizes) {
+    Machine machine;
+    machine.driver.launch(kMain);  // stream order is enough: the work need not be over
+    const std::uintptr_t address = machine.allocate(bytes);
+    machine.free(address);
+    CHECK(is_reused(machine, address, bytes));
+    CHECK_EQUAL(machine.driver.events(), 0U);
+    CHECK(!is_reused(machine, address, bytes, kSide));
+  }
+}
+
+void a_recorded_stream_holds_the_block() {
+  for (const std::size_t bytes : kSizes) {
+    Machine machine;
+    const std::uintptr_t address = machine.allocate(bytes);
+    machine.driver.launch(kSide);
+    CHECK(machine.device.record_stream(address, kSide));
+    machine.free(address);
+    CHECK(!machine.device.free(address));
+    CHECK(!machine.device.record_stream(address, kSide));  // no longer a tensor's
+    CHECK(!machine.device.retag(address, TensorClass::weights));
+    CHECK(!is_reused(machine, address, bytes));
+
+    DeviceStats stats = machine.device.stats();
+    CHECK_EQUAL(stats.allocation.all.current, 0);
+    CHECK_EQUAL(stats.active.all.current, 1);
+    CHECK_EQUAL(stats.active_bytes.all.current, static_cast<std::int64_t>(bytes));
+    CHECK_EQUAL(machine.allocator.live_blocks().size(), 0U);
+    check_consistent(machine.device);
+
+    machine.driver.finish(kSide);
+    CHECK(is_reused(machine, address, bytes));
+    CHECK_EQUAL(machine.device.stats().active.all.current, 0);
+    CHECK_EQUAL(machine.driver.events(), 0U);
+    check_consistent(machine.device);
+  }
+}
+
+void work_after_the_free_does_not_matter() {
+  Machine machine;
+  const std::uintptr_t address = machine.allocate(4096);
+  machine.device.record_stream(address, kSide);
+  machine.free(address);
+  machine.driver.launch(kSide);
+  CHECK(is_reused(machine, address, 4096));
+}
+
+void every_recorded_stream_must_finish() {
+  for (const bool side_first : {true, false}) {
+    Machine machine;
+    const std::uintptr_t address = machine.allocate(4096);
+    for (const StreamId stream : {kSide, kOther, kSide}) {  // twice is once
+      machine.driver.launch(stream);
+      machine.device.record_stream(address, stream);
+    }
+    machine.free(address);
+    CHECK_EQUAL(machine.driver.events(), 2U);
+    machine.driver.finish(side_first ? kSide : kOther);
+    CHECK(!is_reused(machine, address, 4096));
+    machine.driver.finish(side_first ? kOther : kSide);
+    CHECK(is_reused(machine, address, 4096));
+  }
+}
+
+void own_stream_needs_no_event() {
+  Machine machine;
+  const std::uintptr_t address = machine.allocate(4096, kSide);
+  machine.driver.launch(kSide);
+  CHECK(machine.device.record_stream(address, kSide));
+  machine.free(address);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+  CHECK(is_reused(machine, address, 4096, kSide));
+}
+
+void blocks_of_one_stream_come_back_in_its_order() {
+  Machine machine;
+  const std::uintptr_t first = machine.allocate(12 * MiB), second = machine.allocate(14 * MiB);
+  for (const std::uintptr_t address : {first, second}) {
+    machine.driver.launch(kSide);
+    machine.device.record_stream(address, kSide);
+  }
+  machine.free(first);
+  machine.driver.finish(kSide);
+  machine.driver.launch(kSide);
+  machine.free(second);
+  CHECK(is_reused(machine, first, 12 * MiB));
+  CHECK(!is_reused(machine, second, 14 * MiB));
+  machine.driver.finish(kSide);
+  CHECK(is_reused(machine, second, 14 * MiB));
+}
+
+// A neighbour in use elsewhere is no part of a merged block.
+void pending_neighbours_are_left_alone() {
+  Machine machine;
+  const std::uintptr_t left = machine.allocate(4 * MiB), middle = machine.allocate(4 * MiB),
+                       right = machine.allocate(4 * MiB);
+  machine.driver.launch(kSide);
+  machine.device.record_stream(middle, kSide);
+  for (const std::uintptr_t address : {left, middle, right}) machine.free(address);
+  check_consistent(machine.device);
+  machine.allocate(16 * MiB);  // two holes of 4 and 12 MiB cannot serve it
+  CHECK_EQUAL(machine.source.held_segments(), 2U);
+  machine.driver.finish(kSide);
+  CHECK_EQUAL(machine.allocate(20 * MiB), left);
+  check_consistent(machine.device);
+}
+
+void a_new_owner_starts_without_the_old_streams() {
+  Machine machine;
+  const std::uintptr_t address = machine.allocate(4096);
+  machine.device.record_stream(address, kSide);
+  machine.free(address);
+  CHECK_EQUAL(machine.allocate(4096), address);
+  machine.driver.launch(kSide);
+  machine.free(address);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+}
+
+void empty_cache_waits_for_streams() {
+  Machine machine;
+  const std::uintptr_t address = machine.allocate(12 * MiB);
+  machine.driver.launch(kSide);
+  machine.device.record_stream(address, kSide);
+  machine.free(address);
+  machine.device.empty_cache();
+  CHECK_EQUAL(machine.source.held_bytes(), 0U);
+  CHECK_EQUAL(machine.device.stats().num_sync_all_streams, 1);
+  CHECK_EQUAL(machine.driver.done(kSide), 1U);
+}
+
+// Nobody can say when that work ends.
+void without_an_event_the_block_is_never_reused() {
+  Machine machine;
+  const std::uintptr_t address = machine.allocate(12 * MiB);
+  machine.device.record_stream(address, kSide);
+  machine.driver.refuse_events(true);
+  machine.free(address);
+  machine.driver.refuse_events(false);
+  machine.driver.finish(kSide);
+  CHECK(!is_reused(machine, address, 12 * MiB));
+  machine.device.empty_cache();
+  CHECK_EQUAL(machine.source.held_bytes(), 12 * MiB);
+  CHECK_EQUAL(machine.device.stats().active.all.current, 1);
+  check_consistent(machine.device);
+}
+
+void a_device_records_what_any_device_holds() {
+  Machine machine({.config = {}, .devices = 2});
+  const auto address = reinterpret_cast<std::uintptr_t>(
+      machine.allocator.device(1).allocate(4096, kMain, TensorClass::other));
+  CHECK(!machine.device.record_stream(address, kSide));
+  CHECK(machine.allocator.record_stream(address, kSide));
+  CHECK(!machine.allocator.record_stream(address + 512, kSide));
+  CHECK(machine.allocator.device(1).free(address));
+  CHECK_EQUAL(machine.driver.events(), 1U);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(same_stream_reuses_at_once);
+  RUN(a_recorded_stream_holds_the_block);
+  RUN(work_after_the_free_does_not_matter);
+  RUN(every_recorded_stream_must_finish);
+  RUN(own_stream_needs_no_event);
+  RUN(blocks_of_one_stream_come_back_in_its_order);
+  RUN(pending_neighbours_are_left_alone);
+  RUN(a_new_owner_starts_without_the_old_streams);
+  RUN(empty_cache_waits_for_streams);
+  RUN(without_an_event_the_block_is_never_reused);
+  RUN(a_device_records_what_any_device_holds);
+}

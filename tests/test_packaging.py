@@ -1,0 +1,256 @@
+"""The package builds from pip's own wheels, for each CUDA, and works where it is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = Path(sysconfig.get_path("purelib"))
+CMAKE = str(Path(sys.executable).with_name("cmake"))
+
+# Runs "$@" where the folders in $HIDDEN are empty and the files in $HIDDEN_FILES are not there.
+HIDE = """
+set -e
+for folder in $HIDDEN; do mount -t tmpfs none "$folder"; done
+for file in $HIDDEN_FILES; do mount --bind /dev/null "$file"; done
+exec "$@"
+"""
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT) -> str:
+    """Output of a command, standard error included; fails the test if the command fails."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, f"{command} exited with {done.returncode}:\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def clean_environment(**settings: str) -> dict[str, str]:
+    """This process's environment without what leads to a CUDA toolkit or to this checkout."""
+    leads = ("CUDA", "CMAKE_", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "PYTHONPATH", "UMEM_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(leads)}
+    kept.pop("LD_LIBRARY_PATH", None)
+    return kept | settings
+
+
+def system_toolkits() -> list[Path]:
+    """Folders of the CUDA toolkits on this machine."""
+    named = [os.environ.get(name) for name in ("CUDA_PATH", "CUDA_HOME", "CUDAToolkit_ROOT")]
+    folders = [*Path("/usr/local").glob("cuda*"), *Path("/opt").glob("cuda*")]
+    folders += [Path(name) for name in named if name]
+    return sorted({folder.resolve() for folder in folders if folder.is_dir()})
+
+
+def without_toolkit(env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words to put before a command, and its environment, to hide CUDA toolkits."""
+    compiler = shutil.which("nvcc")
+    toolkits = system_toolkits()
+    if not toolkits and compiler is None:
+        return [], env
+    unshare = ["unshare", "--mount", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"]).returncode:
+        pytest.skip("a CUDA toolkit is installed, and mount namespaces to hide it are not allowed")
+    hidden = {"HIDDEN": " ".join(map(str, toolkits)), "HIDDEN_FILES": compiler or ""}
+    return [*unshare, "bash", "-c", HIDE, "hide"], env | hidden
+
+
+def build_wheel(cuda: str, folder: Path) -> tuple[Path, str]:
+    """Build in isolation without a CUDA toolkit; the wheel, and what the build said."""
+    before, env = without_toolkit(clean_environment(UMEM_CUDA=cuda))
+    pip = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps"]
+    said = run(*before, *pip, "--wheel-dir", folder, ROOT, env=env)
+    (wheel,) = folder.glob("umem-*.whl")
+    return wheel, said
+
+
+def native_library(wheel: Path, folder: Path) -> Path:
+    """Unpack the native library of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.startswith("umem/_native.cpython")]
+        return Path(archive.extract(name, folder))
+
+
+@pytest.fixture(scope="module")
+def wheel13(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return build_wheel("13", tmp_path_factory.mktemp("wheel13"))
+
+
+@pytest.fixture(scope="module")
+def clean_python(wheel13: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of a virtual environment with the wheel, RMM and CUDA's runtime installed in it.
+
+    The other dependencies, torch above all, are lent from this environment through a path file;
+    such a folder's own path files are not read, so this checkout's editable install stays out.
+    """
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder, with_pip=False)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+    needs = ["librmm-cu13", "rapids-logger", "nvidia-cuda-runtime"]
+    run(*pip, "-c", ROOT / "constraints.txt", *needs, wheel13[0], env=clean_environment())
+    (site / "lent.pth").write_text(f"{SITE}\n")
+    return python
+
+
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_builds_without_a_system_toolkit(
+    cuda: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if cuda == "13":
+        wheel, said = request.getfixturevalue("wheel13")
+    else:
+        wheel, said = build_wheel(cuda, tmp_path)
+    (line,) = [line for line in said.splitlines() if f"umem: CUDA {cuda} runtime at" in line]
+    assert "pip-build-env" in line.partition("headers in")[2]
+    library = native_library(wheel, tmp_path).read_bytes()
+    assert f"libcudart.so.{cuda}".encode() in library
+    assert b"libcuda.so" not in library
+    assert b"libtorch" not in library
+    assert b"libc10" not in library
+
+
+def test_builds_the_core_without_cuda_and_rmm(tmp_path: Path) -> None:
+    wheel, said = build_wheel("none", tmp_path)
+    assert "librmm" not in said
+    library = native_library(wheel, tmp_path)
+    load = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('_native', sys.argv[1])\n"
+        "native = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(native)\n"
+        "assert not native.HAS_CUDA and native.RMM_VERSION == ''\n"
+        "host = native.Allocator.on_host(native.Config([native.ClassSetting()] * 6))\n"
+        "host.free(host.malloc(1000))\n"
+    )
+    run(sys.executable, "-I", "-c", load, library, cwd=tmp_path)
+
+
+def test_wheel_holds_policies_and_types(wheel13: tuple[Path, str]) -> None:
+    with zipfile.ZipFile(wheel13[0]) as archive:
+        names = set(archive.namelist())
+    policies = {f"umem/policies/{path.name}" for path in (ROOT / "policies").glob("*.yaml")}
+    assert policies
+    assert policies | {"umem/py.typed", "umem/_native.pyi"} <= names
+    assert {name.split("/")[0] for name in names} == {"umem", "umem-0.1.0.dist-info"}
+
+
+def test_native_library_finds_its_libraries_by_itself(clean_python: Path, tmp_path: Path) -> None:
+    # Loaded as torch does, with nothing that would have loaded RMM or CUDA's runtime before.
+    find = "import importlib.util as u; spec = u.find_spec('umem')"
+    load = (
+        f"{find}; import ctypes, pathlib\n"
+        "(library,) = pathlib.Path(spec.origin).parent.glob('_native.cpython*')\n"
+        "torch_side = ctypes.CDLL(library)\n"
+        "assert torch_side.umem_malloc and torch_side.umem_free\n"
+        "loaded = pathlib.Path('/proc/self/maps').read_text()\n"
+        "print([line.split()[-1] for line in loaded.splitlines() if 'libcudart' in line][0])\n"
+    )
+    cudart = run(clean_python, "-I", "-c", load, cwd=tmp_path, env=clean_environment()).strip()
+    assert Path(cudart).is_relative_to(clean_python.parent.parent)
+
+
+def test_installed_wheel_works_away_from_the_checkout(clean_python: Path, tmp_path: Path) -> None:
+    show = "import umem, umem._native as n; print(umem.__file__, n.HAS_CUDA, umem.__version__)"
+    file, has_cuda, version = run(
+        clean_python, "-c", show, cwd=tmp_path, env=clean_environment()
+    ).split()
+    assert Path(file).is_relative_to(clean_python.parent.parent)
+    assert (has_cuda, version) == ("True", "0.1.0")
+    command = clean_python.parent / "umem"
+    listed = run(command, "policy", "list", cwd=tmp_path, env=clean_environment())
+    for path in (ROOT / "policies").glob("*.yaml"):
+        assert path.stem in listed
+
+
+class Configuration:
+    """CMake's configuration step, under an interpreter that sees the wheels linked into `site`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.site = folder / "site"
+        self.site.mkdir()
+        venv.create(folder / "venv", with_pip=False)
+        self.link("nanobind")
+
+    def link(self, *names: str) -> None:
+        for name in names:
+            found = list(SITE.glob(name))
+            if not found:
+                pytest.skip(f"{name} is not installed in {SITE}")
+            for path in found:
+                (self.site / path.name).symlink_to(path)
+
+    def run(self, cuda: str) -> tuple[int, str]:
+        python = self.folder / "venv" / "bin" / "python"
+        before, env = without_toolkit(clean_environment(PYTHONPATH=str(self.site)))
+        choices = [f"-DUMEM_CUDA={cuda}", f"-DPython_EXECUTABLE={python}", "-DUMEM_TESTS=OFF"]
+        done = subprocess.run(
+            [*before, CMAKE, "-S", str(ROOT), "-B", str(self.folder / "build"), *choices],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        # CMake wraps its messages.
+        return done.returncode, " ".join(done.stdout.split())
+
+
+@pytest.fixture
+def configuration(tmp_path: Path) -> Configuration:
+    return Configuration(tmp_path)
+
+
+RMM = ("librmm", "librmm_cu13-*", "rapids_logger", "rapids_logger-*")
+
+
+def test_missing_rmm_leaves_the_core(configuration: Configuration) -> None:
+    status, said = configuration.run("auto")
+    assert status == 0
+    assert "building the core only, without CUDA" in said
+    assert "pip install librmm-cu13" in said
+
+
+def test_missing_rmm_is_an_error_where_cuda_is_asked_for(configuration: Configuration) -> None:
+    status, said = configuration.run("13")
+    assert status != 0
+    assert "pip install librmm-cu13" in said
+
+
+def test_missing_headers_are_named(configuration: Configuration) -> None:
+    configuration.link(*RMM)
+    status, said = configuration.run("13")
+    assert status != 0
+    assert "pip install nvidia-cuda-runtime nvidia-cuda-crt" in said
+
+
+def test_wheels_are_found_on_the_import_path(configuration: Configuration) -> None:
+    configuration.link(*RMM, "nvidia")
+    status, said = configuration.run("auto")
+    assert status == 0, said
+    assert f"at {configuration.site}/librmm/lib64/librmm.so" in said
+    assert f"CUDA 13 runtime at {configuration.site}/nvidia/cu13/lib/libcudart.so.13" in said
+
+
+def test_unknown_choices_are_refused(configuration: Configuration) -> None:
+    status, said = configuration.run("11")
+    assert status != 0
+    assert "UMEM_CUDA is '11'; it may be auto, 12, 13 or none" in said

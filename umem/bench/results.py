@@ -1,0 +1,140 @@
+"""What a benchmark run leaves behind: its data types and its file."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from umem.errors import UmemError
+
+__all__ = [
+    "ALLOCATORS",
+    "AllocatorName",
+    "BenchmarkName",
+    "Machine",
+    "Measurement",
+    "ResultsFileError",
+    "Run",
+    "Settings",
+    "median_s",
+    "read_run",
+    "write_run",
+]
+
+AllocatorName = Literal["torch", "umem", "rmm-pool", "rmm-managed"]
+BenchmarkName = Literal["alloc", "step", "core"]
+
+ALLOCATORS: tuple[AllocatorName, ...] = ("torch", "umem", "rmm-pool", "rmm-managed")
+"""The allocators compared, in the order of a round and of the tables' columns."""
+
+
+class ResultsFileError(UmemError, ValueError):
+    """A file that holds no benchmark results."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Machine(_Record):
+    """Where the benchmarks ran; None for what is not there."""
+
+    gpu: str | None
+    driver: str | None
+    cuda: str | None
+    torch: str | None
+    rmm: str | None
+    umem: str
+    python: str
+    system: str
+    cpu: str
+    cpu_count: int
+
+
+class Settings(_Record):
+    """How the benchmarks ran; sizes in bytes."""
+
+    policy: str
+    rounds: int
+    quick: bool
+    worker_managed_limit_bytes: int
+
+
+class Measurement(_Record):
+    """One allocator in one case of a benchmark.
+
+    `rounds_s` has one time for each round, in seconds: of one allocation and its free (`alloc`,
+    `core`), or the median training step of the round (`step`). It is empty if `error` says why the
+    case did not run. Peaks, in bytes, are those of the timed steps, None where the allocator does
+    not count them. `loss_hex` is the loss, in hexadecimal, after a few steps under torch's
+    deterministic algorithms.
+    """
+
+    benchmark: BenchmarkName
+    case: str
+    allocator: AllocatorName
+    rounds_s: tuple[float, ...] = ()
+    peak_reserved_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    loss_hex: str | None = None
+    error: str | None = None
+
+
+class Run(_Record):
+    """One run of `umem bench`: the content of a results file."""
+
+    format: Literal["umem-bench-1"] = "umem-bench-1"
+    date: str
+    git_commit: str | None
+    machine: Machine
+    settings: Settings
+    measurements: tuple[Measurement, ...]
+
+
+def median_s(measurement: Measurement) -> float | None:
+    """Median over the rounds, in seconds; None if the case did not run."""
+    return statistics.median(measurement.rounds_s) if measurement.rounds_s else None
+
+
+def write_run(run: Run, path: Path) -> None:
+    """Write a results file in one piece: a reader sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(run.model_dump_json(indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files that only their owner may read.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_run(path: Path) -> Run:
+    """Read a results file.
+
+    Raises
+    ------
+    ResultsFileError
+        If the file cannot be read, or is not one that `umem bench --output` wrote.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ResultsFileError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        return Run.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise ResultsFileError(
+            f"{path}: not a file of `umem bench --output`: {place}: {first['msg']}"
+        ) from error

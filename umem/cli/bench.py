@@ -1,0 +1,178 @@
+"""`umem bench`: umem's allocator beside torch's own and RMM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from umem.bench import report as tables
+from umem.bench.jobs import SIZES
+from umem.bench.results import ALLOCATORS, AllocatorName, BenchmarkName, Run, read_run, write_run
+from umem.bench.runner import Plan, run, worker_managed_limit_bytes
+
+__all__ = ["app"]
+
+ROUNDS = 5
+QUICK_ROUNDS = 3
+
+app = typer.Typer(
+    help="Measure umem's allocator beside torch's own and RMM's, in one run.", no_args_is_help=True
+)
+
+
+def _named(value: str, known: Sequence[str]) -> tuple[str, ...]:
+    """A list such as "torch,umem", every name known, in the order of `known`."""
+    names = [name.strip() for name in value.split(",")]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
+    return tuple(name for name in known if name in names)
+
+
+_Policy = Annotated[str, typer.Option(help="umem's policy: a preset's name or a YAML file.")]
+_Allocators = Annotated[str, typer.Option(help="Those to compare, with commas between.")]
+_Sizes = Annotated[
+    str, typer.Option("--size", help=f"Sizes of the Llama: {', '.join(SIZES)}, or both.")
+]
+_Rounds = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"Turns of each allocator (default: {ROUNDS}; {QUICK_ROUNDS} quick)."),
+]
+_Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter rounds.")]
+_Output = Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")]
+_Check = Annotated[
+    bool, typer.Option("--check", help="Hold umem against its targets; exit 1 if one is missed.")
+]
+_Markdown = Annotated[bool, typer.Option("--markdown", help="Print tables for a document.")]
+
+_ALL_ALLOCATORS = ",".join(ALLOCATORS)
+_ALL_SIZES = ",".join(SIZES)
+
+
+@app.command()
+def alloc(
+    policy: _Policy = "sft",
+    allocators: _Allocators = _ALL_ALLOCATORS,
+    rounds: _Rounds = None,
+    quick: _Quick = False,
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    """One allocation and its free through torch, by size, in 1 and 8 threads. Needs a GPU."""
+    plan = _plan(("alloc",), policy, allocators, _ALL_SIZES, rounds, quick)
+    _measure(plan, output, check)
+
+
+@app.command()
+def step(
+    policy: _Policy = "sft",
+    allocators: _Allocators = _ALL_ALLOCATORS,
+    size: _Sizes = _ALL_SIZES,
+    rounds: _Rounds = None,
+    quick: _Quick = False,
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    """A training step, LoRA and SFT, of a Llama that fits on the device. Needs a GPU."""
+    plan = _plan(("step",), policy, allocators, size, rounds, quick)
+    _measure(plan, output, check)
+
+
+@app.command()
+def core(
+    policy: _Policy = "sft",
+    rounds: _Rounds = None,
+    quick: _Quick = False,
+    output: _Output = None,
+) -> None:
+    """The native core alone, over host memory: absolute figures, no GPU needed."""
+    plan = _plan(("core",), policy, "umem", _ALL_SIZES, rounds, quick)
+    _measure(plan, output, check=False)
+
+
+@app.command("all")
+def everything(
+    policy: _Policy = "sft",
+    allocators: _Allocators = _ALL_ALLOCATORS,
+    size: _Sizes = _ALL_SIZES,
+    rounds: _Rounds = None,
+    quick: _Quick = False,
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    """All three: core, alloc and step. Needs a GPU, and about two minutes."""
+    plan = _plan(("core", "alloc", "step"), policy, allocators, size, rounds, quick)
+    _measure(plan, output, check)
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="Results, as --output wrote them.")],
+    as_markdown: _Markdown = False,
+    check: _Check = False,
+) -> None:
+    """Print the tables of a results file."""
+    _show(read_run(file), as_markdown=as_markdown)
+    if check:
+        _check_targets(read_run(file))
+
+
+def _plan(
+    benchmarks: tuple[BenchmarkName, ...],
+    policy: str,
+    allocators: str,
+    sizes: str,
+    rounds: int | None,
+    quick: bool,
+) -> Plan:
+    names = _named(allocators, ALLOCATORS)
+    chosen: tuple[AllocatorName, ...] = tuple(name for name in ALLOCATORS if name in names)
+    return Plan(
+        benchmarks=benchmarks,
+        allocators=chosen,
+        sizes=_named(sizes, tuple(SIZES)),
+        policy=policy,
+        rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
+        quick=quick,
+        worker_managed_limit_bytes=worker_managed_limit_bytes(chosen),
+    )
+
+
+def _measure(plan: Plan, output: Path | None, check: bool) -> None:
+    progress = Console(stderr=True, style="dim", markup=False, highlight=False, soft_wrap=True)
+    results = run(plan, progress.print)
+    if output:
+        write_run(results, output)
+    _show(results, as_markdown=False)
+    if check:
+        _check_targets(results)
+    elif any(measurement.error for measurement in results.measurements):
+        raise typer.Exit(1)
+
+
+def _show(results: Run, *, as_markdown: bool) -> None:
+    if as_markdown:
+        print(tables.heading(results))
+        for grid in tables.grids(results):
+            print(f"\n{tables.markdown(grid)}")
+        return
+    console = Console()
+    console.print(tables.heading(results), markup=False, highlight=False)
+    for grid in tables.grids(results):
+        console.print()
+        console.print(tables.rich_table(grid))
+
+
+def _check_targets(results: Run) -> None:
+    """Print every target and whether it holds; exit 1 unless all do, and there are some."""
+    outcomes = list(tables.checks(results))
+    if not outcomes:
+        print("FAIL  nothing to check: the run has neither alloc nor step")
+    for outcome in outcomes:
+        print(f"{'pass' if outcome.passed else 'FAIL'}  {outcome.subject}: {outcome.detail}")
+    if not outcomes or not all(outcome.passed for outcome in outcomes):
+        raise typer.Exit(1)

@@ -1,0 +1,176 @@
+"""Sizes in bytes and shares of a device, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+__all__ = [
+    "MAX_BYTES",
+    "NUMBER_PATTERN",
+    "format_bytes",
+    "parse_budget",
+    "parse_bytes",
+    "parse_percent",
+]
+
+MAX_BYTES = 2**63 - 1
+"""Largest size accepted: the native library counts bytes in signed 64-bit numbers."""
+
+NUMBER_PATTERN = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?"
+"""Regular expression of the number in a size or a percentage, in the syntax of JSON schemas too."""
+
+_UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_BYTES_PER_UNIT = {unit.lower(): factor for unit, factor in _UNITS.items()}
+# The bound keeps absurdly long numbers away from big-integer arithmetic.
+_MAX_TEXT = 64
+_SIZE = re.compile(rf"\s*({NUMBER_PATTERN})\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(rf"\s*({NUMBER_PATTERN})\s*%\s*")
+
+_SIZE_FORM = (
+    f"give a whole number of bytes, or a number and a unit of {', '.join(_UNITS)}, such as '16GiB'"
+)
+_PERCENT_FORM = "give a number above 0 and at most 100 and a percent sign, such as '80%'"
+
+
+def parse_bytes(value: int | str) -> int:
+    """Read a size in bytes.
+
+    Parameters
+    ----------
+    value
+        A whole number of bytes, or a number and a unit: ``B``, the decimal ``kB MB GB TB``
+        (powers of 1000) or the binary ``KiB MiB GiB TiB`` (powers of 1024). Upper and lower case,
+        spaces around either part and underscores between digits do not matter. A fraction of a unit
+        is rounded down to whole bytes.
+
+    Returns
+    -------
+    int
+        Bytes, from 0 to :data:`MAX_BYTES`.
+
+    Raises
+    ------
+    ValueError
+        For anything else; the message says what is accepted. ``16G`` is refused because it is
+        16e9 to some and 16 * 2**30 to others.
+
+    Examples
+    --------
+    >>> parse_bytes("16GiB"), parse_bytes("512 MB"), parse_bytes(4096)
+    (17179869184, 512000000, 4096)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"{_shown(value)} is not a size: {_SIZE_FORM}")
+    if isinstance(value, int):
+        # Python refuses to print integers of thousands of digits.
+        return _in_range(value, str(value) if abs(value) <= MAX_BYTES else "a number this large")
+    match = _SIZE.fullmatch(value) if len(value) <= _MAX_TEXT else None
+    if match is None:
+        raise ValueError(f"{_shown(value)} is not a size: {_SIZE_FORM}")
+    number, unit = match.groups()
+    factor = _BYTES_PER_UNIT.get(unit.lower() or "b")
+    if factor is None:
+        binary = f"{number}{unit[0].upper()}iB"
+        decimal = f"{number}{'k' if unit[0] in 'kK' else unit[0].upper()}B"
+        if unit.lower() in ("k", "m", "g", "t"):
+            raise ValueError(
+                f"{_shown(value)} could mean {binary} or {decimal}: write the one that is meant"
+            )
+        raise ValueError(f"{_shown(value)} has an unknown unit {unit!r}: {_SIZE_FORM}")
+    size_bytes = Fraction(number.replace("_", "")) * factor
+    if factor == 1 and size_bytes.denominator != 1:
+        raise ValueError(f"{_shown(value)} is not a whole number of bytes: {_SIZE_FORM}")
+    return _in_range(int(size_bytes), _shown(value))
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Write a size for a person to read, in binary units and at most two decimals.
+
+    :func:`parse_bytes` reads the result back to within 0.5 %, and exactly where the size is a whole
+    number, below 1024, of the unit chosen.
+
+    Parameters
+    ----------
+    size_bytes
+        Bytes; negative for a difference.
+
+    Returns
+    -------
+    str
+        Such as ``"512 B"``, ``"1.5 GiB"`` or ``"-3 MiB"``.
+    """
+    sign = "-" if size_bytes < 0 else ""
+    scaled: float = abs(size_bytes)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    # Rounded first: 1023.996 KiB would be printed as "1024 KiB" and not as "1 MiB".
+    while round(scaled, 2) >= 1024 and len(units) > 1:
+        scaled /= 1024
+        del units[0]
+    digits = f"{scaled:.2f}".rstrip("0").rstrip(".")
+    return f"{sign}{digits} {units[0]}"
+
+
+def parse_percent(text: str) -> Fraction:
+    """Read a percentage such as ``"80%"`` as a share above 0 and at most 1.
+
+    Raises
+    ------
+    ValueError
+        For anything else; the message says what is accepted.
+    """
+    match = None
+    if isinstance(text, str) and len(text) <= _MAX_TEXT:
+        match = _PERCENT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{_shown(text)} is not a percentage: {_PERCENT_FORM}")
+    share = Fraction(match.group(1).replace("_", "")) / 100
+    if not 0 < share <= 1:
+        raise ValueError(f"{_shown(text)} is out of range: {_PERCENT_FORM}")
+    return share
+
+
+def parse_budget(value: int | str, total_bytes: int) -> int:
+    """Read a budget: a size as in :func:`parse_bytes`, or a percentage of `total_bytes`.
+
+    Parameters
+    ----------
+    value
+        Such as ``"64GiB"``, ``68719476736`` or ``"80%"``.
+    total_bytes
+        The memory of the device, which a percentage refers to, in bytes.
+
+    Returns
+    -------
+    int
+        Bytes, rounded down.
+
+    Raises
+    ------
+    ValueError
+        If `value` is neither.
+    """
+    if isinstance(value, str) and "%" in value:
+        return int(parse_percent(value) * total_bytes)
+    return parse_bytes(value)
+
+
+def _in_range(size_bytes: int, shown: str) -> int:
+    if not 0 <= size_bytes <= MAX_BYTES:
+        raise ValueError(f"{shown} is out of range: a size is from 0 to {MAX_BYTES} bytes")
+    return size_bytes
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
