@@ -20,6 +20,8 @@ BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 BUILD_TOOLS_13 := librmm-cu13 nvidia-cuda-runtime nvidia-cuda-crt
 
 NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
+# Their times change with the set of modules, which an editable install lists when it is made.
+PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
 NATIVE_TESTS := plain address thread
 
 .PHONY: help demo test lint native native-test pytest bench wheel clean
@@ -64,7 +66,8 @@ native: .venv/native.stamp
 	touch $@
 
 # Editable, so that Python sources are used where they are; the extension lies in site-packages.
-.venv/native.stamp: .venv/tools.stamp pyproject.toml umem/_version.py $(NATIVE_SOURCES)
+.venv/native.stamp: .venv/tools.stamp pyproject.toml umem/_version.py $(NATIVE_SOURCES) \
+  $(PACKAGE_FOLDERS)
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt \
 	  --config-settings=build-dir=build/python \
 	  --editable '.[$(CUDA_EXTRA)dev,examples]'

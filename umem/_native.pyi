@@ -74,7 +74,7 @@ class Allocator:
     def stats(self, device: int) -> dict[str, Any]:
         """What `torch._C._cuda_memoryStats` returns: stat -> pool type -> current/peak/..."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
-        """Per class: allocation, allocated_bytes, requested_bytes -> current/peak/allocated/freed."""
+        """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:
         """Per private pool: id (tuple), allocated_bytes, reserved_bytes, in_use (bool)."""
     def kind_stats(self, device: int) -> dict[str, dict[str, int]]:
@@ -82,10 +82,9 @@ class Allocator:
     def reset_peak_stats(self, device: int) -> None: ...
     def reset_accumulated_stats(self, device: int) -> None: ...
     def segments(self, device: int) -> list[dict[str, Any]]:
-        """Snapshot in torch's form: address, total_size, allocated_size, active_size, stream,
-        segment_type, segment_pool_id, blocks [{address, size, requested_size, state, class}], ..."""
+        """Snapshot in torch's form, with `memory_kind` and each block's `tensor_class` beside."""
     def live_blocks(self) -> list[tuple[int, int, int, int, int, str]]:
-        """(address, requested bytes, block bytes, class, device, memory kind) of every live block."""
+        """Of every live block: address, requested bytes, block bytes, class, device, kind."""
     def managed_bytes(self) -> int:
         """Managed bytes held now, cached ones too: what the hard cap counts."""
     def device_count(self) -> int: ...

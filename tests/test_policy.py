@@ -1,0 +1,694 @@
+"""Policies: presets, inheritance, every error with its place, resolution, and the CLI."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+from typer.testing import CliRunner
+
+import umem
+from umem.classes import TensorClass
+from umem.cli.policy import app
+from umem.errors import PolicyError
+from umem.policy import (
+    ClassRule,
+    ClassRules,
+    Eviction,
+    Limits,
+    Mechanism,
+    MemoryKind,
+    Placement,
+    Policy,
+    PolicyProblem,
+    ResolvedPolicy,
+    ShareLibrary,
+    class_rule,
+    find_problems,
+    load_policy,
+    policy_schema,
+    preset_names,
+    presets_dir,
+    resolve,
+)
+
+GIB = 2**30
+CHECKOUT = Path(__file__).resolve().parents[1]
+PRESETS = ("inference", "lora", "rmm-managed", "sft")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problem_of(path: Path) -> PolicyProblem:
+    (problem,) = find_problems(path)
+    return problem
+
+
+# ---------------------------------------------------------------------------------- presets
+
+
+def test_presets_are_these() -> None:
+    assert preset_names() == PRESETS
+    assert {path.stem for path in presets_dir().glob("*.yaml")} == set(PRESETS)
+
+
+def test_presets_come_from_the_package_before_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(umem, "__file__", str(tmp_path / "umem" / "__init__.py"))
+    with pytest.raises(PolicyError, match=r"no preset policies in .*: reinstall umem"):
+        load_policy("sft")
+    for folder in (tmp_path / "policies", tmp_path / "umem" / "policies"):
+        folder.mkdir(parents=True)
+        write(folder, "description: moved\n", "sft.yaml")
+        assert presets_dir() == folder
+    assert load_policy("sft").description == "moved"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_loads_under_its_own_name(name: str) -> None:
+    policy = load_policy(name)
+    assert policy.name == name
+    assert policy.description
+    assert load_policy(presets_dir() / f"{name}.yaml") == policy
+
+
+@pytest.mark.parametrize("name", ["sft", "lora", "inference"])
+def test_preset_classes_can_use_each_others_memory(name: str) -> None:
+    policy = load_policy(name)
+    advice = {
+        (rule.kind, rule.placement, rule.accessed_by_device, rule.read_mostly)
+        for member in TensorClass
+        if member is not TensorClass.FROZEN_WEIGHTS
+        for rule in [class_rule(policy, member)]
+    }
+    assert advice == {("managed", "device", False, False)}
+    assert {class_rule(policy, member).min_bytes for member in TensorClass} == {2**20}
+
+
+@pytest.mark.parametrize("name", ["lora", "inference"])
+def test_frozen_weights_are_duplicated(name: str) -> None:
+    rule = load_policy(name).classes.frozen_weights
+    assert (rule.read_mostly, rule.mechanism) == (True, "duplicate")
+
+
+def test_rmm_managed_gives_no_advice() -> None:
+    policy = load_policy("rmm-managed")
+    for member in TensorClass:
+        rule = class_rule(policy, member)
+        assert (rule.kind, rule.placement, rule.min_bytes) == ("managed", "any", 0)
+        assert (rule.accessed_by_device, rule.read_mostly) == (False, False)
+        assert rule.mechanism == "fault"
+    resolved = resolve(policy, 80 * GIB, {})
+    assert (resolved.device_budget_bytes, resolved.managed_limit_bytes) == (None, None)
+    assert resolved.caching is False
+    assert all(load_policy(name).caching for name in PRESETS if name != "rmm-managed")
+
+
+def test_unknown_preset_names_the_nearest_and_all() -> None:
+    with pytest.raises(PolicyError, match="no preset is called 'rmm_manged', did you mean") as e:
+        load_policy("rmm_manged")
+    assert "'rmm-managed'?" in str(e.value)
+    assert "Presets: inference, lora, rmm-managed, sft" in str(e.value)
+
+
+def test_a_file_named_like_a_preset_is_pointed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "device_budget: 1GiB", "special")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PolicyError, match=r"write './special'"):
+        load_policy("special")
+    assert load_policy("./special").device_budget == GIB
+
+
+# ---------------------------------------------------------------------------------- sources
+
+
+def test_a_policy_passes_through_and_other_types_are_refused() -> None:
+    policy = load_policy("sft")
+    assert load_policy(policy) is policy
+    with pytest.raises(TypeError, match="not int"):
+        load_policy(5)  # type: ignore[arg-type]
+
+
+def test_a_policy_survives_json() -> None:
+    policy = load_policy({"extends": "lora", "classes": {"weights": {"placement": "host"}}})
+    assert load_policy(json.loads(policy.model_dump_json())) == policy
+
+
+def test_a_mapping_may_hold_models_and_tensor_classes() -> None:
+    policy = load_policy(
+        {
+            "extends": "sft",
+            "limits": Limits(managed_bytes=GIB),
+            "classes": {TensorClass.OPTIMIZER_STATE: ClassRule(placement="host")},
+        }
+    )
+    assert policy.limits.managed_bytes == GIB
+    rule = policy.classes.optimizer_state
+    assert (rule.placement, rule.accessed_by_device, rule.min_bytes) == ("host", True, 2**20)
+
+
+def test_a_mapping_reports_keys_without_lines() -> None:
+    (problem,) = find_problems({"classes": {"weigths": {}}})
+    assert str(problem).startswith("policy mapping: classes.weigths: unknown key, did you mean")
+    (problem,) = find_problems({"classes": {5: {}}})
+    assert "the key 5 is not text" in problem.message
+
+
+def test_models_are_frozen_and_hashable() -> None:
+    policy = load_policy("sft")
+    with pytest.raises(ValidationError, match="frozen"):
+        policy.name = "other"  # type: ignore[misc]
+    assert hash(policy) == hash(load_policy("sft"))
+
+
+def test_extends_needs_load_policy() -> None:
+    with pytest.raises(ValidationError, match="only load_policy follows `extends`"):
+        Policy(extends="sft")
+
+
+# ---------------------------------------------------------------------------------- merging
+
+
+def test_defaults_reach_every_class_and_class_keys_win(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        defaults: {kind: managed, placement: host, min_bytes: 2MiB}
+        classes:
+          weights: {placement: device}
+        """,
+    )
+    policy = load_policy(path)
+    assert policy.name == "mine"
+    for member in TensorClass:
+        rule = class_rule(policy, member)
+        on_host = member is not TensorClass.WEIGHTS
+        assert rule.placement == ("host" if on_host else "device")
+        assert rule.accessed_by_device is on_host
+        assert rule.min_bytes == 2 * 2**20
+
+
+def test_what_follows_from_a_key_is_not_inherited() -> None:
+    policy = Policy(defaults=ClassRule(min_bytes=1), classes={"other": {"placement": "host"}})
+    assert policy.classes.other.accessed_by_device is True
+    assert policy.classes.other.min_bytes == 1
+    assert ClassRule(kind="pinned").placement == "host"
+
+
+def test_extends_merges_key_by_key_through_a_chain(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path, "extends: lora\ndescription: base\nshare: [numba, cupy]\n", "base.yaml")
+    middle = "extends: ../base.yaml\nclasses: {frozen_weights: {min_bytes: 4MiB}}\n"
+    write(tmp_path, middle, "sub/middle.yaml")
+    path = write(tmp_path, "extends: ./sub/middle.yaml\ndevice_budget: null\nshare: [cupy]\n")
+    policy = load_policy(path)
+    assert (policy.name, policy.description) == ("mine", "")
+    assert policy.extends == "./sub/middle.yaml"
+    assert policy.device_budget is None
+    assert policy.share == ("cupy",)
+    frozen = policy.classes.frozen_weights
+    assert (frozen.mechanism, frozen.min_bytes) == ("duplicate", 4 * 2**20)
+    assert policy.classes.weights.min_bytes == 2**20
+
+
+def test_an_inherited_class_key_wins_over_new_defaults(tmp_path: Path) -> None:
+    policy = load_policy(write(tmp_path, "extends: lora\ndefaults: {mechanism: keep}\n"))
+    assert policy.classes.frozen_weights.mechanism == "duplicate"
+    assert policy.classes.weights.mechanism == "keep"
+
+
+def test_a_file_may_have_the_name_of_the_preset_it_extends(tmp_path: Path) -> None:
+    path = write(tmp_path, "extends: sft\ndevice_budget: 1GiB\n", "sft.yaml")
+    assert load_policy(path).device_budget == GIB
+
+
+def test_a_cycle_names_the_way_round(tmp_path: Path) -> None:
+    write(tmp_path, "name: b\nextends: mine.yaml\n", "b.yaml")
+    problem = problem_of(write(tmp_path, "extends: b.yaml\n"))
+    assert problem.file.endswith("b.yaml")
+    assert (problem.line, problem.column, problem.key) == (2, 10, "extends")
+    assert re.search(r"mine\.yaml -> .*b\.yaml -> .*mine\.yaml; remove", problem.message)
+    itself = problem_of(write(tmp_path, "extends: self.yaml\n", "self.yaml"))
+    assert "a cycle" in itself.message
+
+
+def test_an_error_in_a_parent_names_the_parent(tmp_path: Path) -> None:
+    write(tmp_path, "name: base\ndefaults:\n  evction: lru\n", "base.yaml")
+    problem = problem_of(write(tmp_path, "extends: base.yaml\n"))
+    assert problem.file == str(tmp_path / "base.yaml")
+    assert (problem.line, problem.column, problem.key) == (3, 3, "defaults.evction")
+    assert "did you mean 'eviction'?" in problem.message
+
+
+def test_a_conflict_with_a_parent_names_the_key_that_was_written(tmp_path: Path) -> None:
+    path = write(tmp_path, "extends: lora\nclasses:\n  frozen_weights:\n    mechanism: map\n")
+    problems = find_problems(path)
+    assert {p.key for p in problems} == {"classes.frozen_weights.mechanism"}
+    assert {(p.file, p.line, p.column) for p in problems} == {(str(path), 4, 16)}
+    assert any("placement device" in p.message for p in problems)
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "key", "says"),
+    [
+        # unknown keys, with the nearest one
+        ("nam: x\n", 1, 1, "nam", "unknown key, did you mean 'name'? Valid keys: name, "),
+        ("classes:\n  weigths: {}\n", 2, 3, "classes.weigths", "did you mean 'weights'?"),
+        ("classes:\n  other: {knd: device}\n", 2, 11, "classes.other.knd", "'kind'?"),
+        ("limits:\n  managed: 1GiB\n", 2, 3, "limits.managed", "'managed_bytes'?"),
+        ("defaults: {read-mostly: true}\n", 1, 12, "defaults.read-mostly", "'read_mostly'?"),
+        ("managed_bytes: 1GiB\n", 1, 1, "managed_bytes", "did you mean limits.managed_bytes?"),
+        ("min_bytes: 1MiB\n", 1, 1, "min_bytes", "did you mean defaults.min_bytes?"),
+        ("activations: {}\n", 1, 1, "activations", "did you mean classes.activations?"),
+        ("classes:\n  share: [numba]\n", 2, 3, "classes.share", "did you mean share?"),
+        ("zzz: 1\n", 1, 1, "zzz", "unknown key. Valid keys: name, description, extends"),
+        ("<<: {name: x}\n", 1, 1, "<<", "unknown key."),
+        # bad values
+        ("defaults:\n  kind: manged\n", 2, 9, "defaults.kind", "did you mean 'managed'?"),
+        ("defaults: {kind: 5}\n", 1, 18, "defaults.kind", "Valid values: managed, device, system"),
+        ("defaults: {placement: gpu}", 1, 23, "defaults.placement", "device, host, any"),
+        ("classes: {other: {eviction: LRU}}", 1, 29, "classes.other.eviction", "mean 'lru'?"),
+        ("share: [cuppy]\n", 1, 9, "share[0]", "did you mean 'cupy'? Valid values: numba, cupy"),
+        ("share: cupy\n", 1, 8, "share", "not a list: write it as [numba, cupy]"),
+        ("share: [cupy, cupy]\n", 1, 8, "share", "named twice"),
+        ("defaults: {read_mostly: yes}\n", 1, 25, "defaults.read_mostly", "'yes' is not true"),
+        ("defaults: {read_mostly: 1}\n", 1, 25, "defaults.read_mostly", "1 is not true or false"),
+        ("name: 5\n", 1, 7, "name", "5 is not text"),
+        ("extends: [sft]\n", 1, 10, "extends", "['sft'] is not text"),
+        ("extends: sfft\n", 1, 10, "extends", "did you mean 'sft'? Presets: inference, lora"),
+        ("extends: no.yaml\n", 1, 10, "extends", "there is no file"),
+        ("limits: 5\n", 1, 9, "limits", "Valid keys: managed_bytes, system_headroom_bytes"),
+        ("classes: [weights]\n", 1, 10, "classes", "Valid keys: weights, frozen_weights"),
+        ("defaults:\nname: x\n", 1, 10, "defaults", "null is not a mapping"),
+        ("classes:\n  other:\n", 2, 9, "classes.other", "Valid keys: kind, placement"),
+        # sizes
+        ("defaults: {min_bytes: 16G}\n", 1, 23, "defaults.min_bytes", "16GiB or 16GB"),
+        ("defaults: {min_bytes: 1:30}\n", 1, 23, "defaults.min_bytes", "'1:30' is not a size"),
+        ("defaults: {min_bytes: 1.5}\n", 1, 23, "defaults.min_bytes", "1.5 is not a size"),
+        ("device_budget: 120%\n", 1, 16, "device_budget", "at most 100"),
+        ("device_budget: 0\n", 1, 16, "device_budget", "for no budget, give null"),
+        ("device_budget: true\n", 1, 16, "device_budget", "is not a size"),
+        ("limits: {managed_bytes: 0}\n", 1, 25, "limits.managed_bytes", "give null"),
+        (f"device_budget: {'1' * 6000}\n", 1, 16, "device_budget", "is not a size"),
+        # YAML
+        ("a: 1\nb: 2\na: 3\n", 3, 1, "a", "duplicate key: it is also on line 1"),
+        ("limits:\n  x: 1\n  x: 1\n", 3, 3, "limits.x", "duplicate key"),
+        ("limits:\n\tx: 1\n", 2, 1, "", "indent with spaces"),
+        ("- sft\n", 1, 1, "", "not a mapping of keys to values"),
+        ("sft\n", 1, 1, "", "not a mapping of keys to values"),
+        ("", 1, 1, "", "the file is empty"),
+        ("# nothing but a comment\n", 1, 1, "", "the file is empty"),
+        ("name: a: b\n", 1, 8, "", "not valid YAML"),
+        ("name: 'x\n", 2, 1, "", "unexpected end of stream"),
+        ("a: &x [1]\nb: *x\n", 2, 4, "", "aliases are not supported"),
+        ("a: &x [*x]\n", 1, 8, "", "aliases are not supported"),
+        ("a: 1\n---\nb: 1\n", 2, 1, "", "a second YAML document"),
+        ("!!python/object:os.system {}\n", 1, 1, "", "the tag 'tag:yaml.org,2002:python/object"),
+        ("name: !!binary aGk=\n", 1, 7, "name", "is not supported"),
+        ("name: !!int abc\n", 1, 7, "name", "is not supported"),
+        ("1: x\n", 1, 1, "", "the key 1 is not text"),
+        ("? [a]\n: b\n", 1, 3, "", "the key ['a'] is not text"),
+        ("name: x\ndescription: \x01\n", 2, 14, "", "a control character"),
+        ("[" * 200_000, 1, 17, "", "nested deeper than 16 levels"),
+    ],
+)
+def test_error_names_file_line_column_key_and_remedy(
+    tmp_path: Path, text: str, line: int, column: int, key: str, says: str
+) -> None:
+    path = write(tmp_path, text)
+    problems = [p for p in find_problems(path) if p.key == key]
+    assert len(problems) == 1
+    problem = problems[0]
+    assert (problem.file, problem.line, problem.column) == (str(path), line, column)
+    assert says in problem.message
+    assert len(problem.message) < 400
+    with pytest.raises(PolicyError, match=re.escape(f"{path}:{line}:{column}: ")):
+        load_policy(path)
+
+
+def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    assert "aliases" in problem_of(write(tmp_path, "\n".join(lines))).message
+
+
+def test_all_problems_are_reported_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path, "nme: x\ndefaults:\n  kind: devcie\n  min_bytes: 16G\nshare: [nmba]\n")
+    problems = find_problems(path)
+    assert [(p.line, p.key) for p in problems] == [
+        (1, "nme"),
+        (3, "defaults.kind"),
+        (4, "defaults.min_bytes"),
+        (5, "share[0]"),
+    ]
+    with pytest.raises(PolicyError) as caught:
+        load_policy(path)
+    assert str(caught.value).splitlines() == [str(p) for p in problems]
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "no such file" in problem_of(tmp_path / "no.yaml").message
+    assert "not a file" in problem_of(tmp_path).message
+    assert "null" in problem_of(Path("a\0.yaml")).message
+    assert "name too long" in problem_of(tmp_path / ("x" * 300)).message
+    big = write(tmp_path, "#" * 2**20 + "\n")
+    assert "larger than 1 MiB" in problem_of(big).message
+    exact = write(tmp_path, "name: x\n" + "#" * (2**20 - 8))
+    assert find_problems(exact) == ()
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"name: x\ndescription: \xe9\n")
+    problem = problem_of(latin)
+    assert (problem.line, problem.column) == (2, 14)
+    assert "save the file as UTF-8" in problem.message
+    # Columns are characters, and the byte order mark is none.
+    latin.write_bytes("\ufeffname: é".encode() + b"\xe9\n")
+    problem = problem_of(latin)
+    assert (problem.line, problem.column) == (1, 8)
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "bom.yaml"
+    path.write_bytes(b"\xef\xbb\xbfdevice_budget: 1GiB\n")
+    assert load_policy(path).device_budget == GIB
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=60))
+def test_any_text_is_a_policy_or_a_policy_error(tmp_path_factory: Any, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8")
+    for problem in find_problems(path):
+        assert problem.file == str(path)
+        assert problem.line is not None
+
+
+# ---------------------------------------------------------------------------------- conflicts
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "remedy"),
+    [
+        ({"kind": "device", "placement": "host"}, "placement", "placement: device"),
+        ({"kind": "device", "placement": "any"}, "placement", "or kind: managed"),
+        ({"kind": "device", "accessed_by_device": True}, "accessed_by_device", ": false"),
+        ({"kind": "pinned", "placement": "device"}, "placement", "set placement: host"),
+        ({"kind": "pinned", "accessed_by_device": False}, "accessed_by_device", ": true"),
+        ({"kind": "device", "read_mostly": True}, "read_mostly", "read_mostly: false"),
+        ({"kind": "pinned", "read_mostly": True}, "read_mostly", "or kind: managed"),
+        ({"kind": "device", "mechanism": "migrate"}, "mechanism", "set mechanism: keep, or"),
+        ({"kind": "device", "mechanism": "map"}, "mechanism", "or kind: managed"),
+        ({"kind": "pinned", "mechanism": "migrate"}, "mechanism", "mechanism: keep or map"),
+        ({"kind": "device", "eviction": "first"}, "eviction", "eviction: never"),
+        ({"mechanism": "map"}, "mechanism", "set placement: host, or mechanism: migrate"),
+        (
+            {"mechanism": "map", "placement": "host", "accessed_by_device": False},
+            "mechanism",
+            "accessed_by_device: true",
+        ),
+        ({"mechanism": "duplicate"}, "mechanism", "set read_mostly: true"),
+        ({"mechanism": "migrate", "read_mostly": True}, "mechanism", "mechanism: duplicate"),
+        ({"mechanism": "copy", "read_mostly": True}, "mechanism", "read_mostly: false"),
+        ({"mechanism": "copy", "placement": "host"}, "mechanism", "placement: device"),
+        ({"mechanism": "fault", "placement": "host"}, "mechanism", "accessed_by_device: false"),
+        ({"mechanism": "keep", "eviction": "lru"}, "eviction", "set eviction: auto"),
+    ],
+)
+def test_conflict_names_key_and_remedy(rule: dict[str, Any], key: str, remedy: str) -> None:
+    (problem,) = find_problems({"defaults": rule})
+    assert problem.key == f"defaults.{key}"
+    assert remedy in problem.message
+    (problem,) = find_problems({"classes": {"activations": rule}})
+    assert problem.key == f"classes.activations.{key}"
+    assert remedy in problem.message
+    with pytest.raises(ValidationError, match=re.escape(remedy)):
+        ClassRule(**rule)
+
+
+@pytest.mark.parametrize("name", ["weights", "frozen_weights", "optimizer_state"])
+def test_discard_is_for_contents_that_die(name: str) -> None:
+    (problem,) = find_problems({"classes": {name: {"mechanism": "discard"}}})
+    assert problem.key == f"classes.{name}.mechanism"
+    assert f"give {name} mechanism: auto" in problem.message
+    allowed = {"classes": {"activations": {"mechanism": "discard"}}}
+    assert load_policy(allowed).classes.activations.mechanism == "discard"
+
+
+def test_every_remedy_of_a_conflict_is_a_valid_rule() -> None:
+    """Doing what a message says, as often as it says so, ends at a rule that is accepted."""
+    values = itertools.product(
+        get_args(MemoryKind),
+        get_args(Placement),
+        (False, True),
+        (False, True),
+        get_args(Mechanism),
+        get_args(Eviction),
+    )
+    refused = 0
+    for kind, placement, access, read_mostly, mechanism, eviction in values:
+        rule: dict[str, Any] = {
+            "kind": kind,
+            "placement": placement,
+            "accessed_by_device": access,
+            "read_mostly": read_mostly,
+            "mechanism": mechanism,
+            "eviction": eviction,
+        }
+        for _ in range(6):
+            problems = find_problems({"classes": {"activations": rule}})
+            if not problems:
+                break
+            refused += 1
+            match = re.search(r"; set (\w+): (\w+)", problems[0].message)
+            assert match is not None
+            key, value = match.groups()
+            rule[key] = {"true": True, "false": False}.get(value, value)
+        else:
+            pytest.fail(f"the remedies lead nowhere: {rule}")
+    assert refused > 0
+
+
+# ---------------------------------------------------------------------------------- resolve
+
+
+def test_resolve_turns_a_percentage_into_bytes() -> None:
+    policy = load_policy({"extends": "lora", "device_budget": "25%", "share": ["cupy"]})
+    resolved = resolve(policy, 80 * GIB, {})
+    assert resolved.device_budget_bytes == 20 * GIB
+    assert resolved.rules == tuple(class_rule(policy, member) for member in TensorClass)
+    assert resolved.rules[TensorClass.FROZEN_WEIGHTS.number].read_mostly
+    assert resolved.share == ("cupy",)
+    assert hash(resolved)
+
+
+def test_a_budget_is_at_most_the_device() -> None:
+    resolved = resolve(load_policy({"device_budget": "1TiB"}), 80 * GIB, {})
+    assert resolved.device_budget_bytes == 80 * GIB
+
+
+@pytest.mark.parametrize(
+    ("own", "environment", "limit_bytes"),
+    [
+        (None, None, None),
+        ("4GiB", None, 4 * GIB),
+        (None, "8GiB", 8 * GIB),
+        ("4GiB", "8GiB", 4 * GIB),
+        ("8GiB", "4GiB", 4 * GIB),
+    ],
+)
+def test_the_smaller_limit_holds(
+    own: str | None, environment: str | None, limit_bytes: int | None
+) -> None:
+    policy = load_policy({"limits": {"managed_bytes": own}})
+    environ = {} if environment is None else {"UMEM_MANAGED_LIMIT": environment}
+    assert resolve(policy, 80 * GIB, environ).managed_limit_bytes == limit_bytes
+
+
+def test_the_environment_overrides_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy({"device_budget": "10%"})
+    environ = {"UMEM_DEVICE_BUDGET": "50%"}
+    assert resolve(policy, 80 * GIB, environ).device_budget_bytes == 40 * GIB
+    monkeypatch.setenv("UMEM_DEVICE_BUDGET", "6GiB")
+    assert resolve(policy, 80 * GIB).device_budget_bytes == 6 * GIB
+
+
+@pytest.mark.parametrize("name", ["UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET"])
+@pytest.mark.parametrize("value", ["", "lots", "0", "-1GiB", "8G", "0%"])
+def test_a_bad_variable_is_named(name: str, value: str) -> None:
+    with pytest.raises(PolicyError, match=f"environment variable {name}: .*; or unset it"):
+        resolve(load_policy("sft"), 80 * GIB, {name: value})
+
+
+def test_resolve_refuses_what_does_not_fit_the_device() -> None:
+    with pytest.raises(PolicyError, match="has no memory"):
+        resolve(load_policy("sft"), 0, {})
+    with pytest.raises(PolicyError, match="device_budget: 1% of 10 B is less than a byte"):
+        resolve(load_policy({"device_budget": "1%"}), 10, {})
+    headroom = {"limits": {"system_headroom_bytes": "80GiB"}}
+    assert resolve(load_policy(headroom), 80 * GIB, {}).system_headroom_bytes == 80 * GIB
+    system = load_policy({**headroom, "classes": {"other": {"kind": "system"}}})
+    with pytest.raises(PolicyError, match=r"limits\.system_headroom_bytes: 80 GiB leaves nothing"):
+        resolve(system, 80 * GIB, {})
+
+
+# ---------------------------------------------------------------------------------- schema, docs
+
+MODELS: list[type[BaseModel]] = [Policy, Limits, ClassRules, ClassRule]
+
+
+def test_schema_describes_every_key() -> None:
+    schema = policy_schema()
+    parts = [schema, *schema["$defs"].values()]
+    described = {
+        key: value["description"] for part in parts for key, value in part["properties"].items()
+    }
+    assert set(described) == {field for model in MODELS for field in model.model_fields}
+    assert all("\n" not in text and text for text in described.values())
+    assert all(part["additionalProperties"] is False for part in parts)
+    assert schema["$defs"]["ClassRule"]["properties"]["kind"]["enum"] == list(get_args(MemoryKind))
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [("16GiB", True), ("512 MB", True), ("1_000", True), ("16G", False), ("x", False)],
+)
+def test_schema_pattern_agrees_with_the_parser(text: str, valid: bool) -> None:
+    sizes = policy_schema()["$defs"]["ClassRule"]["properties"]["min_bytes"]["anyOf"]
+    (pattern,) = (kind["pattern"] for kind in sizes if kind["type"] == "string")
+    assert bool(re.search(pattern, text)) is valid
+    assert (not find_problems({"defaults": {"min_bytes": text}})) is valid
+
+
+def test_classes_are_those_of_the_native_library_in_order() -> None:
+    assert list(ClassRules.model_fields) == [member.value for member in TensorClass]
+
+
+def test_docs_name_every_key_value_preset_and_variable() -> None:
+    text = (CHECKOUT / "docs" / "policies.md").read_text(encoding="utf-8")
+    first_cells = set(re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE))
+    fields = {field for model in MODELS for field in model.model_fields}
+    values = {
+        value
+        for choices in (MemoryKind, Placement, Mechanism, Eviction)
+        for value in get_args(choices)
+    }
+    variables = {"UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET"}
+    assert first_cells == fields | values | set(PRESETS) | variables
+    assert all(f"`{library}`" in text for library in get_args(ShareLibrary))
+
+
+def test_the_example_in_the_docs_is_valid(tmp_path: Path) -> None:
+    text = (CHECKOUT / "docs" / "policies.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(extends:.*?)```", text, flags=re.DOTALL)
+    policy = load_policy(write(tmp_path, example))
+    assert policy.classes.optimizer_state.accessed_by_device
+    assert policy.classes.weights.min_bytes == 2 * 2**20
+
+
+# ---------------------------------------------------------------------------------- CLI
+
+runner = CliRunner()
+
+
+def test_cli_list() -> None:
+    result = runner.invoke(app, ["list"])
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in PRESETS)
+    listed = json.loads(runner.invoke(app, ["list", "--json"]).stdout)
+    assert [preset["name"] for preset in listed] == list(PRESETS)
+
+
+def test_cli_show_prints_a_row_per_class() -> None:
+    result = runner.invoke(app, ["show", "lora"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.strip()}
+    assert all(member.value in rows for member in TensorClass)
+    assert "duplicate" in rows["frozen_weights"]
+    assert "…" not in result.stdout
+
+
+def test_cli_show_json_is_the_policy() -> None:
+    shown = json.loads(runner.invoke(app, ["show", "sft", "--json"]).stdout)
+    assert load_policy(shown) == load_policy("sft")
+
+
+def test_cli_show_for_a_device(tmp_path: Path) -> None:
+    path = write(tmp_path, "extends: sft\ndevice_budget: 50%\n")
+    arguments = ["show", str(path), "--device-memory", "80GiB"]
+    result = runner.invoke(app, arguments, env={"UMEM_MANAGED_LIMIT": "8GiB"})
+    assert re.search(r"device budget +40 GiB", result.stdout)
+    assert re.search(r"limit on managed memory +8 GiB", result.stdout)
+    assert re.search(r"extends +sft", result.stdout)
+    shown = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    assert shown["device_budget_bytes"] == 40 * GIB
+    assert set(shown) == {field.name for field in dataclasses.fields(ResolvedPolicy)}
+    assert list(shown["rules"]) == [member.value for member in TensorClass]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (["show", "lorra"], {}, "did you mean 'lora'?"),
+        (["show", "sft", "--device-memory", "80G"], {}, "--device-memory: '80G' could mean"),
+        (
+            ["show", "sft", "--device-memory", "80GB"],
+            {"UMEM_DEVICE_BUDGET": "x"},
+            "environment variable UMEM_DEVICE_BUDGET",
+        ),
+    ],
+)
+def test_cli_errors_are_plain(arguments: list[str], environment: dict[str, str], says: str) -> None:
+    result = runner.invoke(app, arguments, env=environment)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_cli_validate(tmp_path: Path) -> None:
+    good = write(tmp_path, "extends: sft\n", "good.yaml")
+    bad = write(tmp_path, "nme: x\nclases: {}\n", "bad.yaml")
+    result = runner.invoke(app, ["validate", str(good)])
+    assert (result.exit_code, result.stdout) == (0, f"{good}: valid\n")
+    result = runner.invoke(app, ["validate", str(good), str(bad)])
+    assert (result.exit_code, result.stdout) == (2, f"{good}: valid\n")
+    lines = result.stderr.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{bad}:1:1", f"{bad}:2:1"]
+    result = runner.invoke(app, ["validate", "--json", str(good), str(bad)])
+    assert result.exit_code == 2
+    report = json.loads(result.stdout)
+    assert [entry["valid"] for entry in report] == [True, False]
+    assert report[1]["problems"][1]["key"] == "clases"
+
+
+def test_cli_validate_takes_paths_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, ["validate", "sft"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("sft: cannot be read (no such file or directory)")
+
+
+def test_cli_schema_is_the_schema() -> None:
+    assert json.loads(runner.invoke(app, ["schema"]).stdout) == policy_schema()
