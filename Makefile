@@ -53,7 +53,7 @@ pytest: native
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: native
-	$(BIN)/umem bench
+	$(BIN)/umem bench all
 
 wheel: .venv/tools.stamp
 	$(PIP) wheel --no-deps --wheel-dir dist .

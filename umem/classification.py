@@ -134,15 +134,39 @@ class Classifier:
 
     # ------------------------------------------------------------------ optimizers
 
-    def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        if self._known_states.get(optimizer) == _state_key(optimizer):
-            # What a step with its state in place allocates is gone when it ends.
-            self._allocator.set_phase(TensorClass.OTHER.number)
-            return
-        self._allocator.set_phase(TensorClass.OPTIMIZER_STATE.number)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._tag_parameters(parameters)
-        self._tag((p.grad for p in parameters if p.grad is not None), TensorClass.GRADIENTS)
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        phase = TensorClass.OTHER  # what a step allocates beside its state is gone when it ends
+        if self._known_states.get(optimizer) != _state_key(optimizer):
+            phase = TensorClass.OPTIMIZER_STATE
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._tag_parameters(parameters)
+            self._tag((p.grad for p in parameters if p.grad is not None), TensorClass.GRADIENTS)
+        self._allocator.set_phase(phase.number)
+        return self._with_forward_in_closure(args, kwargs, phase)
+
+    def _with_forward_in_closure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: TensorClass
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Give a step's closure, which runs forward and backward inside the step, their phase.
+
+        Returns the step's new arguments, or None to leave them. The first is the optimizer.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        def in_phase() -> Any:
+            self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
+            try:
+                return closure()
+            finally:
+                self._allocator.set_phase(phase.number)
+
+        if len(args) > 1:
+            return (args[0], in_phase, *args[2:]), kwargs
+        return args, {**kwargs, "closure": in_phase}
 
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         key = _state_key(optimizer)

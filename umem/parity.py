@@ -42,7 +42,9 @@ def install_parity(allocator: Allocator) -> None:
             "external_annotations": [],
         }
 
-    by_device = {
+    functions = {
+        # torch asks this before every statistic, and a swapped allocator says no.
+        "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
         "_cuda_memoryStats": allocator.stats,
         "_cuda_resetPeakMemoryStats": allocator.reset_peak_stats,
         "_cuda_resetAccumulatedMemoryStats": allocator.reset_accumulated_stats,
@@ -51,7 +53,7 @@ def install_parity(allocator: Allocator) -> None:
         "_accelerator_resetPeakStats": allocator.reset_peak_stats,
         "_accelerator_resetAccumulatedStats": allocator.reset_accumulated_stats,
     }
-    for name, function in by_device.items():
+    for name, function in functions.items():
         # Not every version of torch has every one.
         if hasattr(torch._C, name):
             setattr(torch._C, name, function)

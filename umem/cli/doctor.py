@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from umem.doctor import Check, Feature, Report, Status, Verdict, collect, diagnose
+from umem.doctor import Report, Status, Verdict, collect, diagnose
 
 __all__ = ["doctor"]
 
@@ -48,7 +48,8 @@ def _print(report: Report, console: Console) -> None:
         table.add_column(ratio=3, overflow="fold")
         for check in section.checks:
             mark = Text(check.status.upper(), style=_STATUS_STYLES[check.status])
-            table.add_row(mark, check.name, _check_text(check))
+            # As text, since names and values hold brackets that markup would eat.
+            table.add_row(mark, Text(check.name), _lines(check.value, check.why, check.remedy))
         console.print(table)
         console.print()
     features = Table(
@@ -59,22 +60,14 @@ def _print(report: Report, console: Console) -> None:
     features.add_column(ratio=3, overflow="fold")
     for feature in report.features:
         mark = Text(feature.verdict.upper(), style=_VERDICT_STYLES[feature.verdict])
-        features.add_row(mark, Text(feature.name), _feature_text(feature))
+        features.add_row(mark, Text(feature.name), _lines(feature.why, "", feature.remedy))
     console.print(features)
     console.print()
     console.print(_conclusion(report))
 
 
-def _check_text(check: Check) -> Text:
-    return _lines(check.value, check.why, check.remedy)
-
-
-def _feature_text(feature: Feature) -> Text:
-    return _lines(feature.why, "", feature.remedy)
-
-
 def _lines(value: str, why: str, remedy: str) -> Text:
-    """Stack the parts; plain text, since names hold brackets that markup would eat."""
+    """Stack the parts, leaving out empty ones."""
     text = Text(value)
     if why:
         text.append(f"\n{why}", style="italic")

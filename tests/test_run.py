@@ -1,0 +1,268 @@
+"""`umem run`: the program finds what `python program` would have given it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umem.launch import INTERRUPTED_STATUS, NoProgramError, launch
+
+UMEM = str(Path(sys.executable).with_name("umem"))
+
+# What a program sees of the way it was started.
+LOOK = """
+import json, os, sys
+if __name__ == "__main__":
+    print(json.dumps({
+        "argv": sys.argv,
+        "path": sys.path[0],
+        "file": __file__,
+        "spec": __spec__ and __spec__.name,
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "policy": os.environ["UMEM_POLICY"],
+    }))
+"""
+
+# A worker of each kind must import the script again to find Squares and square.
+SPAWN = """
+import multiprocessing
+import torch
+import umem
+
+def square(number):
+    return number * number, umem.is_enabled()
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return square(index)[0]
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        print(pool.map(square, range(4)))
+    loader = torch.utils.data.DataLoader(Squares(), 2, num_workers=1,
+                                         multiprocessing_context="spawn")
+    print([batch.tolist() for batch in loader])
+"""
+SPAWN_OUTPUT = "[(0, False), (1, False), (4, False), (9, False)]\n[[0, 1], [4, 9]]\n"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's, with no GPU in sight and none of umem's variables but these."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("UMEM_")}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""} | variables
+
+
+def umem_run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`umem run` with these words, in a folder."""
+    return subprocess.run(
+        [UMEM, "run", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=environment(**variables),
+    )
+
+
+def write(path: Path, source: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    return path
+
+
+def look(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, Any] = json.loads(done.stdout)
+    return seen
+
+
+def test_script_sees_its_own_command_line(tmp_path: Path) -> None:
+    write(tmp_path / "code" / "look.py", LOOK)
+    words = ["a", "--policy", "its own", "-m", "--", "--help"]
+
+    done = umem_run(tmp_path, "--fallback", "--policy", "lora", "code/look.py", *words)
+
+    assert look(done) == {
+        "argv": ["code/look.py", *words],
+        "path": str(tmp_path / "code"),
+        "file": "code/look.py",
+        "spec": None,
+        "main": True,
+        "policy": "lora",
+    }
+    assert "RuntimeWarning: umem is not in use, torch's own allocator stays" in done.stderr
+
+
+def test_module_runs_as_under_python_m(tmp_path: Path) -> None:
+    main = write(tmp_path / "package" / "__main__.py", LOOK)
+
+    seen = look(umem_run(tmp_path, "--fallback", "-m", "package", "--lr", "1e-4"))
+
+    assert seen == {
+        "argv": [str(main), "--lr", "1e-4"],
+        "path": str(tmp_path),
+        "file": str(main),
+        "spec": "package.__main__",
+        "main": True,
+        "policy": "sft",
+    }
+
+
+def test_double_dash_ends_umems_options(tmp_path: Path) -> None:
+    write(tmp_path / "-odd.py", LOOK)
+
+    assert look(umem_run(tmp_path, "--fallback", "--", "-odd.py", "x"))["argv"] == ["-odd.py", "x"]
+
+
+def test_child_takes_the_policy_over(tmp_path: Path) -> None:
+    write(tmp_path / "mine.yaml", "extends: lora\n")
+    write(tmp_path / "elsewhere" / "look.py", LOOK)
+    child = [UMEM, "run", "--fallback", "look.py"]
+    write(
+        tmp_path / "parent.py",
+        f"import subprocess; subprocess.run({child!r}, cwd='elsewhere', check=True)",
+    )
+
+    seen = look(umem_run(tmp_path, "--fallback", "parent.py", UMEM_POLICY="./mine.yaml"))
+
+    assert seen["policy"] == str(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_spawned_workers_import_the_program_and_do_not_swap(
+    tmp_path: Path, as_module: bool
+) -> None:
+    write(tmp_path / "spawning.py", SPAWN)
+    program = ["-m", "spawning"] if as_module else ["spawning.py"]
+
+    done = umem_run(tmp_path, "--fallback", *program)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == SPAWN_OUTPUT
+    assert done.stderr.count("umem is not in use") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "last_line"),
+    [
+        ("import sys; sys.exit(7)", 7, None),
+        ("import sys; sys.exit('no data')", 1, "no data"),
+        ("raise ValueError('bad batch')", 1, "ValueError: bad batch"),
+        ("raise EOFError", 1, "EOFError"),
+        ("raise SystemExit", 0, None),
+        ("def broken(:", 1, "SyntaxError: invalid syntax"),
+        ("import sys; sys.excepthook = lambda *it: print('mine', it[1], file=sys.stderr)\n1 / 0",
+         1, "mine division by zero"),
+    ],
+)  # fmt: skip
+def test_ends_as_the_program_ends(
+    tmp_path: Path, source: str, status: int, last_line: str | None
+) -> None:
+    write(tmp_path / "ending.py", source)
+
+    done = umem_run(tmp_path, "--fallback", "ending.py")
+
+    assert done.returncode == status
+    if last_line:
+        assert done.stderr.splitlines()[-1] == last_line
+    # The traceback is the program's alone.
+    trace = done.stderr.partition("Traceback")[2]
+    assert not any(own in trace for own in ("launch.py", "runpy", "typer"))
+
+
+def test_interrupt_ends_cleanly(tmp_path: Path) -> None:
+    source = """
+import atexit, time
+atexit.register(print, "cleaned up")
+print("ready", flush=True)
+time.sleep(60)
+"""
+    write(tmp_path / "sleeping.py", source)
+    process = subprocess.Popen(
+        [UMEM, "run", "--fallback", "sleeping.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+
+    assert process.returncode == INTERRUPTED_STATUS
+    assert output == "cleaned up\n"
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert errors.count("Traceback") == 1
+
+
+def test_without_gpu_and_fallback_nothing_runs(tmp_path: Path) -> None:
+    write(tmp_path / "look.py", LOOK)
+
+    done = umem_run(tmp_path, "look.py")
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("umem: ")
+    assert "umem demo" in done.stderr or "umem doctor" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["--policy", "sfft", "look.py"], "no preset is called 'sfft'"),
+        (["--polcy", "sft", "look.py"], "No such option"),
+        ([], "Usage: umem run"),
+    ],
+)
+def test_command_line_errors_end_with_status_2(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    write(tmp_path / "look.py", LOOK)
+
+    done = umem_run(tmp_path, *words)
+
+    assert done.returncode == 2
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "message"),
+    [
+        ("missing.py", False, r"no script 'missing\.py' in .*: give the path"),
+        ("folder", False, r"'folder' is a folder without a __main__\.py"),
+        ("no_such_package.train", True, r"no module 'no_such_package\.train': install"),
+        ("", True, r"no module ''"),
+    ],
+)
+def test_program_that_is_not_there(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    module: bool,
+    message: str,
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+
+    with pytest.raises(NoProgramError, match=message):
+        launch(program, module=module)
+
+    assert sys.path == path
