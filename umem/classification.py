@@ -137,8 +137,11 @@ class Classifier:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer not in self._known_states:
+            self._forget_state(optimizer)
+            optimizer.register_load_state_dict_post_hook(self._forget_state)
         phase = TensorClass.OTHER  # what a step allocates beside its state is gone when it ends
-        if self._known_states.get(optimizer) != _state_key(optimizer):
+        if self._known_states[optimizer] != _state_sizes(optimizer):
             phase = TensorClass.OPTIMIZER_STATE
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._tag_parameters(parameters)
@@ -159,21 +162,24 @@ class Classifier:
 
         def in_phase() -> Any:
             self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
-            try:
-                return closure()
-            finally:
-                self._allocator.set_phase(phase.number)
+            loss = closure()  # where it raises, the step is over, and with it the step's phase
+            self._allocator.set_phase(phase.number)
+            return loss
 
         if len(args) > 1:
             return (args[0], in_phase, *args[2:]), kwargs
         return args, {**kwargs, "closure": in_phase}
 
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        key = _state_key(optimizer)
-        if self._known_states.get(optimizer) != key:
-            self._known_states[optimizer] = key
+        sizes = _state_sizes(optimizer)
+        if self._known_states[optimizer] != sizes:
+            self._known_states[optimizer] = sizes
             self._tag(_tensors_in(optimizer.state.values()), TensorClass.OPTIMIZER_STATE)
         self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
+
+    def _forget_state(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer's state after its next step: it is new, or has been loaded."""
+        self._known_states[optimizer] = None
 
     # ------------------------------------------------------------------ tags
 
@@ -199,9 +205,10 @@ class Classifier:
                 self._allocator.retag(address, tensor_class.number)
 
 
-def _state_key(optimizer: Optimizer) -> tuple[int, int]:
-    """Changes when an optimizer's state is made, grows or is loaded."""
-    return id(optimizer.state), len(optimizer.state)
+def _state_sizes(optimizer: Optimizer) -> tuple[int, int]:
+    """Number of parameters with state, and of parameters: they change when the state grows."""
+    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    return len(optimizer.state), parameters
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -178,7 +178,7 @@ nb::list live_blocks(const Allocator& allocator) {
 
 // Called once for every parameter in every backward pass, hence in C++.
 void tag_gradient(Allocator& allocator, nb::handle parameter) {
-  if (allocator.classes().phase() == TensorClass::optimizer_state)
+  if (allocator.classes().phase() != TensorClass::activations)
     allocator.classes().set_phase(TensorClass::activations);  // a step that raised never ended
   const nb::object gradient = nb::getattr(parameter, "grad", nb::none());
   if (gradient.is_none()) return;

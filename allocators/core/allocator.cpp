@@ -16,8 +16,8 @@ void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream)
   try {
     return device(device_number).allocate(bytes, stream, classes_.current());
   } catch (const OutOfMemory&) {
-    // torch runs no post hook when a step raises: what a caller does next is not optimizer state.
-    if (classes_.phase() == TensorClass::optimizer_state)
+    // torch runs no post hook when a step raises: what a caller does next is no part of it.
+    if (classes_.phase() != TensorClass::weights)
       classes_.set_phase(TensorClass::activations);
     throw;
   }

@@ -20,6 +20,9 @@ __all__ = ["AllocTask", "StepTask", "Task"]
 ALLOC_CASE_S = 0.1
 """Time for one case in one round; RMM without a pool needs it to make a few hundred pairs."""
 
+WARM_SHARE = 0.5
+"""Passes before a case is timed, as a share of those that are."""
+
 CHECKED_STEPS = 3
 """Steps under deterministic algorithms, whose loss is compared."""
 

@@ -1,0 +1,270 @@
+"""Capabilities of known machines, from the attributes that their drivers give."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from umem.capabilities import Driver, NumaNode, detect, detect_all, numa_nodes
+from umem.errors import UnsupportedError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class TableDriver(Driver):
+    """A `Driver` that answers from a table, for machines that are not at hand."""
+
+    name: str
+    attributes: Mapping[str, int]
+    total_bytes: int
+    architecture: str = "x86_64"
+    c2c: bool | None = False
+    card: tuple[int, int] | None = None
+    pcie: tuple[int, int] | None = (5, 16)
+    nodes: tuple[NumaNode, ...] = (NumaNode(0, 512 * GIB, True),)
+    version: int = 13000
+    count: int = 1
+    asked: list[str] = field(default_factory=list)
+
+    def driver_version(self) -> int:
+        return self.version
+
+    def driver_release(self) -> str | None:
+        return "580.159"
+
+    def bindings_version(self) -> int:
+        return 12090
+
+    def device_count(self) -> int:
+        return self.count
+
+    def device_name(self, device: int) -> str:
+        return self.name
+
+    def device_total_bytes(self, device: int) -> int:
+        return self.total_bytes
+
+    def device_attribute(self, device: int, name: str) -> int:
+        self.asked.append(name)
+        return self.attributes[name]
+
+    def card_memory_bytes(self, device: int) -> tuple[int, int] | None:
+        return self.card
+
+    def pcie_link(self, device: int) -> tuple[int, int] | None:
+        return self.pcie
+
+    def nvlink_c2c(self, device: int) -> bool | None:
+        return self.c2c
+
+    def cpu_architecture(self) -> str:
+        return self.architecture
+
+    def numa_nodes(self) -> tuple[NumaNode, ...]:
+        return self.nodes
+
+
+# Values as CUDA's documentation gives them for each kind of machine: heterogeneous memory
+# management on x86 with the open kernel driver, address translation services on Grace.
+H200_ATTRIBUTES = {
+    "COMPUTE_CAPABILITY_MAJOR": 9,
+    "COMPUTE_CAPABILITY_MINOR": 0,
+    "CONCURRENT_MANAGED_ACCESS": 1,
+    "PAGEABLE_MEMORY_ACCESS": 1,
+    "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0,
+    "DIRECT_MANAGED_MEM_ACCESS_FROM_HOST": 0,
+    "ASYNC_ENGINE_COUNT": 3,
+    "HOST_NUMA_ID": 0,
+    "NUMA_CONFIG": 0,
+    "NUMA_ID": -1,
+}
+GRACE = {
+    "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 1,
+    "DIRECT_MANAGED_MEM_ACCESS_FROM_HOST": 1,
+    "NUMA_CONFIG": 1,
+    "NUMA_ID": 1,
+}
+
+H200 = TableDriver("NVIDIA H200", H200_ATTRIBUTES, 140 * GIB)
+A100 = TableDriver(
+    "NVIDIA A100-SXM4-80GB",
+    H200_ATTRIBUTES | {"COMPUTE_CAPABILITY_MAJOR": 8, "PAGEABLE_MEMORY_ACCESS": 0},
+    80 * GIB,
+    pcie=(4, 16),
+)
+GH200 = TableDriver(
+    "NVIDIA GH200 480GB",
+    H200_ATTRIBUTES | GRACE,
+    95 * GIB,
+    architecture="aarch64",
+    c2c=True,
+    nodes=(NumaNode(0, 480 * GIB, True), NumaNode(1, 95 * GIB, False)),
+)
+GB200 = replace(
+    GH200,
+    name="NVIDIA GB200",
+    attributes=H200_ATTRIBUTES | GRACE | {"COMPUTE_CAPABILITY_MAJOR": 10},
+)
+ARM_SERVER = replace(H200, architecture="aarch64")
+
+
+@pytest.mark.parametrize(
+    ("driver", "grace_hopper", "coherent", "ats"),
+    [
+        pytest.param(H200, False, False, False, id="H200"),
+        pytest.param(A100, False, False, False, id="A100"),
+        pytest.param(GH200, True, True, True, id="GH200"),
+        pytest.param(GB200, False, True, True, id="GB200"),
+        pytest.param(ARM_SERVER, False, False, False, id="H200 over PCIe on an Arm server"),
+    ],
+)
+def test_knows_a_grace_hopper(
+    driver: TableDriver, grace_hopper: bool, coherent: bool, ats: bool
+) -> None:
+    """Coherent machines, and Grace Hopper among them."""
+    found = detect(driver=driver)
+    assert found.is_grace_hopper is grace_hopper
+    assert found.is_coherent is coherent
+    assert found.ats is ats
+
+
+def test_grace_hopper_with_ats_switched_off() -> None:
+    """The name and the link still tell; the page tables are then not shared."""
+    off = replace(GH200, attributes=H200_ATTRIBUTES, c2c=None)
+    found = detect(driver=off)
+    assert found.is_grace_hopper
+    assert not found.ats
+
+
+def test_reads_every_field() -> None:
+    """A GH200's numbers arrive where they belong."""
+    found = detect(driver=GH200)
+    assert found.device_name == "NVIDIA GH200 480GB"
+    assert found.compute_capability == (9, 0)
+    assert found.total_bytes == 95 * GIB
+    assert found.concurrent_managed_access
+    assert found.pageable_memory_access
+    assert found.direct_managed_access_from_host
+    assert found.driver_version == (13, 0)
+    assert found.bindings_version == (12, 9)
+    assert found.copy_engines == 3
+    assert found.pcie_link == (5, 16)
+    assert found.nvlink_c2c is True
+    assert (found.host_numa_node, found.device_numa_node) == (0, 1)
+    assert [node.has_cpus for node in found.numa_nodes] == [True, False]
+
+
+def test_driver_of_cuda_12() -> None:
+    """Batch calls and discard came with 13.0."""
+    found = detect(driver=replace(H200, version=12080))
+    assert (found.prefetch_batch, found.discard) == (False, False)
+    assert detect(driver=H200).discard
+
+
+def test_driver_before_numa_attributes() -> None:
+    """CUDA 12.1's driver knows no NUMA attribute, so it is not asked for one."""
+    old = replace(H200, version=12010, asked=[])
+    found = detect(driver=old)
+    assert (found.host_numa_node, found.device_numa_node) == (None, None)
+    assert not {"HOST_NUMA_ID", "NUMA_CONFIG", "NUMA_ID"} & set(old.asked)
+
+
+def test_device_without_concurrent_access_cannot_discard() -> None:
+    """The driver would refuse the call."""
+    attributes = H200_ATTRIBUTES | {"CONCURRENT_MANAGED_ACCESS": 0}
+    found = detect(driver=replace(H200, attributes=attributes))
+    assert (found.prefetch_batch, found.discard) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("card", "free_bytes"),
+    [
+        pytest.param(None, None, id="no NVML"),
+        pytest.param((141 * GIB, 100 * GIB), 100 * GIB, id="whole card"),
+        pytest.param((141 * GIB, 141 * GIB), 140 * GIB, id="never more than the device"),
+        pytest.param((1120 * GIB, 900 * GIB), None, id="the card around a MIG slice"),
+    ],
+)
+def test_free_memory(card: tuple[int, int] | None, free_bytes: int | None) -> None:
+    """NVML tells of cards, CUDA of devices."""
+    assert detect(driver=replace(H200, card=card)).free_bytes == free_bytes
+
+
+def test_every_device() -> None:
+    """Each under its own ordinal."""
+    found = detect_all(driver=replace(H200, count=2))
+    assert [device.device_index for device in found] == [0, 1]
+
+
+@pytest.mark.parametrize("device", [-1, 2])
+def test_no_such_device(device: int) -> None:
+    """The error says how many there are."""
+    with pytest.raises(UnsupportedError, match="sees 2; check CUDA_VISIBLE_DEVICES"):
+        detect(device, driver=replace(H200, count=2))
+
+
+def test_to_dict_goes_through_json() -> None:
+    """Fields and what follows from them, without loss."""
+    found = json.loads(json.dumps(detect(driver=GH200).to_dict()))
+    assert found["is_grace_hopper"] is True
+    assert found["is_coherent"] is True
+    assert found["ats"] is True
+    assert found["numa_nodes"][1] == {"number": 1, "total_bytes": 95 * GIB, "has_cpus": False}
+
+
+def write_node(root: Path, number: int, total_kib: int, cpus: str) -> None:
+    """Write one node as the kernel shows it."""
+    directory = root / f"node{number}"
+    directory.mkdir()
+    (directory / "cpulist").write_text(f"{cpus}\n")
+    (directory / "meminfo").write_text(
+        f"Node {number} MemTotal:       {total_kib} kB\nNode {number} MemFree:        10 kB\n"
+    )
+
+
+def test_numa_nodes_of_a_grace_hopper(tmp_path: Path) -> None:
+    """GPU memory is a node without CPUs; nodes without memory are kept for MIG and left out."""
+    write_node(tmp_path, 0, 500_000_000, "0-71")
+    write_node(tmp_path, 10, 0, "")
+    write_node(tmp_path, 1, 99_000_000, "")
+    (tmp_path / "possible").write_text("0-10\n")
+    assert numa_nodes(tmp_path) == (
+        NumaNode(0, 500_000_000 * 1024, True),
+        NumaNode(1, 99_000_000 * 1024, False),
+    )
+
+
+def test_numa_nodes_without_numa(tmp_path: Path) -> None:
+    """Some kernels have no such directory."""
+    assert numa_nodes(tmp_path / "absent") == ()
+
+
+def test_detect_without_a_gpu_leaves_torch_alone() -> None:
+    """On the real driver, or its absence: a clear error, and torch's CUDA not started."""
+    code = (
+        "import torch\n"
+        "from umem.capabilities import detect\n"
+        "from umem.errors import UnsupportedError\n"
+        "try:\n"
+        "    detect()\n"
+        "except UnsupportedError as error:\n"
+        "    print(error)\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "no NVIDIA driver" in result.stdout or "sees no GPU" in result.stdout

@@ -1,0 +1,522 @@
+"""The doctor: verdicts on recorded environments, and real runs on whatever machine this is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import umem
+from umem.capabilities import Capabilities, NumaNode
+from umem.doctor import (
+    PACKAGES,
+    Check,
+    Environment,
+    Feature,
+    Host,
+    Native,
+    Report,
+    Status,
+    Torch,
+    Verdict,
+    diagnose,
+)
+
+GIB = 1 << 30
+
+HOST = Host(
+    system="Linux 6.8.0",
+    distribution="Ubuntu 24.04.2 LTS",
+    cpu_architecture="x86_64",
+    cpu_model="Intel(R) Xeon(R) Platinum 8480C",
+    cpu_count=16,
+    total_bytes=512 * GIB,
+    available_bytes=500 * GIB,
+    memlock_bytes=None,
+    shm_bytes=64 * GIB,
+    nvcc=None,
+)
+H200 = Capabilities(
+    device_index=0,
+    device_name="NVIDIA H200",
+    compute_capability=(9, 0),
+    total_bytes=140 * GIB,
+    free_bytes=139 * GIB,
+    concurrent_managed_access=True,
+    pageable_memory_access=True,
+    pageable_uses_host_page_tables=False,
+    direct_managed_access_from_host=False,
+    prefetch_batch=True,
+    discard=True,
+    driver_version=(13, 0),
+    driver_release="580.159",
+    bindings_version=(13, 0),
+    copy_engines=3,
+    pcie_link=(5, 16),
+    nvlink_c2c=False,
+    cpu_architecture="x86_64",
+    host_numa_node=0,
+    device_numa_node=None,
+    numa_nodes=(NumaNode(0, 512 * GIB, True),),
+)
+GH200 = replace(
+    H200,
+    device_name="NVIDIA GH200 480GB",
+    total_bytes=95 * GIB,
+    pageable_uses_host_page_tables=True,
+    direct_managed_access_from_host=True,
+    nvlink_c2c=True,
+    cpu_architecture="aarch64",
+    device_numa_node=1,
+    numa_nodes=(NumaNode(0, 480 * GIB, True), NumaNode(1, 95 * GIB, False)),
+)
+TORCH = Torch("2.11.0+cu130", "/venv/torch", cuda="13.0", can_swap=True, cuda_started=False)
+NATIVE = Native("/venv/umem/_native.so", True, cuda_version="13.0", rmm_version="26.10.00")
+
+HEALTHY = Environment(
+    host=HOST,
+    python_version="3.12.8",
+    python_path="/venv/bin/python",
+    umem_version="0.1.0",
+    umem_path="/venv/umem",
+    packages=dict.fromkeys(PACKAGES, "13.0.1") | {"librmm": "26.10.0", "rmm": "26.10.0"},
+    torch=TORCH,
+    torch_error="",
+    native=NATIVE,
+    native_error="",
+    devices=(H200,),
+    devices_error="",
+    variables={},
+)
+
+
+def without(*packages: str) -> dict[str, str | None]:
+    """The healthy packages, less some."""
+    return {**HEALTHY.packages, **dict.fromkeys(packages)}
+
+
+def check(report: Report, name: str) -> Check:
+    """The one check of this name."""
+    (found,) = [one for part in report.sections for one in part.checks if one.name == name]
+    return found
+
+
+def feature(report: Report, words: str) -> Feature:
+    """The one feature whose name holds these words."""
+    (found,) = [one for one in report.features if words in one.name]
+    return found
+
+
+def test_healthy_machine() -> None:
+    """Nothing to mend, and the swap works."""
+    report = diagnose(HEALTHY)
+    assert report.swap_works
+    assert feature(report, "one-line swap").verdict is Verdict.YES
+    statuses = {one.status for part in report.sections for one in part.checks}
+    assert statuses == {Status.OK, Status.INFO}
+
+
+def test_nothing_installed() -> None:
+    """With nothing there, everything missing is named with its remedy, and nothing else fails."""
+    report = diagnose(
+        replace(
+            HEALTHY,
+            packages=dict.fromkeys(PACKAGES),
+            torch=None,
+            torch_error="No module named 'torch'",
+            native=None,
+            native_error="No module named 'umem._native'",
+            devices=None,
+            devices_error="umem.cuda needs cuda-python",
+        )
+    )
+    failed = {one.name: one.remedy for one in report.failures}
+    assert set(failed) == {"native library", "torch", "librmm", "cuda-python", "GPU"}
+    assert "pip install 'umem[cuda13]'" in failed["native library"]
+    assert failed["torch"].startswith("pip install 'torch>=2.8,<2.16' --index-url")
+    assert failed["GPU"] == "pip install 'umem[cuda13]'"
+    assert {one.verdict for one in report.features} == {Verdict.NO}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "remedy"),
+    [
+        pytest.param({"torch": replace(TORCH, version="2.7.1")}, "torch", "torch>=2.8", id="old"),
+        pytest.param(
+            {"torch": replace(TORCH, cuda=None)},
+            "torch's CUDA",
+            "download.pytorch.org/whl/cu130",
+            id="torch without CUDA",
+        ),
+        pytest.param(
+            {"torch": replace(TORCH, cuda_started=True)},
+            "allocator can be swapped",
+            "call umem.enable() before",
+            id="CUDA started",
+        ),
+        pytest.param(
+            {"torch": replace(TORCH, cuda="12.8")},
+            "CUDA versions match",
+            "umem[cuda12]",
+            id="torch for CUDA 12 on a native library for 13",
+        ),
+        pytest.param(
+            {"native": replace(NATIVE, has_cuda=False, cuda_version="", rmm_version="")},
+            "native library",
+            "umem[cuda13]",
+            id="core only",
+        ),
+        pytest.param(
+            {"packages": {**HEALTHY.packages, "librmm": "26.12.0"}},
+            "RMM versions match",
+            "pip install 'rmm-cu13==26.10.*'",
+            id="another RMM",
+        ),
+        pytest.param({"packages": without("cuda-python")}, "cuda-python", "umem[cuda13]", id="cp"),
+        pytest.param(
+            {"devices": (replace(H200, concurrent_managed_access=False),)},
+            "GPU 0 managed memory",
+            "policy whose classes are all kind: device",
+            id="no concurrent access",
+        ),
+        pytest.param(
+            {"host": replace(HOST, system="Darwin 24.5.0")},
+            "operating system",
+            "run under Linux",
+            id="not Linux",
+        ),
+        pytest.param(
+            {"torch": replace(TORCH, can_swap=False)},
+            "allocator can be swapped",
+            "--force-reinstall",
+            id="torch without pluggable allocators",
+        ),
+        pytest.param(
+            {"devices": (replace(H200, driver_version=(12, 8)),)},
+            "driver",
+            "580 or newer",
+            id="driver of CUDA 12",
+        ),
+        pytest.param(
+            {"variables": {"UMEM_MANAGED_LIMIT": "16G"}},
+            "UMEM_MANAGED_LIMIT",
+            "unset UMEM_MANAGED_LIMIT",
+            id="limit with an unclear unit",
+        ),
+        pytest.param(
+            {"variables": {"UMEM_DEVICE_BUDGET": "0%"}},
+            "UMEM_DEVICE_BUDGET",
+            "unset UMEM_DEVICE_BUDGET",
+            id="no budget at all",
+        ),
+        pytest.param(
+            {"variables": {"UMEM_POLICY": "no-such-policy"}},
+            "UMEM_POLICY",
+            "unset UMEM_POLICY",
+            id="unknown policy",
+        ),
+    ],
+)
+def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, remedy: str) -> None:
+    """Each fault alone fails one check, with a remedy, and takes the swap's features along."""
+    report = diagnose(replace(HEALTHY, **change))
+    assert [one.name for one in report.failures] == [name]
+    assert remedy in check(report, name).remedy
+    assert check(report, name).why
+    assert feature(report, "one-line swap").verdict is Verdict.NO
+    assert name in feature(report, "one-line swap").why
+    assert feature(report, "record_stream").why.startswith("needs the one-line swap")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        pytest.param({"torch": replace(TORCH, version="2.16.0")}, "torch", id="newer torch"),
+        pytest.param({"host": replace(HOST, shm_bytes=64 << 20)}, "/dev/shm", id="docker's shm"),
+        pytest.param({"python_version": "3.14.0"}, "Python", id="newer Python"),
+        pytest.param(
+            {"variables": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+            "PYTORCH_CUDA_ALLOC_CONF",
+            id="settings of torch's allocator",
+        ),
+        pytest.param(
+            {"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, "CUDA_LAUNCH_BLOCKING", id="blocking"
+        ),
+        pytest.param(
+            {"devices": (replace(H200, discard=False, prefetch_batch=False),)},
+            "GPU 0 managed memory",
+            id="no discard",
+        ),
+    ],
+)
+def test_what_only_deserves_a_warning(change: dict[str, Any], name: str) -> None:
+    """A warning has a reason and a remedy, and the swap works all the same."""
+    report = diagnose(replace(HEALTHY, **change))
+    found = check(report, name)
+    assert found.status is Status.WARN
+    assert found.why
+    assert found.remedy
+    assert report.swap_works
+
+
+def test_harmless_variables() -> None:
+    """Switched off, or read only when umem is built."""
+    variables = {"CUDA_LAUNCH_BLOCKING": "0", "UMEM_CUDA": "13"}
+    (settings,) = [
+        part
+        for part in diagnose(replace(HEALTHY, variables=variables)).sections
+        if part.title == "Settings"
+    ]
+    assert settings.checks == (Check("CUDA_LAUNCH_BLOCKING", Status.INFO, "0"),)
+
+
+@pytest.mark.parametrize(("version", "major"), [("11.8", 12), ("12.8", 12), ("14.0", 13)])
+def test_remedies_name_a_cuda_that_umem_has(version: str, major: int) -> None:
+    """The nearest to torch's own."""
+    report = diagnose(replace(HEALTHY, torch=replace(TORCH, cuda=version), packages=without("rmm")))
+    assert check(report, "rmm").remedy == f"pip install 'umem[cuda{major}]'"
+
+
+def test_misspelt_variable() -> None:
+    """The nearest variable that exists is named."""
+    report = diagnose(replace(HEALTHY, variables={"UMEM_MANAGED_LIMT": "8GiB"}))
+    assert check(report, "UMEM_MANAGED_LIMT").remedy == "use UMEM_MANAGED_LIMIT"
+
+
+def test_valid_variables() -> None:
+    """Shown as they are set."""
+    variables = {
+        "UMEM_DEVICE_BUDGET": "80%",
+        "UMEM_MANAGED_LIMIT": "8 GiB",
+        "UMEM_POLICY": "sft",
+    }
+    report = diagnose(replace(HEALTHY, variables=variables))
+    assert report.swap_works
+    for name, value in variables.items():
+        assert check(report, name) == Check(name, Status.OK, value)
+
+
+class TestHostMemory:
+    """Pages evicted from a card need room on the host."""
+
+    small = replace(HEALTHY, host=replace(HOST, total_bytes=32 * GIB, available_bytes=20 * GIB))
+
+    def test_less_than_the_card(self) -> None:
+        """The limit to set is worked out: four fifths of what is available."""
+        found = check(diagnose(self.small), "host memory")
+        assert found.status is Status.WARN
+        assert found.remedy == "export UMEM_MANAGED_LIMIT=16GiB"
+
+    @pytest.mark.parametrize(("limit", "status"), [("8GiB", Status.OK), ("64GiB", Status.WARN)])
+    def test_with_a_limit(self, limit: str, status: Status) -> None:
+        """A limit within the host's memory settles it."""
+        limited = replace(self.small, variables={"UMEM_MANAGED_LIMIT": limit})
+        assert check(diagnose(limited), "host memory").status is status
+
+    def test_coherent_machine(self) -> None:
+        """There the card's memory is the host's too."""
+        assert check(diagnose(replace(self.small, devices=(GH200,))), "host memory").status is (
+            Status.OK
+        )
+
+
+class TestFeatures:
+    """What works and what does not, and why."""
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "reduce-overhead",
+            "cudnn.benchmark",
+            "CUDA IPC",
+            "memory history",
+            "expandable segments",
+            "torch.OutOfMemoryError",
+        ],
+    )
+    def test_out_of_reach_everywhere(self, words: str) -> None:
+        """No machine makes these work, and each has another way."""
+        found = feature(diagnose(HEALTHY), words)
+        assert found.verdict is Verdict.NO
+        assert found.why
+        assert found.remedy
+
+    @pytest.mark.parametrize(
+        "words",
+        ["statistics", "record_stream", "CUDA graphs", "default mode", "find_executable", "numba"],
+    )
+    def test_works_under_the_swap(self, words: str) -> None:
+        """What umem gives back."""
+        assert feature(diagnose(HEALTHY), words).verdict is Verdict.YES
+
+    @pytest.mark.parametrize(
+        ("device", "verdict"),
+        [
+            pytest.param(GH200, Verdict.YES, id="ATS"),
+            pytest.param(H200, Verdict.PARTLY, id="HMM"),
+            pytest.param(replace(H200, pageable_memory_access=False), Verdict.NO, id="neither"),
+        ],
+    )
+    def test_system_memory(self, device: Capabilities, verdict: Verdict) -> None:
+        """By how the GPU reaches memory from malloc."""
+        report = diagnose(replace(HEALTHY, devices=(device,)))
+        assert feature(report, "system memory").verdict is verdict
+
+    def test_discard_needs_cuda_13_on_both_sides(self) -> None:
+        """Driver for the allocator, cuda-python for umem.cuda."""
+        old_python = replace(H200, bindings_version=(12, 9))
+        old_driver = replace(H200, discard=False, prefetch_batch=False)
+        for device, verdict in (
+            (H200, Verdict.YES),
+            (old_python, Verdict.PARTLY),
+            (old_driver, Verdict.NO),
+        ):
+            report = diagnose(replace(HEALTHY, devices=(device,)))
+            assert feature(report, "discard").verdict is verdict
+
+    def test_one_poor_device_of_two(self) -> None:
+        """The batch calls need every device."""
+        poor = replace(H200, device_index=1, discard=False, prefetch_batch=False)
+        report = diagnose(replace(HEALTHY, devices=(H200, poor)))
+        assert feature(report, "discard").verdict is Verdict.NO
+        assert check(report, "GPU 1 managed memory").status is Status.WARN
+
+    def test_libraries_that_are_missing(self) -> None:
+        """The command that brings them."""
+        report = diagnose(replace(HEALTHY, packages=without("cupy", "numba-cuda", "cupti-python")))
+        assert report.swap_works
+        assert feature(report, "CuPy").remedy == "pip install cupy-cuda13x"
+        assert feature(report, "numba").remedy == "pip install 'umem[numba]'"
+        assert feature(report, "CUPTI").remedy == "pip install 'umem[telemetry]'"
+
+    def test_cupti_newer_than_the_driver(self) -> None:
+        """The release that fits is named."""
+        packages = {**HEALTHY.packages, "cupti-python": "13.2.0"}
+        found = feature(diagnose(replace(HEALTHY, packages=packages)), "CUPTI")
+        assert found.verdict is Verdict.PARTLY
+        assert found.remedy == "pip install 'cupti-python==13.0.*'"
+
+
+def test_grace_hopper_is_recognised() -> None:
+    """By name, link and memory nodes."""
+    report = diagnose(replace(HEALTHY, devices=(GH200,)))
+    assert "Grace Hopper" in check(report, "GPU 0").value
+    assert "NVLink-C2C" in check(report, "GPU 0 link").value
+    assert "1: 95 GiB without CPUs" in check(report, "NUMA nodes").value
+
+
+def test_to_dict_goes_through_json() -> None:
+    """Statuses and verdicts are plain words."""
+    report = diagnose(replace(HEALTHY, devices=(GH200,)))
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["swap_works"] is True
+    assert data["devices"][0]["is_grace_hopper"] is True
+    assert data["sections"][0]["checks"][0]["status"] == "ok"
+    assert {one["verdict"] for one in data["features"]} == {"yes", "no", "partly"}
+
+
+# ---- real runs -----------------------------------------------------------------------------
+
+RUN = "import typer; from umem.cli.doctor import doctor; typer.run(doctor)"
+
+
+def run_doctor(
+    *arguments: str, before: str = "", columns: str = "100"
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process that sees no GPU; `before` takes things away first."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("UMEM_")}
+    return subprocess.run(
+        [sys.executable, "-c", f"{before}\n{RUN}", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=kept | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": columns, "NO_COLOR": "1"},
+    )
+
+
+def test_run_without_a_gpu() -> None:
+    """It says what is missing, ends with 1, and prints machine output only for --json."""
+    result = run_doctor("--json")
+    assert result.returncode == 1, result.stderr
+    assert result.stderr == ""
+    report = json.loads(result.stdout)
+    assert report["swap_works"] is False
+    checks = {one["name"]: one for part in report["sections"] for one in part["checks"]}
+    assert checks["GPU"]["status"] == "fail"
+    assert checks["Python"]["value"].startswith(sys.version.split()[0])
+    assert checks["umem"]["status"] == "ok"
+    assert checks["umem"]["value"].endswith(str(Path(umem.__file__).parent))
+    assert report["devices"] == []
+
+
+def test_table_is_readable_without_colour() -> None:
+    """Marks are words, and long names are folded, not cut."""
+    result = run_doctor()
+    assert result.returncode == 1, result.stderr
+    assert "FAIL  GPU" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "…" not in result.stdout
+    assert "umem.enable() does not work here" in result.stdout
+
+
+def test_narrow_terminal() -> None:
+    """Sixty columns hold it."""
+    result = run_doctor(columns="60")
+    assert result.returncode == 1, result.stderr
+    assert max(len(line) for line in result.stdout.splitlines()) <= 60
+    assert "…" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "failing"),
+    [("torch", "torch"), ("umem._native", "native library"), ("cuda", "GPU")],
+)
+def test_run_with_a_library_missing(module: str, failing: str) -> None:
+    """An import that fails is a finding with a remedy, not a crash."""
+    result = run_doctor("--json", before=f"import sys; sys.modules[{module!r}] = None")
+    assert result.returncode == 1, result.stderr
+    report = json.loads(result.stdout)
+    checks = {one["name"]: one for part in report["sections"] for one in part["checks"]}
+    assert checks[failing]["status"] == "fail"
+    assert module in checks[failing]["why"]
+    assert checks[failing]["remedy"]
+
+
+def test_run_on_another_system() -> None:
+    """Without what only Linux or Unix has, the report still comes."""
+    before = "import os, sys; sys.modules['resource'] = None; del os.sched_getaffinity"
+    result = run_doctor("--json", before=before)
+    assert result.returncode == 1, result.stderr
+    report = json.loads(result.stdout)
+    checks = {one["name"]: one for part in report["sections"] for one in part["checks"]}
+    assert f"{os.cpu_count()} usable" in checks["CPU"]["value"]
+    assert checks["locked memory (ulimit -l)"]["value"] == "unlimited"
+
+
+def test_brackets_in_a_name() -> None:
+    """Names are not markup."""
+    result = run_doctor(before="import os; os.environ['UMEM_[bold]'] = '[red]'")
+    assert "UMEM_[bold]" in result.stdout
+    assert "[red]" in result.stdout
+
+
+def test_leaves_cuda_alone() -> None:
+    """The allocator could still be swapped after a diagnosis in the same process."""
+    code = (
+        "import torch\n"
+        "from umem.doctor import collect, diagnose\n"
+        "report = diagnose(collect())\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print(len(report.features))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 15
