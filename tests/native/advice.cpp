@@ -118,7 +118,7 @@ void small_blocks_keep_the_advice_of_their_segment() {
   CHECK_EQUAL(machine.driver.advice().size(), 1U);
 }
 
-// A block that one of another kind cannot become: its memory stays what it is.
+// Its memory stays what it is until it is freed.
 void a_kind_is_not_changed_by_a_tag() {
   Config config = mixed_config();
   setting_of(config, TensorClass::gradients).kind = MemoryKind::device;
@@ -157,7 +157,8 @@ void every_live_page_carries_its_class_advice() {
       const TensorClass tensor_class = any_class();
       live[machine.allocate(2 * MiB + random() % (10 * MiB), 0, tensor_class)] = tensor_class;
     } else if (!live.empty()) {
-      const auto chosen = std::next(live.begin(), static_cast<std::ptrdiff_t>(random() % live.size()));
+      const auto chosen =
+          std::next(live.begin(), static_cast<std::ptrdiff_t>(random() % live.size()));
       if (choice == 2) {
         chosen->second = any_class();
         CHECK(machine.device.retag(chosen->first, chosen->second));

@@ -1,6 +1,8 @@
 // The free index against a plain list of the blocks that it holds.
+#include <algorithm>
 #include <deque>
 #include <random>
+#include <vector>
 
 #include "check.hpp"
 #include "core/free_index.hpp"

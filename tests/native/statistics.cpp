@@ -112,7 +112,8 @@ void kinds_are_counted() {
   machine.allocate(10 * MiB, 0, TensorClass::weights);
   const auto kinds = machine.device.kind_stats();
   for (std::size_t kind = 0; kind < kKinds; ++kind)
-    CHECK_EQUAL(kinds[kind].reserved_bytes, machine.source.held_bytes(static_cast<MemoryKind>(kind)));
+    CHECK_EQUAL(kinds[kind].reserved_bytes,
+                machine.source.held_bytes(static_cast<MemoryKind>(kind)));
   CHECK_EQUAL(kinds[static_cast<std::size_t>(MemoryKind::pinned)].reserved_bytes, 30 * MiB);
   CHECK_EQUAL(machine.device.stats().reserved_bytes.all.current, mib(40));
 }

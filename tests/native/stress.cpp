@@ -141,8 +141,8 @@ class Shadow {
   };
 
   void count(const Held& block, bool born) {
-    ClassCount& of =
-        counts_[static_cast<std::size_t>(block.device)][static_cast<std::size_t>(block.tensor_class)];
+    auto& of_device = counts_[static_cast<std::size_t>(block.device)];
+    ClassCount& of = of_device[static_cast<std::size_t>(block.tensor_class)];
     const int sign = born ? 1 : -1;
     of.allocations += sign;
     of.allocated_bytes += sign * static_cast<std::int64_t>(extent_bytes(block.bytes));
@@ -314,7 +314,8 @@ class Worker {
   }
 
   void release_pool() {
-    for (; pool_uses_ > 0; --pool_uses_) allocator_.device(pool_device_).release_pool(private_pool_);
+    for (; pool_uses_ > 0; --pool_uses_)
+      allocator_.device(pool_device_).release_pool(private_pool_);
   }
 
   std::mt19937_64 random_;

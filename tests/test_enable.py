@@ -1,0 +1,134 @@
+"""`umem.enable` and the package's surface on a machine, or in a process, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import umem
+
+# A process of its own: what is enabled in this one stays, and importing umem happens once.
+WITHOUT_GPU = """
+import json, warnings
+import umem
+
+facts = {}
+
+def failure(name, call):
+    try:
+        call()
+    except Exception as error:
+        facts[name] = [type(error).__name__, str(error)]
+
+def overridden():
+    with umem.tensor_class("weights"):
+        pass
+
+failure("enable", umem.enable)
+failure("unknown policy", lambda: umem.enable("no-such-policy", fallback=True))
+failure("not a policy", lambda: umem.enable(3))
+failure("tensors, not enabled", umem.tensors)
+failure("tensor_class, not enabled", overridden)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    facts["fallback"] = umem.enable("lora", fallback=True)
+facts["warnings"] = [[w.category.__name__, str(w.message), w.filename] for w in caught]
+facts["enabled"] = umem.is_enabled()
+failure("tensors, after the fallback", umem.tensors)
+failure("memory_by_class, after the fallback", umem.memory_by_class)
+failure("memory_summary, after the fallback", umem.memory_summary)
+failure("unknown class", lambda: umem.tensor_class("weight").__enter__())
+overridden()  # does nothing, and says nothing
+import torch
+facts["computes"] = torch.ones(4).sum().item()
+facts["cuda started"] = torch.cuda.is_initialized()
+print(json.dumps(facts))
+"""
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(python(WITHOUT_GPU))
+    return found
+
+
+def test_refusal_names_the_remedy(facts: dict[str, Any]) -> None:
+    kind, text = facts["enable"]
+    assert kind == "UnsupportedError"
+    # One of: torch without CUDA, no driver, no visible device.
+    assert "install" in text or "CUDA_VISIBLE_DEVICES" in text, text
+
+
+def test_fallback_warns_once_and_works_on(facts: dict[str, Any]) -> None:
+    assert facts["fallback"] is False
+    [[category, text, file]] = facts["warnings"]
+    assert category == "RuntimeWarning"
+    assert text.startswith("umem is not in use, torch's own allocator stays: ")
+    assert facts["enable"][1] in text
+    assert file == "<string>", "the warning points at the caller"
+    assert facts["enabled"] is False
+    assert facts["cuda started"] is False
+    assert facts["computes"] == 4
+
+
+def test_fallback_does_not_hide_a_wrong_policy(facts: dict[str, Any]) -> None:
+    kind, text = facts["unknown policy"]
+    assert kind == "PolicyError"
+    assert "no-such-policy" in text
+    assert facts["not a policy"][0] == "TypeError"
+
+
+@pytest.mark.parametrize("call", ["tensors", "tensor_class"])
+def test_without_enable(call: str, facts: dict[str, Any]) -> None:
+    kind, text = facts[f"{call}, not enabled"]
+    assert kind == "EnableError"
+    assert "call umem.enable() first" in text
+
+
+@pytest.mark.parametrize("call", ["tensors", "memory_by_class", "memory_summary"])
+def test_after_a_fallback_the_reason_is_told(call: str, facts: dict[str, Any]) -> None:
+    kind, text = facts[f"{call}, after the fallback"]
+    assert kind == "EnableError"
+    assert facts["enable"][1] in text
+
+
+def test_unknown_class_is_an_error_after_a_fallback_too(facts: dict[str, Any]) -> None:
+    kind, text = facts["unknown class"]
+    assert kind == "ValueError"
+    assert "frozen_weights" in text
+
+
+def test_public_names_resolve() -> None:
+    assert sorted(umem.__all__) == umem.__all__
+    for name in umem.__all__:
+        assert getattr(umem, name) is not None
+    assert set(umem.__all__) <= set(dir(umem))
+    with pytest.raises(AttributeError, match="no attribute 'enabel'"):
+        umem.enabel  # noqa: B018
+
+
+def test_importing_umem_imports_neither_torch_nor_the_library() -> None:
+    code = "import sys, umem; print(sorted({'torch', 'umem._native', 'rmm'} & set(sys.modules)))"
+    assert python(code) == "[]\n"
+
+
+def test_policies_load_without_torch() -> None:
+    code = "import sys, umem; print(umem.load_policy('sft').name, 'torch' in sys.modules)"
+    assert python(code) == "sft False\n"

@@ -1,0 +1,354 @@
+"""The allocator's core through its Python binding, over host memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    precondition,
+    rule,
+)
+
+from umem._native import Allocator, ClassSetting, Config
+from umem.classes import TensorClass
+
+KIB = 1 << 10
+MIB = 1 << 20
+PAGE_BYTES = 2 * MIB
+POOL = (0, 1)
+
+
+def _allocator(
+    *,
+    setting: ClassSetting | None = None,
+    total_bytes: int = 0,
+    devices: int = 1,
+    **limits: Any,
+) -> Allocator:
+    """Over host memory, with one setting for all classes."""
+    config = Config([setting or ClassSetting()] * len(TensorClass), **limits)
+    return Allocator.on_host(config, total_bytes, devices)
+
+
+def _block_bytes(requested_bytes: int) -> int:
+    """Size of the block that serves a request."""
+    step = PAGE_BYTES if requested_bytes >= PAGE_BYTES else 512
+    return -(-requested_bytes // step) * step
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    address: int
+    requested_bytes: int
+    block_bytes: int
+    tensor_class: TensorClass
+    in_pool: bool
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Any order of calls, against a plain dictionary of what is live."""
+
+    tensors: Bundle[int] = Bundle("tensors")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = _allocator()
+        self.live: dict[int, _Tensor] = {}
+        self.allocated = 0
+        self.requested_bytes = 0
+        self.peak_bytes = 0
+        self.pool_begun = False
+        self.pool_users = 0
+
+    @rule(
+        target=tensors,
+        size=st.integers(1, 4 * KIB) | st.integers(1, 3 * MIB) | st.integers(1, 48 * MIB),
+        stream=st.integers(0, 2),
+        tensor_class=st.sampled_from(TensorClass),
+    )
+    def malloc(self, size: int, stream: int, tensor_class: TensorClass) -> int:
+        token = self.allocator.enter_class(tensor_class.number)
+        address = self.allocator.malloc(size, stream=stream)
+        self.allocator.leave_class(token)
+        assert address % (PAGE_BYTES if size >= PAGE_BYTES else 512) == 0
+        tensor = _Tensor(address, size, _block_bytes(size), tensor_class, self.pool_begun)
+        for other in self.live.values():
+            assert (
+                address + tensor.block_bytes <= other.address
+                or other.address + other.block_bytes <= address
+            )
+        self.live[address] = tensor
+        self.allocated += 1
+        self.requested_bytes += size
+        self.peak_bytes = max(self.peak_bytes, sum(t.block_bytes for t in self.live.values()))
+        return address
+
+    @rule(address=consumes(tensors))
+    def free(self, address: int) -> None:
+        self.allocator.free(address)
+        del self.live[address]
+        with pytest.raises(ValueError, match="no live block"):
+            self.allocator.free(address)
+
+    @rule(address=tensors, tensor_class=st.sampled_from(TensorClass))
+    def retag(self, address: int, tensor_class: TensorClass) -> None:
+        assert self.allocator.retag(address, tensor_class.number)
+        self.live[address] = replace(self.live[address], tensor_class=tensor_class)
+
+    @rule(address=tensors, stream=st.integers(0, 2))
+    def record_stream(self, address: int, stream: int) -> None:
+        self.allocator.record_stream(address, stream)
+
+    @rule()
+    def empty_cache(self) -> None:
+        self.allocator.empty_cache()
+        if not self.live and not self.pool_users:
+            assert self.allocator.managed_bytes() == 0
+
+    @precondition(lambda self: not self.pool_begun)
+    @rule()
+    def begin_pool(self) -> None:
+        self.allocator.begin_pool(0, POOL)
+        self.pool_begun = True
+        self.pool_users += 1
+
+    @precondition(lambda self: self.pool_begun)
+    @rule()
+    def end_pool(self) -> None:
+        self.allocator.end_pool(0, POOL)
+        self.pool_begun = False
+
+    @precondition(lambda self: self.pool_users > 0 and not self.pool_begun)
+    @rule()
+    def release_pool(self) -> None:
+        self.allocator.release_pool(0, POOL)
+        self.pool_users -= 1
+
+    @invariant()
+    def live_blocks_are_the_tensors(self) -> None:
+        expected = sorted(
+            (t.address, t.requested_bytes, t.block_bytes, t.tensor_class.number, 0, "managed")
+            for t in self.live.values()
+        )
+        assert sorted(self.allocator.live_blocks()) == expected
+
+    @invariant()
+    def statistics_are_exact(self) -> None:
+        stats = self.allocator.stats(0)
+        tensors = list(self.live.values())
+        held_bytes = sum(t.block_bytes for t in tensors)
+        assert stats["allocation"]["all"]["current"] == len(tensors)
+        assert stats["allocation"]["all"]["allocated"] == self.allocated
+        assert stats["allocated_bytes"]["all"]["current"] == held_bytes
+        assert stats["allocated_bytes"]["all"]["peak"] == self.peak_bytes
+        assert stats["requested_bytes"]["all"]["allocated"] == self.requested_bytes
+        assert stats["reserved_bytes"]["all"]["current"] == self.allocator.managed_bytes()
+        for tensor_class, counts in zip(TensorClass, self.allocator.class_stats(0), strict=True):
+            of_class = [t for t in tensors if t.tensor_class is tensor_class]
+            assert counts["allocation"]["current"] == len(of_class)
+            assert counts["allocated_bytes"]["current"] == sum(t.block_bytes for t in of_class)
+            assert counts["requested_bytes"]["current"] == sum(t.requested_bytes for t in of_class)
+
+    @invariant()
+    def segments_are_tiled_by_their_blocks(self) -> None:
+        inactive_split = 0
+        for segment in self.allocator.segments(0):
+            address = segment["address"]
+            for block in segment["blocks"]:
+                assert block["address"] == address
+                address += block["size"]
+                if block["state"] == "active_allocated":
+                    assert self.live[block["address"]].in_pool == (
+                        segment["segment_pool_id"] == POOL
+                    )
+                elif len(segment["blocks"]) > 1 and block["state"] == "inactive":
+                    inactive_split += block["size"]
+            assert address == segment["address"] + segment["total_size"]
+        stats = self.allocator.stats(0)
+        assert stats["inactive_split_bytes"]["all"]["current"] == inactive_split
+
+    def teardown(self) -> None:
+        for address in self.live:
+            self.allocator.free(address)
+        if self.pool_begun:
+            self.allocator.end_pool(0, POOL)
+        for _ in range(self.pool_users):
+            self.allocator.release_pool(0, POOL)
+        self.allocator.empty_cache()
+        assert self.allocator.managed_bytes() == 0
+        assert self.allocator.segments(0) == []
+        assert self.allocator.pool_stats(0) == []
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def test_torch_reads_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own summary finds every figure that it asks for."""
+    allocator = _allocator()
+    allocator.malloc(3 * MIB)
+    freed = allocator.malloc(1000)
+    allocator.free(freed)
+    monkeypatch.setattr(
+        torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: allocator.stats(0)
+    )
+    assert torch.cuda.memory_stats(0)["allocation.small_pool.freed"] == 1
+    assert torch.cuda.max_memory_reserved(0) == 22 * MIB
+    summary = torch.cuda.memory_summary(0)
+    assert re.search(r"Allocated memory +\| +4096 KiB", summary)
+    assert re.search(r"GPU reserved memory +\| +22528 KiB", summary)
+    assert re.search(r"Requested memory +\| +3072 KiB", summary)
+
+
+def test_torch_reads_the_snapshot() -> None:
+    """torch's tools for snapshots read ours."""
+    from torch.cuda import _memory_viz
+
+    allocator = _allocator()
+    allocator.malloc(3 * MIB)
+    allocator.malloc(1000, stream=7)
+    segments = allocator.segments(0)
+    assert {segment["segment_type"] for segment in segments} == {"small", "large"}
+    summary = _memory_viz.segsum({"segments": segments, "device_traces": []})
+    assert "segments: 2" in summary
+    assert "total_reserved: 22.0MiB" in summary
+    assert "total_allocated: 3.0MiB" in summary  # as asked for
+
+
+@pytest.mark.parametrize(
+    ("limits", "remedy"),
+    [
+        ({"managed_limit_bytes": 32 * MIB}, "UMEM_MANAGED_LIMIT"),
+        ({"total_bytes": 32 * MIB}, "smaller batch"),
+        (
+            {"device_budget_bytes": 32 * MIB, "setting": ClassSetting(kind="device")},
+            "raise device_budget",
+        ),
+    ],
+)
+def test_a_limit_is_a_memory_error(limits: dict[str, Any], remedy: str) -> None:
+    allocator = _allocator(**limits)
+    held = allocator.malloc(30 * MIB)
+    with pytest.raises(MemoryError, match=r"^CUDA out of memory\..*" + remedy):
+        allocator.malloc(10 * MIB)
+    assert allocator.stats(0)["num_ooms"] == 1
+    allocator.free(held)
+    assert allocator.malloc(32 * MIB) != 0
+
+
+def test_a_fraction_bounds_what_is_reserved() -> None:
+    allocator = _allocator(total_bytes=100 * MIB)
+    allocator.set_memory_fraction(0.2, 0)
+    assert allocator.memory_fraction(0) == 0.2
+    with pytest.raises(MemoryError, match="set_per_process_memory_fraction"):
+        allocator.malloc(30 * MIB)
+    for wrong in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            allocator.set_memory_fraction(wrong, 0)
+
+
+def test_a_budget_sends_managed_memory_to_the_host() -> None:
+    allocator = _allocator(device_budget_bytes=32 * MIB)
+    allocator.malloc(30 * MIB)
+    allocator.malloc(10 * MIB)
+    assert allocator.kind_stats(0)["managed"] == {
+        "reserved_bytes": 40 * MIB,
+        "spilled_bytes": 10 * MIB,
+    }
+
+
+@pytest.mark.parametrize("kind", ["managed", "device", "system", "pinned"])
+def test_kinds_are_counted(kind: str) -> None:
+    allocator = _allocator(setting=ClassSetting(kind=kind))
+    allocator.malloc(12 * MIB)
+    reserved = {name: stats["reserved_bytes"] for name, stats in allocator.kind_stats(0).items()}
+    assert reserved == {
+        name: 12 * MIB if name == kind else 0 for name in ("managed", "device", "system", "pinned")
+    }
+    assert allocator.managed_bytes() == (12 * MIB if kind == "managed" else 0)
+
+
+def test_without_a_cache_nothing_is_kept() -> None:
+    allocator = _allocator(caching=False)
+    for size in (1, 3 * MIB):
+        allocator.free(allocator.malloc(size))
+        assert allocator.managed_bytes() == 0
+
+
+def test_no_bytes_have_no_address() -> None:
+    allocator = _allocator()
+    assert allocator.malloc(0) == 0
+    allocator.free(0)
+    assert allocator.stats(0)["allocation"]["all"]["allocated"] == 0
+
+
+def test_devices_are_apart() -> None:
+    allocator = _allocator(devices=2)
+    assert allocator.device_count() == 2
+    address = allocator.malloc(1000, device=1)
+    with pytest.raises(ValueError, match="on this device"):
+        allocator.free(address, device=0)
+    with pytest.raises(ValueError, match="on this device"):
+        allocator.record_stream(address, 7, device=0)
+    assert allocator.base_allocation(address + 999) == (address, 2 * MIB)
+    assert allocator.stats(0)["segment"]["all"]["current"] == 0
+    assert allocator.stats(1)["segment"]["all"]["current"] == 1
+    with pytest.raises(IndexError):
+        allocator.malloc(1000, device=2)
+    with pytest.raises(KeyError):
+        allocator.base_allocation(1)
+
+
+def test_peaks_start_again() -> None:
+    allocator = _allocator()
+    allocator.free(allocator.malloc(4 * MIB))
+    allocator.reset_peak_stats(0)
+    allocator.reset_accumulated_stats(0)
+    zero = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
+    assert allocator.stats(0)["allocated_bytes"]["all"] == zero
+    assert allocator.class_stats(0)[TensorClass.WEIGHTS.number]["allocated_bytes"] == zero
+
+
+def test_the_phase_is_the_class_of_new_blocks() -> None:
+    allocator = _allocator()
+    assert allocator.phase() == TensorClass.WEIGHTS.number
+    allocator.set_phase(TensorClass.ACTIVATIONS.number)
+    token = allocator.enter_class(TensorClass.OTHER.number)
+    overridden = allocator.malloc(1000)
+    allocator.leave_class(token)
+    plain = allocator.malloc(1000)
+    classes = {address: number for address, _, _, number, _, _ in allocator.live_blocks()}
+    assert classes == {
+        overridden: TensorClass.OTHER.number,
+        plain: TensorClass.ACTIVATIONS.number,
+    }
+    with pytest.raises(ValueError, match="entered no such override"):
+        allocator.leave_class(token)
+
+
+def test_wrong_names_and_numbers_are_errors() -> None:
+    with pytest.raises(ValueError, match="manged"):
+        ClassSetting(kind="manged")
+    with pytest.raises(ValueError, match="gpu"):
+        ClassSetting(placement="gpu")
+    with pytest.raises(ValueError, match="six classes"):
+        Config([ClassSetting()] * 5)
+    for number in (-1, len(TensorClass)):
+        with pytest.raises(ValueError, match="tensor class"):
+            _allocator().set_phase(number)
