@@ -49,6 +49,8 @@ def install_parity(allocator: Allocator) -> None:
         "_cuda_resetPeakMemoryStats": allocator.reset_peak_stats,
         "_cuda_resetAccumulatedMemoryStats": allocator.reset_accumulated_stats,
         "_cuda_getMemoryFraction": allocator.memory_fraction,
+        # torch.accelerator's go to the allocator that torch started with, swapped or not.
+        "_accelerator_emptyCache": allocator.empty_cache,
         "_accelerator_getDeviceStats": allocator.stats,
         "_accelerator_resetPeakStats": allocator.reset_peak_stats,
         "_accelerator_resetAccumulatedStats": allocator.reset_accumulated_stats,

@@ -14,13 +14,22 @@ Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source
 
 void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream) {
   try {
-    return device(device_number).allocate(bytes, stream, classes_.current());
+    return allocate_on(device(device_number), bytes, stream);
   } catch (const OutOfMemory&) {
     // torch runs no post hook when a step raises: what a caller does next is no part of it.
-    if (classes_.phase() != TensorClass::weights)
-      classes_.set_phase(TensorClass::activations);
+    if (classes_.phase() != TensorClass::weights) classes_.set_phase(TensorClass::activations);
     throw;
   }
+}
+
+void* Allocator::allocate_on(DeviceAllocator& device, std::size_t bytes, StreamId stream) {
+  const TensorClass tensor_class = classes_.current();
+  if (devices_.size() > 1) {
+    if (void* address = device.try_allocate(bytes, stream, tensor_class)) return address;
+    // The cap on managed memory is one for all devices: what others cache counts against it.
+    if (bytes != 0) empty_cache();
+  }
+  return device.allocate(bytes, stream, tensor_class);
 }
 
 bool Allocator::record_stream(std::uintptr_t address, StreamId stream) {

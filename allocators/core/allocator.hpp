@@ -36,6 +36,8 @@ class Allocator {
   void unlock_all();
 
  private:
+  void* allocate_on(DeviceAllocator& device, std::size_t bytes, StreamId stream);
+
   std::unique_ptr<SegmentSource> source_;
   std::unique_ptr<Driver> driver_;
   ManagedLimit managed_limit_;

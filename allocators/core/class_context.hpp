@@ -54,7 +54,8 @@ class ClassContext {
   // Returns a token for leave(), which the same thread must call.
   std::uint64_t enter(TensorClass tensor_class) {
     Overrides& mine = overrides_of_this_thread;
-    if (mine.size == mine.items.size()) throw std::length_error("tensor_class: over 32 nested overrides");
+    if (mine.size == mine.items.size())
+      throw std::length_error("tensor_class: over 32 nested overrides");
     const std::lock_guard lock(mutex_);
     const Override entered{this, ++last_token_, tensor_class};
     scopes_.push_back(entered);

@@ -12,7 +12,7 @@ constexpr std::size_t kSmallSegmentBytes = kPageBytes;
 constexpr std::size_t kSmallRequestBytes = std::size_t{1} << 20;
 constexpr std::size_t kMediumSegmentBytes = std::size_t{8} << 20;  // for requests of 1 to 2 MiB
 constexpr std::size_t kLargeSegmentBytes = std::size_t{20} << 20;
-constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from here, no more than asked
+constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from here, just enough
 
 constexpr Profile kDeviceProfile{.kind = MemoryKind::device, .advice = {}};
 // Over the budget, managed memory stays on the host and the device works on it in place.
@@ -123,23 +123,31 @@ std::uint8_t DeviceAllocator::route_for(TensorClass tensor_class, std::size_t by
 
 void* DeviceAllocator::allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
   if (bytes == 0) return nullptr;
-  if (bytes > SIZE_MAX / 2) {  // a negative size, cast: rounding it up would wrap
-    const std::lock_guard lock(mutex_);
-    throw_out_of_memory(bytes, tensor_class, Shortage::source);
-  }
   const std::lock_guard lock(mutex_);
+  Shortage shortage = Shortage::source;
+  void* address = serve(bytes, stream, tensor_class, shortage);
+  if (address == nullptr) throw_out_of_memory(bytes, tensor_class, shortage);
+  return address;
+}
+
+void* DeviceAllocator::try_allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
+  if (bytes == 0) return nullptr;
+  const std::lock_guard lock(mutex_);
+  Shortage shortage = Shortage::source;
+  return serve(bytes, stream, tensor_class, shortage);
+}
+
+void* DeviceAllocator::serve(std::size_t bytes, StreamId stream, TensorClass tensor_class,
+                             Shortage& shortage) {
+  if (bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding it up would wrap
   if (!pending_events_.empty() || !deferred_.empty()) process_events();
   const std::uint8_t route = route_for(tensor_class, bytes);
   const std::size_t block_bytes =
       round_up(bytes, routes_[route].tier == Tier::small ? kMinBlockBytes : kPageBytes);
   Pool* pool = active_pools_.empty() ? nullptr : pool_for(stream);
   Block* block = take_cached(heap_for(route, stream, pool), block_bytes);
-  if (block == nullptr) {
-    Shortage shortage = Shortage::source;
-    block = grow(tensor_class, route, stream, pool, block_bytes, shortage);
-    if (block == nullptr) throw_out_of_memory(bytes, tensor_class, shortage);
-  }
-  return hand_out(block, bytes, tensor_class);
+  if (block == nullptr) block = grow(tensor_class, route, stream, pool, block_bytes, shortage);
+  return block == nullptr ? nullptr : hand_out(block, bytes, tensor_class);
 }
 
 Pool* DeviceAllocator::pool_for(StreamId stream) {

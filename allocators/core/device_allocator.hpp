@@ -133,6 +133,8 @@ class DeviceAllocator {
   // A block of at least `bytes`, aligned to 512 bytes; to 2 MiB, with pages of its own, from 2 MiB
   // on. nullptr for 0 bytes. Throws OutOfMemory.
   void* allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
+  // The same, but nullptr where there is no room, which does not count as an out-of-memory.
+  void* try_allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
   // False when no live block starts at `address`.
   bool free(std::uintptr_t address);
   bool record_stream(std::uintptr_t address, StreamId stream);
@@ -182,6 +184,7 @@ class DeviceAllocator {
   std::uint8_t route_number(Route route);
   std::uint8_t route_for(TensorClass tensor_class, std::size_t bytes) const;
 
+  void* serve(std::size_t bytes, StreamId stream, TensorClass tensor_class, Shortage& shortage);
   Pool* pool_for(StreamId stream);
   Heap& heap_for(std::uint8_t route, StreamId stream, Pool* pool);
 

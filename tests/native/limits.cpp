@@ -103,6 +103,16 @@ void the_managed_cap_counts_all_devices() {
   CHECK_EQUAL(machine.source.held_bytes(MemoryKind::managed), 64 * MiB);
 }
 
+void the_managed_cap_takes_other_devices_caches_back() {
+  Config config;
+  config.managed_limit_bytes = 64 * MiB;
+  Machine machine({.config = config, .devices = 2});
+  void* cached = machine.allocator.allocate(60 * MiB, 1, kMain);
+  CHECK(machine.allocator.device(1).free(reinterpret_cast<std::uintptr_t>(cached)));
+  CHECK(machine.allocator.allocate(60 * MiB, 0, kMain) != nullptr);
+  CHECK_EQUAL(machine.allocator.managed_bytes(), 60 * MiB);
+}
+
 void the_managed_cap_takes_the_cache_back() {
   Config config;
   config.managed_limit_bytes = 64 * MiB;
@@ -261,6 +271,7 @@ int main() {
   RUN(the_last_bytes_can_be_had);
   RUN(a_failing_source_leaves_nothing_booked);
   RUN(the_managed_cap_counts_all_devices);
+  RUN(the_managed_cap_takes_other_devices_caches_back);
   RUN(the_managed_cap_takes_the_cache_back);
   RUN(the_managed_cap_is_for_managed_memory);
   RUN(over_budget_managed_memory_is_mapped_on_the_host);
