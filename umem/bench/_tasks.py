@@ -85,11 +85,12 @@ class StepTask:
         shape = (size.batch, size.tokens)
         self._batch = torch.randint(0, size.vocabulary, shape, device="cuda")
 
-        # The fused attention kernels have no deterministic backward on every GPU; plain ones do.
+        # The fused attention kernels have no deterministic backward on every GPU; the plain one
+        # has, and takes so much memory that it sees one sequence only.
         torch.use_deterministic_algorithms(True)
         with sdpa_kernel(SDPBackend.MATH):
             for _ in range(CHECKED_STEPS):
-                loss = self._step()
+                loss = self._step(self._batch[:1])
         self._loss_hex = float(loss).hex()
         # The timed steps are ordinary ones, and start with no blocks left over from these.
         torch.use_deterministic_algorithms(False)
@@ -97,14 +98,14 @@ class StepTask:
         torch.cuda.empty_cache()
         reset_peaks(job.allocator)
         for _ in range(WARM_STEPS):
-            self._step()
+            self._step(self._batch)
         torch.cuda.synchronize()
 
     def round(self) -> Answer:
         """Median time of the round's steps."""
         steps = max(MIN_TIMED_STEPS, round(TIMED_STEPS * self._factor))
         end_s = time.perf_counter() + STEPS_ROUND_S * self._factor
-        self._step()  # the GPU's clocks come up again after other workers' turns
+        self._step(self._batch)  # the GPU's clocks come up again after other workers' turns
         torch.cuda.synchronize()
         times_s: list[float] = []
         with no_garbage_collection():
@@ -112,7 +113,7 @@ class StepTask:
                 len(times_s) < steps and time.perf_counter() < end_s
             ):
                 start_s = time.perf_counter()
-                self._step()
+                self._step(self._batch)
                 torch.cuda.synchronize()
                 times_s.append(time.perf_counter() - start_s)
         case = step_case(self._job.mode, self._job.size)
@@ -127,8 +128,8 @@ class StepTask:
             loss_hex=self._loss_hex,
         )
 
-    def _step(self) -> torch.Tensor:
-        loss: torch.Tensor = self._model(input_ids=self._batch, labels=self._batch).loss
+    def _step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self._model(input_ids=batch, labels=batch).loss
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
