@@ -39,3 +39,10 @@ def test_links_lead_somewhere() -> None:
         if "://" not in target and not (page.parent / target).exists()
     ]
     assert missing == []
+
+
+def test_memory_summary_is_a_runs() -> None:
+    found = re.search(r"^GPU 0, policy .*?(?=\n```)", README, re.DOTALL | re.MULTILINE)
+    assert found, "README.md shows no memory summary"
+    run = ROOT / "benchmarks" / "results" / "h200-finetune-sft-small.txt"
+    assert found.group() in run.read_text(encoding="utf-8")

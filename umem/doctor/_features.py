@@ -69,9 +69,9 @@ _TORCH_FEATURES = (
     ),
     Feature(
         "torch.cuda.MemPool",
-        Verdict.PARTLY,
-        "pools open, close and count, but their blocks come from umem's segments, not from "
-        "an allocator given to the pool",
+        Verdict.NO,
+        "its constructor asks for createOrIncrefPool, which torch gives to its own allocator only; "
+        "the pools of torch.cuda.graph are there",
         "choose the memory kind by tensor class: with umem.tensor_class(...)",
     ),
     Feature(

@@ -1,0 +1,65 @@
+"""What `umem doctor` says does not work under a swapped allocator, and what it says does.
+
+A failure here is good news from torch, or bad: the doctor's list must follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
+
+
+def compiled(mode: str | None) -> float:
+    """Train a small compiled module for a few steps; its distance from the plain one."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda()
+    inputs = torch.randn(32, 256, device="cuda")
+    torch._dynamo.reset()
+    fast = torch.compile(module, mode=mode)
+    for _ in range(4):
+        outputs = fast(inputs)
+        outputs.sum().backward()
+    distance: float = (outputs - module(inputs)).abs().max().item()
+    return distance
+
+
+def convolve(*, benchmark: bool) -> torch.Size:
+    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+        layer = nn.Conv2d(16, 32, 3).cuda()
+        outputs = layer(torch.randn(4, 16, 32, 32, device="cuda"))
+        outputs.sum().backward()
+    shape: torch.Size = outputs.shape
+    return shape
+
+
+def test_compile_works() -> None:
+    assert compiled(None) < 1e-2  # TF32 would be as good
+
+
+def test_convolution_works() -> None:
+    assert convolve(benchmark=False) == (4, 32, 30, 30)
+
+
+@pytest.mark.parametrize(
+    ("use", "missing"),
+    [
+        pytest.param(lambda: compiled("reduce-overhead"), "checkPoolLiveAllocations", id="trees"),
+        pytest.param(lambda: convolve(benchmark=True), "cacheInfo", id="cudnn.benchmark"),
+        pytest.param(torch.cuda.MemPool, "createOrIncrefPool", id="MemPool"),
+        pytest.param(
+            lambda: torch.cuda.memory._record_memory_history(), "recordHistory", id="history"
+        ),
+        pytest.param(
+            lambda: ForkingPickler.dumps(torch.ones(4, device="cuda")), "IpcHandle|Ipc", id="IPC"
+        ),
+    ],
+)
+def test_torch_says_what_is_missing(use: Callable[[], object], missing: str) -> None:
+    with pytest.raises(RuntimeError, match=f"(?i){missing}"):
+        use()
