@@ -82,6 +82,8 @@ class Classifier:
             self._forward_hook = None
 
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
+        if torch.compiler.is_compiling():  # the hook is no part of what the compiler traces
+            return
         if module in self._walked_roots:
             # It comes round again: a whole iteration has shown every module that takes part.
             self._disarm()
