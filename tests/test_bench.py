@@ -109,7 +109,7 @@ def test_core_measures_and_writes_what_the_schema_says(tmp_path: Path) -> None:
     assert content["settings"]["policy"] == "sft"
     run = read_run(path)
     times = {it.case: it.rounds_s for it in run.measurements}
-    assert len(times) == len(run.measurements) == 6
+    assert len(times) == len(run.measurements) == 8
     assert all(len(rounds_s) == 2 for rounds_s in times.values())
     # Two calls that do something take longer than one that does nothing.
     empty_call_s = min(times.pop("an empty call, of which a pair makes two"))

@@ -176,19 +176,35 @@ nb::list live_blocks(const Allocator& allocator) {
   return all;
 }
 
+// A name that Python need not look up anew for every call.
+PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
+
+nb::object checked(PyObject* result) {
+  if (result == nullptr) throw nb::python_error();
+  return nb::steal(result);
+}
+
 // Called once for every parameter in every backward pass, hence in C++.
 void tag_gradient(Allocator& allocator, nb::handle parameter) {
+  static PyObject* const grad = interned("grad");
+  static PyObject* const is_sparse = interned("is_sparse");
+  static PyObject* const data_ptr = interned("data_ptr");
+  static PyObject* const untyped_storage = interned("untyped_storage");
+
   if (allocator.classes().phase() != TensorClass::activations)
     allocator.classes().set_phase(TensorClass::activations);  // a step that raised never ended
-  const nb::object gradient = nb::getattr(parameter, "grad", nb::none());
+  const nb::object gradient = checked(PyObject_GetAttr(parameter.ptr(), grad));
   if (gradient.is_none()) return;
-  const nb::object is_sparse = gradient.attr("is_sparse");
-  if (nb::cast<bool>(is_sparse)) return;  // no storage of its own to tag
-  const auto address = nb::cast<std::uintptr_t>(gradient.attr("data_ptr")());
+  // A sparse gradient has no storage of its own to tag.
+  if (checked(PyObject_GetAttr(gradient.ptr(), is_sparse)).is(Py_True)) return;
+  const auto address_of = [](nb::handle object) {
+    return nb::cast<std::uintptr_t>(checked(PyObject_CallMethodNoArgs(object.ptr(), data_ptr)));
+  };
+  const std::uintptr_t address = address_of(gradient);
   if (address == 0 || allocator.retag(address, TensorClass::gradients)) return;
   // A view into a larger buffer (DDP's buckets): the buffer is the block.
-  const nb::object storage = gradient.attr("untyped_storage")();
-  allocator.retag(nb::cast<std::uintptr_t>(storage.attr("data_ptr")()), TensorClass::gradients);
+  allocator.retag(address_of(checked(PyObject_CallMethodNoArgs(gradient.ptr(), untyped_storage))),
+                  TensorClass::gradients);
 }
 
 }  // namespace

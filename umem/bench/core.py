@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 from collections.abc import Callable
@@ -9,8 +10,11 @@ from typing import TYPE_CHECKING
 
 from umem.bench._timing import loops_for, time_loops_s
 from umem.bench.results import Measurement
+from umem.classes import TensorClass
 
 if TYPE_CHECKING:
+    import torch
+
     from umem._native import Allocator
 
 __all__ = ["run_core"]
@@ -27,12 +31,14 @@ STREAM_LENGTH = 4096
 SMALLEST_BYTES = 512
 LARGEST_BYTES = 4 << 20
 
+GRADIENT_BYTES = 4 << 20
+
 
 def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
-    """Time one allocation and its free in the native core, from Python.
+    """Time the native core from Python: one allocation and its free, and the gradient hook.
 
-    There is nothing fair to compare it with on a host: the figures are absolute, and Python's
-    calls are part of them.
+    There is nothing fair to compare an allocation with on a host: the figures are absolute, and
+    Python's calls are part of them. The hook stands beside the same hook written in Python.
 
     Parameters
     ----------
@@ -61,6 +67,11 @@ def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
         "20 MiB, 1 thread": (_fixed_loop(allocator, 20 << 20), 1),
         "random sizes, 1 thread": (_random_loop(allocator), 1),
         "random sizes, 8 threads": (_random_loop(allocator), 8),
+        "gradient hook": (_hook_loop(allocator, native().gradient_hook(allocator)), 1),
+        "gradient hook, if it were in Python": (
+            _hook_loop(allocator, _python_hook(allocator)),
+            1,
+        ),
     }
     case_s = QUICK_CASE_S if quick else CASE_S
     passes = {case: loops_for(loop, case_s, threads) for case, (loop, threads) in cases.items()}
@@ -90,6 +101,37 @@ def _fixed_loop(allocator: Allocator, size_bytes: int) -> Callable[[int], None]:
             free(malloc(size_bytes))
 
     return loop
+
+
+def _hook_loop(
+    allocator: Allocator, hook: Callable[[torch.Tensor], object]
+) -> Callable[[int], None]:
+    """Call a hook on a parameter whose gradient lies in the allocator's memory."""
+    import torch
+
+    address = allocator.malloc(GRADIENT_BYTES)
+    memory = (ctypes.c_char * GRADIENT_BYTES).from_address(address)
+    parameter = torch.nn.Parameter(torch.zeros(GRADIENT_BYTES // 4))
+    parameter.grad = torch.frombuffer(memory, dtype=torch.float32)
+
+    def loop(passes: int) -> None:
+        for _ in itertools.repeat(None, passes):
+            hook(parameter)
+
+    return loop
+
+
+def _python_hook(allocator: Allocator) -> Callable[[torch.Tensor], None]:
+    gradients, activations = TensorClass.GRADIENTS.number, TensorClass.ACTIVATIONS.number
+
+    def hook(parameter: torch.Tensor) -> None:
+        if allocator.phase() != activations:
+            allocator.set_phase(activations)
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            allocator.retag(gradient.data_ptr(), gradients)
+
+    return hook
 
 
 def _random_loop(allocator: Allocator) -> Callable[[int], None]:

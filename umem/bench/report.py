@@ -42,7 +42,7 @@ MAX_RESERVED_RATIO = 1.1
 _TITLES: dict[BenchmarkName, str] = {
     "alloc": "One allocation and its free through torch, µs",
     "step": "One training step, ms",
-    "core": "One allocation and its free in the native core, over host memory, from Python, ns",
+    "core": "The native core over host memory, from Python: allocation with free, and hook, ns",
 }
 _SCALES: dict[BenchmarkName, float] = {"alloc": 1e6, "step": 1e3, "core": 1e9}
 _NOT_RUN = "failed"
