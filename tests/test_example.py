@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from umem.demo import example_path, load_example
+
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "finetune_llama.py"
+EXAMPLE = example_path()
 SMALLEST = ["--hidden", "128", "--layers", "2", "--intermediate", "256", "--batch", "4"]
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("finetune_llama", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example()
 
 
 def _run_without_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:

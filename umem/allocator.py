@@ -12,7 +12,7 @@ import torch
 from umem._library import native
 from umem.capabilities import Capabilities, detect_all
 from umem.classification import Classifier
-from umem.errors import EnableError, NativeLibraryError, UnsupportedError
+from umem.errors import CudaError, EnableError, NativeLibraryError, UnsupportedError
 from umem.host import host_memory_bytes
 from umem.parity import install_parity
 from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
@@ -76,6 +76,8 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
         If there is no usable GPU, or it cannot do what the policy asks.
     NativeLibraryError
         If the native library, RMM or CUDA's runtime is missing.
+    CudaError
+        If the driver does not start.
 
     Examples
     --------
@@ -92,7 +94,7 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
         )
     try:
         _runtime = _enable(loaded)
-    except (EnableError, UnsupportedError, NativeLibraryError) as error:
+    except (EnableError, UnsupportedError, NativeLibraryError, CudaError) as error:
         if not fallback:
             raise
         _fallback_reason = str(error)
@@ -169,7 +171,13 @@ def _enable(policy: Policy) -> Runtime:
     resolved = resolve(policy, capabilities[0].total_bytes)
     _check_devices(resolved, capabilities)
     import_libraries(resolved.share)  # a missing one must be known before the swap
-    allocator = library.install(native_config(_with_default_limit(resolved, capabilities)))
+    config = native_config(_with_default_limit(resolved, capabilities))
+    try:
+        allocator = library.install(config)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"CUDA's runtime or RMM refuses this machine ({error}): see `umem doctor`."
+        ) from error
     _swap(library)
     install_parity(allocator)
     classifier = Classifier(allocator, library.gradient_hook(allocator))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from umem._library import native
@@ -31,6 +32,7 @@ __all__ = [
     "Replay",
     "example_path",
     "explain",
+    "load_example",
     "record_example",
     "replay",
     "run_example",
@@ -126,6 +128,25 @@ def example_path() -> Path:
     return path
 
 
+def load_example() -> ModuleType:
+    """Import the checkout's fine-tuning example by its path.
+
+    Raises
+    ------
+    UnsupportedError
+        The example, or a package that it needs, is missing.
+    """
+    path = example_path()
+    spec = importlib.util.spec_from_file_location("finetune_llama", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclass looks its own module up by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def run_example(arguments: Sequence[str]) -> int:
     """Run the example in a process of its own, its output passed on; the exit status.
 
@@ -152,7 +173,7 @@ def record_example(arguments: Sequence[str], *, steps: int = 2) -> AllocationStr
     UnsupportedError
         The example, or a package that it needs, is missing.
     """
-    example = _load_example()
+    example = load_example()
     from umem.recording import record_training
 
     options = example.parse_arguments(arguments)
@@ -253,16 +274,3 @@ def _free_all(allocator: Allocator, addresses: list[int]) -> float:
     for address in addresses:
         allocator.free(address)
     return time.perf_counter() - start
-
-
-def _load_example() -> Any:
-    """Import the example by its path."""
-    path = example_path()
-    spec = importlib.util.spec_from_file_location("finetune_llama", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclass looks its own module up by name.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -25,8 +25,8 @@ def import_libraries(libraries: Iterable[str]) -> None:
         If a library is not installed.
     """
     for name in libraries:
-        _numba_cuda() if name == "numba" else _cupy()
         _rmm("rmm")
+        _IMPORTERS[name]()
 
 
 def share_with(libraries: Iterable[str], allocator: Allocator) -> None:
@@ -45,9 +45,8 @@ def share_with(libraries: Iterable[str], allocator: Allocator) -> None:
         If a library is not installed.
     """
     names = tuple(libraries)
-    if not names:
-        return
-    _set_rmm_resource(allocator)
+    if names:
+        _set_rmm_resource(allocator)
     for name in names:
         _SHARERS[name]()
 
@@ -86,9 +85,6 @@ def _share_with_cupy() -> None:
     _cupy().cuda.set_allocator(_rmm("rmm.allocators.cupy").rmm_cupy_allocator)
 
 
-_SHARERS = {"numba": _share_with_numba, "cupy": _share_with_cupy}
-
-
 def _numba_cuda() -> Any:
     return _import("numba.cuda", "numba-cuda")
 
@@ -103,6 +99,10 @@ def _rmm(module: str) -> Any:
 
 def _cuda_major() -> str:
     return (torch.version.cuda or "13").split(".")[0]
+
+
+_IMPORTERS = {"numba": _numba_cuda, "cupy": _cupy}
+_SHARERS = {"numba": _share_with_numba, "cupy": _share_with_cupy}
 
 
 def _import(module: str, package: str) -> Any:

@@ -116,9 +116,10 @@ def report(
     check: _Check = False,
 ) -> None:
     """Print the tables of a results file."""
-    _show(read_run(file), as_markdown=as_markdown)
+    results = read_run(file)
+    _show(results, as_markdown=as_markdown)
     if check:
-        _check_targets(read_run(file))
+        _check_targets(results)
 
 
 def _plan(
