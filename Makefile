@@ -70,7 +70,7 @@ native: .venv/native.stamp
   $(PACKAGE_FOLDERS)
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt \
 	  --config-settings=build-dir=build/python \
-	  --editable '.[$(CUDA_EXTRA)dev,examples]'
+	  --editable '.[$(CUDA_EXTRA)dev,examples,plots]'
 	touch $@
 
 # The core needs no Python; the order-only tools bring CMake.

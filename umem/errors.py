@@ -5,8 +5,11 @@ from __future__ import annotations
 __all__ = [
     "CudaError",
     "EnableError",
+    "HardwareError",
     "NativeLibraryError",
+    "PlanError",
     "PolicyError",
+    "TraceError",
     "UmemError",
     "UnsupportedError",
 ]
@@ -18,6 +21,18 @@ class UmemError(Exception):
 
 class PolicyError(UmemError, ValueError):
     """A policy, or a setting that overrides one, that cannot be used."""
+
+
+class TraceError(UmemError, ValueError):
+    """A trace that cannot be read or recorded, or that contradicts itself."""
+
+
+class HardwareError(UmemError, ValueError):
+    """A hardware profile that cannot be used, or a machine that cannot be described."""
+
+
+class PlanError(UmemError, ValueError):
+    """No plan exists: unknown planner, foreign schedule, or a budget that a phase does not fit."""
 
 
 class EnableError(UmemError, RuntimeError):

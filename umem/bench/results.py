@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from umem.errors import UmemError
+from umem.files import replace_file
 
 __all__ = [
     "ALLOCATORS",
@@ -103,19 +102,7 @@ def median_s(measurement: Measurement) -> float | None:
 
 def write_run(run: Run, path: Path) -> None:
     """Write a results file in one piece: a reader sees the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(run.model_dump_json(indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files that only their owner may read.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_file(path, (run.model_dump_json(indent=2) + "\n").encode())
 
 
 def read_run(path: Path) -> Run:

@@ -1,0 +1,216 @@
+"""The exchange format: small documents of it, and the published traces where they are at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from umem.classes import TensorClass
+from umem.errors import TraceError
+from umem.trace import Access, PhaseKind, Trace
+from umem.trace._file import load_trace, save_trace
+
+READ, WRITE = int(Access.READ), int(Access.WRITE)
+
+
+def exchange(**changes: Any) -> dict[str, Any]:
+    """A document: weights 7, activations 3, gradients -1, and a tensor 100 that nothing uses."""
+    document: dict[str, Any] = {
+        "format": "umem-trace/1",
+        "name": "tiny",
+        "source": "by hand",
+        "published": {"unit": "ms per iteration", "ideal": 3.5, "runs": 2},
+        "tensors": [
+            {"id": 7, "bytes": 1000, "class": "weights", "persistent": True},
+            {"id": 100, "bytes": 5, "class": "other", "persistent": False},
+            {"id": 3, "bytes": 200, "class": "activations", "persistent": False},
+            {"id": -1, "bytes": 30, "class": "gradients", "persistent": False},
+            {"id": 8, "bytes": 4, "class": "optimizer_state", "persistent": True},
+        ],
+        "phases": [
+            {"name": "start", "duration_us": 0, "reads": [], "writes": []},
+            {"name": "forward", "duration_us": 1500.5, "reads": [7], "writes": [3]},
+            {"name": "backward", "duration_us": 2000, "reads": [3, 7], "writes": [-1]},
+            {"name": "step", "duration_us": 1, "reads": [-1, 7], "writes": [7]},
+        ],
+    }
+    return document | changes
+
+
+def loaded(folder: Path, document: dict[str, Any]) -> Trace:
+    path = folder / "doc.json"
+    path.write_text(json.dumps(document))
+    return load_trace(path)
+
+
+def accesses(trace: Trace, phase: int) -> dict[str, int]:
+    uses = slice(trace.access_start[phase], trace.access_start[phase + 1])
+    names = [trace.tensor_names[tensor] for tensor in trace.access_tensor[uses]]
+    return dict(zip(names, trace.access_mode[uses].tolist(), strict=True))
+
+
+def test_a_document_becomes_a_trace(tmp_path: Path) -> None:
+    trace = loaded(tmp_path, exchange())
+
+    assert (trace.name, trace.source) == ("tiny", "by hand")
+    assert trace.tensor_names == ("tensor 7", "tensor 3", "tensor -1", "tensor 8")
+    assert trace.tensor_bytes.tolist() == [1000, 200, 30, 4]
+    assert trace.tensor_class.tolist() == [
+        TensorClass.WEIGHTS.number,
+        TensorClass.ACTIVATIONS.number,
+        TensorClass.GRADIENTS.number,
+        TensorClass.OPTIMIZER_STATE.number,
+    ]
+    assert trace.persistent.tolist() == [True, False, False, True]
+    assert trace.first_phase.tolist() == [0, 1, 2, 0]
+    assert trace.last_phase.tolist() == [3, 2, 3, 3]
+    assert trace.phase_names == ("start", "forward", "backward", "step")
+    assert set(trace.phase_kind.tolist()) == {int(PhaseKind.KERNEL)}
+    assert trace.flops.tolist() == [0, 0, 0, 0]
+    assert trace.memory_bytes.tolist() == [0, 1200, 1230, 1030]
+    assert trace.duration_s is not None
+    assert trace.duration_s.tolist() == [0, 0.0015005, 0.002, 1e-6]
+    assert [accesses(trace, phase) for phase in range(4)] == [
+        {},
+        {"tensor 7": READ, "tensor 3": WRITE},
+        {"tensor 3": READ, "tensor 7": READ, "tensor -1": WRITE},
+        {"tensor -1": READ, "tensor 7": READ | WRITE},
+    ]
+    assert dict(trace.metadata) == {
+        "published_unit": "ms per iteration",
+        "published_ideal": 3.5,
+        "published_runs": 2,
+        "dropped_tensors": 1,
+    }
+
+
+def test_what_is_optional_may_be_missing(tmp_path: Path) -> None:
+    document = exchange()
+    for key in ("name", "source", "published"):
+        del document[key]
+    del document["tensors"][1]
+    trace = loaded(tmp_path, document)
+    assert (trace.name, trace.source, dict(trace.metadata)) == ("doc", "umem-trace/1", {})
+
+
+def test_an_imported_trace_can_be_saved_as_our_own(tmp_path: Path) -> None:
+    trace = loaded(tmp_path, exchange())
+    save_trace(trace, tmp_path / "own.json.gz")
+    back = load_trace(tmp_path / "own.json.gz")
+    assert back.tensor_names == trace.tensor_names
+    assert back.metadata == trace.metadata
+    assert np.array_equal(back.access_tensor, trace.access_tensor)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("tensors", 2, "id"), 7, r"tensors\[2\]\.id: 7 is also the id of tensors\[0\]"),
+        (("tensors", 2, "id"), True, r"tensors\[2\]\.id: true is not an integer"),
+        (("tensors", 2, "id"), 2**63, r"tensors\[2\]\.id: 9223372036854775808 is not an integer"),
+        (("tensors", 2, "bytes"), 0, r"tensors\[2\]\.bytes: 0 is not a size"),
+        (("tensors", 2, "bytes"), 2**50 + 1, r"tensors\[2\]\.bytes: \d+ is not a size"),
+        (("tensors", 2, "bytes"), 1.5, r"tensors\[2\]\.bytes: 1.5 is not a size"),
+        (("tensors", 2, "bytes"), True, r"tensors\[2\]\.bytes: true is not a size"),
+        (("tensors", 2, "class"), "weight", r"tensors\[2\]\.class: 'weight' is no class: give one"),
+        (("tensors", 2, "class"), ["weights"], r"tensors\[2\]\.class: a list is no class"),
+        (("tensors", 2, "persistent"), 1, r"tensors\[2\]\.persistent: 1 is neither true nor"),
+        (("tensors", 2, "size"), 1, r"tensors\[2\]\.size: unknown key"),
+        (("tensors", 2), 5, r"tensors\[2\]: 5 is not an object of id, bytes, class, persistent"),
+        (("tensors",), {}, "tensors: an object is not a list"),
+        (("tensors",), [], r"phases\[1\]\.reads\[0\]: tensor 7 is not among the tensors"),
+        (("phases",), [], "phase_names: 0 entries; a trace has from 1"),
+        (("phases", 3), [], r"phases\[3\]: a list is not an object of name, duration_us"),
+        (("phases", 3, "name"), 5, r"phases\[3\]\.name: 5 is not text"),
+        (("phases", 3, "name"), "\x1b", r"phase_names\[3\]: holds the control character"),
+        (("phases", 3, "duration_us"), -1, r"phases\[3\]\.duration_us: -1 is not a duration"),
+        (("phases", 3, "duration_us"), 1e12, r"phases\[3\]\.duration_us: 1\S+ is not a duration"),
+        (("phases", 3, "duration_us"), 10**400, r"phases\[3\]\.duration_us: 1\S+ is not a dura"),
+        (("phases", 3, "duration_us"), None, r"phases\[3\]\.duration_us: null is not a duration"),
+        (("phases", 3, "duration_us"), True, r"phases\[3\]\.duration_us: true is not a duration"),
+        (("phases", 3, "reads", 0), 99, r"phases\[3\]\.reads\[0\]: tensor 99 is not among the"),
+        (("phases", 2, "reads", 1), 7.0, r"phases\[2\]\.reads\[1\]: tensor 7.0 is not among the"),
+        (("phases", 2, "writes"), 7, r"phases\[2\]\.writes: 7 is not a list of tensor ids"),
+        (("phases", 2, "write"), [], r"phases\[2\]\.write: unknown key"),
+        (("published",), [], "published: a list is not an object"),
+        (("published", "ideal"), None, "published: 'ideal' is null: give text or a finite number"),
+        (("published", "ideal"), True, "published: 'ideal' is true: give text or a finite number"),
+        (("name",), 5, "name: 5 is not text"),
+    ],
+)
+def test_a_bad_document_names_file_and_place(
+    tmp_path: Path, where: tuple[Any, ...], value: Any, message: str
+) -> None:
+    document = exchange()
+    inner: Any = document
+    for step in where[:-1]:
+        inner = inner[step]
+    inner[where[-1]] = value
+    with pytest.raises(TraceError, match=rf"/doc\.json: {message}") as info:
+        loaded(tmp_path, document)
+    assert len(str(info.value)) < 500
+
+
+def test_arguments_named_twice_and_keys_of_other_tools_are_read(tmp_path: Path) -> None:
+    document = exchange(title="x")
+    document["phases"][2] |= {"reads": [3, 7, 3], "writes": [-1, -1]}
+    assert accesses(loaded(tmp_path, document), 2) == {
+        "tensor 3": READ,
+        "tensor 7": READ,
+        "tensor -1": WRITE,
+    }
+
+
+def test_infinite_durations_and_figures_are_refused(tmp_path: Path) -> None:
+    for old, message in (
+        ("1500.5", r"phases\[1\]\.duration_us: inf is not a duration"),
+        ("3.5", "published: 'ideal' is inf"),
+    ):
+        path = tmp_path / "doc.json"
+        path.write_text(json.dumps(exchange()).replace(old, "1e999"))
+        with pytest.raises(TraceError, match=message):
+            load_trace(path)
+
+
+def test_a_document_without_used_tensors_is_refused(tmp_path: Path) -> None:
+    document = exchange(
+        tensors=[{"id": 1, "bytes": 1, "class": "other", "persistent": False}],
+        phases=[{"name": "p", "duration_us": 1, "reads": [], "writes": []}],
+    )
+    with pytest.raises(TraceError, match="tensor_names: 0 entries; a trace has from 1"):
+        loaded(tmp_path, document)
+
+
+# ------------------------------------------------------------------------ published traces
+
+
+def published(name: str) -> Path:
+    usual = Path(__file__).resolve().parents[2] / "shared" / "traces"
+    path = Path(os.environ.get("UMEM_SHARED_TRACES", usual)) / f"{name}.json.gz"
+    if not path.is_file():
+        pytest.skip(f"there is no {path}; UMEM_SHARED_TRACES can name the folder")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "phases"), [("bert-base-b256", 1463, 1369), ("vit-b768", 1563, 1489)]
+)
+def test_a_published_trace_loads_and_its_phases_take_the_published_time(
+    tmp_path: Path, name: str, tensors: int, phases: int
+) -> None:
+    trace = load_trace(published(name))
+
+    assert trace.name == name
+    assert (trace.tensor_count, trace.phase_count) == (tensors, phases)
+    assert trace.metadata["published_unit"] == "ms per iteration"
+    assert trace.duration_s is not None
+    assert trace.duration_s.sum() * 1e3 == pytest.approx(
+        float(trace.metadata["published_ideal"]), rel=1e-5
+    )
+    save_trace(trace, tmp_path / "own.json.gz")
+    assert np.array_equal(load_trace(tmp_path / "own.json.gz").access_mode, trace.access_mode)

@@ -1,0 +1,427 @@
+"""Traces: what is valid, and umem's own file format."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from umem.errors import TraceError
+from umem.trace import Trace, ranges
+from umem.trace._check import MAX_METADATA, MAX_NAME_LENGTH, check_trace
+from umem.trace._exchange import EXCHANGE_KEYS, EXCHANGE_PHASE_KEYS, EXCHANGE_TENSOR_KEYS
+from umem.trace._file import TRACE_FORMAT, TRACE_KEYS, load_trace, save_trace
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
+
+
+def small_trace(**changes: Any) -> Trace:
+    """Weights, an activation and a scratch tensor in three phases."""
+    trace = Trace(
+        name="small",
+        source="by hand",
+        tensor_names=("w", "x", "scratch"),
+        tensor_bytes=np.array([4096, 512, 1], np.int64),
+        tensor_class=np.array([0, 4, 5], np.uint8),
+        persistent=np.array([True, False, False]),
+        first_phase=np.array([0, 0, 1], np.int32),
+        last_phase=np.array([2, 2, 1], np.int32),
+        phase_names=("forward", "backward", "step"),
+        phase_kind=np.array([0, 1, 2], np.uint8),
+        phase_precision=np.array([0, 3, 4], np.uint8),
+        flops=np.array([1e9, 2e9, 0.0]),
+        memory_bytes=np.array([4608, 513, 4096], np.int64),
+        duration_s=np.array([1e-3, 0.1 + 0.2, 5e-324]),
+        access_start=np.array([0, 2, 4, 5], np.int64),
+        access_tensor=np.array([0, 1, 1, 2, 0], np.int32),
+        access_mode=np.array([1, 2, 1, 2, 3], np.uint8),
+        metadata={"batch": 8, "loss": 0.1, "model": "tiny"},
+    )
+    return dataclasses.replace(trace, **changes)
+
+
+def with_entry(key: str, index: int, value: Any) -> Trace:
+    column = getattr(small_trace(), key).copy()
+    column[index] = value
+    return small_trace(**{key: column})
+
+
+def assert_same(one: Trace, other: Trace) -> None:
+    """Equal bit for bit."""
+    for field in dataclasses.fields(Trace):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(a, np.ndarray):
+            assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), field.name
+            assert not b.flags.writeable
+        else:
+            assert a == b, field.name
+
+
+# ----------------------------------------------------------------------------- what is valid
+
+
+def test_a_valid_trace_passes() -> None:
+    check_trace(small_trace(), "here")
+    check_trace(small_trace(duration_s=None, metadata={}, source=""), "here")
+
+
+def test_a_phase_without_accesses_is_valid() -> None:
+    check_trace(
+        small_trace(
+            access_start=np.zeros(4, np.int64),
+            access_tensor=np.zeros(0, np.int32),
+            access_mode=np.zeros(0, np.uint8),
+        ),
+        "here",
+    )
+
+
+NAN, INF = float("nan"), float("inf")
+
+BAD_ENTRIES: list[tuple[str, int, Any, str]] = [
+    ("tensor_bytes", 1, 0, "a tensor of 0 bytes; give a size from 1 to 2"),
+    ("tensor_bytes", 1, -5, "a tensor of -5 bytes"),
+    ("tensor_bytes", 1, 2**50 + 1, "a tensor of 1125899906842625 bytes"),
+    ("tensor_class", 2, 6, "6; give one of 0, 1, 2, 3, 4, 5"),
+    ("persistent", 2, True, "a persistent tensor lives through the phases 0 to 2, and this one"),
+    ("first_phase", 1, -1, "-1 is no phase; give one from 0 to 2"),
+    ("last_phase", 1, 3, "3 is no phase; give one from 0 to 2"),
+    ("first_phase", 2, 2, r"2 comes after last_phase\[2\] = 1"),
+    ("phase_kind", 0, 3, "3; give one of 0, 1, 2"),
+    ("phase_precision", 0, 5, "5; give one of 0, 1, 2, 3, 4"),
+    ("flops", 0, NAN, "nan; give a finite number"),
+    ("flops", 0, INF, "inf; give a finite number"),
+    ("flops", 0, -1.0, "-1.0; give a finite number"),
+    ("memory_bytes", 0, -1, "-1; give bytes from 0"),
+    ("memory_bytes", 0, 2**60, "1152921504606846976; give bytes from 0"),
+    ("duration_s", 2, NAN, "nan; give seconds from 0 to below 1000000"),
+    ("duration_s", 2, INF, "inf; give seconds"),
+    ("duration_s", 2, -1e-9, "-1e-09; give seconds"),
+    ("duration_s", 2, 1e6, "1000000.0; give seconds"),
+    ("access_start", 0, 1, "1; it is 0 by definition"),
+    ("access_start", 3, 4, "4; it is 5 by definition"),
+    ("access_start", 1, 5, "5 is followed by 4; the bounds never fall"),
+    ("access_tensor", 3, 99, "tensor 99 is not among the tensors 0 to 2; correct it"),
+    ("access_tensor", 3, -1, "tensor -1 is not among the tensors"),
+    ("access_tensor", 0, 2, "phase 0 uses tensor 2, which lives from phase 1 to 1; widen"),
+    ("access_tensor", 1, 0, "phase 0 uses tensor 0 twice; join the two"),
+    ("access_mode", 4, 0, "0; give one of 1, 2, 3"),
+    ("access_mode", 4, 4, "4; give one of 1, 2, 3"),
+]
+
+
+@pytest.mark.parametrize(("key", "index", "value", "message"), BAD_ENTRIES)
+def test_a_bad_entry_is_named(key: str, index: int, value: Any, message: str) -> None:
+    with pytest.raises(TraceError, match=rf"^f\.json\.gz: {key}\[{index}\]: {message}"):
+        check_trace(with_entry(key, index, value), "f.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flops": np.zeros(2)}, "flops: 2 entries; it takes 3"),
+        ({"tensor_bytes": np.ones(4, np.int64)}, "tensor_bytes: 4 entries; it takes 3"),
+        ({"access_start": np.zeros(3, np.int64)}, "access_start: 3 entries; it takes 4"),
+        ({"access_mode": np.ones(4, np.uint8)}, "access_mode: 4 entries; it takes 5"),
+        ({"duration_s": np.zeros(4)}, "duration_s: 4 entries; it takes 3"),
+        ({"flops": np.zeros(3, np.float32)}, "flops: of float32; make it float64"),
+        ({"first_phase": np.zeros(3, np.int64)}, "first_phase: of int64; make it int32"),
+        ({"persistent": np.zeros(3, np.uint8)}, "persistent: of uint8; make it bool"),
+        ({"flops": [0.0] * 3}, "flops: not a column"),
+        ({"flops": np.zeros((3, 1))}, "flops: not a column"),
+        ({"access_tensor": None}, "access_tensor: not an array"),
+        ({"tensor_names": ()}, "tensor_names: 0 entries; a trace has from 1"),
+        ({"phase_names": ()}, "phase_names: 0 entries; a trace has from 1"),
+        ({"phase_names": ["a", "b", "c"]}, "phase_names: a list; give a tuple of text"),
+        ({"name": ""}, "name: empty; name the workload"),
+        ({"name": 5}, "name: a int; give text"),
+        ({"tensor_names": ("a", 1, "c")}, r"tensor_names\[1\]: a int; give text"),
+        ({"tensor_names": ("a", "b\x1b[2J", "c")}, r"tensor_names\[1\]: holds the control char"),
+        ({"tensor_names": ("a", "b", "\ud800")}, r"tensor_names\[2\]: .* '\\ud800'; remove it"),
+        (
+            {"phase_names": ("a" * (MAX_NAME_LENGTH + 1), "b", "c")},
+            r"phase_names\[0\]: 1025 characters; give at most 1024",
+        ),
+        ({"metadata": {"a": True}}, "metadata.a: a bool; give text or a number"),
+        ({"metadata": {"a": None}}, "metadata.a: a NoneType; give text or a number"),
+        ({"metadata": {"a": NAN}}, "metadata.a: nan; give a finite number"),
+        ({"metadata": {"a": 2**63}}, "metadata.a: an integer of more than 64 bits"),
+        ({"metadata": {"a": "\n"}}, "metadata.a: holds the control character"),
+        ({"metadata": {"\n": 1}}, "metadata: holds the control character"),
+        ({"metadata": {1: 1}}, "metadata: a int; give text"),
+        (
+            {"metadata": {str(key): 0 for key in range(MAX_METADATA + 1)}},
+            "metadata: 257 keys; give at most 256",
+        ),
+    ],
+)
+def test_a_bad_field_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TraceError, match=f"^here: {message}"):
+        check_trace(small_trace(**changes), "here")
+
+
+def test_sizes_that_overflow_their_sum_are_refused() -> None:
+    count = 2**14  # 2**14 * 2**50 is 0 in 64 bits
+    trace = small_trace(
+        tensor_names=("t",) * count,
+        tensor_bytes=np.full(count, 2**50, np.int64),
+        tensor_class=np.zeros(count, np.uint8),
+        persistent=np.ones(count, np.bool_),
+        first_phase=np.zeros(count, np.int32),
+        last_phase=np.full(count, 2, np.int32),
+    )
+    with pytest.raises(TraceError, match=f"tensor_bytes: {2**64} bytes in all; stay below"):
+        check_trace(trace, "here")
+
+
+def test_bounds_of_accesses_that_overflow_are_refused() -> None:
+    with pytest.raises(
+        TraceError, match=r"access_start\[1\]: 9223372036854775807 is followed by -5"
+    ):
+        check_trace(small_trace(access_start=np.array([0, 2**63 - 1, -5, 5], np.int64)), "here")
+
+
+# ------------------------------------------------------------------------------- the format
+
+
+def test_a_trace_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    for trace in (small_trace(), small_trace(duration_s=None)):
+        save_trace(trace, tmp_path / "t.json.gz")
+        assert_same(trace, load_trace(tmp_path / "t.json.gz"))
+
+
+NAMES = st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=0, max_size=12)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    phases = draw(st.integers(1, 5))
+    tensors = draw(st.integers(1, 6))
+
+    def column(values: st.SearchStrategy[Any], length: int, dtype: type) -> Any:
+        return np.array(draw(st.lists(values, min_size=length, max_size=length)), dtype)
+
+    persistent = column(st.booleans(), tensors, np.bool_)
+    ends = np.sort(column(st.tuples(*[st.integers(0, phases - 1)] * 2), tensors, np.int32))
+    ends[persistent] = (0, phases - 1)
+    uses = [
+        draw(st.lists(st.sampled_from(alive), unique=True)) if alive else []
+        for alive in (
+            [t for t in range(tensors) if ends[t, 0] <= p <= ends[t, 1]] for p in range(phases)
+        )
+    ]
+    accesses = sum(map(len, uses))
+    duration = column(st.floats(0, 1e6, exclude_max=True), phases, np.float64)
+    return Trace(
+        name=draw(NAMES.filter(bool)),
+        source=draw(NAMES),
+        tensor_names=tuple(draw(NAMES) for _ in range(tensors)),
+        tensor_bytes=column(st.integers(1, 2**50), tensors, np.int64),
+        tensor_class=column(st.integers(0, 5), tensors, np.uint8),
+        persistent=persistent,
+        first_phase=ends[:, 0].copy(),
+        last_phase=ends[:, 1].copy(),
+        phase_names=tuple(draw(NAMES) for _ in range(phases)),
+        phase_kind=column(st.integers(0, 2), phases, np.uint8),
+        phase_precision=column(st.integers(0, 4), phases, np.uint8),
+        flops=column(st.floats(0, allow_infinity=False), phases, np.float64),
+        memory_bytes=column(st.integers(0, 2**60 - 1), phases, np.int64),
+        duration_s=draw(st.sampled_from([duration, None])),
+        access_start=ranges(np.array([len(used) for used in uses])),
+        access_tensor=np.array([t for used in uses for t in used], np.int32),
+        access_mode=column(st.integers(1, 3), accesses, np.uint8),
+        metadata=draw(
+            st.dictionaries(
+                NAMES,
+                NAMES
+                | st.integers(-(2**63), 2**63 - 1)
+                | st.floats(allow_nan=False, allow_infinity=False),
+                max_size=4,
+            )
+        ),
+    )
+
+
+@given(trace=traces())
+@settings(max_examples=150, deadline=None)
+def test_any_trace_comes_back_bit_for_bit(
+    trace: Trace, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.json.gz"
+    save_trace(trace, path)
+    back = load_trace(path)
+    assert_same(trace, back)
+    assert [type(value) for _, value in sorted(trace.metadata.items())] == [
+        type(value) for value in back.metadata.values()
+    ]
+
+
+def test_the_same_trace_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_trace(small_trace(), tmp_path / "a.json.gz")
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    other_order = dict(reversed(list(small_trace().metadata.items())))
+    save_trace(small_trace(metadata=other_order), tmp_path / "b.json.gz")
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+
+
+def test_an_invalid_trace_is_not_saved(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    save_trace(small_trace(), path)
+    before = path.read_bytes()
+    with pytest.raises(TraceError, match=r"t\.json\.gz: not written: flops\[0\]: nan"):
+        save_trace(with_entry("flops", 0, NAN), path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.json.gz"]
+
+
+def written(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A saved trace, changed and written as plain JSON."""
+    save_trace(small_trace(), folder / "whole.json.gz")
+    data = json.loads(gzip.decompress((folder / "whole.json.gz").read_bytes()))
+    change(data)
+    (folder / "t.json").write_text(json.dumps(data))
+    return folder / "t.json"
+
+
+def test_plain_json_is_read_too(tmp_path: Path) -> None:
+    assert_same(small_trace(), load_trace(written(tmp_path, lambda data: None)))
+
+
+def test_the_file_has_the_keys_of_the_format(tmp_path: Path) -> None:
+    data = json.loads(written(tmp_path, lambda data: None).read_text())
+    assert tuple(data) == TRACE_KEYS
+    assert data["format"] == TRACE_FORMAT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "umem-trace/9"}, "format: umem-trace/9 comes from a newer umem"),
+        ({"format": "umem-plan/1"}, "format: 'umem-plan/1' is not a trace"),
+        ({"flop": []}, "flop: unknown key. Valid keys: format, name"),
+        ({"name": None}, "name: null is not text"),
+        ({"tensor_names": "abc"}, "tensor_names: 'abc' is not a list"),
+        ({"tensor_names": ["a", "b", 3]}, r"tensor_names\[2\]: 3 is not text"),
+        ({"tensor_bytes": [1, 1, True]}, r"tensor_bytes\[2\]: true is not an integer"),
+        ({"tensor_bytes": [1, 1]}, "tensor_bytes: 2 entries; it takes 3"),
+        ({"tensor_class": "019"}, r"tensor_class\[2\]: 9; give one of"),
+        ({"persistent": "200"}, r"persistent\[0\]: '2' is not a digit from 0 to 1"),
+        ({"persistent": [True, False, False]}, "persistent: a list is not text"),
+        ({"first_phase": [0, 0, 2**40]}, r"first_phase\[2\]: \d+ is not from -2147483648"),
+        ({"flops": [0, 0, None]}, r"flops\[2\]: null is not a number"),
+        ({"duration_s": [0, 0, "1"]}, r"duration_s\[2\]: '1' is not a number"),
+        ({"duration_s": False}, "duration_s: false is not a list"),
+        ({"access_counts": [2, 2, 2]}, "access_counts: the phases have 6 accesses and .* 5"),
+        ({"access_counts": [2, 4, -1]}, r"access_counts\[2\]: -1 is not from 0"),
+        ({"access_counts": [2, 3]}, "access_start: 3 entries; it takes 4"),
+        ({"access_tensor": [0, 1, 1, 99, 0]}, r"access_tensor\[3\]: tensor 99 is not among"),
+        ({"access_mode": "1212"}, "access_mode: 4 entries; it takes 5"),
+        ({"metadata": []}, "metadata: not an object"),
+        ({"metadata": {"a": [1]}}, "metadata.a: a list; give text or a number"),
+        ({"name": "\ud800"}, r"name: holds the control character '\\ud800'"),
+    ],
+)
+def test_a_bad_file_names_file_and_place(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = written(tmp_path, lambda data: data.update(change))
+    with pytest.raises(TraceError, match=message) as info:
+        load_trace(path)
+    assert str(info.value).startswith(f"{path}: ")
+    assert len(str(info.value)) < 600
+
+
+@pytest.mark.parametrize("key", TRACE_KEYS)
+def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+    path = written(tmp_path, lambda data: data.pop(key))
+    with pytest.raises(TraceError, match=rf"t\.json: {key}: missing"):
+        load_trace(path)
+
+
+def test_a_misspelt_key_gets_the_right_one_named(tmp_path: Path) -> None:
+    path = written(tmp_path, lambda data: data.update(durations_s=data.pop("duration_s")))
+    with pytest.raises(TraceError, match=r"durations_s: unknown key, did you mean 'duration_s'\?"):
+        load_trace(path)
+
+
+def test_infinity_in_disguise_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, lambda data: None)
+    path.write_text(path.read_text().replace("1000000000.0", "1e999"))
+    with pytest.raises(TraceError, match=r"flops\[0\]: inf; give a finite number"):
+        load_trace(path)
+
+
+# --------------------------------------------------------------------------------- in bulk
+
+
+def large_trace(phases: int, tensors: int, per_phase: int) -> Trace:
+    """As a recorded step of a large model looks: names, sizes and lifetimes of many tensors."""
+    random = np.random.default_rng(7)
+    persistent = np.arange(tensors) < tensors // 6
+    first = np.where(persistent, 0, np.arange(tensors) * phases // tensors).astype(np.int32)
+    last = np.where(persistent, phases - 1, np.minimum(first + 60, phases - 1)).astype(np.int32)
+    newest = np.minimum(np.arange(1, phases + 1) * tensors // phases, tensors) - 1
+    used = newest[:, None] - np.arange(per_phase)
+    alive = (used >= 0) & (first[used] <= np.arange(phases)[:, None])
+    alive &= last[used] >= np.arange(phases)[:, None]
+    return Trace(
+        name="large",
+        source="made up",
+        tensor_names=tuple(f"model.layers.{t % 32}.mlp.up_proj.weight.{t}" for t in range(tensors)),
+        tensor_bytes=random.integers(1, 2**28, tensors),
+        tensor_class=random.integers(0, 6, tensors).astype(np.uint8),
+        persistent=persistent,
+        first_phase=first,
+        last_phase=last,
+        phase_names=tuple(f"model.layers.{p % 32}.mlp/aten.mm.default" for p in range(phases)),
+        phase_kind=np.zeros(phases, np.uint8),
+        phase_precision=np.full(phases, 3, np.uint8),
+        flops=random.random(phases) * 1e12,
+        memory_bytes=random.integers(0, 2**30, phases),
+        duration_s=random.random(phases),
+        access_start=ranges(alive.sum(axis=1)),
+        access_tensor=used[alive].astype(np.int32),
+        access_mode=random.integers(1, 4, alive.sum()).astype(np.uint8),
+    )
+
+
+def test_the_step_of_a_7b_model_loads_in_a_second(tmp_path: Path) -> None:
+    trace = large_trace(20_000, 30_000, 6)
+    assert len(trace.access_tensor) > 110_000
+    path = tmp_path / "large.json.gz"
+    save_trace(trace, path)
+    assert path.stat().st_size < 2**20
+    before = time.process_time()
+    back = load_trace(path)
+    assert time.process_time() - before < 1
+    assert_same(trace, back)
+
+
+def test_a_million_accesses_are_checked_in_a_second() -> None:
+    trace = large_trace(100_000, 200_000, 11)
+    assert len(trace.access_tensor) > 1_000_000
+    before = time.process_time()
+    check_trace(trace, "here")
+    assert time.process_time() - before < 1
+
+
+# ------------------------------------------------------------------------------------ docs
+
+
+@pytest.mark.parametrize(
+    "keys", [TRACE_KEYS, EXCHANGE_KEYS, EXCHANGE_TENSOR_KEYS, EXCHANGE_PHASE_KEYS]
+)
+def test_the_documentation_names_every_key(keys: tuple[str, ...]) -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert [key for key in keys if f"| `{key}` |" not in text] == []

@@ -1,0 +1,163 @@
+"""The yardsticks: demand paging, and prefetch for a window ahead with two rules for eviction."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numba import njit
+
+from umem.planner._placement import Placement, in_order
+from umem.schedule import HintOp, Home, Schedule
+from umem.trace import NO_GAP
+
+_NEVER = 2**40
+"""A phase that no trace reaches."""
+
+__all__ = ["fault", "lookahead", "oracle"]
+
+
+def fault(problem: Placement) -> Schedule:
+    """No hints: pages come when they are touched, and the driver evicts what it saw used last."""
+    return in_order(problem, "fault", [np.empty((0, 4))], waits=False)
+
+
+def lookahead(problem: Placement, window: int) -> Schedule:
+    """Prefetch what the next phases use, and evict least recently used tensors for it.
+
+    What DeepUM does with kernels (Jung et al., ASPLOS 2023). Faults overtake prefetches that are
+    late.
+
+    Parameters
+    ----------
+    problem
+        The trace and how its tensors are held.
+    window
+        Phases ahead.
+    """
+    return _windowed(problem, window, "lookahead", by_next_use=False)
+
+
+def oracle(problem: Placement, window: int) -> Schedule:
+    """The same with Belady's rule for eviction: what is needed last goes first.
+
+    It knows what to evict best, and not when: against :func:`lookahead` it tells what the choice is
+    worth, and against a plan of the whole step what the timing is.
+    """
+    return _windowed(problem, window, "oracle", by_next_use=True)
+
+
+def _windowed(problem: Placement, window: int, name: str, *, by_next_use: bool) -> Schedule:
+    trace, gaps = problem.trace, problem.gaps
+    moves = np.isin(problem.holding.home, (Home.MIGRATE, Home.DUPLICATE))
+    off_device = np.isin(problem.holding.home, (Home.MAP, Home.SYSTEM))
+    # Dead contents are needed never; so are those of a tensor that is about to die.
+    next_use = np.where(gaps.is_dead, _NEVER, gaps.next_use)
+    after = gaps.after_access
+    phase, op, tensor = _window_hints(
+        trace.access_start,
+        trace.access_tensor,
+        np.where(after == NO_GAP, _NEVER, next_use[after]),
+        np.where(off_device, 0, trace.tensor_bytes),
+        moves & problem.holding.movable,
+        trace.persistent,
+        trace.last_phase,
+        problem.capacity_bytes,
+        window,
+        by_next_use,
+    )
+    copied = problem.holding.copied[tensor]
+    op = np.where(copied & (op == HintOp.EVICT), HintOp.COPY_OUT, op)
+    op = np.where(copied & (op == HintOp.PREFETCH), HintOp.COPY_IN, op)
+    rows = np.stack([phase, np.arange(len(phase)), op, tensor], axis=1).astype(float)
+    return in_order(problem, name, [rows], waits=False)
+
+
+@njit(cache=True)
+def _window_hints(
+    access_start,
+    access_tensor,
+    access_next,
+    held_bytes,
+    movable,
+    persistent,
+    last_phase,
+    capacity,
+    window,
+    by_next_use,
+):
+    """Hints of the second step, when the first has settled what is resident."""
+    phases = len(access_start) - 1
+    tensors = len(held_bytes)
+    resident = np.zeros(tensors, np.bool_)
+    away = np.zeros(tensors, np.bool_)
+    rank = np.full(tensors, -1, np.int64)  # the lowest goes first
+    wanted = np.zeros(tensors, np.int64)  # phases of the window that use the tensor
+    idle = [(np.int64(0), np.int64(0))]
+    idle.pop()
+    hints = [(np.int64(0), np.int64(0), np.int64(0))]
+    hints.pop()
+    used = 0
+    for tensor in range(tensors):
+        if persistent[tensor] and (not movable[tensor] or used + held_bytes[tensor] <= capacity):
+            resident[tensor] = True
+            used += held_bytes[tensor]
+            heapq.heappush(idle, (np.int64(-1), np.int64(tensor)))
+        elif persistent[tensor]:
+            away[tensor] = True
+    deaths = [[np.int64(0) for _ in range(0)] for _ in range(phases)]
+    for tensor in range(tensors):
+        if not persistent[tensor] and last_phase[tensor] >= 0:
+            deaths[last_phase[tensor]].append(np.int64(tensor))
+    for ahead in range(window):
+        phase = ahead % phases
+        for access in range(access_start[phase], access_start[phase + 1]):
+            wanted[access_tensor[access]] += 1
+    for now in range(2 * phases):
+        phase = now % phases
+        entering = (now + window) % phases
+        for access in range(access_start[entering], access_start[entering + 1]):
+            wanted[access_tensor[access]] += 1
+        for ahead in range(window + 1):
+            later = (now + ahead) % phases
+            full = False
+            for access in range(access_start[later], access_start[later + 1]):
+                tensor = access_tensor[access]
+                if resident[tensor] or (ahead > 0 and not away[tensor]):
+                    continue
+                while used + held_bytes[tensor] > capacity and len(idle) > 0:
+                    its_rank, victim = heapq.heappop(idle)
+                    if not resident[victim] or rank[victim] != its_rank:
+                        continue
+                    if wanted[victim] > 0 or not movable[victim]:
+                        continue  # comes back to the heap with its next use
+                    resident[victim] = False
+                    away[victim] = True
+                    used -= held_bytes[victim]
+                    if now >= phases:
+                        hints.append((np.int64(phase), np.int64(1), victim))
+                if ahead > 0 and used + held_bytes[tensor] > capacity:
+                    full = True
+                    break
+                resident[tensor] = True
+                used += held_bytes[tensor]
+                if away[tensor] and movable[tensor] and now >= phases:
+                    hints.append((np.int64(phase), np.int64(0), np.int64(tensor)))
+                away[tensor] = False
+            if full:
+                break
+        for access in range(access_start[phase], access_start[phase + 1]):
+            tensor = access_tensor[access]
+            wanted[tensor] -= 1
+            rank[tensor] = phase - now - access_next[access] if by_next_use else now
+            heapq.heappush(idle, (rank[tensor], np.int64(tensor)))
+        for tensor in deaths[phase]:
+            if resident[tensor]:
+                used -= held_bytes[tensor]
+            resident[tensor] = False
+            away[tensor] = False
+    count = len(hints)
+    rows = np.empty((3, count), np.int64)
+    for i in range(count):
+        rows[0, i], rows[1, i], rows[2, i] = hints[i]
+    return rows[0], rows[1], rows[2]

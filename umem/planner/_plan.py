@@ -1,0 +1,164 @@
+"""Planners by name, and the search for the plan that a simulation finds fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from umem.classes import TensorClass
+from umem.errors import PlanError
+from umem.hardware import Hardware
+from umem.planner._baselines import fault, lookahead, oracle
+from umem.planner._homes import OPEN_MECHANISMS, hold, open_classes
+from umem.planner._placement import Clock, Placement, place
+from umem.policy import ResolvedPolicy
+from umem.schedule import HintOp, Home, Schedule
+from umem.simulator import Run, lower_bound_s, run
+from umem.trace import Trace, find_gaps, require_durations
+from umem.units import format_bytes
+
+__all__ = ["PLANNERS", "plan"]
+
+PLANNERS = ("fault", "lookahead", "planned", "oracle")
+"""Demand paging; a window ahead; umem's own; a window ahead with Belady's eviction."""
+
+_GOOD_ENOUGH = 1.002
+"""Share of the lower bound at which the search ends."""
+
+_SLACKS = (1.05, 1.5)
+"""How much longer than alone a transfer may take: hints and other traffic share the link."""
+
+
+def plan(
+    trace: Trace,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    planner: str = "planned",
+    *,
+    window: int = 8,
+) -> Schedule:
+    """Decide where every tensor is at every moment of a step.
+
+    Parameters
+    ----------
+    trace
+        With durations (:func:`umem.hardware.with_durations`).
+    hardware
+        The machine.
+    policy
+        How each class may be held, and the device budget.
+    planner
+        One of :data:`PLANNERS`: ``fault`` pages on demand, ``lookahead`` prefetches for a window of
+        phases and evicts what was used longest ago (DeepUM), ``oracle`` does the same but evicts
+        what is needed last (Belady), ``planned`` looks for the fastest schedule of the whole step
+        and takes demand paging where that is none slower.
+    window
+        Phases that ``lookahead`` and ``oracle`` look ahead.
+
+    Returns
+    -------
+    Schedule
+
+    Raises
+    ------
+    PlanError
+        For an unknown planner, a window below 1, a policy that asks for what the machine lacks, or
+        a phase whose working set does not fit the budget.
+    """
+    if planner not in PLANNERS:
+        raise PlanError(f"no planner is called {planner!r}: choose from {', '.join(PLANNERS)}")
+    if window < 1:
+        raise PlanError(f"a window of {window} phases looks at nothing: give 1 or more")
+    problem = _pose(trace, hardware, policy, {})
+    if planner == "fault":
+        return fault(problem)
+    if planner == "lookahead":
+        return lookahead(problem, window)
+    if planner == "oracle":
+        return oracle(problem, window)
+    return _planned(problem, policy)
+
+
+def _pose(
+    trace: Trace,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    mechanisms: Mapping[TensorClass, str],
+) -> Placement:
+    budget = policy.device_budget_bytes
+    problem = Placement(
+        trace,
+        hardware,
+        hold(trace, hardware, policy, mechanisms),
+        find_gaps(trace),
+        hardware.device_bytes if budget is None else budget,
+    )
+    _check_working_sets(problem)
+    return problem
+
+
+def _planned(problem: Placement, policy: ResolvedPolicy) -> Schedule:
+    """The fastest of what page migration gives, of other mechanisms by class, and of faults."""
+    trace, hardware = problem.trace, problem.hardware
+    bound_s = lower_bound_s(trace, hardware, problem.capacity_bytes)
+    best, best_run = _best(problem, policy, bound_s)
+    moved = set(trace.tensor_class[best.hint_tensor[best.hint_op != HintOp.DISCARD]].tolist())
+    mechanisms: dict[TensorClass, str] = {}
+    for tensor_class in open_classes(policy):
+        if tensor_class.number not in moved:
+            continue
+        for mechanism in OPEN_MECHANISMS[1:]:
+            if best_run.step_s <= bound_s * _GOOD_ENOUGH:
+                break
+            trial = mechanisms | {tensor_class: mechanism}
+            candidate, outcome = _best(_pose(trace, hardware, policy, trial), policy, bound_s)
+            # A change of mechanism has to be worth it.
+            if outcome.step_s < best_run.step_s * 0.998:
+                best, best_run, mechanisms = candidate, outcome, trial
+    paging = fault(problem)
+    if run(trace, paging, hardware, policy).step_s < best_run.step_s:
+        return replace(paging, planner="planned")
+    return best
+
+
+def _best(problem: Placement, policy: ResolvedPolicy, bound_s: float) -> tuple[Schedule, Run]:
+    """The fastest of a few plans: with different slack, and against the clock that one gave."""
+    trace = problem.trace
+    best: tuple[Schedule, Run] | None = None
+    for slack in _SLACKS:
+        clock = _ideal_clock(trace)
+        for _ in range(2):
+            schedule = place(problem, clock, name="planned", slack=slack)
+            outcome = run(trace, schedule, problem.hardware, policy)
+            if best is None or outcome.step_s < best[1].step_s:
+                best = schedule, outcome
+            if best[1].step_s <= bound_s * _GOOD_ENOUGH:
+                return best
+            # Where a phase was held up, there is more time for transfers than was thought.
+            start_s = outcome.sim.phase_start_s
+            clock = Clock(start_s - start_s[0], outcome.step_s)
+    assert best is not None
+    return best
+
+
+def _ideal_clock(trace: Trace) -> Clock:
+    duration_s = require_durations(trace)
+    return Clock(np.cumsum(duration_s) - duration_s, float(duration_s.sum()))
+
+
+def _check_working_sets(problem: Placement) -> None:
+    trace = problem.trace
+    off_device = np.isin(problem.holding.home, (Home.MAP, Home.SYSTEM))
+    on_device = np.where(off_device, 0, trace.tensor_bytes)
+    need = np.add.reduceat(np.append(on_device[trace.access_tensor], 0), trace.access_start[:-1])
+    need[np.diff(trace.access_start) == 0] = 0
+    worst = int(np.argmax(need))
+    if need[worst] > problem.capacity_bytes:
+        raise PlanError(
+            f"trace {trace.name!r}: phases[{worst}] ({trace.phase_names[worst]}) uses "
+            f"{format_bytes(int(need[worst]))} at once, and the device budget is "
+            f"{format_bytes(problem.capacity_bytes)}: raise the budget, make batch or sequence "
+            "smaller, or let a class be mapped"
+        )

@@ -1,0 +1,81 @@
+"""The planner's answer: where each tensor lives, and the hints that move it, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["HintOp", "Home", "Schedule"]
+
+
+class Home(IntEnum):
+    """How a tensor is held through the whole step."""
+
+    MIGRATE = 0
+    """Managed pages, which move by hint or by fault."""
+    KEEP = 1
+    """On the device throughout; neither driver nor hint moves it."""
+    MAP = 2
+    """On the host throughout, read and written in place over the link."""
+    DUPLICATE = 3
+    """Managed pages with a copy on the host: leaving the device moves nothing until a write."""
+    SYSTEM = 4
+    """The host's own memory, used in place until access counters move it (ATS machines)."""
+
+
+class HintOp(IntEnum):
+    """What a hint asks for."""
+
+    PREFETCH = 0
+    """Bring the tensor's pages to the device."""
+    EVICT = 1
+    """Send the tensor's pages to the host; pages with a valid host copy are dropped."""
+    DISCARD = 2
+    """The contents are dead: free the device pages and any host copy without moving them."""
+    COPY_IN = 3
+    """Copy the contents from a host block with the copy kernel."""
+    COPY_OUT = 4
+    """Copy the contents to a host block with the copy kernel, and free the device pages."""
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Hints of one step, in the order in which they are issued.
+
+    A hint of phase p is issued when the compute stream reaches phase p, so everything before p is
+    done. H hints, T tensors.
+
+    Parameters
+    ----------
+    planner : str
+        Name of the planner.
+    home : uint8[T]
+        :class:`Home` of each tensor of the trace.
+    hint_phase : int32[H]
+        Ascending.
+    hint_op : uint8[H]
+        :class:`HintOp`.
+    hint_tensor : int32[H]
+    waits : bool
+        A phase waits for what was asked for before it and has not arrived; otherwise it faults.
+    """
+
+    planner: str
+    home: npt.NDArray[np.uint8]
+    hint_phase: npt.NDArray[np.int32]
+    hint_op: npt.NDArray[np.uint8]
+    hint_tensor: npt.NDArray[np.int32]
+    waits: bool = True
+
+    def __post_init__(self) -> None:
+        for column in vars(self).values():
+            if isinstance(column, np.ndarray):
+                column.flags.writeable = False
+
+    @property
+    def hint_count(self) -> int:
+        """H."""
+        return len(self.hint_phase)

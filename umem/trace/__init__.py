@@ -1,0 +1,58 @@
+"""Traces: what one training step reads and writes, phase by phase.
+
+Recorded without memory or a GPU (:func:`model_trace`, :func:`script_trace`, :func:`record_step`),
+or read from a file (:func:`load_trace`). Recording imports torch when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from umem.trace._check import MAX_TENSORS, check_trace
+from umem.trace._file import load_trace, save_trace
+from umem.trace._fingerprint import trace_fingerprint
+from umem.trace._gaps import NO_GAP, Gaps, find_gaps
+from umem.trace._model import Access, PhaseKind, Precision, Trace, ranges, require_durations
+
+if TYPE_CHECKING:
+    from umem.trace._models import MODELS, MODES, model_trace
+    from umem.trace._record import record_step
+    from umem.trace._script import script_trace
+
+__all__ = [
+    "MAX_TENSORS",
+    "MODELS",
+    "MODES",
+    "NO_GAP",
+    "Access",
+    "Gaps",
+    "PhaseKind",
+    "Precision",
+    "Trace",
+    "check_trace",
+    "find_gaps",
+    "load_trace",
+    "model_trace",
+    "ranges",
+    "record_step",
+    "require_durations",
+    "save_trace",
+    "script_trace",
+    "trace_fingerprint",
+]
+
+_MODULE_OF = {
+    "MODELS": "umem.trace._models",
+    "MODES": "umem.trace._models",
+    "model_trace": "umem.trace._models",
+    "record_step": "umem.trace._record",
+    "script_trace": "umem.trace._script",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'umem.trace' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
