@@ -744,7 +744,7 @@ def is_consistent(sim):
     settled = 0
     copies = 0
     class_bytes = np.zeros_like(m.class_bytes)
-    for block in range(len(sim.block_state)):
+    for block in range(len(blocks)):
         state = blocks[block].state
         tensor = blocks[block].tensor
         resident = state in (DEVICE, BOTH)
@@ -772,7 +772,10 @@ def is_consistent(sim):
         block = blocks[block].newer
     if listed != 0 or used_bytes != m.used_bytes or used_bytes > m.capacity_bytes:
         return False
-    return all(class_bytes[number] == m.class_bytes[number] for number in range(len(class_bytes)))
+    mismatches = 0
+    for number in range(len(class_bytes)):
+        mismatches += class_bytes[number] != m.class_bytes[number]
+    return mismatches == 0
 
 
 @njit(cache=True)
@@ -882,6 +885,7 @@ def _use(sim, first, last):
                 if home == SYSTEM:
                     blocks[block].uses += 1
                     if blocks[block].uses == m.counter_threshold:
+                        blocks[block].uses = 0
                         sim.counter_queue[m.counter_tail] = block
                         m.counter_tail += 1
             elif mode & WRITE and state == BOTH:

@@ -18,7 +18,7 @@ from umem.simulator._bound import lower_bound_s
 from umem.trace import PhaseKind, Trace, ranges, require_durations
 from umem.units import format_bytes
 
-__all__ = ["Addresses", "Run", "report", "run", "simulate"]
+__all__ = ["Addresses", "Run", "build", "report", "run", "simulate"]
 
 Addresses = Literal["reused", "own"]
 """``reused``: memory of the dead serves the newborn at once, as with an allocator that reuses what is
@@ -103,7 +103,7 @@ def run(
             f"the schedule is for {len(schedule.home)} tensors and the trace {trace.name!r} has "
             f"{trace.tensor_count}: plan this trace"
         )
-    sim = _build(trace, schedule, hardware, policy, addresses)
+    sim = build(trace, schedule, hardware, policy, addresses)
     machine = sim.machine[0]
     last_s = np.inf
     for steps in range(1, _LARGEST_SETTLING + 1):
@@ -119,13 +119,14 @@ def run(
     return Run(step_s, sim, used_before, steps)
 
 
-def _build(
+def build(
     trace: Trace,
     schedule: Schedule,
     hardware: Hardware,
     policy: ResolvedPolicy,
-    addresses: Addresses,
+    addresses: Addresses = "reused",
 ) -> Any:
+    """The engine's :class:`umem.simulator._engine.Sim`, with all tensors in their first place."""
     durations = require_durations(trace)
     tensors, phases, hints = trace.tensor_count, trace.phase_count, schedule.hint_count
     classes = len(TensorClass)

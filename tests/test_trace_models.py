@@ -1,0 +1,217 @@
+"""Traces of known models: totals that can be worked out from their shapes, and bad arguments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from umem.classes import TensorClass
+from umem.errors import TraceError
+from umem.trace._check import check_trace
+from umem.trace._model import Precision, Trace
+from umem.trace._models import MODELS, MODES, model_trace
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+BATCH, SEQ = 2, 64
+
+# llama-tiny: 4 layers, width 256, 8 heads of which 4 for keys and values, 688 wide inside.
+LAYER_LINEAR = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 688
+HEAD = EMBEDDING = 512 * 256
+NORMS = 9 * 256
+PARAMETERS = EMBEDDING + 4 * LAYER_LINEAR + HEAD + NORMS
+ADAPTERS = 4 * 16 * (2 * (256 + 256) + 2 * (256 + 128))
+
+
+def tiny(mode: str, **options: object) -> Trace:
+    trace = model_trace("llama-tiny", mode, batch=BATCH, seq=SEQ, **options)  # type: ignore[arg-type]
+    check_trace(trace, "test")
+    return trace
+
+
+@pytest.fixture(scope="module")
+def sft() -> Trace:
+    return tiny("sft")
+
+
+@pytest.fixture(scope="module")
+def lora() -> Trace:
+    return tiny("lora")
+
+
+def count_bytes(trace: Trace, tensor_class: TensorClass, *, persistent: bool) -> int:
+    chosen = (trace.tensor_class == tensor_class.number) & (trace.persistent == persistent)
+    return int(trace.tensor_bytes[chosen].sum())
+
+
+def live_bytes(trace: Trace, *classes: TensorClass) -> list[int]:
+    """Bytes of the classes allocated in each phase."""
+    chosen = np.isin(trace.tensor_class, [tensor_class.number for tensor_class in classes])
+    change = np.zeros(trace.phase_count + 1, np.int64)
+    np.add.at(change, trace.first_phase[chosen], trace.tensor_bytes[chosen])
+    np.add.at(change, trace.last_phase[chosen] + 1, -trace.tensor_bytes[chosen])
+    return [int(value) for value in change.cumsum()[:-1]]
+
+
+def test_sft_has_sixteen_bytes_per_parameter(sft: Trace) -> None:
+    assert sft.metadata["parameters"] == sft.metadata["trainable_parameters"] == PARAMETERS
+    assert count_bytes(sft, TensorClass.WEIGHTS, persistent=True) == 2 * PARAMETERS
+    assert count_bytes(sft, TensorClass.GRADIENTS, persistent=False) == 2 * PARAMETERS
+    assert count_bytes(sft, TensorClass.GRADIENTS, persistent=True) == 0
+    tensors = 4 * 9 + 3
+    assert count_bytes(sft, TensorClass.OPTIMIZER_STATE, persistent=True) == (
+        12 * PARAMETERS + 4 * tensors
+    )
+    assert count_bytes(sft, TensorClass.FROZEN_WEIGHTS, persistent=True) == 0
+
+
+def test_sft_updates_one_parameter_at_a_time(sft: Trace) -> None:
+    in_step = [p for p, name in enumerate(sft.phase_names) if name.startswith("optimizer ")]
+    largest = 4 * max(EMBEDDING, 256 * 688)  # a gradient in float32
+    others = live_bytes(sft, TensorClass.OTHER)
+    kept = count_bytes(sft, TensorClass.OTHER, persistent=True)
+    assert max(others[phase] for phase in in_step) == kept + largest
+
+
+def test_sft_arithmetic_is_six_per_parameter_and_token(sft: Trace) -> None:
+    tokens = BATCH * SEQ
+    # All but the embedding, which is a lookup: 2 forward and 4 backward. Causal attention: half of
+    # 2 products of tokens x seq x width forward and 5 backward.
+    linear = 6 * (4 * LAYER_LINEAR + HEAD) * tokens
+    attention = 4 * (2 + 5) * 2 * tokens * SEQ * 256 / 2
+    assert sft.flops.sum() == linear + attention
+    matmuls = sft.flops > 1e6
+    assert set(sft.phase_precision[matmuls].tolist()) == {Precision.BF16}
+
+
+def test_lora_trains_adapters_only(lora: Trace) -> None:
+    assert lora.metadata["parameters"] == PARAMETERS
+    assert lora.metadata["trainable_parameters"] == ADAPTERS
+    assert count_bytes(lora, TensorClass.FROZEN_WEIGHTS, persistent=True) == 2 * PARAMETERS
+    assert count_bytes(lora, TensorClass.WEIGHTS, persistent=True) == 4 * ADAPTERS
+    assert count_bytes(lora, TensorClass.GRADIENTS, persistent=False) == 4 * ADAPTERS
+    assert count_bytes(lora, TensorClass.OPTIMIZER_STATE, persistent=True) == (
+        8 * ADAPTERS + 4 * 4 * 4 * 2
+    )
+
+
+def test_lora_never_writes_frozen_weights(lora: Trace) -> None:
+    frozen = lora.tensor_class == TensorClass.FROZEN_WEIGHTS.number
+    modes = lora.access_mode[frozen[lora.access_tensor]]
+    assert set(modes.tolist()) == {1}
+    assert frozen[np.unique(lora.access_tensor)].sum() == frozen.sum()  # and each is read
+
+
+def test_every_activation_is_written_before_it_is_read(sft: Trace, lora: Trace) -> None:
+    for trace in (sft, lora):
+        first_mode: dict[int, int] = {}
+        for tensor, mode in zip(trace.access_tensor, trace.access_mode, strict=True):
+            first_mode.setdefault(int(tensor), int(mode))
+        born = np.flatnonzero(~trace.persistent)
+        assert len(born) > 100
+        assert all(first_mode.get(int(tensor), 2) == 2 for tensor in born)
+
+
+def test_checkpointing_trades_memory_for_arithmetic(sft: Trace) -> None:
+    checkpointed = tiny("sft", checkpoint=True)
+    activations = [max(live_bytes(t, TensorClass.ACTIVATIONS)) for t in (sft, checkpointed)]
+    assert activations[1] < 0.6 * activations[0]
+    assert 1.15 * sft.flops.sum() < checkpointed.flops.sum() < 4 / 3 * sft.flops.sum()
+    assert checkpointed.metadata["checkpoint"] == 1
+
+
+def test_accumulation_repeats_all_but_the_update(sft: Trace) -> None:
+    twice = tiny("sft", accumulate=2)
+    assert twice.flops.sum() == pytest.approx(2 * sft.flops.sum())
+    updates = [sum(name.endswith("_fused_adamw_") for name in t.phase_names) for t in (sft, twice)]
+    assert updates[0] == updates[1] == 4 * 9 + 3
+    assert count_bytes(twice, TensorClass.GRADIENTS, persistent=False) == 2 * PARAMETERS
+    assert max(live_bytes(twice, TensorClass.ACTIVATIONS)) < 1.5 * max(
+        live_bytes(sft, TensorClass.ACTIVATIONS)
+    )
+
+
+def test_eager_attention_keeps_the_scores(sft: Trace) -> None:
+    eager = tiny("sft", attention="eager")
+    assert any("softmax" in name and "self_attn" in name for name in eager.phase_names)
+    assert not any("scaled_dot_product" in name for name in eager.phase_names)
+    assert sum("scaled_dot_product" in name for name in sft.phase_names) == 2 * 4
+
+
+def test_the_fused_kernel_runs_as_causal_without_a_mask(sft: Trace) -> None:
+    kernels = [p for p, name in enumerate(sft.phase_names) if name.endswith("attention_for_cpu")]
+    for phase in kernels:
+        span = slice(sft.access_start[phase], sft.access_start[phase + 1])
+        assert sum(mode == 1 for mode in sft.access_mode[span]) == 3  # query, key, value
+
+
+def test_names_and_metadata(lora: Trace) -> None:
+    assert lora.name == "llama-tiny-lora"
+    assert "transformers" in lora.source
+    assert dict(lora.metadata) == {
+        "model": "llama-tiny",
+        "mode": "lora",
+        "batch": BATCH,
+        "seq": SEQ,
+        "accumulate": 1,
+        "checkpoint": 0,
+        "attention": "sdpa",
+        "parameters": PARAMETERS,
+        "trainable_parameters": ADAPTERS,
+    }
+    assert set(MODES) == {"lora", "sft"}
+    assert {"llama-2-7b", "llama-2-13b", "llama-2-70b"} <= set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "options", "message"),
+    [
+        ("llama2-7b", "sft", {}, r"unknown model 'llama2-7b', did you mean 'llama-2-7b'\?"),
+        ("gpt", "sft", {}, r"unknown model 'gpt'\. Known: llama-tiny, llama-2-7b"),
+        ("llama-2-7b", "lorra", {}, r"unknown mode 'lorra', did you mean 'lora'\?"),
+        ("llama-tiny", "sft", {"batch": 0}, r"batch is 0: give a whole number from 1 to 4096"),
+        ("llama-tiny", "sft", {"seq": 10**9}, r"seq is 1000000000: give .* to 131072"),
+        ("llama-tiny", "sft", {"accumulate": -1}, r"accumulate is -1: give .* to 1024"),
+        ("llama-tiny", "sft", {"batch": 1.5}, r"batch is 1\.5: give a whole number"),
+        ("llama-tiny", "sft", {"batch": True}, r"batch is True: give a whole number"),
+        ("llama-tiny", "sft", {"attention": "flash"}, r"unknown attention 'flash'\. Known: sdpa"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    model: str, mode: str, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(TraceError, match=message):
+        model_trace(model, mode, **options)  # type: ignore[arg-type]
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(TraceError, match=r"needs peft, .* pip install 'umem\[examples\]'"):
+        model_trace("llama-tiny", "lora")
+
+
+def test_naming_models_imports_no_torch() -> None:
+    program = "import sys, umem.trace._models; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parameters", "seconds"),
+    [("llama-2-7b", 6_738_415_616, 30), ("llama-2-70b", 68_976_648_192, 120)],
+)
+def test_real_sizes(model: str, parameters: int, seconds: float) -> None:
+    start = time.perf_counter()
+    trace = model_trace(model, "sft", batch=1, seq=2048)
+    assert time.perf_counter() - start < seconds  # several times what one core takes
+    check_trace(trace, model)
+    assert trace.metadata["parameters"] == parameters
+    assert count_bytes(trace, TensorClass.WEIGHTS, persistent=True) == 2 * parameters
+    state = count_bytes(trace, TensorClass.OPTIMIZER_STATE, persistent=True)
+    assert state == pytest.approx(12 * parameters, rel=1e-6)
+    assert trace.flops.sum() == pytest.approx(6 * parameters * 2048, rel=0.05)

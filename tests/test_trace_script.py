@@ -1,0 +1,133 @@
+"""Traces of a user's own script: how it is loaded, the example, and every error."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from umem.classes import TensorClass
+from umem.errors import TraceError
+from umem.trace._check import check_trace
+from umem.trace._script import script_trace
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "trace_my_model.py"
+
+STEP = """
+import torch
+
+def make_step():
+    model = torch.nn.Linear(4, 4)
+    inputs = torch.zeros(2, 4)
+    return lambda: model(inputs).sum().backward()
+"""
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_the_example_is_recorded() -> None:
+    trace = script_trace(f"{EXAMPLE}:make_step")
+    check_trace(trace, "example")
+    assert trace.name == "trace_my_model"
+    assert trace.metadata == {"script": "trace_my_model.py", "function": "make_step"}
+    # Two tables, of which the head shares one; four layers; the last norm.
+    layer = 256 * 768 + 768 + 256 * 256 + 256 + 2 * 256 * 1024 + 1024 + 256 + 4 * 256
+    parameters = 256 * 256 + 128 * 256 + 4 * layer + 2 * 256
+    weights = trace.tensor_class == TensorClass.WEIGHTS.number
+    assert trace.tensor_bytes[weights].sum() == 4 * parameters
+    assert "forward blocks.2.feed_forward.0: aten.addmm" in trace.phase_names
+    kernels = [name for name in trace.phase_names if "attention_for_cpu" in name]
+    assert len(kernels) == 2 * 4
+
+
+def test_the_example_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE))["main"](steps=3)
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 3
+
+
+def test_the_function_has_a_default_name(tmp_path: Path) -> None:
+    assert script_trace(write(tmp_path, STEP)).name == "train"
+
+
+def test_another_function_is_part_of_the_name(tmp_path: Path) -> None:
+    spec = write(tmp_path, STEP.replace("make_step", "large")) + ":large"
+    assert script_trace(spec).name == "train-large"
+
+
+def test_modules_beside_the_script_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, STEP, "umem_test_neighbour.py")
+    spec = write(
+        tmp_path,
+        "def make_step():\n    import umem_test_neighbour as n\n    return n.make_step()\n",
+    )
+    monkeypatch.delitem(sys.modules, "umem_test_neighbour", raising=False)
+    before = list(sys.path)
+    assert script_trace(spec).phase_count
+    assert sys.path == before
+    assert not any(name.startswith("_umem_script") for name in sys.modules)
+
+
+def test_what_is_kept_for_main_does_not_run(tmp_path: Path) -> None:
+    text = STEP + "\nif __name__ == '__main__':\n    raise RuntimeError('ran')\n"
+    assert script_trace(write(tmp_path, text)).phase_count
+
+
+def test_dataclasses_work_in_a_script(tmp_path: Path) -> None:
+    header = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    text = header + "@dataclass\nclass Options:\n    width: int = 4\n" + STEP
+    assert script_trace(write(tmp_path, text)).phase_count
+
+
+def test_a_script_for_a_gpu_needs_none(tmp_path: Path) -> None:
+    text = STEP.replace("Linear(4, 4)", "Linear(4, 4).cuda()").replace(
+        "zeros(2, 4)", "zeros(2, 4, device='cuda')"
+    )
+    assert script_trace(write(tmp_path, text)).phase_count
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def make_setp(): ...", r"no function make_step, did you mean make_setp\?"),
+        ("x = 1", r"no function make_step\. Define it to make the model"),
+        ("make_step = 3", r"make_step is a int, not a function"),
+        ("def make_step(config): ...", r"make_step must take no arguments \(missing a required"),
+        ("def make_step(): ...", r"make_step returned NoneType, which cannot be called"),
+        ("import umem_no_such_module", r"train\.py:1 in <module>: importing it raised ModuleNot"),
+        ("def broken(:", r"importing it raised SyntaxError: invalid syntax .*line 1"),
+        ("import sys\nsys.exit(2)", r"train\.py:2 in <module>: importing it ended the program"),
+        ("def make_step():\n    1 / 0", r"train\.py:2 in make_step: make_step raised ZeroDiv"),
+        (
+            STEP.replace(".backward()", ".item()"),
+            r"train\.py:7 in <lambda>: .*_local_scalar_dense.* leave out \.item\(\)",
+        ),
+    ],
+)
+def test_errors_name_file_function_and_remedy(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
+        script_trace(write(tmp_path, text))
+    assert "train" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no_such.py:make_step", r"no_such\.py: no such file: give a Python file and a function"),
+        ("train.txt", r"'train\.txt' is not a script and a function"),
+        ("train.py:make step", r"is not a script and a function"),
+        ("", r"'' is not a script and a function: give a Python file .* train\.py:make_step"),
+    ],
+)
+def test_bad_specs_are_explained(spec: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        script_trace(spec)
