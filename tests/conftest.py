@@ -114,7 +114,9 @@ def _trace(
     size = [entry[0] for entry in tensors.values()]
     persistent = [entry[2] if len(entry) > 2 else True for entry in tensors.values()]
     first, last = [0] * len(names), [len(phases) - 1] * len(names)
-    used, mode, counts = [], [], []
+    used: list[int] = []
+    mode: list[int] = []
+    counts: list[int] = []
     seen: set[int] = set()
     for phase, (_, reads, writes) in enumerate(phases):
         modes: dict[int, int] = {}

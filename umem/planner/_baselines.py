@@ -9,7 +9,6 @@ from numba import njit
 
 from umem.planner._placement import Placement, in_order
 from umem.schedule import HintOp, Home, Schedule
-from umem.trace import NO_GAP
 
 _NEVER = 2**40
 """A phase that no trace reaches."""
@@ -53,11 +52,12 @@ def _windowed(problem: Placement, window: int, name: str, *, by_next_use: bool) 
     off_device = np.isin(problem.holding.home, (Home.MAP, Home.SYSTEM))
     # Dead contents are needed never; so are those of a tensor that is about to die.
     next_use = np.where(gaps.is_dead, _NEVER, gaps.next_use)
-    after = gaps.after_access
+    # NO_GAP finds what is appended.
+    access_next = np.append(next_use, _NEVER)[gaps.after_access]
     phase, op, tensor = _window_hints(
         trace.access_start,
         trace.access_tensor,
-        np.where(after == NO_GAP, _NEVER, next_use[after]),
+        access_next,
         np.where(off_device, 0, trace.tensor_bytes),
         moves & problem.holding.movable,
         trace.persistent,

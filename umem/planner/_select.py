@@ -12,7 +12,7 @@ __all__ = ["NOT_NEEDED", "select"]
 NOT_NEEDED = -1
 
 _STEPS = 3
-"""Steps swept; the choice of the last one counts, by when what is away at the step's edge repeats."""
+"""Steps swept; the last one's choice counts, by when what is away at the step's edge repeats."""
 
 _FIRST = 1e9
 """Seconds by which a tensor counts as needed later that the policy sends away before others."""

@@ -9,12 +9,17 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 __all__ = ["earliest_issue", "latest_starts", "leave_times", "phases_at", "spare_ends"]
 
+_Seconds = npt.NDArray[np.float64]
 
-def phases_at(time_s, step_s, at_s, *, up=False):
+
+def phases_at(
+    time_s: _Seconds, step_s: float, at_s: _Seconds, *, up: bool = False
+) -> npt.NDArray[np.int64]:
     """Last phase that has begun at each time, or with `up` the first that begins then or later.
 
     Parameters
@@ -112,7 +117,9 @@ def leave_times(ready_s, needed_s, transfer_s, step_s):
     return starts, ends
 
 
-def spare_ends(ready_s, transfer_s, starts_s, ends_s, step_s):
+def spare_ends(
+    ready_s: _Seconds, transfer_s: _Seconds, starts_s: _Seconds, ends_s: _Seconds, step_s: float
+) -> _Seconds:
     """End of transfers that have only the time that others leave.
 
     Parameters
@@ -143,9 +150,10 @@ def spare_ends(ready_s, transfer_s, starts_s, ends_s, step_s):
     spare = np.concatenate(([0.0], np.cumsum(np.where(grows, np.diff(knots), 0.0))))
     wanted = np.interp(ready_s, knots, spare) + transfer_s
     # Of knots with the same spare time, a transfer ends at the first.
-    return knots[np.searchsorted(spare, wanted)] - np.maximum(
-        spare[np.searchsorted(spare, wanted)] - wanted, 0.0
-    )
+    knot = np.searchsorted(spare, wanted)
+    too_long = knot == len(spare)
+    knot[too_long] = 0
+    return np.where(too_long, np.inf, knots[knot] - np.maximum(spare[knot] - wanted, 0.0))
 
 
 @njit(cache=True)

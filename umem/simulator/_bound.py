@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from umem.hardware import Hardware
-from umem.trace import Access, Trace, find_gaps, require_durations
+from umem.trace import NO_GAP, Access, Trace, find_gaps, require_durations
 
 __all__ = ["lower_bound_s", "unavoidable_bytes"]
 
@@ -74,21 +74,21 @@ def unavoidable_bytes(trace: Trace, capacity_bytes: int) -> tuple[float, float]:
     written = np.zeros(len(gaps.tensor), np.bool_)
     has_gap = gaps.after_access >= 0
     written[gaps.after_access[has_gap]] = (trace.access_mode[has_gap] & Access.WRITE) > 0
-    results = []
-    for counts in (alive, alive & written):
-        results.append(
-            _dropped_bytes(
-                trace.access_start,
-                np.where(has_gap & counts[gaps.after_access], gaps.after_access, -1),
-                trace.access_tensor,
-                gaps.next_use,
-                trace.tensor_bytes,
-                capacity_bytes,
-                _STEPS,
-            )
-            / _STEPS
+    in_bytes, out_bytes = (
+        _dropped_bytes(
+            trace.access_start,
+            # NO_GAP finds what was appended.
+            np.where(np.append(counts, False)[gaps.after_access], gaps.after_access, NO_GAP),
+            trace.access_tensor,
+            gaps.next_use,
+            trace.tensor_bytes,
+            capacity_bytes,
+            _STEPS,
         )
-    return results[0], results[1]
+        / _STEPS
+        for counts in (alive, alive & written)
+    )
+    return in_bytes, out_bytes
 
 
 @njit(cache=True)

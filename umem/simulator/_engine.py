@@ -10,17 +10,14 @@ so time is exact: the next event is the earliest completion.
 
 from __future__ import annotations
 
-from collections import namedtuple
-
 import numpy as np
 from numba import njit
 
-from umem.classes import TensorClass
 from umem.report import CAUSES
 from umem.schedule import HintOp, Home
 from umem.trace._model import Access
 
-__all__ = ["COUNTERS", "MACHINE", "STALLS", "Sim", "is_consistent", "place", "run_step"]
+__all__ = ["COUNTER", "HOST", "STALLS", "place", "run_step"]
 
 # States of a block. A block in flight holds device memory.
 NONE, HOST, DEVICE, BOTH, ARRIVING, LEAVING = range(6)
@@ -38,159 +35,6 @@ KEEP, MAP, DUPLICATE, SYSTEM = (
     int(Home.SYSTEM),
 )
 PREFETCH, EVICT, DISCARD, COPY_IN, COPY_OUT = map(int, HintOp)
-
-MACHINE = np.dtype(
-    [
-        # The machine and the mode of the run; names as in Hardware.
-        ("capacity_bytes", "i8"),
-        ("link_bytes_per_s", "f8"),
-        ("to_device_bytes_per_s", "f8"),
-        ("to_host_bytes_per_s", "f8"),
-        ("copy_to_device_bytes_per_s", "f8"),
-        ("copy_to_host_bytes_per_s", "f8"),
-        ("copy_slowdown_s_per_byte", "f8"),
-        ("call_s", "f8"),
-        ("call_bytes", "i8"),
-        ("mapped_read_bytes_per_s", "f8"),
-        ("mapped_write_bytes_per_s", "f8"),
-        ("mapped_bytes_per_s", "f8"),
-        ("fault_batch_s", "f8"),
-        ("faults_per_batch", "i8"),
-        ("fault_service_s", "f8"),
-        ("speculation_threshold", "f8"),
-        ("page_bytes", "i8"),
-        ("overlapped", "?"),
-        ("by_access", "?"),
-        ("counter_threshold", "i8"),
-        ("own_addresses", "?"),
-        ("waits", "?"),
-        # The state of the run.
-        ("now_s", "f8"),
-        ("used_bytes", "i8"),
-        ("class_bytes", "i8", len(TensorClass)),  # the same by class
-        ("oldest", "i8"),
-        ("newest", "i8"),
-        ("stamp", "i8"),
-        ("phase", "i8"),
-        ("holds", "?"),
-        ("copied_bytes", "f8"),
-        ("failed_phase", "i8"),
-        ("in_block", "i8"),
-        ("in_left", "f8"),
-        ("in_latency", "f8"),
-        ("in_rate", "f8"),
-        ("in_cause", "i8"),
-        ("in_cursor", "i8"),
-        ("in_call_left", "i8"),
-        ("in_moved", "?"),
-        ("in_head", "i8"),
-        ("in_tail", "i8"),
-        ("counter_head", "i8"),
-        ("counter_tail", "i8"),
-        ("out_block", "i8"),
-        ("out_left", "f8"),
-        ("out_latency", "f8"),
-        ("out_rate", "f8"),
-        ("out_cause", "i8"),
-        ("out_cursor", "i8"),
-        ("out_call_left", "i8"),
-        ("out_moved", "?"),
-        ("out_head", "i8"),
-        ("out_tail", "i8"),
-        ("front_in", "f8"),
-        ("front_in_rate", "f8"),
-        ("front_out", "f8"),
-        ("front_out_rate", "f8"),
-        # Counters of the step.
-        ("fault_pages", "i8"),
-        ("fault_batches", "i8"),
-        ("hints_late", "i8"),
-        ("hints_wasted", "i8"),
-        ("in_bytes", "i8"),
-        ("out_bytes", "i8"),
-        ("born_bytes", "i8"),
-        ("freed_bytes", "i8"),
-        ("dropped_bytes", "i8"),
-    ]
-)
-"""Numbers of one run; :class:`Sim` holds one record of it."""
-
-BLOCK = np.dtype(
-    [
-        ("bytes", "i8"),
-        ("tensor", "i4"),
-        # Neighbours in the driver's list of what it may evict, oldest first; -1 at the ends.
-        ("older", "i4"),
-        ("newer", "i4"),
-        ("uses", "i4"),  # in place, since the last move; for access counters
-        ("state", "u1"),
-        ("listed", "?"),
-        ("doomed", "?"),  # dead while in flight
-    ],
-    align=True,
-)
-
-TENSOR = np.dtype(
-    [
-        ("first", "i8"),  # its blocks
-        ("end", "i8"),
-        ("pinned", "i8"),  # stamp of the phase that used it last
-        ("generation", "i8"),  # of its latest hint; older ones are superseded
-        ("awaited", "i8"),  # generation of a prefetch on its way; 0 for none
-        ("settled", "i4"),  # blocks on the device and not in flight
-        ("copies", "i4"),  # of those, blocks with a valid copy on the host
-        ("number", "u1"),  # of its class
-        ("home", "u1"),
-    ],
-    align=True,
-)
-
-COUNTERS = (
-    "fault_pages",
-    "fault_batches",
-    "hints_late",
-    "hints_wasted",
-    "in_bytes",
-    "out_bytes",
-    "born_bytes",
-    "freed_bytes",
-    "dropped_bytes",
-)
-"""Fields of :data:`MACHINE` that count one step."""
-
-Sim = namedtuple(
-    "Sim",
-    [
-        "machine",  # MACHINE[1]
-        "blocks",  # BLOCK[B], in the order of their tensors
-        "tensors",  # TENSOR[T]
-        # Phases.
-        "duration_s",  # float64[P]
-        "access_start",  # int64[P + 1]
-        "access_tensor",  # int32[A]
-        "access_mode",  # uint8[A]
-        "death_start",  # int64[P + 1]: tensors whose last phase this is
-        "death_tensor",  # int32[D]
-        # Hints.
-        "hint_start",  # int64[P + 1]
-        "hint_op",  # uint8[H]
-        "hint_tensor",  # int32[H]
-        "in_queue",  # int64[Q, 2]: hint, generation
-        "out_queue",  # int64[Q, 2]
-        "counter_queue",  # int32[C]: blocks
-        "batch",  # int32[faults_per_batch]: blocks of a batch of faults
-        # What is counted.
-        "traffic_bytes",  # int64[2, causes, classes]
-        "traffic_s",  # float64[2, causes, classes]
-        "traffic_count",  # int64[2, causes, classes]
-        "stall_s",  # float64[stalls]
-        "resident_bytes",  # int64[P, classes]
-        "phase_start_s",  # float64[P]
-        "phase_end_s",  # float64[P]
-        "link_bytes",  # float64[P, 2]: during the phase and its stall
-    ],
-)
-"""Everything that the compiled functions work on."""
 
 
 # --- the driver's list of blocks that it may evict, oldest first ---
@@ -731,51 +575,6 @@ def place(sim, persistent):
                 else:
                     blocks[block].state = HOST
     return True
-
-
-@njit(cache=True)
-def is_consistent(sim):
-    """Whether what is counted as used is what the blocks' states and the driver's list say."""
-    m = sim.machine[0]
-    blocks = sim.blocks
-    tensors = sim.tensors
-    used_bytes = 0
-    listed = 0
-    settled = 0
-    copies = 0
-    class_bytes = np.zeros_like(m.class_bytes)
-    for block in range(len(blocks)):
-        state = blocks[block].state
-        tensor = blocks[block].tensor
-        resident = state in (DEVICE, BOTH)
-        if resident or state in (ARRIVING, LEAVING):
-            used_bytes += blocks[block].bytes
-            class_bytes[tensors[tensor].number] += blocks[block].bytes
-        if blocks[block].listed != (resident and _evictable(tensors, tensor)):
-            return False
-        listed += blocks[block].listed
-        if state == ARRIVING and m.in_block != block:
-            return False
-        if state == LEAVING and m.out_block != block:
-            return False
-    for tensor in range(len(sim.home)):
-        for block in range(tensors[tensor].first, tensors[tensor].end):
-            settled -= blocks[block].state == DEVICE or blocks[block].state == BOTH
-            copies -= blocks[block].state == BOTH
-        settled += tensors[tensor].settled
-        copies += tensors[tensor].copies
-        if settled != 0 or copies != 0:
-            return False
-    block = m.oldest
-    while block >= 0:
-        listed -= 1
-        block = blocks[block].newer
-    if listed != 0 or used_bytes != m.used_bytes or used_bytes > m.capacity_bytes:
-        return False
-    mismatches = 0
-    for number in range(len(class_bytes)):
-        mismatches += class_bytes[number] != m.class_bytes[number]
-    return mismatches == 0
 
 
 @njit(cache=True)

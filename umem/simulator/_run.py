@@ -13,7 +13,7 @@ from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy
 from umem.report import CAUSES, Direction, MigrationReport, Timeline, Traffic
 from umem.schedule import Home, Schedule
-from umem.simulator import _engine
+from umem.simulator import _engine, _state
 from umem.simulator._bound import lower_bound_s
 from umem.trace import PhaseKind, Trace, ranges, require_durations
 from umem.units import format_bytes
@@ -21,8 +21,8 @@ from umem.units import format_bytes
 __all__ = ["Addresses", "Run", "build", "report", "run", "simulate"]
 
 Addresses = Literal["reused", "own"]
-"""``reused``: memory of the dead serves the newborn at once, as with an allocator that reuses what is
-resident. ``own``: every tensor has its own address and is never freed, so that dead contents are
+"""``reused``: memory of the dead serves the newborn at once, as with an allocator that reuses what
+is resident. ``own``: every tensor has its own address and is never freed, so that dead contents are
 moved like live ones."""
 
 _LARGEST_SETTLING = 5
@@ -40,7 +40,7 @@ class Run:
 
     step_s: float
     sim: Any
-    """:class:`umem.simulator._engine.Sim` after the step."""
+    """:class:`umem.simulator._state.Sim` after the step."""
     used_before_bytes: int
     """Device memory in use when the step began."""
     steps: int
@@ -126,12 +126,12 @@ def build(
     policy: ResolvedPolicy,
     addresses: Addresses = "reused",
 ) -> Any:
-    """The engine's :class:`umem.simulator._engine.Sim`, with all tensors in their first place."""
+    """The engine's :class:`umem.simulator._state.Sim`, with all tensors in their first place."""
     durations = require_durations(trace)
     tensors, phases, hints = trace.tensor_count, trace.phase_count, schedule.hint_count
     classes = len(TensorClass)
-    machine = np.zeros(1, _engine.MACHINE)
-    for name in _engine.MACHINE.names or ():
+    machine = np.zeros(1, _state.MACHINE)
+    for name in _state.MACHINE.names or ():
         if hasattr(hardware, name):
             machine[name] = getattr(hardware, name)
     budget = policy.device_budget_bytes
@@ -146,11 +146,11 @@ def build(
 
     counts = -(-trace.tensor_bytes // hardware.block_bytes)
     bounds = ranges(counts)
-    blocks = np.zeros(bounds[-1], _engine.BLOCK)
+    blocks = np.zeros(bounds[-1], _state.BLOCK)
     blocks["tensor"] = np.repeat(np.arange(tensors), counts)
     blocks["bytes"] = hardware.block_bytes
     blocks["bytes"][bounds[1:] - 1] = trace.tensor_bytes - (counts - 1) * hardware.block_bytes
-    columns = np.zeros(tensors, _engine.TENSOR)
+    columns = np.zeros(tensors, _state.TENSOR)
     columns["first"], columns["end"] = bounds[:-1], bounds[1:]
     columns["number"], columns["home"] = trace.tensor_class, schedule.home
 
@@ -158,7 +158,7 @@ def build(
     death_tensor = mortal[np.argsort(trace.last_phase[mortal], kind="stable")].astype(np.int32)
     deaths = np.bincount(trace.last_phase[mortal], minlength=phases)
     queue = _LARGEST_SETTLING * hints + 1
-    sim = _engine.Sim(
+    sim = _state.Sim(
         machine=machine,
         blocks=blocks,
         tensors=columns,
@@ -198,7 +198,7 @@ def build(
 def _forget_counts(sim: Any) -> None:
     for counts in (sim.traffic_bytes, sim.traffic_s, sim.traffic_count, sim.stall_s):
         counts[:] = 0
-    for name in _engine.COUNTERS:
+    for name in _state.COUNTERS:
         sim.machine[name] = 0
 
 
