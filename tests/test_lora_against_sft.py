@@ -1,8 +1,8 @@
 """LoRA against full fine-tuning: what unified memory moves, predicted for one GH200.
 
-NVIDIA published for Llama-2-7B on one GH200 under RMM managed memory that 1.1 % of memory operations
-are unified-memory activity with LoRA, and 9.8 % with full supervised fine-tuning. What the others
-were was not published, so the order of the two is compared and not their size.
+NVIDIA published for Llama-2-7B on one GH200 under RMM managed memory that 1.1 % of memory
+operations are unified-memory activity with LoRA, and 9.8 % with full supervised fine-tuning. What
+the others were was not published, so the order of the two is compared and not their size.
 """
 
 from __future__ import annotations

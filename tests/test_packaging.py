@@ -147,8 +147,9 @@ def test_builds_the_core_without_cuda_and_rmm(tmp_path: Path) -> None:
 def test_wheel_holds_policies_and_types(wheel13: tuple[Path, str]) -> None:
     with zipfile.ZipFile(wheel13[0]) as archive:
         names = set(archive.namelist())
-    policies = {f"umem/policies/{path.name}" for path in (ROOT / "policies").glob("*.yaml")}
-    assert policies
+    files = (path.relative_to(ROOT) for path in (ROOT / "policies").rglob("*.yaml"))
+    policies = {f"umem/{path.as_posix()}" for path in files}
+    assert {"umem/policies/sft.yaml", "umem/policies/hardware/h200-pcie.yaml"} <= policies
     assert policies | {"umem/py.typed", "umem/_native.pyi"} <= names
     assert {name.split("/")[0] for name in names} == {"umem", "umem-0.1.0.dist-info"}
 

@@ -23,11 +23,15 @@ if TYPE_CHECKING:
     from umem.errors import (
         CudaError,
         EnableError,
+        HardwareError,
         NativeLibraryError,
+        PlanError,
         PolicyError,
+        TraceError,
         UmemError,
         UnsupportedError,
     )
+    from umem.hardware import Hardware, load_hardware
     from umem.inspection import (
         ClassMemory,
         LiveTensor,
@@ -36,27 +40,43 @@ if TYPE_CHECKING:
         tensor_class,
         tensors,
     )
+    from umem.planner import plan
     from umem.policy import Policy, load_policy
+    from umem.report import MigrationReport
+    from umem.schedule import Schedule
+    from umem.simulator import simulate
+    from umem.trace import Trace, load_trace
 
 __all__ = [
     "Capabilities",
     "ClassMemory",
     "CudaError",
     "EnableError",
+    "Hardware",
+    "HardwareError",
     "LiveTensor",
+    "MigrationReport",
     "NativeLibraryError",
+    "PlanError",
     "Policy",
     "PolicyError",
+    "Schedule",
     "TensorClass",
+    "Trace",
+    "TraceError",
     "UmemError",
     "UnsupportedError",
     "__version__",
     "cuda",
     "enable",
     "is_enabled",
+    "load_hardware",
     "load_policy",
+    "load_trace",
     "memory_by_class",
     "memory_summary",
+    "plan",
+    "simulate",
     "tensor_class",
     "tensors",
 ]
@@ -68,11 +88,15 @@ _MODULES = {
     "umem.errors": (
         "CudaError",
         "EnableError",
+        "HardwareError",
         "NativeLibraryError",
+        "PlanError",
         "PolicyError",
+        "TraceError",
         "UmemError",
         "UnsupportedError",
     ),
+    "umem.hardware": ("Hardware", "load_hardware"),
     "umem.inspection": (
         "ClassMemory",
         "LiveTensor",
@@ -81,7 +105,12 @@ _MODULES = {
         "tensor_class",
         "tensors",
     ),
+    "umem.planner": ("plan",),
     "umem.policy": ("Policy", "load_policy"),
+    "umem.report": ("MigrationReport",),
+    "umem.schedule": ("Schedule",),
+    "umem.simulator": ("simulate",),
+    "umem.trace": ("Trace", "load_trace"),
 }
 _SUBMODULES = ("cuda",)
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -10,8 +10,12 @@ from umem import __version__
 from umem.cli.bench import app as bench_app
 from umem.cli.demo import demo
 from umem.cli.doctor import doctor
+from umem.cli.hardware import app as hardware_app
+from umem.cli.plan import plan
 from umem.cli.policy import app as policy_app
 from umem.cli.run import register as register_run
+from umem.cli.simulate import simulate
+from umem.cli.trace import trace
 from umem.errors import UmemError
 
 __all__ = ["app", "main"]
@@ -43,7 +47,11 @@ def _options(
 app.command("doctor")(doctor)
 app.command("demo")(demo)
 register_run(app)
+app.command("simulate", no_args_is_help=True)(simulate)
+app.command("trace", no_args_is_help=True)(trace)
+app.command("plan", no_args_is_help=True)(plan)
 app.add_typer(policy_app, name="policy")
+app.add_typer(hardware_app, name="hardware")
 app.add_typer(bench_app, name="bench")
 
 

@@ -1,4 +1,4 @@
-"""`umem demo`: fine-tune a small Llama on the GPU, or show the allocator at work without one."""
+"""`umem demo`: fine-tune a small Llama on the GPU, or predict a large one without."""
 
 from __future__ import annotations
 
@@ -8,28 +8,36 @@ from rich.markup import escape
 from rich.table import Table
 
 from umem.classes import TensorClass
-from umem.cli.policy import show
+from umem.cli._output import progress
+from umem.cli._predictions import print_predictions
+from umem.cli._workloads import DEFAULT_HARDWARE, find_policy, workload_of_model
 from umem.demo import Replay, explain, record_example, replay, run_example
 from umem.doctor import Report, Status, collect, diagnose
+from umem.hardware import load_hardware
 from umem.policy import load_policy, resolve
+from umem.prediction import predict
 from umem.units import format_bytes
 
 __all__ = ["demo"]
 
 MODES = ("lora", "sft")
 
+MODEL = "llama-2-7b"
+PLANNERS = ("fault", "planned")
+
 # Percentages in a policy refer to a device's memory: that of an 80 GiB card stands in for it.
 DEVICE_BYTES = 80 << 30
 
 # The least that makes a Llama of 76 million weights train on two CPU cores in seconds.
-RECORDED_SIZE = ("--size", "small", "--batch", "1", "--seq", "256")
+RECORDED = ("--mode", "sft", "--size", "small", "--batch", "1", "--seq", "256")
 
 
 def demo() -> None:
     """Fine-tune a small Llama under umem on the GPU; without one, show what umem does.
 
-    Without a GPU: the doctor's findings, a policy explained, and the native allocator, over
-    host memory, under the allocations of real LoRA and SFT steps recorded on the CPU.
+    Without a GPU: the doctor's findings; LoRA and SFT of Llama-2-7B predicted for a GH200, with
+    demand paging and as umem plans it, beside what NVIDIA published; and the native allocator, over
+    host memory, under the allocations of a real SFT step recorded on the CPU.
     """
     import torch
 
@@ -51,33 +59,49 @@ def _on_gpu(console: Console) -> None:
 def _without_gpu(console: Console) -> None:
     console.rule("What this machine offers")
     _print_findings(console, diagnose(collect()))
+    _predict(console)
+    _replay(console)
 
-    console.rule("A policy, explained")
-    show("sft")
+
+def _predict(console: Console) -> None:
+    hardware = load_hardware(DEFAULT_HARDWARE)
+    console.rule(f"{MODEL} on one {hardware.name}, predicted")
     for mode in MODES:
         words = Table(box=None, pad_edge=False, show_header=False)
         words.add_column(ratio=1)
         words.add_column(ratio=3)
         for classes, sentence in explain(load_policy(mode)):
             words.add_row(", ".join(classes), sentence)
-        console.print(f"\n[bold]{mode}[/bold] in words")
+        console.print(f"[bold]policy {mode}[/bold]")
         console.print(words)
+        policy = find_policy(mode, hardware, None)
+        with progress() as say:
+            trace = workload_of_model(MODEL, mode).make(say)
+            reports = predict(trace, hardware, policy, PLANNERS, progress=say)
+        console.print()
+        print_predictions(console, reports, policy.device_budget_bytes or hardware.device_bytes)
+        console.print()
+    console.print(
+        f"`umem simulate --model {MODEL} --verbose --plot FOLDER` shows more, and draws it."
+    )
 
+
+def _replay(console: Console) -> None:
     from umem.allocator import native_config
 
-    for mode in MODES:
-        console.rule(f"The allocator under a {mode} fine-tuning step")
-        with console.status("Training a Llama of 76 million weights for two steps on the CPU..."):
-            stream = record_example(["--mode", mode, *RECORDED_SIZE])
-        console.print(
-            f"{len(stream.block_bytes):,} allocations: a Llama of 76 million weights was built and "
-            "trained for two\nsteps on the CPU; umem's native allocator served the same over host "
-            "memory.",
-            highlight=False,
-        )
-        with console.status("Sending them through the allocator..."):
-            outcome = replay(stream, native_config(resolve(load_policy(mode), DEVICE_BYTES)))
-        _print_replay(console, outcome)
+    console.rule("The native allocator under an SFT step")
+    with progress() as say:
+        say("Training a Llama of 76 million weights for two steps on the CPU")
+        stream = record_example(RECORDED)
+        say("Sending its allocations through the allocator")
+        outcome = replay(stream, native_config(resolve(load_policy("sft"), DEVICE_BYTES)))
+    console.print(
+        f"{len(stream.block_bytes):,} allocations: a Llama of 76 million weights was built and "
+        "trained for two\nsteps on the CPU; umem's native allocator served the same over host "
+        "memory.",
+        highlight=False,
+    )
+    _print_replay(console, outcome)
 
 
 def _print_findings(console: Console, report: Report) -> None:

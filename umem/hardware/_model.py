@@ -112,3 +112,32 @@ class Hardware:
     ats: bool
     access_counter_threshold: int
     sources: Mapping[str, Source]
+
+    @classmethod
+    def detect(cls, device: int = 0) -> Hardware:
+        """Describe this machine, without starting CUDA in this process.
+
+        Parameters
+        ----------
+        device : int
+            Ordinal among the devices that this process sees.
+
+        Returns
+        -------
+        Hardware
+            Memory, link and ATS are this machine's, with the source "detected"; the rest is that of
+            the nearest profile.
+
+        Raises
+        ------
+        HardwareError
+            Where there is no such GPU; choose a profile then.
+
+        Examples
+        --------
+        >>> Hardware.detect().device_bytes  # doctest: +SKIP
+        150109880320
+        """
+        from umem.hardware._detect import detect_hardware
+
+        return detect_hardware(device)

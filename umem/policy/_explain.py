@@ -7,16 +7,24 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from umem.config import (
+    Document,
+    Entry,
+    KeyPath,
+    Problem,
+    did_you_mean,
+    nearest,
+    problem_at,
+    shown,
+)
 from umem.policy._choices import CHOICES
 from umem.policy._conflicts import CONFLICT
 from umem.policy._models import Policy
-from umem.policy._problems import KeyPath, PolicyProblem, did_you_mean, nearest, problem_at, shown
-from umem.policy._reader import Document, Entry
 
 __all__ = ["explain"]
 
 
-def explain(error: ValidationError, document: Document) -> list[PolicyProblem]:
+def explain(error: ValidationError, document: Document) -> list[Problem]:
     """Problems that pydantic found in a document, each once, in the order of the text."""
     problems = {
         problem
@@ -26,7 +34,7 @@ def explain(error: ValidationError, document: Document) -> list[PolicyProblem]:
     return sorted(problems, key=lambda p: (p.file, p.line or 0, p.column or 0, p.key, p.message))
 
 
-def _problems_of(detail: Any, document: Document) -> Iterator[PolicyProblem]:
+def _problems_of(detail: Any, document: Document) -> Iterator[Problem]:
     code, path = detail["type"], detail["loc"]
     if code == "default_factory_not_called":
         return  # follows from another error
@@ -43,7 +51,7 @@ def _problems_of(detail: Any, document: Document) -> Iterator[PolicyProblem]:
         yield problem_at(entry.value, path, _message(detail, path))
 
 
-def _conflict_problems(detail: Any, document: Document) -> Iterator[PolicyProblem]:
+def _conflict_problems(detail: Any, document: Document) -> Iterator[Problem]:
     for conflict in detail["ctx"]["conflicts"]:
         rule: KeyPath = detail["loc"]
         if conflict.tensor_class is not None:

@@ -184,7 +184,7 @@ def _start_in(sim):
             m.in_cursor += 1
             continue
         size = blocks[block].bytes
-        if m.used_bytes + size > m.capacity_bytes:
+        if m.used_bytes + m.reserved_bytes + size > m.capacity_bytes:
             return
         copies = sim.hint_op[hint] == COPY_IN
         m.in_rate = m.copy_to_device_bytes_per_s if copies else m.to_device_bytes_per_s
@@ -205,7 +205,7 @@ def _start_in(sim):
         m.counter_head += 1
         size = blocks[block].bytes
         # Access counters move what there is room for; they evict nothing.
-        if blocks[block].state != HOST or m.used_bytes + size > m.capacity_bytes:
+        if blocks[block].state != HOST or m.used_bytes + m.reserved_bytes + size > m.capacity_bytes:
             continue
         m.in_rate = m.to_device_bytes_per_s
         m.in_cause = COUNTER
@@ -396,8 +396,8 @@ def _carry(sim, in_bytes, in_rate, out_bytes, out_rate):
 def _evict_oldest(sim, need_bytes):
     """Send the oldest blocks that the phase does not use to the host.
 
-    The device memory is free at once; the caller spends the time. Gives the bytes to carry, or -1
-    if there is nothing more to evict.
+    The device memory is free at once; the caller spends the time. Gives the bytes to carry, and
+    those that are missing still, above 0 if there is nothing more to evict.
     """
     m = sim.machine[0]
     blocks = sim.blocks
@@ -408,7 +408,7 @@ def _evict_oldest(sim, need_bytes):
         while block >= 0 and tensors[blocks[block].tensor].pinned == m.stamp:
             block = blocks[block].newer
         if block < 0:
-            return -1
+            break
         following = blocks[block].newer
         size = blocks[block].bytes
         need_bytes -= size
@@ -425,7 +425,7 @@ def _evict_oldest(sim, need_bytes):
             sim.traffic_s[TO_HOST, EVICTION, tensor_class] += size / m.to_host_bytes_per_s
             sim.traffic_count[TO_HOST, EVICTION, tensor_class] += 1
         block = following
-    return out_bytes
+    return out_bytes, need_bytes
 
 
 @njit(cache=True)
@@ -453,8 +453,17 @@ def _serve_faults(sim, count, pages, arrivals_bytes):
     for i in range(count):
         room_bytes += blocks[sim.batch[i]].bytes
     _wait_for_room(sim, room_bytes)
-    out_bytes = _evict_oldest(sim, m.used_bytes + room_bytes - m.capacity_bytes)
-    if out_bytes < 0:
+    out_bytes, missing = _evict_oldest(sim, m.used_bytes + room_bytes - m.capacity_bytes)
+    began_s = m.now_s
+    m.holds = True
+    # What is in flight holds memory, and may be sent back once it is there.
+    while missing > 0 and (m.in_block >= 0 or m.out_block >= 0):
+        _event(sim, np.inf)
+        more_bytes, missing = _evict_oldest(sim, m.used_bytes + room_bytes - m.capacity_bytes)
+        out_bytes += more_bytes
+    m.holds = False
+    sim.stall_s[STALL_ROOM] += m.now_s - began_s
+    if missing > 0:
         return False
     for i in range(count):
         _take(m, blocks, tensors, sim.batch[i])
@@ -727,6 +736,9 @@ def run_step(sim):
         sim.link_bytes[phase] = 0.0
         sim.phase_start_s[phase] = m.now_s
         first, last = sim.access_start[phase], sim.access_start[phase + 1]
+        # Admission: what arrives ahead leaves room for what the phase at hand, and while it runs
+        # the one after it, makes anew.
+        m.reserved_bytes = sim.birth_bytes[phase]
         _issue(sim, phase)
         _claim(sim, first, last)
         _await(sim, first, last)
@@ -735,6 +747,7 @@ def run_step(sim):
             return False
         read_bytes, written_bytes = _use(sim, first, last)
         sim.resident_bytes[phase] = m.class_bytes
+        m.reserved_bytes = sim.birth_bytes[(phase + 1) % len(sim.duration_s)]
         _compute(sim, sim.duration_s[phase], read_bytes, written_bytes)
         sim.phase_end_s[phase] = m.now_s
         if not m.own_addresses:

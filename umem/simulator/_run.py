@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from umem.classes import TensorClass
 from umem.errors import PlanError
 from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy
 from umem.report import CAUSES, Direction, MigrationReport, Timeline, Traffic
-from umem.schedule import Home, Schedule
+from umem.schedule import HintOp, Home, Schedule
 from umem.simulator import _engine, _state
 from umem.simulator._bound import lower_bound_s
-from umem.trace import PhaseKind, Trace, ranges, require_durations
+from umem.trace import PhaseKind, Trace, find_gaps, ranges, require_durations
 from umem.units import format_bytes
 
 __all__ = ["Addresses", "Run", "build", "report", "run", "simulate"]
@@ -166,6 +167,7 @@ def build(
         access_start=trace.access_start,
         access_tensor=trace.access_tensor,
         access_mode=trace.access_mode,
+        birth_bytes=_birth_bytes(trace, schedule, addresses),
         death_start=ranges(deaths),
         death_tensor=death_tensor,
         hint_start=ranges(np.bincount(schedule.hint_phase, minlength=phases)),
@@ -193,6 +195,27 @@ def build(
             "migrate, or raise the budget"
         )
     return sim
+
+
+def _birth_bytes(trace: Trace, schedule: Schedule, addresses: Addresses) -> npt.NDArray[np.int64]:
+    """Device memory that each phase is the first to use, int64[P]."""
+    births = np.zeros(trace.phase_count, np.int64)
+    if addresses == "own":
+        return births
+    phase_of_access = np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
+    first = np.full(trace.tensor_count, trace.phase_count)
+    np.minimum.at(first, trace.access_tensor, phase_of_access)
+    on_device = ~np.isin(schedule.home, (Home.MAP, Home.SYSTEM))
+    born = np.flatnonzero(~trace.persistent & on_device & (first < trace.phase_count))
+    np.add.at(births, first[born], trace.tensor_bytes[born])
+    # What was dropped by a hint is made anew by its next use.
+    gaps = find_gaps(trace)
+    discarded = np.unique(schedule.hint_tensor[schedule.hint_op == HintOp.DISCARD])
+    anew = np.flatnonzero(gaps.is_dead & on_device[gaps.tensor] & np.isin(gaps.tensor, discarded))
+    np.add.at(
+        births, gaps.next_use[anew] % trace.phase_count, trace.tensor_bytes[gaps.tensor[anew]]
+    )
+    return births
 
 
 def _forget_counts(sim: Any) -> None:

@@ -39,6 +39,7 @@ MACHINE = np.dtype(
         ("now_s", "f8"),
         ("used_bytes", "i8"),
         ("class_bytes", "i8", len(TensorClass)),  # the same by class
+        ("reserved_bytes", "i8"),
         ("oldest", "i8"),
         ("newest", "i8"),
         ("stamp", "i8"),
@@ -141,6 +142,7 @@ Sim = namedtuple(
         "access_start",  # int64[P + 1]
         "access_tensor",  # int32[A]
         "access_mode",  # uint8[A]
+        "birth_bytes",  # int64[P]: memory that the phase is the first to use
         "death_start",  # int64[P + 1]: tensors whose last phase this is
         "death_tensor",  # int32[D]
         # Hints.

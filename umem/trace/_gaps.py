@@ -28,8 +28,8 @@ class Gaps:
     is_dead : bool[G]
         The next use overwrites the tensor as a whole, so that its contents are dead meanwhile.
     after_access : int32[A]
-        Interval that follows each access of the trace; :data:`NO_GAP` after the last use of a tensor
-        that dies.
+        Interval that follows each access of the trace; :data:`NO_GAP` after the last use of a
+        tensor that dies.
     """
 
     tensor: npt.NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""What is wrong with a policy and where: the record, and the words shared by all messages."""
+"""What is wrong with a file and where: the record, and the words shared by all messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 __all__ = [
     "KeyPath",
     "Place",
-    "PolicyProblem",
+    "Problem",
     "UnusableError",
     "did_you_mean",
     "nearest",
@@ -21,12 +21,12 @@ __all__ = [
 ]
 
 KeyPath = tuple[str | int, ...]
-"""Keys, and numbers of list items, from the outside in; ``()`` for a whole policy."""
+"""Keys, and numbers of list items, from the outside in; ``()`` for a whole file."""
 
 
 @dataclass(frozen=True)
-class PolicyProblem:
-    """One thing that is wrong with a policy.
+class Problem:
+    """One thing that is wrong with a configuration file.
 
     ``str()`` gives ``file:line:column: key: message``, without the parts that are not known.
     """
@@ -56,9 +56,9 @@ class Place(NamedTuple):
 
 
 class UnusableError(Exception):
-    """Carries problems up to :func:`umem.policy.load_policy`; never leaves the package."""
+    """Carries problems up to the function that loads a file; users never see it."""
 
-    def __init__(self, problems: Iterable[PolicyProblem]) -> None:
+    def __init__(self, problems: Iterable[Problem]) -> None:
         super().__init__()
         self.problems = tuple(problems)
 
@@ -68,9 +68,9 @@ def reject(place: Place, key: KeyPath, message: str) -> NoReturn:
     raise UnusableError([problem_at(place, key, message)])
 
 
-def problem_at(place: Place, key: KeyPath, message: str) -> PolicyProblem:
+def problem_at(place: Place, key: KeyPath, message: str) -> Problem:
     """Make the record of a problem."""
-    return PolicyProblem(*place, key=_dotted(key), message=message)
+    return Problem(*place, key=_dotted(key), message=message)
 
 
 def _dotted(path: KeyPath) -> str:

@@ -1,7 +1,8 @@
-"""Reading a policy as it is written: plain data, and the place of each key."""
+"""Reading a file as it is written: plain data, and the place of each key."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from umem.policy._models import stated_keys
-from umem.policy._problems import KeyPath, Place, reject, shown
-from umem.units import format_bytes
+from umem.config._kind import Kind
+from umem.config._problems import KeyPath, Place, reject, shown
+from umem.files import read_file
 
-__all__ = ["Document", "Entry", "read_file", "read_mapping"]
+__all__ = ["Document", "Entry", "read_mapping", "read_path"]
 
 _MAX_FILE_BYTES = 2**20
 _MAX_DEPTH = 16
@@ -27,15 +28,15 @@ class Entry(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A policy as written."""
+    """A file as written."""
 
     data: dict[str, Any]
     entries: dict[KeyPath, Entry]
-    """By path; ``()`` is the policy as a whole."""
+    """By path; ``()`` is the file as a whole."""
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """Valid YAML that no policy needs."""
+    """Valid YAML that no configuration file needs."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,17 +46,18 @@ class _Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - PyYAML's own attribute
-    depth = 0
+
+    def __init__(self, text: str, kind: Kind) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            self._refuse(
-                "aliases are not supported: put what classes have in common under `defaults`, and "
-                "what files have in common in a file to `extends`"
-            )
+            self._refuse(f"aliases are not supported: {self.kind.instead_of_aliases}")
         self.depth += 1
         if self.depth > _MAX_DEPTH:
-            self._refuse(f"nested deeper than {_MAX_DEPTH} levels: a policy has 3")
+            self._refuse(f"nested deeper than {_MAX_DEPTH} levels: no {self.kind.noun} is")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -89,37 +91,33 @@ for _tag, _kind in _SCALARS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_kind.pattern})\Z"), [*_kind.first, ""])
 
 
-def read_file(path: Path) -> Document:
+def read_path(path: Path, kind: Kind) -> Document:
     """Read a YAML file.
 
     Raises
     ------
     UnusableError
-        If it cannot be read, or does not hold a mapping in the YAML that policies use.
+        If it cannot be read, or does not hold a mapping in the YAML that umem's files use.
     """
     file = str(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        reject(Place(file), (), "not a file: give the path of a YAML file")
     try:
-        if path.exists() and not path.is_file():
-            reject(Place(file), (), "not a file: give the path of a YAML file")
-        with path.open("rb") as stream:
-            content = stream.read(_MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        content = read_file(path, _MAX_FILE_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: too large, or a null character in the path
+        reason = (getattr(error, "strerror", None) or "").lower() or str(error)
         reject(Place(file), (), f"cannot be read ({reason}): check the path")
-    if len(content) > _MAX_FILE_BYTES:
-        limit = format_bytes(_MAX_FILE_BYTES)
-        reject(Place(file), (), f"larger than {limit}: this is no policy file")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = error.object[: error.start].decode()
         reject(_place_after(before, file), (), "not UTF-8 text: save the file as UTF-8")
-    return _read_text(text, file)
+    return _read_text(text, file, kind)
 
 
-def _read_text(text: str, file: str) -> Document:
+def _read_text(text: str, file: str, kind: Kind) -> Document:
     try:
-        node = _Loader(text).get_single_node()
+        node = _Loader(text, kind).get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         wrong = ", ".join(part for part in (error.context, error.problem) if part)
@@ -129,7 +127,7 @@ def _read_text(text: str, file: str) -> Document:
         elif "'\\t'" in wrong:
             message = "a tab where YAML allows none: indent with spaces"
         elif "expected a single document" in wrong:
-            message = "a second YAML document: keep one policy per file and remove the '---'"
+            message = f"a second YAML document: keep one {kind.noun} per file and remove the '---'"
         reject(Place(file) if mark is None else _place(mark, file), (), message)
     except yaml.reader.ReaderError as error:
         place = _place_after(text[: error.position], file)
@@ -137,10 +135,10 @@ def _read_text(text: str, file: str) -> Document:
     top = Place(file, 1, 1)
     entries: dict[KeyPath, Entry] = {(): Entry(top, top)}
     if node is None:
-        reject(top, (), "the file is empty: a policy is a mapping, such as 'extends: sft'")
+        reject(top, (), f"the file is empty: a {kind.noun} is a mapping, such as '{kind.example}'")
     data = _plain(node, file, (), entries)
     if not isinstance(data, dict):
-        reject(top, (), "not a mapping of keys to values, such as 'extends: sft'")
+        reject(top, (), f"not a mapping of keys to values, such as '{kind.example}'")
     return Document(data, entries)
 
 
@@ -199,15 +197,15 @@ def _place_after(before: str, file: str) -> Place:
     return Place(file, before.count("\n") + 1, len(before) - before.rfind("\n"))
 
 
-def read_mapping(source: Mapping[Any, Any]) -> Document:
-    """Read a mapping made in Python; models in it count with the keys that they state.
+def read_mapping(source: Mapping[Any, Any], kind: Kind) -> Document:
+    """Read a mapping made in Python.
 
     Raises
     ------
     UnusableError
-        If a key is not text.
+        If a key is not text, or it is nested too deep.
     """
-    place = Place("policy mapping")
+    place = Place(f"{kind.noun} mapping")
     entries: dict[KeyPath, Entry] = {(): Entry(place, place)}
 
     def note(mapping: Mapping[Any, Any], path: KeyPath) -> dict[str, Any]:
@@ -215,10 +213,12 @@ def read_mapping(source: Mapping[Any, Any]) -> Document:
         for key, value in mapping.items():
             if not isinstance(key, str):
                 reject(place, path, f"the key {shown(key)} is not text: write it as a string")
-            # str() turns a TensorClass, which is a string too, into the name it stands for.
+            # str() turns a member of an enumeration of strings into the name it stands for.
             name = str(key)
             entries[*path, name] = Entry(place, place)
-            nested = stated_keys(value)
+            nested = kind.keys_of(value)
+            if nested is not None and len(path) >= _MAX_DEPTH:
+                reject(place, (), f"nested deeper than {_MAX_DEPTH} levels: no {kind.noun} is")
             plain[name] = value if nested is None else note(nested, (*path, name))
         return plain
 

@@ -1,0 +1,173 @@
+"""`umem plan`: plans written, stored and found again."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umem.cli import main
+from umem.hardware import load_hardware, with_durations
+from umem.planner import load_schedule, plan_key
+from umem.policy import load_policy, resolve
+from umem.schedule import HintOp
+from umem.trace import load_trace
+
+Run = Callable[..., tuple[int, str, str]]
+
+MIB = 1 << 20
+LAYERS = 8
+LAYER_BYTES = 64 * MIB
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run the command in a folder of its own: exit status, standard output and error."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["umem", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int | None)
+        return code or 0, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> str:
+    """A trace of layers of weights, read forward and written backward: 512 MiB."""
+    forward: list[tuple[int, list[int]]] = [(layer, []) for layer in range(LAYERS)]
+    backward = [(layer, [layer]) for layer in reversed(range(LAYERS))]
+    document = {
+        "format": "umem-trace/1",
+        "tensors": [
+            {"id": layer, "bytes": LAYER_BYTES, "class": "weights", "persistent": True}
+            for layer in range(LAYERS)
+        ],
+        "phases": [
+            {"name": f"layer {layer}", "duration_us": 4000, "reads": [layer], "writes": writes}
+            for layer, writes in [*forward, *backward]
+        ],
+    }
+    (tmp_path / "layers.json").write_text(json.dumps(document), encoding="utf-8")
+    return "layers.json"
+
+
+def planned(run: Run, *arguments: str) -> dict[str, Any]:
+    status, output, errors = run(*arguments, "--json")
+    assert (status, errors) == (0, "")
+    data: dict[str, Any] = json.loads(output)
+    return data
+
+
+def test_the_plan_written_is_the_plan_told_of(run: Run, layers: str, tmp_path: Path) -> None:
+    data = planned(run, "--trace", layers, "--budget", "256MiB", "-o", "plans/layers.plan")
+    assert data["file"] == "plans/layers.plan"
+    assert data["reused"] is False
+    assert data["planning_s"] > 0
+    assert data["device_budget_bytes"] == 256 * MIB
+    hardware = load_hardware("gh200-96")
+    trace = with_durations(load_trace(layers), hardware)
+    schedule = load_schedule(tmp_path / "plans" / "layers.plan", trace, key=data["key"])
+    assert schedule.planner == "planned"
+    told = sum(row["count"] for by_class in data["hints"].values() for row in by_class.values())
+    assert told == schedule.hint_count > 0
+    prefetched = schedule.hint_tensor[schedule.hint_op == HintOp.PREFETCH]
+    assert data["hints"]["prefetch"]["weights"] == {
+        "count": len(prefetched),
+        "bytes": len(prefetched) * LAYER_BYTES,
+    }
+    homes = [row for by_class in data["homes"].values() for row in by_class.values()]
+    assert sum(row["count"] for row in homes) == LAYERS
+    assert sum(row["bytes"] for row in homes) == LAYERS * LAYER_BYTES
+
+
+def test_a_stored_plan_is_found_again(run: Run, layers: str, tmp_path: Path) -> None:
+    arguments = ("--trace", layers, "--budget", "256MiB", "--store", "store")
+    first = planned(run, *arguments)
+    (stored,) = (tmp_path / "store").iterdir()
+    assert stored.name.startswith(first["key"])
+    content = stored.read_bytes()
+    second = planned(run, *arguments)
+    assert second["reused"] is True
+    assert second["planning_s"] is None
+    assert second["hints"] == first["hints"]
+    assert stored.read_bytes() == content
+
+    other = planned(run, "--trace", layers, "--budget", "320MiB", "--store", "store")
+    assert other["reused"] is False
+    assert other["key"] != first["key"]
+    assert len(list((tmp_path / "store").iterdir())) == 2
+
+
+def test_the_key_is_the_planners(run: Run, layers: str) -> None:
+    data = planned(run, "--trace", layers, "--planner", "lookahead", "--window", "3")
+    hardware = load_hardware("gh200-96")
+    trace = with_durations(load_trace(layers), hardware)
+    policy = resolve(load_policy("sft"), hardware.device_bytes, {})
+    assert data["key"] == plan_key(trace, hardware, policy, "lookahead", window=3)
+    assert data["file"] is data["store"] is None
+
+
+def test_tables_say_what_is_asked_for_and_where_from(run: Run, layers: str) -> None:
+    arguments = ("--trace", layers, "--budget", "256MiB", "--store", "store")
+    status, output, errors = run(*arguments)
+    assert (status, errors) == (0, "")
+    assert re.search(r"planner planned, made in [\d.]+ (µs|ms|s)", output)
+    assert re.search(r"^prefetch +weights +\d+ +\d", output, re.MULTILINE)
+    assert re.search(r"^migrate +weights +8 +512 MiB$", output, re.MULTILINE)
+    assert re.search(r"^stored in store as [0-9a-f]{64}$", output, re.MULTILINE)
+    _, output, _ = run(*arguments)
+    assert "planner planned, taken from the store" in output
+    assert re.search(r"^found in store as [0-9a-f]{64}$", output, re.MULTILINE)
+
+
+def test_no_hints_are_said_to_be_none(run: Run, layers: str) -> None:
+    status, output, _ = run("--trace", layers, "--planner", "fault")
+    assert status == 0
+    assert "no hints: nothing is moved ahead of need" in output
+
+
+def test_a_damaged_stored_plan_is_an_error(run: Run, layers: str, tmp_path: Path) -> None:
+    arguments = ("--trace", layers, "--store", "store")
+    planned(run, *arguments)
+    (stored,) = (tmp_path / "store").iterdir()
+    stored.write_bytes(b"{}")
+    status, output, errors = run(*arguments)
+    assert (status, output) == (2, "")
+    assert "delete the file to plan anew" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--trace", "layers.json", "-o", "a", "--store", "b"], "--output and --store: give one"),
+        (["--trace", "layers.json", "--planner", "orcale"], "did you mean 'oracle'?"),
+        (["--trace", "layers.json", "--planner", "fault,oracle"], "--planner: 'fault,oracle'"),
+        (["--trace", "layers.json", "--budget", "32MiB"], "raise the budget"),
+        (["--trace", "layers.json", "-o", "layers.json/x"], "is a file and no folder"),
+        (["--trace", "layers.json", "--store", "layers.json"], "is a file and no folder"),
+        (["--model", "llama-tiny", "--mode", "both"], "--mode: 'both' is not known"),
+        (["--json"], "give --model, such as llama-2-7b, or --trace FILE"),
+    ],
+)
+def test_bad_input_gets_one_message(
+    run: Run, layers: str, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    status, output, errors = run(*arguments)
+    assert (status, output) == (2, "")
+    assert says in errors
+    assert errors.startswith("umem: ")
+    assert len(errors.splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == before

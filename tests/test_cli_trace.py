@@ -1,0 +1,187 @@
+"""`umem trace`: recording, converting and showing traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from umem.classes import TensorClass
+from umem.cli import main
+from umem.trace import load_trace
+
+Run = Callable[..., tuple[int, str, str]]
+
+MIB = 1 << 20
+
+SCRIPT = """
+import torch
+
+print("importing")
+
+
+def make_step():
+    model = torch.nn.Linear(1024, 512, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs = torch.randn(16, 1024)
+
+    def step():
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def broken():
+    raise RuntimeError("no data here")
+"""
+# One float32 matrix; its two moments are as large, each with a step count.
+WEIGHT_BYTES = 4 * 1024 * 512
+
+# One weight of 4 MiB; an activation of 2 MiB lives over the first two of three phases.
+EXCHANGE = {
+    "format": "umem-trace/1",
+    "name": "three phases",
+    "tensors": [
+        {"id": 0, "bytes": 4 * MIB, "class": "weights", "persistent": True},
+        {"id": 1, "bytes": 2 * MIB, "class": "activations", "persistent": False},
+    ],
+    "phases": [
+        {"name": "in", "duration_us": 1000, "reads": [0], "writes": [1]},
+        {"name": "out", "duration_us": 2000, "reads": [1], "writes": []},
+        {"name": "update", "duration_us": 3000, "reads": [0], "writes": [0]},
+    ],
+}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run the command in a folder of its own: exit status, standard output and error."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["umem", "trace", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int | None)
+        return code or 0, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "three.json").write_text(json.dumps(EXCHANGE), encoding="utf-8")
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+    return tmp_path
+
+
+def test_a_script_is_recorded_and_summarised(run: Run, files: Path) -> None:
+    status, output, errors = run("train.py:make_step", "-o", "step.json.gz", "--json")
+    assert status == 0
+    # What the script prints does not end up in the JSON.
+    assert errors == "importing\n"
+    summary = json.loads(output)
+    weights, state = summary["classes"]["weights"], summary["classes"]["optimizer_state"]
+    assert weights["tensors"] == 1
+    assert weights["persistent_bytes"] == WEIGHT_BYTES
+    assert 2 * WEIGHT_BYTES <= state["persistent_bytes"] <= 2 * WEIGHT_BYTES + 1024
+    assert summary["classes"]["gradients"]["transient_bytes"] >= WEIGHT_BYTES
+    # Forward pass and gradient of the weights: two matrix products.
+    assert summary["flops"] >= 2 * 2 * 16 * 1024 * 512
+    assert summary["hardware"] == "gh200-96"
+    assert summary["step_s"] > 0
+    assert summary["own_durations"] is False
+    trace = load_trace(files / "step.json.gz")
+    assert trace.tensor_count == summary["tensors"]
+    assert trace.phase_count == sum(summary["phases"].values())
+
+
+def test_the_summary_is_of_what_is_live(run: Run, files: Path) -> None:
+    status, output, errors = run("--show", "three.json", "--json")
+    assert (status, errors) == (0, "")
+    summary = json.loads(output)
+    assert summary["step_s"] == pytest.approx(6e-3)
+    assert summary["own_durations"] is True
+    assert summary["peak_live_bytes"] == 6 * MIB
+    assert summary["peak_phase"] == "in"
+    assert summary["phases"] == {"kernel": 3, "memcpy": 0, "memset": 0}
+    assert list(summary["classes"]) == [member.value for member in TensorClass]
+    assert summary["classes"]["activations"] == {
+        "tensors": 1,
+        "persistent_bytes": 0,
+        "transient_bytes": 2 * MIB,
+        "bytes_at_peak": 2 * MIB,
+    }
+
+
+def test_show_prints_a_table_and_writes_nothing(run: Run, files: Path) -> None:
+    before = sorted(files.iterdir())
+    status, output, errors = run("--show", "three.json")
+    assert (status, errors) == (0, "")
+    assert re.search(r"^weights +1 +4 MiB +0 B +4 MiB$", output, re.MULTILINE)
+    assert re.search(r"^activations +1 +0 B +2 MiB +2 MiB$", output, re.MULTILINE)
+    assert re.search(r"^peak +6 MiB live, in in *$", output, re.MULTILINE)
+    assert re.search(r"^all resident +6 ms, by the trace itself *$", output, re.MULTILINE)
+    assert all(len(line) <= 80 for line in output.splitlines())
+    assert sorted(files.iterdir()) == before
+
+
+def test_import_converts(run: Run, files: Path) -> None:
+    status, output, errors = run("--import", "three.json", "-o", "new/three.json.gz")
+    assert (status, errors) == (0, "")
+    assert output.splitlines()[-1] == "wrote new/three.json.gz"
+    converted = files / "new" / "three.json.gz"
+    assert json.loads(gzip.decompress(converted.read_bytes()))["format"] != EXCHANGE["format"]
+    assert load_trace(converted).phase_names == ("in", "out", "update")
+
+
+@pytest.mark.slow
+def test_a_known_model_is_recorded(run: Run, files: Path) -> None:
+    pytest.importorskip("transformers")
+    status, output, _ = run("--model", "llama-tiny", "--mode", "sft", "--seq", "64", "--json")
+    assert status == 0
+    summary = json.loads(output)
+    assert summary["name"] == "llama-tiny-sft"
+    assert (summary["metadata"]["batch"], summary["metadata"]["seq"]) == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--json"], "give script.py:function, --model, --import or --show"),
+        (["train.py", "--show", "three.json"], "a script and --show: give one of them"),
+        (["--import", "three.json"], "--import writes a trace: give --output FILE, or --show"),
+        (["--show", "three.json", "-o", "x.json.gz"], "--show writes nothing"),
+        (["train.py", "--batch", "2"], "belong to --model"),
+        (["--show", "three.json", "--mode", "sft"], "belong to --model"),
+        (["--show", "nowhere.json"], "umem: nowhere.json: "),
+        (["--show", "broken.json"], "broken.json:1:2: not valid JSON"),
+        (["nowhere.py:make_step"], "nowhere.py"),
+        (["train.py:make_stop"], "make_step"),
+        (["train.py:broken"], "no data here"),
+        (["--model", "llama", "--mode", "both"], "--mode: 'both' is not known"),
+        (["--show", "three.json", "--hardware", "none-such"], "none-such"),
+        (["--import", "three.json", "-o", "train.py/x"], "train.py is a file and no folder"),
+        (["--import", "three.json", "-o", "."], "--output: . is a folder: give the name of a file"),
+    ],
+)
+def test_bad_input_gets_one_message(run: Run, files: Path, arguments: list[str], says: str) -> None:
+    before = sorted(files.iterdir())
+    status, output, errors = run(*arguments)
+    assert (status, output) == (2, "")
+    assert says in errors
+    assert "Traceback" not in errors
+    (message,) = [line for line in errors.splitlines() if line != "importing"]
+    assert message.startswith("umem: ")
+    assert [path for path in sorted(files.iterdir()) if path.name != "__pycache__"] == before

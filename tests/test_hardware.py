@@ -1,0 +1,738 @@
+"""Hardware profiles: units, sources, inheritance, errors with their place, detection, the CLI."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import umem
+from umem import capabilities
+from umem.capabilities import Capabilities, NumaNode
+from umem.cli.hardware import app
+from umem.errors import HardwareError, UnsupportedError
+from umem.hardware import (
+    Hardware,
+    Source,
+    explain_hardware,
+    figures,
+    hardware_dir,
+    hardware_names,
+    load_hardware,
+    with_durations,
+)
+from umem.hardware._detect import describe_machine
+from umem.hardware._fields import FIELDS, PRECISIONS, quantity_of
+from umem.hardware._quantities import CAPACITY, FLOPS, RATE, SLOWDOWN, TIME, Quantity
+from umem.policy import preset_names
+from umem.trace import Access, Precision, Trace
+
+GIB = 2**30
+CHECKOUT = Path(__file__).resolve().parents[1]
+PROFILES = ("a100-40-pcie", "a100-g10", "gh200-144", "gh200-96", "h200-pcie")
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(source: Any) -> list[str]:
+    with pytest.raises(HardwareError) as caught:
+        load_hardware(source)
+    return str(caught.value).splitlines()
+
+
+# ---------------------------------------------------------------------------------- profiles
+
+
+def test_profiles_are_these_and_no_policies() -> None:
+    assert hardware_names() == PROFILES
+    assert {path.stem for path in hardware_dir().glob("*.yaml")} == set(PROFILES)
+    assert not set(PROFILES) & set(preset_names())
+
+
+def test_profiles_are_installed_with_the_policies() -> None:
+    lists = (CHECKOUT / "allocators" / "CMakeLists.txt").read_text(encoding="utf-8")
+    assert 'install(DIRECTORY "${PROJECT_SOURCE_DIR}/policies" DESTINATION .)' in lists
+    assert hardware_dir().parent.name == "policies"
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_profile_loads_under_its_own_name_with_a_source_for_every_figure(name: str) -> None:
+    hardware = load_hardware(name)
+    assert (hardware.name, load_hardware(hardware_dir() / f"{name}.yaml")) == (name, hardware)
+    assert hardware.description
+    values = figures(hardware)
+    assert set(hardware.sources) == set(values)
+    assert all(len(source.text) > 5 for source in hardware.sources.values())
+    assert set(hardware.flops_per_s) == set(PRECISIONS)
+    assert all(
+        value > 0
+        for field, value in values.items()
+        if isinstance(value, int | float) and field.endswith(("_bytes", "bytes_per_s"))
+    )
+
+
+def test_fields_are_those_of_hardware() -> None:
+    names = [field.name for field in fields(Hardware)]
+    assert ["name", "description", *FIELDS, "sources"] == names
+    assert tuple(member.name.lower() for member in Precision) == PRECISIONS
+
+
+def test_the_faults_of_an_h200_come_in_at_the_middle_of_what_was_measured() -> None:
+    h200 = load_hardware("h200-pcie")
+    pages = h200.block_bytes // h200.page_bytes
+    faulting = int(h200.speculation_threshold * pages) + 1
+    assert (pages, faulting) == (32, 17)
+    blocks = h200.faults_per_batch // faulting
+    moved = blocks * h200.block_bytes
+    time_s = (
+        h200.fault_batch_s
+        + blocks * faulting * h200.fault_service_s
+        + moved / h200.to_device_bytes_per_s
+    )
+    assert moved / time_s == pytest.approx(math.sqrt(5e9 * 12e9), rel=1e-3)
+
+
+def test_the_call_cost_of_an_h200_gives_what_four_threads_measured() -> None:
+    h200 = load_hardware("h200-pcie")
+    chunk = 32 * 2**20
+    rate = chunk / (h200.call_s + chunk / h200.to_device_bytes_per_s)
+    assert rate == pytest.approx(49e9, rel=1e-3)
+
+
+def test_the_machine_of_g10() -> None:
+    g10 = load_hardware("a100-g10")
+    assert (g10.device_bytes, g10.host_bytes) == (40 * GIB, 128 * GIB)
+    assert g10.to_device_bytes_per_s == g10.to_host_bytes_per_s == 15.754e9
+    assert g10.link_bytes_per_s == 2 * 15.754e9
+    assert (g10.fault_batch_s, g10.fault_service_s, g10.call_s) == (45e-6, 0, 0)
+    assert (g10.fault_eviction, g10.eviction_order) == ("overlapped", "access")
+    real = load_hardware("a100-40-pcie")
+    assert (real.fault_eviction, real.eviction_order) == ("serial", "migration")
+    assert real.fault_service_s > 0
+
+
+def test_grace_hoppers_differ_in_their_memory_only() -> None:
+    small, large = load_hardware("gh200-96"), load_hardware("gh200-144")
+    assert small.ats
+    assert large.ats
+    theirs = figures(large)
+    differing = {field for field, value in figures(small).items() if theirs[field] != value}
+    assert differing == {"device_bytes", "memory_bytes_per_s"}
+
+
+def test_a_profile_passes_through_and_other_types_are_refused() -> None:
+    hardware = load_hardware("h200-pcie")
+    assert load_hardware(hardware) is hardware
+    with pytest.raises(TypeError, match=r"a hardware profile is the name of .* not int"):
+        load_hardware(5)  # type: ignore[arg-type]
+
+
+def test_a_loaded_machine_is_frozen() -> None:
+    hardware = load_hardware("h200-pcie")
+    with pytest.raises(TypeError):
+        hardware.flops_per_s["bf16"] = 1.0  # type: ignore[index]
+    with pytest.raises(TypeError):
+        hardware.sources["call_s"] = Source("", True)  # type: ignore[index]
+
+
+def test_missing_profiles_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(umem, "__file__", str(tmp_path / "umem" / "__init__.py"))
+    with pytest.raises(HardwareError, match=r"no hardware profiles in .*: reinstall umem, or give"):
+        load_hardware("h200-pcie")
+    folder = tmp_path / "umem" / "policies" / "hardware"
+    folder.mkdir(parents=True)
+    write(folder, "description: moved\n", "h200-pcie.yaml")
+    assert hardware_dir() == folder
+
+
+# ---------------------------------------------------------------------------------- extends
+
+
+def test_a_figure_replaces_the_inherited_one_with_its_source(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        extends: h200-pcie
+        description: two cards share the link
+        call_s: {value: 1 ms, assumption: slow}
+        flops_per_s: {bf16: {value: 1 PFLOP/s, source: measured}}
+        """,
+    )
+    mine, h200 = load_hardware(path), load_hardware("h200-pcie")
+    assert (mine.name, mine.description) == ("mine", "two cards share the link")
+    assert (mine.call_s, mine.sources["call_s"]) == (1e-3, Source("slow", True))
+    assert mine.flops_per_s["bf16"] == 1e15
+    assert mine.flops_per_s["fp32"] == h200.flops_per_s["fp32"]
+    assert mine.sources["launch_s"] == h200.sources["launch_s"]
+
+
+def test_an_inherited_source_does_not_serve_a_new_value(tmp_path: Path) -> None:
+    path = write(tmp_path, "extends: h200-pcie\ncall_s: {value: 1 ms}\n")
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path}:2:9: call_s: neither source nor assumption: say where")
+
+
+def test_an_error_in_a_parent_names_the_parent(tmp_path: Path) -> None:
+    parent = write(tmp_path, "extends: h200-pcie\ncall_s: {value: 1, source: x}\n", "base.yaml")
+    (problem,) = problems_of(write(tmp_path, "extends: base.yaml\n"))
+    assert problem.startswith(
+        f"{parent}:2:17: call_s.value: 1 has no unit: give one such as '45 us'"
+    )
+
+
+def test_a_mapping_may_extend_a_profile() -> None:
+    mapping = {"extends": "gh200-96", "host_bytes": {"value": 2**40, "assumption": "more of it"}}
+    assert load_hardware(mapping).host_bytes == 2**40
+    (problem,) = problems_of({"extends": "gh200-96", "hots_bytes": {}})
+    assert problem.startswith("hardware profile mapping: hots_bytes: unknown key, did you mean")
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "says"),
+    [
+        ("nam: x\n", "2:1: nam", "unknown key, did you mean 'name'? Valid keys: name, "),
+        ("to_device: {}\n", "2:1: to_device", "did you mean 'to_device_bytes_per_s'?"),
+        ("call_s: {vlue: 1 us, source: x}\n", "2:10: call_s.vlue", "did you mean 'value'?"),
+        ("call_s: {vlue: 1 us, source: x}\n", "2:9: call_s", "no value: write {value: 45 us,"),
+        ("flops_per_s: {bf61: {}}\n", "2:15: flops_per_s.bf61", "did you mean 'bf16'?"),
+        ("flops_per_s: {fp8: 5}\n", "2:20: flops_per_s.fp8", "5 is not a mapping: write"),
+        ("flops_per_s: 5\n", "2:14: flops_per_s", "figures below it, by fp32, tf32, fp16, bf16"),
+        ("call_s: 45 us\n", "2:9: call_s", "is not a mapping: write {value: 45 us, source"),
+        ("call_s:\n", "2:8: call_s", "null is not a mapping"),
+        ("call_s: {value: 45 us}\n", "2:9: call_s", "neither source nor assumption"),
+        (
+            "call_s: {value: 45 us, source: a, assumption: b}\n",
+            "2:9: call_s",
+            "both source and assumption: keep the one that holds",
+        ),
+        ("call_s: {value: 1 us, source: ''}\n", "2:31: call_s.source", "empty: say where"),
+        ("call_s: {value: 1 us, source: 5}\n", "2:31: call_s.source", "5 is not text"),
+        (f"description: {'x' * 3000}\n", "2:14: description", "longer than 2000 characters"),
+        ("name: [x]\n", "2:7: name", "is not text"),
+        ("extends: h200\n", "3:1: extends", "duplicate key"),
+        # values
+        (
+            "call_s: {value: 45, source: x}\n",
+            "2:17: call_s.value",
+            "45 has no unit: give one such as '45",
+        ),
+        ("call_s: {value: -45 us, source: x}\n", "2:17: call_s.value", "not a number and a unit"),
+        ("call_s: {value: 45 μs, source: x}\n", "2:17: call_s.value", "an unknown unit"),
+        ("call_s: {value: 45 US, source: x}\n", "2:17: call_s.value", "did you mean 'us'?"),
+        ("call_s: {value: 2 s, source: x}\n", "2:17: call_s.value", "give 0 s to 1 s"),
+        ("call_s: {value: .inf, source: x}\n", "2:17: call_s.value", "not a number and a unit"),
+        ("call_s: {value: nan s, source: x}\n", "2:17: call_s.value", "not a number and a unit"),
+        ("call_s: {value: 1e3 us, source: x}\n", "2:17: call_s.value", "not a number and a unit"),
+        (
+            f"call_s: {{value: {'9' * 500} us, source: x}}\n",
+            "2:17: call_s.value",
+            "not a number and a unit",
+        ),
+        (
+            "link_bytes_per_s: {value: 51 GB, source: x}\n",
+            "2:27: link_bytes_per_s.value",
+            "unknown unit 'GB', did you mean 'GB/s'?",
+        ),
+        (
+            "link_bytes_per_s: {value: 0 GB/s, source: x}\n",
+            "2:27: link_bytes_per_s.value",
+            "give 1 MB/s to 1000 TB/s",
+        ),
+        (
+            "copy_slowdown_s_per_byte: {value: 5 ms, source: x}\n",
+            "2:35: copy_slowdown_s_per_byte.value",
+            "unknown unit 'ms': give a number and a unit, such as '5 ms/GiB'",
+        ),
+        (
+            "flops_per_s: {fp8: {value: 5 TFLOPS, source: x}}\n",
+            "2:28: flops_per_s.fp8.value",
+            "did you mean 'TFLOP/s'?",
+        ),
+        (
+            "device_bytes: {value: 40G, source: x}\n",
+            "2:23: device_bytes.value",
+            "'40G' could mean 40GiB or 40GB",
+        ),
+        ("device_bytes: {value: 0, source: x}\n", "2:23: device_bytes.value", "give 1 MiB to"),
+        (
+            "block_bytes: {value: 3 MiB, source: x}\n",
+            "2:22: block_bytes.value",
+            "not a power of two",
+        ),
+        ("ats: {value: yes, source: x}\n", "2:14: ats.value", "'yes' is not true or false"),
+        (
+            "faults_per_batch: {value: 1.5, source: x}\n",
+            "2:27: faults_per_batch.value",
+            "1.5 is not a whole number from 1 to 65535",
+        ),
+        (
+            "faults_per_batch: {value: true, source: x}\n",
+            "2:27: faults_per_batch.value",
+            "true is not a whole number",
+        ),
+        (
+            "speculation_threshold: {value: 0.51, source: x}\n",
+            "2:32: speculation_threshold.value",
+            "not a percentage",
+        ),
+        (
+            "fault_eviction: {value: seriel, source: x}\n",
+            "2:25: fault_eviction.value",
+            "did you mean 'serial'? Valid values: serial, overlapped",
+        ),
+        # values that contradict each other
+        (
+            "block_bytes: {value: 32 KiB, source: x}\n",
+            "2:22: block_bytes.value",
+            "less than page_bytes: give at least 64 KiB",
+        ),
+        (
+            "link_bytes_per_s: {value: 40 GB/s, source: x}\n",
+            "2:27: link_bytes_per_s.value",
+            "less than to_device_bytes_per_s: give at least 51 GB/s",
+        ),
+    ],
+)
+def test_error_names_file_line_column_key_and_remedy(
+    tmp_path: Path, text: str, place: str, says: str
+) -> None:
+    extends = "extends: h200-pcie\n" + ("name: x\n" if text.startswith("extends") else "")
+    path = write(tmp_path, extends + text)
+    problems = [line for line in problems_of(path) if line.startswith(f"{path}:{place}: ")]
+    assert len(problems) == 1
+    assert says in problems[0]
+    assert len(problems[0]) < 1000
+
+
+def test_all_problems_are_reported_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path, "extends: h200-pcie\nnme: x\ncall_s: {value: 1}\nats: {value: 1}\n")
+    places = [line.removeprefix(f"{path}:").split(": ")[:2] for line in problems_of(path)]
+    assert places == [
+        ["2:1", "nme"],
+        ["3:9", "call_s"],
+        ["3:17", "call_s.value"],
+        ["4:6", "ats"],
+        ["4:14", "ats.value"],
+    ]
+
+
+def test_an_empty_profile_misses_every_field(tmp_path: Path) -> None:
+    problems = problems_of(write(tmp_path, "name: nothing\n"))
+    assert len(problems) == len(FIELDS)
+    assert any("call_s: missing: write {value: 45 us, source: ...}" in line for line in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("h200-pci", "no hardware profile is called 'h200-pci', did you mean 'h200-pcie'? "),
+        ("zzz", "Hardware profiles: a100-40-pcie, a100-g10, gh200-144, gh200-96, h200-pcie"),
+        ("no/such.yaml", "no/such.yaml: cannot be read (no such file or directory)"),
+        ("a\0.yaml", "null"),
+        ("", "no hardware profile is called ''"),
+    ],
+)
+def test_unknown_names_and_files(name: str, says: str) -> None:
+    (problem,) = problems_of(name)
+    assert says in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "the file is empty: a hardware profile is a mapping, such as 'extends: h200-pcie'"),
+        ("a: &x 1\nb: *x\n", "aliases are not supported: put what profiles have in common in a"),
+        ("a: 1\n---\nb: 1\n", "keep one hardware profile per file"),
+        ("[" * 1000, "nested deeper than 16 levels: no hardware profile is"),
+        ("extends: mine.yaml\n", "a cycle"),
+    ],
+)
+def test_unreadable_text(tmp_path: Path, text: str, says: str) -> None:
+    (problem,) = problems_of(write(tmp_path, text))
+    assert says in problem
+
+
+def test_a_mapping_that_holds_itself_is_refused() -> None:
+    endless: dict[str, Any] = {}
+    endless["call_s"] = endless
+    (problem,) = problems_of(endless)
+    assert "nested deeper than 16 levels" in problem
+
+
+_WORDS = st.sampled_from(["name", "extends", "value", "source", "assumption", "bf16", *FIELDS])
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["51 GB/s", "45 us", "2 MiB", "h200-pcie", "5 ms/GiB", "51%", "serial"]),
+)
+_TREES = st.recursive(
+    _LEAVES,
+    lambda below: st.one_of(
+        st.lists(below, max_size=3),
+        st.dictionaries(st.one_of(_WORDS, st.text(max_size=9)), below, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.one_of(_WORDS, st.integers(), st.text(max_size=9)), _TREES, max_size=6))
+def test_any_mapping_is_a_profile_or_a_hardware_error(mapping: dict[Any, Any]) -> None:
+    for extended in (mapping, {**mapping, "extends": "h200-pcie"}):
+        with contextlib.suppress(HardwareError):
+            assert isinstance(load_hardware(extended), Hardware)
+
+
+@given(st.dictionaries(_WORDS, _TREES, max_size=4), st.text(max_size=30))
+def test_any_file_is_a_profile_or_a_hardware_error(
+    tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any], tail: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes((yaml.safe_dump(data) + tail).encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(HardwareError):
+        assert isinstance(load_hardware(path), Hardware)
+
+
+# ---------------------------------------------------------------------------------- quantities
+
+
+@pytest.mark.parametrize(
+    ("quantity", "text", "value"),
+    [
+        (TIME, "45 us", 45e-6),
+        (TIME, "13.33us", 13.33e-6),
+        (TIME, " 0 s ", 0.0),
+        (TIME, "1_000 ns", 1e-6),
+        (RATE, "15.754 GB/s", 15.754e9),
+        (RATE, "2 GiB/s", 2.0 * GIB),
+        (RATE, "4.36 TB/s", 4.36e12),
+        (SLOWDOWN, "5 ms/GiB", 5e-3 / GIB),
+        (SLOWDOWN, "1 s/TB", 1e-12),
+        (FLOPS, "1.2 PFLOP/s", 1.2e15),
+        (CAPACITY, "144 GB", 144 * 10**9),
+        (CAPACITY, 2**40, 2**40),
+    ],
+)
+def test_quantities_are_read_exactly(quantity: Quantity, text: Any, value: float) -> None:
+    assert quantity.parse(text) == value
+    assert type(quantity.parse(text)) is type(value)
+
+
+@given(st.sampled_from(PROFILES), st.floats(0.3, 3.0))
+def test_what_is_shown_can_be_read_back(name: str, factor: float) -> None:
+    for field, value in figures(load_hardware(name)).items():
+        quantity = quantity_of(field)
+        if isinstance(value, float) and field != "speculation_threshold":
+            value *= factor
+        shown = quantity.parse(yaml.safe_load(quantity.format(value)))
+        if isinstance(value, float):
+            assert shown == pytest.approx(value, rel=1e-5)
+        elif field != "device_bytes":
+            assert shown == value
+
+
+@pytest.mark.parametrize(
+    ("quantity", "value", "text"),
+    [
+        (TIME, 0.0, "0 s"),
+        (TIME, 27e-6, "27 us"),
+        (RATE, 1.41e12, "1.41 TB/s"),
+        (RATE, 999e9, "999 GB/s"),
+        (SLOWDOWN, 1e-7 / GIB, "0.0001 ms/GiB"),
+        (CAPACITY, 40 * GIB, "40 GiB"),
+        (CAPACITY, 480 * 10**9, "480 GB"),
+        (CAPACITY, 150109880320, "139.8 GiB"),
+    ],
+)
+def test_figures_are_shown_with_their_units(quantity: Quantity, value: Any, text: str) -> None:
+    assert quantity.format(value) == text
+
+
+def test_explain_has_a_row_for_every_figure() -> None:
+    hardware = load_hardware("h200-pcie")
+    rows = explain_hardware(hardware)
+    assert [row.field for row in rows] == list(figures(hardware))
+    by_field = {row.field: row for row in rows}
+    assert by_field["flops_per_s.bf16"].value == "660 TFLOP/s"
+    assert by_field["call_s"].value == "27 us"
+    source = by_field["call_s"].source
+    assert source is not None
+    assert source.assumption
+    made = replace(hardware, sources={})
+    assert {row.source for row in explain_hardware(made)} == {None}
+
+
+# ---------------------------------------------------------------------------------- roofline
+
+
+def a_trace(
+    flops: list[float],
+    memory_bytes: list[int],
+    precision: list[Precision],
+    duration_s: list[float] | None = None,
+) -> Trace:
+    phases = len(flops)
+    return Trace(
+        name="t",
+        source="made by hand",
+        tensor_names=("x",),
+        tensor_bytes=np.array([4096]),
+        tensor_class=np.zeros(1, np.uint8),
+        persistent=np.ones(1, np.bool_),
+        first_phase=np.zeros(1, np.int32),
+        last_phase=np.full(1, phases - 1, np.int32),
+        phase_names=tuple(map(str, range(phases))),
+        phase_kind=np.zeros(phases, np.uint8),
+        phase_precision=np.array(precision, np.uint8),
+        flops=np.array(flops),
+        memory_bytes=np.array(memory_bytes, np.int64),
+        duration_s=None if duration_s is None else np.array(duration_s),
+        access_start=np.arange(phases + 1, dtype=np.int64),
+        access_tensor=np.zeros(phases, np.int32),
+        access_mode=np.full(phases, Access.READ, np.uint8),
+    )
+
+
+def test_a_phase_lasts_as_its_slowest_part() -> None:
+    h200 = load_hardware("h200-pcie")
+    trace = a_trace(
+        [660e12, 660e12, 51e12, 0.0, 1.0],
+        [4096, 2 * 4_360 * 10**9, 0, 4_360 * 10**6, 8],
+        [Precision.BF16, Precision.BF16, Precision.FP32, Precision.FP8, Precision.TF32],
+    )
+    timed = with_durations(trace, h200)
+    assert timed.duration_s is not None
+    assert timed.duration_s == pytest.approx([1.0, 2.0, 1.0, 1e-3, h200.launch_s])
+    assert not timed.duration_s.flags.writeable
+    assert timed.tensor_bytes is trace.tensor_bytes
+
+
+def test_durations_of_a_trace_are_kept_unless_forced() -> None:
+    h200 = load_hardware("h200-pcie")
+    trace = a_trace([660e12], [0], [Precision.BF16], [5.0])
+    assert with_durations(trace, h200) is trace
+    forced = with_durations(trace, h200, force=True)
+    assert forced.duration_s == pytest.approx([1.0])
+
+
+def test_a_precision_that_the_machine_lacks_is_named() -> None:
+    h200 = load_hardware("h200-pcie")
+    poor = replace(h200, flops_per_s={"fp32": 1e12})
+    assert with_durations(a_trace([0.0], [0], [Precision.FP8]), poor).duration_s is not None
+    with pytest.raises(HardwareError, match=r"no throughput for fp8.* add flops_per_s\.fp8 to"):
+        with_durations(a_trace([1.0, 1.0], [0, 0], [Precision.FP32, Precision.FP8]), poor)
+
+
+# ---------------------------------------------------------------------------------- detection
+
+H200 = Capabilities(
+    device_index=0,
+    device_name="NVIDIA H200",
+    compute_capability=(9, 0),
+    total_bytes=150109880320,
+    free_bytes=None,
+    concurrent_managed_access=True,
+    pageable_memory_access=False,
+    pageable_uses_host_page_tables=False,
+    direct_managed_access_from_host=False,
+    prefetch_batch=True,
+    discard=True,
+    driver_version=(13, 0),
+    driver_release="580.159",
+    bindings_version=(13, 0),
+    copy_engines=3,
+    pcie_link=(5, 16),
+    nvlink_c2c=False,
+    cpu_architecture="x86_64",
+    host_numa_node=0,
+    device_numa_node=None,
+    numa_nodes=(NumaNode(0, 512 * GIB, True),),
+)
+GH200 = replace(
+    H200,
+    device_name="NVIDIA GH200 480GB",
+    total_bytes=int(94.5 * GIB),
+    pageable_memory_access=True,
+    pageable_uses_host_page_tables=True,
+    nvlink_c2c=True,
+    cpu_architecture="aarch64",
+    numa_nodes=(NumaNode(0, 480 * GIB, True), NumaNode(1, 95 * GIB, False)),
+)
+
+
+def test_the_machine_of_a_profile_keeps_its_figures() -> None:
+    profile = load_hardware("h200-pcie")
+    found = describe_machine(H200, 128 * GIB)
+    assert (found.name, found.host_bytes) == ("NVIDIA H200", 128 * GIB)
+    for field, value in figures(profile).items():
+        assert figures(found)[field] == value or field == "host_bytes"
+    assert found.sources["device_bytes"] == Source("detected", False)
+    assert found.sources["fault_service_s"] == profile.sources["fault_service_s"]
+    assert found.sources["to_device_bytes_per_s"].text.startswith("detected: PCIe 5 x16; measured")
+
+
+def test_another_link_scales_what_follows_it() -> None:
+    profile = load_hardware("h200-pcie")
+    found = describe_machine(replace(H200, pcie_link=(4, 16)), None)
+    assert found.to_device_bytes_per_s == pytest.approx(profile.to_device_bytes_per_s / 2)
+    assert found.mapped_bytes_per_s == pytest.approx(profile.mapped_bytes_per_s / 2)
+    assert found.to_host_bytes_per_s == profile.to_host_bytes_per_s  # the host bounds it
+    assert found.host_bytes == profile.host_bytes
+    source = found.sources["to_device_bytes_per_s"]
+    assert source == Source(
+        "detected: PCIe 4 x16; 51 GB/s of h200-pcie behind PCIe 5 x16, scaled to it", True
+    )
+    narrow = describe_machine(replace(H200, pcie_link=(4, 4)), None)
+    assert narrow.to_host_bytes_per_s == narrow.to_device_bytes_per_s
+    unknown = describe_machine(replace(H200, pcie_link=None), None)
+    assert unknown.to_device_bytes_per_s == profile.to_device_bytes_per_s
+    assert unknown.sources["link_bytes_per_s"] == profile.sources["link_bytes_per_s"]
+
+
+def test_a_strange_card_is_described_by_assumptions() -> None:
+    card = replace(
+        H200,
+        device_name="NVIDIA T4",
+        compute_capability=(7, 5),
+        total_bytes=15 * GIB,
+        pcie_link=(3, 16),
+    )
+    found = describe_machine(card, None)
+    assert found.device_bytes == 15 * GIB
+    assert found.description.endswith("a100-40-pcie's")
+    assert found.sources["block_bytes"].assumption
+    assert found.sources["block_bytes"].text.startswith("as a100-40-pcie, nearest: the driver")
+    assert not found.sources["device_bytes"].assumption
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "profile"), [(int(94.5 * GIB), "gh200-96"), (142 * GIB, "gh200-144")]
+)
+def test_a_grace_hopper_by_its_memory(total_bytes: int, profile: str) -> None:
+    # The kernel counts the GPU's memory as the host's too.
+    found = describe_machine(replace(GH200, total_bytes=total_bytes), 575 * GIB)
+    assert found.description.endswith(f"{profile}'s")
+    assert (found.ats, found.host_bytes) == (True, 480 * GIB)
+    theirs = load_hardware(profile)
+    assert found.memory_bytes_per_s == theirs.memory_bytes_per_s
+    assert found.to_device_bytes_per_s == theirs.to_device_bytes_per_s
+    assert found.sources["link_bytes_per_s"].text.startswith("detected: NVLink-C2C; ")
+    assert found.sources["memory_bytes_per_s"] == theirs.sources["memory_bytes_per_s"]
+
+
+def test_ats_may_be_switched_off() -> None:
+    found = describe_machine(replace(GH200, pageable_uses_host_page_tables=False), None)
+    assert not found.ats
+    assert found.description.endswith("gh200-96's")
+
+
+def test_without_a_gpu_the_remedy_is_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> Capabilities:
+        raise UnsupportedError("no NVIDIA driver on this machine")
+
+    monkeypatch.setattr(capabilities, "detect", refuse)
+    says = r"no GPU 0 to describe \(no NVIDIA driver.*choose a profile, one of a100-40-pcie, "
+    with pytest.raises(HardwareError, match=says):
+        Hardware.detect()
+    with pytest.raises(HardwareError, match=says):
+        load_hardware("detect")
+
+
+# ---------------------------------------------------------------------------------- CLI, docs
+
+runner = CliRunner()
+
+
+def test_cli_list() -> None:
+    result = runner.invoke(app, ["list"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert [name for name in PROFILES if name in result.stdout] == list(PROFILES)
+    assert "…" not in result.stdout
+    listed = json.loads(runner.invoke(app, ["list", "--json"]).stdout)
+    assert [profile["name"] for profile in listed] == list(PROFILES)
+
+
+def test_cli_show_has_a_line_for_every_figure() -> None:
+    result = runner.invoke(app, ["show", "gh200-144"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    for row in explain_hardware(load_hardware("gh200-144")):
+        assert re.search(rf"^{re.escape(row.field)} +{re.escape(row.value)} ", result.stdout, re.M)
+    assert "assumed: " in result.stdout
+    assert "…" not in result.stdout
+
+
+def test_cli_show_json_is_the_machine() -> None:
+    shown = json.loads(runner.invoke(app, ["show", "h200-pcie", "--json"]).stdout)
+    hardware = load_hardware("h200-pcie")
+    assert {field: shown[field]["value"] for field in figures(hardware)} == figures(hardware)
+    assert shown["call_s"]["assumption"] == hardware.sources["call_s"].text
+    assert shown["launch_s"]["source"] == hardware.sources["launch_s"].text
+
+
+def test_cli_errors_are_plain() -> None:
+    result = runner.invoke(app, ["show", "h200-pci"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "did you mean 'h200-pcie'?" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_command_starts_without_torch_and_numba() -> None:
+    code = (
+        "import sys, umem.cli.hardware\n"
+        "print([name for name in ('torch', 'numba') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def documentation() -> str:
+    return (CHECKOUT / "docs" / "hardware.md").read_text(encoding="utf-8")
+
+
+def test_docs_name_every_field() -> None:
+    first_cells = set(re.findall(r"^\| `([^`]+)` \|", documentation(), flags=re.MULTILINE))
+    assert first_cells == set(FIELDS) | set(PROFILES)
+
+
+def test_docs_have_the_figures_of_the_profiles() -> None:
+    columns = (
+        "device_bytes",
+        "memory_bytes_per_s",
+        "to_device_bytes_per_s",
+        "to_host_bytes_per_s",
+        "link_bytes_per_s",
+        "ats",
+    )
+    for name in PROFILES:
+        values = {row.field: row.value for row in explain_hardware(load_hardware(name))}
+        cells = " | ".join(values[column] for column in columns)
+        assert f"| `{name}` | {cells} |" in documentation()
+
+
+def test_the_example_in_the_docs_is_valid(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```yaml\n(extends:.*?)```", documentation(), flags=re.DOTALL)
+    hardware = load_hardware(write(tmp_path, example))
+    assert hardware.to_host_bytes_per_s == 12.5e9
+    assert hardware.sources["host_bytes"].assumption

@@ -1,0 +1,343 @@
+"""Pictures: what is drawn is what the report says, and a file is whole or not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from umem.classes import TensorClass
+from umem.errors import UmemError, UnsupportedError
+from umem.hardware import Hardware, load_hardware
+from umem.plots import link_figure, residency_figure, save, shares_figure
+from umem.prediction import published_share
+from umem.report import Cause, Direction, MigrationReport, Timeline, Traffic
+from umem.trace import Access, PhaseKind, Precision, Trace, ranges
+
+pytest.importorskip("matplotlib")
+
+GIB = 1 << 30
+PHASES = 8
+BINS = 20
+STEP_S = 0.4
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def moved(direction: Direction, cause: Cause, size_bytes: int, count: int) -> Traffic:
+    return Traffic(
+        direction, cause, TensorClass.OPTIMIZER_STATE, size_bytes, size_bytes / 300e9, count
+    )
+
+
+def made_up_report(
+    workload: str = "llama-2-7b-sft", planner: str = "planned", **changes: Any
+) -> MigrationReport:
+    start_s = np.arange(PHASES) * STEP_S / PHASES
+    resident = np.zeros((PHASES, len(TensorClass)), np.int64)
+    resident[:, TensorClass.WEIGHTS.number] = 12 * GIB
+    resident[:, TensorClass.OPTIMIZER_STATE.number] = 40 * GIB
+    resident[:, TensorClass.ACTIVATIONS.number] = np.arange(PHASES) * GIB
+    link = np.zeros((BINS, 2), np.int64)
+    link[3:5, 0] = 2e9
+    link[10, 1] = 3e9
+    report = MigrationReport(
+        workload=workload,
+        hardware="gh200-96",
+        policy="sft",
+        planner=planner,
+        step_s=STEP_S,
+        ideal_s=0.39,
+        lower_bound_s=0.39,
+        traffic=(
+            moved("to_device", "hint", 4 * 10**9, 40),
+            moved("to_host", "hint", 3 * 10**9, 20),
+        ),
+        memory_ops_s=0.1,
+        memory_ops_bytes=7 * 10**9,
+        memory_ops_count=40,
+        fault_pages=0,
+        fault_batches=0,
+        hint_count=6,
+        hints_late=1,
+        hints_wasted=0,
+        stall_s={"prefetch": 0.01},
+        timeline=Timeline(
+            phase_start_s=start_s,
+            phase_end_s=start_s + STEP_S / PHASES,
+            resident_bytes=resident,
+            budget_bytes=60 * GIB,
+            link_bin_s=STEP_S / BINS,
+            link_bytes=link,
+        ),
+    )
+    return replace(report, **changes)
+
+
+def trace_with_passes(words: list[str]) -> Trace:
+    phases = len(words)
+    return Trace(
+        name="made up",
+        source="test",
+        tensor_names=("w",),
+        tensor_bytes=np.array([GIB]),
+        tensor_class=np.zeros(1, np.uint8),
+        persistent=np.ones(1, np.bool_),
+        first_phase=np.zeros(1, np.int32),
+        last_phase=np.full(1, phases - 1, np.int32),
+        phase_names=tuple(f"{word} layer: mm" for word in words),
+        phase_kind=np.full(phases, PhaseKind.KERNEL, np.uint8),
+        phase_precision=np.full(phases, Precision.BF16, np.uint8),
+        flops=np.ones(phases),
+        memory_bytes=np.full(phases, GIB),
+        duration_s=np.full(phases, STEP_S / phases),
+        access_start=ranges(np.ones(phases, np.int64)),
+        access_tensor=np.zeros(phases, np.int32),
+        access_mode=np.full(phases, Access.READ, np.uint8),
+    )
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return load_hardware("gh200-96")
+
+
+def texts(figure: Any) -> list[str]:
+    """All that is written in a picture."""
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+
+
+def panels(figure: Any) -> list[Any]:
+    """The axes of a picture."""
+    return list(figure.axes)
+
+
+def notes(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+# ---------------------------------------------------------------------------------- residency
+
+
+def test_areas_are_the_resident_bytes_of_the_classes_that_there_are() -> None:
+    (axes,) = panels(residency_figure(made_up_report()))
+    labels = [area.get_label() for area in axes.collections]
+    assert labels == ["weights", "optimizer state", "activations"]
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
+    assert tops == pytest.approx([12, 52, 52 + PHASES - 1])
+    assert axes.get_ylabel() == "on the device, GiB"
+    assert axes.get_xlabel() == "time in the step, ms"
+    assert axes.get_xlim() == pytest.approx((0, STEP_S * 1e3))
+
+
+def test_a_class_has_one_colour_whatever_else_is_drawn() -> None:
+    all_of_it = made_up_report()
+    assert all_of_it.timeline is not None
+    only_state = np.zeros_like(all_of_it.timeline.resident_bytes)
+    only_state[:, TensorClass.OPTIMIZER_STATE.number] = GIB
+    alone = replace(all_of_it, timeline=replace(all_of_it.timeline, resident_bytes=only_state))
+    colours = []
+    for report in (all_of_it, alone):
+        (axes,) = panels(residency_figure(report))
+        (area,) = [area for area in axes.collections if area.get_label() == "optimizer state"]
+        colours.append(tuple(area.get_facecolor()[0]))
+    assert colours[0] == colours[1]
+
+
+def test_colours_differ() -> None:
+    from umem.plots._figure import CLASS_COLOURS
+
+    assert set(CLASS_COLOURS) == set(TensorClass)
+    assert len(set(CLASS_COLOURS.values())) == len(TensorClass)
+
+
+def test_the_budget_has_a_line_above_nothing_but_itself() -> None:
+    (axes,) = panels(residency_figure(made_up_report()))
+    (line,) = axes.lines
+    assert list(line.get_ydata()) == [60, 60]
+    assert "device budget 60 GiB" in notes(axes)
+
+
+def test_passes_are_marked_where_phases_are_named_by_them() -> None:
+    words = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2
+    (axes,) = panels(residency_figure(made_up_report(), trace_with_passes(words)))
+    assert {"forward", "backward", "optimizer"} <= set(notes(axes))
+    begins = [line.get_xdata()[0] for line in axes.lines if line.get_xdata()[0] > 0]
+    assert begins == pytest.approx([150, 300])
+    (axes,) = panels(residency_figure(made_up_report(), trace_with_passes(["gemm"] * PHASES)))
+    assert notes(axes) == ["device budget 60 GiB"]
+
+
+# ---------------------------------------------------------------------------------- link
+
+
+def test_link_use_is_the_timelines_against_the_hardwares(hardware: Hardware) -> None:
+    figure = link_figure(made_up_report(), hardware)
+    limits = (hardware.to_device_bytes_per_s, hardware.to_host_bytes_per_s)
+    # 2e9 and 3e9 bytes in bins of 20 ms.
+    for axes, highest, limit, total in zip(panels(figure), (100, 150), limits, (4, 3), strict=True):
+        (bars,) = axes.patches
+        assert bars.get_data().values.max() == pytest.approx(highest)
+        assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([limit / 1e9])
+        assert f"{total} GB in the step" in notes(axes)
+        assert axes.get_ylim()[1] > max(highest, limit / 1e9)
+
+
+@pytest.mark.parametrize("cause", ["mapped", "copy"])
+def test_what_is_no_page_transfer_has_its_own_line(hardware: Hardware, cause: Cause) -> None:
+    alone = made_up_report(traffic=(moved("to_device", cause, 10**9, 0),))
+    beside = replace(alone, traffic=(*alone.traffic, moved("to_device", "hint", 10**9, 9)))
+    own = {
+        "mapped": hardware.mapped_read_bytes_per_s,
+        "copy": hardware.copy_to_device_bytes_per_s,
+    }[cause]
+    for report, limits in ((alone, [own]), (beside, [own, hardware.to_device_bytes_per_s])):
+        drawn = [line.get_ydata()[0] for line in panels(link_figure(report, hardware))[0].lines]
+        assert drawn == pytest.approx([limit / 1e9 for limit in limits])
+
+
+def test_nothing_moved_is_drawn_too(hardware: Hardware) -> None:
+    report = made_up_report(traffic=())
+    assert report.timeline is not None
+    still = replace(report.timeline, link_bytes=np.zeros((BINS, 2), np.int64))
+    figure = link_figure(replace(report, timeline=still), hardware)
+    assert all("0 GB in the step" in notes(axes) for axes in panels(figure))
+
+
+# ---------------------------------------------------------------------------------- shares
+
+
+def test_bars_are_the_shares_and_published_ones_stand_beside() -> None:
+    reports = [
+        made_up_report(f"llama-2-7b-{mode}", planner, timeline=None)
+        for mode in ("lora", "sft")
+        for planner in ("fault", "planned")
+    ]
+    figure = shares_figure(reports)
+    report = reports[0]
+    shares = (report.um_ops_share, report.um_time_share, report.um_bytes_share)
+    assert len(set(shares)) == 3
+    for axes, share in zip(panels(figure), shares, strict=True):
+        plain = [bar.get_height() for bar in axes.patches if not bar.get_hatch()]
+        hatched = [bar.get_height() for bar in axes.patches if bar.get_hatch()]
+        assert plain == pytest.approx([100 * share] * 4)
+        assert hatched == pytest.approx([1.1, 9.8])
+        assert [label.get_text() for label in axes.get_xticklabels()] == [
+            "published",
+            "fault",
+            "planned",
+        ]
+    said = " ".join(texts(figure))
+    assert "NVIDIA" in said
+    assert "was not published" in said
+
+
+@pytest.mark.parametrize(
+    "changes", [{"workload": "bert"}, {"workload": "llama-2-7b-lora", "hardware": "h200-pcie"}]
+)
+def test_other_workloads_and_machines_have_no_published_share(changes: dict[str, str]) -> None:
+    figure = shares_figure([replace(made_up_report(), **changes)])  # type: ignore[arg-type]
+    assert all(not bar.get_hatch() for axes in panels(figure) for bar in axes.patches)
+    assert not any("published" in text for text in texts(figure))
+
+
+def test_shares_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="no reports"):
+        shares_figure([])
+
+
+def test_published_shares_name_their_source() -> None:
+    for workload, share in (("llama-2-7b-lora", 0.011), ("llama-2-7b-sft", 0.098)):
+        published = published_share(made_up_report(workload))
+        assert published is not None
+        assert published.share == share
+        assert "NVIDIA" in published.source
+
+
+# ---------------------------------------------------------------------------------- all of them
+
+
+def test_all_that_is_written_lies_within_the_picture(hardware: Hardware) -> None:
+    report = made_up_report()
+    words = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2
+    for figure in (
+        residency_figure(report, trace_with_passes(words)),
+        link_figure(report, hardware),
+        shares_figure([report, replace(report, workload="llama-2-7b-lora", planner="fault")]),
+    ):
+        figure.draw_without_rendering()
+        width, height = figure.bbox.size
+        for text in [text for axes in panels(figure) for text in axes.texts] + figure.texts:
+            box = text.get_window_extent()
+            assert box.x0 >= 0, text
+            assert box.y0 >= 0, text
+            assert box.x1 <= width, text
+            assert box.y1 <= height, text
+
+
+def test_a_report_without_timeline_is_refused(hardware: Hardware) -> None:
+    bare = made_up_report(timeline=None)
+    with pytest.raises(UmemError, match="no timeline to draw: simulate with timeline=True"):
+        residency_figure(bare)
+    with pytest.raises(UmemError, match="no timeline to draw"):
+        link_figure(bare, hardware)
+
+
+def test_saved_as_png_and_svg(tmp_path: Path) -> None:
+    figure = shares_figure([made_up_report(timeline=None)])
+    save(figure, tmp_path / "new folder" / "shares.png")
+    save(figure, tmp_path / "shares.svg")
+    assert (tmp_path / "new folder" / "shares.png").read_bytes().startswith(PNG)
+    drawn = (tmp_path / "shares.svg").read_text(encoding="utf-8")
+    assert drawn.startswith("<?xml")
+    assert "dc:date" not in drawn
+
+
+def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "shares.png"
+    path.write_bytes(b"old")
+    figure = shares_figure([made_up_report(timeline=None)])
+    figure.text(0.5, 0.5, r"$\nonsense{$")
+    with pytest.raises(ValueError, match="nonsense"):
+        save(figure, path)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    figure = shares_figure([made_up_report(timeline=None)])
+    with pytest.raises(UmemError, match=r"shares\.pdf: a picture's name ends in \.png or \.svg"):
+        save(figure, tmp_path / "shares.pdf")
+    (tmp_path / "file").touch()
+    with pytest.raises(UmemError, match=r"shares\.png: cannot be written .*choose another place"):
+        save(figure, tmp_path / "file" / "shares.png")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'umem\[plots\]'"):
+        residency_figure(made_up_report())
+
+
+def test_importing_the_package_loads_neither_matplotlib_nor_torch() -> None:
+    check = (
+        "import sys, umem.plots\n"
+        "assert not {'matplotlib', 'torch', 'numba'} & set(sys.modules), 'loaded'\n"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_pyplot_is_never_loaded(tmp_path: Path) -> None:
+    draw = (
+        "import sys\n"
+        "from umem.plots._figure import new_figure, save\n"
+        f"save(new_figure(1, 1), {str(tmp_path / 'empty.png')!r})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules, 'loaded'\n"
+    )
+    subprocess.run([sys.executable, "-c", draw], check=True)

@@ -1,0 +1,168 @@
+"""What all pictures share: colours, fonts, the time axis, and their way to a file."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from umem.classes import TensorClass
+from umem.errors import UmemError, UnsupportedError
+from umem.files import replace_file
+from umem.report import MigrationReport, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "CLASS_COLOURS",
+    "FORMATS",
+    "GREY",
+    "NOTE_POINTS",
+    "PAPER",
+    "TEXT_POINTS",
+    "class_words",
+    "new_figure",
+    "require_matplotlib",
+    "require_timeline",
+    "save",
+    "style",
+    "time_unit",
+    "title",
+]
+
+FORMATS = ("png", "svg")
+
+# Okabe and Ito's palette, which people with any common colour blindness can tell apart.
+CLASS_COLOURS: Mapping[TensorClass, str] = MappingProxyType(
+    {
+        TensorClass.WEIGHTS: "#0072B2",
+        TensorClass.FROZEN_WEIGHTS: "#56B4E9",
+        TensorClass.GRADIENTS: "#E69F00",
+        TensorClass.OPTIMIZER_STATE: "#009E73",
+        TensorClass.ACTIVATIONS: "#D55E00",
+        TensorClass.OTHER: "#999999",
+    }
+)
+
+GREY = "#555555"
+TEXT_POINTS = 9
+NOTE_POINTS = 8
+PAPER: Mapping[str, str | float] = MappingProxyType(
+    {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+)
+"""Box behind a note, so that lines do not cross it."""
+_DOTS_PER_INCH = 144
+
+
+def require_matplotlib() -> None:
+    """Check that pictures can be made.
+
+    Raises
+    ------
+    UnsupportedError
+        If matplotlib is missing; the message says how to install it.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UnsupportedError(
+            "pictures need matplotlib, which is not installed: pip install 'umem[plots]'"
+        ) from None
+
+
+def require_timeline(report: MigrationReport) -> Timeline:
+    """Timeline of a report.
+
+    Raises
+    ------
+    UmemError
+        If it has none.
+    """
+    if report.timeline is None:
+        raise UmemError(
+            f"the report on {report.workload} with {report.planner} has no timeline to draw: "
+            "simulate with timeline=True"
+        )
+    return report.timeline
+
+
+def new_figure(width_inches: float, height_inches: float) -> Figure:
+    """Make an empty figure that knows nothing of pyplot.
+
+    Raises
+    ------
+    UnsupportedError
+        If matplotlib is missing.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_inches, height_inches), dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def style(axes: Axes) -> None:
+    """Leave out what carries no information, and set the size of the numbers."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=NOTE_POINTS)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def title(report: MigrationReport) -> str:
+    """What a picture of one report is of."""
+    factor, unit = time_unit(report.step_s)
+    return (
+        f"{report.workload}, planner {report.planner}, policy {report.policy}, on "
+        f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
+        f"{report.ideal_s * factor:.3g} {unit}"
+    )
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """Factor from seconds, and name, of the unit that suits times up to this one."""
+    if longest_s < 1e-3:
+        return 1e6, "µs"
+    return (1e3, "ms") if longest_s < 1 else (1.0, "s")
+
+
+def class_words(tensor_class: TensorClass) -> str:
+    """Name of a class as a legend has it."""
+    return tensor_class.value.replace("_", " ")
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a picture in one piece: a reader sees the old file or the whole new one.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+        From one of the functions of this package.
+    path : path
+        Ends in ``.png`` or ``.svg``; its folder is made if missing.
+
+    Raises
+    ------
+    UmemError
+        If the ending is another one, or the file cannot be written.
+    """
+    path = Path(path)
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in FORMATS:
+        raise UmemError(f"{path}: a picture's name ends in .{' or .'.join(FORMATS)}")
+    picture = io.BytesIO()
+    # Without a date, the same report gives the same picture.
+    figure.savefig(picture, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    try:
+        replace_file(path, picture.getvalue())
+    except OSError as error:
+        raise UmemError(
+            f"{path}: cannot be written ({error.strerror}): choose another place"
+        ) from None
