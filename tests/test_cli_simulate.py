@@ -167,14 +167,14 @@ def test_json_is_all_that_is_printed(run: Run, layers: Path) -> None:
         ("layers", "planned"),
         ("layers", "fault"),
     ]
-    assert all(row["hardware"] == "gh200-96" and row["policy"] == "sft" for row in rows)
+    assert all(row["hardware"] == "gh200-96" and row["policy"] == "managed" for row in rows)
     assert all(row["step_s"] >= 0.999 * row["lower_bound_s"] for row in rows)
 
 
 def test_the_table_has_a_row_for_each_planner_and_fits_80_columns(run: Run, layers: Path) -> None:
     status, output, errors = run("simulate", "--trace", layers, "--budget", "1GiB")
     assert (status, errors) == (0, "")
-    assert "layers on gh200-96, policy sft, 1 GiB of device memory" in output
+    assert "layers on gh200-96, policy managed, 1 GiB of device memory" in output
     assert "all resident 128 ms" in output
     rows = {line.split()[0]: line for line in output.splitlines() if line}
     assert {"fault", "planned"} <= set(rows)

@@ -62,7 +62,8 @@ def predict(
     planners : sequence of str
         Names of :data:`umem.planner.PLANNERS`.
     addresses : {"reused", "own"}
-        As in :func:`umem.simulator.simulate`.
+        As in :func:`umem.simulator.simulate`, for the planner ``fault``. The others know what is
+        dead and free it.
     window : int
         Phases that the planner ``lookahead`` sees.
     timeline : bool
@@ -102,7 +103,14 @@ def predict(
         schedule = plan(timed, hardware, policy, planner, window=window)
         say(f"Simulating {trace.name} with {planner}")
         reports.append(
-            simulate(timed, schedule, hardware, policy, addresses=addresses, timeline=timeline)
+            simulate(
+                timed,
+                schedule,
+                hardware,
+                policy,
+                addresses=addresses if planner == "fault" else "reused",
+                timeline=timeline,
+            )
         )
     return tuple(reports)
 

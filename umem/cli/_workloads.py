@@ -68,7 +68,7 @@ HardwareOption = Annotated[
 ]
 PolicyOption = Annotated[
     str | None,
-    typer.Option(help="A preset's name or a YAML file (the mode's own preset; sft for a trace)."),
+    typer.Option(help="A preset's name or a YAML file (the mode's preset; managed for a trace)."),
 ]
 BudgetOption = Annotated[
     str | None,
@@ -126,7 +126,7 @@ def find_workloads(
         for option, value in given.items():
             if value is not None:
                 raise UmemError(f"{option}: a trace is what it is: give {option} or --trace")
-        return (Workload("sft", partial(_load, trace)),)
+        return (Workload("managed", partial(_load, trace)),)
     if model is None:
         raise UmemError("nothing to run: give --model, such as llama-2-7b, or --trace FILE")
     from umem.trace import MODES

@@ -60,7 +60,8 @@ def simulate(
     addresses: Annotated[
         str,
         typer.Option(
-            help="reused: the newborn get the memory of the dead; own: nothing is ever freed."
+            help="reused: the newborn get the memory of the dead; own: every tensor has its own "
+            "address and fault never frees it, as some published baselines assume."
         ),
     ] = "reused",
     window: WindowOption = 8,
