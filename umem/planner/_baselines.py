@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
 
+from umem.compiled import compiled
 from umem.planner._placement import Placement, in_order
 from umem.schedule import HintOp, Home, Schedule
 
@@ -73,7 +73,7 @@ def _windowed(problem: Placement, window: int, name: str, *, by_next_use: bool) 
     return in_order(problem, name, [rows], waits=False)
 
 
-@njit(cache=True)
+@compiled
 def _window_hints(
     access_start,
     access_tensor,

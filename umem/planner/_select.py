@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
+
+from umem.compiled import compiled
 
 __all__ = ["NOT_NEEDED", "select"]
 
@@ -18,7 +19,7 @@ _FIRST = 1e9
 """Seconds by which a tensor counts as needed later that the policy sends away before others."""
 
 
-@njit(cache=True)
+@compiled
 def select(
     access_start,
     access_tensor,
@@ -195,7 +196,7 @@ def select(
     return needed_by
 
 
-@njit(cache=True)
+@compiled
 def _time_at(time_s, step_s, phase):
     """Start of a phase that may lie in a later step."""
     return time_s[phase % len(time_s)] + step_s * (phase // len(time_s))

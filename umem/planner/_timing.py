@@ -10,7 +10,8 @@ import heapq
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from umem.compiled import compiled
 
 __all__ = ["earliest_issue", "latest_starts", "leave_times", "phases_at", "spare_ends"]
 
@@ -44,7 +45,7 @@ def phases_at(
     return phase.astype(np.int64) + steps.astype(np.int64) * len(time_s)
 
 
-@njit(cache=True)
+@compiled
 def latest_starts(needed_s, transfer_s, step_s):
     """Latest start of each transfer to the device such that all are in time, one after another.
 
@@ -72,7 +73,7 @@ def latest_starts(needed_s, transfer_s, step_s):
     return starts
 
 
-@njit(cache=True)
+@compiled
 def leave_times(ready_s, needed_s, transfer_s, step_s):
     """Start and end of each transfer to the host: as early as may be, the most urgent first.
 
@@ -141,9 +142,10 @@ def spare_ends(
     busy_s = float((ends - starts).sum())
     if busy_s >= step_s:
         return np.full(len(ready_s), np.inf)
-    # Three steps' edges of busy times; spare time grows in between.
+    # Edges of busy times in three steps, and what the step before has left over; spare time grows
+    # in between.
     knots = np.concatenate(
-        [np.stack([starts, ends], axis=1).ravel() + k * step_s for k in range(3)]
+        [np.stack([starts, ends], axis=1).ravel() + k * step_s for k in range(-1, 3)]
     )
     knots = np.maximum.accumulate(np.concatenate(([0.0], knots, [3 * step_s])))
     grows = np.arange(len(knots) - 1) % 2 == 0
@@ -156,7 +158,7 @@ def spare_ends(
     return np.where(too_long, np.inf, knots[knot] - np.maximum(spare[knot] - wanted, 0.0))
 
 
-@njit(cache=True)
+@compiled
 def earliest_issue(order, away_from, back_at, size_bytes, resident_bytes, capacity_bytes):
     """Bring each return forward to the first phase from which there is room until it is due.
 
@@ -210,7 +212,7 @@ def earliest_issue(order, away_from, back_at, size_bytes, resident_bytes, capaci
     return issue
 
 
-@njit(cache=True)
+@compiled
 def _add(most, added, width, low, high, size):
     """Add to the phases [low, high)."""
     left, right = low + width, high + width - 1
@@ -233,7 +235,7 @@ def _add(most, added, width, low, high, size):
             node //= 2
 
 
-@njit(cache=True)
+@compiled
 def _last_above(most, added, width, low, high, limit):
     """Last phase of [low, high) whose value is above `limit`; -1 for none."""
     # Depth first from the right; each entry is a node, its first phase, its width and what its

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
 
+from umem.compiled import compiled
 from umem.hardware import Hardware
 from umem.trace import NO_GAP, Access, Trace, find_gaps, require_durations
 
@@ -91,7 +91,7 @@ def unavoidable_bytes(trace: Trace, capacity_bytes: int) -> tuple[float, float]:
     return in_bytes, out_bytes
 
 
-@njit(cache=True)
+@compiled
 def _dropped_bytes(
     access_start, after_access, access_tensor, next_use, tensor_bytes, capacity, steps
 ):

@@ -11,8 +11,8 @@ so time is exact: the next event is the earliest completion.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from umem.compiled import compiled
 from umem.report import CAUSES
 from umem.schedule import HintOp, Home
 from umem.trace._model import Access
@@ -40,7 +40,7 @@ PREFETCH, EVICT, DISCARD, COPY_IN, COPY_OUT = map(int, HintOp)
 # --- the driver's list of blocks that it may evict, oldest first ---
 
 
-@njit(cache=True)
+@compiled
 def _append(m, blocks, tensors, block):
     blocks[block].older = m.newest
     blocks[block].newer = -1
@@ -52,7 +52,7 @@ def _append(m, blocks, tensors, block):
     blocks[block].listed = True
 
 
-@njit(cache=True)
+@compiled
 def _unlist(m, blocks, tensors, block):
     if not blocks[block].listed:
         return
@@ -68,7 +68,7 @@ def _unlist(m, blocks, tensors, block):
     blocks[block].listed = False
 
 
-@njit(cache=True)
+@compiled
 def _evictable(tensors, tensor):
     return tensors[tensor].home != KEEP and tensors[tensor].home != SYSTEM
 
@@ -76,7 +76,7 @@ def _evictable(tensors, tensor):
 # --- residency ---
 
 
-@njit(cache=True)
+@compiled
 def _take(m, blocks, tensors, block):
     """Count the device memory of a block."""
     size = blocks[block].bytes
@@ -84,7 +84,7 @@ def _take(m, blocks, tensors, block):
     m.class_bytes[tensors[blocks[block].tensor].number] += size
 
 
-@njit(cache=True)
+@compiled
 def _give(m, blocks, tensors, block):
     """Count the device memory of a block as free."""
     size = blocks[block].bytes
@@ -92,7 +92,7 @@ def _give(m, blocks, tensors, block):
     m.class_bytes[tensors[blocks[block].tensor].number] -= size
 
 
-@njit(cache=True)
+@compiled
 def _settle(m, blocks, tensors, block, keeps_copy):
     """A block whose device memory is taken has its contents there now."""
     tensor = blocks[block].tensor
@@ -104,7 +104,7 @@ def _settle(m, blocks, tensors, block, keeps_copy):
         _append(m, blocks, tensors, block)
 
 
-@njit(cache=True)
+@compiled
 def _unsettle(m, blocks, tensors, block):
     """A block is about to leave the device, or to die there."""
     tensor = blocks[block].tensor
@@ -113,13 +113,13 @@ def _unsettle(m, blocks, tensors, block):
     _unlist(m, blocks, tensors, block)
 
 
-@njit(cache=True)
+@compiled
 def _is_whole(tensors, tensor):
     """Whether all of a tensor is on the device, so that there is nothing to do block by block."""
     return tensors[tensor].settled == tensors[tensor].end - tensors[tensor].first
 
 
-@njit(cache=True)
+@compiled
 def _kill(m, blocks, tensors, block):
     """The contents of a block are dead."""
     state = blocks[block].state
@@ -133,7 +133,7 @@ def _kill(m, blocks, tensors, block):
     blocks[block].state = NONE
 
 
-@njit(cache=True)
+@compiled
 def _bury(m, blocks, tensors, block):
     """End a transfer whose block died under way; the block's device memory is counted still."""
     _give(m, blocks, tensors, block)
@@ -142,7 +142,7 @@ def _bury(m, blocks, tensors, block):
     blocks[block].doomed = False
 
 
-@njit(cache=True)
+@compiled
 def _drop(m, blocks, tensors, block):
     """Free the device memory of a block that has a valid copy on the host."""
     _unsettle(m, blocks, tensors, block)
@@ -154,7 +154,7 @@ def _drop(m, blocks, tensors, block):
 # --- the link ---
 
 
-@njit(cache=True)
+@compiled
 def _start_in(sim):
     """Give the idle direction to the device its next block, if one may go."""
     m = sim.machine[0]
@@ -216,7 +216,7 @@ def _start_in(sim):
         _take(m, blocks, tensors, block)
 
 
-@njit(cache=True)
+@compiled
 def _start_out(sim):
     """Give the idle direction to the host its next block."""
     m = sim.machine[0]
@@ -258,7 +258,7 @@ def _start_out(sim):
         blocks[block].state = LEAVING
 
 
-@njit(cache=True)
+@compiled
 def _arrive(sim):
     m = sim.machine[0]
     blocks = sim.blocks
@@ -278,7 +278,7 @@ def _arrive(sim):
         _settle(m, blocks, tensors, block, tensors[tensor].home == DUPLICATE or m.in_cause == COPY)
 
 
-@njit(cache=True)
+@compiled
 def _leave(sim):
     m = sim.machine[0]
     blocks = sim.blocks
@@ -298,7 +298,7 @@ def _leave(sim):
     blocks[block].state = HOST
 
 
-@njit(cache=True)
+@compiled
 def _event(sim, until_s):
     """Go on to the next event of the link, at most to `until_s`; False if nothing moves."""
     m = sim.machine[0]
@@ -372,14 +372,14 @@ def _event(sim, until_s):
     return True
 
 
-@njit(cache=True)
+@compiled
 def _run_until(sim, until_s):
     m = sim.machine[0]
     while m.now_s < until_s:
         _event(sim, until_s)
 
 
-@njit(cache=True)
+@compiled
 def _carry(sim, in_bytes, in_rate, out_bytes, out_rate):
     """Move bytes in the foreground, both directions at once; the background has what is left."""
     m = sim.machine[0]
@@ -392,7 +392,7 @@ def _carry(sim, in_bytes, in_rate, out_bytes, out_rate):
 # --- demand paging ---
 
 
-@njit(cache=True)
+@compiled
 def _evict_oldest(sim, need_bytes):
     """Send the oldest blocks that the phase does not use to the host.
 
@@ -428,7 +428,7 @@ def _evict_oldest(sim, need_bytes):
     return out_bytes, need_bytes
 
 
-@njit(cache=True)
+@compiled
 def _wait_for_room(sim, size):
     """Wait for evictions that were asked for, as long as they are what makes room."""
     m = sim.machine[0]
@@ -443,7 +443,7 @@ def _wait_for_room(sim, size):
     sim.stall_s[STALL_ROOM] += m.now_s - began_s
 
 
-@njit(cache=True)
+@compiled
 def _serve_faults(sim, count, pages, arrivals_bytes):
     """One batch of faults: `count` blocks of ``sim.batch``, of which `pages` pages fault."""
     m = sim.machine[0]
@@ -485,14 +485,14 @@ def _serve_faults(sim, count, pages, arrivals_bytes):
     return True
 
 
-@njit(cache=True)
+@compiled
 def _faulting_pages(m, size):
     """Pages of a block that fault before the driver's speculation brings the rest."""
     pages = (size + m.page_bytes - 1) // m.page_bytes
     return min(pages, int(m.speculation_threshold * pages) + 1)
 
 
-@njit(cache=True)
+@compiled
 def _fault_in(sim, first, last):
     """Bring in what the phase's accesses find on the host, and give new blocks their memory."""
     m = sim.machine[0]
@@ -561,7 +561,7 @@ def _fault_in(sim, first, last):
 # --- the step ---
 
 
-@njit(cache=True)
+@compiled
 def place(sim, persistent):
     """Start with what is kept on the device there, then with what fits; False if that is too much.
 
@@ -586,7 +586,7 @@ def place(sim, persistent):
     return True
 
 
-@njit(cache=True)
+@compiled
 def _issue(sim, phase):
     m = sim.machine[0]
     blocks = sim.blocks
@@ -610,7 +610,7 @@ def _issue(sim, phase):
             m.out_tail += 1
 
 
-@njit(cache=True)
+@compiled
 def _claim(sim, first, last):
     """Pin what the phase uses, and keep it: evictions of it that have not begun are off."""
     m = sim.machine[0]
@@ -628,7 +628,7 @@ def _claim(sim, first, last):
                     _append(m, blocks, tensors, block)
 
 
-@njit(cache=True)
+@compiled
 def _await(sim, first, last):
     """Wait for what is in flight, and for what was asked for where the schedule says so."""
     m = sim.machine[0]
@@ -657,7 +657,7 @@ def _await(sim, first, last):
     sim.stall_s[STALL_PREFETCH] += m.now_s - began_s
 
 
-@njit(cache=True)
+@compiled
 def _use(sim, first, last):
     """Mark what is written; give the bytes read and written in place over the link."""
     m = sim.machine[0]
@@ -702,7 +702,7 @@ def _use(sim, first, last):
     return read_bytes, written_bytes
 
 
-@njit(cache=True)
+@compiled
 def _compute(sim, duration_s, read_bytes, written_bytes):
     """Run the phase's kernel, beside what it reads and writes in place."""
     m = sim.machine[0]
@@ -724,7 +724,7 @@ def _compute(sim, duration_s, read_bytes, written_bytes):
         _run_until(sim, m.now_s + slowed_s)
 
 
-@njit(cache=True)
+@compiled
 def run_step(sim):
     """Run the step once more; False if a phase does not fit, which is then ``failed_phase``."""
     m = sim.machine[0]
