@@ -42,7 +42,7 @@ from umem.policy import (
 
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parents[1]
-PRESETS = ("inference", "lora", "rmm-managed", "sft")
+PRESETS = ("inference", "lora", "managed", "rmm-managed", "sft")
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_unknown_preset_names_the_nearest_and_all() -> None:
     with pytest.raises(PolicyError, match="no preset is called 'rmm_manged', did you mean") as e:
         load_policy("rmm_manged")
     assert "'rmm-managed'?" in str(e.value)
-    assert "Presets: inference, lora, rmm-managed, sft" in str(e.value)
+    assert "Presets: inference, lora, managed, rmm-managed, sft" in str(e.value)
 
 
 def test_a_file_named_like_a_preset_is_pointed_out(

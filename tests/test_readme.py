@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
+PREDICTED = ROOT / "benchmarks" / "results" / "predicted-llama-2-7b-gh200-96.txt"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -46,3 +50,33 @@ def test_memory_summary_is_a_runs() -> None:
     assert found, "README.md shows no memory summary"
     run = ROOT / "benchmarks" / "results" / "h200-finetune-sft-small.txt"
     assert found.group() in run.read_text(encoding="utf-8")
+
+
+def test_prediction_is_the_committed_one() -> None:
+    found = re.search(
+        r"^\$ umem simulate --model llama-2-7b\n(.*?)\n```", README, re.DOTALL | re.MULTILINE
+    )
+    assert found, "README.md shows no prediction"
+    assert found.group(1).strip() == PREDICTED.read_text(encoding="utf-8").strip()
+
+
+@pytest.mark.slow
+def test_the_committed_prediction_is_what_the_command_says() -> None:
+    said = subprocess.run(
+        [Path(sys.executable).parent / "umem", "simulate", "--model", "llama-2-7b"],
+        env=os.environ | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    committed = PREDICTED.read_text(encoding="utf-8").split()
+    assert len(said) == len(committed)
+    for word, expected in zip(said, committed, strict=True):
+        number = expected.rstrip(",%").replace(",", "")
+        if re.fullmatch(r"[0-9.]+", number):
+            # Another torch may record a few operators more or less.
+            assert float(word.rstrip(",%").replace(",", "")) == pytest.approx(
+                float(number), rel=0.03
+            )
+        else:
+            assert word == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,8 @@ def place(problem: Placement, clock: Clock, *, name: str, slack: float) -> Sched
         returns[chosen] = moves.back
         gone_s = spare_ends(idle_s, out_s, moves.leave_s, moves.gone_s, clock.step_s)
         gone_s[chosen] = moves.gone_s
-    return in_order(problem, name, [discards(problem), _hints_of(problem, moves)])
+    moves = _in_time(moves)
+    return in_order(problem, name, [discards(problem), _hints_of(problem, clock, moves)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,14 +135,23 @@ def _times(
     )
 
 
-def _hints_of(problem: Placement, moves: _Moves) -> npt.NDArray[np.float64]:
-    trace = problem.trace
+def _in_time(moves: _Moves) -> _Moves:
+    """Without what could leave only after its next use."""
+    goes = moves.leave < moves.due
+    return replace(moves, **{name: column[goes] for name, column in vars(moves).items()})
+
+
+def _hints_of(problem: Placement, clock: Clock, moves: _Moves) -> npt.NDArray[np.float64]:
+    trace, count = problem.trace, problem.trace.phase_count
     tensor = problem.gaps.tensor[moves.gap]
     resident = _resident_bytes(problem, tensor, np.minimum(moves.gone, moves.back), moves.back)
+    # Phases before 0 lie in the step before the one that a return is due in.
+    due = moves.due % count
+    own_step = moves.due - due
     issue = earliest_issue(
-        np.argsort(moves.due % trace.phase_count, kind="stable"),
-        moves.gone,
-        moves.back,
+        np.argsort(due, kind="stable"),
+        moves.gone - own_step,
+        moves.back - own_step,
         trace.tensor_bytes[tensor],
         resident,
         problem.capacity_bytes,
@@ -151,8 +161,15 @@ def _hints_of(problem: Placement, moves: _Moves) -> npt.NDArray[np.float64]:
     back = np.where(copied, HintOp.COPY_IN, HintOp.PREFETCH)
     return np.concatenate(
         [
-            _hints(problem, moves.leave, out, tensor, moves.leave_s),
-            _hints(problem, issue, back, tensor, moves.due),
+            _hints(
+                problem,
+                moves.leave,
+                out,
+                tensor,
+                moves.leave_s - moves.leave // count * clock.step_s,
+            ),
+            # As seen from the step that the hint is issued in.
+            _hints(problem, issue, back, tensor, due - issue // count * count),
         ]
     )
 

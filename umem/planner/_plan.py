@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from umem.classes import TensorClass
+from umem.config import did_you_mean
 from umem.errors import PlanError
 from umem.hardware import Hardware
 from umem.planner._baselines import fault, lookahead, oracle
@@ -16,7 +18,7 @@ from umem.planner._placement import Clock, Placement, place
 from umem.policy import ResolvedPolicy
 from umem.schedule import HintOp, Home, Schedule
 from umem.simulator import Run, lower_bound_s, run
-from umem.trace import Trace, find_gaps, require_durations
+from umem.trace import Trace, find_gaps, ranges, require_durations
 from umem.units import format_bytes
 
 __all__ = ["PLANNERS", "plan"]
@@ -65,10 +67,12 @@ def plan(
     ------
     PlanError
         For an unknown planner, a window below 1, a policy that asks for what the machine lacks, or
-        a phase whose working set does not fit the budget.
+        a phase whose working set does not fit the budget, or more off the device than the host
+        holds.
     """
     if planner not in PLANNERS:
-        raise PlanError(f"no planner is called {planner!r}: choose from {', '.join(PLANNERS)}")
+        hint = did_you_mean(planner, PLANNERS) or "."
+        raise PlanError(f"no planner is called {planner!r}{hint} Planners: {', '.join(PLANNERS)}")
     if window < 1:
         raise PlanError(f"a window of {window} phases looks at nothing: give 1 or more")
     problem = _pose(trace, hardware, policy, {})
@@ -96,6 +100,7 @@ def _pose(
         hardware.device_bytes if budget is None else budget,
     )
     _check_working_sets(problem)
+    _check_host(problem)
     return problem
 
 
@@ -103,6 +108,10 @@ def _planned(problem: Placement, policy: ResolvedPolicy) -> Schedule:
     """The fastest of what page migration gives, of other mechanisms by class, and of faults."""
     trace, hardware = problem.trace, problem.hardware
     bound_s = lower_bound_s(trace, hardware, problem.capacity_bytes)
+    paging = fault(problem)
+    paged_s = run(trace, paging, hardware, policy).step_s
+    if paged_s <= bound_s * (1 + 1e-9):
+        return replace(paging, planner="planned")  # everything fits: there is nothing to ask for
     best, best_run = _best(problem, policy, bound_s)
     moved = set(trace.tensor_class[best.hint_tensor[best.hint_op != HintOp.DISCARD]].tolist())
     mechanisms: dict[TensorClass, str] = {}
@@ -113,14 +122,15 @@ def _planned(problem: Placement, policy: ResolvedPolicy) -> Schedule:
             if best_run.step_s <= bound_s * _GOOD_ENOUGH:
                 break
             trial = mechanisms | {tensor_class: mechanism}
-            candidate, outcome = _best(_pose(trace, hardware, policy, trial), policy, bound_s)
+            try:
+                posed = _pose(trace, hardware, policy, trial)
+            except PlanError:
+                continue  # what is mapped takes host memory even where the device has room
+            candidate, outcome = _best(posed, policy, bound_s)
             # A change of mechanism has to be worth it.
             if outcome.step_s < best_run.step_s * 0.998:
                 best, best_run, mechanisms = candidate, outcome, trial
-    paging = fault(problem)
-    if run(trace, paging, hardware, policy).step_s < best_run.step_s:
-        return replace(paging, planner="planned")
-    return best
+    return best if best_run.step_s <= paged_s else replace(paging, planner="planned")
 
 
 def _best(problem: Placement, policy: ResolvedPolicy, bound_s: float) -> tuple[Schedule, Run]:
@@ -149,16 +159,50 @@ def _ideal_clock(trace: Trace) -> Clock:
 
 
 def _check_working_sets(problem: Placement) -> None:
-    trace = problem.trace
-    off_device = np.isin(problem.holding.home, (Home.MAP, Home.SYSTEM))
-    on_device = np.where(off_device, 0, trace.tensor_bytes)
-    need = np.add.reduceat(np.append(on_device[trace.access_tensor], 0), trace.access_start[:-1])
-    need[np.diff(trace.access_start) == 0] = 0
+    """Refuse a phase that does not fit the budget beside what the policy keeps on the device."""
+    trace, home = problem.trace, problem.holding.home
+    kept = np.where(home == Home.KEEP, trace.tensor_bytes, 0)
+    moving = np.where(np.isin(home, (Home.MIGRATE, Home.DUPLICATE)), trace.tensor_bytes, 0)
+    kept_live = _live_bytes(trace, kept)
+    need = kept_live + _used_bytes(trace, moving)
     worst = int(np.argmax(need))
     if need[worst] > problem.capacity_bytes:
+        elsewhere = int(kept_live[worst] - _used_bytes(trace, kept)[worst])
+        less = f", less {format_bytes(elsewhere)} that the policy keeps there" if elsewhere else ""
         raise PlanError(
             f"trace {trace.name!r}: phases[{worst}] ({trace.phase_names[worst]}) uses "
-            f"{format_bytes(int(need[worst]))} at once, and the device budget is "
-            f"{format_bytes(problem.capacity_bytes)}: raise the budget, make batch or sequence "
-            "smaller, or let a class be mapped"
+            f"{format_bytes(int(need[worst]) - elsewhere)} at once, and the device budget is "
+            f"{format_bytes(problem.capacity_bytes)}{less}: raise the budget, make batch or "
+            "sequence smaller, or let a class be mapped"
         )
+
+
+def _check_host(problem: Placement) -> None:
+    """Refuse more than the host holds: what is mapped, and what does not fit on the device."""
+    trace, hardware = problem.trace, problem.hardware
+    is_mapped = problem.holding.home == Home.MAP
+    mapped = _live_bytes(trace, np.where(is_mapped, trace.tensor_bytes, 0))
+    rest = _live_bytes(trace, np.where(is_mapped, 0, trace.tensor_bytes))
+    off_device = mapped + np.maximum(rest - problem.capacity_bytes, 0)
+    worst = int(np.argmax(off_device))
+    if off_device[worst] > hardware.host_bytes:
+        raise PlanError(
+            f"trace {trace.name!r}: phases[{worst}] ({trace.phase_names[worst]}) has "
+            f"{format_bytes(int(off_device[worst]))} off the device, and {hardware.name} has "
+            f"host_bytes of {format_bytes(hardware.host_bytes)}: raise the budget, let less be "
+            "mapped, or make batch or sequence smaller"
+        )
+
+
+def _used_bytes(trace: Trace, size: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes that each phase uses, given those of each tensor, int64[P]."""
+    sums = ranges(size[trace.access_tensor])
+    return sums[trace.access_start[1:]] - sums[trace.access_start[:-1]]
+
+
+def _live_bytes(trace: Trace, size: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes allocated in each phase, given those of each tensor, int64[P]."""
+    change = np.zeros(trace.phase_count + 1, np.int64)
+    np.add.at(change, trace.first_phase, size)
+    np.subtract.at(change, trace.last_phase + 1, size)
+    return np.cumsum(change)[:-1]
