@@ -361,6 +361,15 @@ def test_a_phase_that_does_not_fit_is_named(machine: Hardware, swapping: Trace) 
         simulate(swapping, kept, machine, policy_of(machine, 19))
 
 
+def test_absurdly_large_traces_are_refused(machine: Hardware, make_trace: MakeTrace) -> None:
+    trace = make_trace(
+        {str(number): (2**40, "activations", False) for number in range(129)},
+        [(0.1, [], [str(number)]) for number in range(129)],
+    )
+    with pytest.raises(PlanError, match=r"67,633,152 blocks of 2 MiB in all, and at most 67,108,"):
+        simulate(trace, schedule_of(trace), machine, policy_of(machine))
+
+
 def test_a_schedule_of_another_trace_is_refused(
     machine: Hardware, swapping: Trace, make_trace: MakeTrace
 ) -> None:

@@ -34,6 +34,9 @@ _SETTLED = 1e-3
 
 _LINK_BINS = 400
 
+_MAX_BLOCKS = 2**26
+"""128 TiB of tensors in one step, the dead ones too; the books then take about 4 GiB."""
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -147,6 +150,12 @@ def build(
 
     counts = -(-trace.tensor_bytes // hardware.block_bytes)
     bounds = ranges(counts)
+    if bounds[-1] > _MAX_BLOCKS:
+        raise PlanError(
+            f"trace {trace.name!r}: its tensors are {bounds[-1]:,} blocks of "
+            f"{format_bytes(hardware.block_bytes)} in all, and at most {_MAX_BLOCKS:,} can be "
+            "followed: make batch or sequence smaller"
+        )
     blocks = np.zeros(bounds[-1], _state.BLOCK)
     blocks["tensor"] = np.repeat(np.arange(tensors), counts)
     blocks["bytes"] = hardware.block_bytes
