@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     )
     from umem.planner import plan
     from umem.policy import Policy, load_policy
-    from umem.report import MigrationReport
+    from umem.report import MeasuredReport, MigrationReport
     from umem.schedule import Schedule
     from umem.simulator import simulate
+    from umem.telemetry import profile
     from umem.trace import Trace, load_trace
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "Hardware",
     "HardwareError",
     "LiveTensor",
+    "MeasuredReport",
     "MigrationReport",
     "NativeLibraryError",
     "PlanError",
@@ -76,6 +78,7 @@ __all__ = [
     "memory_by_class",
     "memory_summary",
     "plan",
+    "profile",
     "simulate",
     "tensor_class",
     "tensors",
@@ -107,9 +110,10 @@ _MODULES = {
     ),
     "umem.planner": ("plan",),
     "umem.policy": ("Policy", "load_policy"),
-    "umem.report": ("MigrationReport",),
+    "umem.report": ("MeasuredReport", "MigrationReport"),
     "umem.schedule": ("Schedule",),
     "umem.simulator": ("simulate",),
+    "umem.telemetry": ("profile",),
     "umem.trace": ("Trace", "load_trace"),
 }
 _SUBMODULES = ("cuda",)

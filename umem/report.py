@@ -11,14 +11,25 @@ import numpy.typing as npt
 
 from umem.classes import TensorClass
 
-__all__ = ["CAUSES", "Cause", "Direction", "MigrationReport", "Timeline", "Traffic"]
+__all__ = [
+    "CAUSES",
+    "Cause",
+    "Direction",
+    "MeasuredReport",
+    "MigrationReport",
+    "StepReport",
+    "Timeline",
+    "Traffic",
+]
 
-Direction = Literal["to_device", "to_host"]
+Direction = Literal["to_device", "to_host", "between_devices"]
+"""Where bytes went. Predictions are of one device: ``between_devices`` is measured only."""
 
-Cause = Literal["hint", "fault", "speculation", "eviction", "counter", "mapped", "copy"]
+Cause = Literal["hint", "fault", "speculation", "eviction", "counter", "mapped", "copy", "unknown"]
 """Why bytes crossed the link. The first five are unified-memory transfers, as CUPTI names them:
 asked for, faulted, the driver's speculation, the driver's eviction, access counters. ``mapped`` are
-host pages used in place, ``copy`` the copy kernel's; a profiler shows neither as a transfer."""
+host pages used in place, ``copy`` the copy kernel's; a profiler shows neither as a transfer.
+``unknown`` is a unified-memory transfer that the driver gave no cause for: measured only."""
 
 CAUSES: tuple[Cause, ...] = (
     "hint",
@@ -29,7 +40,9 @@ CAUSES: tuple[Cause, ...] = (
     "mapped",
     "copy",
 )
-UM_CAUSES: tuple[Cause, ...] = CAUSES[:5]
+"""The causes that a prediction tells apart."""
+
+UM_CAUSES: tuple[Cause, ...] = (*CAUSES[:5], "unknown")
 
 
 @dataclass(frozen=True)
@@ -71,33 +84,21 @@ class Timeline:
 
 
 @dataclass(frozen=True, eq=False)
-class MigrationReport:
-    """Migration in one step in steady state.
+class StepReport:
+    """What a prediction and a measurement of one step both say.
 
     Parameters
     ----------
     workload, hardware, policy, planner : str
-        Names of what was run.
+        Names of what was run; the planner of a measurement is ``measured``.
     step_s : float
         Time of the step.
-    ideal_s : float
-        Time with everything resident.
-    lower_bound_s : float
-        max(ideal, unavoidable traffic / link bandwidth): no schedule is faster.
     traffic : tuple of Traffic
         Non-zero entries, by direction, cause and class.
     memory_ops_s, memory_ops_bytes, memory_ops_count : float, int, int
         The step's own memcpy and memset, without unified-memory transfers.
-    fault_pages, fault_batches : int
-        Pages that faulted on the device, and the batches they came in.
-    hints_late, hints_wasted : int
-        Hints that a phase had to wait for; hints that found nothing to do.
-    hint_count : int
-        Hints issued.
-    stall_s : mapping of str to float
-        Where the time above `ideal_s` went, by cause: ``fault``, ``prefetch`` (waiting for what was
-        asked for), ``room`` (waiting for evictions), ``mapped``, ``copy``.
-    timeline : Timeline or None
+    fault_pages : int
+        Pages that faulted on the device.
     """
 
     workload: str
@@ -105,29 +106,11 @@ class MigrationReport:
     policy: str
     planner: str
     step_s: float
-    ideal_s: float
-    lower_bound_s: float
     traffic: tuple[Traffic, ...]
     memory_ops_s: float
     memory_ops_bytes: int
     memory_ops_count: int
     fault_pages: int
-    fault_batches: int
-    hint_count: int
-    hints_late: int
-    hints_wasted: int
-    stall_s: Mapping[str, float]
-    timeline: Timeline | None = None
-
-    @property
-    def regret(self) -> float:
-        """Step time over the lower bound, at least 1."""
-        return self.step_s / self.lower_bound_s
-
-    @property
-    def exposed_stall_s(self) -> float:
-        """Step time beyond that with everything resident."""
-        return self.step_s - self.ideal_s
 
     @property
     def um_time_share(self) -> float:
@@ -146,7 +129,7 @@ class MigrationReport:
         return _share(sum(entry.bytes for entry in self._um()), self.memory_ops_bytes)
 
     def moved_bytes(self, direction: Direction | None = None, cause: Cause | None = None) -> int:
-        """Bytes that crossed the link, in one direction or for one cause if given."""
+        """Bytes that moved, in one direction or for one cause if given."""
         return sum(
             entry.bytes
             for entry in self.traffic
@@ -155,6 +138,80 @@ class MigrationReport:
 
     def _um(self) -> list[Traffic]:
         return [entry for entry in self.traffic if entry.cause in UM_CAUSES]
+
+
+@dataclass(frozen=True, eq=False)
+class MigrationReport(StepReport):
+    """Migration in one step in steady state, as predicted.
+
+    Parameters
+    ----------
+    ideal_s : float
+        Time with everything resident.
+    lower_bound_s : float
+        max(ideal, unavoidable traffic / link bandwidth): no schedule is faster.
+    fault_batches : int
+        Batches that the faults came in.
+    hints_late, hints_wasted : int
+        Hints that a phase had to wait for; hints that found nothing to do.
+    hint_count : int
+        Hints issued.
+    stall_s : mapping of str to float
+        Where the time above `ideal_s` went, by cause: ``fault``, ``prefetch`` (waiting for what was
+        asked for), ``room`` (waiting for evictions), ``mapped``, ``copy``.
+    timeline : Timeline or None
+    """
+
+    ideal_s: float
+    lower_bound_s: float
+    fault_batches: int
+    hint_count: int
+    hints_late: int
+    hints_wasted: int
+    stall_s: Mapping[str, float]
+    timeline: Timeline | None = None
+
+    @property
+    def regret(self) -> float:
+        """Step time over the lower bound, at least 1."""
+        return self.step_s / self.lower_bound_s
+
+    @property
+    def exposed_stall_s(self) -> float:
+        """Step time beyond that with everything resident."""
+        return self.step_s - self.ideal_s
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredReport(StepReport):
+    """Migration in one step of a real run, or the median over steps, entry by entry.
+
+    What a run alone cannot tell, the time with everything resident and what follows from it, has
+    no field here.
+
+    Parameters
+    ----------
+    collected : bool
+        Whether memory operations were recorded. If not, only `step_s` means anything.
+    step_count : int
+        Steps that the figures are medians of; 0 where no step was marked, and the figures are those
+        of the whole recording.
+    gpu_faults : int
+        Page faults on the device; a page may fault several times.
+    cpu_faults : int
+        Page faults on the host.
+    unattributed_bytes : int
+        Bytes of unified-memory transfers that hit no known tensor; they count as class ``other``.
+    notes : tuple of str
+        What to know before trusting the figures.
+    """
+
+    collected: bool
+    step_count: int
+    gpu_faults: int
+    cpu_faults: int
+    unattributed_bytes: int
+    notes: tuple[str, ...]
 
 
 def _share(part: float, rest: float) -> float:

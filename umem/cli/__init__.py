@@ -13,6 +13,7 @@ from umem.cli.doctor import doctor
 from umem.cli.hardware import app as hardware_app
 from umem.cli.plan import plan
 from umem.cli.policy import app as policy_app
+from umem.cli.report import report
 from umem.cli.run import register as register_run
 from umem.cli.simulate import simulate
 from umem.cli.trace import trace
@@ -50,6 +51,7 @@ register_run(app)
 app.command("simulate", no_args_is_help=True)(simulate)
 app.command("trace", no_args_is_help=True)(trace)
 app.command("plan", no_args_is_help=True)(plan)
+app.command("report", no_args_is_help=True)(report)
 app.add_typer(policy_app, name="policy")
 app.add_typer(hardware_app, name="hardware")
 app.add_typer(bench_app, name="bench")

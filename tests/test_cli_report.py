@@ -1,0 +1,316 @@
+"""`umem report`: tables, rows, pictures, pages and timelines of recorded runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sqlite3
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from umem.cli import main
+from umem.telemetry import (
+    NamedRange,
+    Recording,
+    lanes,
+    link_bytes,
+    measured_row,
+    read_recording,
+    records_of,
+    save_recording,
+)
+
+Run = Callable[..., tuple[int, str, str]]
+
+MIB = 1 << 20
+EVIL = "<script>alert('x')</script>$\\frac$[red]\x1b[31m\ud800"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command: exit status, standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["umem", "report", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int | None)
+        return code or 0, said.out, said.err
+
+    return call
+
+
+def recording(workload: str = "finetune", **changes: Any) -> Recording:
+    """Two steps of 1 ms: faults and hints to the device, an eviction, a copy and a memory set."""
+    rows = [
+        (0, 10_000, 60_000, 4096, 2 * MIB, 0, 2, 0, 0),
+        (3, 9_000, 9_500, 4096, 0, 4, 0, 1, 0),
+        (0, 100_000, 140_000, 8192, MIB, 0, 1, 0, 0),
+        (5, 300_000, 310_000, 0, 512, 0, 0, 0, 1),
+        (6, 400_000, 401_000, 0, 256, 0, 0, 0, 0),
+        (0, 1_010_000, 1_060_000, 4096, 2 * MIB, 0, 2, 0, 0),
+        (1, 120_000, 200_000, 4096, MIB // 2, 0, 4, 0, 0),
+        (1, 1_020_000, 1_100_000, 4096, MIB // 2, 0, 4, 0, 0),
+        (0, 1_100_000, 1_140_000, 8192, MIB, 0, 1, 0, 0),
+        (4, 1_500_000, 1_500_000, 4096, 0, 1, 0, 2, 0),
+    ]
+    rows.sort(key=lambda row: row[1])
+    classes = {(0, 2): 0, (0, 1): 3, (3, 0): 0, (1, 4): -1, (4, 0): 3}
+    found = [classes.get((row[0], row[6]), -1) for row in rows]
+    made = {
+        "workload": workload,
+        "hardware": "NVIDIA H200",
+        "policy": "sft",
+        "source": "cupti",
+        "duration_ns": 2_000_000,
+        "records": records_of(rows),
+        "tensor_class": np.array(found, np.int8),
+        "tensor": np.array([0 if it == 0 else -1 for it in found], np.int32),
+        "tensor_names": ("model.layers.0.weight",),
+        "step_start_ns": np.array([0, 1_000_000]),
+        "step_end_ns": np.array([1_000_000, 2_000_000]),
+        "phases": (NamedRange("forward", 0, 500_000), NamedRange("inner", 100_000, 200_000)),
+        "dropped": 0,
+        "notes": (),
+    }
+    return Recording(**{**made, **changes})
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    save_recording(recording(**changes), path)
+    return path
+
+
+def test_the_tables(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(saved(tmp_path / "run.json.gz"))
+    assert (code, err) == (0, "")
+    assert "finetune on NVIDIA H200, policy sft, measured" in out
+    assert "the median of 2 steps: 1 ms" in out
+    assert re.search(r"to device +fault +weights +2 MiB +1 +50 µs", out)
+    assert re.search(r"to device +hint +optimizer_state +1 MiB +1", out)
+    assert "pages faulted on the device" in out
+    assert re.search(r"model\.layers\.0\.weight +weights +4 MiB +2", out)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_rows_for_a_program(run: Run, tmp_path: Path) -> None:
+    paths = [saved(tmp_path / f"{name}.json.gz", workload=name) for name in ("one", "two")]
+    code, out, _ = run(*paths, "--json")
+    assert code == 0
+    assert json.loads(out) == {"results": [measured_row(read_recording(path)) for path in paths]}
+
+
+def test_a_run_without_records_says_so(run: Run, tmp_path: Path) -> None:
+    path = saved(
+        tmp_path / "run.json.gz",
+        source="none",
+        records=records_of([]),
+        tensor_class=np.zeros(0, np.int8),
+        tensor=np.zeros(0, np.int32),
+        notes=("memory operations were not recorded: no CUPTI",),
+    )
+    page, pictures = tmp_path / "run.html", tmp_path / "pictures"
+    code, out, _ = run(path, "--html", page, "--plot", pictures)
+    assert code == 0
+    assert "note: memory operations were not recorded: no CUPTI" in out
+    assert "share" not in out
+    assert "faulted" not in page.read_text()
+    assert not pictures.exists()
+
+
+def test_an_export_of_nsight_systems(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute(
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT, end INT, bytes INT, copyKind INT,"
+            " migrationCause INT, virtualAddress INT)"
+        )
+        made.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (1, 2, 2097152, 12, 4, 4096)")
+    code, out, _ = run(path)
+    assert code == 0
+    assert re.search(r"to host +eviction +other +2 MiB", out)
+    assert "2 MiB of class other hit no known tensor" in out
+
+
+def test_pictures(run: Run, tmp_path: Path) -> None:
+    paths = [saved(tmp_path / f"{name}.json.gz", workload=f"{name}/..") for name in "ab"]
+    code, out, _ = run(*paths, "--plot", tmp_path / "pictures")
+    assert code == 0
+    files = sorted((tmp_path / "pictures").iterdir())
+    assert [it.name for it in files] == [
+        "moved-0-a-.png",
+        "moved-1-b-.png",
+        "transfers-0-a-.png",
+        "transfers-1-b-.png",
+    ]
+    assert all(it.read_bytes().startswith(b"\x89PNG") for it in files)
+    assert out.count("wrote ") == 4
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for key, value in attributes if key in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def evil_file(path: Path) -> Path:
+    """A profile from a stranger, whose every name wants to be more than a name."""
+    saved(path)
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    data["workload"] = data["hardware"] = data["policy"] = EVIL
+    data["tensor_names"] = data["notes"] = [EVIL]
+    data["phase_names"] = [EVIL, EVIL]
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_names_of_strangers_stay_names(run: Run, tmp_path: Path) -> None:
+    path, page = evil_file(tmp_path / "run.json.gz"), tmp_path / "run.html"
+    trace = tmp_path / "run.perfetto.json"
+    code, out, _ = run(
+        path, "--html", page, "--perfetto", trace, "--plot", tmp_path / "p", "--plot-format", "svg"
+    )
+    assert code == 0
+    assert "\x1b" not in out
+    assert "[red]" in out
+    parsed = _Page()
+    parsed.feed(page.read_text())
+    assert "script" not in parsed.tags
+    assert "<script>alert" in parsed.text
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_the_page_stands_alone(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "new" / "run.html"
+    code, out, _ = run(saved(tmp_path / "run.json.gz"), "--html", page)
+    assert code == 0
+    assert f"wrote {page}" in out
+    parsed = _Page()
+    parsed.feed(page.read_text())
+    assert parsed.tags.count("img") == 2
+    assert all(link.startswith("data:image/png;base64,") for link in parsed.links)
+    assert "http" not in page.read_text().replace("http-equiv", "")
+    for words in ("model.layers.0.weight", "optimizer_state", "eviction", "NVIDIA H200"):
+        assert words in parsed.text
+
+
+def test_the_page_without_matplotlib(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path, page = saved(tmp_path / "run.json.gz"), tmp_path / "run.html"
+    assert run(path, "--html", page)[0] == 0
+    assert "pip install &#x27;umem[plots]&#x27;" in page.read_text()
+    code, _, err = run(path, "--plot", tmp_path / "pictures")
+    assert code == 2
+    assert "umem[plots]" in err
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_the_timeline_has_every_record(name: str, run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / f"perfetto-{name}"
+    assert run(saved(tmp_path / "run.json.gz"), "--perfetto", trace)[0] == 0
+    content = trace.read_bytes()
+    data = json.loads(gzip.decompress(content) if name.endswith(".gz") else content)
+    events = [it for it in data["traceEvents"] if it["ph"] == "X"]
+    tracks = {
+        (it["pid"], it["tid"]): it["args"]["name"]
+        for it in data["traceEvents"]
+        if it["name"] == "thread_name"
+    }
+    by_track: dict[str, list[Any]] = {}
+    for it in events:
+        by_track.setdefault(tracks[it["pid"], it["tid"]], []).append(it)
+    assert {track: len(its) for track, its in by_track.items()} == {
+        "steps": 2,
+        "phases": 2,
+        "transfers to device": 4,
+        "transfers to host": 2,
+        "page faults on the device": 1,
+        "page faults on the host": 1,
+        "memcpy": 1,
+        "memset": 1,
+    }
+    first = by_track["transfers to device"][0]
+    assert (first["name"], first["ts"], first["dur"]) == ("fault", 10.0, 50.0)
+    assert first["args"] == {
+        "bytes": 2 * MIB,
+        "class": "weights",
+        "address": "0x1000",
+        "tensor": "model.layers.0.weight",
+    }
+    # One phase is inside of the other: no two slices of a line overlap.
+    assert len({it["tid"] for it in by_track["phases"]}) == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40))
+def test_ranges_of_one_lane_do_not_overlap(ranges: list[tuple[int, int]]) -> None:
+    ranges.sort()
+    start = np.array([begin for begin, _ in ranges], np.int64)
+    end = np.array([begin + length for begin, length in ranges], np.int64)
+    numbers = lanes(start, end)
+    for lane in set(numbers.tolist()):
+        mine = numbers == lane
+        assert (start[mine][1:] >= end[mine][:-1]).all()
+    # No more lanes than ranges that are there at one moment; one without length is, where it is.
+    both = list(zip(start.tolist(), end.tolist(), strict=True))
+    deepest = max((sum(s <= at < e or s == at for s, e in both) for at, _ in both), default=0)
+    assert len(set(numbers.tolist())) <= deepest
+
+
+def test_the_rate_of_transfers_adds_up() -> None:
+    made = recording()
+    moved = link_bytes(made, 400)
+    transfers = made.records.taken(made.records.is_transfer())
+    assert moved.sum() == pytest.approx(transfers.bytes.sum())
+    assert (moved >= -1e-6).all()
+    # A transfer of 2 MiB from 10 to 60 µs: parts 2 to 11 of 5 µs have a tenth each.
+    assert moved[0, 2, 2:12] == pytest.approx(np.full(10, 2 * MIB / 10))
+    assert moved[0, 2, 12:200].sum() == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.json.gz"], "missing.json.gz: cannot be read"),
+        (["{run}", "broken.json"], "broken.json:1:1: not valid JSON"),
+        (["{run}", "--html", "."], "--html: . is a folder"),
+        (["{run}", "--perfetto", "{run}/x.json"], "--perfetto: "),
+        (["{run}", "--plot-format", "gif"], "--plot-format"),
+        (["run.nsys-rep"], "nsys export --type sqlite run.nsys-rep"),
+    ],
+)
+def test_bad_input_ends_with_status_2(
+    arguments: list[str], said: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = saved(tmp_path / "run.json.gz")
+    (tmp_path / "broken.json").write_text("hello")
+    code, out, err = run(*(it.replace("{run}", str(path)) for it in arguments))
+    assert code == 2
+    assert out == ""
+    assert err.startswith("umem: ")
+    assert said in err
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["broken.json", "run.json.gz"]

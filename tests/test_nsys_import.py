@@ -1,0 +1,270 @@
+"""Nsight Systems' SQLite exports, in small databases of its schema.
+
+Tables and columns are those of "SQLite Schema Reference" in its user guide, 2024 and later.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umem.errors import UmemError
+from umem.telemetry import RecordKind, read_nsys, read_recording, report_of, step_reports
+
+SCHEMA = {
+    "StringIds": "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL",
+    "TARGET_INFO_GPU": "id INTEGER NOT NULL PRIMARY KEY, name TEXT, totalMemory INTEGER",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": """
+        start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
+        contextId INTEGER NOT NULL, greenContextId INTEGER, streamId INTEGER NOT NULL,
+        correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL,
+        copyKind INTEGER NOT NULL, deprecatedSrcId INTEGER, srcKind INTEGER, dstKind INTEGER,
+        srcDeviceId INTEGER, srcContextId INTEGER, dstDeviceId INTEGER, dstContextId INTEGER,
+        migrationCause INTEGER, graphNodeId INTEGER, virtualAddress INTEGER""",
+    "CUPTI_ACTIVITY_KIND_MEMSET": """
+        start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
+        contextId INTEGER NOT NULL, greenContextId INTEGER, streamId INTEGER NOT NULL,
+        correlationId INTEGER, globalPid INTEGER, value INTEGER NOT NULL, bytes INTEGER NOT NULL,
+        graphNodeId INTEGER, memKind INTEGER""",
+    "CUDA_UM_CPU_PAGE_FAULT_EVENTS": """
+        start INTEGER NOT NULL, globalPid INTEGER NOT NULL, address INTEGER NOT NULL,
+        originalFaultPc INTEGER, CpuInstruction INTEGER NOT NULL, module INTEGER NOT NULL,
+        unresolvedFaultPc INTEGER, sourceFile INTEGER, sourceLine INTEGER""",
+    "CUDA_UM_GPU_PAGE_FAULT_EVENTS": """
+        start INTEGER NOT NULL, end INTEGER NOT NULL, globalPid INTEGER NOT NULL,
+        deviceId INTEGER NOT NULL, address INTEGER NOT NULL, numberOfPageFaults INTEGER NOT NULL,
+        faultAccessType INTEGER NOT NULL""",
+    "NVTX_EVENTS": """
+        start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER,
+        category INTEGER, color INTEGER, text TEXT, globalTid INTEGER, endGlobalTid INTEGER,
+        textId INTEGER, domainId INTEGER""",
+}
+T0 = 5_000_000_000
+ADDRESS = 0x7F4C_0000_0000
+
+
+def memcpy(start: int, end: int, size: int, kind: int, cause: int | None = None) -> dict[str, Any]:
+    """A row; unified-memory transfers have a cause and an address."""
+    row = {"start": T0 + start, "end": T0 + end, "deviceId": 0, "contextId": 1, "streamId": 7}
+    row |= {"bytes": size, "copyKind": kind, "globalPid": 1}
+    if cause is not None:
+        row |= {"migrationCause": cause, "virtualAddress": ADDRESS + start}
+    return row
+
+
+def memset(start: int, end: int, size: int) -> dict[str, Any]:
+    row = {"start": T0 + start, "end": T0 + end, "deviceId": 0, "contextId": 1, "streamId": 7}
+    return row | {"value": 0, "bytes": size}
+
+
+def gpu_fault(start: int, faults: int, access: int = 1) -> dict[str, Any]:
+    row = {"start": T0 + start, "end": T0 + start + 5, "globalPid": 1, "deviceId": 0}
+    return row | {
+        "address": ADDRESS + start,
+        "numberOfPageFaults": faults,
+        "faultAccessType": access,
+    }
+
+
+def cpu_fault(start: int) -> dict[str, Any]:
+    row = {"start": T0 + start, "globalPid": 1, "address": ADDRESS}
+    return row | {"CpuInstruction": 1, "module": 1}
+
+
+def nvtx(
+    start: int, end: int | None, text: str | None, text_id: int | None = None
+) -> dict[str, Any]:
+    row = {"start": T0 + start, "end": None if end is None else T0 + end, "eventType": 60}
+    return row | {"text": text, "textId": text_id}
+
+
+Tables = dict[str, Sequence[dict[str, Any]]]
+
+RUN: Tables = {
+    "StringIds": [
+        {"id": 1, "value": "main"},
+        {"id": 2, "value": "umem step 1"},
+        {"id": 3, "value": "somebody else's"},
+    ],
+    "TARGET_INFO_GPU": [{"id": 0, "name": "NVIDIA H200", "totalMemory": 1}],
+    "CUPTI_ACTIVITY_KIND_MEMCPY": [
+        memcpy(100, 200, 2 << 20, 11, cause=2),
+        memcpy(200, 250, 1 << 20, 11, cause=1),
+        memcpy(300, 400, 1 << 16, 12, cause=4),
+        memcpy(400, 410, 4096, 13, cause=5),
+        memcpy(500, 600, 1000, 1),
+        memcpy(610, 620, 500, 8),
+        memcpy(1100, 1200, 4096, 11, cause=3),
+    ],
+    "CUPTI_ACTIVITY_KIND_MEMSET": [memset(700, 750, 24)],
+    "CUDA_UM_GPU_PAGE_FAULT_EVENTS": [gpu_fault(90, 3), gpu_fault(95, 1, access=2)],
+    "CUDA_UM_CPU_PAGE_FAULT_EVENTS": [cpu_fault(1050)],
+    "NVTX_EVENTS": [
+        nvtx(50, 1000, "umem step 0"),
+        nvtx(1000, 2000, None, text_id=2),
+        nvtx(60, 500, "umem phase forward"),
+        nvtx(0, 3000, None, text_id=3),
+        nvtx(70, None, "umem step 7"),  # never ended
+    ],
+}
+
+
+def database(path: Path, tables: Tables) -> Path:
+    """A database of these rows; tables are written only where there are rows, as nsys does."""
+    with closing(sqlite3.connect(path)) as made, made:
+        for table, rows in tables.items():
+            made.execute(f"CREATE TABLE {table} ({SCHEMA[table]})")
+            for row in rows:
+                keys = ", ".join(f'"{key}"' for key in row)
+                marks = ", ".join("?" * len(row))
+                made.execute(f"INSERT INTO {table} ({keys}) VALUES ({marks})", [*row.values()])
+    return path
+
+
+def without(*tables: str) -> Tables:
+    return {name: rows for name, rows in RUN.items() if name not in tables}
+
+
+def test_records_of_every_table(tmp_path: Path) -> None:
+    recording = read_recording(database(tmp_path / "run.sqlite", RUN))
+    assert (recording.source, recording.workload) == ("nsys", "run")
+    assert (recording.hardware, recording.policy) == ("NVIDIA H200", "unknown")
+    records = recording.records
+    # From the start of the first step, which is before the first fault.
+    assert records.start_ns.tolist() == [40, 45, 50, 150, 250, 350, 450, 560, 650, 1000, 1050]
+    kinds = "GPU_FAULT GPU_FAULT TO_DEVICE TO_DEVICE TO_HOST BETWEEN_DEVICES MEMCPY MEMCPY MEMSET "
+    kinds += "CPU_FAULT TO_DEVICE"
+    assert [RecordKind(kind).name for kind in records.kind] == kinds.split()
+    assert records.cause.tolist() == [0, 0, 2, 1, 4, 5, 0, 0, 0, 0, 3]
+    assert records.copy_kind.tolist() == [0, 0, 0, 0, 0, 0, 1, 8, 0, 0, 0]
+    assert records.address.tolist()[2] == ADDRESS + 100
+    assert records.access.tolist()[:2] == [1, 2]
+    assert recording.duration_ns == 1950
+    assert [(it.name, it.start_ns, it.end_ns) for it in recording.phases] == [("forward", 10, 450)]
+
+
+def test_steps_and_figures(tmp_path: Path) -> None:
+    recording = read_nsys(database(tmp_path / "run.sqlite", RUN))
+    first, second = step_reports(recording)
+    assert first.step_s == pytest.approx(950e-9)
+    assert first.moved_bytes("to_device", "fault") == 2 << 20
+    assert first.moved_bytes("to_device", "hint") == 1 << 20
+    assert first.moved_bytes("to_host", "eviction") == 1 << 16
+    assert first.moved_bytes("between_devices", "counter") == 4096
+    assert (first.fault_pages, first.gpu_faults, first.cpu_faults) == (2, 4, 0)
+    # As um_sum and cuda_gpu_mem_time_sum would add them up: 260 ns of 420 ns.
+    assert first.um_time_share == pytest.approx(260 / 420)
+    assert first.um_ops_share == pytest.approx(4 / 7)
+    assert (second.moved_bytes("to_device", "speculation"), second.cpu_faults) == (4096, 1)
+    assert first.unattributed_bytes == first.moved_bytes()
+    assert any("does not know umem's tensors" in note for note in first.notes)
+
+
+def test_without_marks_and_faults_the_notes_say_so(tmp_path: Path) -> None:
+    tables = without(
+        "NVTX_EVENTS", "CUDA_UM_GPU_PAGE_FAULT_EVENTS", "CUDA_UM_CPU_PAGE_FAULT_EVENTS", "StringIds"
+    )
+    report = report_of(read_nsys(database(tmp_path / "run.sqlite", tables)))
+    assert report.step_count == 0
+    notes = " ".join(report.notes)
+    assert "no step was marked" in notes
+    assert "--cuda-um-gpu-page-faults=true" in notes
+    assert "--cuda-um-cpu-page-faults=true" in notes
+
+
+def test_steps_of_several_processes_are_not_mixed(tmp_path: Path) -> None:
+    marks = [nvtx(50, 1000, "umem step 0"), nvtx(500, 1500, "umem step 0")]
+    path = database(tmp_path / "run.sqlite", {**RUN, "NVTX_EVENTS": marks})
+    report = report_of(read_nsys(path))
+    assert report.step_count == 0
+    assert any("several processes overlap" in note for note in report.notes)
+
+
+def test_older_exports_lack_columns(tmp_path: Path) -> None:
+    path = tmp_path / "old.sqlite"
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute(
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT, end INT, bytes INT, copyKind INT)"
+        )
+        made.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (1, 2, 3, 11)")
+    assert report_of(read_nsys(path)).moved_bytes("to_device", "unknown") == 3
+
+
+def test_values_out_of_the_enumerations_are_unknown(tmp_path: Path) -> None:
+    rows: Tables = {
+        "CUPTI_ACTIVITY_KIND_MEMCPY": [memcpy(0, 1, 8, 11, cause=99), memcpy(2, 3, 8, 4711)],
+        "CUDA_UM_GPU_PAGE_FAULT_EVENTS": [gpu_fault(5, 1, access=-3)],
+    }
+    records = read_nsys(database(tmp_path / "run.sqlite", rows)).records
+    assert records.cause.tolist() == [0, 0, 0]
+    assert records.copy_kind.tolist() == [0, 0, 0]
+    assert records.access.tolist() == [0, 0, 0]
+
+
+def test_reading_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    path = database(tmp_path / "a # of % names?.sqlite", RUN)
+    path.chmod(0o444)
+    before = path.read_bytes()
+    assert read_nsys(path).step_count == 2
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("DROP TABLE CUPTI_ACTIVITY_KIND_MEMCPY", "holds nothing of CUDA"),
+        (
+            "ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY RENAME bytes TO octets",
+            "table CUPTI_ACTIVITY_KIND_MEMCPY: no column bytes: export it again",
+        ),
+        (
+            "UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = 'many' WHERE copyKind = 12",
+            "table CUPTI_ACTIVITY_KIND_MEMCPY: row 3 holds something else than whole numbers",
+        ),
+        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = -1", "bytes is not from 0"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET migrationCause = 1.5", "row 1 holds something"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET start = -5", "a time is not from 0"),
+    ],
+)
+def test_exports_that_cannot_be_used(statement: str, said: str, tmp_path: Path) -> None:
+    rows: Tables = {"CUPTI_ACTIVITY_KIND_MEMCPY": RUN["CUPTI_ACTIVITY_KIND_MEMCPY"]}
+    path = database(tmp_path / "run.sqlite", rows)
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute(statement)
+    with pytest.raises(UmemError) as caught:
+        read_nsys(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)
+
+
+def test_a_view_in_place_of_a_table_is_not_followed(tmp_path: Path) -> None:
+    """It could compute for ever."""
+    path = tmp_path / "run.sqlite"
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute(
+            "CREATE VIEW CUPTI_ACTIVITY_KIND_MEMCPY AS WITH RECURSIVE n(i) AS "
+            "(SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+            "SELECT i AS start, i AS end, 1 AS bytes, 11 AS copyKind FROM n"
+        )
+    with pytest.raises(UmemError, match="holds nothing of CUDA"):
+        read_nsys(path)
+
+
+def test_more_records_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = database(tmp_path / "run.sqlite", RUN)
+    monkeypatch.setattr("umem.telemetry._nsys.MAX_RECORDS", 7)
+    with pytest.raises(UmemError, match=r"KIND_MEMSET: more than 7 records .* --filter-time"):
+        read_nsys(path)
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    path = database(tmp_path / "run.sqlite", RUN)
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(UmemError, match=r"run\.sqlite: cannot be read .*nsys export"):
+        read_recording(path)

@@ -1,0 +1,219 @@
+"""From records to reports: totals, shares, medians, and rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from umem.classes import TensorClass
+from umem.prediction import report_row
+from umem.report import MigrationReport, StepReport
+from umem.telemetry import (
+    NamedRange,
+    Recording,
+    measured_row,
+    records_of,
+    report_of,
+    step_reports,
+    tensor_traffic,
+)
+
+WEIGHTS = TensorClass.WEIGHTS.number
+STATE = TensorClass.OPTIMIZER_STATE.number
+
+TO_DEVICE, TO_HOST, BETWEEN, GPU_FAULT, CPU_FAULT, MEMCPY, MEMSET = range(7)
+HINT, FAULT = 1, 2
+
+
+def recording(
+    rows: list[tuple[Any, ...]], steps: list[tuple[int, int]], **changes: Any
+) -> Recording:
+    """Of rows (kind, start, end, bytes, faults, cause, class, name)."""
+    made = Recording(
+        workload="by hand",
+        hardware="no GPU",
+        policy="sft",
+        source="cupti",
+        duration_ns=10_000,
+        records=records_of(
+            [
+                (kind, start, end, 0, size, faults, cause, 0, 0)
+                for kind, start, end, size, faults, cause, _, _ in rows
+            ]
+        ),
+        tensor_class=np.array([row[6] for row in rows], np.int8),
+        tensor=np.array([row[7] for row in rows], np.int32),
+        tensor_names=("layer.weight", "layer.weight.exp_avg"),
+        step_start_ns=np.array([start for start, _ in steps], np.int64),
+        step_end_ns=np.array([end for _, end in steps], np.int64),
+        phases=(NamedRange("forward", 0, 500),),
+        dropped=0,
+        notes=(),
+    )
+    return replace(made, **changes)
+
+
+ROWS: list[tuple[Any, ...]] = [
+    (TO_DEVICE, 0, 100, 4096, 0, FAULT, WEIGHTS, 0),
+    (TO_DEVICE, 100, 300, 8192, 0, HINT, STATE, 1),
+    (GPU_FAULT, 110, 120, 0, 3, 0, WEIGHTS, 0),
+    (GPU_FAULT, 130, 140, 0, 1, 0, WEIGHTS, 0),
+    (MEMCPY, 400, 500, 1000, 0, 0, -1, -1),
+    (MEMSET, 500, 600, 24, 0, 0, -1, -1),
+    (TO_HOST, 999, 1499, 2048, 0, HINT, -1, -1),  # begins in the first step, ends in the second
+    (CPU_FAULT, 1000, 1000, 0, 1, 0, STATE, 1),
+    (TO_DEVICE, 1500, 1600, 1024, 0, FAULT, WEIGHTS, 0),
+    (TO_HOST, 5000, 6000, 1 << 20, 0, HINT, STATE, 1),  # after the last step
+]
+STEPS = [(0, 1000), (1000, 2000)]
+
+
+def test_a_record_belongs_to_the_step_in_which_it_starts() -> None:
+    first, second = step_reports(recording(ROWS, STEPS))
+    assert first.step_s == pytest.approx(1e-6)
+    assert {(it.direction, it.cause, it.tensor_class.value, it.bytes) for it in first.traffic} == {
+        ("to_device", "fault", "weights", 4096),
+        ("to_device", "hint", "optimizer_state", 8192),
+        ("to_host", "hint", "other", 2048),
+    }
+    assert first.unattributed_bytes == 2048
+    assert (first.fault_pages, first.gpu_faults, first.cpu_faults) == (2, 4, 0)
+    assert (first.memory_ops_bytes, first.memory_ops_count) == (1024, 2)
+    assert first.memory_ops_s == pytest.approx(200e-9)
+    assert second.moved_bytes() == 1024
+    assert (second.fault_pages, second.cpu_faults) == (0, 1)
+
+
+def test_shares_are_of_all_memory_operations() -> None:
+    first, second = step_reports(recording(ROWS, STEPS))
+    assert first.um_time_share == pytest.approx(800 / (800 + 200))
+    assert first.um_ops_share == pytest.approx(3 / 5)
+    assert first.um_bytes_share == pytest.approx(14336 / (14336 + 1024))
+    assert second.um_time_share == 1.0
+    assert step_reports(recording([], STEPS))[0].um_time_share == 0.0
+
+
+def test_without_steps_the_whole_recording_is_one() -> None:
+    report = report_of(recording(ROWS, []))
+    assert report.step_count == 0
+    assert report.step_s == pytest.approx(10e-6)
+    assert report.moved_bytes("to_host") == 2048 + (1 << 20)
+    assert report.moved_bytes() == sum(row[3] for row in ROWS if row[0] <= BETWEEN)
+
+
+def test_the_typical_step_is_the_median_of_each_figure() -> None:
+    rng = np.random.default_rng(5)
+    rows, steps = [], []
+    for step in range(5):
+        steps.append((step * 1000, step * 1000 + 900 + step))
+        for _ in range(int(rng.integers(1, 30))):
+            start = step * 1000 + int(rng.integers(0, 800))
+            kind = int(rng.integers(0, 7))
+            rows.append(
+                (
+                    kind,
+                    start,
+                    start + int(rng.integers(0, 90)),
+                    int(rng.integers(1, 1000)),
+                    1,
+                    int(rng.integers(0, 6)),
+                    int(rng.integers(-1, 6)),
+                    -1,
+                )
+            )
+    made = recording(rows, steps)
+    reports, typical = step_reports(made), report_of(made)
+    assert typical.step_count == 5
+    for field in ("memory_ops_count", "memory_ops_bytes", "fault_pages", "cpu_faults"):
+        assert getattr(typical, field) == statistics.median(getattr(it, field) for it in reports)
+    for direction in ("to_device", "to_host", "between_devices"):
+        for cause in ("unknown", "hint", "fault", "speculation", "eviction", "counter"):
+            for member in TensorClass:
+                key = (direction, cause, member)
+                each = [
+                    sum(
+                        it.bytes
+                        for it in report.traffic
+                        if (it.direction, it.cause, it.tensor_class) == key
+                    )
+                    for report in reports
+                ]
+                said = [
+                    it.bytes
+                    for it in typical.traffic
+                    if (it.direction, it.cause, it.tensor_class) == key
+                ]
+                assert sum(said) == statistics.median(each)
+    # The steps themselves lose nothing.
+    inside = [row for row in rows if row[0] <= BETWEEN]
+    assert sum(it.moved_bytes() for it in reports) == sum(row[3] for row in inside)
+
+
+def test_sums_of_large_transfers_are_exact() -> None:
+    rows = [(TO_DEVICE, 0, 1, 2**53 + 1, 0, HINT, WEIGHTS, 0)] * 3
+    assert report_of(recording(rows, [])).moved_bytes() == 3 * (2**53 + 1)
+
+
+def test_tensors_by_what_moved() -> None:
+    most, least = tensor_traffic(recording(ROWS, STEPS))
+    assert (most.name, most.bytes, most.count) == ("layer.weight.exp_avg", 8192, 1)
+    assert most.tensor_class is TensorClass.OPTIMIZER_STATE
+    assert (least.name, least.bytes, least.count) == ("layer.weight", 4096 + 1024, 2)
+    # Without steps the whole recording counts.
+    assert tensor_traffic(recording(ROWS, []))[0].bytes == 8192 + (1 << 20)
+
+
+def predicted() -> MigrationReport:
+    return MigrationReport(
+        workload="w",
+        hardware="h",
+        policy="p",
+        planner="fault",
+        step_s=1.0,
+        traffic=(),
+        memory_ops_s=0.0,
+        memory_ops_bytes=0,
+        memory_ops_count=0,
+        fault_pages=0,
+        ideal_s=1.0,
+        lower_bound_s=1.0,
+        fault_batches=0,
+        hint_count=0,
+        hints_late=0,
+        hints_wasted=0,
+        stall_s={},
+    )
+
+
+def test_rows_have_the_keys_of_predictions() -> None:
+    row = measured_row(recording(ROWS, STEPS))
+    assert set(report_row(predicted())) <= set(row)
+    assert row["planner"] == "measured"
+    assert row["lower_bound_s"] is None
+    assert row["bytes"] == {"to_device": {"fault": {"weights": 1024}}}
+    assert [step["fault_pages"] for step in row["per_step"]] == [2, 0]
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+    assert measured_row(recording(ROWS, []))["per_step"] == []
+
+
+def test_what_was_not_recorded_is_not_zero() -> None:
+    row = measured_row(recording([], STEPS, source="none"))
+    assert row["step_s"] == pytest.approx(1e-6)
+    assert row["um_time_share"] is None
+    assert row["fault_pages"] is None
+    assert row["bytes"] is None
+    assert row["per_step"][0]["moved_bytes"] is None
+
+
+def test_prediction_and_measurement_share_what_both_know() -> None:
+    report = report_of(recording(ROWS, STEPS))
+    for field in fields(StepReport):
+        assert hasattr(report, field.name)
+        assert hasattr(predicted(), field.name)
+    assert isinstance(report, StepReport)
+    assert isinstance(predicted(), StepReport)

@@ -1,0 +1,62 @@
+"""Migration in real runs: recorded live or by Nsight Systems, attributed, reported.
+
+:func:`profile` records this process through CUPTI; :func:`read_recording` reads what it saved, or
+what Nsight Systems exported. Both give a :class:`Recording`, from which the reports come.
+"""
+
+from __future__ import annotations
+
+from umem.telemetry._aggregate import (
+    TensorTraffic,
+    measured_row,
+    report_of,
+    step_reports,
+    tensor_traffic,
+)
+from umem.telemetry._attribution import Snapshot, attribute, blocks_hit, snapshot_of
+from umem.telemetry._cupti import CuptiCollector, Numbers, numbers_of, read_activities
+from umem.telemetry._file import PROFILE_FORMAT, load_recording, save_recording
+from umem.telemetry._html import write_html
+from umem.telemetry._nsys import is_nsys_export, read_nsys
+from umem.telemetry._perfetto import lanes, write_perfetto
+from umem.telemetry._pictures import classes_figure, link_bytes, transfers_figure
+from umem.telemetry._profile import Profile, profile
+from umem.telemetry._read import read_recording
+from umem.telemetry._recording import NamedRange, Recording
+from umem.telemetry._records import MigrationRecords, RecordKind, concatenated, records_of
+
+__all__ = [
+    "PROFILE_FORMAT",
+    "CuptiCollector",
+    "MigrationRecords",
+    "NamedRange",
+    "Numbers",
+    "Profile",
+    "RecordKind",
+    "Recording",
+    "Snapshot",
+    "TensorTraffic",
+    "attribute",
+    "blocks_hit",
+    "classes_figure",
+    "concatenated",
+    "is_nsys_export",
+    "lanes",
+    "link_bytes",
+    "load_recording",
+    "measured_row",
+    "numbers_of",
+    "profile",
+    "read_activities",
+    "read_nsys",
+    "read_recording",
+    "records_of",
+    "report_of",
+    "save_recording",
+    "snapshot_of",
+    "step_reports",
+    "tensor_traffic",
+    "transfers_figure",
+    "write_html",
+    "write_perfetto",
+]

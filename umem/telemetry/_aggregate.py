@@ -1,0 +1,291 @@
+"""From records to reports: what moved in each step, and in a typical one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.classes import TensorClass
+from umem.report import Cause, Direction, MeasuredReport, Traffic
+from umem.telemetry._attribution import UNKNOWN
+from umem.telemetry._recording import Recording
+from umem.telemetry._records import (
+    CAUSE_OF_NUMBER,
+    DIRECTION_OF_KIND,
+    TRANSFERS,
+    MigrationRecords,
+    RecordKind,
+)
+
+__all__ = ["TensorTraffic", "measured_row", "report_of", "step_reports", "tensor_traffic"]
+
+_CLASSES = tuple(TensorClass)
+_NS = 1e-9
+_Number = TypeVar("_Number", int, float)
+_Key = tuple[Direction, Cause, TensorClass]
+
+
+@dataclass(frozen=True)
+class TensorTraffic:
+    """Unified-memory transfers of one named tensor, over all steps or the whole recording."""
+
+    name: str
+    tensor_class: TensorClass
+    bytes: int
+    count: int
+
+
+def step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
+    """One report for each marked step, exact; one for the whole recording where none is marked.
+
+    A record belongs to the step in which it starts. What starts outside of all steps is in no
+    report.
+    """
+    if not recording.step_count:
+        everything = np.zeros(len(recording.records), np.int64)
+        return (_report(recording, everything == 0, recording.duration_ns, 0),)
+    step = _step_of(recording)
+    times_ns = recording.step_end_ns - recording.step_start_ns
+    return tuple(
+        _report(recording, step == number, int(time_ns), 1)
+        for number, time_ns in enumerate(times_ns)
+    )
+
+
+def report_of(recording: Recording) -> MeasuredReport:
+    """The typical step: the median over the marked steps of every figure, each for itself.
+
+    Of an even number of steps it is the lower of the two in the middle, so that every figure is one
+    that occurred. A single step, and a recording without steps, are reported as they are.
+    """
+    reports = step_reports(recording)
+    if len(reports) == 1:
+        return reports[0]
+    moved: dict[_Key, list[Traffic]] = {}
+    for report in reports:
+        for entry in report.traffic:
+            key = (entry.direction, entry.cause, entry.tensor_class)
+            moved.setdefault(key, []).append(entry)
+    first = reports[0]
+    return MeasuredReport(
+        workload=first.workload,
+        hardware=first.hardware,
+        policy=first.policy,
+        planner=first.planner,
+        step_s=_median(it.step_s for it in reports),
+        traffic=_median_traffic(moved, len(reports)),
+        memory_ops_s=_median(it.memory_ops_s for it in reports),
+        memory_ops_bytes=_median(it.memory_ops_bytes for it in reports),
+        memory_ops_count=_median(it.memory_ops_count for it in reports),
+        fault_pages=_median(it.fault_pages for it in reports),
+        collected=first.collected,
+        step_count=len(reports),
+        gpu_faults=_median(it.gpu_faults for it in reports),
+        cpu_faults=_median(it.cpu_faults for it in reports),
+        unattributed_bytes=_median(it.unattributed_bytes for it in reports),
+        notes=first.notes,
+    )
+
+
+def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
+    """Named tensors by the bytes that moved, the most first; those that did not move are left out.
+
+    Over all marked steps, or the whole recording where none is marked.
+    """
+    records = recording.records
+    inside = _step_of(recording) != UNKNOWN if recording.step_count else True
+    rows = np.flatnonzero(records.is_transfer() & (recording.tensor != UNKNOWN) & inside)
+    names = len(recording.tensor_names)
+    size_bytes = _sums(records.bytes[rows], recording.tensor[rows], names)
+    count = np.bincount(recording.tensor[rows], minlength=names)
+    found = np.full(names, TensorClass.OTHER.number)
+    found[recording.tensor[rows]] = recording.tensor_class[rows]
+    return tuple(
+        TensorTraffic(
+            recording.tensor_names[name],
+            _CLASSES[found[name]],
+            int(size_bytes[name]),
+            int(count[name]),
+        )
+        for name in np.argsort(-size_bytes, kind="stable")
+        if count[name]
+    )
+
+
+def measured_row(recording: Recording) -> dict[str, Any]:
+    """Put a recording's report into plain values, for JSON.
+
+    Returns
+    -------
+    dict
+        The keys of :func:`umem.prediction.report_row`, where a figure is None that a run does not
+        tell, and those that only a run has. ``per_step`` has one entry for each marked step.
+    """
+    report = report_of(recording)
+    moved: dict[str, dict[str, dict[str, int]]] = {}
+    for entry in report.traffic:
+        by_class = moved.setdefault(entry.direction, {}).setdefault(entry.cause, {})
+        by_class[entry.tensor_class.value] = entry.bytes
+    unknown = dict.fromkeys(
+        (
+            "ideal_s",
+            "lower_bound_s",
+            "regret",
+            "exposed_stall_s",
+            "fault_batches",
+            "hints",
+            "stall_s",
+        )
+    )
+    return {
+        "workload": report.workload,
+        "planner": report.planner,
+        "hardware": report.hardware,
+        "policy": report.policy,
+        **unknown,
+        **_figures(report),
+        "bytes": moved if report.collected else None,
+        "source": recording.source,
+        "steps": recording.step_count,
+        "dropped": recording.dropped,
+        "per_step": [_figures(step) for step in step_reports(recording) if recording.step_count],
+        "tensors": [
+            {
+                "name": entry.name,
+                "class": entry.tensor_class.value,
+                "bytes": entry.bytes,
+                "transfers": entry.count,
+            }
+            for entry in tensor_traffic(recording)
+        ],
+        "notes": list(report.notes),
+    }
+
+
+def _figures(report: MeasuredReport) -> dict[str, Any]:
+    figures = {
+        "um_time_share": report.um_time_share,
+        "um_ops_share": report.um_ops_share,
+        "um_bytes_share": report.um_bytes_share,
+        "moved_bytes": {
+            direction: report.moved_bytes(direction) for direction in DIRECTION_OF_KIND.values()
+        },
+        "unattributed_bytes": report.unattributed_bytes,
+        "memory_ops": {
+            "seconds": report.memory_ops_s,
+            "bytes": report.memory_ops_bytes,
+            "count": report.memory_ops_count,
+        },
+        "fault_pages": report.fault_pages,
+        "gpu_faults": report.gpu_faults,
+        "cpu_faults": report.cpu_faults,
+    }
+    return {"step_s": report.step_s, **(figures if report.collected else dict.fromkeys(figures))}
+
+
+def _step_of(recording: Recording) -> npt.NDArray[np.int64]:
+    """The step in which each record starts, or UNKNOWN."""
+    starts = recording.records.start_ns
+    step = np.searchsorted(recording.step_start_ns, starts, side="right") - 1
+    inside = (step >= 0) & (starts < recording.step_end_ns[np.maximum(step, 0)])
+    return np.where(inside, step, UNKNOWN)
+
+
+def _report(
+    recording: Recording, which: npt.NDArray[np.bool_], time_ns: int, step_count: int
+) -> MeasuredReport:
+    records = recording.records.taken(which)
+    tensor_class = recording.tensor_class[which]
+    transfers = records.is_transfer()
+    others = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
+    on_device = records.kind == RecordKind.GPU_FAULT
+    return MeasuredReport(
+        workload=recording.workload,
+        hardware=recording.hardware,
+        policy=recording.policy,
+        planner="measured",
+        step_s=time_ns * _NS,
+        traffic=_traffic(records, tensor_class),
+        memory_ops_s=int((records.end_ns - records.start_ns)[others].sum()) * _NS,
+        memory_ops_bytes=int(records.bytes[others].sum()),
+        memory_ops_count=int(others.sum()),
+        fault_pages=int(on_device.sum()),
+        collected=recording.source != "none",
+        step_count=step_count,
+        gpu_faults=int(records.faults[on_device].sum()),
+        cpu_faults=int(records.faults[records.kind == RecordKind.CPU_FAULT].sum()),
+        unattributed_bytes=int(records.bytes[transfers & (tensor_class == UNKNOWN)].sum()),
+        notes=recording.notes,
+    )
+
+
+def _traffic(records: MigrationRecords, tensor_class: npt.NDArray[np.int8]) -> tuple[Traffic, ...]:
+    rows = np.flatnonzero(records.is_transfer())
+    classes = np.where(tensor_class == UNKNOWN, TensorClass.OTHER.number, tensor_class)[rows]
+    causes = len(CAUSE_OF_NUMBER)
+    shape = (len(TRANSFERS), causes, len(_CLASSES))
+    cell = np.ravel_multi_index((records.kind[rows], records.cause[rows], classes), shape)
+    size = len(TRANSFERS) * causes * len(_CLASSES)
+    moved = _sums(records.bytes[rows], cell, size).reshape(shape)
+    spent_ns = _sums((records.end_ns - records.start_ns)[rows], cell, size).reshape(shape)
+    count = np.bincount(cell, minlength=size).reshape(shape)
+    return tuple(
+        Traffic(
+            DIRECTION_OF_KIND[kind],
+            cause,
+            _CLASSES[number],
+            int(moved[kind, i, number]),
+            int(spent_ns[kind, i, number]) * _NS,
+            int(count[kind, i, number]),
+        )
+        for kind in TRANSFERS
+        for i, cause in enumerate(CAUSE_OF_NUMBER)
+        for number in range(len(_CLASSES))
+        if count[kind, i, number]
+    )
+
+
+def _sums(
+    values: npt.NDArray[np.int64], cell: npt.NDArray[Any], size: int
+) -> npt.NDArray[np.int64]:
+    # Weights of bincount are floats, which are exact to 2**53 only.
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, cell, values)
+    return sums
+
+
+def _median(figures: Iterable[_Number]) -> _Number:
+    return statistics.median_low(figures)
+
+
+def _median_traffic(moved: dict[_Key, list[Traffic]], steps: int) -> tuple[Traffic, ...]:
+    """Medians over steps; a step that has no entry counts as one of zeros."""
+    medians = []
+    for (direction, cause, tensor_class), entries in moved.items():
+        none = [0] * (steps - len(entries))
+        entry = Traffic(
+            direction,
+            cause,
+            tensor_class,
+            _median([*(it.bytes for it in entries), *none]),
+            _median([*(it.seconds for it in entries), *none]),
+            _median([*(it.count for it in entries), *none]),
+        )
+        if entry.bytes or entry.count:
+            medians.append(entry)
+    order = tuple(DIRECTION_OF_KIND.values())
+    return tuple(
+        sorted(
+            medians,
+            key=lambda it: (
+                order.index(it.direction),
+                CAUSE_OF_NUMBER.index(it.cause),
+                it.tensor_class.number,
+            ),
+        )
+    )

@@ -1,0 +1,198 @@
+"""Recordings as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from umem.errors import UmemError, UnsupportedError
+from umem.files import replace_file
+from umem.report import MeasuredReport
+from umem.telemetry._aggregate import report_of, step_reports, tensor_traffic
+from umem.telemetry._recording import Recording
+from umem.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["write_html"]
+
+_MOST_ROWS = 200
+_MOST_TEXT = 400
+
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width">
+<title>Migration, measured</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+ color: #222; background: #fff; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
+th, td { padding: .15rem .8rem .15rem 0; text-align: left; border-bottom: 1px solid #ddd; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+img { max-width: 100%; height: auto; }
+p.note { color: #8a4b00; }
+</style>
+</head>
+<body>
+<h1>Migration, measured</h1>
+"""
+
+
+def write_html(recordings: Sequence[Recording], path: str | os.PathLike[str]) -> None:
+    """Write a page on recordings, with pictures where matplotlib is installed.
+
+    The page asks nothing of the network, and runs no script.
+
+    Parameters
+    ----------
+    recordings
+        In the order of the page.
+    path
+        Such as ``run.html``. Replaced in one piece.
+
+    Raises
+    ------
+    UmemError
+        If the file cannot be written.
+    """
+    sections = "\n".join(map(_section, recordings))
+    try:
+        replace_file(path, f"{_HEAD}{sections}\n</body>\n</html>\n".encode("utf-8", "replace"))
+    except OSError as error:
+        raise UmemError(
+            f"{path}: cannot be written ({error.strerror}): choose another place"
+        ) from None
+
+
+def _section(recording: Recording) -> str:
+    report = report_of(recording)
+    parts = [
+        f"<section>\n<h2>{_text(recording.workload)}</h2>",
+        f"<p>{_text(recording.hardware)}, policy {_text(recording.policy)}, recorded by "
+        f"{_text(recording.source)}</p>",
+        *(f'<p class="note">{_text(note)}</p>' for note in report.notes),
+        _table(("", "in a step"), _summary(report), numbers=1),
+    ]
+    if report.collected:
+        parts += _details(recording, report)
+    return "\n".join([*parts, "</section>"])
+
+
+def _summary(report: MeasuredReport) -> list[tuple[str, ...]]:
+    what = "median step" if report.step_count > 1 else "step" if report.step_count else "recording"
+    rows: list[tuple[str, ...]] = [
+        (f"{what}, ms", f"{report.step_s * 1e3:,.3f}"),
+        ("steps", f"{report.step_count:,}"),
+    ]
+    if not report.collected:
+        return rows
+    return [
+        *rows,
+        ("unified memory, % of the time of memory operations", _percent(report.um_time_share)),
+        ("the same by count, %", _percent(report.um_ops_share)),
+        ("the same by bytes, %", _percent(report.um_bytes_share)),
+        ("moved to the device", format_bytes(report.moved_bytes("to_device"))),
+        ("moved to the host", format_bytes(report.moved_bytes("to_host"))),
+        ("moved between devices", format_bytes(report.moved_bytes("between_devices"))),
+        ("of unknown tensors", format_bytes(report.unattributed_bytes)),
+        ("pages faulted on the device", f"{report.fault_pages:,}"),
+        ("faults on the device", f"{report.gpu_faults:,}"),
+        ("faults on the host", f"{report.cpu_faults:,}"),
+        ("copies and memory sets", f"{report.memory_ops_count:,}"),
+        ("bytes copied and set", format_bytes(report.memory_ops_bytes)),
+    ]
+
+
+def _details(recording: Recording, report: MeasuredReport) -> list[str]:
+    parts = ["<h3>What moved</h3>"]
+    if not report.traffic:
+        return [*parts, "<p>Nothing.</p>"]
+    rows = [
+        (
+            entry.direction.replace("_", " "),
+            entry.cause,
+            entry.tensor_class.value,
+            format_bytes(entry.bytes),
+            f"{entry.count:,}",
+            f"{entry.seconds * 1e3:,.3f}",
+        )
+        for entry in report.traffic
+    ]
+    heading = ("direction", "cause", "class", "moved", "transfers", "time, ms")
+    parts.append(_table(heading, rows, numbers=3))
+    parts += _pictures(recording, report)
+    tensors = tensor_traffic(recording)
+    if tensors:
+        parts.append("<h3>Tensors that moved most, over all steps</h3>")
+        named = [
+            (it.name, it.tensor_class.value, format_bytes(it.bytes), f"{it.count:,}")
+            for it in tensors[:_MOST_ROWS]
+        ]
+        parts.append(_table(("tensor", "class", "moved", "transfers"), named, numbers=2))
+    if recording.step_count:
+        parts.append("<h3>Steps</h3>")
+        steps = [
+            (
+                str(number),
+                f"{step.step_s * 1e3:,.3f}",
+                format_bytes(step.moved_bytes("to_device")),
+                format_bytes(step.moved_bytes("to_host")),
+                _percent(step.um_time_share),
+                f"{step.fault_pages:,}",
+            )
+            for number, step in enumerate(step_reports(recording)[:_MOST_ROWS])
+        ]
+        heading = ("step", "ms", "to device", "to host", "UM, % of time", "pages faulted")
+        parts.append(_table(heading, steps, numbers=5))
+    return parts
+
+
+def _pictures(recording: Recording, report: MeasuredReport) -> list[str]:
+    from umem.telemetry._pictures import classes_figure, transfers_figure
+
+    try:
+        figures = {
+            "Rate of transfers over the recording": transfers_figure(recording),
+            "Bytes moved by direction, cause and class": classes_figure(recording, report),
+        }
+    except UnsupportedError as error:
+        return [f'<p class="note">{_text(str(error))}</p>']
+    return [_image(figure, words) for words, figure in figures.items()]
+
+
+def _image(figure: Figure, words: str) -> str:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    data = base64.b64encode(picture.getvalue()).decode()
+    return f'<p><img alt="{_text(words)}" src="data:image/png;base64,{data}"></p>'
+
+
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
+    """A table whose last columns are numbers."""
+    first = len(heading) - numbers
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        kinds = ("" if place < first else ' class="number"' for place in range(len(cells)))
+        return "".join(
+            f"<{tag}{kind}>{_text(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)
+        )
+
+    body = "\n".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    return f"<table>\n<tr>{line('th', heading)}</tr>\n{body}\n</table>"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def _text(words: str) -> str:
+    return escape(words if len(words) <= _MOST_TEXT else f"{words[:_MOST_TEXT]}...", quote=True)

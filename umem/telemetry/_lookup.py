@@ -1,0 +1,87 @@
+"""What a profile asks of the run: its blocks, the names of its tensors, its device and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from umem.errors import EnableError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from umem.inspection import LiveTensor
+
+__all__ = ["device_name", "live_blocks", "name_numbers", "policy_name"]
+
+
+def live_blocks() -> Sequence[LiveTensor] | None:
+    """What :func:`umem.tensors` says, or None where umem is not enabled."""
+    from umem.inspection import tensors
+
+    with suppress(EnableError):
+        return tensors()
+    return None
+
+
+def policy_name() -> str:
+    from umem.allocator import is_enabled, runtime
+
+    return runtime().policy.name if is_enabled() else "none"
+
+
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_initialized() else "no GPU"
+
+
+def name_numbers(
+    model: nn.Module | None, optimizers: Sequence[Optimizer], names: dict[str, int]
+) -> dict[int, int]:
+    """Number of the name of the tensor that begins at an address.
+
+    Parameters
+    ----------
+    model
+        Whose parameters, gradients and state have names.
+    optimizers
+        Those that hold the state.
+    names
+        Numbers of names; new ones are added.
+    """
+    numbers: dict[int, int] = {}
+    for name, tensor in () if model is None else _named_tensors(model, optimizers):
+        address = _storage_address(tensor)
+        if address:
+            numbers.setdefault(address, names.setdefault(name, len(names)))
+    return numbers
+
+
+def _named_tensors(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for name, parameter in model.named_parameters():
+        yield name, parameter
+        if parameter.grad is not None:
+            yield f"{name}.grad", parameter.grad
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter)
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name}.{key}", value
+
+
+def _storage_address(tensor: Any) -> int:
+    """Address of the memory that holds a tensor, 0 for none."""
+    import torch
+
+    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
+    if tensor.layout is not torch.strided:
+        return 0
+    return int(tensor.untyped_storage().data_ptr())

@@ -1,0 +1,80 @@
+"""What was recorded of a run: memory operations, whose they were, and the marks of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.telemetry._attribution import UNKNOWN
+from umem.telemetry._records import MigrationRecords
+
+__all__ = ["NamedRange", "Recording", "Source", "unattributed"]
+
+Source = Literal["cupti", "nsys", "none"]
+"""Who recorded: CUPTI in the process, Nsight Systems, or nobody (marks only)."""
+
+
+@dataclass(frozen=True)
+class NamedRange:
+    """A stretch of the run that its script has named."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A recorded run. N records, S steps. All times are nanoseconds since its start.
+
+    Parameters
+    ----------
+    workload, hardware, policy : str
+        Names of what ran.
+    source : Source
+    duration_ns : int
+        From its start to its end.
+    records : MigrationRecords
+        By start.
+    tensor_class : int8[N]
+        :attr:`umem.TensorClass.number` of what a record touched, or -1 where that is unknown.
+    tensor : int32[N]
+        Index into `tensor_names`, or -1.
+    tensor_names : tuple of str
+    step_start_ns, step_end_ns : int64[S]
+        Of the marked steps, which follow each other.
+    phases : tuple of NamedRange
+        Phases that the script has marked.
+    dropped : int
+        Records that were lost.
+    notes : tuple of str
+        What a reader should know before trusting the figures.
+    """
+
+    workload: str
+    hardware: str
+    policy: str
+    source: Source
+    duration_ns: int
+    records: MigrationRecords
+    tensor_class: npt.NDArray[np.int8]
+    tensor: npt.NDArray[np.int32]
+    tensor_names: tuple[str, ...]
+    step_start_ns: npt.NDArray[np.int64]
+    step_end_ns: npt.NDArray[np.int64]
+    phases: tuple[NamedRange, ...]
+    dropped: int
+    notes: tuple[str, ...]
+
+    @property
+    def step_count(self) -> int:
+        """Number of marked steps."""
+        return len(self.step_start_ns)
+
+
+def unattributed(count: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:
+    """Columns `tensor_class` and `tensor` of records of which nothing is known."""
+    return np.full(count, UNKNOWN, np.int8), np.full(count, UNKNOWN, np.int32)
