@@ -99,3 +99,71 @@ def torch_entry_points() -> dict[str, int]:
 
 def gradient_hook(allocator: Allocator) -> Any:
     """A callable for `register_post_accumulate_grad_hook`: tags `param.grad` as gradients."""
+
+# ---- the hint engine ----
+
+NO_EVENT: int
+"""What `HintEngine.record` gives where no event can be had: what waits for it is dropped."""
+
+class HintSettings:
+    """How a hint engine is set up; a value that makes no sense is a ValueError of the engine."""
+
+    def __init__(
+        self,
+        chunk_bytes: int = 134217728,  # of one driver call
+        in_flight_bytes: int = 268435456,  # in driver calls, in each direction
+        capacity: int = 8192,  # requests that are open at once
+        prefetch_workers: int = 2,
+        poll_s: float = 50e-6,  # between two looks at an event
+    ) -> None: ...
+
+class HintEngine:
+    """Native threads that ask the driver to move managed memory. Thread-safe.
+
+    Operations are `umem.HintOp` numbers, outcomes the names of `umem.hints.Outcome`; times are
+    those of `time.monotonic_ns`. A ticket of 0: the queue is full or the engine has stopped.
+    """
+
+    @staticmethod
+    def on_host(
+        settings: HintSettings, devices: int = 1, bytes_per_s: float = 0.0
+    ) -> HintEngine: ...
+    @staticmethod
+    def on_cuda(settings: HintSettings) -> HintEngine:
+        """RuntimeError without a driver or a GPU, or in a build without CUDA."""
+    def start(self, device: int = 0) -> None: ...
+    def submit(
+        self,
+        op: int,
+        address: int,
+        size_bytes: int,
+        device: int = 0,
+        event: int = 0,  # from `record`; 0: nothing to wait for
+        tensor_class: int = 5,
+        host_address: int = 0,  # copies: the host-resident block
+    ) -> int: ...
+    def advise(
+        self,
+        address: int,
+        size_bytes: int,
+        placement: str,  # device | host | any
+        accessed_by_device: bool = False,
+        read_mostly: bool = False,
+        device: int = 0,
+        event: int = 0,
+        tensor_class: int = 5,
+    ) -> int: ...
+    def mark_needed(self, ticket: int) -> None: ...
+    def record(self, device: int, stream: int) -> int: ...
+    def release(self, event: int) -> None: ...
+    def set_budget(self, device: int, size_bytes: int) -> None: ...
+    def set_resident(self, device: int, address: int, size_bytes: int, resident: bool) -> None: ...
+    def forget(self, address: int, size_bytes: int, timeout_s: float) -> bool: ...
+    def wait(self, ticket: int, timeout_s: float) -> str | None:
+        """The outcome, "open" when the time ran out; None for a ticket not on record."""
+    def find(self, ticket: int) -> dict[str, Any] | None:
+        """op, tensor_class, address, size_bytes, moved_bytes, outcome, asked_ns, ready_ns,
+        issued_ns, done_ns, needed_ns (0: not yet)."""
+    def statistics(self) -> dict[str, Any]:
+        """counts by (op, class), failures as (call, error, text, count), and the rest by name."""
+    def shutdown(self, timeout_s: float) -> bool: ...

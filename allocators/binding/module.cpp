@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "binding/hints.hpp"
 #include "core/allocator.hpp"
 #include "core/host.hpp"
 #ifdef UMEM_HAS_CUDA
@@ -374,6 +375,8 @@ NB_MODULE(_native, module) {
       .def("live_blocks", &live_blocks)
       .def("managed_bytes", &Allocator::managed_bytes)
       .def("device_count", &Allocator::device_count);
+
+  bind_hints(module);
 
   module.def(
       "gradient_hook",

@@ -1,0 +1,233 @@
+#include "binding/hints.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+
+#include "hints/hint_engine.hpp"
+#include "hints/host_hint_driver.hpp"
+#ifdef UMEM_HAS_CUDA
+#include "cuda/cuda_hint_driver.hpp"
+#endif
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace umem {
+namespace {
+
+// A wait of hundreds of years is one without end; more would not fit the clock.
+constexpr double kLongestWaitSeconds = 1e9;
+
+std::int64_t nanoseconds(double seconds) {
+  if (!(seconds >= 0)) throw nb::value_error("timeout_s: a number of seconds, not below 0");
+  return static_cast<std::int64_t>(std::min(seconds, kLongestWaitSeconds) * 1e9);
+}
+
+double seconds(std::int64_t ns) { return static_cast<double>(ns) / 1e9; }
+
+TensorClass class_of(int number) {
+  if (number < 0 || static_cast<std::size_t>(number) >= kClasses)
+    throw nb::value_error(("tensor class: " + std::to_string(number)).c_str());
+  return static_cast<TensorClass>(number);
+}
+
+// advise has a method of its own.
+HintOp op_of(int number) {
+  if (number < 0 || number > static_cast<int>(HintOp::copy_out))
+    throw nb::value_error(("operation: " + std::to_string(number)).c_str());
+  return static_cast<HintOp>(number);
+}
+
+Placement placement_of(const std::string& name) {
+  if (name == "device") return Placement::device;
+  if (name == "host") return Placement::host;
+  if (name == "any") return Placement::any;
+  throw nb::value_error(("placement: " + name).c_str());
+}
+
+const char* name_of(Outcome outcome) { return kOutcomeNames[static_cast<std::size_t>(outcome)]; }
+
+nb::dict to_dict(const HintRecord& record) {
+  nb::dict dict;
+  dict["op"] = static_cast<int>(record.request.op);
+  dict["tensor_class"] = static_cast<int>(record.request.tensor_class);
+  dict["address"] = record.request.range.address;
+  dict["size_bytes"] = record.request.range.bytes;
+  dict["moved_bytes"] = record.moved_bytes;
+  dict["outcome"] = name_of(record.done_ns == 0 ? Outcome::open : record.outcome);
+  dict["asked_ns"] = record.asked_ns;
+  dict["ready_ns"] = record.ready_ns;
+  dict["issued_ns"] = record.issued_ns;
+  dict["done_ns"] = record.done_ns;
+  dict["needed_ns"] = record.needed_ns;
+  return dict;
+}
+
+nb::dict to_dict(const HintCounts& counts) {
+  nb::dict dict, requests;
+  for (std::size_t i = 0; i < kOutcomes; ++i) requests[kOutcomeNames[i]] = counts.requests[i];
+  dict["requests"] = requests;
+  dict["asked_bytes"] = counts.asked_bytes;
+  dict["moved_bytes"] = counts.moved_bytes;
+  dict["wasted_bytes"] = counts.wasted_bytes;
+  dict["calls"] = counts.calls;
+  dict["event_wait_s"] = seconds(counts.event_wait_ns);
+  dict["queued_s"] = seconds(counts.queued_ns);
+  dict["driver_s"] = seconds(counts.driver_ns);
+  dict["late"] = counts.late;
+  dict["late_s"] = seconds(counts.late_ns);
+  dict["early"] = counts.early;
+  dict["early_s"] = seconds(counts.early_ns);
+  dict["missed"] = counts.missed;
+  return dict;
+}
+
+nb::dict to_dict(const HintStatistics& stats) {
+  nb::dict counts;
+  for (std::size_t op = 0; op < kHintOps; ++op)
+    for (std::size_t number = 0; number < kClasses; ++number)
+      if (const HintCounts& of = stats.counts[op][number]; of.asked_bytes != 0)
+        counts[nb::make_tuple(op, number)] = to_dict(of);
+  nb::list failures;
+  for (const HintFailure& failure : stats.failures)
+    failures.append(
+        nb::make_tuple(failure.call, failure.error, failure.text, failure.count));
+  nb::dict resident;
+  for (const auto& [device, bytes] : stats.resident_bytes) resident[nb::int_(device)] = bytes;
+  nb::dict dict;
+  dict["counts"] = counts;
+  dict["failures"] = failures;
+  dict["refused"] = stats.refused;
+  dict["open_requests"] = stats.open_requests;
+  dict["peak_open_requests"] = stats.peak_open_requests;
+  dict["queued_bytes"] = stats.queued_bytes;
+  dict["in_flight_bytes"] = nb::make_tuple(stats.in_flight_bytes[0], stats.in_flight_bytes[1]);
+  dict["room_waits"] = stats.room_waits;
+  dict["resident_bytes"] = resident;
+  return dict;
+}
+
+std::unique_ptr<HintDriver> cuda_driver([[maybe_unused]] const HintSettings& settings) {
+#ifdef UMEM_HAS_CUDA
+  return std::make_unique<CudaHintDriver>(settings.prefetch_workers + 1);
+#else
+  throw std::runtime_error("this build of umem has no CUDA side");
+#endif
+}
+
+}  // namespace
+
+void bind_hints(nb::module_& module) {
+  nb::class_<HintSettings>(module, "HintSettings")
+      .def(
+          "__init__",
+          [](HintSettings* self, std::size_t chunk_bytes, std::size_t in_flight_bytes,
+             std::size_t capacity, int prefetch_workers, double poll_s) {
+            new (self) HintSettings{.chunk_bytes = chunk_bytes,
+                                    .in_flight_bytes = in_flight_bytes,
+                                    .capacity = capacity,
+                                    .prefetch_workers = prefetch_workers,
+                                    .poll_ns = nanoseconds(poll_s)};
+          },
+          "chunk_bytes"_a = HintSettings{}.chunk_bytes,
+          "in_flight_bytes"_a = HintSettings{}.in_flight_bytes,
+          "capacity"_a = HintSettings{}.capacity,
+          "prefetch_workers"_a = HintSettings{}.prefetch_workers,
+          "poll_s"_a = seconds(HintSettings{}.poll_ns));
+
+  // submit, mark_needed and release keep the interpreter's lock: they wait for nobody who needs it,
+  // and giving it up would take longer than they do.
+  nb::class_<HintEngine>(module, "HintEngine")
+      .def_static(
+          "on_host",
+          [](const HintSettings& settings, int devices, double bytes_per_s) {
+            return new HintEngine(settings,
+                                  std::make_unique<HostHintDriver>(devices, bytes_per_s));
+          },
+          "settings"_a, "devices"_a = 1, "bytes_per_s"_a = 0.0)
+      .def_static(
+          "on_cuda",
+          [](const HintSettings& settings) {
+            return new HintEngine(settings, cuda_driver(settings));
+          },
+          "settings"_a)
+      .def("start", &HintEngine::start, "device"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "submit",
+          [](HintEngine& self, int op, std::uintptr_t address, std::size_t size_bytes, int device,
+             EventId event, int tensor_class, std::uintptr_t host_address) {
+            return self.submit({.op = op_of(op),
+                                .range = {address, size_bytes},
+                                .device = device,
+                                .event = event,
+                                .tensor_class = class_of(tensor_class),
+                                .host_address = host_address});
+          },
+          "op"_a, "address"_a, "size_bytes"_a, "device"_a = 0, "event"_a = 0,
+          "tensor_class"_a = static_cast<int>(TensorClass::other), "host_address"_a = 0)
+      .def(
+          "advise",
+          [](HintEngine& self, std::uintptr_t address, std::size_t size_bytes,
+             const std::string& placement, bool accessed_by_device, bool read_mostly, int device,
+             EventId event, int tensor_class) {
+            return self.submit({.op = HintOp::advise,
+                                .range = {address, size_bytes},
+                                .device = device,
+                                .event = event,
+                                .tensor_class = class_of(tensor_class),
+                                .advice = {.placement = placement_of(placement),
+                                           .accessed_by_device = accessed_by_device,
+                                           .read_mostly = read_mostly}});
+          },
+          "address"_a, "size_bytes"_a, "placement"_a, "accessed_by_device"_a = false,
+          "read_mostly"_a = false, "device"_a = 0, "event"_a = 0,
+          "tensor_class"_a = static_cast<int>(TensorClass::other))
+      .def("mark_needed", &HintEngine::mark_needed, "ticket"_a)
+      .def("record", &HintEngine::record, "device"_a, "stream"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("release", &HintEngine::release, "event"_a)
+      .def("set_budget", &HintEngine::set_budget, "device"_a, "size_bytes"_a)
+      .def(
+          "set_resident",
+          [](HintEngine& self, int device, std::uintptr_t address, std::size_t size_bytes,
+             bool resident) { self.set_resident(device, {address, size_bytes}, resident); },
+          "device"_a, "address"_a, "size_bytes"_a, "resident"_a)
+      .def(
+          "forget",
+          [](HintEngine& self, std::uintptr_t address, std::size_t size_bytes, double timeout_s) {
+            const std::int64_t timeout_ns = nanoseconds(timeout_s);
+            const nb::gil_scoped_release released;
+            return self.forget({address, size_bytes}, timeout_ns);
+          },
+          "address"_a, "size_bytes"_a, "timeout_s"_a)
+      .def(
+          "wait",
+          [](HintEngine& self, Ticket ticket, double timeout_s) -> std::optional<std::string> {
+            const std::int64_t timeout_ns = nanoseconds(timeout_s);
+            const nb::gil_scoped_release released;
+            const std::optional<Outcome> outcome = self.wait(ticket, timeout_ns);
+            return outcome ? std::optional<std::string>(name_of(*outcome)) : std::nullopt;
+          },
+          "ticket"_a, "timeout_s"_a)
+      .def(
+          "find",
+          [](HintEngine& self, Ticket ticket) -> std::optional<nb::dict> {
+            const std::optional<HintRecord> record = self.find(ticket);
+            return record ? std::optional<nb::dict>(to_dict(*record)) : std::nullopt;
+          },
+          "ticket"_a)
+      .def("statistics", [](HintEngine& self) { return to_dict(self.statistics()); })
+      .def(
+          "shutdown",
+          [](HintEngine& self, double timeout_s) {
+            const std::int64_t timeout_ns = nanoseconds(timeout_s);
+            const nb::gil_scoped_release released;
+            return self.shutdown(timeout_ns);
+          },
+          "timeout_s"_a);
+  module.attr("NO_EVENT") = kNoEvent;
+}
+
+}  // namespace umem

@@ -1,0 +1,289 @@
+#include "cuda/cuda_hint_driver.hpp"
+
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/copy_kernel.hpp"
+#include "cuda/scopes.hpp"
+
+namespace umem {
+namespace {
+
+template <class Function>
+bool find(Function& function, const char* name, unsigned version) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableLegacyStream, &found);
+  if (error != cudaSuccess) cudaGetLastError();  // torch's next check must not find it
+  function = reinterpret_cast<Function>(address);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess && address != nullptr;
+}
+
+template <class Function>
+void require(Function& function, const char* name, unsigned version) {
+  if (!find(function, name, version))
+    throw std::runtime_error(std::string("no entry point ") + name + " of CUDA " +
+                             std::to_string(version / 1000) + "." +
+                             std::to_string(version % 1000 / 10) +
+                             ": there is no NVIDIA driver here, or one that is too old");
+}
+
+bool succeeded(cudaError_t error) noexcept {
+  if (error == cudaSuccess) return true;
+  cudaGetLastError();
+  return false;
+}
+
+}  // namespace
+
+CudaCalls::CudaCalls() {
+  require(device_get, "cuDeviceGet", 2000);
+  require(retain_primary, "cuDevicePrimaryCtxRetain", 7000);
+  require(release_primary, "cuDevicePrimaryCtxRelease", 11000);
+  require(create_context, "cuCtxCreate", 3020);
+  require(destroy_context, "cuCtxDestroy", 4000);
+  require(set_current, "cuCtxSetCurrent", 4000);
+  require(create_stream, "cuStreamCreate", 2000);
+  require(destroy_stream, "cuStreamDestroy", 4000);
+  require(create_event, "cuEventCreate", 2000);
+  require(destroy_event, "cuEventDestroy", 4000);
+  require(record_event, "cuEventRecord", 2000);
+  require(query_event, "cuEventQuery", 2000);
+  require(synchronize_event, "cuEventSynchronize", 2000);
+  require(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", 10010);
+  require(prefetch, "cuMemPrefetchAsync", 8000);
+  require(advise, "cuMemAdvise", 8000);
+  require(load_module, "cuModuleLoadData", 2000);
+  require(unload_module, "cuModuleUnload", 2000);
+  require(get_function, "cuModuleGetFunction", 2000);
+  require(launch, "cuLaunchKernel", 4000);
+  require(copy, "cuMemcpyAsync", 4000);
+  require(error_name, "cuGetErrorName", 6000);
+  require(error_string, "cuGetErrorString", 6000);
+  if (!find(discard, "cuMemDiscardBatchAsync", 13000)) discard = nullptr;
+}
+
+CudaHintDriver::CudaHintDriver(int lanes) {
+  if (const cudaError_t error = cudaGetDeviceCount(&devices_); error != cudaSuccess) {
+    cudaGetLastError();
+    throw std::runtime_error(std::string("cudaGetDeviceCount: ") + cudaGetErrorString(error));
+  }
+  seats_.assign(static_cast<std::size_t>(lanes),
+                std::vector<Seat>(static_cast<std::size_t>(devices_)));
+  idle_events_.resize(static_cast<std::size_t>(devices_));
+}
+
+CudaHintDriver::~CudaHintDriver() {
+  for (const auto& event : events_) succeeded(cudaEventDestroy(event->handle));
+}
+
+// ---- events, in the thread that trains ----
+
+EventId CudaHintDriver::record(int device, StreamId id) noexcept {
+  if (device >= devices_) return kNoEvent;
+  const auto stream = reinterpret_cast<cudaStream_t>(id);
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  // Inside a capture it would become a node of the graph, and tell nothing about now.
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (!succeeded(cudaStreamIsCapturing(stream, &status)) || status != cudaStreamCaptureStatusNone)
+    return kNoEvent;
+  Event* event = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<Event*>& idle = idle_events_[static_cast<std::size_t>(device)];
+    if (!idle.empty()) {
+      event = idle.back();
+      idle.pop_back();
+    }
+  }
+  if (event == nullptr) {
+    cudaEvent_t handle = nullptr;
+    if (!succeeded(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming))) return kNoEvent;
+    const std::lock_guard lock(mutex_);
+    event = events_.emplace_back(new Event{handle, device}).get();
+  }
+  const auto id_of_event = reinterpret_cast<EventId>(event);
+  if (succeeded(cudaEventRecord(event->handle, stream))) return id_of_event;
+  recycle(id_of_event);
+  return kNoEvent;
+}
+
+void CudaHintDriver::recycle(EventId id) noexcept {
+  auto* event = reinterpret_cast<Event*>(id);
+  const std::lock_guard lock(mutex_);
+  idle_events_[static_cast<std::size_t>(event->device)].push_back(event);
+}
+
+// ---- a lane's streams and contexts ----
+
+CUresult CudaHintDriver::retain(Seat& seat, int device) noexcept {
+  if (seat.primary.context != nullptr) return CUDA_SUCCESS;
+  // Calls of ours belong to no graph that another thread may be capturing.
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  cuda_.exchange_capture_mode(&mode);
+  if (const CUresult error = cuda_.device_get(&seat.device, device)) return error;
+  return cuda_.retain_primary(&seat.primary.context, seat.device);
+}
+
+CUresult CudaHintDriver::furnish(Station& station) noexcept {
+  if (const CUresult error = enter(station)) return error;
+  if (station.stream == nullptr)
+    if (const CUresult error = cuda_.create_stream(&station.stream, CU_STREAM_NON_BLOCKING))
+      return error;
+  if (station.done == nullptr)  // a worker that waits sleeps: its core is for training
+    return cuda_.create_event(&station.done, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING);
+  return CUDA_SUCCESS;
+}
+
+CUresult CudaHintDriver::enter(const Station& station) noexcept {
+  return cuda_.set_current(station.context);
+}
+
+int CudaHintDriver::open(Lane lane, int device) noexcept {
+  if (device >= devices_) return CUDA_ERROR_INVALID_DEVICE;
+  Seat& mine = seat(lane, device);
+  if (const CUresult error = retain(mine, device)) return error;
+  if (const CUresult error = furnish(mine.primary)) return error;
+  load_copy_kernel(mine);
+  if (lane.direction == Direction::to_device) return CUDA_SUCCESS;
+  if (mine.own.context == nullptr)
+    if (const CUresult error = cuda_.create_context(&mine.own.context, CU_CTX_SCHED_BLOCKING_SYNC,
+                                                    mine.device))
+      return error;
+  return furnish(mine.own);
+}
+
+void CudaHintDriver::load_copy_kernel(Seat& mine) noexcept {
+  if (mine.copy != nullptr) return;
+  CUresult error = mine.module != nullptr ? CUDA_SUCCESS
+                                          : cuda_.load_module(&mine.module, kCopyKernel);
+  if (error == CUDA_SUCCESS) error = cuda_.get_function(&mine.copy, mine.module, "umem_copy");
+  if (error != CUDA_SUCCESS)
+    std::fprintf(stderr,
+                 "umem: hint: the copy kernel does not load (%s): copies go through "
+                 "cuMemcpyAsync, which is slower\n",
+                 describe(error).c_str());
+}
+
+void CudaHintDriver::close(Lane lane) noexcept {
+  for (Seat& mine : seats_[static_cast<std::size_t>(lane.number)]) {
+    if (mine.own.context != nullptr) {
+      leave(mine.own);
+      cuda_.destroy_context(mine.own.context);
+    }
+    if (mine.primary.context != nullptr) {
+      leave(mine.primary);
+      if (mine.module != nullptr) cuda_.unload_module(mine.module);
+      cuda_.set_current(nullptr);
+      cuda_.release_primary(mine.device);
+    }
+    mine = {};
+  }
+}
+
+void CudaHintDriver::leave(Station& station) noexcept {
+  enter(station);
+  wait(station);
+  if (station.done != nullptr) cuda_.destroy_event(station.done);
+  if (station.stream != nullptr) cuda_.destroy_stream(station.stream);
+}
+
+// ---- calls of a lane ----
+
+int CudaHintDriver::query(Lane lane, int device, EventId id, bool& finished) noexcept {
+  Seat& mine = seat(lane, device);
+  if (const CUresult error = retain(mine, device)) return error;
+  if (const CUresult error = enter(mine.primary)) return error;
+  const CUresult state = cuda_.query_event(reinterpret_cast<Event*>(id)->handle);
+  finished = state == CUDA_SUCCESS;
+  return state == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : state;
+}
+
+int CudaHintDriver::prefetch(Lane lane, int device, Range range) noexcept {
+  Seat& mine = seat(lane, device);
+  if (const CUresult error = enter(mine.primary)) return error;
+  mine.primary.busy = true;
+  return cuda_.prefetch(range.address, range.bytes, mine.device, mine.primary.stream);
+}
+
+int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
+  Station& own = seat(lane, device).own;
+  if (const CUresult error = enter(own)) return error;
+  own.busy = true;
+  return cuda_.prefetch(range.address, range.bytes, CU_DEVICE_CPU, own.stream);
+}
+
+int CudaHintDriver::discard(Lane lane, int device, Range range) noexcept {
+  if (cuda_.discard == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
+  Station& own = seat(lane, device).own;
+  if (const CUresult error = enter(own)) return error;
+  own.busy = true;
+  CUdeviceptr address = range.address;
+  std::size_t bytes = range.bytes;
+  return cuda_.discard(&address, &bytes, 1, 0, own.stream);
+}
+
+int CudaHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
+                         std::size_t bytes) noexcept {
+  Seat& mine = seat(lane, device);
+  if (const CUresult error = enter(mine.primary)) return error;
+  mine.primary.busy = true;
+  if (mine.copy == nullptr || to % kCopyAlignment != 0 || from % kCopyAlignment != 0)
+    return cuda_.copy(to, from, bytes, mine.primary.stream);
+  CUdeviceptr destination = to, source = from;
+  unsigned long long length = bytes;
+  void* parameters[] = {&destination, &source, &length};
+  return cuda_.launch(mine.copy, kCopyBlocks, 1, 1, kCopyThreads, 1, 1, 0, mine.primary.stream,
+                      parameters, nullptr);
+}
+
+int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) noexcept {
+  Seat& mine = seat(lane, device);
+  if (const CUresult error = enter(mine.own)) return error;
+  const auto give = [&](CUmem_advise what, CUdevice where) {
+    return cuda_.advise(range.address, range.bytes, what, where);
+  };
+  const CUdevice here = mine.device;
+  const bool host = advice.placement == Placement::host;
+  const CUresult results[] = {
+      advice.placement == Placement::any
+          ? give(CU_MEM_ADVISE_UNSET_PREFERRED_LOCATION, here)
+          : give(CU_MEM_ADVISE_SET_PREFERRED_LOCATION, host ? CU_DEVICE_CPU : here),
+      give(advice.accessed_by_device ? CU_MEM_ADVISE_SET_ACCESSED_BY
+                                     : CU_MEM_ADVISE_UNSET_ACCESSED_BY,
+           here),
+      give(advice.read_mostly ? CU_MEM_ADVISE_SET_READ_MOSTLY : CU_MEM_ADVISE_UNSET_READ_MOSTLY,
+           here)};
+  for (const CUresult result : results)
+    if (result != CUDA_SUCCESS) return result;
+  return CUDA_SUCCESS;
+}
+
+int CudaHintDriver::synchronize(Lane lane, int device) noexcept {
+  Seat& mine = seat(lane, device);
+  const CUresult primary = wait(mine.primary);
+  const CUresult own = wait(mine.own);
+  return primary != CUDA_SUCCESS ? primary : own;
+}
+
+CUresult CudaHintDriver::wait(Station& station) noexcept {
+  if (!station.busy) return CUDA_SUCCESS;
+  station.busy = false;
+  if (const CUresult error = enter(station)) return error;
+  if (const CUresult error = cuda_.record_event(station.done, station.stream)) return error;
+  return cuda_.synchronize_event(station.done);
+}
+
+std::string CudaHintDriver::describe(int error) const {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  cuda_.error_name(static_cast<CUresult>(error), &name);
+  cuda_.error_string(static_cast<CUresult>(error), &text);
+  return std::string(name == nullptr ? "unknown error" : name) + ": " +
+         (text == nullptr ? "no description" : text);
+}
+
+}  // namespace umem

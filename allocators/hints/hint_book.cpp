@@ -1,0 +1,210 @@
+#include "hints/hint_book.hpp"
+
+namespace umem {
+namespace {
+
+// Whether `newer` makes `older`, which nobody has issued yet, pointless.
+bool replaces(const HintRequest& newer, const HintRequest& older) {
+  const bool same_place = newer.device == older.device;
+  switch (newer.op) {
+    case HintOp::prefetch:
+      return older.op == HintOp::evict || older.op == HintOp::discard ||
+             (older.op == HintOp::prefetch && !same_place);
+    case HintOp::evict:
+      return older.op == HintOp::prefetch;
+    case HintOp::discard:
+      return older.op == HintOp::prefetch || older.op == HintOp::evict;
+    case HintOp::copy_in:
+    case HintOp::copy_out:
+      return !keeps_order(older.op);
+    case HintOp::advise:
+      return older.op == HintOp::advise && same_place;
+  }
+  return false;
+}
+
+}  // namespace
+
+HintBook::HintBook(const HintSettings& settings, int lanes)
+    : settings_(settings),
+      queue_(2 * settings.capacity),
+      history_(settings.capacity),
+      in_flight_(static_cast<std::size_t>(lanes)) {}
+
+HintCounts& HintBook::counts(const HintRecord& record) {
+  return stats_.counts[static_cast<std::size_t>(record.request.op)]
+                      [static_cast<std::size_t>(record.request.tensor_class)];
+}
+
+// ---- requests, and what becomes of them ----
+
+void HintBook::add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns) {
+  HintRecord& record = open_[ticket];
+  record = {.ticket = ticket,
+            .request = request,
+            .asked_ns = asked_ns,
+            .open_bytes = request.range.bytes};
+  HintCounts& of = counts(record);
+  ++of.requests[static_cast<std::size_t>(Outcome::open)];
+  of.asked_bytes += request.range.bytes;
+  stats_.peak_open_requests = std::max(stats_.peak_open_requests, open_.size());
+  if (keeps_order(request.op)) ordered_[ticket] = request.range;
+  devices_.try_emplace(request.device);
+
+  const EventId event = request.event;
+  if (event != 0 && (!events_.knows(event) || events_.failed(event))) {
+    resolve(ticket, request.range.bytes, Outcome::dropped, asked_ns);
+    return;
+  }
+  queue_.add({.ticket = ticket, .range = request.range, .direction = direction_of(request.op)});
+  if (event == 0 || events_.fired(event))
+    make_ready(record, asked_ns);
+  else
+    events_.wait(event, ticket);
+}
+
+void HintBook::fire(EventId event, bool failed, std::int64_t now_ns) {
+  for (const Ticket ticket : events_.fire(event, failed)) {
+    const auto found = open_.find(ticket);
+    if (found == open_.end()) continue;
+    if (failed)
+      cut_all(found->second, Outcome::dropped, now_ns);
+    else
+      make_ready(found->second, now_ns);
+  }
+}
+
+void HintBook::make_ready(HintRecord& record, std::int64_t now_ns) {
+  record.ready_ns = now_ns;
+  // Only now: until its own event, the newer request says nothing about the time before it.
+  supersede_older(record, now_ns);
+  queue_.set_ready(record.ticket, record.request.range);
+}
+
+void HintBook::supersede_older(const HintRecord& newer, std::int64_t now_ns) {
+  for (const Piece& piece : queue_.overlapping(newer.request.range))
+    if (piece.ticket < newer.ticket && replaces(newer.request, open_.at(piece.ticket).request))
+      cut(piece, newer.request.range, Outcome::superseded, now_ns);
+}
+
+void HintBook::cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns) {
+  resolve(piece.ticket, queue_.cut(piece, range), outcome, now_ns);
+}
+
+void HintBook::cut_all(const HintRecord& record, Outcome outcome, std::int64_t now_ns) {
+  const Ticket ticket = record.ticket;
+  const Range whole = record.request.range;
+  for (const Piece& piece : queue_.overlapping(whole))
+    if (piece.ticket == ticket) cut(piece, whole, outcome, now_ns);
+}
+
+void HintBook::resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::int64_t now_ns) {
+  HintRecord& record = open_.at(ticket);
+  record.open_bytes -= bytes;
+  record.outcome = std::max(record.outcome, outcome);
+  if (outcome == Outcome::done) record.moved_bytes += bytes;
+  if (record.open_bytes == 0) finish(record, now_ns);
+}
+
+void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
+  const HintRequest& request = record.request;
+  record.done_ns = now_ns;
+  if (record.ready_ns == 0 && request.event != 0 && events_.knows(request.event))
+    events_.stop_waiting(request.event, record.ticket);
+  ordered_.erase(record.ticket);
+  if (request.op == HintOp::copy_out) {
+    std::erase_if(kept_, [&](const HintRequest& kept) {
+      return overlap(kept.range, request.range);
+    });
+    // What was not wholly copied was not freed. A range that is gone has no contents to keep.
+    if (record.outcome != Outcome::done && record.outcome != Outcome::forgotten)
+      kept_.push_back(request);
+  }
+
+  HintCounts& of = counts(record);
+  --of.requests[static_cast<std::size_t>(Outcome::open)];
+  ++of.requests[static_cast<std::size_t>(record.outcome)];
+  of.moved_bytes += record.moved_bytes;
+  of.wasted_bytes += request.range.bytes - record.moved_bytes;
+  if (record.ready_ns != 0) of.event_wait_ns += record.ready_ns - record.asked_ns;
+  if (record.issued_ns != 0) of.queued_ns += record.issued_ns - record.ready_ns;
+  if (record.needed_ns != 0) count_punctuality(record);
+  const Ticket ticket = record.ticket;
+  history_[ticket % history_.size()] = record;
+  open_.erase(ticket);
+}
+
+void HintBook::mark_needed(Ticket ticket, std::int64_t now_ns) {
+  const auto found = open_.find(ticket);
+  if (found != open_.end()) {
+    if (found->second.needed_ns == 0) found->second.needed_ns = now_ns;
+    return;
+  }
+  HintRecord& record = history_[ticket % history_.size()];
+  if (record.ticket != ticket || record.needed_ns != 0) return;
+  record.needed_ns = now_ns;
+  count_punctuality(record);
+}
+
+void HintBook::count_punctuality(const HintRecord& record) {
+  HintCounts& of = counts(record);
+  const std::int64_t late_ns = record.done_ns - record.needed_ns;
+  if (record.outcome != Outcome::done)
+    ++of.missed;
+  else if (late_ns > 0)
+    ++of.late, of.late_ns += late_ns;
+  else
+    ++of.early, of.early_ns -= late_ns;
+}
+
+void HintBook::forget(Range range, std::int64_t now_ns) {
+  for (const Piece& piece : queue_.overlapping(range))
+    cut(piece, range, Outcome::forgotten, now_ns);
+  for (auto& [number, device] : devices_) device.resident.erase(range);
+  std::erase_if(kept_, [&](const HintRequest& kept) { return overlap(kept.range, range); });
+}
+
+bool HintBook::in_flight(Range range) const {
+  return std::any_of(in_flight_.begin(), in_flight_.end(), [&](const std::optional<Chunk>& chunk) {
+    return chunk && overlap(chunk->range, range);
+  });
+}
+
+void HintBook::drop_all(std::int64_t now_ns) {
+  for (const Piece& piece : queue_.overlapping({0, UINTPTR_MAX}))
+    cut(piece, piece.range, Outcome::dropped, now_ns);
+}
+
+void HintBook::set_resident(int device, Range range, bool resident) {
+  ResidentSet& of = devices_[device].resident;
+  resident ? of.insert(range) : of.erase(range);
+}
+
+// ---- what is known ----
+
+bool HintBook::count_failure(const CallResult& result, const std::string& text) {
+  HintFailure& failure = failures_[{result.call, result.error}];
+  failure.call = result.call;
+  failure.error = result.error;
+  failure.text = text;
+  return ++failure.count == 1;
+}
+
+const HintRecord* HintBook::find(Ticket ticket) const {
+  if (const auto found = open_.find(ticket); found != open_.end()) return &found->second;
+  const HintRecord& record = history_[ticket % history_.size()];
+  return ticket != 0 && record.ticket == ticket ? &record : nullptr;
+}
+
+HintStatistics HintBook::statistics() const {
+  HintStatistics stats = stats_;
+  for (const auto& [key, failure] : failures_) stats.failures.push_back(failure);
+  stats.open_requests = open_.size();
+  stats.queued_bytes = queue_.bytes();
+  stats.in_flight_bytes = in_flight_bytes_;
+  for (const auto& [number, device] : devices_)
+    stats.resident_bytes[number] = device.resident.bytes();
+  return stats;
+}
+
+}  // namespace umem

@@ -1,0 +1,114 @@
+// The engine's books: what is asked, what waits for what, what may be issued next. It knows no
+// threads and makes no driver calls, so every decision can be tested by itself.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "hints/event_table.hpp"
+#include "hints/hint_driver.hpp"
+#include "hints/hint_queue.hpp"
+#include "hints/resident_set.hpp"
+#include "hints/statistics.hpp"
+
+namespace umem {
+
+// What a worker does in one go: a run of addresses, of one request or of neighbours.
+struct Chunk {
+  struct Part {
+    Ticket ticket = 0;
+    std::size_t bytes = 0;
+  };
+
+  HintOp op = HintOp::prefetch;
+  int device = 0;
+  Range range{};
+  std::uintptr_t host_address = 0;
+  Advice advice{};
+  std::vector<Part> parts{};
+  Ticket releases = 0;             // the copy_out whose device pages this discard frees
+  std::size_t reserved_bytes = 0;  // of the device's room
+  std::int64_t issued_ns = 0;
+};
+
+// A driver call's result; `call` is the name under which its failures are counted.
+struct CallResult {
+  const char* call = "";
+  int error = 0;
+};
+
+class HintBook {
+ public:
+  HintBook(const HintSettings& settings, int lanes);
+
+  // What callers ask, in the order asked.
+  void add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns);
+  void mark_needed(Ticket ticket, std::int64_t now_ns);
+  EventTable& events() { return events_; }
+  void set_budget(int device, std::size_t bytes) { devices_[device].budget_bytes = bytes; }
+  void set_resident(int device, Range range, bool resident);
+
+  // What workers do. An event that is over lets its requests go, and these replace older ones.
+  void fire(EventId event, bool failed, std::int64_t now_ns);
+  std::optional<Chunk> take(Lane lane, std::int64_t now_ns);
+  // Whether another lane may find something to do.
+  bool has_work_beside(Lane lane) const;
+  // The lane's chunk is over. Returns what must follow it at once, if anything.
+  std::optional<Chunk> settle(Lane lane, CallResult result, std::int64_t now_ns);
+
+  // Drops what is queued of the range; what is in flight is not.
+  void forget(Range range, std::int64_t now_ns);
+  bool in_flight(Range range) const;
+  void drop_all(std::int64_t now_ns);
+
+  // True the first time that this call fails in this way.
+  bool count_failure(const CallResult& result, const std::string& text);
+
+  // nullptr for a ticket that was never given out, or whose record is no longer kept.
+  const HintRecord* find(Ticket ticket) const;
+  std::size_t open_requests() const { return open_.size(); }
+  HintStatistics statistics() const;
+
+ private:
+  // A device's room: what its budget leaves beside what is resident and what is on its way.
+  struct Device {
+    std::size_t budget_bytes = 0;  // 0: no budget
+    ResidentSet resident;
+    std::size_t reserved_bytes = 0;
+  };
+
+  HintCounts& counts(const HintRecord& record);
+  void make_ready(HintRecord& record, std::int64_t now_ns);
+  void supersede_older(const HintRecord& newer, std::int64_t now_ns);
+  void cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns);
+  void cut_all(const HintRecord& record, Outcome outcome, std::int64_t now_ns);
+  void resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::int64_t now_ns);
+  void finish(HintRecord& record, std::int64_t now_ns);
+  void count_punctuality(const HintRecord& record);
+
+  bool blocked(Ticket ticket, Range range) const;
+  bool copy_in_is_settled(const HintRecord& record, std::int64_t now_ns);
+  std::size_t needed_room(const Device& device, Range range) const;
+  Range fitting(HintOp op, int device, Range range);
+  bool room_may_come(int device) const;
+  void grow(Chunk& chunk, Direction direction, std::size_t limit_bytes);
+  void take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns);
+
+  const HintSettings settings_;
+  HintQueue queue_;
+  EventTable events_;
+  std::unordered_map<Ticket, HintRecord> open_;
+  std::map<Ticket, Range> ordered_;   // open requests that later ones must not overtake
+  std::vector<HintRecord> history_;   // ended requests, a ring by ticket
+  std::vector<HintRequest> kept_;     // copy_outs that never ended: the device has the contents
+  std::map<int, Device> devices_;
+  std::vector<std::optional<Chunk>> in_flight_;  // by lane
+  std::array<std::size_t, kDirections> in_flight_bytes_{};
+  HintStatistics stats_;
+  std::map<std::pair<std::string, int>, HintFailure> failures_;
+};
+
+}  // namespace umem

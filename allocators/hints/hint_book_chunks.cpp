@@ -1,0 +1,220 @@
+// The half of the books that workers use: which chunk is next, and what its end means.
+#include "hints/hint_book.hpp"
+
+namespace umem {
+namespace {
+
+// The first part of a range: it ends where the range does or on a 2 MiB boundary, so that no block
+// of pages is moved in two calls.
+Range first_part(Range range, std::size_t limit_bytes) {
+  if (range.bytes <= limit_bytes) return range;
+  const std::uintptr_t end = (range.address + limit_bytes) / kPageBytes * kPageBytes;
+  return {range.address, end > range.address ? end - range.address : 0};
+}
+
+}  // namespace
+
+std::optional<Chunk> HintBook::take(Lane lane, std::int64_t now_ns) {
+  const std::size_t direction = index_of(lane.direction);
+  std::vector<int> full;  // devices whose first prefetch waits for room: none may overtake it
+  for (auto next = queue_.ready(lane.direction).begin();
+       next != queue_.ready(lane.direction).end();) {
+    const Piece piece = queue_.piece(next->first, next->second);
+    ++next;
+    HintRecord& record = open_.at(piece.ticket);
+    const HintRequest& request = record.request;
+    if (std::find(full.begin(), full.end(), request.device) != full.end() ||
+        blocked(piece.ticket, piece.range))
+      continue;
+    if (request.op == HintOp::copy_in && copy_in_is_settled(record, now_ns)) {
+      next = queue_.ready(lane.direction).begin();
+      continue;
+    }
+    const std::size_t limit = std::min(settings_.chunk_bytes, settings_.in_flight_bytes);
+    Range range = request.op == HintOp::advise ? piece.range : first_part(piece.range, limit);
+    if (in_flight_bytes_[direction] != 0 &&
+        in_flight_bytes_[direction] + range.bytes > settings_.in_flight_bytes)
+      return std::nullopt;
+    range = fitting(request.op, request.device, range);
+    if (range.bytes == 0) {
+      stats_.room_waits += !std::exchange(record.waited_for_room, true);
+      full.push_back(request.device);
+      if (full.size() == devices_.size()) return std::nullopt;
+      continue;
+    }
+
+    Chunk chunk{.op = request.op,
+                .device = request.device,
+                .range = {range.address, 0},
+                .advice = request.advice,
+                .issued_ns = now_ns};
+    if (request.host_address != 0)
+      chunk.host_address = request.host_address + (range.address - request.range.address);
+    take_part(chunk, piece, range, now_ns);
+    if (!keeps_order(request.op)) {
+      const std::size_t free_bytes = settings_.in_flight_bytes - in_flight_bytes_[direction];
+      grow(chunk, lane.direction, std::min(limit, free_bytes));
+    }
+    in_flight_bytes_[direction] += chunk.range.bytes;
+    devices_[chunk.device].reserved_bytes += chunk.reserved_bytes;
+    in_flight_[static_cast<std::size_t>(lane.number)] = chunk;
+    return chunk;
+  }
+  return std::nullopt;
+}
+
+bool HintBook::has_work_beside(Lane lane) const {
+  return !queue_.ready(Direction::to_device).empty() ||
+         (lane.direction == Direction::to_device && !queue_.ready(Direction::to_host).empty());
+}
+
+// A call on the same bytes is under way, or an older request that keeps its place is not over.
+bool HintBook::blocked(Ticket ticket, Range range) const {
+  if (in_flight(range)) return true;
+  for (const auto& [older, whole] : ordered_) {
+    if (older >= ticket) break;
+    if (overlap(whole, range)) return true;
+  }
+  return false;
+}
+
+// A copy_out that never ended left the contents on the device: copying back would destroy them.
+bool HintBook::copy_in_is_settled(const HintRecord& record, std::int64_t now_ns) {
+  const HintRequest& request = record.request;
+  const auto kept = std::find_if(kept_.begin(), kept_.end(), [&](const HintRequest& of) {
+    return overlap(of.range, request.range);
+  });
+  if (kept == kept_.end() || record.open_bytes != request.range.bytes) return false;
+  const bool same = kept->range.address == request.range.address &&
+                    kept->range.bytes == request.range.bytes &&
+                    kept->host_address == request.host_address;
+  if (!same) count_failure({"copy_in", -1}, "part of the range still holds its contents");
+  cut_all(record, same ? Outcome::done : Outcome::failed, now_ns);
+  return true;
+}
+
+std::size_t HintBook::needed_room(const Device& device, Range range) const {
+  return range.bytes - device.resident.covered_bytes(range);
+}
+
+// As much of the range as the device has room for; no bytes when it must wait for room.
+Range HintBook::fitting(HintOp op, int number, Range range) {
+  Device& device = devices_[number];
+  if (direction_of(op) == Direction::to_host || device.budget_bytes == 0) return range;
+  const std::size_t used = device.resident.bytes() + device.reserved_bytes;
+  const std::size_t room = device.budget_bytes > used ? device.budget_bytes - used : 0;
+  if (needed_room(device, range) <= room) return range;
+  // Small chunks are slow: wait for a whole one while something is on its way out.
+  if (room_may_come(number)) return {range.address, 0};
+  return first_part(range, room);
+}
+
+bool HintBook::room_may_come(int device) const {
+  const auto frees = [&](HintOp op, int on) { return op != HintOp::advise && on == device; };
+  for (const std::optional<Chunk>& chunk : in_flight_)
+    if (chunk && direction_of(chunk->op) == Direction::to_host && frees(chunk->op, chunk->device))
+      return true;
+  for (const auto& [ticket, address] : queue_.ready(Direction::to_host)) {
+    const HintRequest& request = open_.at(ticket).request;
+    if (frees(request.op, request.device) &&
+        !blocked(ticket, queue_.piece(ticket, address).range))
+      return true;
+  }
+  return false;
+}
+
+// Neighbours that are asked the same go with the chunk: one call moves them faster than many.
+void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes) {
+  const auto joins = [&](const Piece& piece) {
+    if (!piece.ready || piece.direction != direction) return false;
+    const HintRequest& request = open_.at(piece.ticket).request;
+    return request.op == chunk.op && request.device == chunk.device &&
+           !blocked(piece.ticket, piece.range);
+  };
+  const auto has_room = [&](Range range) {
+    const Device& device = devices_[chunk.device];
+    if (direction == Direction::to_host || device.budget_bytes == 0) return true;
+    return device.resident.bytes() + device.reserved_bytes + chunk.reserved_bytes +
+               needed_room(device, range) <=
+           device.budget_bytes;
+  };
+  const auto take_one_of = [&](const std::vector<Piece>& pieces, bool before) {
+    for (const Piece& piece : pieces) {
+      if (chunk.range.bytes >= limit_bytes || !joins(piece)) continue;
+      const Range range = first_part(piece.range, limit_bytes - chunk.range.bytes);
+      if (range.bytes == 0 || (before && range.bytes != piece.range.bytes) || !has_room(range))
+        continue;
+      take_part(chunk, piece, range, chunk.issued_ns);
+      return true;
+    }
+    return false;
+  };
+  while (take_one_of(queue_.starting_at(end_of(chunk.range)), false)) {
+  }
+  while (take_one_of(queue_.ending_at(chunk.range.address), true)) {
+  }
+}
+
+// Moves `range`, which touches the chunk, from the queue into it.
+void HintBook::take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns) {
+  HintRecord& record = open_.at(piece.ticket);
+  if (record.issued_ns == 0) record.issued_ns = now_ns;
+  if (direction_of(chunk.op) == Direction::to_device)
+    chunk.reserved_bytes += needed_room(devices_[chunk.device], range);
+  // The queue may give up what it cannot hold beside the part: that is lost, not issued.
+  const std::size_t gone_bytes = queue_.cut(piece, range);
+  chunk.range.address = std::min(chunk.range.address, range.address);
+  chunk.range.bytes += range.bytes;
+  chunk.parts.push_back({piece.ticket, range.bytes});
+  if (gone_bytes != range.bytes)
+    resolve(piece.ticket, gone_bytes - range.bytes, Outcome::dropped, now_ns);
+}
+
+std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t now_ns) {
+  std::optional<Chunk>& slot = in_flight_[static_cast<std::size_t>(lane.number)];
+  const Chunk chunk = std::move(*slot);
+  slot.reset();
+  in_flight_bytes_[index_of(lane.direction)] -= chunk.range.bytes;
+  Device& device = devices_[chunk.device];
+  device.reserved_bytes -= chunk.reserved_bytes;
+  const bool good = result.error == 0;
+  if (good && direction_of(chunk.op) == Direction::to_device)
+    device.resident.insert(chunk.range);
+  if (good && (chunk.op == HintOp::evict || chunk.op == HintOp::discard))
+    device.resident.erase(chunk.range);
+
+  if (chunk.releases != 0) {  // the values are safe on the host, whether or not the pages went
+    finish(open_.at(chunk.releases), now_ns);
+    return std::nullopt;
+  }
+  ++counts(open_.at(chunk.parts.front().ticket)).calls;
+  for (const Chunk::Part& part : chunk.parts) {
+    HintRecord& record = open_.at(part.ticket);
+    counts(record).driver_ns += static_cast<std::int64_t>(
+        static_cast<double>(now_ns - chunk.issued_ns) * static_cast<double>(part.bytes) /
+        static_cast<double>(chunk.range.bytes));
+    if (chunk.op != HintOp::copy_out) {
+      resolve(part.ticket, part.bytes, good ? Outcome::done : Outcome::failed, now_ns);
+      continue;
+    }
+    // Half a copy is of no use: nothing more is copied, and nothing is freed.
+    if (!good) cut_all(record, Outcome::failed, now_ns);
+    if (!good || record.outcome > Outcome::done || record.open_bytes != part.bytes) {
+      resolve(part.ticket, part.bytes, good ? Outcome::done : Outcome::failed, now_ns);
+      continue;
+    }
+    record.open_bytes = 0;
+    record.moved_bytes += part.bytes;
+    record.outcome = Outcome::done;
+    slot = Chunk{.op = HintOp::discard,
+                 .device = chunk.device,
+                 .range = record.request.range,
+                 .releases = part.ticket,
+                 .issued_ns = now_ns};
+    in_flight_bytes_[index_of(lane.direction)] += slot->range.bytes;
+    return slot;
+  }
+  return std::nullopt;
+}
+
+}  // namespace umem

@@ -1,0 +1,80 @@
+// The engine's threads, and the state that they share with callers.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "hints/hint_book.hpp"
+#include "hints/hint_driver.hpp"
+#include "hints/inbox.hpp"
+
+namespace umem {
+
+std::int64_t monotonic_ns() noexcept;
+
+// Lock order: `mutex_` before the inbox's. No driver call is made under either.
+class HintCrew : public std::enable_shared_from_this<HintCrew> {
+ public:
+  HintCrew(const HintSettings& settings, std::unique_ptr<HintDriver> driver);
+
+  void start(int device);
+  Ticket submit(const HintRequest& request);
+  void tell(const Message& message);
+  EventId record(int device, StreamId stream);
+  bool forget(Range range, std::int64_t timeout_ns);
+  std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
+  std::optional<HintRecord> find(Ticket ticket);
+  HintStatistics statistics();
+  bool shutdown(std::int64_t timeout_ns);
+
+ private:
+  enum class State : std::uint8_t { idle, running, stopped };
+
+  // What only one worker knows and uses.
+  struct Desk {
+    Lane lane;
+    std::set<int> opened;         // devices
+    std::size_t wanted_seen = 0;  // of wanted_devices_
+  };
+
+  bool started();
+  void run(Lane lane) noexcept;
+  void work(Desk& desk);
+  void open_wanted(Desk& desk, std::unique_lock<std::mutex>& lock);
+  bool ask_about_events(const Desk& desk, std::unique_lock<std::mutex>& lock);
+  void issue(Desk& desk, Chunk chunk, std::unique_lock<std::mutex>& lock);
+  CallResult open(Desk& desk, int device) noexcept;
+  CallResult perform(Desk& desk, const Chunk& chunk) noexcept;
+  CallResult ask(Lane lane, const Chunk& chunk) noexcept;
+
+  std::uint64_t read_inbox(bool& news);
+  void read_for_workers();
+  void apply(const Message& message);
+  void publish();
+  void note_failure(const CallResult& result, const std::string& text);
+
+  const HintSettings settings_;
+  const std::unique_ptr<HintDriver> driver_;
+  Inbox inbox_;
+  std::atomic<State> state_{State::idle};
+  std::atomic<std::uint64_t> ended_{0};  // requests, as the inbox's bound sees them
+  std::atomic<std::uint64_t> refused_{0};
+
+  std::mutex mutex_;
+  std::condition_variable changed_;  // a request, a call or a worker has ended
+  HintBook book_;
+  std::uint64_t read_ = 0;  // requests
+  std::vector<Message> batch_;
+  std::vector<int> wanted_devices_;
+  bool asking_ = false;  // one worker at a time looks at events, or wakes up to do so
+  int workers_ = 0;      // that have not ended
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace umem

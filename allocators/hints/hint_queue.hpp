@@ -1,0 +1,56 @@
+// The ranges that wait for a worker: found by address, and taken in the order asked for.
+#pragma once
+
+#include <array>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "hints/request.hpp"
+
+namespace umem {
+
+// A part of a request that no worker has taken yet. Parts of different requests may overlap.
+struct Piece {
+  Ticket ticket = 0;
+  Range range{};
+  Direction direction = Direction::to_device;
+  bool ready = false;  // its event is over
+};
+
+class HintQueue {
+ public:
+  using Order = std::set<std::pair<Ticket, std::uintptr_t>>;  // ticket, address
+
+  // A cut may split a piece. Past `max_pieces`, what lies beyond the cut is given up as well.
+  explicit HintQueue(std::size_t max_pieces) : max_pieces_(max_pieces) {}
+
+  void add(const Piece& piece);
+  void set_ready(Ticket ticket, Range whole);
+  // Takes `range` out of the piece. Returns the bytes that are queued no more.
+  std::size_t cut(const Piece& piece, Range range);
+
+  std::vector<Piece> overlapping(Range range) const;
+  std::vector<Piece> starting_at(std::uintptr_t address) const;
+  std::vector<Piece> ending_at(std::uintptr_t address) const;
+  Piece piece(Ticket ticket, std::uintptr_t address) const;
+  const Order& ready(Direction direction) const {
+    return ready_[static_cast<std::size_t>(direction)];
+  }
+  std::size_t pieces() const { return pieces_.size(); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  using Key = std::pair<std::uintptr_t, Ticket>;
+
+  void remove(const Piece& piece);
+
+  const std::size_t max_pieces_;
+  std::map<Key, Piece> pieces_;
+  std::array<Order, kDirections> ready_;
+  std::size_t longest_bytes_ = 0;  // no piece is longer: how far back an overlap may start
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace umem

@@ -1,0 +1,95 @@
+// Where callers leave what they ask, and the bell that wakes workers.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "hints/request.hpp"
+
+namespace umem {
+
+struct Message {
+  enum class Kind : std::uint8_t { submit, needed, recorded, release, budget, resident, absent };
+
+  Kind kind = Kind::submit;
+  Ticket ticket = 0;
+  HintRequest request{};  // submit; the others use the fields that they have
+  StreamId stream = 0;  // recorded
+  std::int64_t now_ns = 0;
+};
+
+// A caller holds the inbox's lock for the time of one append: it never waits behind a worker's
+// search, and never behind a driver call.
+class Inbox {
+ public:
+  // Returns the messages that nobody has read. Wakes one worker, unless one is on its way.
+  std::size_t put(const Message& message) {
+    std::unique_lock lock(mutex_);
+    return append(message, lock);
+  }
+
+  // Numbers the request, unless `capacity` requests are neither read nor ended; then 0.
+  Ticket submit(Message message, std::uint64_t ended, std::size_t capacity, std::size_t& unread) {
+    std::unique_lock lock(mutex_);
+    if (last_ticket_ - ended >= capacity) return 0;
+    message.ticket = ++last_ticket_;
+    unread = append(message, lock);
+    return message.ticket;
+  }
+
+  // Swaps what has come since the last call into `messages`, in order. Returns the number to call
+  // wait() with.
+  std::uint64_t take(std::vector<Message>& messages) {
+    messages.clear();
+    const std::lock_guard lock(mutex_);
+    messages_.swap(messages);
+    waking_ = false;
+    return rings_;
+  }
+
+  // Wakes all workers.
+  void ring() {
+    {
+      const std::lock_guard lock(mutex_);
+      ++rings_;
+    }
+    bell_.notify_all();
+  }
+
+  // Waits until somebody rings after take() returned `rings`; or for `at_most_ns`, if not 0.
+  void wait(std::uint64_t rings, std::int64_t at_most_ns) {
+    std::unique_lock lock(mutex_);
+    ++sleepers_;
+    const auto rung = [&] { return rings_ != rings; };
+    if (at_most_ns == 0)
+      bell_.wait(lock, rung);
+    else
+      bell_.wait_for(lock, std::chrono::nanoseconds(at_most_ns), rung);
+    --sleepers_;
+  }
+
+ private:
+  std::size_t append(const Message& message, std::unique_lock<std::mutex>& lock) {
+    messages_.push_back(message);
+    const std::size_t unread = messages_.size();
+    ++rings_;
+    const bool wake = sleepers_ != 0 && !std::exchange(waking_, true);
+    lock.unlock();
+    if (wake) bell_.notify_one();
+    return unread;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable bell_;
+  std::vector<Message> messages_;
+  Ticket last_ticket_ = 0;
+  std::uint64_t rings_ = 0;
+  int sleepers_ = 0;
+  bool waking_ = false;
+};
+
+}  // namespace umem

@@ -1,0 +1,93 @@
+// The vocabulary of hints: what is asked for, how the engine is set up, what became of a request.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "core/types.hpp"
+
+namespace umem {
+
+// The first five are umem.HintOp, in its order (umem/schedule.py).
+enum class HintOp : std::uint8_t { prefetch, evict, discard, copy_in, copy_out, advise };
+inline constexpr std::size_t kHintOps = 6;
+inline constexpr std::array<const char*, kHintOps> kHintOpNames = {
+    "prefetch", "evict", "discard", "copy_in", "copy_out", "advise"};
+
+// Which workers serve a request. Advice moves nothing; it is given where it delays no prefetch.
+enum class Direction : std::uint8_t { to_device, to_host };
+inline constexpr std::size_t kDirections = 2;
+
+constexpr std::size_t index_of(Direction direction) {
+  return static_cast<std::size_t>(direction);
+}
+
+constexpr Direction direction_of(HintOp op) {
+  return op == HintOp::prefetch || op == HintOp::copy_in ? Direction::to_device
+                                                         : Direction::to_host;
+}
+
+// Copies carry values and advice stays, so these are done in the order asked for. The others are
+// hints: each may be dropped at any time before it is issued.
+constexpr bool keeps_order(HintOp op) {
+  return op == HintOp::copy_in || op == HintOp::copy_out || op == HintOp::advise;
+}
+
+using Ticket = std::uint64_t;  // 0: the request was refused
+
+// In place of an event that could not be had. What waits for it is dropped: nobody knows whether
+// the work before it is done.
+inline constexpr EventId kNoEvent = ~EventId{0};
+
+struct HintRequest {
+  HintOp op = HintOp::prefetch;
+  Range range{};
+  int device = 0;
+  EventId event = 0;  // from HintEngine::record; 0: nothing to wait for
+  TensorClass tensor_class = TensorClass::other;
+  std::uintptr_t host_address = 0;  // copy_in, copy_out: the host-resident block
+  Advice advice{};                  // advise
+};
+
+// What became of a request, from good to bad: the worst part of a range speaks for the whole.
+enum class Outcome : std::uint8_t { open, done, superseded, forgotten, dropped, failed };
+inline constexpr std::size_t kOutcomes = 6;
+inline constexpr std::array<const char*, kOutcomes> kOutcomeNames = {
+    "open", "done", "superseded", "forgotten", "dropped", "failed"};
+
+// Times are CLOCK_MONOTONIC's nanoseconds; 0: not yet.
+struct HintRecord {
+  Ticket ticket = 0;
+  HintRequest request{};
+  std::int64_t asked_ns = 0;
+  std::int64_t ready_ns = 0;   // the event was over
+  std::int64_t issued_ns = 0;  // the first driver call began
+  std::int64_t done_ns = 0;
+  std::int64_t needed_ns = 0;
+  std::size_t open_bytes = 0;  // queued, or in a driver call
+  std::size_t moved_bytes = 0;
+  bool waited_for_room = false;
+  Outcome outcome = Outcome::open;
+};
+
+struct HintSettings {
+  // FACTS of one H200: 128 MiB is where prefetch nears the link's speed beside an eviction.
+  std::size_t chunk_bytes = std::size_t{128} << 20;
+  std::size_t in_flight_bytes = std::size_t{256} << 20;  // in driver calls, in each direction
+  std::size_t capacity = 8192;                           // requests that are open at once
+  int prefetch_workers = 2;
+  std::int64_t poll_ns = 50'000;  // between two looks at an event
+};
+
+constexpr std::uintptr_t end_of(Range range) { return range.address + range.bytes; }
+
+constexpr Range common(Range a, Range b) {
+  const std::uintptr_t start = std::max(a.address, b.address);
+  const std::uintptr_t end = std::min(end_of(a), end_of(b));
+  return {start, end > start ? end - start : 0};
+}
+
+constexpr bool overlap(Range a, Range b) { return common(a, b).bytes != 0; }
+
+}  // namespace umem

@@ -1,0 +1,47 @@
+// What the hint engine has done so far.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "hints/request.hpp"
+
+namespace umem {
+
+// Of one operation on one tensor class. Times and outcomes are those of ended requests.
+struct HintCounts {
+  std::array<std::uint64_t, kOutcomes> requests{};  // by Outcome; `open` are under way
+  std::uint64_t asked_bytes = 0;
+  std::uint64_t moved_bytes = 0;   // now where they were asked to be; some were there before
+  std::uint64_t wasted_bytes = 0;  // superseded, forgotten, dropped or failed
+  std::uint64_t calls = 0;         // chunks issued
+  std::int64_t event_wait_ns = 0;  // asked to ready
+  std::int64_t queued_ns = 0;      // ready to issued
+  std::int64_t driver_ns = 0;      // in driver calls, a chunk's time shared out by bytes
+  std::uint64_t late = 0, early = 0;  // done after, and before, the phase that needs it began
+  std::int64_t late_ns = 0, early_ns = 0;
+  std::uint64_t missed = 0;  // needed, but never wholly done
+};
+
+struct HintFailure {
+  std::string call;
+  int error = 0;
+  std::string text;
+  std::uint64_t count = 0;
+};
+
+struct HintStatistics {
+  std::array<std::array<HintCounts, kClasses>, kHintOps> counts{};
+  std::vector<HintFailure> failures;
+  std::uint64_t refused = 0;  // no ticket: the queue was full or the engine stopped
+  std::size_t open_requests = 0, peak_open_requests = 0;
+  std::size_t queued_bytes = 0;
+  std::array<std::size_t, kDirections> in_flight_bytes{};
+  std::uint64_t room_waits = 0;  // requests that found the device full
+  std::map<int, std::size_t> resident_bytes;  // by device, as far as the engine was told
+};
+
+}  // namespace umem

@@ -1,0 +1,401 @@
+"""The hint engine on a real GPU: pages arrive, values stay, and nothing that trains waits."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from umem import cuda as ucuda
+from umem._native import NO_EVENT
+from umem.capabilities import detect
+from umem.cuda import Location, Range
+from umem.hints import HintEngine, HintSettings, Outcome
+from umem.schedule import HintOp
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+GIB = 1 << 30
+DEVICE = Location.device(0)
+HOST = Location.host()
+PATIENCE_S = 60.0
+SUBMIT_S = 20e-6
+SLEEP_CYCLES = 400_000_000  # 0.2 s at 2 GHz
+
+MakeManaged = Callable[[int], Range]
+
+
+def runtime() -> Any:
+    """cuda-python's runtime, which only GPU machines are sure to have."""
+    return pytest.importorskip("cuda.bindings.runtime")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[HintEngine]:
+    """One engine for all tests: a second context takes a while to make."""
+    torch.zeros(1, device="cuda")
+    with HintEngine.on_cuda() as made:
+        made.start(0)
+        yield made
+
+
+@pytest.fixture
+def managed(engine: HintEngine) -> Iterator[MakeManaged]:
+    """Makes managed memory of so many bytes, which is freed as a user of the engine should."""
+    rt = runtime()
+    ranges: list[Range] = []
+
+    def make(size_bytes: int) -> Range:
+        error, pointer = rt.cudaMallocManaged(size_bytes, rt.cudaMemAttachGlobal)
+        assert int(error) == 0, error
+        ranges.append(Range(int(pointer), size_bytes))
+        return ranges[-1]
+
+    yield make
+    torch.cuda.synchronize()
+    for range_ in ranges:
+        assert engine.forget(range_.address, range_.size_bytes)
+        assert int(rt.cudaFree(range_.address)[0]) == 0
+
+
+class _Bytes:
+    """A managed range as an array that torch can wrap without a copy."""
+
+    def __init__(self, range_: Range) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (range_.size_bytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "data": (range_.address, False),
+            "version": 3,
+        }
+
+
+def as_tensor(range_: Range) -> torch.Tensor:
+    """A tensor of bytes over managed memory."""
+    return torch.as_tensor(_Bytes(range_), device="cuda")
+
+
+def fill(range_: Range) -> torch.Tensor:
+    """Random bytes in the range; returns what they are, elsewhere."""
+    tensor = as_tensor(range_)
+    tensor.random_(0, 256)
+    expected = tensor.to("cpu", copy=True)
+    torch.cuda.synchronize()
+    return expected
+
+
+def holds(range_: Range, expected: torch.Tensor) -> bool:
+    """Whether the GPU reads these bytes."""
+    return torch.equal(as_tensor(range_).cpu(), expected)
+
+
+def ask(engine: HintEngine, op: HintOp, range_: Range, **keywords: Any) -> int:
+    ticket = engine.submit(op, range_.address, range_.size_bytes, **keywords)
+    assert ticket != 0
+    return ticket
+
+
+def expect_done(engine: HintEngine, ticket: int) -> None:
+    outcome = engine.wait(ticket, timeout_s=PATIENCE_S)
+    assert outcome is Outcome.DONE, (outcome, engine.statistics().failures)
+
+
+def _calls(engine: HintEngine) -> int:
+    """Chunks that were ever issued."""
+    return sum(counts.calls for counts in engine.statistics().counts.values())
+
+
+class TestMoves:
+    def test_there_and_back(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """300 MiB is two chunks and a part; the driver's record says where they went."""
+        range_ = managed(300 * MIB)
+        expected = fill(range_)
+        for op, place in [(HintOp.EVICT, HOST), (HintOp.PREFETCH, DEVICE)] * 2:
+            expect_done(engine, ask(engine, op, range_))
+            assert ucuda.last_prefetch_location(range_) == place
+        assert holds(range_, expected)
+        expect_done(engine, ask(engine, HintOp.EVICT, range_))
+        assert holds(range_, expected)
+
+    def test_neighbours(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """Sixty-four tensors of 2 MiB need a few calls only."""
+        range_ = managed(128 * MIB)
+        expected = fill(range_)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP_CYCLES // 10)
+        event = engine.record(0, stream.cuda_stream)
+        calls_before = _calls(engine)
+        tickets = [
+            engine.submit(HintOp.EVICT, range_.address + i * 2 * MIB, 2 * MIB, event=event)
+            for i in range(64)
+        ]
+        engine.release(event)
+        for ticket in tickets:
+            expect_done(engine, ticket)
+        assert _calls(engine) - calls_before <= 4
+        assert ucuda.last_prefetch_location(range_) == HOST
+        assert holds(range_, expected)
+
+    def test_advice(self, engine: HintEngine, managed: MakeManaged) -> None:
+        range_ = managed(4 * MIB)
+        ticket = engine.advise(
+            range_.address, range_.size_bytes, placement="host", accessed_by_device=True
+        )
+        expect_done(engine, ticket)
+        assert ucuda.preferred_location(range_) == HOST
+        assert DEVICE in ucuda.accessed_by(range_)
+        expect_done(engine, engine.advise(range_.address, range_.size_bytes, placement="any"))
+        assert ucuda.preferred_location(range_) is None
+        assert DEVICE not in ucuda.accessed_by(range_)
+
+    def test_discard(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """Contents may go; what is written after forget stays."""
+        if not detect(0).discard:
+            pytest.skip("discard needs a driver of CUDA 13")
+        range_ = managed(64 * MIB)
+        fill(range_)
+        ticket = ask(engine, HintOp.DISCARD, range_)
+        assert engine.forget(range_.address, range_.size_bytes)
+        assert engine.wait(ticket, timeout_s=0) in (Outcome.DONE, Outcome.FORGOTTEN)
+        expected = fill(range_)
+        expect_done(engine, ask(engine, HintOp.EVICT, range_))
+        assert holds(range_, expected)
+
+    @pytest.mark.parametrize("size_bytes", [1, 15, 16, 4097, 8 * MIB + 5, 300 * MIB + 123])
+    def test_copies(self, engine: HintEngine, managed: MakeManaged, size_bytes: int) -> None:
+        range_, block = managed(size_bytes), managed(size_bytes)
+        expect_done(
+            engine,
+            engine.advise(
+                block.address, block.size_bytes, placement="host", accessed_by_device=True
+            ),
+        )
+        expect_done(engine, ask(engine, HintOp.EVICT, block))
+        expected = fill(range_)
+        expect_done(engine, ask(engine, HintOp.COPY_OUT, range_, host_address=block.address))
+        assert holds(block, expected)
+        as_tensor(range_).zero_()
+        torch.cuda.synchronize()
+        expect_done(engine, ask(engine, HintOp.COPY_IN, range_, host_address=block.address))
+        assert holds(range_, expected)
+
+    def test_a_copy_that_is_not_aligned(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """The kernel copies 16 bytes at a time; other addresses go through the driver's copy."""
+        range_, block = managed(MIB), managed(MIB)
+        expected = fill(range_)
+        part = Range(range_.address + 3, 100_001)
+        ticket = ask(engine, HintOp.COPY_OUT, part, host_address=block.address + 8)
+        expect_done(engine, ticket)
+        copied = as_tensor(Range(block.address + 8, 100_001)).cpu()
+        assert torch.equal(copied, expected[3 : 3 + 100_001])
+
+    def test_the_copy_kernel_loads(
+        self, managed: MakeManaged, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        range_ = managed(2 * MIB)
+        with HintEngine.on_cuda() as own:
+            for op in (HintOp.PREFETCH, HintOp.EVICT):  # each direction's worker opens the device
+                expect_done(own, ask(own, op, range_))
+        assert "copy kernel does not load" not in capfd.readouterr().err
+
+
+class TestWaiting:
+    def test_an_event(self, engine: HintEngine, managed: MakeManaged) -> None:
+        range_ = managed(16 * MIB)
+        expected = fill(range_)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        event = engine.record(0, stream.cuda_stream)
+        ticket = ask(engine, HintOp.EVICT, range_, event=event)
+        engine.release(event)
+        assert engine.wait(ticket, timeout_s=0.02) is Outcome.OPEN
+        stream.synchronize()
+        over_ns = time.monotonic_ns()
+        expect_done(engine, ticket)
+        ready_ns = engine.times(ticket).ready_ns
+        assert ready_ns is not None
+        assert ready_ns - over_ns < 20e6
+        assert holds(range_, expected)
+
+    def test_submit_is_quick_while_the_gpu_and_the_driver_are_busy(
+        self, engine: HintEngine, managed: MakeManaged
+    ) -> None:
+        range_ = managed(GIB)
+        as_tensor(range_).zero_()
+        torch.cuda.synchronize()
+        tickets = [ask(engine, HintOp.EVICT, range_)]
+        durations = []
+        for i in range(500):
+            start_s = time.perf_counter()
+            ticket = engine.submit(HintOp.PREFETCH, range_.address + i % 8 * MIB, MIB)
+            durations.append(time.perf_counter() - start_s)
+            tickets.append(ticket)
+        assert 0 not in tickets
+        for ticket in tickets:
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is not Outcome.OPEN
+        assert statistics.median(durations) < SUBMIT_S
+
+    def test_an_eviction_does_not_hold_up_launches(
+        self, engine: HintEngine, managed: MakeManaged
+    ) -> None:
+        """From the primary context every launch would stall until the eviction is over."""
+        range_ = managed(2 * GIB)
+        left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        product = torch.empty_like(left)
+
+        def compute() -> float:
+            start_s = time.perf_counter()
+            for _ in range(400):
+                torch.mm(left, left, out=product)
+            torch.cuda.synchronize()
+            return time.perf_counter() - start_s
+
+        compute()
+        alone_s = statistics.median(compute() for _ in range(3))
+        slowdowns, evictions = [], []
+        for _ in range(3):
+            expect_done(engine, ask(engine, HintOp.PREFETCH, range_))
+            ticket = ask(engine, HintOp.EVICT, range_)
+            slowdowns.append(compute() - alone_s)
+            expect_done(engine, ticket)
+            times = engine.times(ticket)
+            assert times.issued_ns is not None
+            assert times.done_ns is not None
+            evictions.append((times.done_ns - times.issued_ns) / 1e9)
+        print(f"compute {alone_s:.4f} s, slowed by {slowdowns}, evictions {evictions}")
+        assert statistics.median(slowdowns) < 0.5 * statistics.median(evictions)
+
+    def test_room(self, managed: MakeManaged) -> None:
+        """A prefetch waits for the eviction that makes its room."""
+        first, second = managed(64 * MIB), managed(64 * MIB)
+        settings = HintSettings(chunk_bytes=16 * MIB)
+        with HintEngine.on_cuda(settings) as own:
+            own.set_budget(0, 64 * MIB)
+            expect_done(own, ask(own, HintOp.PREFETCH, first))
+            arriving = ask(own, HintOp.PREFETCH, second)
+            assert own.wait(arriving, timeout_s=0.05) is Outcome.OPEN
+            leaving = ask(own, HintOp.EVICT, first)
+            expect_done(own, leaving)
+            expect_done(own, arriving)
+            assert own.statistics().resident_bytes == {0: 64 * MIB}
+        assert ucuda.last_prefetch_location(first) == HOST
+        assert ucuda.last_prefetch_location(second) == DEVICE
+
+
+class TestSafety:
+    def test_freed_while_moving(self, engine: HintEngine) -> None:
+        """After forget the memory can go, in the middle of a move; CUDA stays usable."""
+        rt = runtime()
+        for op in (HintOp.EVICT, HintOp.PREFETCH):
+            error, pointer = rt.cudaMallocManaged(GIB, rt.cudaMemAttachGlobal)
+            assert int(error) == 0, error
+            range_ = Range(int(pointer), GIB)
+            as_tensor(range_).zero_()
+            torch.cuda.synchronize()
+            if op is HintOp.PREFETCH:
+                expect_done(engine, ask(engine, HintOp.EVICT, range_))
+            ticket = ask(engine, op, range_)
+            time.sleep(5e-3)
+            assert engine.forget(range_.address, range_.size_bytes)
+            assert int(rt.cudaFree(pointer)[0]) == 0
+            assert engine.wait(ticket, timeout_s=0) in (Outcome.FORGOTTEN, Outcome.DONE)
+        assert torch.ones(10, device="cuda").sum().item() == 10
+
+    def test_a_refusal_is_counted(
+        self, engine: HintEngine, managed: MakeManaged, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """cudaMalloc's memory cannot migrate. Neither torch nor the next hint notices."""
+        rt = runtime()
+        error, pointer = rt.cudaMalloc(4 * MIB)
+        assert int(error) == 0, error
+        ticket = engine.submit(HintOp.EVICT, int(pointer), 4 * MIB)
+        assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.FAILED
+        assert any(failure.call == "evict" for failure in engine.statistics().failures)
+        assert "umem: hint: evict failed: CUDA_ERROR" in capfd.readouterr().err
+        assert int(rt.cudaFree(pointer)[0]) == 0
+        torch.cuda.synchronize()
+        range_ = managed(4 * MIB)
+        expected = fill(range_)
+        expect_done(engine, ask(engine, HintOp.EVICT, range_))
+        assert holds(range_, expected)
+
+    def test_a_capture_is_left_alone(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """No event inside a capture; hints beside it do not spoil it."""
+        range_ = managed(64 * MIB)
+        expected = fill(range_)
+        inputs = torch.zeros(1024, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        tickets = []
+        with torch.cuda.graph(graph):
+            event = engine.record(0, torch.cuda.current_stream().cuda_stream)
+            assert event == NO_EVENT
+            for op in (HintOp.EVICT, HintOp.PREFETCH):
+                tickets.append(ask(engine, op, range_))
+                engine.wait(tickets[-1], timeout_s=PATIENCE_S)
+            outputs = inputs + 1
+        for ticket in tickets:
+            expect_done(engine, ticket)
+        inputs.fill_(4)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert outputs[0].item() == 5
+        assert holds(range_, expected)
+
+    def test_a_process_ends_with_hints_under_way(self) -> None:
+        done = _run(
+            "ranges = [malloc(1 << 28) for _ in range(4)]\n"
+            "for i in range(200):\n"
+            "    engine.submit(HintOp(i % 2), ranges[i % 4], 1 << 28)\n"
+            "print('asked')\n"
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "asked\n", "")
+
+    def test_a_forked_child_refuses(self) -> None:
+        done = _run(
+            "import os\n"
+            "address = malloc(1 << 28)\n"
+            "ticket = engine.submit(HintOp.EVICT, address, 1 << 28)\n"
+            "child = os.fork()\n"
+            "if child == 0:\n"
+            "    assert engine.submit(HintOp.PREFETCH, address, 1 << 28) == 0\n"
+            "    assert engine.forget(address, 1 << 28)\n"
+            "    engine.shutdown()\n"
+            "    os._exit(0)\n"
+            "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+            "assert engine.wait(ticket, timeout_s=60) == 'done'\n"
+            "print('waited')\n"
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "waited\n", "")
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    """A script in a process of its own, with torch's own allocator, an engine and `malloc`."""
+    preamble = (
+        "import torch\n"
+        "from cuda.bindings import runtime\n"
+        "from umem.hints import HintEngine\n"
+        "from umem.schedule import HintOp\n"
+        "torch.zeros(1, device='cuda')\n"
+        "engine = HintEngine.on_cuda()\n"
+        "def malloc(size):\n"
+        "    error, address = runtime.cudaMallocManaged(size, runtime.cudaMemAttachGlobal)\n"
+        "    assert int(error) == 0, error\n"
+        "    return int(address)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", preamble + code],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )

@@ -1,0 +1,108 @@
+// Every driver call may fail: the failure is counted by name, and the next request is served.
+#include "fake_hint_driver.hpp"
+
+namespace umem {
+namespace {
+
+constexpr std::uintptr_t kHost = std::uintptr_t{1} << 44;
+constexpr int kError = 700;
+
+HintRequest request_for(HintOp op, EventId event) {
+  return {.op = op, .range = blocks(0, 1), .event = event, .host_address = kHost};
+}
+
+std::uint64_t failures(HintMachine& machine, const std::string& call) {
+  std::uint64_t count = 0;
+  for (const HintFailure& failure : machine.engine.statistics().failures)
+    if (failure.call == call) {
+      CHECK_EQUAL(failure.error, kError);
+      CHECK_EQUAL(failure.text, std::string("fake error 700"));
+      count += failure.count;
+    }
+  return count;
+}
+
+void any_call_may_fail_once() {
+  for (std::size_t op = 0; op < kHintOps; ++op)
+    for (const std::string call :
+         {"open", "query", "prefetch", "evict", "discard", "copy", "advise", "synchronize"}) {
+      HintMachine machine;
+      const EventId event = machine.engine.record(0, 7);
+      machine.driver.fail(call, kError);
+      const HintRequest request = request_for(static_cast<HintOp>(op), event);
+      const Ticket first = machine.engine.submit(request);
+      CHECK(machine.engine.wait(first, kPatienceNs) != Outcome::open);
+      const std::uint64_t failed = failures(machine, call);
+      CHECK(failed <= 1);
+      // Which calls an operation makes: its own, and these.
+      const bool always = call == "open" || call == "query" || call == "synchronize";
+      CHECK(!always || failed == 1);
+      const auto outcome = machine.engine.wait(first, 0);
+      const bool released = call == "discard" && request.op == HintOp::copy_out;
+      CHECK_EQUAL(outcome == Outcome::done, failed == 0 || released);
+      CHECK_EQUAL(outcome == Outcome::dropped, call == "query");
+
+      machine.engine.release(event);
+      machine.driver.fail(call, kError, 0);  // no more
+      const EventId again = machine.engine.record(0, 7);
+      const Ticket second = machine.engine.submit(request_for(static_cast<HintOp>(op), again));
+      machine.expect(second, Outcome::done);
+      machine.engine.release(again);
+    }
+}
+
+void every_call_may_fail_always() {
+  HintMachine machine;
+  for (const std::string call : {"prefetch", "evict", "discard", "copy", "advise"})
+    machine.driver.fail(call, kError, 1'000'000);
+  std::vector<Ticket> tickets;
+  for (std::size_t i = 0; i < 300; ++i) {
+    HintRequest request = request_for(static_cast<HintOp>(i % kHintOps), 0);
+    request.range = blocks(10 * i, 1);
+    tickets.push_back(machine.engine.submit(request));
+  }
+  for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::failed);
+  const HintStatistics stats = machine.engine.statistics();
+  std::uint64_t counted = 0, failed = 0;
+  for (const HintFailure& failure : stats.failures) counted += failure.count;
+  for (const auto& of_op : stats.counts)
+    for (const HintCounts& counts : of_op) {
+      failed += counts.requests[static_cast<std::size_t>(Outcome::failed)];
+      CHECK_EQUAL(counts.wasted_bytes, counts.asked_bytes);
+    }
+  CHECK_EQUAL(failed, 300U);
+  CHECK_EQUAL(counted, 300U);
+  CHECK_EQUAL(stats.open_requests, 0U);
+  for (const std::size_t bytes : stats.in_flight_bytes) CHECK_EQUAL(bytes, 0U);
+}
+
+void one_failed_chunk_spares_the_others() {
+  HintMachine machine({.chunk_bytes = 2 * MiB, .in_flight_bytes = 64 * MiB, .prefetch_workers = 1});
+  machine.driver.fail("prefetch", kError);
+  machine.expect(machine.prefetch(blocks(0, 4)), Outcome::failed);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).moved_bytes, 6 * MiB);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).wasted_bytes, 2 * MiB);
+}
+
+// After a call that failed, what it may have begun is waited for all the same.
+void a_failed_call_is_still_waited_for() {
+  HintMachine machine;
+  machine.driver.fail("prefetch", kError);
+  machine.driver.hold("synchronize");
+  machine.prefetch(blocks(0, 1));
+  machine.driver.wait_until_held("synchronize");
+  CHECK(!machine.engine.forget(blocks(0, 1), kSoonNs));
+  machine.driver.let_go("synchronize");
+  CHECK(machine.engine.forget(blocks(0, 1), kPatienceNs));
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(any_call_may_fail_once);
+  RUN(every_call_may_fail_always);
+  RUN(one_failed_chunk_spares_the_others);
+  RUN(a_failed_call_is_still_waited_for);
+}

@@ -1,0 +1,121 @@
+// A range that is freed: nothing of it is asked for any more, and no call is at work on it.
+#include "fake_hint_driver.hpp"
+
+namespace umem {
+namespace {
+
+constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
+                                .in_flight_bytes = 64 * MiB,
+                                .prefetch_workers = 1};
+
+void what_is_queued_is_dropped() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("prefetch");
+  const Ticket busy = machine.prefetch(blocks(500, 1));
+  machine.driver.wait_until_held("prefetch");
+  const Ticket whole = machine.prefetch(blocks(0, 2));
+  const Ticket part = machine.prefetch(blocks(10, 10));
+  CHECK(machine.engine.forget(blocks(0, 12), kPatienceNs));
+  machine.driver.unmap(blocks(0, 12));
+  machine.expect(whole, Outcome::forgotten);
+  machine.driver.let_go("prefetch");
+  machine.expect(busy, Outcome::done);
+  machine.expect(part, Outcome::forgotten);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).wasted_bytes, 8 * MiB);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).moved_bytes, 18 * MiB);
+}
+
+void it_waits_for_the_running_call() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("evict");
+  const Ticket ticket = machine.evict(blocks(0, 12));
+  machine.driver.wait_until_held("evict");
+  CHECK(!machine.engine.forget(blocks(2, 1), kSoonNs));  // bounded: the driver is still at it
+  std::atomic<bool> returned{false};
+  std::thread freeing([&] {
+    CHECK(machine.engine.forget(blocks(0, 12), kPatienceNs));
+    returned = true;
+    machine.driver.unmap(blocks(0, 12));
+  });
+  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
+  CHECK(!returned);
+  machine.driver.let_go("evict");
+  freeing.join();
+  machine.expect(ticket, Outcome::forgotten);
+  CHECK_EQUAL(machine.driver.count("evict"), 1U);
+}
+
+// The call has returned, but what it asked for is done by the device later.
+void it_waits_for_the_device_too() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("synchronize");
+  machine.prefetch(blocks(0, 1));
+  machine.driver.wait_until_held("synchronize");
+  CHECK(!machine.engine.forget(blocks(0, 1), kSoonNs));
+  machine.driver.let_go("synchronize");
+  CHECK(machine.engine.forget(blocks(0, 1), kPatienceNs));
+}
+
+void it_does_not_wait_for_other_ranges() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("evict");
+  const Ticket ticket = machine.evict(blocks(0, 4));
+  machine.driver.wait_until_held("evict");
+  CHECK(machine.engine.forget(blocks(4, 4), 0));
+  machine.driver.let_go("evict");
+  machine.expect(ticket, Outcome::done);
+}
+
+void it_does_not_wait_for_events() {
+  HintMachine machine(kOneLane);
+  machine.driver.launch(0, 7);
+  const EventId event = machine.engine.record(0, 7);
+  const Ticket ticket = machine.prefetch(blocks(0, 4), event);
+  machine.engine.release(event);
+  machine.expect_open(ticket);
+  CHECK(machine.engine.forget(blocks(0, 4), kPatienceNs));
+  machine.expect(ticket, Outcome::forgotten);
+  // The event is nobody's any more, though its stream never got to it.
+  machine.engine.wait(machine.prefetch(blocks(9, 1)), kPatienceNs);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+}
+
+void the_range_may_be_used_again() {
+  HintMachine machine(kOneLane);
+  for (int i = 0; i < 50; ++i) {
+    machine.driver.map_again(blocks(0, 8));
+    machine.prefetch(blocks(0, 8));
+    machine.evict(blocks(4, 8));
+    CHECK(machine.engine.forget(blocks(0, 8), kPatienceNs));
+    machine.driver.unmap(blocks(0, 8));
+  }
+  machine.driver.map_again(blocks(0, 8));
+  machine.expect(machine.prefetch(blocks(0, 8)), Outcome::done);
+}
+
+// What was on the device counts no more against the budget, an arriving chunk included.
+void a_forgotten_range_is_not_resident() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("prefetch");
+  machine.prefetch(blocks(0, 4));
+  machine.driver.wait_until_held("prefetch");
+  std::thread freeing([&] { CHECK(machine.engine.forget(blocks(0, 4), kPatienceNs)); });
+  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
+  machine.driver.let_go("prefetch");
+  freeing.join();
+  CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 0U);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(what_is_queued_is_dropped);
+  RUN(it_waits_for_the_running_call);
+  RUN(it_waits_for_the_device_too);
+  RUN(it_does_not_wait_for_other_ranges);
+  RUN(it_does_not_wait_for_events);
+  RUN(the_range_may_be_used_again);
+  RUN(a_forgotten_range_is_not_resident);
+}

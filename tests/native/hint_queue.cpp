@@ -1,0 +1,129 @@
+// The queue and the resident set against plain models of them.
+#include <map>
+#include <random>
+
+#include "check.hpp"
+#include "hints/hint_queue.hpp"
+#include "hints/resident_set.hpp"
+
+namespace umem {
+namespace {
+
+void a_cut_leaves_both_ends() {
+  HintQueue queue(100);
+  const Piece piece{.ticket = 1, .range = {100, 100}, .ready = true};
+  queue.add(piece);
+  CHECK_EQUAL(queue.cut(piece, {120, 30}), 30U);
+  CHECK_EQUAL(queue.pieces(), 2U);
+  CHECK_EQUAL(queue.bytes(), 70U);
+  CHECK_EQUAL(queue.piece(1, 100).range.bytes, 20U);
+  CHECK_EQUAL(queue.piece(1, 150).range.bytes, 50U);
+  CHECK_EQUAL(queue.ready(Direction::to_device).size(), 2U);
+  CHECK_EQUAL(queue.cut(queue.piece(1, 150), {0, 1000}), 50U);
+  CHECK_EQUAL(queue.cut(queue.piece(1, 100), {0, 100}), 0U);  // touches it, no more
+  CHECK_EQUAL(queue.bytes(), 20U);
+}
+
+void a_full_queue_gives_up_what_a_cut_splits_off() {
+  HintQueue queue(1);
+  const Piece piece{.ticket = 1, .range = {100, 100}};
+  queue.add(piece);
+  CHECK_EQUAL(queue.cut(piece, {120, 30}), 80U);
+  CHECK_EQUAL(queue.pieces(), 1U);
+  CHECK_EQUAL(queue.bytes(), 20U);
+}
+
+void only_ready_pieces_are_in_order() {
+  HintQueue queue(100);
+  queue.add({.ticket = 3, .range = {500, 10}, .direction = Direction::to_host, .ready = true});
+  queue.add({.ticket = 1, .range = {900, 10}, .direction = Direction::to_host, .ready = true});
+  queue.add({.ticket = 2, .range = {100, 10}, .direction = Direction::to_host});
+  CHECK(queue.ready(Direction::to_device).empty());
+  CHECK((queue.ready(Direction::to_host) == HintQueue::Order{{1, 900}, {3, 500}}));
+  queue.set_ready(2, {100, 10});
+  CHECK((queue.ready(Direction::to_host) == HintQueue::Order{{1, 900}, {2, 100}, {3, 500}}));
+  CHECK_EQUAL(queue.starting_at(500).size(), 1U);
+  CHECK_EQUAL(queue.ending_at(510).size(), 1U);
+  CHECK(queue.starting_at(501).empty());
+  CHECK(queue.ending_at(505).empty());
+}
+
+// Ranges of very different lengths: one that starts far below may reach into a small one.
+Range random_range(std::mt19937_64& random, std::size_t end) {
+  const std::size_t start = 1 + random() % (end - 1);
+  const std::size_t rest = end - start;
+  return {start, 1 + random() % (random() % 4 == 0 ? rest : std::min<std::size_t>(rest, 8))};
+}
+
+void the_queue_is_as_a_table_of_bytes() {
+  constexpr std::size_t kEnd = 400;
+  std::mt19937_64 random(20261121);
+  HintQueue queue(1'000'000);
+  std::map<Ticket, std::vector<bool>> table;  // by ticket, which bytes are queued
+  Ticket last = 0;
+  for (int step = 0; step < 4000; ++step) {
+    const Range range = random_range(random, kEnd);
+    if (random() % 3 == 0) {
+      queue.add({.ticket = ++last, .range = range});
+      table[last].resize(2 * kEnd);
+      std::fill_n(table[last].begin() + static_cast<std::ptrdiff_t>(range.address), range.bytes,
+                  true);
+    } else {
+      std::size_t expected = 0, actual = 0;
+      for (auto& [ticket, bytes] : table)
+        for (std::size_t i = range.address; i < end_of(range); ++i) {
+          expected += bytes[i];
+          bytes[i] = false;
+        }
+      for (const Piece& piece : queue.overlapping(range)) actual += queue.cut(piece, range);
+      CHECK_EQUAL(actual, expected);
+    }
+    std::size_t queued = 0;
+    for (const auto& [ticket, bytes] : table)
+      queued += static_cast<std::size_t>(std::count(bytes.begin(), bytes.end(), true));
+    CHECK_EQUAL(queue.bytes(), queued);
+    const Range asked = random_range(random, kEnd);
+    std::size_t found = 0, expected = 0;
+    for (const Piece& piece : queue.overlapping(asked)) found += common(piece.range, asked).bytes;
+    for (const auto& [ticket, bytes] : table)
+      for (std::size_t i = asked.address; i < end_of(asked); ++i) expected += bytes[i];
+    CHECK_EQUAL(found, expected);
+  }
+  CHECK(last > 1000);
+}
+
+void the_resident_set_is_as_a_table_of_bytes() {
+  constexpr std::size_t kEnd = 300;
+  std::mt19937_64 random(7);
+  ResidentSet set;
+  std::vector<bool> table(2 * kEnd);
+  const auto count = [&](std::size_t from, std::size_t to) {
+    return static_cast<std::size_t>(std::count(table.begin() + static_cast<std::ptrdiff_t>(from),
+                                               table.begin() + static_cast<std::ptrdiff_t>(to),
+                                               true));
+  };
+  for (int step = 0; step < 20000; ++step) {
+    const Range range = random_range(random, kEnd);
+    const bool comes = random() % 2 == 0;
+    comes ? set.insert(range) : set.erase(range);
+    std::fill_n(table.begin() + static_cast<std::ptrdiff_t>(range.address), range.bytes, comes);
+    CHECK_EQUAL(set.bytes(), count(0, table.size()));
+    const Range asked = random_range(random, kEnd);
+    CHECK_EQUAL(set.covered_bytes(asked), count(asked.address, end_of(asked)));
+    std::size_t runs = table[0];
+    for (std::size_t i = 1; i < table.size(); ++i) runs += table[i] && !table[i - 1];
+    CHECK_EQUAL(set.pieces(), runs);  // neighbours are one
+  }
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(a_cut_leaves_both_ends);
+  RUN(a_full_queue_gives_up_what_a_cut_splits_off);
+  RUN(only_ready_pieces_are_in_order);
+  RUN(the_queue_is_as_a_table_of_bytes);
+  RUN(the_resident_set_is_as_a_table_of_bytes);
+}

@@ -1,0 +1,113 @@
+// The engine's end: with a full queue, with calls under way, twice, never started.
+#include "fake_hint_driver.hpp"
+
+namespace umem {
+namespace {
+
+void one_that_never_started_ends() {
+  HintMachine machine;
+  CHECK(machine.engine.shutdown(0));
+  CHECK_EQUAL(machine.prefetch(blocks(0, 1)), 0U);
+  CHECK_EQUAL(machine.driver.count("close"), 0U);
+}
+
+void a_full_queue_refuses_and_is_dropped() {
+  HintMachine machine({.capacity = 100, .prefetch_workers = 1});
+  machine.driver.hold("prefetch");
+  const Ticket running = machine.prefetch(blocks(0, 1));
+  machine.driver.wait_until_held("prefetch");
+  std::vector<Ticket> queued;
+  for (std::size_t i = 1; i < 100; ++i) queued.push_back(machine.prefetch(blocks(10 * i, 1)));
+  for (const Ticket ticket : queued) CHECK(ticket != 0);
+  CHECK_EQUAL(machine.prefetch(blocks(5000, 1)), 0U);
+  CHECK_EQUAL(machine.engine.statistics().refused, 1U);
+  CHECK_EQUAL(machine.engine.statistics().open_requests, 100U);
+
+  std::thread ending([&] { CHECK(machine.engine.shutdown(kPatienceNs)); });
+  machine.expect(queued.back(), Outcome::dropped);  // at once: only the running call is waited for
+  machine.driver.let_go("prefetch");
+  ending.join();
+  machine.expect(running, Outcome::done);
+  for (const Ticket ticket : queued) machine.expect(ticket, Outcome::dropped);
+  CHECK_EQUAL(machine.driver.count("prefetch"), 1U);
+  CHECK_EQUAL(machine.driver.count("close"), 2U);
+  CHECK(machine.engine.shutdown(0));  // once more
+  CHECK_EQUAL(machine.prefetch(blocks(0, 1)), 0U);
+  CHECK_EQUAL(machine.engine.record(0, 7), kNoEvent);
+  CHECK(machine.engine.forget(blocks(0, 1), 0));
+  CHECK_EQUAL(machine.engine.statistics().refused, 2U);
+}
+
+void there_is_room_again_when_requests_end() {
+  HintMachine machine({.capacity = 4});
+  for (int i = 0; i < 100; ++i) machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  CHECK_EQUAL(machine.engine.statistics().peak_open_requests, 1U);
+}
+
+void requests_that_wait_for_events_are_dropped() {
+  HintMachine machine;
+  machine.driver.launch(0, 7);
+  const EventId event = machine.engine.record(0, 7);
+  const Ticket ticket = machine.prefetch(blocks(0, 1), event);
+  machine.expect_open(ticket);
+  machine.engine.release(event);
+  CHECK(machine.engine.shutdown(kPatienceNs));
+  machine.expect(ticket, Outcome::dropped);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+}
+
+// A call that never returns keeps nobody: its thread goes when it can.
+void a_stuck_call_is_left_to_itself() {
+  auto owner = std::make_unique<FakeHintDriver>();
+  FakeHintDriver& driver = *owner;
+  auto engine = std::make_unique<HintEngine>(HintSettings{}, std::move(owner));
+  driver.hold("evict");
+  driver.hold("close");
+  engine->submit({.op = HintOp::evict, .range = blocks(0, 1)});
+  driver.wait_until_held("evict");
+  CHECK(!engine->shutdown(kSoonNs));
+  driver.let_go("evict");
+  driver.wait_until_held("close", 3);
+  driver.let_go("close");
+  CHECK(engine->shutdown(kPatienceNs));
+}
+
+void ending_while_others_submit() {
+  for (int round = 0; round < 20; ++round) {
+    HintMachine machine({.chunk_bytes = 2 * MiB});
+    std::atomic<bool> go{false};
+    std::vector<std::thread> threads;
+    std::array<std::vector<Ticket>, 3> tickets;
+    for (std::size_t number = 0; number < 3; ++number)
+      threads.emplace_back([&, number] {
+        while (!go) std::this_thread::yield();
+        for (std::size_t i = 0; i < 300; ++i)
+          if (const Ticket ticket = machine.prefetch(blocks(1000 * number + i, 2)))
+            tickets[number].push_back(ticket);
+      });
+    threads.emplace_back([&] {
+      while (!go) std::this_thread::yield();
+      CHECK(machine.engine.shutdown(kPatienceNs));
+    });
+    go = true;
+    CHECK(machine.engine.shutdown(kPatienceNs));
+    for (std::thread& thread : threads) thread.join();
+    for (const auto& of_thread : tickets)  // whoever got a ticket gets an answer
+      for (const Ticket ticket : of_thread)
+        CHECK(machine.engine.wait(ticket, kPatienceNs) != Outcome::open);
+    CHECK_EQUAL(machine.engine.statistics().open_requests, 0U);
+  }
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(one_that_never_started_ends);
+  RUN(a_full_queue_refuses_and_is_dropped);
+  RUN(there_is_room_again_when_requests_end);
+  RUN(requests_that_wait_for_events_are_dropped);
+  RUN(a_stuck_call_is_left_to_itself);
+  RUN(ending_while_others_submit);
+}

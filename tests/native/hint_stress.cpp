@@ -1,0 +1,221 @@
+// Random work in six threads, while the fake driver checks every call that comes of it.
+//
+// Usage: hint_stress [steps [seed]]. `steps` is the total over all threads, 60,000 by default.
+//
+// The threads submit all operations, record and release events, let streams finish, forget and
+// unmap memory, change budgets and make calls fail. Between rounds all is let go, and the books
+// must balance: every ticket has an outcome, every byte was moved or wasted, nothing is held.
+#include <barrier>
+#include <random>
+
+#include "fake_hint_driver.hpp"
+
+namespace umem {
+namespace {
+
+constexpr std::size_t kThreads = 6;
+constexpr std::size_t kRounds = 4;
+constexpr std::size_t kSharedBlocks = 200;
+constexpr std::size_t kOwnBlocks = 40;  // of each thread, which unmaps them at times
+constexpr std::uintptr_t kHost = std::uintptr_t{1} << 44;
+constexpr int kDevices = 2;
+
+class Submitter {
+ public:
+  Submitter(std::size_t number, std::uint64_t seed, HintEngine& engine, FakeHintDriver& driver)
+      : number_(number), random_(seed * 1000 + number), engine_(engine), driver_(driver) {}
+
+  void step() {
+    switch (below(20)) {
+      case 0:
+        return forget();
+      case 1:
+        return static_cast<void>(driver_.launch(device(), stream()));
+      case 2:
+        return driver_.finish(device(), stream());
+      case 3:
+        return record();
+      case 4:
+        return release();
+      case 5:
+        engine_.set_budget(device(), below(3) * 64 * MiB);
+        return;
+      case 6:
+        engine_.set_resident(device(), range(), below(2) == 0);
+        return;
+      case 7:
+        if (!tickets_.empty()) engine_.mark_needed(tickets_[below(tickets_.size())]);
+        return;
+      case 8:
+        if (!tickets_.empty()) engine_.wait(tickets_[below(tickets_.size())], 10'000);
+        return;
+      case 9:
+        if (below(10) == 0) engine_.statistics();
+        if (below(10) == 0)
+          driver_.fail(std::array{"open", "query", "prefetch", "evict", "discard", "copy", "advise",
+                                  "synchronize", "record"}[below(9)],
+                       static_cast<int>(1 + below(3)));
+        return;
+      default:
+        return submit();
+    }
+  }
+
+  // With no further steps until settled.
+  void end_round() {
+    while (!events_.empty()) release();
+  }
+  void expect_settled() {
+    for (const Ticket ticket : tickets_) {
+      // Long ago: its record has given way to a newer one.
+      if (const auto outcome = engine_.wait(ticket, kPatienceNs))
+        CHECK(*outcome != Outcome::open);
+    }
+    tickets_.clear();
+  }
+
+  std::uint64_t accepted = 0, refused = 0, asked_bytes = 0;
+
+ private:
+  std::size_t below(std::size_t end) { return random_() % end; }
+  int device() { return static_cast<int>(below(kDevices)); }
+  StreamId stream() { return 1 + below(3); }
+
+  Range own() const { return blocks(1000 + 100 * number_, kOwnBlocks); }
+  Range range() {
+    const bool mine = below(3) == 0;
+    const std::size_t bytes = (below(4) == 0 ? 1 + below(16) : 1) * kPageBytes - below(2) * 12345;
+    const Range all = mine ? own() : blocks(0, kSharedBlocks);
+    return {all.address + below((all.bytes - bytes) / 4096) * 4096, bytes};
+  }
+
+  void submit() {
+    HintRequest request{.op = static_cast<HintOp>(below(kHintOps)),
+                        .range = range(),
+                        .device = device(),
+                        .tensor_class = static_cast<TensorClass>(below(kClasses))};
+    request.host_address = kHost + request.range.address;
+    if (!events_.empty() && below(2) == 0) {
+      request.event = events_[below(events_.size())].first;
+      request.device = events_.back().second;
+    } else if (below(50) == 0) {
+      request.event = kNoEvent;
+    }
+    const Ticket ticket = engine_.submit(request);
+    ++(ticket != 0 ? accepted : refused);
+    if (ticket == 0) return;
+    asked_bytes += request.range.bytes;
+    tickets_.push_back(ticket);
+  }
+
+  void record() {
+    if (events_.size() == 20) release();
+    const int on = device();
+    if (const EventId event = engine_.record(on, stream()); event != kNoEvent)
+      events_.push_back({event, on});
+  }
+  void release() {
+    if (events_.empty()) return;
+    engine_.release(events_.front().first);
+    events_.erase(events_.begin());
+  }
+
+  void forget() {
+    const Range gone = own();
+    CHECK(engine_.forget(gone, kPatienceNs));
+    driver_.unmap(gone);
+    std::this_thread::yield();
+    driver_.map_again(gone);
+  }
+
+  const std::size_t number_;
+  std::mt19937_64 random_;
+  HintEngine& engine_;
+  FakeHintDriver& driver_;
+  std::vector<Ticket> tickets_;
+  std::vector<std::pair<EventId, int>> events_;  // with their devices
+};
+
+void run(std::size_t steps, std::uint64_t seed) {
+  HintMachine machine({.chunk_bytes = 4 * MiB,
+                       .in_flight_bytes = 12 * MiB,
+                       .capacity = 2048,
+                       .prefetch_workers = 3,
+                       .poll_ns = 20'000});
+  std::vector<std::unique_ptr<Submitter>> submitters;
+  for (std::size_t number = 0; number < kThreads; ++number)
+    submitters.push_back(
+        std::make_unique<Submitter>(number, seed, machine.engine, machine.driver));
+  std::barrier barrier(kThreads + 1);
+  std::vector<std::thread> threads;
+  for (std::size_t number = 0; number < kThreads; ++number)
+    threads.emplace_back([&, number] {
+      machine.driver.forbid_this_thread();
+      Submitter& submitter = *submitters[number];
+      for (std::size_t round = 0; round < kRounds; ++round) {
+        for (std::size_t i = 0; i < steps / kThreads / kRounds; ++i) submitter.step();
+        submitter.end_round();
+        barrier.arrive_and_wait();  // nobody needs streams, budgets or events any more
+        barrier.arrive_and_wait();
+        submitter.expect_settled();
+        barrier.arrive_and_wait();
+        barrier.arrive_and_wait();
+      }
+    });
+
+  for (std::size_t round = 0; round < kRounds; ++round) {
+    barrier.arrive_and_wait();
+    for (int device = 0; device < kDevices; ++device) {
+      machine.engine.set_budget(device, 0);
+      for (StreamId stream = 1; stream <= 3; ++stream) machine.driver.finish(device, stream);
+    }
+    barrier.arrive_and_wait();
+    barrier.arrive_and_wait();
+    const HintStatistics stats = machine.engine.statistics();
+    std::uint64_t accepted = 0, refused = 0, asked_bytes = 0;
+    for (const auto& submitter : submitters) {
+      accepted += submitter->accepted;
+      refused += submitter->refused;
+      asked_bytes += submitter->asked_bytes;
+    }
+    std::array<std::uint64_t, kOutcomes> outcomes{};
+    HintCounts sum;
+    for (const auto& of_op : stats.counts)
+      for (const HintCounts& counts : of_op) {
+        for (std::size_t i = 0; i < kOutcomes; ++i) outcomes[i] += counts.requests[i];
+        sum.asked_bytes += counts.asked_bytes;
+        sum.moved_bytes += counts.moved_bytes;
+        sum.wasted_bytes += counts.wasted_bytes;
+      }
+    std::uint64_t ended = 0;
+    for (std::size_t i = 1; i < kOutcomes; ++i) {
+      CHECK(outcomes[i] != 0 || round + 1 != kRounds);  // the test reaches every outcome
+      ended += outcomes[i];
+    }
+    CHECK_EQUAL(outcomes[0], 0U);
+    CHECK_EQUAL(ended, accepted);
+    CHECK_EQUAL(stats.refused, refused);
+    CHECK_EQUAL(sum.asked_bytes, asked_bytes);
+    CHECK_EQUAL(sum.moved_bytes + sum.wasted_bytes, asked_bytes);
+    CHECK_EQUAL(stats.open_requests, 0U);
+    CHECK_EQUAL(stats.queued_bytes, 0U);
+    CHECK(machine.driver.peak_busy_bytes(Direction::to_device) <= 12 * MiB);
+    barrier.arrive_and_wait();
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(machine.engine.shutdown(kPatienceNs));
+  CHECK_EQUAL(machine.driver.events(), 0U);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main(int count, char** arguments) {
+  const std::size_t steps = count > 1 ? std::stoul(arguments[1]) : 60'000;
+  if (count > 2) {
+    umem::run(steps, std::stoul(arguments[2]));
+  } else {
+    for (const std::uint64_t seed : {1U, 2U, 3U}) umem::run(steps / 3, seed);
+  }
+  std::cout << "passed: " << steps << " steps" << std::endl;
+}

@@ -1,0 +1,162 @@
+// A newer request replaces an older one that it makes pointless, where nobody has issued it yet.
+#include "fake_hint_driver.hpp"
+
+namespace umem {
+namespace {
+
+constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
+                                .in_flight_bytes = 64 * MiB,
+                                .prefetch_workers = 1};
+constexpr StreamId kStream = 7;
+
+// Keeps a direction's only worker busy, so that what follows stays queued.
+void occupy(HintMachine& machine, HintOp op) {
+  const std::string name = kHintOpNames[static_cast<std::size_t>(op)];
+  machine.driver.hold(name);
+  machine.ask(op, blocks(1000 + 10 * static_cast<std::size_t>(op), 1));
+  machine.driver.wait_until_held(name);
+}
+
+void the_opposite_replaces_what_is_queued() {
+  HintMachine machine(kOneLane);
+  occupy(machine, HintOp::evict);
+  const Ticket out = machine.evict(blocks(0, 4));
+  const Ticket in = machine.prefetch(blocks(0, 4));
+  machine.expect(out, Outcome::superseded);  // though the driver is still held
+  machine.expect(in, Outcome::done);
+  machine.driver.let_go("evict");
+  const HintCounts counts = machine.counts(HintOp::evict);
+  CHECK_EQUAL(counts.wasted_bytes, 8 * MiB);
+  CHECK_EQUAL(counts.asked_bytes, 10 * MiB);
+}
+
+void only_the_overlap_is_replaced() {
+  HintMachine machine(kOneLane);
+  occupy(machine, HintOp::evict);
+  const Ticket out = machine.evict(blocks(0, 10));
+  machine.expect(machine.prefetch(blocks(4, 2)), Outcome::done);
+  machine.driver.let_go("evict");
+  machine.expect(out, Outcome::superseded);
+  std::vector<Range> ranges;
+  for (const HintCall& call : machine.driver.calls())
+    if (call.name == "evict") ranges.push_back(call.range);
+  CHECK_EQUAL(ranges.size(), 3U);
+  CHECK(ranges[1] == blocks(0, 4));
+  CHECK(ranges[2] == blocks(6, 4));
+  CHECK_EQUAL(machine.counts(HintOp::evict).wasted_bytes, 4 * MiB);
+}
+
+void between_two_chunks_there_is_a_check() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("evict");
+  const Ticket out = machine.evict(blocks(0, 12));  // three chunks
+  machine.driver.wait_until_held("evict");
+  const Ticket in = machine.prefetch(blocks(0, 12));
+  machine.expect_open(in);  // the first chunk is still on its way out
+  CHECK_EQUAL(machine.driver.count("prefetch"), 0U);
+  machine.driver.let_go("evict");
+  machine.expect(out, Outcome::superseded);
+  machine.expect(in, Outcome::done);
+  CHECK_EQUAL(machine.driver.count("evict"), 1U);
+  CHECK_EQUAL(machine.counts(HintOp::evict).moved_bytes, 8 * MiB);
+  CHECK_EQUAL(machine.counts(HintOp::evict).wasted_bytes, 16 * MiB);
+}
+
+// A program submits a whole step ahead of the GPU: "in again, much later" must not undo "out, now".
+void a_request_replaces_nothing_before_its_event() {
+  HintMachine machine(kOneLane);
+  machine.driver.launch(0, kStream);
+  const EventId later = machine.engine.record(0, kStream);
+  occupy(machine, HintOp::evict);
+  const Ticket out = machine.evict(blocks(0, 1));
+  const Ticket in = machine.prefetch(blocks(0, 1), later);
+  machine.expect_open(out);
+  machine.driver.let_go("evict");
+  machine.expect(out, Outcome::done);
+  machine.expect_open(in);
+  machine.driver.finish(0, kStream);
+  machine.expect(in, Outcome::done);
+  machine.engine.release(later);
+}
+
+void a_request_replaces_one_that_still_waits() {
+  HintMachine machine(kOneLane);
+  machine.driver.launch(0, kStream);
+  const EventId later = machine.engine.record(0, kStream);
+  const Ticket out = machine.evict(blocks(0, 1), later);
+  machine.engine.release(later);
+  machine.expect_open(out);
+  machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  machine.expect(out, Outcome::superseded);
+  CHECK_EQUAL(machine.driver.count("evict"), 0U);
+  machine.driver.finish(0, kStream);
+}
+
+struct Pair {
+  HintOp older, newer;
+  bool replaced;
+};
+
+void which_replaces_which() {
+  using enum HintOp;
+  for (const auto& [older, newer, replaced] : {
+           Pair{prefetch, prefetch, false}, Pair{prefetch, evict, true},
+           Pair{prefetch, discard, true},   Pair{prefetch, advise, false},
+           Pair{evict, prefetch, true},     Pair{evict, evict, false},
+           Pair{evict, discard, true},      Pair{evict, advise, false},
+           Pair{discard, prefetch, true},   Pair{discard, evict, false},
+           Pair{discard, discard, false},   Pair{advise, advise, true},
+           Pair{advise, prefetch, false},   Pair{advise, discard, false},
+       }) {
+    HintMachine machine(kOneLane);
+    occupy(machine, prefetch);
+    occupy(machine, evict);
+    const Ticket first = machine.ask(older, blocks(0, 1));
+    const Ticket second = machine.ask(newer, blocks(0, 1));
+    machine.driver.let_go("prefetch");
+    machine.driver.let_go("evict");
+    machine.expect(first, replaced ? Outcome::superseded : Outcome::done);
+    machine.expect(second, Outcome::done);
+  }
+}
+
+void the_newer_device_wins() {
+  HintMachine machine(kOneLane);
+  occupy(machine, HintOp::prefetch);
+  const Ticket to_0 = machine.ask(HintOp::prefetch, blocks(0, 1), 0, 0);
+  const Ticket to_1 = machine.ask(HintOp::prefetch, blocks(0, 1), 0, 1);
+  machine.expect(to_0, Outcome::superseded);
+  machine.driver.let_go("prefetch");
+  machine.expect(to_1, Outcome::done);
+}
+
+void back_and_forth_ends_with_the_last() {
+  HintMachine machine(kOneLane);
+  occupy(machine, HintOp::prefetch);
+  occupy(machine, HintOp::evict);
+  std::vector<Ticket> tickets;
+  for (int i = 0; i < 10; ++i) {
+    tickets.push_back(machine.prefetch(blocks(0, 1)));
+    tickets.push_back(machine.evict(blocks(0, 1)));
+  }
+  machine.driver.let_go("prefetch");
+  machine.driver.let_go("evict");
+  for (const Ticket ticket : tickets)
+    machine.expect(ticket, ticket == tickets.back() ? Outcome::done : Outcome::superseded);
+  CHECK_EQUAL(machine.driver.calls().size(), 3U);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(the_opposite_replaces_what_is_queued);
+  RUN(only_the_overlap_is_replaced);
+  RUN(between_two_chunks_there_is_a_check);
+  RUN(a_request_replaces_nothing_before_its_event);
+  RUN(a_request_replaces_one_that_still_waits);
+  RUN(which_replaces_which);
+  RUN(the_newer_device_wins);
+  RUN(back_and_forth_ends_with_the_last);
+}

@@ -1,0 +1,122 @@
+// How late or early a request was, and what statistics say of it.
+#include "fake_hint_driver.hpp"
+
+namespace umem {
+namespace {
+
+void late_and_early() {
+  HintMachine machine;
+  const Ticket early = machine.prefetch(blocks(0, 1));
+  machine.expect(early, Outcome::done);
+  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
+  machine.engine.mark_needed(early);
+  machine.engine.mark_needed(early);  // the first time counts
+  HintCounts counts = machine.counts(HintOp::prefetch);
+  CHECK_EQUAL(counts.early, 1U);
+  CHECK_EQUAL(counts.late, 0U);
+  CHECK(counts.early_ns >= kSoonNs);
+
+  machine.driver.hold("prefetch");
+  const Ticket late = machine.prefetch(blocks(10, 1));
+  machine.driver.wait_until_held("prefetch");
+  machine.engine.mark_needed(late);
+  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
+  machine.driver.let_go("prefetch");
+  machine.expect(late, Outcome::done);
+  counts = machine.counts(HintOp::prefetch);
+  CHECK_EQUAL(counts.early, 1U);
+  CHECK_EQUAL(counts.late, 1U);
+  CHECK(counts.late_ns >= kSoonNs);
+  CHECK(counts.driver_ns >= kSoonNs);
+  const HintRecord record = *machine.engine.find(late);
+  CHECK(record.asked_ns <= record.ready_ns && record.ready_ns <= record.issued_ns);
+  CHECK(record.issued_ns < record.needed_ns && record.needed_ns < record.done_ns);
+}
+
+void needed_but_never_there() {
+  HintMachine machine;
+  machine.driver.fail("prefetch", 1);
+  const Ticket failed = machine.prefetch(blocks(0, 1));
+  machine.expect(failed, Outcome::failed);
+  machine.engine.mark_needed(failed);
+  const HintCounts counts = machine.counts(HintOp::prefetch);
+  CHECK_EQUAL(counts.missed, 1U);
+  CHECK_EQUAL(counts.late + counts.early, 0U);
+  CHECK_EQUAL(counts.wasted_bytes, 2 * MiB);
+}
+
+void each_class_and_operation_is_counted_by_itself() {
+  HintMachine machine;
+  const Ticket weights = machine.engine.submit(
+      {.range = blocks(0, 1), .tensor_class = TensorClass::weights});
+  const Ticket state = machine.engine.submit(
+      {.op = HintOp::evict, .range = blocks(10, 3), .tensor_class = TensorClass::optimizer_state});
+  machine.expect(weights, Outcome::done);
+  machine.expect(state, Outcome::done);
+  const HintStatistics stats = machine.engine.statistics();
+  std::uint64_t requests = 0;
+  for (const auto& of_op : stats.counts)
+    for (const HintCounts& counts : of_op)
+      for (const std::uint64_t with_outcome : counts.requests) requests += with_outcome;
+  CHECK_EQUAL(requests, 2U);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch, TensorClass::weights).moved_bytes, 2 * MiB);
+  CHECK_EQUAL(machine.counts(HintOp::evict, TensorClass::optimizer_state).moved_bytes, 6 * MiB);
+}
+
+void what_is_under_way_is_seen() {
+  HintMachine machine({.chunk_bytes = 2 * MiB, .prefetch_workers = 1});
+  machine.driver.hold("prefetch");
+  const Ticket ticket = machine.prefetch(blocks(0, 4));
+  machine.driver.wait_until_held("prefetch");
+  const HintStatistics stats = machine.engine.statistics();
+  CHECK_EQUAL(stats.open_requests, 1U);
+  CHECK_EQUAL(stats.queued_bytes, 6 * MiB);
+  CHECK_EQUAL(stats.in_flight_bytes[0], 2 * MiB);
+  CHECK_EQUAL(machine.requests(HintOp::prefetch, Outcome::open), 1U);
+  machine.driver.let_go("prefetch");
+  machine.expect(ticket, Outcome::done);
+}
+
+void old_records_give_way() {
+  HintMachine machine({.capacity = 10});
+  const Ticket first = machine.prefetch(blocks(0, 1));
+  machine.expect(first, Outcome::done);
+  for (int i = 0; i < 9; ++i) machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  CHECK(machine.engine.find(first).has_value());
+  machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  CHECK(!machine.engine.find(first).has_value());
+  CHECK(!machine.engine.wait(first, kPatienceNs).has_value());
+  CHECK(!machine.engine.wait(10'000, kPatienceNs).has_value());
+  machine.engine.mark_needed(first);
+  machine.engine.mark_needed(0);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).early, 0U);
+}
+
+// A caller that marks without end while no worker reads: memory stays bounded.
+void messages_that_nobody_reads_are_read_by_the_caller() {
+  HintMachine machine({.capacity = 10, .prefetch_workers = 1});
+  machine.driver.hold("prefetch");
+  machine.driver.hold("evict");
+  const Ticket ticket = machine.prefetch(blocks(0, 1));
+  machine.evict(blocks(10, 1));
+  machine.driver.wait_until_held("prefetch");
+  machine.driver.wait_until_held("evict");
+  for (int i = 0; i < 1000; ++i) machine.engine.mark_needed(ticket);
+  machine.driver.let_go("prefetch");
+  machine.driver.let_go("evict");
+  machine.expect(ticket, Outcome::done);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).late, 1U);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(late_and_early);
+  RUN(needed_but_never_there);
+  RUN(each_class_and_operation_is_counted_by_itself);
+  RUN(what_is_under_way_is_seen);
+  RUN(old_records_give_way);
+  RUN(messages_that_nobody_reads_are_read_by_the_caller);
+}

@@ -1,0 +1,311 @@
+"""The hint engine from Python, over host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from umem._native import NO_EVENT
+from umem.classes import TensorClass
+from umem.errors import UnsupportedError
+from umem.hints import HintEngine, HintSettings, Outcome
+from umem.schedule import HintOp
+
+MIB = 1 << 20
+BLOCK = 2 * MIB
+BASE = 1 << 40
+PATIENCE_S = 20.0
+SMALL = HintSettings(chunk_bytes=BLOCK, in_flight_bytes=4 * MIB, prefetch_workers=1)
+
+
+def at(block: int) -> int:
+    return BASE + block * BLOCK
+
+
+def slow_engine() -> HintEngine:
+    """An engine that takes 40 ms for a chunk of 2 MiB."""
+    return HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 40e-3)
+
+
+class TestRequests:
+    @pytest.mark.parametrize("op", [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD])
+    def test_done_and_counted(self, op: HintOp) -> None:
+        with HintEngine.on_host(SMALL) as engine:
+            before_ns = time.monotonic_ns()
+            ticket = engine.submit(op, at(0), 3 * BLOCK, tensor_class=TensorClass.WEIGHTS)
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            times = engine.times(ticket)
+            assert (times.address, times.size_bytes) == (at(0), 3 * BLOCK)
+            assert times.moved_bytes == 3 * BLOCK
+            assert times.tensor_class is TensorClass.WEIGHTS
+            assert times.ready_ns is not None
+            assert times.issued_ns is not None
+            assert times.done_ns is not None
+            assert before_ns <= times.asked_ns <= times.ready_ns <= times.issued_ns
+            assert times.issued_ns <= times.done_ns <= time.monotonic_ns()
+            assert times.needed_ns is None
+            stats = engine.statistics()
+            ((key, counts),) = stats.counts.items()
+            assert key == (op.name.lower(), TensorClass.WEIGHTS)
+            assert counts.requests[Outcome.DONE] == 1
+            assert counts.calls == 3
+            assert counts.moved_bytes == counts.asked_bytes == 3 * BLOCK
+            assert stats.open_requests == 0
+            assert not stats.failures
+
+    def test_copies_out_and_back(self) -> None:
+        size_bytes = 5 * MIB + 7
+        device = ctypes.create_string_buffer(os.urandom(size_bytes), size_bytes)
+        host = ctypes.create_string_buffer(size_bytes)
+        contents = device.raw
+        with HintEngine.on_host(SMALL) as engine:
+            place = ctypes.addressof(device), size_bytes
+            block = ctypes.addressof(host)
+            out = engine.submit(HintOp.COPY_OUT, *place, host_address=block)
+            assert engine.wait(out, timeout_s=PATIENCE_S) is Outcome.DONE
+            ctypes.memset(device, 0, size_bytes)
+            back = engine.submit(HintOp.COPY_IN, *place, host_address=block)
+            assert engine.wait(back, timeout_s=PATIENCE_S) is Outcome.DONE
+        assert device.raw == contents
+
+    def test_advice(self) -> None:
+        with HintEngine.on_host() as engine:
+            ticket = engine.advise(at(0), BLOCK, placement="host", accessed_by_device=True)
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.times(ticket).op == "advise"
+            with pytest.raises(ValueError, match="placement: moon"):
+                engine.advise(at(0), BLOCK, placement="moon")  # type: ignore[arg-type]
+
+    def test_the_newer_wins(self) -> None:
+        with slow_engine() as engine:
+            engine.submit(HintOp.EVICT, at(10), BLOCK)  # keeps the worker busy
+            out = engine.submit(HintOp.EVICT, at(0), BLOCK)
+            back = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
+            assert engine.wait(out, timeout_s=PATIENCE_S) is Outcome.SUPERSEDED
+            assert engine.wait(back, timeout_s=PATIENCE_S) is Outcome.DONE
+
+    def test_events(self) -> None:
+        with HintEngine.on_host() as engine:
+            event = engine.record(0, 7)
+            ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK, event=event)
+            engine.release(event)
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+
+    def test_an_event_that_cannot_be_had_drops_its_requests(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        with HintEngine.on_host(devices=1) as engine:
+            event = engine.record(1, 7)
+            assert event == NO_EVENT
+            ticket = engine.submit(HintOp.DISCARD, at(0), BLOCK, event=event)
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DROPPED
+        assert "record failed" in capfd.readouterr().err
+
+    def test_what_cannot_be_meant(self) -> None:
+        with HintEngine.on_host() as engine:
+            with pytest.raises(ValueError, match="address cannot be 0"):
+                engine.submit(HintOp.PREFETCH, 0, BLOCK)
+            with pytest.raises(ValueError, match="cannot be empty"):
+                engine.submit(HintOp.PREFETCH, at(0), 0)
+            with pytest.raises(ValueError, match="beyond all addresses"):
+                engine.submit(HintOp.PREFETCH, at(0), 2**64 - 1)
+            with pytest.raises(ValueError, match="cannot be negative"):
+                engine.submit(HintOp.PREFETCH, at(0), BLOCK, device=-1)
+            with pytest.raises(ValueError, match="address cannot be 0"):
+                engine.submit(HintOp.COPY_IN, at(0), BLOCK)
+            with pytest.raises(ValueError, match="operation: 5"):
+                engine.submit(5, at(0), BLOCK)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="timeout_s"):
+                engine.wait(1, timeout_s=-1)
+            with pytest.raises(KeyError, match="ticket 77"):
+                engine.wait(77, timeout_s=0)
+            with pytest.raises(KeyError, match="ticket 77"):
+                engine.times(77)
+            assert engine.statistics().counts == {}
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            (HintSettings(chunk_bytes=4096), "chunk_bytes: at least 2 MiB"),
+            (HintSettings(in_flight_bytes=0), "in_flight_bytes"),
+            (HintSettings(capacity=0), "capacity"),
+            (HintSettings(prefetch_workers=17), "prefetch_workers: from 1 to 16"),
+            (HintSettings(poll_s=0), "poll_ns"),
+        ],
+    )
+    def test_settings_out_of_range(self, settings: HintSettings, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            HintEngine.on_host(settings)
+
+
+class TestPunctuality:
+    def test_late(self) -> None:
+        with slow_engine() as engine:
+            ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
+            engine.mark_needed(ticket)
+            engine.wait(ticket, timeout_s=PATIENCE_S)
+            counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
+            assert (counts.late, counts.early) == (1, 0)
+            assert 30e-3 < counts.late_s < PATIENCE_S
+            assert counts.driver_s >= 40e-3
+
+    def test_early(self) -> None:
+        with HintEngine.on_host() as engine:
+            ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
+            engine.wait(ticket, timeout_s=PATIENCE_S)
+            time.sleep(5e-3)
+            engine.mark_needed(ticket)
+            counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
+            assert (counts.late, counts.early) == (0, 1)
+            assert counts.early_s >= 5e-3
+            assert engine.times(ticket).needed_ns is not None
+
+
+class TestRoom:
+    def test_a_prefetch_waits_for_room(self) -> None:
+        with HintEngine.on_host(SMALL) as engine:
+            engine.set_budget(0, 2 * BLOCK)
+            engine.set_resident(0, at(0), 2 * BLOCK, resident=True)
+            ticket = engine.submit(HintOp.PREFETCH, at(10), 2 * BLOCK)
+            assert engine.wait(ticket, timeout_s=0.02) is Outcome.OPEN
+            assert engine.statistics().room_waits == 1
+            engine.submit(HintOp.EVICT, at(0), 2 * BLOCK)
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.statistics().resident_bytes == {0: 2 * BLOCK}
+
+    def test_a_full_queue_refuses(self) -> None:
+        settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)
+        with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.2) as engine:
+            tickets = [engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK) for i in range(4)]
+            assert all(tickets[:3])
+            assert tickets[3] == 0
+            assert engine.statistics().refused == 1
+
+    def test_forget(self) -> None:
+        with slow_engine() as engine:
+            ticket = engine.submit(HintOp.EVICT, at(0), 20 * BLOCK)
+            assert engine.forget(at(0), 20 * BLOCK)
+            assert engine.wait(ticket, timeout_s=0) is Outcome.FORGOTTEN
+            assert engine.times(ticket).moved_bytes <= 2 * BLOCK
+
+
+class TestFailures:
+    def test_counted_and_told_once(self, capfd: pytest.CaptureFixture[str]) -> None:
+        with HintEngine.on_host(devices=2) as engine:
+            tickets = [
+                engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK, device=5) for i in range(4)
+            ]
+            outcomes = {engine.wait(ticket, timeout_s=PATIENCE_S) for ticket in tickets}
+            assert outcomes == {Outcome.FAILED}
+            good = engine.submit(HintOp.PREFETCH, at(0), BLOCK, device=1)
+            assert engine.wait(good, timeout_s=PATIENCE_S) is Outcome.DONE
+            (failure,) = engine.statistics().failures
+            assert (failure.call, failure.text) == ("open", "no such device")
+            assert failure.count == 4
+        assert capfd.readouterr().err.count("umem: hint: open failed: no such device") == 1
+
+    def test_no_gpu_is_a_clear_error(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+        with pytest.raises(UnsupportedError, match="NVIDIA driver"):
+            HintEngine.on_cuda()
+
+
+class TestThreadsAndProcesses:
+    def test_many_threads(self) -> None:
+        with HintEngine.on_host(SMALL) as engine:
+            tickets: list[list[int]] = [[] for _ in range(4)]
+
+            def work(number: int) -> None:
+                for i in range(200):
+                    op = HintOp.EVICT if i % 2 else HintOp.PREFETCH
+                    tickets[number].append(engine.submit(op, at(1000 * number + i % 7), BLOCK))
+                    if i % 50 == 49:
+                        assert engine.forget(at(1000 * number), 7 * BLOCK)
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            flat = [ticket for of_thread in tickets for ticket in of_thread]
+            assert 0 not in flat
+            assert len(set(flat)) == 800
+            for ticket in flat:
+                assert engine.wait(ticket, timeout_s=PATIENCE_S) is not Outcome.OPEN
+
+    def test_waiting_lets_other_threads_run(self) -> None:
+        with slow_engine() as engine:
+            ticket = engine.submit(HintOp.EVICT, at(0), 10 * BLOCK)
+            ran = threading.Event()
+            threading.Timer(0.01, ran.set).start()
+            engine.wait(ticket, timeout_s=PATIENCE_S)
+            assert ran.is_set()
+
+    def test_shutdown(self) -> None:
+        engine = slow_engine()
+        tickets = [engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK) for i in range(50)]
+        assert engine.shutdown()
+        assert engine.shutdown()
+        assert engine.wait(tickets[-1], timeout_s=0) is Outcome.DROPPED
+        assert engine.submit(HintOp.PREFETCH, at(0), BLOCK) == 0
+
+    def test_garbage_takes_its_threads_along(self) -> None:
+        before = len(os.listdir("/proc/self/task"))
+        engine = HintEngine.on_host()
+        engine.wait(engine.submit(HintOp.PREFETCH, at(0), BLOCK), timeout_s=PATIENCE_S)
+        assert len(os.listdir("/proc/self/task")) == before + 3
+        del engine
+        gc.collect()
+        assert len(os.listdir("/proc/self/task")) == before
+
+    def test_a_process_ends_with_hints_under_way(self) -> None:
+        code = (
+            "from umem.hints import HintEngine, HintSettings\n"
+            "from umem.schedule import HintOp\n"
+            "settings = HintSettings(chunk_bytes=2 << 20)\n"
+            "engine = HintEngine.on_host(settings, bytes_per_s=20e6)\n"
+            "for i in range(1000):\n"
+            "    assert engine.submit(HintOp(i % 2), (1 << 40) + (i << 22), 2 << 20)\n"
+            "print('asked')\n"
+        )
+        start_s = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "asked\n", "")
+        assert time.monotonic() - start_s < 30  # all of them would take over 100 s
+
+    def test_a_forked_child_refuses(self) -> None:
+        code = (
+            "import os\n"
+            "from umem.hints import HintEngine\n"
+            "from umem.schedule import HintOp\n"
+            "engine = HintEngine.on_host(bytes_per_s=20e6)\n"
+            "ticket = engine.submit(HintOp.EVICT, 1 << 40, 2 << 20)\n"
+            "child = os.fork()\n"
+            "if child == 0:\n"
+            "    assert engine.submit(HintOp.PREFETCH, 1 << 40, 2 << 20) == 0\n"
+            "    assert engine.statistics().refused == 1\n"
+            "    assert engine.forget(1 << 40, 2 << 20)\n"
+            "else:\n"
+            "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+            "    assert engine.wait(ticket, timeout_s=20) == 'done'\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
