@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,8 @@ time.sleep(60)
         text=True,
         cwd=tmp_path,
         env=environment(),
+        # A shell's background job ignores the signal, and would hand that on.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     with process:
         assert process.stdout is not None
