@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from umem.classes import TensorClass
 from umem.errors import TraceError
-from umem.trace import Trace, check_trace, ranges
+from umem.trace import Trace, check_trace, first_and_last_use, ranges
 
 __all__ = ["peak_live_bytes", "share_of_state", "with_layers"]
 
@@ -89,9 +89,7 @@ def with_layers(trace: Trace, layers: int) -> Trace:
             f"the trace {trace.name!r} has {max(count, 0)} numbered layers, and {layers} are asked "
             "for: it takes 3 or more to make 2 or more"
         )
-    phase_of_access = np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
-    first_use = np.full(trace.tensor_count, trace.phase_count, np.int64)
-    np.minimum.at(first_use, trace.access_tensor, phase_of_access)
+    first_use, _ = first_and_last_use(trace)
     tensor_layer = np.append(phase_layer, _OUTSIDE)[first_use]
 
     phases = _Sequence(phase_layer, layers, trace.name)

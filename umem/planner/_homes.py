@@ -13,7 +13,7 @@ from umem.errors import PlanError
 from umem.hardware import Hardware
 from umem.policy import ClassRule, ResolvedPolicy
 from umem.schedule import Home
-from umem.trace import Access, Trace
+from umem.trace import Trace, written_tensors
 
 __all__ = ["OPEN_MECHANISMS", "Holding", "hold", "open_classes"]
 
@@ -75,8 +75,7 @@ def hold(
     PlanError
         If the policy asks for what the machine lacks.
     """
-    written = np.zeros(trace.tensor_count, np.bool_)
-    written[trace.access_tensor[(trace.access_mode & Access.WRITE) > 0]] = True
+    written = written_tensors(trace)
     columns = Holding(
         home=np.full(trace.tensor_count, Home.MIGRATE, np.uint8),
         movable=np.zeros(trace.tensor_count, np.bool_),

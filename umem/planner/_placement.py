@@ -12,7 +12,7 @@ from umem.planner._homes import Holding
 from umem.planner._select import NOT_NEEDED, select
 from umem.planner._timing import earliest_issue, latest_starts, leave_times, phases_at, spare_ends
 from umem.schedule import HintOp, Home, Schedule
-from umem.trace import Access, Gaps, Trace
+from umem.trace import Gaps, Trace, first_and_last_use, written_tensors
 
 __all__ = ["Clock", "Placement", "discards", "in_order", "place"]
 
@@ -179,9 +179,7 @@ def discards(problem: Placement) -> npt.NDArray[np.float64]:
     trace, gaps = problem.trace, problem.gaps
     moves = np.isin(problem.holding.home, (Home.MIGRATE, Home.DUPLICATE))
     dead = np.flatnonzero(gaps.is_dead & moves[gaps.tensor])
-    last_access = np.full(trace.tensor_count, -1, np.int64)
-    phase_of_access = np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
-    np.maximum.at(last_access, trace.access_tensor, phase_of_access)
+    _, last_access = first_and_last_use(trace)
     lingers = moves & ~trace.persistent & (last_access >= 0) & (last_access < trace.last_phase)
     tensor = np.concatenate([gaps.tensor[dead], np.flatnonzero(lingers)])
     phase = np.concatenate([gaps.last_use[dead], last_access[lingers]]) + 1
@@ -226,15 +224,9 @@ def _transfer_s(
     calls_s = -(-size // hardware.call_bytes) * hardware.call_s
     in_rate = np.where(copied, hardware.copy_to_device_bytes_per_s, hardware.to_device_bytes_per_s)
     out_rate = np.where(copied, hardware.copy_to_host_bytes_per_s, hardware.to_host_bytes_per_s)
-    free = holding.kept_copy[gaps.tensor] & ~_written(problem.trace)[gaps.tensor]
+    free = holding.kept_copy[gaps.tensor] & ~written_tensors(problem.trace)[gaps.tensor]
     in_s = (size / in_rate + calls_s) * slack
     return in_s, np.where(free, 0.0, (size / out_rate + calls_s) * slack)
-
-
-def _written(trace: Trace) -> npt.NDArray[np.bool_]:
-    written = np.zeros(trace.tensor_count, np.bool_)
-    written[trace.access_tensor[(trace.access_mode & Access.WRITE) > 0]] = True
-    return written
 
 
 def _on_device(problem: Placement) -> npt.NDArray[np.bool_]:
@@ -253,11 +245,7 @@ def _resident_bytes(
     size = np.where(_on_device(problem), trace.tensor_bytes, 0)
     change = np.zeros(3 * trace.phase_count + 1, np.int64)
     # Born or first used in the step, or there from the start.
-    phase_of_access = np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
-    first = np.full(trace.tensor_count, trace.phase_count, np.int64)
-    last = np.full(trace.tensor_count, -1, np.int64)
-    np.minimum.at(first, trace.access_tensor, phase_of_access)
-    np.maximum.at(last, trace.access_tensor, phase_of_access)
+    first, last = first_and_last_use(trace)
     lives = ~trace.persistent & (last >= 0)
     np.add.at(change, first[lives], size[lives])
     np.add.at(change, last[lives] + 1, -size[lives])

@@ -16,7 +16,14 @@ from umem.report import CAUSES, Direction, MigrationReport, Timeline, Traffic
 from umem.schedule import HintOp, Home, Schedule
 from umem.simulator import _engine, _state
 from umem.simulator._bound import lower_bound_s
-from umem.trace import PhaseKind, Trace, find_gaps, ranges, require_durations
+from umem.trace import (
+    PhaseKind,
+    Trace,
+    find_gaps,
+    first_and_last_use,
+    ranges,
+    require_durations,
+)
 from umem.units import format_bytes
 
 __all__ = ["Addresses", "Run", "build", "report", "run", "simulate"]
@@ -211,9 +218,7 @@ def _birth_bytes(trace: Trace, schedule: Schedule, addresses: Addresses) -> npt.
     births = np.zeros(trace.phase_count, np.int64)
     if addresses == "own":
         return births
-    phase_of_access = np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
-    first = np.full(trace.tensor_count, trace.phase_count)
-    np.minimum.at(first, trace.access_tensor, phase_of_access)
+    first, _ = first_and_last_use(trace)
     on_device = ~np.isin(schedule.home, (Home.MAP, Home.SYSTEM))
     born = np.flatnonzero(~trace.persistent & on_device & (first < trace.phase_count))
     np.add.at(births, first[born], trace.tensor_bytes[born])

@@ -14,6 +14,7 @@ from umem.trace._file import load_trace, save_trace
 from umem.trace._fingerprint import trace_fingerprint
 from umem.trace._gaps import NO_GAP, Gaps, find_gaps
 from umem.trace._model import Access, PhaseKind, Precision, Trace, ranges, require_durations
+from umem.trace._uses import first_and_last_use, phase_of_access, written_tensors
 
 if TYPE_CHECKING:
     from umem.trace._models import MODELS, MODES, model_trace
@@ -32,14 +33,17 @@ __all__ = [
     "Trace",
     "check_trace",
     "find_gaps",
+    "first_and_last_use",
     "load_trace",
     "model_trace",
+    "phase_of_access",
     "ranges",
     "record_step",
     "require_durations",
     "save_trace",
     "script_trace",
     "trace_fingerprint",
+    "written_tensors",
 ]
 
 _MODULE_OF = {

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from umem.trace._model import Access, Trace
+from umem.trace._uses import phase_of_access
 
 __all__ = ["NO_GAP", "Gaps", "find_gaps"]
 
@@ -41,10 +42,10 @@ class Gaps:
 
 def find_gaps(trace: Trace) -> Gaps:
     """Idle intervals of all tensors of a trace, by tensor and time; O(A log A)."""
-    phase_of_access = np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
-    order = np.lexsort((phase_of_access, trace.access_tensor))
+    phases = phase_of_access(trace)
+    order = np.lexsort((phases, trace.access_tensor))
     tensor = trace.access_tensor[order]
-    phase = phase_of_access[order]
+    phase = phases[order]
     overwrites = (trace.access_mode[order] & Access.READ) == 0
     is_last = np.append(tensor[1:] != tensor[:-1], True)[: len(tensor)]
     is_first = np.append(True, tensor[1:] != tensor[:-1])[: len(tensor)]
