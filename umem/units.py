@@ -12,6 +12,7 @@ __all__ = [
     "parse_budget",
     "parse_bytes",
     "parse_percent",
+    "time_unit",
 ]
 
 MAX_BYTES = 2**63 - 1
@@ -163,6 +164,13 @@ def parse_budget(value: int | str, total_bytes: int) -> int:
     if isinstance(value, str) and "%" in value:
         return int(parse_percent(value) * total_bytes)
     return parse_bytes(value)
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """Factor from seconds, and name, of the unit that suits times up to this one."""
+    if longest_s < 1e-3:
+        return 1e6, "µs"
+    return (1e3, "ms") if longest_s < 1 else (1.0, "s")
 
 
 def _in_range(size_bytes: int, shown: str) -> int:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from umem.errors import UmemError
-from umem.plots._figure import time_unit
+from umem.units import time_unit
 
 __all__ = ["Progress", "check_can_write", "format_seconds", "print_json", "progress"]
 

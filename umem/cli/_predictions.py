@@ -10,10 +10,10 @@ from rich.table import Table
 
 from umem.cli._output import format_seconds
 from umem.prediction import published_share
-from umem.report import MigrationReport
+from umem.report import MigrationReport, Traffic
 from umem.units import format_bytes
 
-__all__ = ["print_details", "print_predictions"]
+__all__ = ["print_details", "print_predictions", "print_traffic"]
 
 _STALL_WORDS = {
     "fault": "page faults",
@@ -91,25 +91,30 @@ def _brief(size_bytes: int) -> str:
     return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"
 
 
+def print_traffic(console: Console, traffic: Sequence[Traffic]) -> None:
+    """Print what moved, a row for each direction, cause and class."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("direction", "cause", "class"):
+        table.add_column(heading)
+    for heading in ("moved", "transfers", "link time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in traffic:
+        table.add_row(
+            entry.direction.replace("_", " "),
+            entry.cause,
+            entry.tensor_class.value,
+            format_bytes(entry.bytes),
+            f"{entry.count:,}",
+            format_seconds(entry.seconds),
+        )
+    console.print(table)
+
+
 def print_details(console: Console, report: MigrationReport) -> None:
     """Print what moved, by direction, cause and class, and where the time above ideal went."""
     console.print(f"[bold]{escape(report.planner)}[/bold]: what moved", highlight=False)
     if report.traffic:
-        moved = Table(box=None, pad_edge=False)
-        for heading in ("direction", "cause", "class"):
-            moved.add_column(heading)
-        for heading in ("moved", "transfers", "link time"):
-            moved.add_column(heading, justify="right", no_wrap=True)
-        for entry in report.traffic:
-            moved.add_row(
-                entry.direction.replace("_", " "),
-                entry.cause,
-                entry.tensor_class.value,
-                format_bytes(entry.bytes),
-                f"{entry.count:,}",
-                format_seconds(entry.seconds),
-            )
-        console.print(moved)
+        print_traffic(console, report.traffic)
     else:
         console.print("nothing")
     console.print(

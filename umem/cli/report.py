@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from umem.cli._output import check_can_write, format_seconds, print_json, progress
+from umem.cli._predictions import print_traffic
 from umem.cli._workloads import known_name
 from umem.report import MeasuredReport
 from umem.units import format_bytes
@@ -160,21 +161,7 @@ def _print_moved(console: Console, report: MeasuredReport) -> None:
     if not report.traffic:
         console.print("nothing moved")
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("direction", "cause", "class"):
-        table.add_column(heading)
-    for heading in ("moved", "transfers", "link time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for entry in report.traffic:
-        table.add_row(
-            entry.direction.replace("_", " "),
-            entry.cause,
-            entry.tensor_class.value,
-            format_bytes(entry.bytes),
-            f"{entry.count:,}",
-            format_seconds(entry.seconds),
-        )
-    console.print(table)
+    print_traffic(console, report.traffic)
     if report.unattributed_bytes:
         console.print(
             f"{format_bytes(report.unattributed_bytes)} of class other hit no known tensor",

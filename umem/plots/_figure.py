@@ -13,6 +13,7 @@ from umem.classes import TensorClass
 from umem.errors import UmemError, UnsupportedError
 from umem.files import replace_file
 from umem.report import MigrationReport, Timeline
+from umem.units import time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +32,6 @@ __all__ = [
     "require_timeline",
     "save",
     "style",
-    "time_unit",
     "title",
 ]
 
@@ -124,13 +124,6 @@ def title(report: MigrationReport) -> str:
         f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
         f"{report.ideal_s * factor:.3g} {unit}"
     )
-
-
-def time_unit(longest_s: float) -> tuple[float, str]:
-    """Factor from seconds, and name, of the unit that suits times up to this one."""
-    if longest_s < 1e-3:
-        return 1e6, "µs"
-    return (1e3, "ms") if longest_s < 1 else (1.0, "s")
 
 
 def class_words(tensor_class: TensorClass) -> str:

@@ -14,10 +14,10 @@ from umem.plots._figure import (
     new_figure,
     require_timeline,
     style,
-    time_unit,
     title,
 )
 from umem.report import Direction, MigrationReport
+from umem.units import time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,10 +17,10 @@ from umem.plots._figure import (
     new_figure,
     require_timeline,
     style,
-    time_unit,
     title,
 )
 from umem.report import MigrationReport
+from umem.units import time_unit
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -16,12 +16,11 @@ from umem.plots._figure import (
     class_words,
     new_figure,
     style,
-    time_unit,
 )
 from umem.report import UM_CAUSES, Cause, Direction, MeasuredReport
 from umem.telemetry._recording import Recording
 from umem.telemetry._records import CAUSE_OF_NUMBER, DIRECTION_OF_KIND, TRANSFERS, RecordKind
-from umem.units import format_bytes
+from umem.units import format_bytes, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
