@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from umem._native import NO_EVENT
+from umem._native import NO_EVENT, Allocator, ClassSetting, Config
 from umem.classes import TensorClass
 from umem.errors import UnsupportedError
-from umem.hints import HintEngine, HintSettings, Outcome
+from umem.hints import HintBatch, HintEngine, HintSettings, Outcome
 from umem.schedule import HintOp
 
 MIB = 1 << 20
@@ -138,11 +139,42 @@ class TestRequests:
             (HintSettings(capacity=0), "capacity"),
             (HintSettings(prefetch_workers=17), "prefetch_workers: from 1 to 16"),
             (HintSettings(poll_s=0), "poll_ns"),
+            (HintSettings(poll_s=-1), "poll_s: a number of seconds"),
         ],
     )
     def test_settings_out_of_range(self, settings: HintSettings, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             HintEngine.on_host(settings)
+
+
+class TestWaiting:
+    def test_what_is_open(self) -> None:
+        with slow_engine() as engine:
+            ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
+            start_s = time.monotonic()
+            assert engine.wait(ticket, timeout_s=1e-3) is Outcome.OPEN
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert 30e-3 < time.monotonic() - start_s < PATIENCE_S
+
+    def test_the_end_lets_everyone_go(self) -> None:
+        engine = slow_engine()
+        tickets = [engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK) for i in range(100)]
+        threading.Timer(0.05, engine.shutdown).start()
+        assert engine.wait(tickets[-1], timeout_s=PATIENCE_S) is Outcome.DROPPED
+
+    def test_what_is_over_costs_next_to_nothing(self) -> None:
+        """Also while the engine works. The bound leaves room for a busy machine."""
+        rounds = 20_000
+        with HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 1e-3) as engine:
+            over = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
+            assert engine.wait(over, timeout_s=PATIENCE_S) is Outcome.DONE
+            engine.submit(HintOp.EVICT, at(0), 1000 * BLOCK)
+            start_s = time.perf_counter()
+            for _ in range(rounds):
+                engine.wait(over, timeout_s=1.0)
+            each_us = (time.perf_counter() - start_s) / rounds * 1e6
+            print(f"wait for what is over: {each_us:.2f} us")
+            assert each_us < 10
 
 
 class TestPunctuality:
@@ -170,15 +202,27 @@ class TestPunctuality:
 
 class TestRoom:
     def test_a_prefetch_waits_for_room(self) -> None:
-        with HintEngine.on_host(SMALL) as engine:
+        with slow_engine() as engine:
             engine.set_budget(0, 2 * BLOCK)
             engine.set_resident(0, at(0), 2 * BLOCK, resident=True)
-            ticket = engine.submit(HintOp.PREFETCH, at(10), 2 * BLOCK)
-            assert engine.wait(ticket, timeout_s=0.02) is Outcome.OPEN
-            assert engine.statistics().room_waits == 1
-            engine.submit(HintOp.EVICT, at(0), 2 * BLOCK)
+            leaving = engine.submit(HintOp.EVICT, at(0), 2 * BLOCK)
+            arriving = engine.submit(HintOp.PREFETCH, at(10), 2 * BLOCK)
+            assert engine.wait(arriving, timeout_s=PATIENCE_S) is Outcome.DONE
+            out, back = engine.times(leaving).done_ns, engine.times(arriving).done_ns
+            assert out is not None
+            assert back is not None
+            assert out < back
+            stats = engine.statistics()
+            assert stats.room_waits == 1
+            assert stats.over_budget_bytes == 0
+            assert stats.resident_bytes == {0: 2 * BLOCK}
+
+    def test_a_prefetch_goes_over_the_budget_where_no_room_comes(self) -> None:
+        with HintEngine.on_host(SMALL) as engine:
+            engine.set_budget(0, 2 * BLOCK)
+            ticket = engine.submit(HintOp.PREFETCH, at(10), 5 * BLOCK)
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
-            assert engine.statistics().resident_bytes == {0: 2 * BLOCK}
+            assert engine.statistics().over_budget_bytes == 3 * BLOCK
 
     def test_a_full_queue_refuses(self) -> None:
         settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)
@@ -196,6 +240,146 @@ class TestRoom:
             assert engine.times(ticket).moved_bytes <= 2 * BLOCK
 
 
+def batch_of(engine: HintEngine, count: int) -> HintBatch:
+    """Prefetches of blocks that do not touch."""
+    return engine.batch(
+        [HintOp.PREFETCH] * count,
+        [at(2 * i) for i in range(count)],
+        [BLOCK] * count,
+        [TensorClass.WEIGHTS] * count,
+    )
+
+
+class TestBatches:
+    def test_sequences_and_arrays_are_the_same(self) -> None:
+        ops = [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD]
+        classes = [TensorClass.WEIGHTS, TensorClass.GRADIENTS, TensorClass.OTHER]
+        addresses = [at(0), at(10), at(20)]
+        with HintEngine.on_host(SMALL) as engine:
+            for batch in (
+                engine.batch(ops, addresses, [BLOCK] * 3, classes),
+                engine.batch(
+                    np.array(ops, dtype=np.int8),
+                    np.array(addresses, dtype=np.uint64),
+                    np.full(3, BLOCK),
+                    np.array([of.number for of in classes], dtype=np.int32),
+                ),
+            ):
+                assert len(batch) == 3
+                assert len(batch.tickets) == 0
+                last = engine.fire(batch, 7)
+                assert batch.tickets == range(last - 2, last + 1)
+                for i, ticket in enumerate(batch.tickets):
+                    assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+                    times = engine.times(ticket)
+                    assert (times.op, times.tensor_class) == (ops[i].name.lower(), classes[i])
+                    assert (times.address, times.size_bytes) == (addresses[i], BLOCK)
+
+    def test_entries_without_an_address_are_skipped(self) -> None:
+        with HintEngine.on_host(SMALL) as engine:
+            batch = batch_of(engine, 3)
+            batch.set_address(0, 0)
+            batch.set_address(2, at(100))
+            last = engine.fire(batch, 0)
+            assert len(batch.tickets) == 2
+            assert engine.wait(last, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert [engine.times(ticket).address for ticket in batch.tickets] == [at(2), at(100)]
+            for index in (1, 2):
+                batch.set_address(index, 0)
+            assert engine.fire(batch, 0) == 0
+            assert len(batch.tickets) == 0
+
+    def test_a_full_queue_takes_what_it_can(self) -> None:
+        settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)
+        with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.2) as engine:
+            batch = batch_of(engine, 5)
+            assert engine.fire(batch, 0) == 3
+            assert batch.tickets == range(1, 4)
+            assert engine.statistics().refused == 2
+
+    def test_all_are_marked_as_needed(self) -> None:
+        with slow_engine() as engine:
+            batch = batch_of(engine, 3)
+            last = engine.fire(batch, 0)
+            engine.mark_batch_needed(batch)
+            engine.wait(last, timeout_s=PATIENCE_S)
+            assert engine.statistics().counts["prefetch", TensorClass.WEIGHTS].late == 3
+
+    def test_what_cannot_be_meant(self) -> None:
+        with HintEngine.on_host() as engine:
+            with pytest.raises(ValueError, match="of the same length"):
+                engine.batch([HintOp.EVICT], [at(0), at(1)], [BLOCK], [TensorClass.OTHER])
+            with pytest.raises(ValueError, match="a batch holds no copies"):
+                engine.batch([HintOp.COPY_IN], [at(0)], [BLOCK], [TensorClass.OTHER])
+            with pytest.raises(ValueError, match="cannot be empty"):
+                engine.batch([HintOp.EVICT], [at(0)], [0], [TensorClass.OTHER])
+            with pytest.raises(ValueError, match="cannot be negative"):
+                engine.batch([HintOp.EVICT], [at(0)], [BLOCK], [TensorClass.OTHER], device=-1)
+            with pytest.raises(ValueError, match="tensor class: 6"):
+                engine.batch([HintOp.EVICT], [at(0)], [BLOCK], np.array([6]))
+            batch = batch_of(engine, 1)
+            with pytest.raises(IndexError):
+                batch.set_address(1, at(0))
+            with pytest.raises(ValueError, match="beyond all addresses"):
+                batch.set_address(0, 2**64 - 1)
+
+    def test_firing_is_quick(self) -> None:
+        """Beside so many single requests. The bound leaves room for a busy machine."""
+        count, rounds = 30, 300
+        with HintEngine.on_host() as engine:
+            engine.start(0)
+            batch = batch_of(engine, count)
+
+            def submit_all() -> None:
+                event = engine.record(0, 0)
+                for i in range(count):
+                    engine.submit(HintOp.PREFETCH, at(2 * i), BLOCK, event=event)
+                engine.release(event)
+
+            def fire() -> None:
+                engine.fire(batch, 0)
+
+            medians_us = {}
+            for name, ask in (("fire", fire), ("submit", submit_all)):
+                durations_ns = []
+                for _ in range(rounds):
+                    start_ns = time.perf_counter_ns()
+                    ask()
+                    durations_ns.append(time.perf_counter_ns() - start_ns)
+                    time.sleep(2e-4)
+                durations_ns.sort()
+                medians_us[name] = durations_ns[rounds // 2] / 1e3
+                print(f"{name}: p50 {medians_us[name]:.1f} us, p99 {durations_ns[-3] / 1e3:.1f} us")
+            assert medians_us["fire"] < medians_us["submit"]
+            assert medians_us["fire"] < 50
+
+
+class TestReleases:
+    def test_what_an_allocator_gives_back_is_forgotten(self) -> None:
+        allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
+        with slow_engine() as engine:
+            engine.listen_to_releases(allocator)
+            address = allocator.malloc(20 * BLOCK)
+            ticket = engine.submit(HintOp.EVICT, address, 20 * BLOCK)
+            allocator.free(address)
+            allocator.empty_cache()
+            assert engine.wait(ticket, timeout_s=0) is Outcome.FORGOTTEN
+            allocator.set_release_listener(None)
+        allocator.malloc(20 * BLOCK)
+
+    def test_the_engine_may_go_first(self) -> None:
+        allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
+        engine = HintEngine.on_host()
+        engine.listen_to_releases(allocator)
+        address = allocator.malloc(20 * BLOCK)
+        engine.submit(HintOp.EVICT, address, 20 * BLOCK)
+        del engine
+        gc.collect()
+        allocator.free(address)
+        allocator.empty_cache()
+        assert allocator.managed_bytes() == 0
+
+
 class TestFailures:
     def test_counted_and_told_once(self, capfd: pytest.CaptureFixture[str]) -> None:
         with HintEngine.on_host(devices=2) as engine:
@@ -210,6 +394,49 @@ class TestFailures:
             assert (failure.call, failure.text) == ("open", "no such device")
             assert failure.count == 4
         assert capfd.readouterr().err.count("umem: hint: open failed: no such device") == 1
+
+    @pytest.mark.parametrize(
+        ("call", "outcome"),
+        [
+            ("record", Outcome.DROPPED),
+            ("open", Outcome.FAILED),
+            ("query", Outcome.DROPPED),
+            ("evict", Outcome.FAILED),
+            ("synchronize", Outcome.FAILED),
+        ],
+    )
+    def test_on_purpose(
+        self, call: str, outcome: Outcome, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The call that is named fails once; the one after it does its work."""
+        with HintEngine.on_host(SMALL, fail={call: 1}) as engine:
+            outcomes = []
+            for _ in range(3):
+                event = engine.record(0, 7)
+                ticket = engine.submit(HintOp.EVICT, at(0), BLOCK, event=event)
+                engine.release(event)
+                outcomes.append(engine.wait(ticket, timeout_s=PATIENCE_S))
+            assert outcomes == [outcome, Outcome.DONE, Outcome.DONE]
+            (failure,) = engine.statistics().failures
+            assert (failure.call, failure.count) == (call, 1)
+        assert capfd.readouterr().err.count(f"umem: hint: {call} failed") == 1
+
+    def test_on_purpose_later(self) -> None:
+        with HintEngine.on_host(SMALL, fail={"evict": 2, "prefetch": 1}) as engine:
+            outcomes = [
+                engine.wait(engine.submit(op, at(0), BLOCK), timeout_s=PATIENCE_S)
+                for op in (HintOp.EVICT, HintOp.PREFETCH) * 3
+            ]
+        failed = [number for number, of in enumerate(outcomes) if of is Outcome.FAILED]
+        assert failed == [1, 2]
+
+    @pytest.mark.parametrize(
+        ("fail", "message"),
+        [({"map": 1}, "no such call: map"), ({"evict": 0}, "numbered from 1: evict")],
+    )
+    def test_what_cannot_fail(self, fail: dict[str, int], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            HintEngine.on_host(fail=fail)
 
     def test_no_gpu_is_a_clear_error(self) -> None:
         import torch

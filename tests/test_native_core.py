@@ -273,6 +273,32 @@ def test_a_budget_sends_managed_memory_to_the_host() -> None:
     }
 
 
+def test_a_budget_can_be_lifted_at_run_time() -> None:
+    allocator = _allocator(device_budget_bytes=32 * MIB)
+    allocator.set_device_budget(0, 0)
+    allocator.malloc(64 * MIB)
+    assert allocator.kind_stats(0)["managed"]["spilled_bytes"] == 0
+    allocator.set_device_budget(0, 64 * MIB)
+    allocator.malloc(10 * MIB)
+    assert allocator.kind_stats(0)["managed"]["spilled_bytes"] == 10 * MIB
+    with pytest.raises(IndexError):
+        allocator.set_device_budget(1, 0)
+
+
+def test_peaks_are_taken_one_after_another() -> None:
+    allocator = _allocator()
+    kept = allocator.malloc(4 * MIB)
+    allocator.free(allocator.malloc(6 * MIB))
+    allocator.reset_peak_stats(0)
+    assert allocator.take_peak_bytes(0) == 10 * MIB
+    assert allocator.take_peak_bytes(0) == 4 * MIB
+    allocator.free(kept)
+    assert allocator.take_peak_bytes(0) == 4 * MIB
+    assert allocator.take_peak_bytes(0) == 0
+    with pytest.raises(IndexError):
+        allocator.take_peak_bytes(1)
+
+
 @pytest.mark.parametrize("kind", ["managed", "device", "system", "pinned"])
 def test_kinds_are_counted(kind: str) -> None:
     allocator = _allocator(setting=ClassSetting(kind=kind))

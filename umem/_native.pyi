@@ -15,6 +15,15 @@ RMM_VERSION: str
 CUDA_VERSION: str
 """CUDA runtime's version at build time ("13.0"), "" without it."""
 
+COPY_KERNEL: str
+"""PTX of ``umem_copy(to, from, bytes)``, a copy by a few multiprocessors."""
+
+COPY_THREADS: int
+"""Threads of each of its blocks."""
+
+COPY_ALIGNMENT: int
+"""Of both addresses, in bytes."""
+
 class ClassSetting:
     """Where the blocks of one tensor class come from, and their advice."""
 
@@ -85,6 +94,12 @@ class Allocator:
         """Snapshot in torch's form, with `memory_kind` and each block's `tensor_class` beside."""
     def live_blocks(self) -> list[tuple[int, int, int, int, int, str]]:
         """Of every live block: address, requested bytes, block bytes, class, device, kind."""
+    def set_device_budget(self, device: int, bytes: int) -> None:
+        """From now on; 0 for no budget. What was spilled before stays where it is until freed."""
+    def take_peak_bytes(self, device: int) -> int:
+        """Most bytes of live blocks since the last call, whatever `reset_peak_stats` does."""
+    def set_release_listener(self, engine: HintEngine | None) -> None:
+        """Forget, in this engine, what is given back to RMM, before it is."""
     def managed_bytes(self) -> int:
         """Managed bytes held now, cached ones too: what the hard cap counts."""
     def device_count(self) -> int: ...
@@ -117,16 +132,29 @@ class HintSettings:
         poll_s: float = 50e-6,  # between two looks at an event
     ) -> None: ...
 
+class HintBatch:
+    """Requests that are made together, checked once. Thread-safe."""
+
+    def __len__(self) -> int: ...
+    def set_address(self, index: int, address: int) -> None:
+        """0 skips the entry until it has an address again."""
+    def tickets(self) -> tuple[int, int]:
+        """Of the last firing: the first ticket, and the one after the last."""
+
 class HintEngine:
     """Native threads that ask the driver to move managed memory. Thread-safe.
 
-    Operations are `umem.HintOp` numbers, outcomes the names of `umem.hints.Outcome`; times are
-    those of `time.monotonic_ns`. A ticket of 0: the queue is full or the engine has stopped.
+    Operations are `umem.HintOp` numbers, outcomes the names of `umem.hints.Outcome` (`wait`: their
+    places in it); times are those of `time.monotonic_ns`. A ticket of 0: the queue is full or the
+    engine has stopped.
     """
 
     @staticmethod
     def on_host(
-        settings: HintSettings, devices: int = 1, bytes_per_s: float = 0.0
+        settings: HintSettings,
+        devices: int = 1,
+        bytes_per_s: float = 0.0,
+        fail: dict[str, int] = ...,  # by call: which one fails, from 1 on
     ) -> HintEngine: ...
     @staticmethod
     def on_cuda(settings: HintSettings) -> HintEngine:
@@ -153,14 +181,21 @@ class HintEngine:
         event: int = 0,
         tensor_class: int = 5,
     ) -> int: ...
+    @staticmethod
+    def batch(
+        ops: list[int], addresses: list[int], sizes: list[int], classes: list[int], device: int
+    ) -> HintBatch: ...
+    def fire(self, batch: HintBatch, stream: int) -> int:
+        """The last ticket of consecutive ones; 0 when nothing was taken."""
     def mark_needed(self, ticket: int) -> None: ...
+    def mark_batch_needed(self, batch: HintBatch) -> None: ...
     def record(self, device: int, stream: int) -> int: ...
     def release(self, event: int) -> None: ...
     def set_budget(self, device: int, size_bytes: int) -> None: ...
     def set_resident(self, device: int, address: int, size_bytes: int, resident: bool) -> None: ...
     def forget(self, address: int, size_bytes: int, timeout_s: float) -> bool: ...
-    def wait(self, ticket: int, timeout_s: float) -> str | None:
-        """The outcome, "open" when the time ran out; None for a ticket not on record."""
+    def wait(self, ticket: int, timeout_s: float) -> int | None:
+        """The outcome, 0 (open) when the time ran out; None for a ticket not on record."""
     def find(self, ticket: int) -> dict[str, Any] | None:
         """op, tensor_class, address, size_bytes, moved_bytes, outcome, asked_ns, ready_ns,
         issued_ns, done_ns, needed_ns (0: not yet)."""

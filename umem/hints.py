@@ -8,22 +8,35 @@ work where that is asked for, call the driver, and keep the times. ``docs/hints.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from umem._library import native
 from umem.classes import TensorClass
 from umem.errors import NativeLibraryError, UnsupportedError
+from umem.hint_statistics import (
+    OUTCOMES,
+    HintCounts,
+    HintFailure,
+    HintStatistics,
+    HintTimes,
+    Outcome,
+    statistics_from_native,
+    times_from_native,
+)
 from umem.schedule import HintOp
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from umem import _native
 
 __all__ = [
+    "HintBatch",
     "HintCounts",
     "HintEngine",
     "HintFailure",
@@ -36,36 +49,6 @@ __all__ = [
 _MIB = 1 << 20
 _PATIENCE_S = 10.0
 """What the end of a process waits for a driver call that is under way."""
-
-_ADVISE = len(HintOp)
-"""The native number of advice, which moves nothing and so is no `HintOp`."""
-
-OpName = Literal["prefetch", "evict", "discard", "copy_in", "copy_out", "advise"]
-_OP_NAMES: dict[int, OpName] = {
-    HintOp.PREFETCH: "prefetch",
-    HintOp.EVICT: "evict",
-    HintOp.DISCARD: "discard",
-    HintOp.COPY_IN: "copy_in",
-    HintOp.COPY_OUT: "copy_out",
-    _ADVISE: "advise",
-}
-_CLASSES = tuple(TensorClass)
-
-
-class Outcome(StrEnum):
-    """What became of a request; the worst part of its range speaks for the whole."""
-
-    OPEN = "open"
-    """Queued, waiting or under way."""
-    DONE = "done"
-    SUPERSEDED = "superseded"
-    """A newer request made it pointless before it was issued."""
-    FORGOTTEN = "forgotten"
-    """Its range was freed."""
-    DROPPED = "dropped"
-    """The engine ended, or the event to wait for could not be had."""
-    FAILED = "failed"
-    """The driver refused; :attr:`HintStatistics.failures` says why."""
 
 
 @dataclass(frozen=True)
@@ -95,78 +78,34 @@ class HintSettings:
     poll_s: float = 50e-6
 
 
-@dataclass(frozen=True)
-class HintTimes:
-    """One request's history. Times are those of `time.monotonic_ns`; None: not yet."""
+class HintBatch:
+    """Requests that are made together, again and again; from :meth:`HintEngine.batch`.
 
-    op: OpName
-    tensor_class: TensorClass
-    address: int
-    size_bytes: int
-    moved_bytes: int
-    outcome: Outcome
-    asked_ns: int
-    ready_ns: int | None
-    """The event that it waited for was over."""
-    issued_ns: int | None
-    """Its first driver call began."""
-    done_ns: int | None
-    needed_ns: int | None
-    """The phase that needs it began."""
+    Thread-safe.
+    """
 
+    def __init__(self, batch: _native.HintBatch) -> None:
+        self._native = batch
 
-@dataclass(frozen=True)
-class HintCounts:
-    """What requests of one operation on one tensor class came to."""
+    def __len__(self) -> int:
+        return len(self._native)
 
-    requests: Mapping[Outcome, int]
-    asked_bytes: int
-    moved_bytes: int
-    wasted_bytes: int
-    """Superseded, forgotten, dropped or failed."""
-    calls: int
-    """Chunks issued; one may serve several requests."""
-    event_wait_s: float
-    queued_s: float
-    """From ready to issued: behind others, or for room."""
-    driver_s: float
-    late: int
-    """Requests that were done after the phase that needs them began."""
-    late_s: float
-    early: int
-    early_s: float
-    missed: int
-    """Requests that were needed but never wholly done."""
+    def set_address(self, index: int, address: int) -> None:
+        """Replace an entry's address; 0 skips the entry until it has one again.
 
+        Raises
+        ------
+        IndexError
+            For an entry that does not exist.
+        ValueError
+            For a range that ends beyond all addresses.
+        """
+        self._native.set_address(index, address)
 
-@dataclass(frozen=True)
-class HintFailure:
-    """A driver call that failed, and how often it did so in the same way."""
-
-    call: str
-    error: int
-    text: str
-    count: int
-
-
-@dataclass(frozen=True)
-class HintStatistics:
-    """What an engine has done so far, and what it is at now."""
-
-    counts: Mapping[tuple[OpName, TensorClass], HintCounts]
-    """Only pairs that were asked for."""
-    failures: tuple[HintFailure, ...]
-    refused: int
-    """Requests without a ticket."""
-    open_requests: int
-    peak_open_requests: int
-    queued_bytes: int
-    in_flight_bytes: tuple[int, int]
-    """To the device, to the host."""
-    room_waits: int
-    """Requests that found the device full."""
-    resident_bytes: Mapping[int, int]
-    """By device, as far as the engine was told or moved it."""
+    @property
+    def tickets(self) -> range:
+        """Tickets of the last firing, in the order of entries; skipped entries have none."""
+        return range(*self._native.tickets())
 
 
 class HintEngine:
@@ -223,6 +162,7 @@ class HintEngine:
         *,
         devices: int = 1,
         bytes_per_s: float = 0.0,
+        fail: Mapping[str, int] | None = None,
     ) -> HintEngine:
         """Make an engine over host memory: nothing moves, streams do their work at once.
 
@@ -233,14 +173,21 @@ class HintEngine:
             Devices that exist; requests for others fail.
         bytes_per_s : float
             How fast a move seems to be; 0 for no time at all.
+        fail : mapping of str to int, optional
+            Which call fails, by its name: ``{"evict": 2}`` for the second eviction. Each fails
+            once. The names are those of :attr:`HintStatistics.failures`: ``record``, ``open``,
+            ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``.
 
         Raises
         ------
         ValueError
-            For settings out of range.
+            For settings out of range, and for a call that cannot fail.
         """
-        library = native()
-        return cls(library.HintEngine.on_host(_native_settings(settings), devices, bytes_per_s))
+        return cls(
+            native().HintEngine.on_host(
+                _native_settings(settings), devices, bytes_per_s, dict(fail or {})
+            )
+        )
 
     def start(self, device: int = 0) -> None:
         """Start the threads now, and let each get what it needs of `device`.
@@ -316,9 +263,70 @@ class HintEngine:
             tensor_class.number,
         )
 
+    def batch(
+        self,
+        ops: Sequence[HintOp] | NDArray[np.integer[Any]],
+        addresses: Sequence[int] | NDArray[np.integer[Any]],
+        sizes: Sequence[int] | NDArray[np.integer[Any]],
+        classes: Sequence[TensorClass] | NDArray[np.integer[Any]],
+        device: int = 0,
+    ) -> HintBatch:
+        """Check requests once, to be made with one :meth:`fire` as often as needed.
+
+        Parameters
+        ----------
+        ops : sequence of HintOp, or array of their numbers, shape (n,)
+            ``PREFETCH``, ``EVICT`` or ``DISCARD``.
+        addresses : sequence of int, shape (n,)
+            0 for an entry that is skipped until :meth:`HintBatch.set_address` gives it one.
+        sizes : sequence of int, shape (n,)
+            Bytes.
+        classes : sequence of TensorClass, or array of their numbers, shape (n,)
+        device : int
+            For all entries, as in :meth:`submit`.
+
+        Raises
+        ------
+        ValueError
+            For lengths that differ, copies, and what :meth:`submit` would refuse.
+        """
+        numbers = [of.number if isinstance(of, TensorClass) else int(of) for of in classes]
+        return HintBatch(
+            self._native.batch(
+                [int(op) for op in ops],
+                [int(address) for address in addresses],
+                [int(size) for size in sizes],
+                numbers,
+                device,
+            )
+        )
+
+    def fire(self, batch: HintBatch, stream: int) -> int:
+        """Make all requests of a batch, behind the work that a stream holds now.
+
+        One driver call, which records an event, and one lock.
+
+        Parameters
+        ----------
+        batch : HintBatch
+        stream : int
+            A handle, on the batch's device.
+
+        Returns
+        -------
+        int
+            The last ticket: those of one firing are consecutive (:attr:`HintBatch.tickets`). 0 when
+            nothing was taken. What a full queue refuses is counted; it is the end of the batch.
+        """
+        return self._native.fire(batch._native, stream)
+
     def mark_needed(self, ticket: int) -> None:
         """Say that the phase that needs the request begins now."""
         self._native.mark_needed(ticket)
+
+    def mark_batch_needed(self, batch: HintBatch) -> None:
+        """Say that the phase that needs the requests of a batch's last firing begins now."""
+        self._native.mark_batch_needed(batch._native)
 
     def record(self, device: int, stream: int) -> int:
         """Mark the end of the work that a stream holds now.
@@ -341,7 +349,12 @@ class HintEngine:
         self._native.release(event)
 
     def set_budget(self, device: int, size_bytes: int) -> None:
-        """Bound what is resident on a device by prefetches: past it they wait. 0: no bound."""
+        """Bound what prefetches bring to a device. 0: no bound.
+
+        Past it a prefetch waits for the evictions, discards and copies out that were asked for
+        before it. When these have ended it goes on, over the budget: room that is asked for later
+        may depend on it.
+        """
         self._native.set_budget(device, size_bytes)
 
     def set_resident(self, device: int, address: int, size_bytes: int, *, resident: bool) -> None:
@@ -358,8 +371,16 @@ class HintEngine:
         """
         return self._native.forget(address, size_bytes, timeout_s)
 
+    def listen_to_releases(self, allocator: _native.Allocator) -> None:
+        """Forget by itself what the allocator gives back to its source, before it does.
+
+        One engine per allocator. ``allocator.set_release_listener(None)`` ends it. Blocks that the
+        allocator keeps in its cache are not forgotten: do not discard an allocator's blocks.
+        """
+        allocator.set_release_listener(self._native)
+
     def wait(self, ticket: int, *, timeout_s: float) -> Outcome:
-        """Wait for a request's end.
+        """Wait for a request's end. Where it has ended already, no lock is taken.
 
         Returns
         -------
@@ -374,7 +395,7 @@ class HintEngine:
         outcome = self._native.wait(ticket, timeout_s)
         if outcome is None:
             raise KeyError(f"no hint on record has ticket {ticket}")
-        return Outcome(outcome)
+        return OUTCOMES[outcome]
 
     def times(self, ticket: int) -> HintTimes:
         """Look up one request's history.
@@ -387,22 +408,11 @@ class HintEngine:
         found = self._native.find(ticket)
         if found is None:
             raise KeyError(f"no hint on record has ticket {ticket}")
-        found["op"] = _OP_NAMES[found["op"]]
-        found["tensor_class"] = _CLASSES[found["tensor_class"]]
-        found["outcome"] = Outcome(found["outcome"])
-        for name in ("ready_ns", "issued_ns", "done_ns", "needed_ns"):
-            found[name] = found[name] or None
-        return HintTimes(**found)
+        return times_from_native(found)
 
     def statistics(self) -> HintStatistics:
         """Take a snapshot of all counts."""
-        found = self._native.statistics()
-        counts = {
-            (_OP_NAMES[op], _CLASSES[number]): _counts(values)
-            for (op, number), values in found.pop("counts").items()
-        }
-        failures = tuple(HintFailure(*failure) for failure in found.pop("failures"))
-        return HintStatistics(counts=counts, failures=failures, **found)
+        return statistics_from_native(self._native.statistics())
 
     def shutdown(self, *, timeout_s: float = _PATIENCE_S) -> bool:
         """End the engine: running driver calls end, the rest is dropped. More calls do nothing.
@@ -430,8 +440,3 @@ def _native_settings(settings: HintSettings | None) -> _native.HintSettings:
     chosen = HintSettings() if settings is None else settings
     native_settings: _native.HintSettings = native().HintSettings(**vars(chosen))
     return native_settings
-
-
-def _counts(values: dict[str, Any]) -> HintCounts:
-    requests = {Outcome(name): count for name, count in values.pop("requests").items()}
-    return HintCounts(requests=requests, **values)

@@ -1,7 +1,10 @@
 #include "binding/hints.hpp"
 
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 
@@ -20,8 +23,9 @@ namespace {
 // A wait of hundreds of years is one without end; more would not fit the clock.
 constexpr double kLongestWaitSeconds = 1e9;
 
-std::int64_t nanoseconds(double seconds) {
-  if (!(seconds >= 0)) throw nb::value_error("timeout_s: a number of seconds, not below 0");
+std::int64_t nanoseconds(double seconds, const std::string& name = "timeout_s") {
+  if (!(seconds >= 0))
+    throw nb::value_error((name + ": a number of seconds, not below 0").c_str());
   return static_cast<std::int64_t>(std::min(seconds, kLongestWaitSeconds) * 1e9);
 }
 
@@ -105,8 +109,22 @@ nb::dict to_dict(const HintStatistics& stats) {
   dict["queued_bytes"] = stats.queued_bytes;
   dict["in_flight_bytes"] = nb::make_tuple(stats.in_flight_bytes[0], stats.in_flight_bytes[1]);
   dict["room_waits"] = stats.room_waits;
+  dict["over_budget_bytes"] = stats.over_budget_bytes;
   dict["resident_bytes"] = resident;
   return dict;
+}
+
+HintBatch* make_batch(const std::vector<int>& ops, const std::vector<std::uintptr_t>& addresses,
+                      const std::vector<std::size_t>& sizes, const std::vector<int>& classes,
+                      int device) {
+  if (addresses.size() != ops.size() || sizes.size() != ops.size() || classes.size() != ops.size())
+    throw nb::value_error("a batch's ops, addresses, sizes and classes: of the same length");
+  std::vector<HintRequest> requests;
+  for (std::size_t i = 0; i < ops.size(); ++i)
+    requests.push_back({.op = op_of(ops[i]),
+                        .range = {addresses[i], sizes[i]},
+                        .tensor_class = class_of(classes[i])});
+  return new HintBatch(device, std::move(requests));
 }
 
 std::unique_ptr<HintDriver> cuda_driver([[maybe_unused]] const HintSettings& settings) {
@@ -129,7 +147,7 @@ void bind_hints(nb::module_& module) {
                                     .in_flight_bytes = in_flight_bytes,
                                     .capacity = capacity,
                                     .prefetch_workers = prefetch_workers,
-                                    .poll_ns = nanoseconds(poll_s)};
+                                    .poll_ns = nanoseconds(poll_s, "poll_s")};
           },
           "chunk_bytes"_a = HintSettings{}.chunk_bytes,
           "in_flight_bytes"_a = HintSettings{}.in_flight_bytes,
@@ -137,16 +155,25 @@ void bind_hints(nb::module_& module) {
           "prefetch_workers"_a = HintSettings{}.prefetch_workers,
           "poll_s"_a = seconds(HintSettings{}.poll_ns));
 
+  nb::class_<HintBatch>(module, "HintBatch")
+      .def("__len__", &HintBatch::size)
+      .def("set_address", &HintBatch::set_address, "index"_a, "address"_a)
+      .def("tickets", [](const HintBatch& self) {
+        const TicketSpan span = self.tickets();
+        return std::make_tuple(span.first, span.last + 1);
+      });
+
   // submit, mark_needed and release keep the interpreter's lock: they wait for nobody who needs it,
   // and giving it up would take longer than they do.
   nb::class_<HintEngine>(module, "HintEngine")
       .def_static(
           "on_host",
-          [](const HintSettings& settings, int devices, double bytes_per_s) {
+          [](const HintSettings& settings, int devices, double bytes_per_s,
+             const std::map<std::string, std::int64_t>& fail) {
             return new HintEngine(settings,
-                                  std::make_unique<HostHintDriver>(devices, bytes_per_s));
+                                  std::make_unique<HostHintDriver>(devices, bytes_per_s, fail));
           },
-          "settings"_a, "devices"_a = 1, "bytes_per_s"_a = 0.0)
+          "settings"_a, "devices"_a = 1, "bytes_per_s"_a = 0.0, "fail"_a = nb::dict())
       .def_static(
           "on_cuda",
           [](const HintSettings& settings) {
@@ -184,7 +211,17 @@ void bind_hints(nb::module_& module) {
           "address"_a, "size_bytes"_a, "placement"_a, "accessed_by_device"_a = false,
           "read_mostly"_a = false, "device"_a = 0, "event"_a = 0,
           "tensor_class"_a = static_cast<int>(TensorClass::other))
-      .def("mark_needed", &HintEngine::mark_needed, "ticket"_a)
+      .def_static("batch", &make_batch, "ops"_a, "addresses"_a, "sizes"_a, "classes"_a, "device"_a)
+      .def(
+          "fire",
+          [](HintEngine& self, HintBatch& batch, StreamId stream) -> Ticket {
+            const TicketSpan span = self.fire(batch, stream);
+            return span.last < span.first ? 0 : span.last;
+          },
+          "batch"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("mark_needed", nb::overload_cast<Ticket>(&HintEngine::mark_needed), "ticket"_a)
+      .def("mark_batch_needed", nb::overload_cast<const HintBatch&>(&HintEngine::mark_needed),
+           "batch"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("record", &HintEngine::record, "device"_a, "stream"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("release", &HintEngine::release, "event"_a)
@@ -204,11 +241,14 @@ void bind_hints(nb::module_& module) {
           "address"_a, "size_bytes"_a, "timeout_s"_a)
       .def(
           "wait",
-          [](HintEngine& self, Ticket ticket, double timeout_s) -> std::optional<std::string> {
+          [](HintEngine& self, Ticket ticket, double timeout_s) -> std::optional<int> {
             const std::int64_t timeout_ns = nanoseconds(timeout_s);
-            const nb::gil_scoped_release released;
-            const std::optional<Outcome> outcome = self.wait(ticket, timeout_ns);
-            return outcome ? std::optional<std::string>(name_of(*outcome)) : std::nullopt;
+            std::optional<Outcome> outcome = self.ended(ticket);
+            if (!outcome) {
+              const nb::gil_scoped_release released;
+              outcome = self.wait(ticket, timeout_ns);
+            }
+            return outcome ? std::optional(static_cast<int>(*outcome)) : std::nullopt;
           },
           "ticket"_a, "timeout_s"_a)
       .def(

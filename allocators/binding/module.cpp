@@ -11,6 +11,8 @@
 #include "binding/hints.hpp"
 #include "core/allocator.hpp"
 #include "core/host.hpp"
+#include "cuda/copy_kernel.hpp"
+#include "hints/hint_engine.hpp"
 #ifdef UMEM_HAS_CUDA
 #include <cuda_runtime_api.h>
 
@@ -373,10 +375,33 @@ NB_MODULE(_native, module) {
           "device"_a)
       .def("segments", &segments, "device"_a)
       .def("live_blocks", &live_blocks)
+      .def(
+          "set_device_budget",
+          [](Allocator& self, int device, std::size_t bytes) {
+            self.device(device).set_device_budget(bytes);
+          },
+          "device"_a, "bytes"_a)
+      .def(
+          "take_peak_bytes",
+          [](Allocator& self, int device) { return self.device(device).take_peak_bytes(); },
+          "device"_a)
+      .def(
+          "set_release_listener",
+          [](Allocator& self, const HintEngine* engine) {
+            std::shared_ptr<ReleaseListener> listener;
+            if (engine != nullptr) listener = engine->release_listener();
+            const nb::gil_scoped_release released;
+            self.set_release_listener(listener);
+          },
+          "engine"_a.none())
       .def("managed_bytes", &Allocator::managed_bytes)
       .def("device_count", &Allocator::device_count);
 
   bind_hints(module);
+
+  module.attr("COPY_KERNEL") = kCopyKernel;
+  module.attr("COPY_THREADS") = kCopyThreads;
+  module.attr("COPY_ALIGNMENT") = kCopyAlignment;
 
   module.def(
       "gradient_hook",

@@ -60,6 +60,10 @@ std::vector<LiveBlock> Allocator::live_blocks() const {
   return all;
 }
 
+void Allocator::set_release_listener(const std::shared_ptr<ReleaseListener>& listener) {
+  for (const auto& device : devices_) device->set_release_listener(listener);
+}
+
 void Allocator::lock_all() {
   classes_.mutex().lock();
   for (const auto& device : devices_) device->mutex().lock();

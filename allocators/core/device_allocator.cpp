@@ -64,7 +64,8 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
       config_(config),
       source_(source),
       driver_(driver),
-      managed_limit_(managed_limit) {
+      managed_limit_(managed_limit),
+      budget_bytes_(config.device_budget_bytes) {
   const std::uint8_t device_profile = profile_number(kDeviceProfile);
   const std::uint8_t device_small = route_number({device_profile, Tier::small});
   const std::uint8_t device_large = route_number({device_profile, Tier::large});
@@ -91,11 +92,7 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
 
 DeviceAllocator::~DeviceAllocator() {
   synchronize_events();
-  for (auto& [address, segment] : segments_) {
-    const MemoryKind kind = profiles_[segment.heap->profile].kind;
-    source_.deallocate(kind, device_, segment.raw, segment.raw_bytes);
-    if (kind == MemoryKind::managed) managed_limit_.give_back(segment.raw_bytes);
-  }
+  for (const auto& [address, segment] : segments_) give_back(segment);
 }
 
 std::uint8_t DeviceAllocator::profile_number(Profile profile) {
@@ -220,8 +217,8 @@ Block* DeviceAllocator::spill(Tier tier, StreamId stream, Pool* pool, std::size_
 }
 
 bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) const {
-  return config_.device_budget_bytes != 0 && resides_on_device(profile) &&
-         resident_bytes_ + bytes > config_.device_budget_bytes;
+  return budget_bytes_ != 0 && resides_on_device(profile) &&
+         resident_bytes_ + bytes > budget_bytes_;
 }
 
 // Books `bytes` of a kind against every limit, or says which one they would pass.
@@ -378,6 +375,7 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
   if (block->advice != heap.profile) apply_advice(block, heap.profile);
   stats_.allocation.increase(heap.tier, 1);
   stats_.allocated_bytes.increase(heap.tier, block->bytes);
+  peak_bytes_ = std::max(peak_bytes_, stats_.allocated_bytes.all.current);
   stats_.active.increase(heap.tier, 1);
   stats_.active_bytes.increase(heap.tier, block->bytes);
   stats_.requested_bytes.increase(heap.tier, requested_bytes);
@@ -553,8 +551,7 @@ void DeviceAllocator::release_segment(Segment& segment) {
   Heap& heap = *segment.heap;
   const Profile& profile = profiles_[heap.profile];
   uncache(segment.first);
-  source_.deallocate(profile.kind, device_, segment.raw, segment.raw_bytes);
-  if (profile.kind == MemoryKind::managed) managed_limit_.give_back(segment.raw_bytes);
+  give_back(segment);
   ++stats_.num_device_free;
   stats_.segment.decrease(heap.tier, 1);
   stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
@@ -568,6 +565,24 @@ void DeviceAllocator::release_segment(Segment& segment) {
   }
   blocks_.erase(segment.first->address);
   segments_.erase(segment.address);
+}
+
+void DeviceAllocator::give_back(const Segment& segment) {
+  const MemoryKind kind = profiles_[segment.heap->profile].kind;
+  if (release_listener_ != nullptr && takes_advice(kind))
+    release_listener_->before_release({segment.address, segment.bytes});
+  source_.deallocate(kind, device_, segment.raw, segment.raw_bytes);
+  if (kind == MemoryKind::managed) managed_limit_.give_back(segment.raw_bytes);
+}
+
+void DeviceAllocator::set_device_budget(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  budget_bytes_ = bytes;
+}
+
+void DeviceAllocator::set_release_listener(std::shared_ptr<ReleaseListener> listener) {
+  const std::lock_guard lock(mutex_);
+  release_listener_.swap(listener);  // the old one goes after the lock: it may have threads to end
 }
 
 void DeviceAllocator::set_memory_fraction(double fraction) {
@@ -622,6 +637,12 @@ DeviceStats DeviceAllocator::stats() const {
 void DeviceAllocator::reset_peak_stats() {
   const std::lock_guard lock(mutex_);
   stats_.reset_peak();
+}
+
+std::size_t DeviceAllocator::take_peak_bytes() {
+  const std::lock_guard lock(mutex_);
+  return static_cast<std::size_t>(
+      std::exchange(peak_bytes_, stats_.allocated_bytes.all.current));
 }
 
 void DeviceAllocator::reset_accumulated_stats() {
@@ -696,7 +717,7 @@ void DeviceAllocator::throw_out_of_memory(std::size_t bytes, TensorClass tensor_
               "the machine's memory allows.";
       break;
     case Shortage::device_budget:
-      text += "The device budget, " + format_bytes(config_.device_budget_bytes) +
+      text += "The device budget, " + format_bytes(budget_bytes_) +
               ", is spent, and this class's memory cannot leave the device: raise device_budget, "
               "or give the class kind: managed.";
       break;

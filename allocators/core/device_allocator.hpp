@@ -140,6 +140,9 @@ class DeviceAllocator {
   bool record_stream(std::uintptr_t address, StreamId stream);
   bool retag(std::uintptr_t address, TensorClass tensor_class);
   void empty_cache();
+  // 0: no budget. What was spilled before stays where it is until it is freed.
+  void set_device_budget(std::size_t bytes);
+  void set_release_listener(std::shared_ptr<ReleaseListener> listener);
   void set_memory_fraction(double fraction);
   double memory_fraction() const;
   std::optional<Range> base_allocation(std::uintptr_t address) const;
@@ -150,6 +153,8 @@ class DeviceAllocator {
 
   DeviceStats stats() const;
   void reset_peak_stats();
+  // The most bytes that live blocks had at once since the last call; independent of the above.
+  std::size_t take_peak_bytes();
   void reset_accumulated_stats();
   std::vector<PoolStats> pool_stats() const;
   std::array<KindStats, kKinds> kind_stats() const;
@@ -213,6 +218,7 @@ class DeviceAllocator {
 
   void release_cached_segments();
   void release_segment(Segment& segment);
+  void give_back(const Segment& segment);
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
                                         Shortage shortage);
 
@@ -239,8 +245,11 @@ class DeviceAllocator {
 
   DeviceStats stats_;
   std::array<KindStats, kKinds> kind_stats_{};
+  std::size_t budget_bytes_;        // 0: no budget
   std::size_t resident_bytes_ = 0;  // segments that live on the device, against the budget
+  std::int64_t peak_bytes_ = 0;     // since take_peak_bytes()
   double fraction_ = 1.0;
+  std::shared_ptr<ReleaseListener> release_listener_;
 };
 
 }  // namespace umem

@@ -37,4 +37,14 @@ class Driver {
   virtual MemoryInfo memory(int device) noexcept = 0;
 };
 
+// Told of memory that is about to go back to its source.
+class ReleaseListener {
+ public:
+  virtual ~ReleaseListener() = default;
+
+  // Returns when nobody else works on the range any more. Called under the device's lock: it must
+  // wait for nobody who may allocate. In a forked child it does nothing.
+  virtual void before_release(Range range) noexcept = 0;
+};
+
 }  // namespace umem

@@ -53,6 +53,7 @@ CudaCalls::CudaCalls() {
   require(query_event, "cuEventQuery", 2000);
   require(synchronize_event, "cuEventSynchronize", 2000);
   require(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", 10010);
+  require(address_range, "cuMemGetAddressRange", 3020);
   require(prefetch, "cuMemPrefetchAsync", 8000);
   require(advise, "cuMemAdvise", 8000);
   require(load_module, "cuModuleLoadData", 2000);
@@ -202,18 +203,36 @@ int CudaHintDriver::query(Lane lane, int device, EventId id, bool& finished) noe
   return state == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : state;
 }
 
+// Neighbouring segments are allocations of their own, and no call may cross from one to the next.
+template <class Call>
+CUresult CudaHintDriver::for_each_allocation(Range range, Call call) const noexcept {
+  while (range.bytes != 0) {
+    CUdeviceptr base = 0;
+    std::size_t bytes = 0;
+    if (const CUresult error = cuda_.address_range(&base, &bytes, range.address)) return error;
+    const Range part = common(range, {base, bytes});
+    if (const CUresult error = call(part)) return error;
+    range = {end_of(part), end_of(range) - end_of(part)};
+  }
+  return CUDA_SUCCESS;
+}
+
 int CudaHintDriver::prefetch(Lane lane, int device, Range range) noexcept {
   Seat& mine = seat(lane, device);
   if (const CUresult error = enter(mine.primary)) return error;
   mine.primary.busy = true;
-  return cuda_.prefetch(range.address, range.bytes, mine.device, mine.primary.stream);
+  return for_each_allocation(range, [&](Range part) {
+    return cuda_.prefetch(part.address, part.bytes, mine.device, mine.primary.stream);
+  });
 }
 
 int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
   Station& own = seat(lane, device).own;
   if (const CUresult error = enter(own)) return error;
   own.busy = true;
-  return cuda_.prefetch(range.address, range.bytes, CU_DEVICE_CPU, own.stream);
+  return for_each_allocation(range, [&](Range part) {
+    return cuda_.prefetch(part.address, part.bytes, CU_DEVICE_CPU, own.stream);
+  });
 }
 
 int CudaHintDriver::discard(Lane lane, int device, Range range) noexcept {
@@ -221,9 +240,11 @@ int CudaHintDriver::discard(Lane lane, int device, Range range) noexcept {
   Station& own = seat(lane, device).own;
   if (const CUresult error = enter(own)) return error;
   own.busy = true;
-  CUdeviceptr address = range.address;
-  std::size_t bytes = range.bytes;
-  return cuda_.discard(&address, &bytes, 1, 0, own.stream);
+  return for_each_allocation(range, [&](Range part) {
+    CUdeviceptr address = part.address;
+    std::size_t bytes = part.bytes;
+    return cuda_.discard(&address, &bytes, 1, 0, own.stream);
+  });
 }
 
 int CudaHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
@@ -244,7 +265,9 @@ int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) no
   Seat& mine = seat(lane, device);
   if (const CUresult error = enter(mine.own)) return error;
   const auto give = [&](CUmem_advise what, CUdevice where) {
-    return cuda_.advise(range.address, range.bytes, what, where);
+    return for_each_allocation(range, [&](Range part) {
+      return cuda_.advise(part.address, part.bytes, what, where);
+    });
   };
   const CUdevice here = mine.device;
   const bool host = advice.placement == Placement::host;

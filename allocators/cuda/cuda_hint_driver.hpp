@@ -32,6 +32,7 @@ struct CudaCalls {
   PFN_cuEventQuery_v2000 query_event;
   PFN_cuEventSynchronize_v2000 synchronize_event;
   PFN_cuThreadExchangeStreamCaptureMode_v10010 exchange_capture_mode;
+  PFN_cuMemGetAddressRange_v3020 address_range;
   PFN_cuMemPrefetchAsync_v8000 prefetch;
   PFN_cuMemAdvise_v8000 advise;
   PFN_cuModuleLoadData_v2000 load_module;
@@ -98,6 +99,8 @@ class CudaHintDriver final : public HintDriver {
   CUresult wait(Station& station) noexcept;
   void leave(Station& station) noexcept;
   void load_copy_kernel(Seat& seat) noexcept;
+  template <class Call>
+  CUresult for_each_allocation(Range range, Call call) const noexcept;
 
   const CudaCalls cuda_;
   int devices_ = 0;

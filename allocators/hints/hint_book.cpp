@@ -23,12 +23,17 @@ bool replaces(const HintRequest& newer, const HintRequest& older) {
   return false;
 }
 
+bool makes_room(HintOp op) {
+  return direction_of(op) == Direction::to_host && op != HintOp::advise;
+}
+
 }  // namespace
 
 HintBook::HintBook(const HintSettings& settings, int lanes)
     : settings_(settings),
       queue_(2 * settings.capacity),
       history_(settings.capacity),
+      ended_(settings.capacity),
       in_flight_(static_cast<std::size_t>(lanes)) {}
 
 HintCounts& HintBook::counts(const HintRecord& record) {
@@ -49,7 +54,8 @@ void HintBook::add(Ticket ticket, const HintRequest& request, std::int64_t asked
   of.asked_bytes += request.range.bytes;
   stats_.peak_open_requests = std::max(stats_.peak_open_requests, open_.size());
   if (keeps_order(request.op)) ordered_[ticket] = request.range;
-  devices_.try_emplace(request.device);
+  Device& device = devices_[request.device];
+  if (makes_room(request.op)) device.leaving.insert(ticket);
 
   const EventId event = request.event;
   if (event != 0 && (!events_.knows(event) || events_.failed(event))) {
@@ -112,6 +118,7 @@ void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
   if (record.ready_ns == 0 && request.event != 0 && events_.knows(request.event))
     events_.stop_waiting(request.event, record.ticket);
   ordered_.erase(record.ticket);
+  devices_.at(request.device).leaving.erase(record.ticket);
   if (request.op == HintOp::copy_out) {
     std::erase_if(kept_, [&](const HintRequest& kept) {
       return overlap(kept.range, request.range);
@@ -131,6 +138,8 @@ void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
   if (record.needed_ns != 0) count_punctuality(record);
   const Ticket ticket = record.ticket;
   history_[ticket % history_.size()] = record;
+  ended_[ticket % ended_.size()].store(
+      ticket * kOutcomes + static_cast<std::uint64_t>(record.outcome), std::memory_order_release);
   open_.erase(ticket);
 }
 
@@ -194,6 +203,12 @@ const HintRecord* HintBook::find(Ticket ticket) const {
   if (const auto found = open_.find(ticket); found != open_.end()) return &found->second;
   const HintRecord& record = history_[ticket % history_.size()];
   return ticket != 0 && record.ticket == ticket ? &record : nullptr;
+}
+
+std::optional<Outcome> HintBook::ended(Ticket ticket) const noexcept {
+  const std::uint64_t last = ended_[ticket % ended_.size()].load(std::memory_order_acquire);
+  if (ticket == 0 || last / kOutcomes != ticket) return std::nullopt;
+  return static_cast<Outcome>(last % kOutcomes);
 }
 
 HintStatistics HintBook::statistics() const {

@@ -2,8 +2,10 @@
 // threads and makes no driver calls, so every decision can be tested by itself.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -69,6 +71,9 @@ class HintBook {
 
   // nullptr for a ticket that was never given out, or whose record is no longer kept.
   const HintRecord* find(Ticket ticket) const;
+  // The one function for any thread at any time: a request's outcome, if it has ended and is on
+  // record.
+  std::optional<Outcome> ended(Ticket ticket) const noexcept;
   std::size_t open_requests() const { return open_.size(); }
   HintStatistics statistics() const;
 
@@ -78,6 +83,7 @@ class HintBook {
     std::size_t budget_bytes = 0;  // 0: no budget
     ResidentSet resident;
     std::size_t reserved_bytes = 0;
+    std::set<Ticket> leaving;  // open requests that may make room
   };
 
   HintCounts& counts(const HintRecord& record);
@@ -92,8 +98,7 @@ class HintBook {
   bool blocked(Ticket ticket, Range range) const;
   bool copy_in_is_settled(const HintRecord& record, std::int64_t now_ns);
   std::size_t needed_room(const Device& device, Range range) const;
-  Range fitting(HintOp op, int device, Range range);
-  bool room_may_come(int device) const;
+  bool must_wait_for_room(const HintRecord& record, Range range, std::size_t beside_bytes) const;
   void grow(Chunk& chunk, Direction direction, std::size_t limit_bytes);
   void take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns);
 
@@ -103,6 +108,7 @@ class HintBook {
   std::unordered_map<Ticket, HintRecord> open_;
   std::map<Ticket, Range> ordered_;   // open requests that later ones must not overtake
   std::vector<HintRecord> history_;   // ended requests, a ring by ticket
+  std::vector<std::atomic<std::uint64_t>> ended_;  // the same ring: ticket * kOutcomes + outcome
   std::vector<HintRequest> kept_;     // copy_outs that never ended: the device has the contents
   std::map<int, Device> devices_;
   std::vector<std::optional<Chunk>> in_flight_;  // by lane

@@ -31,12 +31,12 @@ std::optional<Chunk> HintBook::take(Lane lane, std::int64_t now_ns) {
       continue;
     }
     const std::size_t limit = std::min(settings_.chunk_bytes, settings_.in_flight_bytes);
-    Range range = request.op == HintOp::advise ? piece.range : first_part(piece.range, limit);
+    const Range range =
+        request.op == HintOp::advise ? piece.range : first_part(piece.range, limit);
     if (in_flight_bytes_[direction] != 0 &&
         in_flight_bytes_[direction] + range.bytes > settings_.in_flight_bytes)
       return std::nullopt;
-    range = fitting(request.op, request.device, range);
-    if (range.bytes == 0) {
+    if (must_wait_for_room(record, range, 0)) {
       stats_.room_waits += !std::exchange(record.waited_for_room, true);
       full.push_back(request.device);
       if (full.size() == devices_.size()) return std::nullopt;
@@ -97,30 +97,16 @@ std::size_t HintBook::needed_room(const Device& device, Range range) const {
   return range.bytes - device.resident.covered_bytes(range);
 }
 
-// As much of the range as the device has room for; no bytes when it must wait for room.
-Range HintBook::fitting(HintOp op, int number, Range range) {
-  Device& device = devices_[number];
-  if (direction_of(op) == Direction::to_host || device.budget_bytes == 0) return range;
-  const std::size_t used = device.resident.bytes() + device.reserved_bytes;
-  const std::size_t room = device.budget_bytes > used ? device.budget_bytes - used : 0;
-  if (needed_room(device, range) <= room) return range;
-  // Small chunks are slow: wait for a whole one while something is on its way out.
-  if (room_may_come(number)) return {range.address, 0};
-  return first_part(range, room);
-}
-
-bool HintBook::room_may_come(int device) const {
-  const auto frees = [&](HintOp op, int on) { return op != HintOp::advise && on == device; };
-  for (const std::optional<Chunk>& chunk : in_flight_)
-    if (chunk && direction_of(chunk->op) == Direction::to_host && frees(chunk->op, chunk->device))
-      return true;
-  for (const auto& [ticket, address] : queue_.ready(Direction::to_host)) {
-    const HintRequest& request = open_.at(ticket).request;
-    if (frees(request.op, request.device) &&
-        !blocked(ticket, queue_.piece(ticket, address).range))
-      return true;
-  }
-  return false;
+// Beside `beside_bytes` that the same chunk needs already. Only what was asked for before can make
+// room: a thread that waits for this very request asks for nothing until it has ended.
+bool HintBook::must_wait_for_room(const HintRecord& record, Range range,
+                                  std::size_t beside_bytes) const {
+  const HintRequest& request = record.request;
+  const Device& device = devices_.at(request.device);
+  if (direction_of(request.op) == Direction::to_host || device.budget_bytes == 0) return false;
+  const std::size_t used = device.resident.bytes() + device.reserved_bytes + beside_bytes;
+  return used + needed_room(device, range) > device.budget_bytes &&
+         !device.leaving.empty() && *device.leaving.begin() < record.ticket;
 }
 
 // Neighbours that are asked the same go with the chunk: one call moves them faster than many.
@@ -131,18 +117,12 @@ void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes) 
     return request.op == chunk.op && request.device == chunk.device &&
            !blocked(piece.ticket, piece.range);
   };
-  const auto has_room = [&](Range range) {
-    const Device& device = devices_[chunk.device];
-    if (direction == Direction::to_host || device.budget_bytes == 0) return true;
-    return device.resident.bytes() + device.reserved_bytes + chunk.reserved_bytes +
-               needed_room(device, range) <=
-           device.budget_bytes;
-  };
   const auto take_one_of = [&](const std::vector<Piece>& pieces, bool before) {
     for (const Piece& piece : pieces) {
       if (chunk.range.bytes >= limit_bytes || !joins(piece)) continue;
       const Range range = first_part(piece.range, limit_bytes - chunk.range.bytes);
-      if (range.bytes == 0 || (before && range.bytes != piece.range.bytes) || !has_room(range))
+      if (range.bytes == 0 || (before && range.bytes != piece.range.bytes) ||
+          must_wait_for_room(open_.at(piece.ticket), range, chunk.reserved_bytes))
         continue;
       take_part(chunk, piece, range, chunk.issued_ns);
       return true;
@@ -159,8 +139,15 @@ void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes) 
 void HintBook::take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns) {
   HintRecord& record = open_.at(piece.ticket);
   if (record.issued_ns == 0) record.issued_ns = now_ns;
-  if (direction_of(chunk.op) == Direction::to_device)
-    chunk.reserved_bytes += needed_room(devices_[chunk.device], range);
+  if (direction_of(chunk.op) == Direction::to_device) {
+    const Device& device = devices_[chunk.device];
+    const std::size_t needed = needed_room(device, range);
+    const std::size_t used =
+        device.resident.bytes() + device.reserved_bytes + chunk.reserved_bytes + needed;
+    if (device.budget_bytes != 0 && used > device.budget_bytes)
+      stats_.over_budget_bytes += std::min(needed, used - device.budget_bytes);
+    chunk.reserved_bytes += needed;
+  }
   // The queue may give up what it cannot hold beside the part: that is lost, not issued.
   const std::size_t gone_bytes = queue_.cut(piece, range);
   chunk.range.address = std::min(chunk.range.address, range.address);

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/driver.hpp"
 #include "hints/hint_book.hpp"
 #include "hints/hint_driver.hpp"
 #include "hints/inbox.hpp"
@@ -19,19 +20,24 @@ namespace umem {
 std::int64_t monotonic_ns() noexcept;
 
 // Lock order: `mutex_` before the inbox's. No driver call is made under either.
-class HintCrew : public std::enable_shared_from_this<HintCrew> {
+class HintCrew final : public ReleaseListener, public std::enable_shared_from_this<HintCrew> {
  public:
   HintCrew(const HintSettings& settings, std::unique_ptr<HintDriver> driver);
 
   void start(int device);
   Ticket submit(const HintRequest& request);
+  TicketSpan fire(HintBatch& batch, StreamId stream);
   void tell(const Message& message);
   EventId record(int device, StreamId stream);
   bool forget(Range range, std::int64_t timeout_ns);
+  void before_release(Range range) noexcept override;
+  std::optional<Outcome> ended(Ticket ticket) const noexcept { return book_.ended(ticket); }
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
   std::optional<HintRecord> find(Ticket ticket);
   HintStatistics statistics();
   bool shutdown(std::int64_t timeout_ns);
+  // In a forked child, where nothing of this may be used.
+  void abandon() noexcept { abandoned_ = true; }
 
  private:
   enum class State : std::uint8_t { idle, running, stopped };
@@ -55,9 +61,11 @@ class HintCrew : public std::enable_shared_from_this<HintCrew> {
 
   std::uint64_t read_inbox(bool& news);
   void read_for_workers();
+  void bound_unread(std::size_t unread);
   void apply(const Message& message);
   void publish();
   void note_failure(const CallResult& result, const std::string& text);
+  void note_no_event();
 
   const HintSettings settings_;
   const std::unique_ptr<HintDriver> driver_;
@@ -65,6 +73,7 @@ class HintCrew : public std::enable_shared_from_this<HintCrew> {
   std::atomic<State> state_{State::idle};
   std::atomic<std::uint64_t> ended_{0};  // requests, as the inbox's bound sees them
   std::atomic<std::uint64_t> refused_{0};
+  std::atomic<bool> abandoned_{false};
 
   std::mutex mutex_;
   std::condition_variable changed_;  // a request, a call or a worker has ended

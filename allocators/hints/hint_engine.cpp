@@ -1,7 +1,6 @@
 #include "hints/hint_engine.hpp"
 
-#include <stdexcept>
-
+#include "hints/checks.hpp"
 #include "hints/fork_guard.hpp"
 #include "hints/hint_crew.hpp"
 
@@ -9,10 +8,6 @@ namespace umem {
 namespace {
 
 constexpr std::int64_t kPatienceNs = 10'000'000'000;  // for a driver call to end, at destruction
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
 
 const HintSettings& checked(const HintSettings& settings) {
   require(settings.chunk_bytes >= kPageBytes, "chunk_bytes: at least 2 MiB, one block of pages");
@@ -22,21 +17,6 @@ const HintSettings& checked(const HintSettings& settings) {
           "prefetch_workers: from 1 to 16");
   require(settings.poll_ns > 0, "poll_ns: more than 0");
   return settings;
-}
-
-void check_range(Range range) {
-  require(range.address != 0, "a hint's address cannot be 0");
-  require(range.bytes != 0, "a hint's range cannot be empty");
-  require(range.bytes <= UINTPTR_MAX - range.address, "a hint's range ends beyond all addresses");
-}
-
-void check_request(const HintRequest& request) {
-  require(static_cast<std::size_t>(request.op) < kHintOps, "no such operation");
-  require(static_cast<std::size_t>(request.tensor_class) < kClasses, "no such tensor class");
-  require(request.device >= 0, "a device's number cannot be negative");
-  check_range(request.range);
-  if (request.op == HintOp::copy_in || request.op == HintOp::copy_out)
-    check_range({request.host_address, request.range.bytes});
 }
 
 }  // namespace
@@ -53,12 +33,13 @@ HintEngine::~HintEngine() {
 
 void HintEngine::abandon() noexcept {
   forked_ = true;
+  crew_->abandon();  // for its allocator, which still has it
   // Never destroyed here: it ends threads that this process does not have.
   new std::shared_ptr<HintCrew>(std::move(crew_));
 }
 
 void HintEngine::start(int device) {
-  require(device >= 0, "a device's number cannot be negative");
+  check_device(device);
   if (!forked()) crew_->start(device);
 }
 
@@ -71,11 +52,29 @@ Ticket HintEngine::submit(const HintRequest& request) {
 
 void HintEngine::mark_needed(Ticket ticket) {
   if (forked() || ticket == 0) return;
-  crew_->tell({.kind = Message::Kind::needed, .ticket = ticket, .now_ns = monotonic_ns()});
+  crew_->tell({.kind = Message::Kind::needed,
+               .ticket = ticket,
+               .last = ticket,
+               .now_ns = monotonic_ns()});
+}
+
+TicketSpan HintEngine::fire(HintBatch& batch, StreamId stream) {
+  if (!forked()) return crew_->fire(batch, stream);
+  refused_in_child_ += batch.size();
+  return {};
+}
+
+void HintEngine::mark_needed(const HintBatch& batch) {
+  const TicketSpan span = batch.tickets();
+  if (forked() || span.last < span.first) return;
+  crew_->tell({.kind = Message::Kind::needed,
+               .ticket = span.first,
+               .last = span.last,
+               .now_ns = monotonic_ns()});
 }
 
 EventId HintEngine::record(int device, StreamId stream) {
-  require(device >= 0, "a device's number cannot be negative");
+  check_device(device);
   return forked() ? kNoEvent : crew_->record(device, stream);
 }
 
@@ -84,14 +83,14 @@ void HintEngine::release(EventId event) {
 }
 
 void HintEngine::set_budget(int device, std::size_t bytes) {
-  require(device >= 0, "a device's number cannot be negative");
+  check_device(device);
   if (!forked())
     crew_->tell({.kind = Message::Kind::budget,
                  .request = {.range = {.address = 0, .bytes = bytes}, .device = device}});
 }
 
 void HintEngine::set_resident(int device, Range range, bool resident) {
-  require(device >= 0, "a device's number cannot be negative");
+  check_device(device);
   check_range(range);
   if (!forked())
     crew_->tell({.kind = resident ? Message::Kind::resident : Message::Kind::absent,
@@ -103,8 +102,16 @@ bool HintEngine::forget(Range range, std::int64_t timeout_ns) {
   return forked() || crew_->forget(range, timeout_ns);
 }
 
+std::shared_ptr<ReleaseListener> HintEngine::release_listener() const {
+  return forked() ? nullptr : crew_;
+}
+
 std::optional<Outcome> HintEngine::wait(Ticket ticket, std::int64_t timeout_ns) {
   return forked() ? std::nullopt : crew_->wait(ticket, timeout_ns);
+}
+
+std::optional<Outcome> HintEngine::ended(Ticket ticket) const noexcept {
+  return forked() ? std::nullopt : crew_->ended(ticket);
 }
 
 std::optional<HintRecord> HintEngine::find(Ticket ticket) {

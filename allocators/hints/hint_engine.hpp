@@ -5,6 +5,8 @@
 #include <memory>
 #include <optional>
 
+#include "core/driver.hpp"
+#include "hints/hint_batch.hpp"
 #include "hints/hint_driver.hpp"
 #include "hints/statistics.hpp"
 
@@ -29,8 +31,13 @@ class HintEngine {
   // Takes a request, in the order of calls, without a driver call. 0 when the queue is full or the
   // engine has stopped. Throws std::invalid_argument for a request that cannot be meant.
   Ticket submit(const HintRequest& request);
-  // The phase that needs the request begins now.
+  // Takes all entries of the batch that have an address, as if they were submitted one by one to
+  // wait for the work that `stream` holds now: one driver call, one lock. Those that a full queue
+  // refuses are the last ones.
+  TicketSpan fire(HintBatch& batch, StreamId stream);
+  // The phase that needs the request, or all of the batch's last firing, begins now.
   void mark_needed(Ticket ticket);
+  void mark_needed(const HintBatch& batch);
 
   // An event for requests that must wait for the work that `stream` holds now: one driver call,
   // which does not block. Whoever records it releases it, once its requests are submitted.
@@ -45,9 +52,13 @@ class HintEngine {
   // Drops what is queued of the range, and waits until no driver call is at work on it. After
   // `true` the memory may be unmapped or used anew; `false` when the time ran out.
   bool forget(Range range, std::int64_t timeout_ns);
+  // Forgets what an allocator releases. Outlives the engine, and does nothing in a forked child.
+  std::shared_ptr<ReleaseListener> release_listener() const;
 
   // The outcome, `open` when the time ran out; nothing for a ticket that is not on record.
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
+  // The outcome of a request that has ended; nothing for others. Takes no lock.
+  std::optional<Outcome> ended(Ticket ticket) const noexcept;
   std::optional<HintRecord> find(Ticket ticket);
   HintStatistics statistics();
 

@@ -1,9 +1,14 @@
 // The hint engine over host memory: its tests and demonstrations run it where there is no GPU.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <map>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "hints/hint_driver.hpp"
@@ -11,40 +16,67 @@
 namespace umem {
 
 // Pages are where they are, streams do their work at once, and copies copy. Each move takes as long
-// as a link of `bytes_per_s` would, 0 for no time.
+// as a link of `bytes_per_s` would, 0 for no time. `fail` says, by a call's name, which one of them
+// fails, from 1 on.
 class HostHintDriver final : public HintDriver {
  public:
-  HostHintDriver(int devices, double bytes_per_s)
-      : devices_(devices), bytes_per_s_(bytes_per_s) {}
+  // Throws std::invalid_argument for a call that there is not, and for a number below 1.
+  HostHintDriver(int devices, double bytes_per_s,
+                 const std::map<std::string, std::int64_t>& fail = {})
+      : devices_(devices), bytes_per_s_(bytes_per_s) {
+    for (const auto& [name, number] : fail) {
+      const auto* const found = std::find(kCallNames.begin(), kCallNames.end(), name);
+      if (found == kCallNames.end()) throw std::invalid_argument("fail: no such call: " + name);
+      if (number < 1) throw std::invalid_argument("fail: calls are numbered from 1: " + name);
+      until_failure_[static_cast<std::size_t>(found - kCallNames.begin())] = number;
+    }
+  }
 
   EventId record(int device, StreamId) noexcept override {
-    return device < devices_ ? ++last_event_ : kNoEvent;
+    return device >= devices_ || result_of(Call::record) != 0 ? kNoEvent : ++last_event_;
   }
   void recycle(EventId) noexcept override {}
-  int open(Lane, int device) noexcept override { return device < devices_ ? 0 : kNoSuchDevice; }
+  int open(Lane, int device) noexcept override {
+    return device < devices_ ? result_of(Call::open) : kNoSuchDevice;
+  }
   void close(Lane) noexcept override {}
   int query(Lane, int, EventId, bool& finished) noexcept override {
     finished = true;
-    return 0;
+    return result_of(Call::query);
   }
-  int prefetch(Lane, int, Range range) noexcept override { return move(range.bytes); }
-  int evict(Lane, int, Range range) noexcept override { return move(range.bytes); }
-  int discard(Lane, int, Range) noexcept override { return 0; }
+  int prefetch(Lane, int, Range range) noexcept override {
+    return move(Call::prefetch, range.bytes);
+  }
+  int evict(Lane, int, Range range) noexcept override { return move(Call::evict, range.bytes); }
+  int discard(Lane, int, Range) noexcept override { return result_of(Call::discard); }
   int copy(Lane, int, std::uintptr_t to, std::uintptr_t from,
            std::size_t bytes) noexcept override {
+    if (const int error = move(Call::copy, bytes)) return error;
     std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
-    return move(bytes);
+    return 0;
   }
-  int advise(Lane, int, Range, Advice) noexcept override { return 0; }
-  int synchronize(Lane, int) noexcept override { return 0; }
+  int advise(Lane, int, Range, Advice) noexcept override { return result_of(Call::advise); }
+  int synchronize(Lane, int) noexcept override { return result_of(Call::synchronize); }
   std::string describe(int error) const override {
-    return error == kNoSuchDevice ? "no such device" : "unknown error";
+    return error == kNoSuchDevice ? "no such device" : "asked to fail";
   }
 
  private:
   static constexpr int kNoSuchDevice = 1;
+  static constexpr int kAskedToFail = 2;
 
-  int move(std::size_t bytes) const noexcept {
+  enum class Call : std::uint8_t {
+    record, open, query, prefetch, evict, discard, copy, advise, synchronize
+  };
+  static constexpr std::array<const char*, 9> kCallNames = {
+      "record", "open", "query", "prefetch", "evict", "discard", "copy", "advise", "synchronize"};
+
+  int result_of(Call call) noexcept {
+    return until_failure_[static_cast<std::size_t>(call)].fetch_sub(1) == 1 ? kAskedToFail : 0;
+  }
+
+  int move(Call call, std::size_t bytes) noexcept {
+    if (const int error = result_of(call)) return error;
     if (bytes_per_s_ > 0)
       std::this_thread::sleep_for(
           std::chrono::duration<double>(static_cast<double>(bytes) / bytes_per_s_));
@@ -54,6 +86,7 @@ class HostHintDriver final : public HintDriver {
   const int devices_;
   const double bytes_per_s_;
   std::atomic<EventId> last_event_{0};
+  std::array<std::atomic<std::int64_t>, kCallNames.size()> until_failure_{};
 };
 
 }  // namespace umem

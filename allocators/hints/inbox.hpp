@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "hints/hint_batch.hpp"
 #include "hints/request.hpp"
 
 namespace umem {
@@ -17,8 +18,9 @@ struct Message {
 
   Kind kind = Kind::submit;
   Ticket ticket = 0;
+  Ticket last = 0;        // needed: the last of consecutive tickets
   HintRequest request{};  // submit; the others use the fields that they have
-  StreamId stream = 0;  // recorded
+  StreamId stream = 0;    // recorded
   std::int64_t now_ns = 0;
 };
 
@@ -39,6 +41,32 @@ class Inbox {
     message.ticket = ++last_ticket_;
     unread = append(message, lock);
     return message.ticket;
+  }
+
+  // Numbers as many of the requests as there is room for, those without an address left out. All
+  // wait for `event`, recorded on `stream`, which is released behind them.
+  TicketSpan submit_all(const std::vector<HintRequest>& requests, EventId event, int device,
+                        StreamId stream, std::int64_t now_ns, std::uint64_t ended,
+                        std::size_t capacity, std::size_t& unread) {
+    std::unique_lock lock(mutex_);
+    TicketSpan span{.first = last_ticket_ + 1, .last = last_ticket_};
+    Message message{.request = {.device = device, .event = event}, .stream = stream};
+    message.now_ns = now_ns;
+    message.kind = Message::Kind::recorded;
+    if (event != kNoEvent) messages_.push_back(message);
+    for (const HintRequest& request : requests) {
+      if (request.range.address == 0) continue;
+      if (last_ticket_ - ended >= capacity) break;
+      span.last = ++last_ticket_;
+      Message& submitted = messages_.emplace_back();
+      submitted.ticket = last_ticket_;
+      submitted.request = request;
+      submitted.request.event = event;
+      submitted.now_ns = now_ns;
+    }
+    message.kind = Message::Kind::release;
+    unread = append(message, lock);
+    return span;
   }
 
   // Swaps what has come since the last call into `messages`, in order. Returns the number to call

@@ -50,7 +50,8 @@ struct HintRequest {
   Advice advice{};                  // advise
 };
 
-// What became of a request, from good to bad: the worst part of a range speaks for the whole.
+// What became of a request, from good to bad: the worst part of a range speaks for the whole. The
+// order is that of umem.hints.Outcome.
 enum class Outcome : std::uint8_t { open, done, superseded, forgotten, dropped, failed };
 inline constexpr std::size_t kOutcomes = 6;
 inline constexpr std::array<const char*, kOutcomes> kOutcomeNames = {

@@ -15,6 +15,7 @@ import torch
 from umem import cuda as ucuda
 from umem._native import NO_EVENT
 from umem.capabilities import detect
+from umem.classes import TensorClass
 from umem.cuda import Location, Range
 from umem.hints import HintEngine, HintSettings, Outcome
 from umem.schedule import HintOp
@@ -282,14 +283,164 @@ class TestWaiting:
         with HintEngine.on_cuda(settings) as own:
             own.set_budget(0, 64 * MIB)
             expect_done(own, ask(own, HintOp.PREFETCH, first))
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(SLEEP_CYCLES)
+            event = own.record(0, stream.cuda_stream)
+            leaving = ask(own, HintOp.EVICT, first, event=event)
+            own.release(event)
             arriving = ask(own, HintOp.PREFETCH, second)
             assert own.wait(arriving, timeout_s=0.05) is Outcome.OPEN
-            leaving = ask(own, HintOp.EVICT, first)
             expect_done(own, leaving)
             expect_done(own, arriving)
-            assert own.statistics().resident_bytes == {0: 64 * MIB}
+            statistics_ = own.statistics()
+            assert statistics_.resident_bytes == {0: 64 * MIB}
+            assert statistics_.over_budget_bytes == 0
         assert ucuda.last_prefetch_location(first) == HOST
         assert ucuda.last_prefetch_location(second) == DEVICE
+
+
+def evicted(engine: HintEngine, range_: Range) -> torch.Tensor:
+    """Random bytes on the host; returns what they are."""
+    expected = fill(range_)
+    expect_done(engine, ask(engine, HintOp.EVICT, range_))
+    return expected
+
+
+class TestBatches:
+    def test_firing_is_quick(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """Thirty requests behind one event, while kernels run."""
+        count, rounds = 30, 200
+        range_ = managed(count * 4 * MIB)
+        fill(range_)
+        batch = engine.batch(
+            [HintOp.PREFETCH] * count,
+            [range_.address + i * 4 * MIB for i in range(count)],
+            [2 * MIB] * count,
+            [TensorClass.WEIGHTS] * count,
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        work = torch.zeros(1 << 20, device="cuda")
+        durations_s = []
+        for _ in range(rounds):
+            work.add_(1)
+            start_s = time.perf_counter()
+            last = engine.fire(batch, stream)
+            durations_s.append(time.perf_counter() - start_s)
+            time.sleep(5e-4)
+        assert len(batch.tickets) == count
+        assert engine.wait(last, timeout_s=PATIENCE_S) is Outcome.DONE
+        durations_s.sort()
+        print(
+            f"fire of {count}: p50 {durations_s[rounds // 2] * 1e6:.1f} us, "
+            f"p99 {durations_s[int(rounds * 0.99)] * 1e6:.1f} us"
+        )
+        assert durations_s[rounds // 2] < 2 * SUBMIT_S
+
+    def test_a_chain_under_a_budget(self, managed: MakeManaged) -> None:
+        """Eight ranges through the room of two. Who trains waits on the host for each."""
+        count, size_bytes = 8, 64 * MIB
+        ranges = [managed(size_bytes) for _ in range(count)]
+        with HintEngine.on_cuda() as own:
+            own.start(0)
+            expected = [evicted(own, range_) for range_ in ranges]
+            tensors = [as_tensor(range_) for range_ in ranges]
+            own.set_budget(0, 2 * size_bytes)
+            stream = torch.cuda.current_stream().cuda_stream
+            coming, going = (
+                [
+                    own.batch([op], [range_.address], [size_bytes], [TensorClass.WEIGHTS])
+                    for range_ in ranges
+                ]
+                for op in (HintOp.PREFETCH, HintOp.EVICT)
+            )
+            sums = []
+            arriving = [own.fire(batch, stream) for batch in coming[:2]]
+            for i, tensor in enumerate(tensors):
+                expect_done(own, arriving[i])
+                sums.append(tensor.sum(dtype=torch.int64))
+                leaving = own.fire(going[i], stream)
+                # Its room comes from the eviction before it, which is under way or waits itself.
+                arriving += [own.fire(batch, stream) for batch in coming[i + 2 : i + 3]]
+            expect_done(own, leaving)
+            for total, bytes_ in zip(sums, expected, strict=True):
+                assert total.item() == int(bytes_.sum(dtype=torch.int64))
+            stats = own.statistics()
+            print(f"waits for room: {stats.room_waits} of {count - 2}")
+            assert stats.room_waits > 0
+            assert stats.over_budget_bytes == 0
+            assert stats.resident_bytes == {0: 0}
+            for range_ in ranges:
+                assert own.forget(range_.address, range_.size_bytes)
+
+    def test_none_in_a_capture(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """Nobody knows when the work before it is over: it is dropped, and the graph is sound."""
+        range_ = managed(4 * MIB)
+        inputs = torch.zeros(1024, device="cuda")
+        batch = engine.batch(
+            [HintOp.EVICT], [range_.address], [range_.size_bytes], [TensorClass.WEIGHTS]
+        )
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ticket = engine.fire(batch, torch.cuda.current_stream().cuda_stream)
+            outputs = inputs + 1
+        assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DROPPED
+        graph.replay()
+        torch.cuda.synchronize()
+        assert outputs[0].item() == 1
+
+
+class TestTheThreadThatTrains:
+    def test_it_takes_and_gives_back_memory_meanwhile(
+        self, engine: HintEngine, managed: MakeManaged
+    ) -> None:
+        """Calls that wait for the device neither hang beside a prefetch nor hold it up."""
+        rt = runtime()
+        range_ = managed(GIB)
+        expected = evicted(engine, range_)
+        tensor = as_tensor(range_)
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        ticket = ask(engine, HintOp.PREFETCH, range_)
+        turns = 0
+        while engine.wait(ticket, timeout_s=0) is Outcome.OPEN:
+            error, pointer = rt.cudaMalloc(64 * MIB)
+            assert int(error) == 0, error
+            own = torch.ones(16 * MIB, dtype=torch.uint8, device="cuda")
+            assert own.sum(dtype=torch.int64).item() == 16 * MIB
+            del own
+            torch.cuda.empty_cache()
+            assert int(rt.cudaFree(pointer)[0]) == 0
+            turns += 1
+        took_s = time.perf_counter() - start_s
+        print(f"1 GiB came in {took_s:.4f} s, beside {turns} turns of memory taken and given back")
+        assert engine.wait(ticket, timeout_s=0) is Outcome.DONE
+        assert turns > 0
+        assert took_s < PATIENCE_S / 3
+        assert tensor.sum(dtype=torch.int64).item() == int(expected.sum(dtype=torch.int64))
+
+    def test_waiting_for_what_is_over_is_quick(
+        self, engine: HintEngine, managed: MakeManaged
+    ) -> None:
+        """At every boundary between phases it is asked about, also while the engine works."""
+        rounds = 2000
+        small, large = managed(4 * MIB), managed(GIB)
+        evicted(engine, large)
+        over = ask(engine, HintOp.PREFETCH, small)
+        expect_done(engine, over)
+        ticket = ask(engine, HintOp.PREFETCH, large)
+        durations_s = []
+        for _ in range(rounds):
+            start_s = time.perf_counter()
+            engine.wait(over, timeout_s=1.0)
+            durations_s.append(time.perf_counter() - start_s)
+        expect_done(engine, ticket)
+        durations_s.sort()
+        print(
+            f"wait: p50 {durations_s[rounds // 2] * 1e6:.2f} us, "
+            f"p99 {durations_s[int(rounds * 0.99)] * 1e6:.2f} us"
+        )
+        assert durations_s[rounds // 2] < SUBMIT_S / 4
 
 
 class TestSafety:

@@ -51,6 +51,7 @@ class FakeHintDriver final : public HintDriver {
 
   EventId record(int device, StreamId stream) noexcept override {
     const std::lock_guard lock(mutex_);
+    ++counts_["record"];
     if (fails("record") != 0) return kNoEvent;
     events_[++last_event_] = {device, stream, streams_[{device, stream}].launched};
     return last_event_;

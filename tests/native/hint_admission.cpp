@@ -38,10 +38,13 @@ void a_prefetch_waits_for_evictions_to_end() {
   CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 16 * MiB);
 }
 
+// While an eviction is under way that was asked for before.
 void room_may_come_from_the_caller() {
   HintMachine machine(kSmall);
   machine.engine.set_budget(0, 8 * MiB);
   machine.engine.set_resident(0, blocks(0, 4), true);
+  machine.driver.hold("evict");
+  const Ticket out = machine.evict(blocks(1000, 1));
   const Ticket in = machine.prefetch(blocks(100, 4));
   machine.expect_open(in);
   machine.engine.set_resident(0, blocks(0, 4), false);
@@ -56,6 +59,9 @@ void room_may_come_from_the_caller() {
   machine.expect(third, Outcome::done);
   machine.engine.set_budget(0, 0);
   machine.expect(machine.prefetch(blocks(400, 100)), Outcome::done);
+  CHECK_EQUAL(machine.engine.statistics().over_budget_bytes, 0U);
+  machine.driver.let_go("evict");
+  machine.expect(out, Outcome::done);
 }
 
 void what_is_resident_needs_no_room() {
@@ -66,16 +72,99 @@ void what_is_resident_needs_no_room() {
   CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 8 * MiB);
 }
 
-void what_fits_is_taken_when_no_more_room_can_come() {
+void a_prefetch_goes_over_the_budget_when_no_room_can_come() {
   HintMachine machine(kSmall);
   machine.engine.set_budget(0, 8 * MiB);
   machine.engine.set_resident(0, blocks(0, 3), true);
+  machine.expect(machine.prefetch(blocks(100, 4)), Outcome::done);
+  HintStatistics stats = machine.engine.statistics();
+  CHECK_EQUAL(stats.over_budget_bytes, 6 * MiB);
+  CHECK_EQUAL(stats.room_waits, 0U);
+  CHECK_EQUAL(stats.resident_bytes.at(0), 14 * MiB);
+  machine.expect(machine.prefetch(blocks(200, 2)), Outcome::done);
+  CHECK_EQUAL(machine.engine.statistics().over_budget_bytes, 10 * MiB);
+}
+
+// Its event may come after work that waits for the prefetch.
+void a_later_eviction_is_not_waited_for() {
+  HintMachine machine(kSmall);
+  machine.engine.set_budget(0, 8 * MiB);
+  machine.engine.set_resident(0, blocks(0, 4), true);
+  machine.driver.hold("prefetch");
+  const Ticket in = machine.prefetch(blocks(100, 4));
+  machine.driver.wait_until_held("prefetch");
+  const Ticket behind = machine.prefetch(blocks(200, 20));
+  machine.driver.launch(0, 7);
+  const EventId event = machine.engine.record(0, 7);
+  const Ticket out = machine.evict(blocks(0, 4), event);
+  machine.engine.release(event);
+  machine.driver.let_go("prefetch");
+  machine.expect(in, Outcome::done);
+  machine.expect(behind, Outcome::done);
+  CHECK_EQUAL(machine.engine.statistics().over_budget_bytes, 48 * MiB);
+  machine.expect_open(out);
+  machine.driver.finish(0, 7);
+  machine.expect(out, Outcome::done);
+}
+
+void an_older_eviction_is_waited_for_before_its_event_too() {
+  HintMachine machine(kSmall);
+  machine.engine.set_budget(0, 8 * MiB);
+  machine.engine.set_resident(0, blocks(0, 4), true);
+  machine.driver.launch(0, 7);
+  const EventId event = machine.engine.record(0, 7);
+  const Ticket out = machine.evict(blocks(0, 4), event);
+  machine.engine.release(event);
   const Ticket in = machine.prefetch(blocks(100, 4));
   machine.expect_open(in);
-  CHECK_EQUAL(machine.driver.calls().size(), 1U);
-  CHECK(machine.driver.calls()[0].range == blocks(100, 1));
-  machine.expect(machine.evict(blocks(0, 3)), Outcome::done);
+  machine.driver.finish(0, 7);
+  machine.expect(out, Outcome::done);
   machine.expect(in, Outcome::done);
+  CHECK_EQUAL(machine.engine.statistics().over_budget_bytes, 0U);
+}
+
+// Each way in which what was waited for may end without making room.
+void whoever_waits_for_room_learns_that_none_comes() {
+  HintMachine machine(kSmall);
+  machine.engine.set_budget(0, 8 * MiB);
+  machine.engine.set_resident(0, blocks(0, 4), true);
+  const auto waiting_behind = [&](Ticket out) {
+    const Ticket in = machine.prefetch(blocks(100, 1));
+    machine.expect_open(out);
+    machine.expect_open(in);
+    return in;
+  };
+  machine.driver.launch(0, 7);
+  const EventId event = machine.engine.record(0, 7);
+  Ticket in = waiting_behind(machine.evict(blocks(0, 4), event));
+  CHECK(machine.engine.forget(blocks(0, 4), kPatienceNs));
+  machine.expect(in, Outcome::done);
+
+  machine.engine.set_resident(0, blocks(0, 4), true);
+  in = waiting_behind(machine.evict(blocks(0, 4), event));
+  machine.engine.release(event);
+  machine.driver.fail("query", 3);
+  machine.expect(in, Outcome::done);
+
+  machine.driver.hold("evict");
+  const Ticket out = machine.evict(blocks(0, 4));
+  machine.driver.wait_until_held("evict");
+  in = waiting_behind(out);
+  machine.driver.fail("evict", 4);
+  machine.driver.let_go("evict");
+  machine.expect(out, Outcome::failed);
+  machine.expect(in, Outcome::done);
+}
+
+void advice_makes_no_room() {
+  HintMachine machine(kSmall);
+  machine.engine.set_budget(0, 8 * MiB);
+  machine.engine.set_resident(0, blocks(0, 4), true);
+  machine.driver.hold("advise");
+  const Ticket advice = machine.ask(HintOp::advise, blocks(0, 4));
+  machine.expect(machine.prefetch(blocks(100, 4)), Outcome::done);
+  machine.driver.let_go("advise");
+  machine.expect(advice, Outcome::done);
 }
 
 void a_full_device_holds_up_no_other() {
@@ -83,10 +172,13 @@ void a_full_device_holds_up_no_other() {
   machine.engine.set_budget(0, 2 * MiB);
   machine.engine.set_budget(1, 64 * MiB);
   machine.engine.set_resident(0, blocks(0, 1), true);
+  machine.driver.hold("discard");
+  const Ticket out = machine.ask(HintOp::discard, blocks(0, 1), 0, 0);
   const Ticket to_0 = machine.ask(HintOp::prefetch, blocks(10, 1), 0, 0);
   machine.expect(machine.ask(HintOp::prefetch, blocks(20, 1), 0, 1), Outcome::done);
   machine.expect_open(to_0);
-  machine.expect(machine.ask(HintOp::discard, blocks(0, 1), 0, 0), Outcome::done);
+  machine.driver.let_go("discard");
+  machine.expect(out, Outcome::done);
   machine.expect(to_0, Outcome::done);
 }
 
@@ -94,14 +186,20 @@ void nobody_overtakes_who_waits_for_room() {
   HintMachine machine(kSmall);
   machine.engine.set_budget(0, 8 * MiB);
   machine.engine.set_resident(0, blocks(0, 4), true);
-  const Ticket first = machine.prefetch(blocks(100, 4));
+  machine.driver.hold("evict");
+  const Ticket small = machine.evict(blocks(0, 1)), large = machine.evict(blocks(2, 2));
+  const Ticket first = machine.prefetch(blocks(100, 3));
   const Ticket second = machine.prefetch(blocks(200, 1));
-  machine.expect(machine.evict(blocks(0, 1)), Outcome::done);
-  machine.expect_open(second);  // its 2 MiB went to the first
+  machine.driver.wait_until_held("evict");
+  machine.driver.let_one_go("evict");
+  machine.expect(small, Outcome::done);
+  machine.expect_open(second);  // its 2 MiB are kept for the first
   machine.expect_open(first);
-  machine.expect(machine.evict(blocks(1, 3)), Outcome::done);
+  machine.driver.let_go("evict");
+  machine.expect(large, Outcome::done);
   machine.expect(first, Outcome::done);
-  machine.expect_open(second);
+  machine.expect(second, Outcome::done);
+  CHECK_EQUAL(machine.engine.statistics().over_budget_bytes, 2 * MiB);
 }
 
 void a_failed_prefetch_gives_its_room_back() {
@@ -127,6 +225,7 @@ void a_step_never_passes_its_budget() {
   for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::done);
   CHECK(machine.driver.peak_blocks() <= 16);
   CHECK(machine.driver.peak_blocks() >= 12);
+  CHECK_EQUAL(machine.engine.statistics().over_budget_bytes, 0U);
 }
 
 }  // namespace
@@ -139,7 +238,11 @@ int main() {
   RUN(a_prefetch_waits_for_evictions_to_end);
   RUN(room_may_come_from_the_caller);
   RUN(what_is_resident_needs_no_room);
-  RUN(what_fits_is_taken_when_no_more_room_can_come);
+  RUN(a_prefetch_goes_over_the_budget_when_no_room_can_come);
+  RUN(a_later_eviction_is_not_waited_for);
+  RUN(an_older_eviction_is_waited_for_before_its_event_too);
+  RUN(whoever_waits_for_room_learns_that_none_comes);
+  RUN(advice_makes_no_room);
   RUN(a_full_device_holds_up_no_other);
   RUN(nobody_overtakes_who_waits_for_room);
   RUN(a_failed_prefetch_gives_its_room_back);

@@ -1,5 +1,6 @@
 // Every driver call may fail: the failure is counted by name, and the next request is served.
 #include "fake_hint_driver.hpp"
+#include "hints/host_hint_driver.hpp"
 
 namespace umem {
 namespace {
@@ -96,6 +97,45 @@ void a_failed_call_is_still_waited_for() {
   CHECK(machine.engine.forget(blocks(0, 1), kPatienceNs));
 }
 
+// The host's driver fails where it is asked to, for runs of whole programs: once, and in that call.
+void the_host_fails_on_purpose() {
+  std::array<char, 64> device{}, host{};
+  const Range copied{reinterpret_cast<std::uintptr_t>(device.data()), device.size()};
+  const auto failures_of = [&](const std::map<std::string, std::int64_t>& fail) {
+    HintEngine engine({.prefetch_workers = 1}, std::make_unique<HostHintDriver>(1, 0.0, fail));
+    std::vector<std::string> failed;
+    for (int round = 0; round < 3; ++round)
+      for (std::size_t number = 0; number < kHintOps; ++number) {
+        const auto op = static_cast<HintOp>(number);
+        const bool copies = op == HintOp::copy_in || op == HintOp::copy_out;
+        const EventId event = engine.record(0, 7);
+        const Ticket ticket =
+            engine.submit({.op = op,
+                           .range = copies ? copied : blocks(0, 1),
+                           .event = event,
+                           .host_address = reinterpret_cast<std::uintptr_t>(host.data())});
+        engine.release(event);
+        CHECK(engine.wait(ticket, kPatienceNs).value_or(Outcome::open) != Outcome::open);
+      }
+    for (const HintFailure& failure : engine.statistics().failures) {
+      CHECK_EQUAL(failure.count, 1U);
+      failed.push_back(failure.call);
+    }
+    return failed;
+  };
+  CHECK(failures_of({}).empty());
+  for (const std::string call : {"record", "open", "query", "prefetch", "evict", "discard", "copy",
+                                 "advise", "synchronize"}) {
+    const std::vector<std::string> failed = failures_of({{call, call == "open" ? 1 : 2}});
+    CHECK_EQUAL(failed.size(), 1U);
+    CHECK_EQUAL(failed.front(), call);
+  }
+  CHECK_EQUAL(failures_of({{"evict", 1}, {"advise", 3}}).size(), 2U);
+  CHECK(failures_of({{"evict", 100}}).empty());
+  CHECK_THROWS(std::invalid_argument, failures_of({{"map", 1}}));
+  CHECK_THROWS(std::invalid_argument, failures_of({{"evict", 0}}));
+}
+
 }  // namespace
 }  // namespace umem
 
@@ -105,4 +145,5 @@ int main() {
   RUN(every_call_may_fail_always);
   RUN(one_failed_chunk_spares_the_others);
   RUN(a_failed_call_is_still_waited_for);
+  RUN(the_host_fails_on_purpose);
 }

@@ -23,13 +23,17 @@ void use_in_child(std::unique_ptr<HintEngine> engine, Ticket ticket) {
   CHECK_EQUAL(engine->record(0, 7), kNoEvent);
   engine->start(0);
   engine->mark_needed(ticket);
+  HintBatch batch(0, {{.range = blocks(0, 1)}});
+  CHECK_EQUAL(engine->fire(batch, 7).last, 0U);
+  engine->mark_needed(batch);
   engine->release(1);
   engine->set_budget(0, 1);
   engine->set_resident(0, blocks(0, 1), true);
   CHECK(engine->forget(blocks(0, 1), kPatienceNs));
   CHECK(!engine->wait(ticket, kPatienceNs).has_value());
+  CHECK(!engine->ended(ticket).has_value());
   CHECK(!engine->find(ticket).has_value());
-  CHECK_EQUAL(engine->statistics().refused, 1U);
+  CHECK_EQUAL(engine->statistics().refused, 2U);
   CHECK(engine->shutdown(kPatienceNs));
   engine.reset();
 }

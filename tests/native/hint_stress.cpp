@@ -2,9 +2,10 @@
 //
 // Usage: hint_stress [steps [seed]]. `steps` is the total over all threads, 60,000 by default.
 //
-// The threads submit all operations, record and release events, let streams finish, forget and
-// unmap memory, change budgets and make calls fail. Between rounds all is let go, and the books
-// must balance: every ticket has an outcome, every byte was moved or wasted, nothing is held.
+// The threads submit all operations, alone and in batches, record and release events, let streams
+// finish, forget and unmap memory, change budgets and make calls fail. Between rounds all is let
+// go, and the books must balance: every ticket has an outcome, every byte was moved or wasted,
+// nothing is held.
 #include <barrier>
 #include <random>
 
@@ -26,7 +27,7 @@ class Submitter {
       : number_(number), random_(seed * 1000 + number), engine_(engine), driver_(driver) {}
 
   void step() {
-    switch (below(20)) {
+    switch (below(21)) {
       case 0:
         return forget();
       case 1:
@@ -56,6 +57,8 @@ class Submitter {
                                   "synchronize", "record"}[below(9)],
                        static_cast<int>(1 + below(3)));
         return;
+      case 10:
+        return fire();
       default:
         return submit();
     }
@@ -106,6 +109,24 @@ class Submitter {
     if (ticket == 0) return;
     asked_bytes += request.range.bytes;
     tickets_.push_back(ticket);
+  }
+
+  void fire() {
+    std::vector<HintRequest> requests;
+    for (std::size_t left = 1 + below(8); left != 0; --left)
+      requests.push_back({.op = static_cast<HintOp>(below(3)), .range = range()});
+    HintBatch batch(device(), requests);
+    if (below(3) == 0) {  // skipped
+      batch.set_address(0, 0);
+      requests.erase(requests.begin());
+    }
+    const TicketSpan span = engine_.fire(batch, stream());
+    for (Ticket ticket = span.first; ticket <= span.last; ++ticket) {
+      tickets_.push_back(ticket);
+      asked_bytes += requests[ticket - span.first].range.bytes;
+    }
+    accepted += span.last + 1 - span.first;
+    refused += requests.size() - (span.last + 1 - span.first);
   }
 
   void record() {

@@ -1,5 +1,6 @@
 // How late or early a request was, and what statistics say of it.
 #include "fake_hint_driver.hpp"
+#include "hints/host_hint_driver.hpp"
 
 namespace umem {
 namespace {
@@ -92,6 +93,47 @@ void old_records_give_way() {
   CHECK_EQUAL(machine.counts(HintOp::prefetch).early, 0U);
 }
 
+// The outcome that is known without a lock is the one on record, and is gone with it.
+void what_has_ended_is_known_without_a_lock() {
+  HintMachine machine({.capacity = 10, .prefetch_workers = 1});
+  CHECK(!machine.engine.ended(0).has_value());
+  CHECK(!machine.engine.ended(1).has_value());
+  machine.driver.hold("prefetch");
+  const Ticket done = machine.prefetch(blocks(0, 1));
+  machine.driver.wait_until_held("prefetch");
+  const Ticket replaced = machine.prefetch(blocks(10, 1));
+  CHECK(!machine.engine.ended(done).has_value());
+  machine.expect(machine.evict(blocks(10, 1)), Outcome::done);
+  CHECK(machine.engine.ended(replaced) == Outcome::superseded);
+  machine.driver.let_go("prefetch");
+  machine.expect(done, Outcome::done);
+  CHECK(machine.engine.ended(done) == Outcome::done);
+  const Ticket dropped = machine.prefetch(blocks(0, 1), kNoEvent);
+  machine.expect(dropped, Outcome::dropped);
+  CHECK(machine.engine.ended(dropped) == Outcome::dropped);
+  for (Ticket ticket = dropped + 1; ticket <= done + 10; ++ticket)
+    CHECK_EQUAL(machine.prefetch(blocks(0, 1)), ticket);
+  machine.expect(done + 10, Outcome::done);
+  CHECK(!machine.engine.ended(done).has_value());
+  CHECK(machine.engine.shutdown(kPatienceNs));
+  CHECK(machine.engine.ended(done + 10) == Outcome::done);
+}
+
+// A copy's reader looks at the memory as soon as the outcome says so.
+void what_has_ended_can_be_read() {
+  HintEngine engine({}, std::make_unique<HostHintDriver>(1, 0.0));
+  std::array<char, 64> from{}, to{};
+  for (int i = 1; i < 200; ++i) {
+    from[0] = static_cast<char>(i);
+    const Ticket ticket =
+        engine.submit({.op = HintOp::copy_out,
+                       .range = {reinterpret_cast<std::uintptr_t>(from.data()), from.size()},
+                       .host_address = reinterpret_cast<std::uintptr_t>(to.data())});
+    while (engine.ended(ticket) != Outcome::done) std::this_thread::yield();
+    CHECK_EQUAL(to[0], static_cast<char>(i));
+  }
+}
+
 // A caller that marks without end while no worker reads: memory stays bounded.
 void messages_that_nobody_reads_are_read_by_the_caller() {
   HintMachine machine({.capacity = 10, .prefetch_workers = 1});
@@ -118,5 +160,7 @@ int main() {
   RUN(each_class_and_operation_is_counted_by_itself);
   RUN(what_is_under_way_is_seen);
   RUN(old_records_give_way);
+  RUN(what_has_ended_is_known_without_a_lock);
+  RUN(what_has_ended_can_be_read);
   RUN(messages_that_nobody_reads_are_read_by_the_caller);
 }

@@ -73,6 +73,27 @@ void the_last_bytes_can_be_had() {
   check_consistent(machine.device);
 }
 
+// An executor that keeps the budget itself lifts the allocator's.
+void the_budget_changes_at_run_time() {
+  Config config;
+  config.device_budget_bytes = 20 * MiB;
+  Machine machine({.config = config});
+  const std::uintptr_t first = machine.allocate(20 * MiB);
+  const std::uintptr_t second = machine.allocate(20 * MiB);
+  CHECK_EQUAL(managed_stats(machine).spilled_bytes, 20 * MiB);
+  machine.device.set_device_budget(0);
+  const std::uintptr_t third = machine.allocate(30 * MiB);
+  CHECK_EQUAL(managed_stats(machine).spilled_bytes, 20 * MiB);
+  machine.device.set_device_budget(60 * MiB);
+  machine.allocate(12 * MiB);
+  CHECK_EQUAL(managed_stats(machine).spilled_bytes, 32 * MiB);
+  for (const std::uintptr_t address : {first, second, third}) machine.free(address);
+  machine.device.set_device_budget(1 * MiB);
+  machine.device.empty_cache();
+  CHECK_EQUAL(managed_stats(machine).spilled_bytes, 12 * MiB);
+  check_consistent(machine.device);
+}
+
 void a_failing_source_leaves_nothing_booked() {
   Machine machine;
   machine.source.set_throws(true);
@@ -269,6 +290,7 @@ int main() {
   RUN(waiting_may_serve_without_a_new_segment);
   RUN(a_full_source_is_out_of_memory);
   RUN(the_last_bytes_can_be_had);
+  RUN(the_budget_changes_at_run_time);
   RUN(a_failing_source_leaves_nothing_booked);
   RUN(the_managed_cap_counts_all_devices);
   RUN(the_managed_cap_takes_other_devices_caches_back);

@@ -136,6 +136,20 @@ void devices_are_counted_apart() {
   CHECK(!machine.allocator.retag(address + 1, TensorClass::weights));
 }
 
+void peaks_are_taken_apart_from_the_statistics() {
+  Machine machine;
+  const std::uintptr_t kept = machine.allocate(4 * MiB);
+  machine.free(machine.allocate(6 * MiB));
+  machine.device.reset_peak_stats();
+  CHECK_EQUAL(machine.device.take_peak_bytes(), 10 * MiB);
+  CHECK_EQUAL(machine.device.take_peak_bytes(), 4 * MiB);  // what lives is its own peak
+  machine.free(machine.allocate(2 * MiB));
+  machine.free(kept);
+  CHECK_EQUAL(machine.device.take_peak_bytes(), 6 * MiB);
+  CHECK_EQUAL(machine.device.take_peak_bytes(), 0U);
+  CHECK_EQUAL(machine.device.stats().allocated_bytes.all.peak, mib(6));  // since its own reset
+}
+
 }  // namespace
 }  // namespace umem
 
@@ -146,4 +160,5 @@ int main() {
   RUN(peaks_start_again_from_now);
   RUN(kinds_are_counted);
   RUN(devices_are_counted_apart);
+  RUN(peaks_are_taken_apart_from_the_statistics);
 }

@@ -1,0 +1,39 @@
+#include "hints/hint_batch.hpp"
+
+#include "hints/checks.hpp"
+
+namespace umem {
+namespace {
+
+void check_entry(const HintRequest& request) {
+  require(!keeps_order(request.op), "a batch holds no copies and no advice: submit them");
+  HintRequest checked = request;
+  if (checked.range.address == 0) checked.range.address = 1;  // not known yet
+  check_request(checked);
+}
+
+}  // namespace
+
+HintBatch::HintBatch(int device, std::vector<HintRequest> requests)
+    : device_(device), requests_(std::move(requests)) {
+  check_device(device);
+  for (HintRequest& request : requests_) {
+    request.device = device;
+    check_entry(request);
+  }
+}
+
+void HintBatch::set_address(std::size_t index, std::uintptr_t address) {
+  const std::lock_guard lock(mutex_);
+  HintRequest changed = requests_.at(index);
+  changed.range.address = address;
+  check_entry(changed);
+  requests_[index] = changed;
+}
+
+TicketSpan HintBatch::tickets() const {
+  const std::lock_guard lock(mutex_);
+  return tickets_;
+}
+
+}  // namespace umem

@@ -1,0 +1,156 @@
+// Batches: checked once, fired with one event and consecutive tickets, refused from the end.
+#include "fake_hint_driver.hpp"
+
+namespace umem {
+namespace {
+
+HintRequest entry(HintOp op, Range range) { return {.op = op, .range = range}; }
+
+// `count` prefetches of 2 MiB that do not touch.
+std::vector<HintRequest> apart(std::size_t count) {
+  std::vector<HintRequest> requests;
+  for (std::size_t i = 0; i < count; ++i)
+    requests.push_back(entry(HintOp::prefetch, blocks(2 * i, 1)));
+  return requests;
+}
+
+void one_event_and_consecutive_tickets() {
+  HintMachine machine;
+  HintBatch batch(0, {entry(HintOp::prefetch, blocks(0, 1)), entry(HintOp::evict, blocks(4, 1)),
+                      entry(HintOp::discard, blocks(8, 1))});
+  CHECK_EQUAL(batch.size(), 3U);
+  CHECK(batch.tickets().last < batch.tickets().first);
+  machine.driver.launch(0, 7);
+  const TicketSpan span = machine.engine.fire(batch, 7);
+  CHECK_EQUAL(span.last - span.first, 2U);
+  CHECK_EQUAL(machine.driver.count("record"), 1U);
+  for (Ticket ticket = span.first; ticket <= span.last; ++ticket) machine.expect_open(ticket);
+  machine.driver.finish(0, 7);
+  for (Ticket ticket = span.first; ticket <= span.last; ++ticket)
+    machine.expect(ticket, Outcome::done);
+  CHECK(machine.engine.find(span.first + 1)->request.op == HintOp::evict);
+  CHECK_EQUAL(machine.driver.events(), 0U);  // released by the engine itself
+
+  const TicketSpan again = machine.engine.fire(batch, 7);
+  CHECK_EQUAL(again.first, span.last + 1);
+  CHECK_EQUAL(batch.tickets().last, again.last);
+  machine.expect(again.last, Outcome::done);
+}
+
+void an_entry_without_an_address_is_skipped() {
+  HintMachine machine;
+  HintBatch batch(0, apart(4));
+  batch.set_address(1, 0);
+  batch.set_address(2, at(100));
+  TicketSpan span = machine.engine.fire(batch, 7);
+  CHECK_EQUAL(span.last - span.first, 2U);
+  machine.expect(span.last, Outcome::done);
+  CHECK_EQUAL(machine.engine.find(span.first + 1)->request.range.address, at(100));
+
+  for (std::size_t i = 0; i < 4; ++i) batch.set_address(i, 0);
+  span = machine.engine.fire(batch, 7);
+  CHECK(span.last < span.first);
+  CHECK_EQUAL(machine.driver.count("record"), 1U);  // nothing to wait for
+  CHECK_EQUAL(machine.engine.statistics().refused, 0U);
+}
+
+void a_full_queue_refuses_the_last_ones() {
+  HintMachine machine({.capacity = 5, .prefetch_workers = 1});
+  machine.driver.hold("prefetch");
+  HintBatch batch(0, apart(8));
+  const TicketSpan span = machine.engine.fire(batch, 7);
+  CHECK_EQUAL(span.last + 1 - span.first, 5U);
+  CHECK_EQUAL(machine.engine.statistics().refused, 3U);
+  const TicketSpan none = machine.engine.fire(batch, 7);
+  CHECK(none.last < none.first);
+  CHECK_EQUAL(machine.engine.statistics().refused, 11U);
+  machine.driver.let_go("prefetch");
+  for (Ticket ticket = span.first; ticket <= span.last; ++ticket)
+    machine.expect(ticket, Outcome::done);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+}
+
+void without_an_event_all_are_dropped() {
+  HintMachine machine;
+  machine.driver.fail("record", 1);
+  HintBatch batch(0, apart(2));
+  const TicketSpan span = machine.engine.fire(batch, 7);
+  machine.expect(span.first, Outcome::dropped);
+  machine.expect(span.last, Outcome::dropped);
+  CHECK_EQUAL(machine.driver.calls().size(), 0U);
+}
+
+void after_the_end_all_are_refused() {
+  HintMachine machine;
+  machine.engine.shutdown(kPatienceNs);
+  HintBatch batch(0, apart(3));
+  const TicketSpan span = machine.engine.fire(batch, 7);
+  CHECK(span.last < span.first);
+  CHECK_EQUAL(machine.engine.statistics().refused, 3U);
+  CHECK_EQUAL(machine.driver.count("record"), 0U);
+}
+
+void all_are_needed_at_once() {
+  HintMachine machine;
+  HintBatch batch(0, apart(3));
+  machine.engine.mark_needed(batch);  // not fired yet
+  machine.driver.hold("prefetch");
+  const TicketSpan span = machine.engine.fire(batch, 7);
+  machine.engine.mark_needed(batch);
+  machine.driver.let_go("prefetch");
+  for (Ticket ticket = span.first; ticket <= span.last; ++ticket)
+    machine.expect(ticket, Outcome::done);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).late, 3U);
+
+  machine.expect(machine.engine.fire(batch, 7).last, Outcome::done);
+  for (const Ticket ticket : {batch.tickets().first, batch.tickets().first + 1})
+    machine.expect(ticket, Outcome::done);
+  machine.engine.mark_needed(batch);
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).early, 3U);
+}
+
+void what_cannot_be_meant_is_refused() {
+  CHECK_THROWS(std::invalid_argument, HintBatch(-1, apart(1)));
+  CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::copy_in, blocks(0, 1))}));
+  CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::advise, blocks(0, 1))}));
+  CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::evict, {at(0), 0})}));
+  CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::evict, {at(0), SIZE_MAX})}));
+  HintBatch batch(0, apart(2));
+  CHECK_THROWS(std::out_of_range, batch.set_address(2, at(0)));
+  CHECK_THROWS(std::invalid_argument, batch.set_address(0, UINTPTR_MAX - 5));
+  HintMachine machine;
+  const TicketSpan span = machine.engine.fire(batch, 7);
+  machine.expect(span.last, Outcome::done);
+  CHECK(machine.engine.find(span.first)->request.range == blocks(0, 1));  // as before
+}
+
+void addresses_may_change_while_others_fire() {
+  HintMachine machine;
+  HintBatch batch(0, apart(16));
+  std::atomic<bool> stop{false};
+  std::thread changing([&] {
+    for (std::size_t i = 0; !stop; ++i) batch.set_address(i % 16, i % 3 ? at(i % 1000) : 0);
+  });
+  Ticket last = 0;
+  for (int i = 0; i < 200; ++i)
+    if (const TicketSpan span = machine.engine.fire(batch, 7); span.last >= span.first)
+      last = span.last;
+  stop = true;
+  changing.join();
+  CHECK(machine.engine.wait(last, kPatienceNs) != Outcome::open);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(one_event_and_consecutive_tickets);
+  RUN(an_entry_without_an_address_is_skipped);
+  RUN(a_full_queue_refuses_the_last_ones);
+  RUN(without_an_event_all_are_dropped);
+  RUN(after_the_end_all_are_refused);
+  RUN(all_are_needed_at_once);
+  RUN(what_cannot_be_meant_is_refused);
+  RUN(addresses_may_change_while_others_fire);
+}

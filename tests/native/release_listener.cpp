@@ -1,0 +1,177 @@
+// What an allocator gives back, the hint engine forgets first.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "core/allocator.hpp"
+#include "core/host.hpp"
+#include "fake_hint_driver.hpp"
+
+namespace umem {
+namespace {
+
+// The host's memory; a hint on what has been given back would fail in the fake driver.
+class WatchedSource final : public SegmentSource {
+ public:
+  explicit WatchedSource(FakeHintDriver& hints) : hints_(hints) {}
+
+  void* allocate(MemoryKind kind, int device, std::size_t bytes) override {
+    void* const address = host_.allocate(kind, device, bytes);
+    hints_.map_again({reinterpret_cast<std::uintptr_t>(address), bytes});
+    return address;
+  }
+  void deallocate(MemoryKind kind, int device, void* address,
+                  std::size_t bytes) noexcept override {
+    hints_.unmap({reinterpret_cast<std::uintptr_t>(address), bytes});
+    host_.deallocate(kind, device, address, bytes);
+    ++given_back;
+  }
+
+  int given_back = 0;
+
+ private:
+  HostSource host_{0};
+  FakeHintDriver& hints_;
+};
+
+struct Both {
+  explicit Both(const Config& config = {})
+      : source(new WatchedSource(hints.driver)),
+        allocator(config, std::unique_ptr<SegmentSource>(source), std::make_unique<HostDriver>(0),
+                  1) {
+    allocator.set_release_listener(hints.engine.release_listener());
+  }
+  Range allocate(std::size_t bytes) {
+    return {reinterpret_cast<std::uintptr_t>(allocator.allocate(bytes, 0, 0)), bytes};
+  }
+
+  HintMachine hints;
+  WatchedSource* source;
+  Allocator allocator;
+};
+
+void queued_hints_are_forgotten() {
+  Both both;
+  const Range range = both.allocate(32 * MiB);
+  both.hints.driver.launch(0, 3);
+  const EventId event = both.hints.engine.record(0, 3);
+  const Ticket ticket = both.hints.prefetch(range, event);
+  both.hints.engine.release(event);
+  both.allocator.device(0).free(range.address);
+  both.hints.expect_open(ticket);  // cached, not given back
+  both.allocator.empty_cache();
+  CHECK_EQUAL(both.source->given_back, 1);
+  both.hints.expect(ticket, Outcome::forgotten);
+  both.hints.driver.finish(0, 3);
+}
+
+void a_running_call_ends_first() {
+  Both both;
+  const Range range = both.allocate(32 * MiB);
+  both.hints.driver.hold("evict");
+  both.hints.evict(range);
+  both.hints.driver.wait_until_held("evict");
+  both.allocator.device(0).free(range.address);
+  std::atomic<bool> returned{false};
+  std::thread releasing([&] {
+    both.allocator.empty_cache();
+    returned = true;
+  });
+  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
+  CHECK(!returned);
+  // Other threads' hints and statistics need none of the allocator's locks.
+  both.hints.expect(both.hints.prefetch(blocks(0, 1)), Outcome::done);
+  both.hints.driver.let_go("evict");
+  releasing.join();
+  CHECK_EQUAL(both.source->given_back, 1);
+}
+
+void every_way_back_is_heard() {
+  HintMachine hints;
+  hints.driver.launch(0, 3);
+  const EventId event = hints.engine.record(0, 3);
+  Ticket freed = 0, live = 0;
+  {
+    Allocator allocator({.caching = false}, std::make_unique<WatchedSource>(hints.driver),
+                        std::make_unique<HostDriver>(0), 1);
+    allocator.set_release_listener(hints.engine.release_listener());
+    const auto allocate = [&] {
+      return Range{reinterpret_cast<std::uintptr_t>(allocator.allocate(4 * MiB, 0, 0)), 4 * MiB};
+    };
+    const Range range = allocate();
+    freed = hints.prefetch(range, event);
+    allocator.device(0).free(range.address);
+    hints.expect(freed, Outcome::forgotten);
+    live = hints.prefetch(allocate(), event);
+    hints.expect_open(live);
+  }
+  hints.expect(live, Outcome::forgotten);
+  hints.engine.release(event);
+}
+
+void without_a_listener_nothing_is_forgotten() {
+  Both both;
+  const Range range = both.allocate(32 * MiB);
+  both.allocator.set_release_listener(nullptr);
+  both.hints.driver.launch(0, 3);
+  const EventId event = both.hints.engine.record(0, 3);
+  const Ticket ticket = both.hints.prefetch(range, event);
+  both.hints.engine.release(event);
+  both.allocator.device(0).free(range.address);
+  both.allocator.empty_cache();
+  both.hints.expect_open(ticket);
+  CHECK(both.hints.engine.forget(range, kPatienceNs));
+  both.hints.driver.finish(0, 3);
+}
+
+void the_engine_may_go_first() {
+  auto owner = std::make_unique<FakeHintDriver>();
+  auto engine = std::make_unique<HintEngine>(HintSettings{}, std::move(owner));
+  Allocator allocator({}, std::make_unique<HostSource>(0), std::make_unique<HostDriver>(0), 1);
+  allocator.set_release_listener(engine->release_listener());
+  void* const address = allocator.allocate(32 * MiB, 0, 0);
+  CHECK(engine->submit({.range = {reinterpret_cast<std::uintptr_t>(address), 32 * MiB}}) != 0);
+  engine.reset();
+  allocator.device(0).free(reinterpret_cast<std::uintptr_t>(address));
+  allocator.empty_cache();
+}
+
+// The engine's threads and locks are the parent's: a child must not wait for them.
+void a_child_gives_back_without_it() {
+  Both both;
+  const Range range = both.allocate(32 * MiB), other = both.allocate(32 * MiB);
+  both.hints.driver.hold("evict");
+  const Ticket ticket = both.hints.evict(range);
+  both.hints.driver.wait_until_held("evict");
+  std::thread asking([&] { both.hints.engine.wait(ticket, kPatienceNs); });  // in the crew's lock
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    if (both.hints.engine.release_listener() != nullptr) _exit(2);
+    HintBatch batch(0, {{.range = range}});
+    const TicketSpan span = both.hints.engine.fire(batch, 7);
+    if (span.last >= span.first) _exit(3);
+    both.allocator.device(0).free(other.address);
+    both.allocator.empty_cache();
+    _exit(both.source->given_back == 1 ? EXIT_SUCCESS : 4);
+  }
+  int status = 0;
+  CHECK_EQUAL(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status));
+  CHECK_EQUAL(WEXITSTATUS(status), EXIT_SUCCESS);
+  both.hints.driver.let_go("evict");
+  asking.join();
+  both.allocator.device(0).free(range.address);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(queued_hints_are_forgotten);
+  RUN(a_running_call_ends_first);
+  RUN(every_way_back_is_heard);
+  RUN(without_a_listener_nothing_is_forgotten);
+  RUN(the_engine_may_go_first);
+  RUN(a_child_gives_back_without_it);
+}
