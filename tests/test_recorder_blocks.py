@@ -1,0 +1,101 @@
+"""How a model is cut into blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from umem.errors import TraceError
+from umem.recorder._blocks import find_blocks
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4))
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8)
+
+
+def names(model: nn.Module, blocks: list[str | nn.Module] | None = None) -> list[str]:
+    return [block.name for block in find_blocks(model, blocks)]
+
+
+def test_layers_and_what_lies_between_them() -> None:
+    assert names(Decoder()) == ["embed", "layers.0", "layers.1", "layers.2", "norm", "head"]
+
+
+def test_a_wrapper_changes_the_names_only() -> None:
+    wrapped = nn.Sequential(nn.Identity(), Decoder())
+    assert names(wrapped)[:2] == ["1.embed", "1.layers.0"]
+
+
+def test_all_disjoint_chains_are_cut() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Decoder(4)
+            self.decoder = Decoder(2)
+
+    found = names(Pair())
+    assert [name for name in found if ".layers." in name] == [
+        *(f"encoder.layers.{number}" for number in range(4)),
+        *(f"decoder.layers.{number}" for number in range(2)),
+    ]
+
+
+def test_without_a_chain_the_children_are_the_blocks() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Plain()
+
+    assert names(Plain()) == ["first", "second"]
+    assert names(Wrapper()) == ["module.first", "module.second"]
+    assert names(nn.Linear(4, 4)) == []
+
+
+def test_blocks_can_be_chosen() -> None:
+    model = Decoder()
+    rest = [f"layers.1.experts.{number}" for number in range(6)]
+    assert names(model, ["layers.1.mlp"])[1:4] == ["layers.0", "layers.1.mlp", "layers.1.experts"]
+    assert names(model, ["layers.1.experts"])[1:9] == ["layers.0", "layers.1.mlp", *rest]
+    assert names(model, [model.get_submodule("layers.1.mlp.0")])[1:3] == [
+        "layers.0",
+        "layers.1.mlp.0",
+    ]
+    assert names(model, ["layers"]) == names(model)
+
+
+def test_the_same_module_in_two_places_is_one_block() -> None:
+    layer = nn.Linear(4, 4)
+    assert names(nn.Sequential(layer, nn.Linear(4, 4), layer)) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (["layer.1"], r"Decoder has no module 'layer\.1', did you mean 'layers\.1'\?"),
+        ([nn.Linear(4, 4)], "a Linear is no module of Decoder"),
+        (["layers.1", "layers.1.mlp"], r"'layers\.1\.mlp' lies inside 'layers\.1'"),
+        ("layers", "blocks is a str: give a list"),
+    ],
+)
+def test_bad_choices_are_explained(blocks: list[str | nn.Module], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        find_blocks(Decoder(), blocks)

@@ -1,0 +1,272 @@
+"""What a listener is told while steps run, and how that fits the recorded trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import umem
+from umem.recorder import Block, Follower, Guard, StepRecording, find_blocks
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    layers: Any  # a list of chains, which its stub does not say
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)
+        )
+        self.reentrant = reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(inputs)
+        for layer in self.layers:
+            if self.reentrant is None:
+                hidden = layer(hidden).exp()
+            else:
+                hidden = checkpoint(layer, hidden, use_reentrant=self.reentrant)
+        return hidden
+
+
+class Log:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step_begins(self) -> None:
+        self.lines.append("step")
+
+    def phase_begins(self, label: str) -> None:
+        self.lines.append(label)
+
+    def block_begins(self, block: Block, is_recomputed: bool) -> None:
+        self.lines.append(f"{'again' if is_recomputed else 'begin'} {block.name}")
+
+    def block_ends(self, block: Block) -> None:
+        self.lines.append(f"end {block.name}")
+
+    def step_ends(self, is_broken: bool) -> None:
+        self.lines.append("broken" if is_broken else "whole")
+
+    def take(self) -> list[str]:
+        lines, self.lines = self.lines, []
+        return lines
+
+    @property
+    def phases(self) -> list[str]:
+        return [line for line in self.lines if line.split()[0] in PHASES]
+
+
+PHASES = {"forward", "backward", "recompute", "after", "optimizer"}
+
+
+class Training:
+    def __init__(self, reentrant: bool | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = Net(reentrant)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.errors: list[Exception] = []
+
+    def step(self) -> None:
+        self.model(torch.ones(2, WIDTH)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def followed(self, log: Log) -> Iterator[Follower]:
+        root = Block(type(self.model).__name__, self.model)
+        guard = Guard(self.errors.append)
+        follower = Follower(root, find_blocks(self.model, None), guard, log)
+        undo = [
+            self.optimizer.register_step_pre_hook(guard(lambda *_: follower.optimizer_begins())),
+            self.optimizer.register_step_post_hook(guard(lambda *_: follower.optimizer_ends())),
+        ]
+        follower.start()
+        yield follower
+        follower.stop()
+        for handle in undo:
+            handle.remove()
+
+
+def test_a_plain_step_is_told_in_order() -> None:
+    training, log = Training(), Log()
+    with training.followed(log):
+        training.step()
+    assert log.lines == [
+        "step",
+        "forward Net",
+        *("forward first", "begin first", "end first", "forward Net"),
+        *("forward layers.0", "begin layers.0", "end layers.0", "forward Net"),
+        *("forward layers.1", "begin layers.1", "end layers.1", "forward Net"),
+        "forward loss",
+        "backward loss",
+        *("backward layers.1", "backward Net", "backward layers.0", "backward first"),
+        "after backward",
+        "optimizer",
+        "whole",
+    ]
+    assert not training.errors
+    log.take()
+    training.step()
+    assert log.lines == []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_a_checkpoint_calls_are_told_as_such(reentrant: bool) -> None:
+    training, log = Training(reentrant), Log()
+    with training.followed(log):
+        training.step()
+    again = log.lines.index("again layers.1")
+    assert log.lines[again - 1 : again + 3] == [
+        "recompute layers.1",
+        "again layers.1",
+        "end layers.1",
+        "backward layers.1",
+    ]
+    assert log.lines[-1] == "whole"
+
+
+def test_a_step_that_an_exception_came_into_is_broken() -> None:
+    training, log = Training(), Log()
+
+    def fail(*_: object) -> None:
+        raise ValueError("no")
+
+    with training.followed(log):
+        handle = training.model.layers[0][1].register_forward_hook(fail)
+        with pytest.raises(ValueError, match="no"):
+            training.step()
+        handle.remove()
+        assert log.take()[-3:] == ["end layers.0", "forward Net", "forward loss"]
+        training.step()
+        assert log.take()[-1] == "broken"
+        training.step()
+        assert log.take()[-1] == "whole"
+
+
+def test_blocks_that_an_interrupt_has_left_end_with_the_next_step() -> None:
+    training, log = Training(), Log()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with training.followed(log):
+        handle = training.model.layers[0][1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        handle.remove()
+        assert log.take()[-1] == "begin layers.0"
+        training.step()
+        lines = log.take()
+        assert lines[0] == "end layers.0"
+        assert lines[-1] == "broken"
+        training.step()
+        assert log.lines[0] == "step"
+        assert log.lines[-1] == "whole"
+
+
+def test_a_fault_of_a_listener_does_not_reach_the_training() -> None:
+    class Faulty(Log):
+        def phase_begins(self, label: str) -> None:
+            raise OSError(label)
+
+    training = Training()
+    with training.followed(Faulty()):
+        training.step()
+    assert "forward Net" in {str(error) for error in training.errors}
+    assert all(isinstance(error, OSError) for error in training.errors)
+
+
+def test_a_call_that_is_under_way_at_the_start_is_not_followed() -> None:
+    training, log = Training(), Log()
+    with training.followed(log) as follower:
+        follower.stop()
+        handle = training.model.register_forward_pre_hook(lambda *_: follower.start())
+        training.step()
+        assert log.lines == []
+        handle.remove()
+        training.step()
+        assert log.lines[0] == "step"
+        assert log.lines[-1] == "whole"
+
+
+def test_a_stop_inside_a_call_is_at_once() -> None:
+    training, log = Training(), Log()
+    with training.followed(log) as follower:
+        handle = training.model.layers[0].register_forward_pre_hook(lambda *_: follower.stop())
+        training.step()
+        assert log.take()[-1] == "begin layers.0"
+        training.step()
+        assert log.lines == []
+        handle.remove()
+
+
+def test_blocks_called_alone_begin_no_step() -> None:
+    training, log = Training(), Log()
+    with training.followed(log):
+        training.model.layers[0](torch.ones(2, WIDTH)).sum().backward()
+        training.optimizer.step()
+        assert log.lines == []
+
+
+def recording_of(training: Training, **options: Any) -> StepRecording:
+    with umem.record(training.model, training.optimizer, **options) as recording:
+        for _ in range(6):
+            training.step()
+    return recording
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_recording_tells_which_phase_of_the_trace_a_listener_is_in(
+    reentrant: bool | None,
+) -> None:
+    training, log = Training(reentrant), Log()
+    recording = recording_of(training)
+    with training.followed(log):
+        training.step()
+    assert [phase.label for phase in recording.phases] == log.phases
+    numbers = np.array([phase.phase for phase in recording.phases])
+    steps = np.diff(numbers)
+    assert set(steps.tolist()) <= {0, 1}
+    assert numbers[0] == 0
+    names = recording.trace.phase_names
+    assert names[numbers[-1]].startswith("optimizer")
+    assert all(name.startswith("optimizer") for name in names[numbers[-1] :])
+    for number in range(numbers[-1]):
+        labels = [phase.label for phase in recording.phases if phase.phase == number]
+        assert names[number] in labels
+    if reentrant is not None:
+        # The phase in which the backward pass finds that it has to compute again is no own one.
+        assert "backward layers.1" not in names[: names.index("recompute layers.1")]
+
+
+def test_the_optimizer_can_stay_one_phase() -> None:
+    training = Training()
+    split, whole = (recording_of(training, optimizer_parts=parts).trace for parts in (True, False))
+    assert split.phase_names[-3:] == tuple(
+        f"optimizer {name}" for name in ("first", "layers.0", "layers.1")
+    )
+    first = split.phase_count - 3
+    assert whole.phase_names == (*split.phase_names[:first], "optimizer")
+
+    def accesses(trace: umem.Trace, start: int) -> set[tuple[str, int]]:
+        span = slice(trace.access_start[start], None)
+        names = [trace.tensor_names[tensor] for tensor in trace.access_tensor[span]]
+        return set(zip(names, trace.access_mode[span].tolist(), strict=True))
+
+    assert accesses(whole, first) == accesses(split, first)
+    assert whole.memory_bytes[-1] == split.memory_bytes[first:].sum()
+    assert whole.duration_s is not None
+    assert len(whole.duration_s) == whole.phase_count

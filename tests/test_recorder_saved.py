@@ -1,0 +1,261 @@
+"""What autograd saves call by call, and what operators hold for a moment."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import umem
+from umem.classes import TensorClass
+from umem.recorder import Block, Follower, Guard, SavedTensor, find_blocks
+from umem.recorder._temporaries import block_bytes
+from umem.trace import Trace
+
+native = pytest.importorskip("umem._native")
+
+WIDTH, ROWS = 256, 512
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+
+
+class Net(nn.Module):
+    def __init__(self, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(inputs)
+        for layer in self.layers:
+            if self.is_checkpointed:
+                again: Any = checkpoint(layer, hidden, use_reentrant=False)
+                hidden = again
+            else:
+                hidden = layer(hidden)
+        return hidden
+
+
+def training(
+    is_checkpointed: bool = False, accumulate: int = 1
+) -> tuple[Net, torch.optim.Optimizer, Callable[[], None]]:
+    torch.manual_seed(0)
+    model = Net(is_checkpointed)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        for _ in range(accumulate):
+            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def recorded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], None], **options: Any
+) -> tuple[Trace, tuple[SavedTensor, ...]]:
+    with umem.record(model, optimizer, **options) as recording:
+        for _ in range(6):
+            step()
+    return recording.trace, recording.saved_tensors
+
+
+# ---------------------------------------------------------------------------------- what is saved
+
+
+class Packer:
+    """Counts as whoever moves activations does, with hooks of torch's own."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._calls: Counter[str] = Counter()
+        self._hooks: Any = None
+
+    def step_begins(self) -> None: ...
+    def phase_begins(self, label: str) -> None: ...
+    def step_ends(self, is_broken: bool) -> None: ...
+
+    def block_begins(self, block: Block, is_recomputed: bool) -> None:
+        if is_recomputed:
+            return
+        call, ordinals = self._calls[block.name], iter(range(10_000))
+        self._calls[block.name] += 1
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self.seen[block.name, call, next(ordinals)] = tensor
+            return tensor
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def block_ends(self, block: Block) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_saved_tensors_are_found_again_by_counting(accumulate: int) -> None:
+    model, optimizer, step = training(accumulate=accumulate)
+    trace, saved = recorded(model, optimizer, step)
+    packer, errors = Packer(), list[Exception]()
+    root = Block("Net", model)
+    follower = Follower(root, find_blocks(model, None), Guard(errors.append), packer)
+    follower.start()
+    step()
+    follower.stop()
+    assert not errors
+    assert {entry.call for entry in saved} == set(range(accumulate))
+    expected = {(entry.block, entry.call, entry.ordinal): entry for entry in saved}
+    assert len(expected) == len(saved)
+    names: dict[int, set[int]] = {}
+    for key, tensor in packer.seen.items():
+        storage = tensor.untyped_storage()
+        entry = expected.pop(key, None)
+        if entry is None:  # only weights and the model's input are no activations
+            is_weight = isinstance(tensor, nn.Parameter) or tensor._base is not None
+            assert is_weight or key[0] == "first", key
+            continue
+        assert entry.nbytes == storage.nbytes() == trace.tensor_bytes[entry.tensor]
+        assert trace.tensor_class[entry.tensor] == TensorClass.ACTIVATIONS.number
+        names.setdefault(entry.tensor, set()).add(storage.data_ptr())
+    assert not expected
+    # One tensor of the trace is one storage, in the order of the step.
+    assert all(len(addresses) == 1 for addresses in names.values())
+    assert len({address for found in names.values() for address in found}) == len(names)
+    # A layer keeps its input, the norm's result and statistics, and both sides of the activation.
+    layer = {entry.tensor for entry in saved if (entry.block, entry.call) == ("layers.1", 0)}
+    assert len(layer) == 6
+    assert sum(int(trace.tensor_bytes[tensor]) for tensor in layer) == 4 * ROWS * (10 * WIDTH + 2)
+
+
+def test_what_a_checkpoint_puts_away_is_not_saved() -> None:
+    saved = recorded(*training(is_checkpointed=True))[1]
+    assert [entry for entry in saved if entry.block.startswith("layers")] == []
+
+
+# ---------------------------------------------------------------------------------- temporaries
+
+
+class Allocated(TorchDispatchMode):
+    """Gives every storage that an operator makes a block of umem's allocator, over host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        setting = native.ClassSetting()
+        self.allocator = native.Allocator.on_host(native.Config([setting] * len(TensorClass)))
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor.untyped_storage())
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if nbytes and key not in self._known:
+            self._known.add(key)
+            weakref.finalize(storage, self._free, key, self.allocator.malloc(nbytes))
+
+    def _free(self, key: int, address: int) -> None:
+        self._known.discard(key)
+        self.allocator.free(address)
+
+    def take_peak_bytes(self) -> int:
+        return int(self.allocator.take_peak_bytes(0))
+
+
+def live_blocks(trace: Trace, *, with_temporaries: bool = True) -> np.ndarray[Any, Any]:
+    """Bytes of blocks that are allocated in each phase."""
+    chosen = np.array(
+        [with_temporaries or not name.startswith("temporary") for name in trace.tensor_names]
+    )
+    sizes = np.where(chosen, block_bytes(trace.tensor_bytes), 0)
+    change = np.zeros(trace.phase_count + 1, np.int64)
+    np.add.at(change, trace.first_phase, sizes)
+    np.add.at(change, trace.last_phase + 1, -sizes)
+    return change.cumsum()[:-1]
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_the_allocators_peak_is_the_traces(is_checkpointed: bool) -> None:
+    with Allocated() as memory:
+        others = torch.empty(5 << 20)  # no part of the training
+        model, optimizer, step = training(is_checkpointed)
+        trace, _ = recorded(model, optimizer, step, peak_bytes=memory.take_peak_bytes)
+        memory.take_peak_bytes()
+        step()
+        peak = memory.take_peak_bytes() - int(block_bytes(np.array(others.nbytes)))
+    # Less than 1 MiB is left out; what a phase makes after it has let go of something is more.
+    assert peak - (1 << 20) <= live_blocks(trace).max() <= 1.05 * peak
+    assert (live_blocks(trace, with_temporaries=False) < 0.9 * live_blocks(trace)).any()
+    found = [name for name in trace.tensor_names if name.startswith("temporary of ")]
+    assert found
+    for name in found:
+        tensor = trace.tensor_names.index(name)
+        phase = trace.first_phase[tensor]
+        span = slice(trace.access_start[phase], trace.access_start[phase + 1])
+        assert (trace.access_tensor[span] == tensor).sum() == 1
+        assert trace.tensor_bytes[tensor] > 1 << 20
+        assert not trace.persistent[tensor]
+        assert trace.tensor_class[tensor] == TensorClass.ACTIVATIONS.number
+        label = name.removeprefix("temporary of ")
+        assert trace.phase_names[phase].startswith(label)
+        is_optimizer = label == "optimizer"
+        assert trace.last_phase[tensor] == (trace.phase_count - 1 if is_optimizer else phase)
+
+
+def test_small_temporaries_are_left_out() -> None:
+    with Allocated() as memory:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        trace, _ = recorded(model, optimizer, step, peak_bytes=memory.take_peak_bytes)
+    assert not any(name.startswith("temporary") for name in trace.tensor_names)
+
+
+def test_blocks_are_rounded_as_the_allocator_does() -> None:
+    allocator = native.Allocator.on_host(native.Config([native.ClassSetting()] * len(TensorClass)))
+    sizes = [1, 512, 513, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, 7 << 20]
+    blocks = []
+    for size in sizes:
+        address = allocator.malloc(size)
+        blocks += [block for _, asked, block, *_ in allocator.live_blocks() if asked == size]
+        allocator.free(address)
+    assert block_bytes(np.array(sizes)).tolist() == blocks

@@ -1,0 +1,697 @@
+"""Recording leaves training alone: results, hooks, memory, errors, and what lies between steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.utils.checkpoint import checkpoint
+
+import umem
+from umem.classes import TensorClass
+from umem.errors import TraceError
+from umem.recorder import StepRecording, WallClock
+from umem.trace import check_trace, trace_fingerprint
+
+WIDTH = 16
+WATCHING = 3
+"""Hooks until a recording's block ends: on the model's calls, and both ends of optimizer steps."""
+_autograd: Any = torch._C._autograd
+
+
+class Net(nn.Module):
+    layers: Any  # a list of chains, which its stub does not say
+
+    def __init__(self, layers: int = 3, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, 4 * WIDTH),
+                nn.Tanh(),
+                nn.Dropout(0.2),
+                nn.Linear(4 * WIDTH, WIDTH),
+            )
+            for _ in range(layers)
+        )
+        self.reentrant = reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(inputs)
+        for layer in self.layers:
+            if self.reentrant is None:
+                hidden = hidden + layer(hidden)
+            else:
+                hidden = hidden + checkpoint(layer, hidden, use_reentrant=self.reentrant)
+        return hidden
+
+
+class Ticks(WallClock):
+    """A clock without noise: every phase takes a second."""
+
+    def seconds(self, first: int, second: int) -> float:
+        return 1.0
+
+
+def make(
+    layers: int = 3, reentrant: bool | None = None, seed: int = 0
+) -> tuple[Net, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = Net(layers, reentrant)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 7, batch: int = 4
+) -> list[float]:
+    losses = []
+    for step in range(steps):
+        inputs = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def recorded(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Fingerprint of the trace of a plain run."""
+    with umem.record(model, optimizer, clock=Ticks()) as recording:
+        train(model, optimizer)
+    return trace_fingerprint(recording.trace)
+
+
+def hook_count(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    hooks: Any = optimizer
+    count = len(hooks._optimizer_step_pre_hooks) + len(hooks._optimizer_step_post_hooks)
+    for module in model.modules():
+        count += len(module._forward_pre_hooks) + len(module._forward_hooks)
+        count += len(module._forward_hooks_with_kwargs) + len(module._forward_hooks_always_called)
+    for parameter in model.parameters():
+        count += len(parameter._post_accumulate_grad_hooks or ())
+    return count
+
+
+def check_no_trace_left(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    assert hook_count(model, optimizer) == 0
+    assert not hasattr(torch.autograd.backward, "_original")
+    assert _autograd._top_saved_tensors_default_hooks(True) is None
+    assert not global_hooks._global_forward_pre_hooks
+    assert not global_hooks._global_forward_hooks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Steps as small as these only lose by more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    backward = torch.autograd.backward
+    yield
+    assert torch.autograd.backward is backward
+    assert _autograd._top_saved_tensors_default_hooks(True) is None
+
+
+# ---------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_bits_are_those_of_an_unrecorded_run(reentrant: bool | None) -> None:
+    results = []
+    for is_recorded in (False, True):
+        model, optimizer = make(reentrant=reentrant)
+        recording = umem.record(model, optimizer) if is_recorded else nullcontext()
+        with recording:
+            torch.manual_seed(1)  # of the dropout
+            losses = train(model, optimizer, 8)
+        results.append((losses, [parameter.detach().clone() for parameter in model.parameters()]))
+        check_no_trace_left(model, optimizer)
+    assert results[0][0] == results[1][0]
+    assert all(
+        torch.equal(first, second)
+        for first, second in zip(results[0][1], results[1][1], strict=True)
+    )
+
+
+def test_hooks_go_as_soon_as_the_recording_is_done() -> None:
+    model, optimizer = make()
+    counts = []
+    with umem.record(model, optimizer, steps=2, warmup=1) as recording:
+        for _ in range(6):
+            train(model, optimizer, 1)
+            counts.append((hook_count(model, optimizer), recording.done))
+    watching = counts[-1][0]
+    assert watching == WATCHING
+    assert [done for _, done in counts] == [False, False, False, True, True, True]
+    assert counts[0][0] > 10  # after the warm-up
+    assert [count for count, _ in counts[3:]] == [watching] * 3
+    check_no_trace_left(model, optimizer)
+
+
+def test_a_recording_keeps_no_memory_alive() -> None:
+    model, optimizer = make()
+    with umem.record(model, optimizer) as recording:
+        train(model, optimizer)
+    kept_graph = model(torch.randn(2, WIDTH)).sum()
+    parameter = weakref.ref(model.layers[0][0].weight.untyped_storage())
+    module = weakref.ref(model.layers[0])
+    del model, optimizer, kept_graph
+    gc.collect()
+    assert parameter() is None
+    assert module() is None
+    check_trace(recording.trace, "test")
+
+
+def test_a_graph_that_lives_on_does_not_hold_the_model() -> None:
+    model, optimizer = make()
+    with umem.record(model, optimizer):
+        train(model, optimizer, 3)
+        loss = model(torch.randn(2, WIDTH)).sum()
+        loss.backward(retain_graph=True)  # ends in the middle of a step
+    weight, module = model.first.weight, weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert module() is None
+    assert weight.grad is not None
+    before = weight.grad.clone()
+    loss.backward()  # the hooks in it have nobody to tell
+    torch.testing.assert_close(weight.grad, 2 * before)
+
+
+def test_copies_made_while_recording_are_not_recorded() -> None:
+    model, optimizer = make()
+    with umem.record(model, optimizer, clock=Ticks()) as recording:
+        train(model, optimizer, 2)
+        averaged = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert hook_count(model, optimizer) > 0
+        for step in range(5):
+            averaged(torch.randn(3, WIDTH)).sum().backward()
+            train(model, optimizer, 1)
+            assert recording.done == (step >= 3)
+    expected = recorded(*make())
+    assert trace_fingerprint(recording.trace) == expected
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    inputs = torch.randn(3, WIDTH)
+    torch.testing.assert_close(loaded.eval()(inputs), pickle.loads(pickle.dumps(loaded))(inputs))
+
+
+# ---------------------------------------------------------------------------------- between
+
+
+def test_evaluation_is_not_recorded() -> None:
+    def fingerprint(evaluate: Callable[[nn.Module], object]) -> str:
+        model, optimizer = make()
+        with umem.record(model, optimizer, clock=Ticks()) as recording:
+            for _ in range(7):
+                evaluate(model)
+                loss = model(torch.randn(4, WIDTH)).square().mean()
+                evaluate(model)
+                loss.backward()
+                evaluate(model.layers[1])
+                optimizer.step()
+                optimizer.zero_grad()
+        return trace_fingerprint(recording.trace)
+
+    @torch.no_grad()
+    def without_gradients(module: nn.Module) -> None:
+        module(torch.randn(9, WIDTH))
+
+    @torch.inference_mode()
+    def by_inference(module: nn.Module) -> None:
+        module(torch.randn(9, WIDTH))
+
+    expected = fingerprint(lambda _: None)
+    assert fingerprint(without_gradients) == expected
+    assert fingerprint(by_inference) == expected
+
+
+def test_two_models_are_recorded_side_by_side() -> None:
+    expected = [recorded(*make(layers)) for layers in (2, 4)]
+    first, second = make(2), make(4)
+    with (
+        umem.record(*first, clock=Ticks()) as one,
+        umem.record(*second, clock=Ticks()) as other,
+    ):
+        for _ in range(7):
+            train(*first, 1)
+            train(*second, 1)
+    assert [trace_fingerprint(recording.trace) for recording in (one, other)] == expected
+    for pair in (first, second):
+        check_no_trace_left(*pair)
+
+
+def test_recordings_may_end_in_any_order() -> None:
+    pairs = make(2), make(3)
+    recordings = [umem.record(*pair) for pair in pairs]
+    for recording in recordings:
+        recording.__enter__()
+    for pair in pairs:
+        train(*pair, 3)
+    for recording in recordings:  # the first one first
+        recording.__exit__(None, None, None)
+    for pair in pairs:
+        check_no_trace_left(*pair)
+
+
+def test_a_wrapper_around_backward_stays() -> None:
+    model, optimizer = make()
+    original = torch.autograd.backward
+    calls = []
+    with umem.record(model, optimizer):
+        train(model, optimizer, 2)
+        replaced = torch.autograd.backward
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return replaced(*args, **kwargs)
+
+        torch.autograd.backward = counting
+        train(model, optimizer, 6)
+    assert torch.autograd.backward is counting
+    train(model, optimizer, 1)
+    assert len(calls) == 7
+    torch.autograd.backward = replaced
+    with umem.record(model, optimizer) as recording:  # the one that stayed serves again
+        train(model, optimizer, 6)
+    assert recording.done
+    assert torch.autograd.backward is original
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+class FaultError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "loop", "optimizer"])
+@pytest.mark.parametrize("step_of_fault", [2, 4])  # the one that is looked at, and a timed one
+def test_an_exception_ends_the_recording_and_nothing_else(place: str, step_of_fault: int) -> None:
+    model, optimizer = make()
+    raised = FaultError("out of memory, say")
+    recording = umem.record(model, optimizer)
+
+    def run() -> None:
+        with recording:
+            train(model, optimizer, step_of_fault)
+            faulty_step(model, optimizer, place, raised)
+
+    with pytest.raises(FaultError) as caught:
+        run()
+    assert caught.value is raised
+    assert raised.__cause__ is None
+    assert raised.__context__ is None
+    check_no_trace_left(model, optimizer)
+    assert not recording.done
+    timed = max(step_of_fault - 3, 0)
+    with pytest.raises(TraceError, match=f"Net: {timed} of 3 steps are recorded after"):
+        _ = recording.trace
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "loop", "optimizer"])
+@pytest.mark.parametrize("step_of_fault", [2, 4])
+def test_a_step_that_failed_and_was_skipped_is_left_out(place: str, step_of_fault: int) -> None:
+    expected = recorded(*make())
+    model, optimizer = make()
+    with umem.record(model, optimizer, clock=Ticks()) as recording:
+        train(model, optimizer, step_of_fault)
+        with pytest.raises(FaultError):
+            faulty_step(model, optimizer, place, FaultError())
+        optimizer.zero_grad()
+        train(model, optimizer, 8)
+        assert recording.done
+    assert trace_fingerprint(recording.trace) == expected
+
+
+def faulty_step(model: Net, optimizer: torch.optim.Optimizer, place: str, error: Exception) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    undo: Callable[[], None] = lambda: None  # noqa: E731
+    try:
+        if place == "forward":
+            undo = model.layers[1][1].register_forward_hook(fail).remove
+        loss = model(torch.randn(4, WIDTH)).sum()
+        if place == "backward":
+            undo = model.layers[1][0].weight.register_hook(fail).remove
+        loss.backward()
+        if place == "loop":
+            raise error
+        undo = optimizer.register_step_pre_hook(fail).remove
+        optimizer.step()
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_an_in_place_error_is_raised_all_the_same(steps: int) -> None:
+    model, optimizer = make()
+
+    def run() -> None:
+        with umem.record(model, optimizer):
+            train(model, optimizer, steps)
+            loss = model(torch.randn(4, WIDTH)).exp()
+            loss.add_(1)
+            loss.sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run()
+    check_no_trace_left(model, optimizer)
+
+
+def test_a_fault_of_the_recorder_does_not_reach_the_training() -> None:
+    class Broken(WallClock):
+        marks = 0
+
+        def mark(self) -> int:
+            self.marks += 1
+            if self.marks > 40:
+                raise OSError("no clock any more")
+            return 0
+
+    plain, (model, optimizer) = train(*make(), 7), make()
+    with umem.record(model, optimizer, clock=Broken()) as recording:
+        torch.manual_seed(0)
+        make()  # the same random numbers as before the plain run
+        losses = train(model, optimizer, 7)
+        assert hook_count(model, optimizer) == WATCHING
+    assert losses == plain
+    with pytest.raises(TraceError, match="recording ended with OSError: no clock any more"):
+        _ = recording.trace
+
+
+def test_a_fault_of_the_recorder_in_the_optimizers_hook_leaves_those_of_others() -> None:
+    """torch goes through an optimizer's hooks without a copy: none may go meanwhile."""
+
+    class Broken(WallClock):
+        def mark(self) -> int:
+            if len(begun) > len(ended):
+                raise OSError("no clock any more")
+            return 0
+
+    model, optimizer = make()
+    begun, ended = [], []
+    hooks = [optimizer.register_step_pre_hook(lambda *_: begun.append("first"))]
+    with umem.record(model, optimizer, clock=Broken()) as recording:
+        hooks.append(optimizer.register_step_pre_hook(lambda *_: begun.append("second")))
+        hooks.append(optimizer.register_step_post_hook(lambda *_: ended.extend(begun[-2:])))
+        failed = []
+        for steps in (3, 2):  # then time is taken
+            train(model, optimizer, steps)
+            failed.append(recording.failed)
+    assert failed == [False, True]
+    assert begun == ["first", "second"] * 5
+    for handle in hooks:
+        handle.remove()
+    check_no_trace_left(model, optimizer)
+
+
+def test_a_run_is_recorded_again_among_other_hooks() -> None:
+    """Such as after the batches have changed, while a first plan is carried out."""
+    model, optimizer = make()
+    expected = recorded(model, optimizer)
+    packed = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    handle = model.layers[1].register_forward_hook(lambda *_: None)
+    with umem.record(model, optimizer, clock=Ticks()) as recording:
+        for step in range(8):
+            train(model, optimizer, 1)
+            with torch.no_grad():
+                model(torch.randn(9, WIDTH))  # an evaluation in between
+            if step == 0:
+                train(*make(2), 1)  # another model
+    handle.remove()
+    assert trace_fingerprint(recording.trace) == expected
+    with (
+        umem.record(model, optimizer, clock=Ticks()) as again,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        train(model, optimizer, 7)
+    # Hooks of others take what autograd saves, so that all the rest is as before.
+    assert packed
+    assert again.saved_tensors == ()
+    assert recording.saved_tensors != ()
+    assert [p.label for p in again.phases] == [p.label for p in recording.phases]
+    check_no_trace_left(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps is 0: give a whole number from 1 on"),
+        ({"warmup": True}, "warmup is True: give a whole number"),
+        ({"model": 3}, "model is a int: give a torch.nn.Module"),
+        ({"optimizer": 3}, "optimizer is a int: give a torch.optim.Optimizer"),
+        ({"optimizer": make()[1]}, "the optimizer trains no parameter of Net"),
+        ({"blocks": ["layer"]}, "Net has no module 'layer', did you mean 'layers'"),
+    ],
+)
+def test_bad_arguments_are_explained(options: dict[str, Any], message: str) -> None:
+    model, optimizer = make()
+    with pytest.raises(TraceError, match=message):
+        umem.record(**{"model": model, "optimizer": optimizer, **options})
+
+
+def test_a_recording_is_used_once_and_inside_a_block() -> None:
+    model, optimizer = make()
+    recording = umem.record(model, optimizer)
+    with pytest.raises(TraceError, match="nothing is recorded yet: train inside"):
+        _ = recording.trace
+    with recording, pytest.raises(TraceError, match="used once"):
+        recording.__enter__()
+
+
+# ---------------------------------------------------------------------------------- signatures
+
+
+def test_a_step_of_other_shapes_is_told_before_it_runs() -> None:
+    model, optimizer = make()
+    told: list[bool] = []
+    recording = umem.record(model, optimizer)
+
+    def tell(*_: object) -> None:
+        told.append(recording.matches)
+
+    handle = model.first.register_forward_pre_hook(tell)
+    with recording:
+        train(model, optimizer, 6)
+        assert recording.signature == recording.step_signature
+        assert str(recording.signature) == "0 4x16 float32"
+        told.clear()
+        train(model, optimizer, 1, batch=5)
+        assert str(recording.step_signature) == "0 5x16 float32"
+        tell()
+        train(model, optimizer, 1)
+        tell()
+        model(torch.randn(4, WIDTH)).sum().backward()  # two calls in one step
+        train(model, optimizer, 1)
+        tell()
+    assert told == [False, False, True, True, True, False, False]
+    handle.remove()
+
+
+def test_steps_of_two_lengths_are_told_apart() -> None:
+    expected = recorded(*make())
+    model, optimizer = make()
+    with umem.record(model, optimizer, clock=Ticks()) as recording:
+        for step in range(20):
+            train(model, optimizer, 1, batch=4 if step % 3 else 6)
+    assert str(recording.signature) == "0 4x16 float32"
+    assert trace_fingerprint(recording.trace) == expected
+
+
+def test_a_run_that_never_repeats_itself_is_not_recorded() -> None:
+    model, optimizer = make()
+    with umem.record(model, optimizer) as recording:
+        for step in range(15):
+            train(model, optimizer, 1, batch=step + 1)
+        assert hook_count(model, optimizer) > WATCHING
+    assert not recording.matches
+    with pytest.raises(TraceError, match="8 steps unlike each other were seen; pad batches"):
+        _ = recording.trace
+
+
+def test_a_signature_lists_every_call_of_a_step() -> None:
+    model, optimizer = make()
+    with umem.record(model, optimizer) as recording:
+        for _ in range(6):
+            for batch in (2, 3):
+                model(torch.randn(batch, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert recording.signature is not None
+    assert [call[0][1] for call in recording.signature.calls] == [(2, WIDTH), (3, WIDTH)]
+    assert recording.trace.phase_names.count("forward layers.0") == 2
+
+
+# ---------------------------------------------------------------------------------- neighbours
+
+
+def test_hooks_of_others_are_called_as_before() -> None:
+    model, optimizer = make()
+    calls = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+        layer.register_forward_hook(lambda *_: calls.append("after"))
+        layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    with umem.record(model, optimizer) as recording:
+        train(model, optimizer, 6)
+    assert calls == (["before", "after"] * 3 + ["backward"] * 3) * 6
+    assert "backward layers.1" in recording.trace.phase_names
+
+
+@pytest.mark.parametrize("around", ["loop", "forward", "loss"])
+def test_offloaded_activations_stay_offloaded(around: str) -> None:
+    """Hooks on saved tensors are exclusive: those of the program have to win."""
+    packed = []
+
+    def offload() -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            packed.append(tensor.shape)
+            return tensor.clone()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def place(name: str) -> Any:
+        return offload() if name == around else nullcontext()
+
+    counts = []
+    for is_recorded in (False, True):
+        packed.clear()
+        model, optimizer = make()
+        recording = umem.record(model, optimizer) if is_recorded else nullcontext()
+        with recording, place("loop"):
+            for _ in range(6):
+                with place("forward"):
+                    output = model(torch.randn(4, WIDTH))
+                with place("loss"):
+                    output.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        counts.append(len(packed))
+        if isinstance(recording, StepRecording):
+            check_trace(recording.trace, "test")
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_closure_runs_the_model_inside_the_optimizer() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    inputs = torch.randn(4, WIDTH)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    with umem.record(model, optimizer) as recording:
+        for _ in range(6):
+            optimizer.step(closure)
+    trace = recording.trace
+    check_trace(trace, "test")
+    assert trace.phase_names[0] == "forward Net"
+    assert "backward layers.0" in trace.phase_names
+    assert trace.phase_names[-4:] == (
+        "optimizer first",
+        *(f"optimizer layers.{number}" for number in range(3)),
+    )
+    gradients = trace.tensor_class == TensorClass.GRADIENTS.number
+    assert gradients.sum() == 14
+
+
+def test_a_compiled_model_is_recorded_as_a_whole() -> None:
+    model, optimizer = make()
+    compiled: Any = torch.compile(model, backend="eager")
+    with umem.record(compiled, optimizer) as recording:
+        train(compiled, optimizer, 7)
+    check_trace(recording.trace, "test")
+    assert "forward OptimizedModule" in recording.trace.phase_names
+
+
+def test_gradients_taken_by_hand_are_followed_too() -> None:
+    model, optimizer = make()
+    with umem.record(model, optimizer) as recording:
+        for _ in range(6):
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+            parameters = list(model.parameters())
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+    trace = recording.trace
+    check_trace(trace, "test")
+    assert "backward layers.0" in trace.phase_names
+    gradients = trace.tensor_class == TensorClass.GRADIENTS.number
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert trace.tensor_bytes[gradients].sum() == parameter_bytes
+
+
+# ---------------------------------------------------------------------------------- cost
+
+
+def test_recording_costs_little() -> None:
+    """Alternating steps with and without, so that other work on the machine weighs on both.
+
+    The bound is loose: a step on the CPU is short and noisy.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = torch.randn(256, 256)
+
+    def step_s() -> float:
+        start = time.perf_counter()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    def median_s(steps: Iterable[float]) -> float:
+        return statistics.median(list(steps))
+
+    plain, timed, after = [], [], []
+    for _ in range(6):
+        plain.append(median_s(step_s() for _ in range(4)))
+        with umem.record(model, optimizer, steps=5, warmup=1) as recording:
+            step_s(), step_s()
+            timed.append(median_s(step_s() for _ in range(4)))
+            step_s()
+            assert recording.done
+            after.append(median_s(step_s() for _ in range(4)))
+    base = median_s(plain)
+    print(
+        f"\nplain {base * 1e3:.2f} ms, recording {median_s(timed) / base - 1:+.1%}, "
+        f"done {median_s(after) / base - 1:+.1%}"
+    )
+    assert median_s(timed) < 1.25 * base
+    assert median_s(after) < 1.25 * base

@@ -1,0 +1,136 @@
+"""Which modules a step is cut at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from umem.config import did_you_mean
+from umem.errors import TraceError
+
+__all__ = ["Block", "find_blocks"]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A module whose passes are phases of their own, and what these are called."""
+
+    name: str
+    module: nn.Module
+    forward: str = field(init=False)
+    backward: str = field(init=False)
+    recompute: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        for kind in ("forward", "backward", "recompute"):
+            object.__setattr__(self, kind, f"{kind} {self.name}")
+
+
+def find_blocks(model: nn.Module, chosen: Iterable[str | nn.Module] | None) -> tuple[Block, ...]:
+    """Cut a model into blocks that do not overlap.
+
+    Parameters
+    ----------
+    model
+        The model.
+    chosen
+        Modules, or their names in the model; a :class:`~torch.nn.ModuleList` stands for the modules
+        in it. By default the modules of a chain, a list or a :class:`~torch.nn.Sequential` of two
+        or more: of the one with the largest product of length and bytes of parameters, which are
+        the layers of a transformer, and of every other one that is disjoint from it.
+
+    Returns
+    -------
+    tuple of Block
+        The chosen ones, and beside them the outermost modules with parameters that contain none of
+        them: embeddings, the last norm, the head. In the order of the model.
+
+    Raises
+    ------
+    TraceError
+        For a name or module that the model does not have, or one inside another.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    parts = _default_parts(model) if chosen is None else _chosen_parts(model, names, chosen)
+    parts.discard(model)  # the whole model is no part of it
+    found = {module: names[module] for module in _cut(model, parts)}
+    return tuple(
+        Block(name, module) for module, name in names.items() if found.get(module) is not None
+    )
+
+
+def _default_parts(model: nn.Module) -> set[nn.Module]:
+    chains = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(_members(module)) > 1
+    ]
+    if not chains:
+        return set(_children(model))
+    best = max(chains, key=lambda chain: len(_members(chain)) * _parameter_bytes(chain))
+    picked = [best]
+    for chain in chains:  # outermost first
+        inside = set(chain.modules())
+        if not any(chain in set(other.modules()) or other in inside for other in picked):
+            picked.append(chain)
+    return {member for chain in picked for member in _members(chain)}
+
+
+def _children(model: nn.Module) -> list[nn.Module]:
+    """Children with parameters, of the outermost module that has more than one."""
+    children = _members(model)
+    while len(children) == 1 and _members(children[0]):
+        children = _members(children[0])
+    return children
+
+
+def _chosen_parts(
+    model: nn.Module, names: dict[nn.Module, str], chosen: Iterable[str | nn.Module]
+) -> set[nn.Module]:
+    if isinstance(chosen, str | nn.Module):
+        raise TraceError(f"blocks is a {type(chosen).__name__}: give a list of names or modules")
+    modules = {name: module for module, name in names.items()}
+    parts: dict[nn.Module, None] = {}
+    for choice in chosen:
+        module = modules.get(choice) if isinstance(choice, str) else choice
+        if module is None:
+            hint = did_you_mean(str(choice), modules) or "."
+            raise TraceError(
+                f"blocks: {type(model).__name__} has no module {choice!r}{hint} "
+                "model.named_modules() lists them"
+            )
+        if module not in names:
+            raise TraceError(
+                f"blocks: a {type(module).__name__} is no module of {type(model).__name__}: give "
+                "modules of the model that is recorded, or their names"
+            )
+        is_list = isinstance(module, nn.ModuleList)  # which is not called
+        parts.update(dict.fromkeys(list(module.children()) if is_list else [module]))
+    for part in parts:
+        for inner in part.modules():
+            if inner is not part and inner in parts:
+                raise TraceError(
+                    f"blocks: {names[inner]!r} lies inside {names[part]!r}: choose one of them"
+                )
+    return set(parts)
+
+
+def _cut(module: nn.Module, parts: set[nn.Module], *, is_root: bool = True) -> Iterator[nn.Module]:
+    """The parts, and the outermost modules with parameters that contain none."""
+    if module in parts:
+        yield module
+    elif is_root or any(inner in parts for inner in module.modules()):
+        for child in module.children():
+            yield from _cut(child, parts, is_root=False)
+    elif any(True for _ in module.parameters()):
+        yield module
+
+
+def _members(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.children() if any(True for _ in child.parameters())]
+
+
+def _parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

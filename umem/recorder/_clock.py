@@ -1,0 +1,116 @@
+"""When the phases of a step begin, on the device that runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Clock", "CudaClock", "WallClock", "clock_for"]
+
+
+class Clock(Protocol):
+    """Marks moments without waiting for them; they are read when they are past.
+
+    A mark is whatever the clock makes of it: others only hand it back.
+    """
+
+    def is_usable(self) -> bool:
+        """Whether marks that are taken now can be read later."""
+
+    def mark(self) -> Any:
+        """The moment at which the device has done what it was given so far."""
+
+    def is_past(self, mark: Any) -> bool:
+        """Whether a mark can be read without waiting."""
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """Time from one mark to another, after waiting for both."""
+
+    def reserve(self, count: int) -> None:
+        """Get ready for so many marks that are held at the same time."""
+
+    def release(self, marks: Iterable[Any]) -> None:
+        """Take marks back that nobody reads any more."""
+
+
+class CudaClock:
+    """CUDA events on the current stream of a device.
+
+    Parameters
+    ----------
+    device
+        A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._free: list[torch.cuda.Event] = []
+        # By address: to ask torch for the current stream costs more than to record an event.
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def is_usable(self) -> bool:
+        """Not while a graph is captured: its events have no time, and to ask ends the capture."""
+        return not torch.cuda.is_current_stream_capturing()
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event; the autograd engine runs a node on the stream of its forward pass."""
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        address = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = self._streams.get(address)
+        if stream is None:
+            stream = self._streams[address] = torch.cuda.current_stream(self._device)
+        event.record(stream)
+        return event
+
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has come to the event."""
+        return mark.query()
+
+    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        """Time between two events on the device."""
+        second.synchronize()
+        return first.elapsed_time(second) * 1e-3
+
+    def reserve(self, count: int) -> None:
+        """Make the events now: the driver does so when an event is recorded for the first time."""
+        marks = [self.mark() for _ in range(count)]
+        self.release(marks)
+
+    def release(self, marks: Iterable[torch.cuda.Event]) -> None:
+        """Keep the events for later marks: to make one costs more than to record it."""
+        self._free.extend(marks)
+
+
+class WallClock:
+    """The host's clock, for models that run on the CPU."""
+
+    def is_usable(self) -> bool:
+        """Always."""
+        return True
+
+    def mark(self) -> int:
+        """Nanoseconds since some moment."""
+        return time.perf_counter_ns()
+
+    def is_past(self, mark: int) -> bool:
+        """Always: an operator on the CPU is done when it returns."""
+        return True
+
+    def seconds(self, first: int, second: int) -> float:
+        """Time between two marks."""
+        return (second - first) * 1e-9
+
+    def reserve(self, count: int) -> None:
+        """Nothing to get ready."""
+
+    def release(self, marks: Iterable[int]) -> None:
+        """Nothing to keep."""
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device: CUDA's events on a GPU, the host's clock elsewhere."""
+    return CudaClock(device) if device.type == "cuda" else WallClock()

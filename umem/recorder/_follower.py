@@ -1,0 +1,308 @@
+"""Cuts a running training step into phases."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+
+from umem.recorder._backward import follow_backward
+from umem.recorder._blocks import Block
+from umem.recorder._guard import Guard
+from umem.recorder._hooks import Undo, hook_calls
+from umem.recorder._listener import StepListener
+from umem.recorder._look import Look
+from umem.recorder._tensors import tensors_with_history
+
+__all__ = ["AFTER_BACKWARD", "BACKWARD_LOSS", "FORWARD_LOSS", "OPTIMIZER", "Follower"]
+
+FORWARD_LOSS = "forward loss"
+"""From the model's return to the backward pass."""
+
+BACKWARD_LOSS = "backward loss"
+"""From the start of the backward pass to the first block."""
+
+AFTER_BACKWARD = "after backward"
+"""From the end of the backward pass to the next forward pass, or the optimizer."""
+
+OPTIMIZER = "optimizer"
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""-1 outside of a backward pass."""
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step in flight."""
+
+    number: int
+    look: Look | None
+    """None where nobody looks at its memory."""
+    label: str = ""
+    hooked: set[tuple[int, int]] = field(default_factory=set)
+    """Threads and numbers of the autograd nodes that tell when they are reached."""
+    left_at: int = -1
+    """Number of the next autograd node when a block was left last: if it is the next one still,
+    there is nothing of the model's own between that block and the one that is called."""
+    is_broken: bool = False
+
+
+class _Call(NamedTuple):
+    """A hooked module that runs."""
+
+    block: Block
+    following: str
+    """The phase after it."""
+    first_node: int
+    """Number of the next autograd node when it began."""
+
+
+class Follower:
+    """Tells a listener when the steps of a training begin and end, and the phases in them.
+
+    A step begins with the first call of the model for which gradients are wanted, and ends with the
+    optimizer's step. Between :meth:`start` and :meth:`stop`, which any hook may call, there are
+    hooks on the model, its blocks and backward passes; a call of the model that is under way at the
+    start is not followed. The owner passes the optimizer's hooks on, as torch does not let them
+    come or go while they are called.
+
+    Parameters
+    ----------
+    root, blocks
+        The model, and the modules in it whose passes are phases.
+    guard
+        Makes hooks.
+    listener
+        Told of everything.
+    """
+
+    def __init__(
+        self, root: Block, blocks: Iterable[Block], guard: Guard, listener: StepListener
+    ) -> None:
+        self._root = root
+        self._blocks = tuple(blocks)
+        self._guard = guard
+        self._listener = listener
+        self._reference = weakref.ref(self)
+        self._hooks: list[Undo] = []
+        self._step: _Step | None = None
+        self._step_count = 0
+        # The hooked modules that run; None for what is not followed.
+        self._open: list[_Call | None] = []
+        self._is_optimizer = False
+        self._passes = 0
+
+    def start(self) -> None:
+        """Follow from now on. Modules that are no blocks cost nothing by it."""
+        for block in (self._root, *self._blocks):
+            self._hooks += hook_calls(
+                block.module, partial(self._enter, block), partial(self._leave, block), self._guard
+            )
+        leave = follow_backward(
+            self._unowned(Follower._backward_begins), self._unowned(Follower._backward_ends)
+        )
+        end = weakref.finalize(self, leave)
+        end.atexit = False
+        self._hooks.append(end)
+
+    def _unowned(self, tell: Callable[[Follower, Any], None]) -> Callable[[Any], None]:
+        """A method for the process's list of listeners, which must not keep the model alive."""
+        this = self._reference
+
+        def call(value: Any) -> None:
+            follower = this()
+            if follower is None:
+                return
+            try:
+                tell(follower, value)
+            except Exception as error:
+                follower._guard.on_error(error)
+
+        return call
+
+    def stop(self) -> None:
+        """Take the hooks away and give up the step in flight, which the listener is not told of."""
+        for undo in self._hooks:
+            undo()
+        self._hooks.clear()
+        step, self._step = self._step, None
+        if step is not None and step.look is not None:
+            step.look.close()
+        self._open.clear()
+
+    # ------------------------------------------------------------------ modules
+
+    def _enter(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called."""
+        if not self._hooks:
+            return  # torch calls hooks that were taken away since the call began
+        if block is self._root and self._open:
+            self._clear_open()
+        in_backward = _graph_task() != -1
+        if not self._is_wanted(block, in_backward):
+            self._open.append(None)
+            return
+        step = self._step
+        if step is None:
+            step = self._step = self._begin()
+        is_outermost = not self._open and not in_backward
+        if in_backward:
+            label, following = block.recompute, block.backward
+        else:
+            label, following = block.forward, FORWARD_LOSS if is_outermost else step.label
+        if step.look is not None:
+            step.look.call_begins(args, kwargs, is_outermost=is_outermost)
+        if not is_outermost and not in_backward and _next_node() != step.left_at:
+            # Tells when the backward pass leaves the block for what lies before it.
+            self._hook(step, (*args, *kwargs.values()), 0, self._root.backward)
+        self._begin_phase(step, label)
+        is_root = block is self._root
+        if step.look is not None:
+            name = None if is_root else block.name
+            recomputed_for = following if in_backward else ""
+            step.look.call_runs(
+                name, args, kwargs, is_outermost=is_outermost, recomputed_for=recomputed_for
+            )
+        self._open.append(_Call(block, following, _next_node()))
+        if not is_root:
+            self._listener.block_begins(block, in_backward)
+
+    def _is_wanted(self, block: Block, in_backward: bool) -> bool:
+        if self._open:
+            return self._open[-1] is not None
+        if self._step is None and (in_backward or block is not self._root):
+            return False  # such as a call of the model that began before the following
+        return in_backward or torch.is_grad_enabled()  # otherwise an evaluation
+
+    def _begin(self) -> _Step:
+        memory = self._listener.step_begins()
+        look = None
+        if memory is not None:
+            look = Look(memory, self._blocks, self._guard, is_running=lambda: bool(self._open))
+        self._step_count += 1
+        return _Step(self._step_count, look)
+
+    def _clear_open(self) -> None:
+        """An interrupt has left calls behind."""
+        for call in reversed(self._open):
+            if call is not None and call.block is not self._root:
+                self._listener.block_ends(call.block)
+        self._open.clear()
+        if self._step is not None:
+            self._step.is_broken = True
+
+    def _leave(self, block: Block, output: Any, *, failed: bool) -> None:
+        """A module returns, or an exception goes through it."""
+        call = self._open.pop() if self._open else None
+        if call is None:
+            return
+        is_root = block is self._root
+        if not is_root:
+            self._listener.block_ends(block)
+        step = self._step
+        if step is None:
+            return
+        in_backward = _graph_task() != -1
+        # A checkpoint ends the computation in this way when it has all it needs.
+        step.is_broken |= failed and not in_backward
+        if not is_root:
+            self._hook(step, (output,), call.first_node, block.backward)
+            step.left_at = _next_node()
+        if step.look is not None:
+            step.look.call_ends(
+                None if is_root else block.name,
+                output,
+                is_recomputed=in_backward,
+                is_abandoned=failed and not self._open,
+            )
+        self._begin_phase(step, call.following)
+
+    # ------------------------------------------------------------------ the backward pass
+
+    def _hook(self, step: _Step, values: Iterable[object], first_node: int, label: str) -> None:
+        """Begin a phase when the backward pass reaches what has made these tensors.
+
+        Only nodes made since `first_node`: an earlier one belongs to the block before.
+        """
+        for tensor in tensors_with_history(values):
+            node: Any = tensor.grad_fn
+            key = (get_ident(), node._sequence_nr())  # nodes are numbered thread by thread
+            if key[1] >= first_node and key not in step.hooked:
+                step.hooked.add(key)
+                node.register_prehook(self._reaching(step.number, label))
+
+    def _reaching(self, number: int, label: str) -> Callable[[Any], None]:
+        this = self._reference  # the graph, which holds this, may live on
+
+        def reached(gradients: Any) -> None:
+            follower = this()
+            step = None if follower is None else follower._step
+            if follower is None or step is None or step.number != number or step.label == label:
+                return
+            try:
+                if step.look is not None:
+                    step.look.hand_on(gradients, "gradient")
+                follower._begin_phase(step, label)
+                if step.look is not None:
+                    step.look.take(gradients)
+            except Exception as error:
+                follower._guard.on_error(error)
+
+        return reached
+
+    def _backward_begins(self, roots: object) -> None:
+        """A backward pass begins; within another one, it is a checkpoint's."""
+        self._passes += 1
+        step = self._step
+        if step is None or self._passes > 1:
+            return
+        if step.look is not None:
+            step.look.forward_ends(roots)
+        self._begin_phase(step, BACKWARD_LOSS)
+        if step.look is not None:
+            step.look.take(roots)
+
+    def _backward_ends(self, failed: bool) -> None:
+        """It is over."""
+        self._passes = max(self._passes - 1, 0)
+        step = self._step
+        if step is None or self._passes:
+            return
+        step.is_broken |= failed
+        self._begin_phase(step, OPTIMIZER if self._is_optimizer else AFTER_BACKWARD)
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def optimizer_begins(self) -> None:
+        """The optimizer's step begins; a closure in it may run the model."""
+        step = self._step
+        if step is not None:
+            step.is_broken |= self._is_optimizer  # an exception has ended the one before
+            if step.look is not None:
+                step.look.memory.begin_optimizer()
+            self._begin_phase(step, OPTIMIZER)
+        self._is_optimizer = True
+
+    def optimizer_ends(self) -> None:
+        """It is done, and with it the step, if there was one."""
+        self._is_optimizer = False
+        step, self._step = self._step, None
+        if step is None:
+            return
+        try:
+            self._listener.step_ends(step.is_broken or step.label != OPTIMIZER)
+        finally:
+            if step.look is not None:
+                step.look.close()
+
+    def _begin_phase(self, step: _Step, label: str) -> None:
+        step.label = label
+        self._listener.phase_begins(label)
+        if step.look is not None:
+            step.look.memory.begin_phase(label)

@@ -1,0 +1,92 @@
+"""The tensors in what modules take and return, and in what optimizers hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["named_tensors", "plain_tensors", "tensors_with_history"]
+
+_DEEPEST = 8
+"""Containers within containers are looked into so far; one may hold itself."""
+
+_SEQUENCES = (tuple, list)
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Most of what modules are given beside tensors."""
+
+
+def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in mappings, sequences and dataclasses, by where they are: ``batch.labels``.
+
+    Parameters
+    ----------
+    value
+        A tensor, or what may hold some.
+    name
+        Of the value itself.
+    """
+    return _named_tensors(value, name, 0)
+
+
+def _named_tensors(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    parts: Any
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = vars(value).items()
+    else:
+        return
+    if depth < _DEEPEST:
+        for key, part in parts:
+            yield from _named_tensors(part, f"{name}.{key}" if name else str(key), depth + 1)
+
+
+def tensors_with_history(values: Iterable[object]) -> list[torch.Tensor]:
+    """Tensors that autograd has made a node for; without names, as it runs in every step.
+
+    Parameters
+    ----------
+    values
+        Each of them as for :func:`named_tensors`.
+    """
+    found: list[torch.Tensor] = []
+    _add_with_history(values, found, 0)
+    return found
+
+
+def _add_with_history(values: Iterable[object], found: list[torch.Tensor], depth: int) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is torch.Tensor or isinstance(value, torch.Tensor):
+            if value.grad_fn is not None:  # type: ignore[attr-defined]
+                found.append(value)  # type: ignore[arg-type]
+        elif kind in _PLAIN or depth == _DEEPEST:
+            continue
+        elif isinstance(value, _SEQUENCES):
+            _add_with_history(value, found, depth + 1)
+        elif isinstance(value, dict | Mapping):  # a dictionary is told sooner
+            _add_with_history(value.values(), found, depth + 1)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            _add_with_history(vars(value).values(), found, depth + 1)
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a tensor subclass wraps; a plain tensor itself."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:  # nearly all
+        yield tensor
+        return
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        for attribute in wrapper.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(wrapper, attribute))
+    elif tensor.layout is torch.strided:
+        yield tensor
