@@ -36,6 +36,8 @@ __all__ = [
     "driver_version",
     "is_read_mostly",
     "last_prefetch_location",
+    "launch",
+    "load_function",
     "memory_type",
     "nvml_memory_bytes",
     "nvml_nvlink_c2c",
@@ -298,6 +300,19 @@ def memory_type(address: int) -> str:
     _start_driver()
     attributes = _call_runtime("cudaPointerGetAttributes", address, subject=f"{address:#x}")
     return str(_runtime().cudaMemoryType(attributes.type).name)
+
+
+def load_function(ptx: str, name: str) -> Any:
+    """Compile PTX for the current device, in its primary context; the function of that name."""
+    module = _call_driver("cuModuleLoadData", ptx.encode(), subject=name)
+    return _call_driver("cuModuleGetFunction", module, name.encode(), subject=name)
+
+
+def launch(function: Any, blocks: int, threads: int, stream: int, numbers: Sequence[int]) -> None:
+    """Start a function of 64-bit arguments on a stream."""
+    arguments = (tuple(numbers), (ctypes.c_uint64,) * len(numbers))
+    grid = blocks, 1, 1, threads, 1, 1
+    _call_driver("cuLaunchKernel", function, *grid, 0, stream, arguments, 0)
 
 
 def prefetch(range_: Range, location: Location, stream: int) -> None:

@@ -1,0 +1,123 @@
+"""Activation offload on the real card, under torch's own allocator and under umem's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from umem.activations import ActivationStore, CudaMover
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Job
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def facts(start: Callable[..., Job]) -> dict[str, Any]:
+    """One after the other: each measures bandwidth."""
+    found = {}
+    for policy in ("stock", "sft"):
+        found[policy] = start("offloading.py", policy, UMEM_MANAGED_LIMIT="6GiB").facts()
+    return found
+
+
+@pytest.mark.parametrize("policy", ["stock", "sft"])
+@pytest.mark.parametrize("name", ["linear", "layernorm+linear", "layernorm+mlp"])
+def test_memory_after_the_forward_pass(facts: dict[str, Any], policy: str, name: str) -> None:
+    told = facts[policy][name]
+    print(policy, name, {key: told[key] / MIB for key in ("off", "on", "one", "weights")})
+    assert told["on"] < told["off"]
+    assert told["on"] - told["one"] < told["weights"]
+
+
+@pytest.mark.parametrize("policy", ["stock", "sft"])
+@pytest.mark.parametrize("name", ["linear", "layernorm+linear", "layernorm+mlp"])
+def test_results_are_equal_to_the_bit(facts: dict[str, Any], policy: str, name: str) -> None:
+    told = facts[policy][name]
+    assert all(told["equal"])
+    tensors_out, tensors_in, late = told["tensors"]
+    assert tensors_out == tensors_in >= 4
+    assert late == 0
+
+
+@pytest.mark.parametrize("policy", ["stock", "sft"])
+def test_nothing_races_and_nobody_waits(facts: dict[str, Any], policy: str) -> None:
+    told = facts[policy]["races"]
+    print(policy, told)
+    assert told["wrong"] == 0
+    assert told["late"] == 4 * 4
+    assert max(told["waits_ms"]) < told["sleeps_ms"] / 2
+
+
+@pytest.mark.parametrize("policy", ["stock", "sft"])
+def test_bandwidth(facts: dict[str, Any], policy: str) -> None:
+    told = facts[policy]["bandwidth"]
+    print(policy, told)
+    assert told["out"] >= 0.9 * told["plain_out"]
+    assert told["in"] >= 0.9 * told["plain_in"]
+
+
+@pytest.mark.parametrize("policy", ["stock", "sft"])
+def test_compute_beside_sending(facts: dict[str, Any], policy: str) -> None:
+    told = facts[policy]["beside_compute"]
+    print(policy, told)
+    assert told["beside"] <= 1.05 * told["alone"]
+
+
+@pytest.mark.parametrize("policy", ["stock", "sft"])
+def test_graph_capture(facts: dict[str, Any], policy: str) -> None:
+    assert facts[policy]["capture"] == {"opened": False, "equal": True}
+
+
+def test_host_memory_is_pinned_and_given_back() -> None:
+    mover = CudaMover(torch.device("cuda", 0))
+    memory = mover.allocate_host(6 * MIB)
+    assert memory.nbytes == 6 * MIB
+    assert memory.is_pinned()
+    address = memory.data_ptr()
+    mover.free_host(memory)
+    again = torch.cuda.cudart().cudaHostRegister(address, 6 * MIB, 0)
+    assert int(again) == 0, "it was not pinned any more"
+    mover.free_host(memory)
+
+
+def test_a_refused_pin_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = CudaMover(torch.device("cuda", 0))
+    monkeypatch.setattr("umem.activations._cuda_mover._PORTABLE", 1 << 20)  # no such flag
+    with pytest.raises(MemoryError, match="which CUDA cannot pin"):
+        mover.allocate_host(2 * MIB)
+    assert torch.full((4,), 3.0, device="cuda").sum().item() == 12
+
+
+def test_backward_on_another_stream() -> None:
+    store = ActivationStore("cuda")
+    x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        store.open_group("a")
+        y = (x * 2).exp()
+        store.close_group()
+        assert store.send("a") == store.release("a") == 4 * MIB
+    store.fetch("a")
+    torch.cuda.current_stream().wait_stream(side)
+    y.sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    assert x.grad is not None
+    assert torch.equal(x.grad, (x.detach() * 2).exp() * 2)
+
+
+def test_other_devices_stay() -> None:
+    store = ActivationStore("cuda")
+    x = torch.randn(1024, 1024, requires_grad=True)
+    store.open_group("a")
+    y = x.exp()
+    store.close_group()
+    assert store.send("a") == 0
+    y.sum().backward()

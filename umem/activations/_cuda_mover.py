@@ -1,0 +1,146 @@
+"""Copies between a GPU and pinned host memory, on streams of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from umem.activations._copy_kernel import BLOCKS_IN, BLOCKS_OUT, CopyKernel, is_managed
+from umem.activations._host_pool import HostBuffer
+from umem.activations._mover import bytes_of
+from umem.allocator import is_enabled
+
+__all__ = ["CudaMover"]
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for every context of the process."""
+
+
+class CudaMover:
+    """Moves tensors of one GPU, one stream for each direction.
+
+    Parameters
+    ----------
+    device
+        The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outward = torch.cuda.Stream(device)
+        self._inward = torch.cuda.Stream(device)
+        self._process = os.getpid()
+        self._kernel: CopyKernel | None = None
+        # torch's own allocator gives plain device memory only.
+        self._may_be_managed = is_enabled()
+
+    def is_ready(self) -> bool:
+        """Not while a graph is captured, which would be captured with the copies in it."""
+        return not torch.cuda.is_current_stream_capturing()
+
+    def stream(self) -> torch.cuda.Stream:
+        """The current stream of the device in this thread."""
+        return torch.cuda.current_stream(self._device)
+
+    def copy_out(
+        self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        """Copy storages into buffers, behind what the stream holds now."""
+        mark = torch.cuda.Event()
+        self._outward.wait_stream(stream)
+        with torch.cuda.stream(self._outward):
+            for storage, buffer in pairs:
+                if buffer.mark is not None:  # an earlier step may still read from it
+                    self._outward.wait_event(buffer.mark)
+                memory = buffer.memory[: storage.nbytes()]
+                self._copy(memory, bytes_of(storage), storage, BLOCKS_OUT, self._outward)
+                buffer.mark = mark
+        mark.record(self._outward)
+        return mark
+
+    def copy_in(
+        self, buffers: Sequence[tuple[HostBuffer, int]], stream: torch.cuda.Stream
+    ) -> list[tuple[torch.UntypedStorage, Any]]:
+        """Copy the first bytes of each buffer into new storages allocated on the stream."""
+        with torch.cuda.stream(stream):
+            blocks = [
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+                for _, size_bytes in buffers
+            ]
+        # The allocator hands out memory that the stream may still be using.
+        self._inward.wait_stream(stream)
+        moved: list[tuple[torch.UntypedStorage, Any]] = []
+        with torch.cuda.stream(self._inward):
+            for block, (buffer, size_bytes) in zip(blocks, buffers, strict=True):
+                self._inward.wait_event(buffer.mark)
+                memory = buffer.memory[:size_bytes]
+                self._copy(block, memory, block.untyped_storage(), BLOCKS_IN, self._inward)
+                buffer.mark = mark = torch.cuda.Event()
+                mark.record(self._inward)
+                moved.append((block.untyped_storage(), mark))
+        return moved
+
+    def _copy(
+        self,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        on_device: torch.UntypedStorage,
+        blocks: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        addresses = to.data_ptr(), source.data_ptr()
+        if self._may_be_managed and is_managed(on_device.data_ptr()):
+            self._kernel = self._kernel or CopyKernel(self._device)
+            if self._kernel.fits(*addresses):
+                self._kernel.copy(*addresses, source.nbytes, blocks, stream)
+                return
+        to.copy_(source, non_blocking=True)
+
+    def wait(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
+        """Let what the stream is given from now on wait for a mark."""
+        stream.wait_event(mark)
+
+    def use(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that another stream than the storage's own uses it."""
+        bytes_of(storage).record_stream(stream)
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        """Pinned memory of this size; torch's own pinned allocator takes powers of two.
+
+        A forked child does not get it: what a child shares, the parent's next write would move to
+        other pages than the GPU's.
+        """
+        try:
+            pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{size_bytes} bytes: {error}") from error
+        pages.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        with torch.cuda.device(self._device):
+            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, _PORTABLE)
+        if int(status) != 0:
+            self._forget_error()
+            raise MemoryError(f"{size_bytes} bytes, which CUDA cannot pin (error {int(status)})")
+        return memory
+
+    def free_host(self, memory: torch.Tensor) -> None:
+        """Unpin it; the last reference gives the pages back."""
+        # A forked child has no CUDA, and none of these pages.
+        if os.getpid() == self._process:
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def finish(self, mark: torch.cuda.Event) -> None:
+        """Wait, in this thread, until a mark is over."""
+        mark.synchronize()
+
+    def _forget_error(self) -> None:
+        # The runtime keeps the error of a refused call, and the next kernel launch would raise it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)

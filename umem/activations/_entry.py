@@ -1,0 +1,145 @@
+"""One storage that may wait in host memory, and the tensors that autograd saved of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from umem.activations._group import Group
+    from umem.activations._host_pool import HostBuffer, HostPool
+
+__all__ = ["Entry", "Handle", "Retired", "check_version"]
+
+Retired = tuple[torch.UntypedStorage, Any, Any]
+"""Device memory that a copy was still at work on when its entry ended, the copy's mark, and the
+stream that the memory belongs to."""
+
+
+class Entry:
+    """A storage: on the device, in a host buffer, or in both.
+
+    It lives as long as the handles that autograd holds, and then gives everything back. That may
+    happen in any thread and at any moment, so it takes no lock and makes no call to the device.
+
+    Attributes
+    ----------
+    storage
+        The device's copy; None after its release.
+    size_bytes
+        Bytes of the storage.
+    version
+        The newest version of the storage that was saved.
+    stream
+        What the device's copy belongs to.
+    buffer
+        The host's copy, once it was asked for.
+    mark
+        The last copy that the device's memory is part of.
+    is_arriving
+        Whether that copy is one to the device.
+    is_settled
+        Whether `stream` has waited for the mark.
+    is_kept
+        Whether it stays because the host had no room.
+    wanted_by
+        The groups that have not released it. Weak: those of a graph that is gone do not count.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_pool",
+        "_retired",
+        "buffer",
+        "is_arriving",
+        "is_kept",
+        "is_settled",
+        "mark",
+        "size_bytes",
+        "storage",
+        "stream",
+        "version",
+        "wanted_by",
+    )
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        version: int,
+        stream: Any,
+        pool: HostPool,
+        retired: deque[Retired],
+    ) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.size_bytes = storage.nbytes()
+        self.version = version
+        self.stream = stream
+        self.buffer: HostBuffer | None = None
+        self.mark: Any = None
+        self.is_arriving = False
+        self.is_settled = True
+        self.is_kept = False
+        self.wanted_by: set[weakref.ref[Group]] = set()
+        self._pool = pool
+        self._retired = retired
+
+    def is_wanted(self) -> bool:
+        """Whether a group that is still there has not released it."""
+        return any(group() is not None for group in self.wanted_by)
+
+    def under_way(self, mark: Any, *, arriving: bool) -> None:
+        """A copy of it was asked for."""
+        self.mark = mark
+        self.is_arriving = arriving
+        self.is_settled = mark is None
+
+    def __del__(self) -> None:
+        if self.storage is not None and not self.is_settled:
+            self._retired.append((self.storage, self.mark, self.stream))
+        if self.buffer is not None:
+            self._pool.give_back(self.buffer)
+
+
+class Handle:
+    """What autograd keeps in place of a saved tensor: where it is, and how it looks."""
+
+    __slots__ = ("_dtype", "_offset", "_probe", "_size", "_stride", "_version", "entry", "group")
+
+    def __init__(self, tensor: torch.Tensor, entry: Entry, group: Group) -> None:
+        self.entry = entry
+        self.group = group
+        self._dtype = tensor.dtype
+        self._offset = tensor.storage_offset()
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._version = tensor._version
+        # Shares the counter of in-place modifications with the tensor, but none of its memory.
+        self._probe = tensor.detach()
+        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def check(self) -> None:
+        """Raise autograd's error if the tensor was modified in place since it was saved."""
+        if self._probe._version != self._version:
+            raise _modified(self._probe, self._size, self._version)
+
+    def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor over a storage."""
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return tensor.set_(storage, self._offset, self._size, self._stride)
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise autograd's error if a tensor is not at this version: hooks take the check over."""
+    if tensor._version != version:
+        raise _modified(tensor, tensor.size(), version)
+
+
+def _modified(tensor: torch.Tensor, size: torch.Size, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.type()} {list(size)}] is at version {tensor._version}; expected "
+        f"version {version} instead."
+    )

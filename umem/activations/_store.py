@@ -1,0 +1,349 @@
+"""Saved tensors of one device, and the copies that make room for others."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Container, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from umem.activations._cuda_mover import CudaMover
+from umem.activations._entry import Entry, Handle, Retired, check_version
+from umem.activations._errors import OffloadError
+from umem.activations._group import Group, Kept
+from umem.activations._hooks import HookStack
+from umem.activations._host_mover import HostMover
+from umem.activations._host_pool import HostPool
+from umem.activations._mover import Mover
+from umem.activations._statistics import ActivationStatistics
+
+__all__ = ["MIN_BYTES", "ActivationStore"]
+
+MIN_BYTES = 1 << 20
+"""Smaller storages stay: 1 MiB takes 20 us to copy, which is about what asking for it takes."""
+
+
+class ActivationStore:
+    """Keeps what autograd saves, on the device or in host memory.
+
+    A *group* is what one call of a block saves. Around the call, `open_group` and `close_group` put
+    torch's saved-tensor hooks in place. What the group saved can then leave: `send` starts copies
+    to pinned host memory, `release` lets go of the device's, `fetch` starts copies back. None of
+    them waits for the device; the group's stream does. What the backward pass asks for and nobody
+    has fetched is fetched then.
+
+    Parameters
+    ----------
+    device
+        Tensors of other devices stay where they are.
+    mover
+        Who copies; by default the one that suits the device.
+    min_bytes
+        Smaller storages stay.
+    host_limit_bytes
+        Most host memory to hold at a time. By default only the host's own memory limits it, of
+        which a part stays in reserve (:data:`~umem.activations._host_pool.RESERVE_PARTS`).
+
+    Raises
+    ------
+    OffloadError
+        For a device that is neither a GPU nor the CPU, or a limit below 0.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        mover: Mover | None = None,
+        *,
+        min_bytes: int = MIN_BYTES,
+        host_limit_bytes: int | None = None,
+    ) -> None:
+        for name, value in (("min_bytes", min_bytes), ("host_limit_bytes", host_limit_bytes)):
+            if value is not None and value < 0:
+                raise OffloadError(f"{name} is {value}: give bytes, 0 or more")
+        self.device = torch.empty(0, device=device).device  # with its number
+        self._mover = _mover_of(self.device) if mover is None else mover
+        self._min_bytes = min_bytes
+        self._pool = HostPool(self._mover, host_limit_bytes)
+        self._retired: deque[Retired] = deque()
+        self._lock = threading.RLock()
+        self._stays: frozenset[int] = frozenset()
+        self._groups: weakref.WeakValueDictionary[Hashable, Group] = weakref.WeakValueDictionary()
+        # By address of the storage, which an entry holds for as long as it is in here.
+        self._resident: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._hooks = HookStack()
+        self._out, self._in, self._kept = _Sum(), _Sum(), _Sum()
+        self._late = 0
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the storages of these tensors stay, in place of those given before.
+
+        For buffers, and for what else lives longer than a step. Parameters and their views stay
+        anyway.
+        """
+        self._stays = frozenset(
+            tensor.untyped_storage()._cdata
+            for tensor in tensors
+            if tensor.layout is torch.strided
+            and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        )
+
+    # ------------------------------------------------------------------ groups
+
+    def open_group(self, key: Hashable, chosen: Container[int] | None = None) -> bool:
+        """See what autograd saves in this thread from now on, as one group.
+
+        Parameters
+        ----------
+        key
+            Names the group from now on. An older group of this name is the graph's alone.
+        chosen
+            Ordinals of the tensors that may leave, counted from 0 over all that are saved; None for
+            all. A storage leaves only if every tensor saved of it is chosen.
+
+        Returns
+        -------
+        bool
+            False where the store stays out: where somebody else's hooks are innermost, as a
+            checkpoint's are, where no gradients are wanted, in a backward pass, and where a graph
+            is compiled or captured. `close_group` is called all the same.
+        """
+        if not self._hooks.may_push() or not self._mover.is_ready():
+            self._hooks.stay_out()
+            return False
+        group = Group(key, chosen, self._mover.stream(), self._admit)
+        self._hooks.push(group.pack, self._unpack)
+        self._groups[key] = group
+        return True
+
+    def close_group(self) -> None:
+        """End what the last `open_group` of this thread began.
+
+        Raises
+        ------
+        OffloadError
+            If none is open.
+        """
+        self._hooks.pop()
+
+    def _admit(self, group: Group, tensor: torch.Tensor) -> Handle | None:
+        if tensor.layout is not torch.strided or tensor.device != self.device:
+            return None
+        if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if storage.nbytes() < self._min_bytes or address in self._stays:
+            return None
+        base = tensor if tensor._base is None else tensor._base
+        # The program has a leaf in its hands: a parameter, or an input that gradients are taken of.
+        if type(base) is not torch.Tensor or (base.is_leaf and base.requires_grad):
+            return None
+        if self._mover.stream() != group.stream:
+            return None  # neither the copy nor the memory's next user would wait for this stream
+        with self._lock:
+            entry = self._resident.get(address)
+            # What was copied before it was modified is not what is saved now.
+            if (
+                entry is None
+                or entry.stream != group.stream
+                or (entry.buffer is not None and entry.version != tensor._version)
+            ):
+                entry = Entry(storage, tensor._version, group.stream, self._pool, self._retired)
+                self._resident[address] = entry
+            entry.version = tensor._version
+            entry.wanted_by.add(group.reference)
+        return Handle(tensor, entry, group)
+
+    def _unpack(self, packed: Handle | Kept) -> torch.Tensor:
+        if type(packed) is tuple:
+            tensor, version = packed
+            check_version(tensor, version)
+            return tensor
+        assert isinstance(packed, Handle)
+        packed.check()
+        entry = packed.entry
+        with self._lock:
+            stream = self._mover.stream()
+            if entry.storage is None:
+                self._late += 1
+                entry.wanted_by.add(packed.group.reference)
+                self._bring([entry], stream)
+            storage = entry.storage
+            assert storage is not None
+            if entry.is_arriving and stream == entry.stream:
+                self._settle(entry)
+            elif entry.is_arriving:
+                self._mover.wait(stream, entry.mark)
+                self._mover.use(storage, stream)
+        return packed.rebuild(storage)
+
+    # ------------------------------------------------------------------ verbs
+
+    def send(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
+        """Start copying a group to the host, behind what its stream holds now.
+
+        Parameters
+        ----------
+        key
+            The group; one that is not there, or saved nothing that may leave, is no error.
+        ordinals
+            Of it, only these tensors; None for all.
+
+        Returns
+        -------
+        int
+            Bytes that are on their way now and were not before.
+        """
+        with self._lock:
+            self._sweep()
+            group = self._groups.get(key)
+            if group is None:
+                return 0
+            leaving = []
+            for entry in group.entries(ordinals):
+                storage = entry.storage
+                # One that was resized since is not what was saved.
+                if (
+                    storage is None
+                    or entry.buffer is not None
+                    or storage.nbytes() != entry.size_bytes
+                ):
+                    continue
+                buffer = self._pool.take(entry.size_bytes)
+                if buffer is not None:
+                    leaving.append((entry, storage, buffer))
+                elif not entry.is_kept:
+                    entry.is_kept = True
+                    self._kept.add(entry.size_bytes)
+            if leaving:
+                pairs = [(storage, buffer) for _, storage, buffer in leaving]
+                mark = self._mover.copy_out(pairs, group.stream)
+                for entry, _, buffer in leaving:
+                    entry.buffer = buffer
+                    entry.under_way(mark, arriving=False)
+                    self._out.add(entry.size_bytes)
+            return sum(entry.size_bytes for entry, _, _ in leaving)
+
+    def release(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
+        """Let go of the device's memory of what was sent; its stream waits for the copies.
+
+        A storage that other groups saved too goes with the last of them. Parameters as for `send`.
+
+        Returns
+        -------
+        int
+            Bytes that the store does not hold on the device any more.
+        """
+        released = 0
+        with self._lock:
+            self._sweep()
+            group = self._groups.get(key)
+            if group is None:
+                return 0
+            waited: Any = None
+            for entry in group.entries(ordinals):
+                entry.wanted_by.discard(group.reference)
+                if entry.storage is None or entry.buffer is None or entry.is_wanted():
+                    continue
+                if entry.mark is not waited:  # one send's tensors have one mark
+                    self._settle(entry)
+                    waited = entry.mark
+                entry.is_settled = True
+                self._resident.pop(entry.storage._cdata, None)
+                entry.storage = None
+                released += entry.size_bytes
+        return released
+
+    def fetch(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
+        """Start copying back what was released, the last saved first. Parameters as for `send`.
+
+        Returns
+        -------
+        int
+            Bytes that are on their way now and were not before.
+        """
+        with self._lock:
+            self._sweep()
+            group = self._groups.get(key)
+            if group is None:
+                return 0
+            coming = []
+            for entry in group.entries(ordinals):
+                entry.wanted_by.add(group.reference)
+                if entry.storage is None:
+                    coming.append(entry)
+            coming.reverse()
+            if coming:
+                self._bring(coming, group.stream)
+            return sum(entry.size_bytes for entry in coming)
+
+    def _bring(self, entries: list[Entry], stream: Any) -> None:
+        buffers = []
+        for entry in entries:
+            assert entry.buffer is not None
+            buffers.append((entry.buffer, entry.size_bytes))
+        moved = self._mover.copy_in(buffers, stream)
+        for entry, (storage, mark) in zip(entries, moved, strict=True):
+            entry.storage = storage
+            entry.stream = stream
+            entry.under_way(mark, arriving=True)
+            self._in.add(entry.size_bytes)
+
+    def _settle(self, entry: Entry) -> None:
+        """Let the entry's stream wait for the copy that the device's memory is part of."""
+        if not entry.is_settled:
+            self._mover.wait(entry.stream, entry.mark)
+            entry.is_settled = True
+
+    def _sweep(self) -> None:
+        """Let go of memory that copies were at work on when the graph went."""
+        while self._retired:
+            _, mark, stream = self._retired.popleft()
+            self._mover.wait(stream, mark)
+
+    # ------------------------------------------------------------------ books
+
+    @property
+    def statistics(self) -> ActivationStatistics:
+        """What has been done so far."""
+        with self._lock:
+            return ActivationStatistics(
+                bytes_out=self._out.size_bytes,
+                tensors_out=self._out.tensors,
+                bytes_in=self._in.size_bytes,
+                tensors_in=self._in.tensors,
+                late_fetches=self._late,
+                kept_for_lack_of_host_bytes=self._kept.size_bytes,
+                kept_for_lack_of_host_tensors=self._kept.tensors,
+                pinned_bytes=self._pool.held_bytes,
+                peak_pinned_bytes=self._pool.peak_bytes,
+            )
+
+    def close(self) -> None:
+        """Give host memory that is not in use back. Graphs that are alive go on working."""
+        with self._lock:
+            self._sweep()
+            self._pool.trim()
+
+
+@dataclass(slots=True)
+class _Sum:
+    size_bytes: int = 0
+    tensors: int = 0
+
+    def add(self, size_bytes: int) -> None:
+        self.size_bytes += size_bytes
+        self.tensors += 1
+
+
+def _mover_of(device: torch.device) -> Mover:
+    if device.type == "cuda":
+        return CudaMover(device)
+    if device.type == "cpu":
+        return HostMover()
+    raise OffloadError(f"activations of a device of type {device.type!r}: umem knows cuda and cpu")
