@@ -221,6 +221,12 @@ def test_nothing_installed() -> None:
             "unset UMEM_POLICY",
             id="unknown policy",
         ),
+        pytest.param(
+            {"variables": {"UMEM_PLANNER": "plannd"}},
+            "UMEM_PLANNER",
+            "unset UMEM_PLANNER",
+            id="unknown planner",
+        ),
     ],
 )
 def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, remedy: str) -> None:
@@ -294,6 +300,7 @@ def test_valid_variables() -> None:
     variables = {
         "UMEM_DEVICE_BUDGET": "80%",
         "UMEM_MANAGED_LIMIT": "8 GiB",
+        "UMEM_PLANNER": "lookahead",
         "UMEM_POLICY": "sft",
     }
     report = diagnose(replace(HEALTHY, variables=variables))

@@ -28,6 +28,7 @@ from umem.policy import (
     MemoryKind,
     Placement,
     Policy,
+    PolicyPlanner,
     PolicyProblem,
     ResolvedPolicy,
     ShareLibrary,
@@ -47,7 +48,7 @@ PRESETS = ("inference", "lora", "managed", "rmm-managed", "sft")
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET"):
+    for name in ("UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -541,6 +542,36 @@ def test_a_bad_variable_is_named(name: str, value: str) -> None:
         resolve(load_policy("sft"), 80 * GIB, {name: value})
 
 
+@pytest.mark.parametrize("planner", get_args(PolicyPlanner))
+def test_every_planner_can_be_chosen(planner: str) -> None:
+    policy = load_policy({"planner": planner})
+    assert resolve(policy, 80 * GIB, {}).planner == planner
+    assert resolve(load_policy("sft"), 80 * GIB, {"UMEM_PLANNER": planner}).planner == planner
+
+
+def test_the_environment_overrides_the_planner() -> None:
+    assert resolve(load_policy("sft"), 80 * GIB, {}).planner == "planned"
+    policy = load_policy({"planner": "fault"})
+    assert resolve(policy, 80 * GIB, {"UMEM_PLANNER": "none"}).planner == "none"
+
+
+def test_planners_that_there_are_not() -> None:
+    (problem,) = find_problems({"planner": "lokahead"})
+    assert problem.key == "planner"
+    assert "lookahead" in problem.message
+    for value, says in (
+        (
+            "plannd",
+            r"'plannd' is no planner, did you mean 'planned'\? Planners: planned, lookahead",
+        ),
+        ("", r"'' is no planner\. Planners: planned, lookahead, fault, none"),
+        ("oracle", r"'oracle' is no planner"),  # knows more than a run does
+    ):
+        pattern = f"environment variable UMEM_PLANNER: {says}.*; or unset it"
+        with pytest.raises(PolicyError, match=pattern):
+            resolve(load_policy("sft"), 80 * GIB, {"UMEM_PLANNER": value})
+
+
 def test_resolve_refuses_what_does_not_fit_the_device() -> None:
     with pytest.raises(PolicyError, match="has no memory"):
         resolve(load_policy("sft"), 0, {})
@@ -594,7 +625,7 @@ def test_docs_name_every_key_value_preset_and_variable() -> None:
         for choices in (MemoryKind, Placement, Mechanism, Eviction)
         for value in get_args(choices)
     }
-    variables = {"UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET"}
+    variables = {"UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER"}
     assert first_cells == fields | values | set(PRESETS) | variables
     assert all(f"`{library}`" in text for library in get_args(ShareLibrary))
 

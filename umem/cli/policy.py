@@ -153,6 +153,7 @@ def _as_json(resolved: ResolvedPolicy) -> dict[str, Any]:
         "managed_limit_bytes": resolved.managed_limit_bytes,
         "device_budget_bytes": resolved.device_budget_bytes,
         "system_headroom_bytes": resolved.system_headroom_bytes,
+        "planner": resolved.planner,
         "caching": resolved.caching,
         "rules": rules,
         "share": list(resolved.share),
@@ -172,6 +173,8 @@ def _bounds_table(policy: Policy, resolved: ResolvedPolicy | None, total: int | 
     table.add_row("device budget", _size(budget) if not isinstance(budget, str) else budget)
     table.add_row("limit on managed memory", _size(limit))
     table.add_row("headroom of kind system", format_bytes(policy.limits.system_headroom_bytes))
+    planner = policy.planner if resolved is None else resolved.planner
+    table.add_row("planner", planner)
     table.add_row("freed blocks", "kept for reuse" if policy.caching else "returned at once")
     table.add_row("shared with", ", ".join(policy.share) or "none")
     return table

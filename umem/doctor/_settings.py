@@ -11,7 +11,7 @@ from umem.policy import load_policy, resolve
 
 __all__ = ["setting_checks"]
 
-_UMEM_VARIABLES = ("UMEM_POLICY", "UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET")
+_UMEM_VARIABLES = ("UMEM_POLICY", "UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER")
 
 _BUILD_VARIABLES = ("UMEM_CUDA",)
 """Read when umem is built."""

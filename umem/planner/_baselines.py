@@ -13,7 +13,7 @@ from umem.schedule import HintOp, Home, Schedule
 _NEVER = 2**40
 """A phase that no trace reaches."""
 
-__all__ = ["fault", "lookahead", "oracle"]
+__all__ = ["fault", "lookahead", "oracle", "paging"]
 
 
 def fault(problem: Placement) -> Schedule:
@@ -21,7 +21,25 @@ def fault(problem: Placement) -> Schedule:
     return in_order(problem, "fault", [np.empty((0, 4))], waits=False)
 
 
-def lookahead(problem: Placement, window: int) -> Schedule:
+def paging(problem: Placement) -> Schedule:
+    """Demand paging of a budget that the driver does not know.
+
+    The driver evicts when the device is full. Where only a budget is, somebody has to ask for it:
+    what was used longest ago leaves when a phase's own tensors do not fit. Nothing is prefetched.
+    """
+    every = _windowed(problem, 0, "fault", by_next_use=False, strict=True)
+    leaves = np.isin(every.hint_op, (HintOp.EVICT, HintOp.COPY_OUT))
+    return Schedule(
+        planner="fault",
+        home=every.home,
+        hint_phase=every.hint_phase[leaves],
+        hint_op=every.hint_op[leaves],
+        hint_tensor=every.hint_tensor[leaves],
+        waits=False,
+    )
+
+
+def lookahead(problem: Placement, window: int, *, strict: bool) -> Schedule:
     """Prefetch what the next phases use, and evict least recently used tensors for it.
 
     What DeepUM does with kernels (Jung et al., ASPLOS 2023). Faults overtake prefetches that are
@@ -33,8 +51,11 @@ def lookahead(problem: Placement, window: int) -> Schedule:
         The trace and how its tensors are held.
     window
         Phases ahead.
+    strict
+        Whether the budget has to hold by hints alone: what the window will use leaves too, where a
+        phase's own tensors do not fit otherwise. The driver evicts that where it keeps the budget.
     """
-    return _windowed(problem, window, "lookahead", by_next_use=False)
+    return _windowed(problem, window, "lookahead", by_next_use=False, strict=strict)
 
 
 def oracle(problem: Placement, window: int) -> Schedule:
@@ -43,10 +64,12 @@ def oracle(problem: Placement, window: int) -> Schedule:
     It knows what to evict best, and not when: against :func:`lookahead` it tells what the choice is
     worth, and against a plan of the whole step what the timing is.
     """
-    return _windowed(problem, window, "oracle", by_next_use=True)
+    return _windowed(problem, window, "oracle", by_next_use=True, strict=False)
 
 
-def _windowed(problem: Placement, window: int, name: str, *, by_next_use: bool) -> Schedule:
+def _windowed(
+    problem: Placement, window: int, name: str, *, by_next_use: bool, strict: bool
+) -> Schedule:
     trace, gaps = problem.trace, problem.gaps
     moves = np.isin(problem.holding.home, (Home.MIGRATE, Home.DUPLICATE))
     off_device = np.isin(problem.holding.home, (Home.MAP, Home.SYSTEM))
@@ -65,6 +88,7 @@ def _windowed(problem: Placement, window: int, name: str, *, by_next_use: bool) 
         problem.capacity_bytes,
         window,
         by_next_use,
+        strict,
     )
     copied = problem.holding.copied[tensor]
     op = np.where(copied & (op == HintOp.EVICT), HintOp.COPY_OUT, op)
@@ -85,6 +109,7 @@ def _window_hints(
     capacity,
     window,
     by_next_use,
+    strict,
 ):
     """Hints of the second step, when the first has settled what is resident."""
     phases = len(access_start) - 1
@@ -95,6 +120,8 @@ def _window_hints(
     wanted = np.zeros(tensors, np.int64)  # phases of the window that use the tensor
     idle = [(np.int64(0), np.int64(0))]
     idle.pop()
+    spared = [(np.int64(0), np.int64(0))]  # what the window wants, found while looking for room
+    used_in = np.full(tensors, -1, np.int64)  # the last phase that used the tensor
     hints = [(np.int64(0), np.int64(0), np.int64(0))]
     hints.pop()
     used = 0
@@ -118,6 +145,9 @@ def _window_hints(
         entering = (now + window) % phases
         for access in range(access_start[entering], access_start[entering + 1]):
             wanted[access_tensor[access]] += 1
+        spared.clear()
+        for access in range(access_start[phase], access_start[phase + 1]):
+            used_in[access_tensor[access]] = now
         for ahead in range(window + 1):
             later = (now + ahead) % phases
             full = False
@@ -125,12 +155,20 @@ def _window_hints(
                 tensor = access_tensor[access]
                 if resident[tensor] or (ahead > 0 and not away[tensor]):
                     continue
-                while used + held_bytes[tensor] > capacity and len(idle) > 0:
-                    its_rank, victim = heapq.heappop(idle)
-                    if not resident[victim] or rank[victim] != its_rank:
-                        continue
-                    if wanted[victim] > 0 or not movable[victim]:
-                        continue  # comes back to the heap with its next use
+                while used + held_bytes[tensor] > capacity:
+                    if len(idle) > 0:
+                        its_rank, victim = heapq.heappop(idle)
+                        if not resident[victim] or rank[victim] != its_rank:
+                            continue
+                        if wanted[victim] > 0 or not movable[victim]:
+                            spared.append((its_rank, victim))
+                            continue  # comes back to the heap with its next use
+                    elif strict and ahead == 0 and len(spared) > 0:
+                        _, victim = spared.pop()  # used last, so needed last
+                        if not movable[victim] or used_in[victim] == now:
+                            continue
+                    else:
+                        break
                     resident[victim] = False
                     away[victim] = True
                     used -= held_bytes[victim]
@@ -146,6 +184,9 @@ def _window_hints(
                 away[tensor] = False
             if full:
                 break
+        if strict:
+            for entry in spared:
+                heapq.heappush(idle, entry)
         for access in range(access_start[phase], access_start[phase + 1]):
             tensor = access_tensor[access]
             wanted[tensor] -= 1

@@ -60,6 +60,7 @@ def hold(
     hardware: Hardware,
     policy: ResolvedPolicy,
     mechanisms: Mapping[TensorClass, str],
+    fixed: npt.NDArray[np.int8] | None = None,
 ) -> Holding:
     """Apply a policy's rules to a trace.
 
@@ -69,6 +70,9 @@ def hold(
         The workload, the machine and the policy.
     mechanisms
         One of :data:`OPEN_MECHANISMS` for classes of :func:`open_classes`; ``migrate`` for others.
+    fixed
+        int8[T]: :class:`umem.schedule.Home` of tensors that are held so whatever the policy says;
+        -1 for the others.
 
     Raises
     ------
@@ -89,6 +93,11 @@ def hold(
         here = trace.tensor_class == tensor_class.number
         if here.any():
             _apply(columns, here, rule, trace, hardware, written, tensor_class)
+    if fixed is not None:
+        is_fixed = fixed >= 0
+        columns.home[is_fixed] = fixed[is_fixed]
+        for column in (columns.movable, columns.copied, columns.kept_copy, columns.first):
+            column[is_fixed] = False
     return columns
 
 

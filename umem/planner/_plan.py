@@ -12,7 +12,7 @@ from umem.classes import TensorClass
 from umem.config import did_you_mean
 from umem.errors import PlanError
 from umem.hardware import Hardware
-from umem.planner._baselines import fault, lookahead, oracle
+from umem.planner._baselines import fault, lookahead, oracle, paging
 from umem.planner._homes import OPEN_MECHANISMS, hold, open_classes
 from umem.planner._placement import Clock, Placement, place
 from umem.policy import ResolvedPolicy
@@ -21,7 +21,7 @@ from umem.simulator import Run, lower_bound_s, run
 from umem.trace import Trace, find_gaps, ranges, require_durations
 from umem.units import format_bytes
 
-__all__ = ["PLANNERS", "plan"]
+__all__ = ["PLANNERS", "page_out", "plan"]
 
 PLANNERS = ("fault", "lookahead", "planned", "oracle")
 """Demand paging; a window ahead; umem's own; a window ahead with Belady's eviction."""
@@ -40,6 +40,8 @@ def plan(
     planner: str = "planned",
     *,
     window: int = 8,
+    fixed: npt.NDArray[np.int8] | None = None,
+    may_fault: bool = True,
 ) -> Schedule:
     """Decide where every tensor is at every moment of a step.
 
@@ -58,6 +60,12 @@ def plan(
         and takes demand paging where that is none slower.
     window
         Phases that ``lookahead`` and ``oracle`` look ahead.
+    fixed
+        int8[T]: :class:`umem.schedule.Home` of tensors that are held so whatever the policy says of
+        their class; -1 for the others.
+    may_fault
+        Whether it may be left to the driver to keep the budget: not where the driver knows nothing
+        of it.
 
     Returns
     -------
@@ -75,14 +83,30 @@ def plan(
         raise PlanError(f"no planner is called {planner!r}{hint} Planners: {', '.join(PLANNERS)}")
     if window < 1:
         raise PlanError(f"a window of {window} phases looks at nothing: give 1 or more")
-    problem = _pose(trace, hardware, policy, {})
+    problem = _pose(trace, hardware, policy, {}, fixed)
     if planner == "fault":
         return fault(problem)
     if planner == "lookahead":
-        return lookahead(problem, window)
+        return lookahead(problem, window, strict=not may_fault)
     if planner == "oracle":
         return oracle(problem, window)
-    return _planned(problem, policy)
+    return _planned(problem, policy, fixed, may_fault=may_fault)
+
+
+def page_out(
+    trace: Trace,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    *,
+    fixed: npt.NDArray[np.int8] | None = None,
+) -> Schedule:
+    """Evictions that demand paging makes to keep a budget of which the driver knows nothing.
+
+    Arguments and errors as :func:`plan`. What was used longest ago leaves when a phase's own
+    tensors do not fit; nothing is prefetched. :func:`plan` with ``fault`` has no hints instead, for
+    there the driver or the simulator evicts.
+    """
+    return paging(_pose(trace, hardware, policy, {}, fixed))
 
 
 def _pose(
@@ -90,12 +114,13 @@ def _pose(
     hardware: Hardware,
     policy: ResolvedPolicy,
     mechanisms: Mapping[TensorClass, str],
+    fixed: npt.NDArray[np.int8] | None = None,
 ) -> Placement:
     budget = policy.device_budget_bytes
     problem = Placement(
         trace,
         hardware,
-        hold(trace, hardware, policy, mechanisms),
+        hold(trace, hardware, policy, mechanisms, fixed),
         find_gaps(trace),
         hardware.device_bytes if budget is None else budget,
     )
@@ -104,7 +129,13 @@ def _pose(
     return problem
 
 
-def _planned(problem: Placement, policy: ResolvedPolicy) -> Schedule:
+def _planned(
+    problem: Placement,
+    policy: ResolvedPolicy,
+    fixed: npt.NDArray[np.int8] | None,
+    *,
+    may_fault: bool,
+) -> Schedule:
     """The fastest of what page migration gives, of other mechanisms by class, and of faults."""
     trace, hardware = problem.trace, problem.hardware
     bound_s = lower_bound_s(trace, hardware, problem.capacity_bytes)
@@ -123,14 +154,16 @@ def _planned(problem: Placement, policy: ResolvedPolicy) -> Schedule:
                 break
             trial = mechanisms | {tensor_class: mechanism}
             try:
-                posed = _pose(trace, hardware, policy, trial)
+                posed = _pose(trace, hardware, policy, trial, fixed)
             except PlanError:
                 continue  # what is mapped takes host memory even where the device has room
             candidate, outcome = _best(posed, policy, bound_s)
             # A change of mechanism has to be worth it.
             if outcome.step_s < best_run.step_s * 0.998:
                 best, best_run, mechanisms = candidate, outcome, trial
-    return best if best_run.step_s <= paged_s else replace(paging, planner="planned")
+    if may_fault and paged_s < best_run.step_s:
+        return replace(paging, planner="planned")
+    return best
 
 
 def _best(problem: Placement, policy: ResolvedPolicy, bound_s: float) -> tuple[Schedule, Run]:

@@ -9,7 +9,14 @@ keyword in Python are checked in the same way, and raise pydantic's ``Validation
 from __future__ import annotations
 
 from umem.config import Problem as PolicyProblem
-from umem.policy._choices import Eviction, Mechanism, MemoryKind, Placement, ShareLibrary
+from umem.policy._choices import (
+    Eviction,
+    Mechanism,
+    MemoryKind,
+    Placement,
+    PolicyPlanner,
+    ShareLibrary,
+)
 from umem.policy._load import find_problems, load_policy
 from umem.policy._models import ClassRule, ClassRules, Limits, Policy, class_rule, policy_schema
 from umem.policy._presets import preset_names, presets_dir
@@ -24,6 +31,7 @@ __all__ = [
     "MemoryKind",
     "Placement",
     "Policy",
+    "PolicyPlanner",
     "PolicyProblem",
     "ResolvedPolicy",
     "ShareLibrary",

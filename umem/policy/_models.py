@@ -16,7 +16,14 @@ from pydantic import (
 )
 
 from umem.classes import TensorClass
-from umem.policy._choices import Eviction, Mechanism, MemoryKind, Placement, ShareLibrary
+from umem.policy._choices import (
+    Eviction,
+    Mechanism,
+    MemoryKind,
+    Placement,
+    PolicyPlanner,
+    ShareLibrary,
+)
 from umem.policy._conflicts import Conflict, raise_conflicts, rule_conflicts
 from umem.policy._sizes import Bytes, DeviceBudget, ManagedLimit
 
@@ -178,6 +185,12 @@ class Policy(_Record):
 
     limits: Limits = Field(default_factory=Limits)
     """Bounds that hold for the whole process, whatever the class."""
+
+    planner: PolicyPlanner = "planned"
+    """Who keeps the budget while a model trains: planned (the fastest schedule of a recorded step),
+    lookahead (prefetch for the next phases), fault (demand paging: what is missing comes by page
+    fault), none (nobody: past the budget the allocator maps new memory on the host). The
+    environment variable UMEM_PLANNER overrides it."""
 
     caching: StrictBool = True
     """Keep freed blocks for reuse; false gives each one back to RMM at once, which waits for the

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from umem.classes import TensorClass
+from umem.config import did_you_mean
 from umem.errors import PolicyError
-from umem.policy._choices import ShareLibrary
+from umem.policy._choices import CHOICES, PolicyPlanner, ShareLibrary
 from umem.policy._models import ClassRule, Policy, class_rule
 from umem.policy._sizes import parse_device_budget, parse_managed_limit
 from umem.units import format_bytes, parse_budget
@@ -30,6 +31,8 @@ class ResolvedPolicy:
     """Most managed bytes resident on the device; None for no budget."""
     system_headroom_bytes: int
     """Device memory that kind system leaves free."""
+    planner: PolicyPlanner
+    """Who keeps the budget while a model trains."""
     caching: bool
     """Whether freed blocks are kept for reuse."""
     rules: tuple[ClassRule, ...]
@@ -44,7 +47,8 @@ def resolve(
 
     ``UMEM_MANAGED_LIMIT`` (bytes) lowers ``limits.managed_bytes``: the smaller of the two holds.
     ``UMEM_DEVICE_BUDGET`` (bytes or a percentage) takes the place of ``device_budget``. A budget
-    above the device's memory becomes the device's memory.
+    above the device's memory becomes the device's memory. ``UMEM_PLANNER`` takes the place of
+    ``planner``.
 
     Parameters
     ----------
@@ -78,6 +82,7 @@ def resolve(
         managed_limit_bytes=_managed_limit(policy, environ),
         device_budget_bytes=_device_budget(policy, device_total_bytes, environ),
         system_headroom_bytes=headroom_bytes,
+        planner=_planner(policy, environ),
         caching=policy.caching,
         rules=rules,
         share=policy.share,
@@ -106,6 +111,18 @@ def _device_budget(
             "larger share"
         )
     return min(budget_bytes, device_total_bytes)
+
+
+def _planner(policy: Policy, environ: Mapping[str, str]) -> PolicyPlanner:
+    return _from_environment("UMEM_PLANNER", environ, _read_planner) or policy.planner
+
+
+def _read_planner(text: str) -> PolicyPlanner:
+    words = CHOICES["planner"]
+    if text not in words:
+        hint = did_you_mean(text, words) or "."
+        raise ValueError(f"{text!r} is no planner{hint} Planners: {', '.join(words)}")
+    return cast(PolicyPlanner, text)
 
 
 def _from_environment(

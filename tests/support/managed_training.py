@@ -1,0 +1,176 @@
+"""A small training whose tensors are large enough to move, and managers for it on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from umem.executor import Manager
+from umem.executor._machine import Machine
+from umem.executor._manage import manage_on
+from umem.hardware import load_hardware
+from umem.hints import HintEngine
+from umem.policy import load_policy, resolve
+
+__all__ = [
+    "MIB",
+    "TIGHT",
+    "WIDTH",
+    "Net",
+    "Scale",
+    "Training",
+    "hook_count",
+    "host_machine",
+    "one_thread",
+]
+
+MIB = 1 << 20
+WIDTH = 1 << 19
+"""Numbers in 2 MiB, the smallest tensor that moves."""
+
+TIGHT = 40 * MIB
+"""Less than `Net`'s step needs at once, more than any of its phases."""
+
+
+class Scale(nn.Module):
+    """Large tensors and little arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.randn(WIDTH) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x * self.weight)
+
+
+class Net(nn.Module):
+    """Blocks of one weight each, and a head."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(layers))
+        self.head = Scale()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Two threads of torch would only wait for each other where others use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def host_machine(budget_bytes: int | str, policy: str = "sft", **hints: Any) -> Machine:
+    """The CPU with a hint engine over host memory; further keywords are the engine's."""
+    rules = resolve(load_policy(policy), 150 << 30, {"UMEM_DEVICE_BUDGET": str(budget_bytes)})
+    return Machine(
+        device=torch.device("cpu"),
+        engine=HintEngine.on_host(**hints),
+        hardware=load_hardware("h200-pcie"),
+        policy=rules,
+        allocator=None,
+        mover=None,
+        stream=lambda: 0,
+    )
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass
+class Training:
+    """A model and its optimizer, the same ones for equal arguments."""
+
+    make_model: Callable[[], nn.Module] = Net
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = self.make_model()
+        self.optimizer = self.make_optimizer(
+            [p for p in self.model.parameters() if p.requires_grad]
+        )
+
+    def manage(
+        self, planner: Any = "planned", budget_bytes: int | str = TIGHT, **machine: Any
+    ) -> Manager:
+        """Put it under a manager on the CPU."""
+        return manage_on(
+            self.model, self.optimizer, lambda: host_machine(budget_bytes, **machine), planner
+        )
+
+    def batch(self, rows: int = 2) -> torch.Tensor:
+        """The next step's input: another one in each step, the same ones in each run."""
+        torch.manual_seed(100 + len(self.losses))
+        return torch.randn(rows, WIDTH)
+
+    def forward(self, rows: int = 2) -> torch.Tensor:
+        """The loss of the next batch."""
+        loss: torch.Tensor = self.model(self.batch(rows)).square().mean()
+        return loss
+
+    def step(self, rows: int = 2) -> None:
+        """Train on the next batch."""
+        loss = self.forward(rows)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def steps(self, count: int, rows: int = 2) -> None:
+        """Train on some batches."""
+        for _ in range(count):
+            self.step(rows)
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of all that persists from step to step."""
+        states = (self.optimizer.state[p] for p in self.model.parameters() if p.requires_grad)
+        found = [p.detach() for p in self.model.parameters()]
+        for of_one in states:
+            found += [value for value in of_one.values() if torch.is_tensor(value)]
+        return [tensor.clone() for tensor in found]
+
+    def equals(self, other: Training) -> bool:
+        """Whether all losses, parameters and optimizer state are bit-equal."""
+        mine, its = self.state(), other.state()
+        return (
+            self.losses == other.losses
+            and len(mine) == len(its)
+            and all(map(torch.equal, mine, its))
+        )
+
+
+def hook_count(training: Training) -> int:
+    """Hooks on all modules and the optimizer."""
+    modules = sum(
+        len(getattr(module, name))
+        for module in training.model.modules()
+        for name in (
+            "_forward_pre_hooks",
+            "_forward_hooks",
+            "_backward_hooks",
+            "_backward_pre_hooks",
+        )
+    )
+    optimizer = training.optimizer
+    return (
+        modules
+        + len(optimizer._optimizer_step_pre_hooks)
+        + len(optimizer._optimizer_step_post_hooks)
+    )
