@@ -17,6 +17,7 @@ from umem._version import __version__
 
 if TYPE_CHECKING:
     from umem import cuda
+    from umem.activations import offload
     from umem.allocator import enable, is_enabled
     from umem.capabilities import Capabilities
     from umem.classes import TensorClass
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         UmemError,
         UnsupportedError,
     )
+    from umem.executor import Manager, manage
     from umem.hardware import Hardware, load_hardware
     from umem.inspection import (
         ClassMemory,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     )
     from umem.planner import plan
     from umem.policy import Policy, load_policy
+    from umem.recorder import record
     from umem.report import MeasuredReport, MigrationReport
     from umem.schedule import Schedule
     from umem.simulator import simulate
@@ -56,6 +59,7 @@ __all__ = [
     "Hardware",
     "HardwareError",
     "LiveTensor",
+    "Manager",
     "MeasuredReport",
     "MigrationReport",
     "NativeLibraryError",
@@ -75,16 +79,20 @@ __all__ = [
     "load_hardware",
     "load_policy",
     "load_trace",
+    "manage",
     "memory_by_class",
     "memory_summary",
+    "offload",
     "plan",
     "profile",
+    "record",
     "simulate",
     "tensor_class",
     "tensors",
 ]
 
 _MODULES = {
+    "umem.activations": ("offload",),
     "umem.allocator": ("enable", "is_enabled"),
     "umem.capabilities": ("Capabilities",),
     "umem.classes": ("TensorClass",),
@@ -99,6 +107,7 @@ _MODULES = {
         "UmemError",
         "UnsupportedError",
     ),
+    "umem.executor": ("Manager", "manage"),
     "umem.hardware": ("Hardware", "load_hardware"),
     "umem.inspection": (
         "ClassMemory",
@@ -110,6 +119,7 @@ _MODULES = {
     ),
     "umem.planner": ("plan",),
     "umem.policy": ("Policy", "load_policy"),
+    "umem.recorder": ("record",),
     "umem.report": ("MeasuredReport", "MigrationReport"),
     "umem.schedule": ("Schedule",),
     "umem.simulator": ("simulate",),

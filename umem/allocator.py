@@ -183,6 +183,11 @@ def _enable(policy: Policy) -> Runtime:
     classifier = Classifier(allocator, library.gradient_hook(allocator))
     classifier.install()
     share_with(resolved.share, allocator)
+    if resolved.planner != "none":
+        # It needs this module.
+        from umem.executor import manage_automatically
+
+        manage_automatically(classifier.roots)
     return Runtime(policy, resolved, capabilities, allocator, classifier)
 
 

@@ -65,6 +65,10 @@ class Classifier:
         register_optimizer_step_post_hook(self._after_step)
         self._wrap_apply()
 
+    def roots(self) -> list[nn.Module]:
+        """Modules that were called by the program itself, and not by another module."""
+        return list(self._walked_roots)
+
     # ------------------------------------------------------------------ modules
 
     def _arm(self) -> None:

@@ -1,0 +1,299 @@
+"""A small training in a process of its own, stock or managed: ``managing.py MODE [STEPS]``.
+
+The last line is JSON: what the mode found out.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import umem
+from umem.executor import residency
+from umem.executor._manage import managers
+from umem.hints import HintEngine
+from umem.schedule import HintOp
+
+HIDDEN, WIDE, LAYERS, TOKENS = 512, 2048, 6, 4096
+PLANNED_AFTER = 10
+"""Steps after which a plan has run for some."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, WIDE)
+        self.down = nn.Linear(WIDE, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Training:
+    """The same model, batches and steps in every process."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = Net().cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self) -> torch.Tensor:
+        torch.manual_seed(100 + len(self.losses))
+        loss: torch.Tensor = self.model(torch.randn(TOKENS, HIDDEN, device="cuda")).square().mean()
+        return loss
+
+    def step(self) -> None:
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def facts(self) -> dict[str, Any]:
+        """Losses, a checksum of weights and state, and what the manager says."""
+        torch.cuda.synchronize()
+        checksum = 0
+        for parameter in self.model.parameters():
+            state = self.optimizer.state[parameter]
+            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+                checksum = zlib.crc32(tensor.detach().cpu().numpy().data, checksum)
+        found: dict[str, Any] = {
+            "losses": [loss.item() for loss in self.losses],
+            "checksum": checksum,
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+        }
+        for manager in managers():
+            status = manager.status()
+            statistics = manager.engine.statistics()
+            found |= {
+                "state": str(status.state),
+                "reason": status.reason,
+                "planner": status.planner,
+                "budget_bytes": status.budget_bytes,
+                "steps": status.steps,
+                "strays": status.strays,
+                "gave_up": status.gave_up,
+                "failures": [failure.text for failure in statistics.failures],
+                "over_budget_bytes": statistics.over_budget_bytes,
+                "moved_bytes": sum(of.moved_bytes for of in statistics.counts.values()),
+                "copied_bytes": manager.store.statistics.bytes_out,
+                "late_fetches": manager.store.statistics.late_fetches,
+            }
+            assert umem.manage(self.model, self.optimizer) is manager
+        return found
+
+
+def plain(steps: int) -> dict[str, Any]:
+    training = Training()
+    training.steps(steps)
+    return training.facts()
+
+
+def sampled(steps: int) -> dict[str, Any]:
+    """What is on the device at each end of each layer, once the plan runs."""
+    training = Training()
+    training.steps(PLANNED_AFTER)
+    seen: list[int] = []
+
+    def look(*_: object) -> None:
+        seen.append(sum(residency().values()))
+
+    def look_twice(_module: object, _args: object, output: torch.Tensor) -> None:
+        look()
+        output.register_hook(look)
+
+    handles = [layer.register_forward_hook(look_twice) for layer in training.model.layers]
+    handles.append(training.optimizer.register_step_post_hook(look))
+    training.steps(steps - PLANNED_AFTER)
+    for handle in handles:
+        handle.remove()
+    return {**training.facts(), "peak_resident_bytes": max(seen), "samples": len(seen)}
+
+
+def disturbed(steps: int) -> dict[str, Any]:
+    """Hints of no plan, at random, on tensors of every class."""
+    training = Training()
+    training.steps(PLANNED_AFTER)
+    (manager,) = managers()
+    chance = random.Random(7)
+
+    def tensors() -> list[torch.Tensor]:
+        found: list[torch.Tensor] = list(training.model.parameters())
+        found += [parameter.grad for parameter in found if parameter.grad is not None]
+        for parameter in training.model.parameters():
+            state = training.optimizer.state[parameter]
+            found += [state["exp_avg"], state["exp_avg_sq"]]
+        return [tensor for tensor in found if tensor.nbytes >= 2 << 20]
+
+    def disturb(tensor: torch.Tensor | None = None) -> None:
+        engine: HintEngine = manager.engine
+        if tensor is None or tensor.grad_fn is None:
+            tensor = chance.choice(tensors())
+        address, size_bytes = tensor.untyped_storage().data_ptr(), tensor.nbytes
+        kind = chance.choice(["prefetch", "evict", "map", "unmap", "activations"])
+        if kind in ("prefetch", "evict"):
+            op = HintOp.PREFETCH if kind == "prefetch" else HintOp.EVICT
+            event = engine.record(0, torch.cuda.current_stream().cuda_stream)
+            engine.submit(op, address, size_bytes, event=event)
+            engine.release(event)
+        elif kind == "activations":
+            for group in list(manager.store._groups):
+                getattr(manager.store, chance.choice(["send", "release", "fetch"]))(group)
+        else:
+            is_mapped = kind == "map"
+            engine.advise(
+                address,
+                size_bytes,
+                placement="host" if is_mapped else "device",
+                accessed_by_device=is_mapped,
+            )
+
+    def after_forward(_module: object, _args: object, output: torch.Tensor) -> None:
+        disturb(output)
+        disturb()
+        output.register_hook(disturb)
+
+    for layer in training.model.layers:
+        layer.register_forward_hook(after_forward)
+    training.steps(steps - PLANNED_AFTER)
+    return training.facts()
+
+
+def broken(steps: int) -> dict[str, Any]:
+    """An exception in the middle of a forward pass, one in a backward pass, and on."""
+    training = Training()
+    training.steps(PLANNED_AFTER)
+
+    class StopError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise StopError
+
+    layers = training.model.layers
+    for attach in (
+        lambda: layers[2].register_forward_pre_hook(stop),
+        lambda: layers[1].get_parameter("up.weight").register_hook(stop),
+    ):
+        handle = attach()
+        try:
+            training.forward().backward()
+        except StopError:
+            pass
+        else:
+            raise AssertionError("nothing was raised")
+        handle.remove()
+        training.optimizer.zero_grad()
+        training.steps(2)
+    training.steps(steps - len(training.losses))
+    return training.facts()
+
+
+def profiled(steps: int) -> dict[str, Any]:
+    """CUPTI has another user while steps are recorded and planned."""
+    training = Training()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+        training.steps(PLANNED_AFTER)
+    training.steps(steps - PLANNED_AFTER)
+    return training.facts()
+
+
+def freed(steps: int) -> dict[str, Any]:
+    """A model goes while hints on its memory are queued; the next one gets that memory."""
+    first = Training()
+    first.steps(PLANNED_AFTER)
+    (manager,) = managers()
+    first.forward().backward()
+    first.optimizer.step()
+    open_requests = manager.engine.statistics().open_requests
+    del first, manager
+    gc.collect()
+    alive = len(managers())
+    torch.cuda.empty_cache()
+    second = Training()
+    second.steps(steps)
+    return {**second.facts(), "open_requests": open_requests, "alive": alive}
+
+
+def forked(steps: int) -> dict[str, Any]:
+    """A child in the middle of a step that trains nothing."""
+    training = Training()
+    training.steps(PLANNED_AFTER)
+    loss = training.forward()
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, f"the child's status is {status}"
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.losses.append(loss.detach())
+    training.steps(steps - len(training.losses))
+    return training.facts()
+
+
+def ended(_steps: int) -> dict[str, Any]:
+    """The process ends with hints in flight."""
+    training = Training()
+    training.steps(PLANNED_AFTER)
+    (manager,) = managers()
+    assert manager.status().state == "running", manager.status()
+    training.forward().backward()
+    KEPT.append(training)
+    tensors = [*training.model.parameters()]
+    for tensor in tensors * 20:
+        for op in (HintOp.EVICT, HintOp.PREFETCH):
+            manager.engine.submit(op, tensor.data_ptr(), tensor.nbytes)
+    return {"open_requests": manager.engine.statistics().open_requests}
+
+
+KEPT: list[object] = []
+"""Alive until the interpreter tears its modules down."""
+
+MODES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "plain": plain,
+    "sampled": sampled,
+    "disturbed": disturbed,
+    "broken": broken,
+    "profiled": profiled,
+    "freed": freed,
+    "forked": forked,
+    "ended": ended,
+}
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    mode, step_count = sys.argv[1], int(sys.argv[2])
+    if "UMEM_POLICY" in os.environ:
+        assert umem.enable(os.environ["UMEM_POLICY"])
+    print(json.dumps(MODES[mode](step_count)))

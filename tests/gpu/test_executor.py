@@ -1,0 +1,95 @@
+"""Trainings on a real card under `umem.enable` alone, with 60 % of what a stock one takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Job
+
+pytestmark = pytest.mark.gpu
+
+SHARE = 0.6
+STEPS = 24
+PLANNERS = ("planned", "lookahead", "fault")
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+@pytest.fixture(scope="module")
+def stock(start: Callable[..., Job]) -> Any:
+    return start("managing.py", "plain", str(STEPS), **DETERMINISTIC).facts()
+
+
+@pytest.fixture(scope="module")
+def budget_bytes(stock: Any) -> int:
+    return int(SHARE * stock["peak_bytes"])
+
+
+@pytest.fixture(scope="module")
+def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
+    """All at once, beside one that nothing is asked of, and one that is not to be managed."""
+    common = {**DETERMINISTIC, "UMEM_POLICY": "sft"}
+    jobs = {
+        planner: start(
+            "managing.py",
+            "sampled",
+            str(STEPS),
+            UMEM_PLANNER=planner,
+            UMEM_DEVICE_BUDGET=str(budget_bytes),
+            **common,
+        )
+        for planner in PLANNERS
+    }
+    jobs["roomy"] = start(
+        "managing.py", "plain", str(STEPS), UMEM_DEVICE_BUDGET=str(4 * budget_bytes), **common
+    )
+    jobs["none"] = start(
+        "managing.py",
+        "plain",
+        str(STEPS),
+        UMEM_PLANNER="none",
+        UMEM_DEVICE_BUDGET=str(budget_bytes),
+        **common,
+    )
+    return jobs
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_values_are_those_of_a_stock_run(planner: str, managed: dict[str, Job], stock: Any) -> None:
+    facts = managed[planner].facts()
+    print({key: value for key, value in facts.items() if key != "losses"})
+    assert facts["losses"] == stock["losses"]
+    assert facts["checksum"] == stock["checksum"]
+    assert (facts["state"], facts["planner"]) == ("running", planner)
+    assert facts["steps"] > STEPS / 2
+    assert facts["strays"] == 0
+    assert facts["failures"] == []
+    assert facts["moved_bytes"] + facts["copied_bytes"] > 0
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_the_budget_is_kept(planner: str, managed: dict[str, Job], budget_bytes: int) -> None:
+    facts = managed[planner].facts()
+    assert facts["budget_bytes"] == budget_bytes
+    assert facts["samples"] > 100
+    assert facts["peak_resident_bytes"] <= 1.05 * budget_bytes
+
+
+def test_activations_come_back_in_time(managed: dict[str, Job]) -> None:
+    facts = managed["planned"].facts()
+    assert facts["late_fetches"] == 0
+
+
+def test_where_all_fits_nothing_is_done(managed: dict[str, Job], stock: Any) -> None:
+    facts = managed["roomy"].facts()
+    assert facts["losses"] == stock["losses"]
+    assert (facts["state"], facts["moved_bytes"]) == ("resident", 0)
+
+
+def test_planner_none_manages_nothing(managed: dict[str, Job], stock: Any) -> None:
+    facts = managed["none"].facts()
+    assert facts["losses"] == stock["losses"]
+    assert "state" not in facts

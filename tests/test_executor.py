@@ -1,0 +1,391 @@
+"""Managed trainings on the CPU: recorded, planned, carried out, and bit-equal to stock ones."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from managed_training import MIB, TIGHT, Net, Scale, Training, hook_count, one_thread
+
+from umem.classes import TensorClass
+from umem.errors import PlanError
+from umem.executor import Manager, ManagerState
+from umem.executor._program import Hints, Program
+from umem.schedule import HintOp
+
+PLANNERS = ("planned", "lookahead", "fault")
+
+BEFORE_PLANNED = 7
+"""Steps that warm up, are recorded and are planned; the next one is the first by plan."""
+
+OWN_HOOKS = 3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def stock() -> Training:
+    """Sixteen steps that nobody manages."""
+    with one_thread():
+        training = Training()
+        training.steps(16)
+    return training
+
+
+def both(
+    train: Callable[[Training], None],
+    planner: str = "planned",
+    budget_bytes: int = TIGHT,
+    **made: Any,
+) -> tuple[Training, Manager]:
+    """A managed run, once it is known to be bit-equal to the stock one."""
+    stock, managed = Training(**made), Training(**made)
+    manager = managed.manage(planner, budget_bytes)
+    train(stock)
+    train(managed)
+    assert managed.equals(stock)
+    return managed, manager
+
+
+def program_of(manager: Manager) -> Program:
+    program = manager._runner.program
+    assert program is not None
+    return program
+
+
+def asked(manager: Manager) -> Counter[tuple[str, TensorClass]]:
+    """Requests so far, by operation and class."""
+    counts = manager.engine.statistics().counts
+    return Counter({key: sum(of.requests.values()) for key, of in counts.items()})
+
+
+# ------------------------------------------------------------------------------------ the rule
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_values_are_those_of_a_stock_run(planner: str, stock: Training) -> None:
+    training = Training()
+    manager = training.manage(planner)
+    assert manager.status().state == "warming up"
+    training.steps(16)
+    assert training.equals(stock)
+    status = manager.status()
+    assert status.state is ManagerState.RUNNING
+    assert status.planner == planner
+    assert status.budget_bytes == TIGHT
+    assert (status.steps, status.strays) == (16 - BEFORE_PLANNED, 0)
+    assert (status.plans, status.unplanned, status.gave_up) == (1, 0, 0)
+    assert status.predicted is not None
+    assert status.predicted.planner == planner
+    assert status.predicted.step_s >= status.predicted.ideal_s
+    assert manager.engine.statistics().failures == ()
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("budget_mib", [34, 48])
+def test_the_plan_keeps_the_budget_in_every_phase(planner: str, budget_mib: int) -> None:
+    training = Training()
+    manager = training.manage(planner, budget_mib * MIB)
+    training.steps(BEFORE_PLANNED)
+    timeline = program_of(manager).choice.predicted.timeline
+    assert timeline is not None
+    assert timeline.resident_bytes.sum(axis=1).max() <= budget_mib * MIB
+    trace = manager.trace
+    assert trace is not None
+    assert len(timeline.resident_bytes) == trace.phase_count
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_step_asks_for_the_hints_of_its_schedule(planner: str) -> None:
+    training = Training()
+    manager = training.manage(planner)
+    training.steps(BEFORE_PLANNED + 2)
+    before = asked(manager)
+    training.step()
+    schedule, trace = program_of(manager).choice.schedule, manager.trace
+    assert trace is not None
+    classes = list(TensorClass)
+    expected = Counter(
+        (HintOp(op).name.lower(), classes[trace.tensor_class[tensor]])
+        for op, tensor in zip(schedule.hint_op.tolist(), schedule.hint_tensor.tolist(), strict=True)
+        if op in (HintOp.PREFETCH, HintOp.EVICT)
+    )
+    assert expected
+    assert asked(manager) - before == expected
+
+
+def test_activations_leave_and_come_back_in_time() -> None:
+    training = Training()
+    manager = training.manage("planned")
+    training.steps(BEFORE_PLANNED)
+    schedule, trace = program_of(manager).choice.schedule, manager.trace
+    assert trace is not None
+    leaving = schedule.hint_tensor[schedule.hint_op == HintOp.COPY_OUT]
+    step_bytes = int(trace.tensor_bytes[leaving].sum())
+    assert step_bytes > 0
+    before = manager.store.statistics
+    training.steps(3)
+    after = manager.store.statistics
+    assert after.bytes_out - before.bytes_out == 3 * step_bytes
+    assert after.bytes_in - before.bytes_in == 3 * step_bytes
+    assert after.late_fetches == 0
+    assert after.kept_for_lack_of_host_bytes == 0
+
+
+@pytest.mark.parametrize("planner", ["lookahead", "fault"])
+def test_what_lives_less_what_is_away_keeps_the_budget(planner: str) -> None:
+    training = Training()
+    manager = training.manage(planner, 34 * MIB)
+    training.steps(BEFORE_PLANNED + 1)
+    trace = manager.trace
+    assert trace is not None
+    on_device = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        phase = trace.phase_names.index(f"forward {name}")
+        lives = (trace.first_phase <= phase) & (trace.last_phase >= phase)
+
+        def look(*_: object) -> None:
+            live_bytes = int(trace.tensor_bytes[lives].sum())
+            on_device[name] = (live_bytes, live_bytes - sum(manager.away_bytes().values()))
+
+        return look
+
+    for name in ("layers.0", "layers.3", "head"):
+        training.model.get_submodule(name).register_forward_hook(watch(name))
+    training.step()
+    assert on_device["head"][0] > 60 * MIB
+    assert all(0 < there <= 34 * MIB for _, there in on_device.values())
+
+
+# ------------------------------------------------------------------------------------ what is not
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_where_all_fits_only_its_own_hooks_stay(planner: str, stock: Training) -> None:
+    training = Training()
+    manager = training.manage(planner, 400 * MIB)
+    training.steps(16)
+    assert manager.status().state is ManagerState.RESIDENT
+    assert hook_count(training) == OWN_HOOKS
+    assert asked(manager).total() == 0
+    assert training.equals(stock)
+
+
+def test_a_budget_below_a_phase_ends_with_one_plain_warning(
+    stock: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    manager = training.manage("planned", 10 * MIB)
+    with caplog.at_level(logging.WARNING, "umem"):
+        training.steps(16)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "(backward head) uses 20 MiB at once, and the device budget is 10 MiB" in said
+    assert "raise the budget" in said
+    status = manager.status()
+    assert status.state is ManagerState.OFF
+    assert status.reason in said
+    assert hook_count(training) == OWN_HOOKS
+    assert training.equals(stock)
+
+
+def test_planners_that_run_nothing_are_refused() -> None:
+    training = Training()
+    with pytest.raises(PlanError, match=r"'plannd' runs no training, did you mean 'planned'\?"):
+        training.manage("plannd")
+    with pytest.raises(PlanError, match="'none' runs no training"):
+        training.manage("none")
+    assert hook_count(training) == 0
+
+
+def test_an_optimizer_has_one_manager() -> None:
+    training = Training()
+    assert training.manage() is training.manage("fault")
+    assert hook_count(training) == OWN_HOOKS
+
+
+def test_close_leaves_nothing_behind() -> None:
+    for steps in (1, 4, BEFORE_PLANNED + 2):  # warming up, recording, running
+        stock, training = Training(), Training()
+        manager = training.manage()
+        training.steps(steps)
+        manager.close()
+        assert hook_count(training) == 0
+        assert manager.status().state is ManagerState.OFF
+        assert manager.status().reason == "closed"
+        assert manager.store.statistics.pinned_bytes == 0
+        training.steps(3)
+        stock.steps(steps + 3)
+        assert training.equals(stock)
+
+
+@pytest.mark.parametrize("steps", [1, 4, BEFORE_PLANNED + 2])
+def test_a_model_that_nobody_wants_is_let_go(steps: int) -> None:
+    training = Training()
+    manager = training.manage()
+    training.steps(steps)
+    alive = [weakref.ref(item) for item in (training.model, training.optimizer, manager)]
+    del training, manager
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None, None]
+
+
+# ------------------------------------------------------------------------------------ shapes
+
+
+def test_a_shape_that_comes_once_runs_under_a_lookahead() -> None:
+    def train(training: Training) -> None:
+        for step in range(14):
+            training.step(rows=3 if step == 10 else 2)
+
+    _, manager = both(train, budget_bytes=60 * MIB)
+    status = manager.status()
+    assert (status.plans, status.unplanned, status.strays) == (1, 1, 0)
+    assert status.state is ManagerState.RUNNING
+    assert status.predicted is not None
+    assert status.predicted.planner == "planned"
+
+
+def test_a_smaller_batch_gets_no_hints_beyond_its_tensors() -> None:
+    training = Training()
+    manager = training.manage("fault", TIGHT)
+    training.steps(BEFORE_PLANNED + 1)
+    present = program_of(manager).present
+    assert present  # of the step before
+    training.step(rows=1)
+    assert not program_of(manager).present
+
+
+def test_a_shape_that_comes_again_gets_a_plan() -> None:
+    def train(training: Training) -> None:
+        for step in range(24):
+            training.step(rows=3 if step > 9 else 2)
+
+    _, manager = both(train, budget_bytes=60 * MIB)
+    status = manager.status()
+    assert (status.state, status.plans, status.strays) == (ManagerState.RUNNING, 2, 0)
+    assert status.unplanned == 2
+
+
+def test_shapes_in_turn_get_a_plan_each() -> None:
+    def train(training: Training) -> None:
+        for step in range(40):
+            training.step(rows=2 + step % 2)
+
+    _, manager = both(train, budget_bytes=60 * MIB)
+    assert manager.status().plans == 2
+    assert manager.status().strays == 0
+
+
+@pytest.mark.slow
+def test_plans_are_bounded() -> None:
+    def train(training: Training) -> None:
+        for rows in (1, 2, 3, 4, 5, 6):
+            training.steps(9, rows)
+
+    _, manager = both(train, "lookahead", 80 * MIB, make_model=lambda: Net(2))
+    status = manager.status()
+    assert status.plans == 4
+    assert status.unplanned >= 18  # nine steps of two shapes each
+    assert status.state in (ManagerState.RUNNING, ManagerState.RESIDENT)
+
+
+def test_what_two_plans_map_stays_and_what_one_maps_comes_back() -> None:
+    training = Training()
+    manager = training.manage("planned")
+    training.steps(BEFORE_PLANNED + 1)
+    mapped = len(program_of(manager).mapped)
+    assert mapped > 0
+    advice = ("advise", TensorClass.OPTIMIZER_STATE)
+    assert asked(manager)[advice] == mapped
+    training.steps(3)
+    assert asked(manager)[advice] == mapped
+    manager.close()
+    assert asked(manager)[advice] == 2 * mapped
+
+
+# ------------------------------------------------------------------------------------ corrections
+
+
+def test_a_slower_link_than_known_is_planned_for_anew() -> None:
+    steps = BEFORE_PLANNED + 20
+    stock, training = Training(lambda: Net(10)), Training(lambda: Net(10))
+    manager = training.manage("lookahead", 60 * MIB, bytes_per_s=5e9)
+    training.steps(steps)
+    status = manager.status()
+    assert status.corrections >= 1
+    assert (status.state, status.steps, status.strays) == (ManagerState.RUNNING, 20, 0)
+    # Those of a follower, once: before and after the model and each of its eleven blocks.
+    assert hook_count(training) == OWN_HOOKS + 2 * 12
+    assert manager._correction.apply(manager._machine.hardware).to_device_bytes_per_s < 6e9
+    stock.steps(steps)
+    assert training.equals(stock)
+
+
+# ------------------------------------------------------------------------------------ overhead
+
+
+def test_a_boundary_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training()
+    manager = training.manage("lookahead", 34 * MIB)
+    training.steps(BEFORE_PLANNED + 1)
+    runner, program = manager._runner, program_of(manager)
+
+    def hints(op: HintOp, first: int) -> Hints:
+        addresses = (np.arange(first, first + 15) << 21) + (1 << 40)
+        weights = [TensorClass.WEIGHTS] * 15
+        return Hints(manager.engine.batch([op] * 15, addresses, [2 * MIB] * 15, weights), ())
+
+    program.work[1].leaving, program.work[1].coming = (
+        hints(HintOp.EVICT, 0),
+        hints(HintOp.PREFETCH, 15),
+    )
+    program.work[1].room = program.work[1].need = None
+    labels = [one.label for one in program.followed if one.phase <= 1]
+    before = asked(manager)
+    took_s = []
+    for _ in range(200):
+        runner.step_begins()
+        began_s = time.perf_counter()
+        for label in labels:
+            runner.phase_begins(label)
+        took_s.append(time.perf_counter() - began_s)
+    with capsys.disabled():
+        print(f"\ntwo boundaries, one with 30 hints: median {median(took_s) * 1e6:.1f} us", end="")
+    new = asked(manager) - before
+    assert new["evict", TensorClass.WEIGHTS] == new["prefetch", TensorClass.WEIGHTS] == 200 * 15
+    assert median(took_s) < 1e-3
+
+
+# ------------------------------------------------------------------------------------ small blocks
+
+
+def test_small_tensors_stay() -> None:
+    class Small(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.bias
+
+    _, manager = both(lambda training: training.steps(10), "lookahead", 34 * MIB, make_model=Small)
+    schedule, trace = program_of(manager).choice.schedule, manager.trace
+    assert trace is not None
+    assert trace.tensor_bytes[schedule.hint_tensor].min() >= 2 * MIB
+    assert min(trace.tensor_bytes) < 2 * MIB
+    assert isinstance(_.model.head, Scale)

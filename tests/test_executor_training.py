@@ -1,0 +1,500 @@
+"""Training loops as people write them, managed on the CPU and bit-equal to stock ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from managed_training import MIB, TIGHT, WIDTH, Net, Scale, Training, hook_count, one_thread
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from umem.classes import TensorClass
+from umem.executor import Manager, ManagerState
+
+BEFORE_PLANNED = 7
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def both(
+    train: Callable[[Training], None],
+    planner: str = "planned",
+    budget_bytes: int = TIGHT,
+    policy: str = "sft",
+    **made: Any,
+) -> Manager:
+    """The manager of a run, once the run is known to be bit-equal to the stock one."""
+    stock, managed = Training(**made), Training(**made)
+    manager = managed.manage(planner, budget_bytes, policy=policy)
+    train(stock)
+    train(managed)
+    assert managed.equals(stock)
+    assert manager.status().state is ManagerState.RUNNING, manager.status()
+    return manager
+
+
+# ------------------------------------------------------------------------------------ loops
+
+
+@pytest.mark.parametrize("planner", ["planned", "fault"])
+def test_gradient_accumulation(planner: str) -> None:
+    def train(training: Training) -> None:
+        for _ in range(12):
+            for _ in range(3):
+                (training.forward() / 3).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            training.losses.append(0.0)
+
+    status = both(train, planner).status()
+    # The step that the program starts in counts as a stray: its first call has gone by.
+    assert (status.steps, status.strays, status.plans) == (12 - BEFORE_PLANNED, 1, 1)
+
+
+def test_accumulation_that_ends_early_strays_and_comes_right() -> None:
+    def train(training: Training) -> None:
+        for step in range(14):
+            for _ in range(1 if step == 10 else 2):
+                training.forward().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            training.losses.append(0.0)
+
+    status = both(train).status()
+    assert (status.steps, status.strays) == (14 - BEFORE_PLANNED - 1, 2)  # and the first one
+
+
+@pytest.mark.parametrize("planner", ["planned", "lookahead"])
+def test_gradients_that_are_set_to_zero(planner: str) -> None:
+    def train(training: Training) -> None:
+        for _ in range(12):
+            loss = training.forward()
+            loss.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad(set_to_none=False)
+            training.losses.append(loss.item())
+
+    assert both(train, planner).status().strays == 0
+
+
+def test_gradients_that_are_zeroed_before_the_forward_pass() -> None:
+    def train(training: Training) -> None:
+        for _ in range(12):
+            training.optimizer.zero_grad()
+            loss = training.forward()
+            loss.backward()
+            training.optimizer.step()
+            training.losses.append(loss.item())
+
+    assert both(train).status().strays == 0
+
+
+def test_evaluation_between_steps() -> None:
+    def train(training: Training) -> None:
+        for step in range(14):
+            training.step()
+            if step % 3 == 0:
+                training.model.eval()
+                with torch.no_grad():
+                    training.losses.append(training.forward().item())
+                training.model.train()
+
+    status = both(train).status()
+    assert (status.steps, status.strays, status.unplanned) == (14 - BEFORE_PLANNED, 0, 0)
+
+
+def test_evaluation_with_gradients_in_a_step() -> None:
+    def train(training: Training) -> None:
+        for step in range(14):
+            if step == 10:
+                training.forward()  # and its graph is dropped
+            training.step()
+
+    status = both(train).status()
+    assert (status.steps, status.strays) == (14 - BEFORE_PLANNED - 1, 1)
+
+
+def test_a_learning_rate_schedule() -> None:
+    def train(training: Training) -> None:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, 14)
+        for _ in range(14):
+            training.step()
+            schedule.step()
+
+    assert both(train).status().strays == 0
+
+
+def test_a_wrapped_optimizer() -> None:
+    class Wrapped:
+        """As accelerate's: calls the step of the one inside."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    stock, training = Training(), Training()
+    stock.steps(10)
+    plain, training.optimizer = training.optimizer, Wrapped(training.optimizer)  # type: ignore[assignment]
+    manager = training.manage()
+    training.optimizer = plain
+    training.steps(10)
+    assert training.equals(stock)
+    assert manager.status().steps == 10 - BEFORE_PLANNED
+
+
+def test_steps_that_a_scaler_skips() -> None:
+    def train(training: Training) -> None:
+        for step in range(16):
+            loss = training.forward()
+            loss.backward()
+            if step not in (3, 10):  # as where a gradient is infinite
+                training.optimizer.step()
+            training.optimizer.zero_grad()
+            training.losses.append(loss.item())
+
+    status = both(train).status()
+    assert status.strays == 1  # both batches count as one step
+    assert status.steps >= 4
+
+
+def test_a_closure() -> None:
+    def train(training: Training) -> None:
+        def closure() -> torch.Tensor:
+            training.optimizer.zero_grad()
+            loss = training.forward()
+            loss.backward()
+            return loss
+
+        for _ in range(14):
+            loss: Any = training.optimizer.step(closure)  # type: ignore[arg-type]
+            training.losses.append(loss.item())
+
+    stock, managed = Training(), Training()
+    manager = managed.manage()
+    train(stock)
+    train(managed)
+    assert managed.equals(stock)
+    assert manager.status().state in (ManagerState.RUNNING, ManagerState.OFF)
+
+
+def test_parameters_that_are_added_later() -> None:
+    def train(training: Training) -> None:
+        head = training.model.get_parameter("head.weight")
+        for step in range(14):
+            if step == 10:
+                head.requires_grad_(True)
+                training.optimizer.add_param_group({"params": [head]})
+            training.step()
+
+    def frozen_head() -> nn.Module:
+        model = Net()
+        model.head.requires_grad_(False)
+        return model
+
+    assert both(train, make_model=frozen_head).status().plans == 1
+
+
+def test_state_that_is_loaded_anew() -> None:
+    def train(training: Training) -> None:
+        training.steps(10)
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+        training.steps(4)
+
+    assert both(train).status().strays == 0
+
+
+# ------------------------------------------------------------------------------------ models
+
+
+class Checkpointed(Net):
+    """Computes its layers again in the backward pass."""
+
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Reentrant(Checkpointed):
+    use_reentrant = True
+
+
+@pytest.mark.parametrize("model", [Checkpointed, Reentrant])
+@pytest.mark.parametrize("planner", ["planned", "lookahead"])
+def test_activation_checkpointing(model: type[nn.Module], planner: str) -> None:
+    def train(training: Training) -> None:
+        for _ in range(12):
+            # A checkpoint of the old kind needs an input that gradients are taken of.
+            x = training.batch().requires_grad_()
+            loss = training.model(x).square().mean()
+            loss.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            training.losses.append(loss.item())
+
+    status = both(train, planner, make_model=model).status()
+    assert (status.steps, status.strays) == (12 - BEFORE_PLANNED, 0)
+
+
+class Adapter(nn.Module):
+    """A frozen block, and a small part that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Scale().requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x) * self.scale
+        return y
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapter() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("planner", ["planned", "lookahead"])
+def test_frozen_weights_are_never_written_back(planner: str) -> None:
+    manager = both(
+        lambda training: training.steps(12), planner, 44 * MIB, "lora", make_model=Adapted
+    )
+    predicted = manager.status().predicted
+    assert predicted is not None
+    frozen = [one for one in predicted.traffic if one.tensor_class is TensorClass.FROZEN_WEIGHTS]
+    assert all(one.direction == "to_device" for one in frozen)
+    hinted = {name for name, of in manager.engine.statistics().counts}
+    assert hinted  # something moves all the same
+
+
+def test_tied_weights() -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.weight = self.layers[0].get_parameter("weight")
+
+    assert both(lambda training: training.steps(12), make_model=Tied).status().strays == 0
+
+
+def test_blocks_that_are_compiled() -> None:
+    def compiled() -> nn.Module:
+        model = Net()
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = torch.compile(layer, backend="aot_eager")  # type: ignore[assignment]
+        return model
+
+    manager = both(lambda training: training.steps(12), make_model=compiled)
+    assert manager.trace is not None
+    assert "backward layers.2" in manager.trace.phase_names
+    assert manager.status().strays == 0
+    assert manager.store.statistics.bytes_out > 0
+
+
+def test_blocks_that_are_compiled_in_place_are_no_phases() -> None:
+    def compiled() -> nn.Module:
+        model = Net()
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        return model
+
+    manager = both(lambda training: training.steps(12), budget_bytes=56 * MIB, make_model=compiled)
+    assert manager.trace is not None
+    assert "backward layers.2" not in manager.trace.phase_names
+    assert manager.status().strays == 0
+
+
+def test_a_model_that_is_compiled_in_place_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    stock, training = Training(), Training()
+    manager = training.manage()
+    training.model.compile(backend="aot_eager")
+    training.steps(12)
+    status = manager.status()
+    assert status.state is ManagerState.OFF
+    assert "Compile its layers one by one" in status.reason
+    said = [record.getMessage() for record in caplog.records if record.name == "umem"]
+    assert len(said) == 1
+    assert said[0].endswith(f"new memory is mapped on the host: {status.reason}")
+    stock.model.compile(backend="aot_eager")
+    stock.steps(12)
+    assert training.equals(stock)
+
+
+def test_two_models_in_one_process() -> None:
+    def train(first: Training, second: Training) -> None:
+        for _ in range(12):
+            first.step()
+            second.step()
+
+    stock, managed = (Training(), Training()), (Training(), Training())
+    managers = [training.manage() for training in managed]
+    assert managers[0] is not managers[1]
+    train(*stock)
+    train(*managed)
+    for training, plain, manager in zip(managed, stock, managers, strict=True):
+        assert training.equals(plain)
+        assert manager.status().steps == 12 - BEFORE_PLANNED
+        assert manager.status().strays == 0
+
+
+def test_two_models_whose_steps_are_one_inside_the_other() -> None:
+    """As a generator and what judges it."""
+
+    def train(made: Training, judge: Training) -> None:
+        for _ in range(12):
+            fake = made.model(made.batch())
+            loss = judge.model(fake.detach()).square().mean()
+            loss.backward()
+            judge.optimizer.step()
+            judge.optimizer.zero_grad()
+            judge.losses.append(loss.item())
+            loss = judge.model(fake).mean()
+            loss.backward()
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+            judge.optimizer.zero_grad()
+            made.losses.append(loss.item())
+
+    stock, managed = (Training(), Training()), (Training(), Training())
+    managers = [training.manage(budget_bytes=60 * MIB) for training in managed]
+    train(*stock)
+    train(*managed)
+    for training, plain in zip(managed, stock, strict=True):
+        assert training.equals(plain)
+    for manager in managers:
+        assert manager.status().state is ManagerState.RUNNING, manager.status()
+        assert manager.status().steps > 0
+
+
+# ------------------------------------------------------------------------------------ exceptions
+
+
+class StopError(Exception):
+    """What goes wrong in a user's code."""
+
+
+def broken_run(training: Training, breaks: Callable[[Training], None]) -> None:
+    """Steps with a broken one among them, which the program goes on after."""
+    training.steps(BEFORE_PLANNED + 2)
+    breaks(training)
+    training.optimizer.zero_grad()
+    training.steps(4)
+
+
+def in_forward(error: type[BaseException]) -> Callable[[Training], None]:
+    def breaks(training: Training) -> None:
+        def stop(*_: object) -> None:
+            raise error
+
+        layer = training.model.get_submodule("layers.2")
+        handle = layer.register_forward_pre_hook(stop)
+        with pytest.raises(error):
+            training.forward()
+        handle.remove()
+
+    return breaks
+
+
+def inside_a_block(error: type[BaseException]) -> Callable[[Training], None]:
+    def breaks(training: Training) -> None:
+        layer = training.model.get_submodule("layers.2")
+        whole = layer.forward
+
+        def stops(x: torch.Tensor) -> torch.Tensor:
+            whole(x)
+            raise error
+
+        layer.forward = stops
+        with pytest.raises(error):
+            training.forward()
+        layer.forward = whole
+
+    return breaks
+
+
+def in_backward(error: type[BaseException]) -> Callable[[Training], None]:
+    def breaks(training: Training) -> None:
+        def stop(_gradient: torch.Tensor) -> None:
+            raise error
+
+        weight = training.model.get_parameter("layers.1.weight")
+        handle = weight.register_hook(stop)
+        with pytest.raises(error):
+            training.forward().backward()
+        handle.remove()
+
+    return breaks
+
+
+def in_the_optimizer(error: type[BaseException]) -> Callable[[Training], None]:
+    def breaks(training: Training) -> None:
+        training.forward().backward()
+
+        def stop(*_: object) -> None:
+            raise error
+
+        handle = training.optimizer.register_step_pre_hook(stop)
+        with pytest.raises(error):
+            training.optimizer.step()
+        handle.remove()
+
+    return breaks
+
+
+@pytest.mark.parametrize("planner", ["planned", "fault"])
+@pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", [in_forward, inside_a_block, in_backward, in_the_optimizer])
+def test_a_step_that_breaks(
+    place: Callable[[type[BaseException]], Callable[[Training], None]],
+    error: type[BaseException],
+    planner: str,
+) -> None:
+    status = both(lambda training: broken_run(training, place(error)), planner).status()
+    # The broken step has no end of its own: the one after it ends it.
+    assert status.strays == 1
+    assert status.steps == 2 + 3
+
+
+def test_an_error_of_the_executor_ends_it_and_not_the_training() -> None:
+    stock, training = Training(), Training()
+    manager = training.manage()
+    training.steps(BEFORE_PLANNED + 1)
+
+    def fails(_key: object) -> int:
+        raise RuntimeError("no more")
+
+    manager.store.send = fails  # type: ignore[method-assign, assignment]
+    training.steps(3)
+    assert manager.status().state is ManagerState.OFF
+    assert "RuntimeError: no more" in manager.status().reason
+    assert hook_count(training) == 3
+    stock.steps(BEFORE_PLANNED + 4)
+    assert training.equals(stock)
+
+
+def test_an_interrupt_leaves_no_saved_tensor_hooks_for_the_next_step() -> None:
+    training = Training()
+    manager = training.manage()
+    training.steps(BEFORE_PLANNED + 2)
+    inside_a_block(KeyboardInterrupt)(training)
+    training.step()
+    before = manager.store.statistics
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    torch.tanh(x * 2).sum().backward()  # of no concern to the manager
+    after = manager.store.statistics
+    assert (after.bytes_out, after.bytes_in) == (before.bytes_out, before.bytes_in)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

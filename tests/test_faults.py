@@ -1,0 +1,327 @@
+"""What can go wrong around a managed training does not change it: on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from managed_training import MIB, Net, Training, host_machine, one_thread
+
+from umem.classes import TensorClass
+from umem.executor import Manager, ManagerState
+from umem.executor._machine import within_host
+from umem.executor._manage import manage_on
+from umem.hints import HintEngine, HintSettings, Outcome
+from umem.schedule import HintOp
+
+SCRIPT = Path(__file__).parent / "support" / "ending.py"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def stock() -> Training:
+    with one_thread():
+        training = Training()
+        training.steps(12)
+    return training
+
+
+# ------------------------------------------------------------------------------------ the driver
+
+
+@pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
+def test_a_driver_that_always_fails(planner: str, stock: Training) -> None:
+    """Every request of the engine fails; the pages are where they were."""
+    training = Training()
+    manager = training.manage(planner, 34 * MIB, devices=0)
+    training.steps(12)
+    assert training.equals(stock)
+    assert manager.status().state is ManagerState.RUNNING
+    assert manager.status().steps == 5
+    counts = manager.engine.statistics().counts.values()
+    assert sum(of.requests[Outcome.DONE] for of in counts) == 0
+    assert sum(of.requests[Outcome.FAILED] + of.requests[Outcome.DROPPED] for of in counts) > 20
+    assert manager.engine.statistics().open_requests == 0
+
+
+@pytest.mark.parametrize("planner", ["planned", "lookahead"])
+def test_an_engine_that_has_ended(planner: str, stock: Training) -> None:
+    training = Training()
+    manager = training.manage(planner, 34 * MIB)
+    training.steps(9)
+    assert manager.engine.shutdown(timeout_s=10)
+    began_s = time.monotonic()
+    training.steps(3)
+    assert time.monotonic() - began_s < 10  # nobody waits for it
+    assert training.equals(stock)
+    assert manager.status().state is ManagerState.RUNNING
+    assert manager.engine.statistics().refused > 0
+
+
+@pytest.mark.parametrize("planner", ["planned", "lookahead"])
+@pytest.mark.parametrize("call", ["record", "open", "query", "prefetch", "evict", "synchronize"])
+def test_every_driver_call_may_fail_once(call: str, planner: str, stock: Training) -> None:
+    training = Training()
+    manager = training.manage(planner, 34 * MIB, fail={call: 3 if call != "open" else 1})
+    training.steps(12)
+    assert training.equals(stock)
+    status = manager.status()
+    assert (status.state, status.steps, status.strays) == (ManagerState.RUNNING, 5, 0)
+    statistics = manager.engine.statistics()
+    counts = statistics.counts.values()
+    lost = sum(of.requests[Outcome.FAILED] + of.requests[Outcome.DROPPED] for of in counts)
+    assert lost >= 1
+    assert sum(of.requests[Outcome.DONE] for of in counts) > 20
+
+
+def test_a_queue_that_is_full(stock: Training) -> None:
+    training = Training()
+    settings = HintSettings(capacity=2)
+    manager = training.manage("lookahead", 34 * MIB, settings=settings, bytes_per_s=200e6)
+    training.steps(12)
+    assert training.equals(stock)
+    assert manager.engine.statistics().refused > 0
+
+
+def test_pages_that_come_too_late_are_not_waited_for_for_ever(
+    stock: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("umem.executor._runner._PATIENCE_S", 0.01)
+    training = Training()
+    manager = training.manage("planned", 34 * MIB, bytes_per_s=20e6)
+    training.steps(12)
+    assert training.equals(stock)
+    assert manager.status().gave_up > 0
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+def test_a_host_without_room_is_not_filled(
+    stock: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = host_machine(34 * MIB)
+    full = within_host(machine.hardware, lambda: (16 << 30, 3 * MIB))
+    assert full.host_bytes == 3 * MIB
+    training = Training()
+    manager = manage_on(
+        training.model,
+        training.optimizer,
+        lambda: replace(machine, hardware=full),
+        "planned",
+    )
+    with caplog.at_level(logging.WARNING, "umem"):
+        training.steps(12)
+    assert training.equals(stock)
+    assert manager.status().state is ManagerState.OFF
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "MiB off the device, and h200-pcie has host_bytes of 3 MiB" in said
+    assert "raise the budget" in said
+    assert manager.engine.statistics().counts == {}
+
+
+def test_a_host_that_does_not_say_is_taken_as_described() -> None:
+    hardware = host_machine(34 * MIB).hardware
+    assert within_host(hardware, lambda: None) is hardware
+    assert within_host(hardware, lambda: (1 << 50, 1 << 50)) == hardware
+
+
+def test_activations_stay_where_the_host_is_nearly_full(stock: Training) -> None:
+    training = Training()
+    manager = training.manage("planned", 40 * MIB)
+    pool = manager.store._pool
+    pool._host_bytes = lambda: (16 << 30, (2 << 30) + 5 * MIB - pool.held_bytes)
+    with pytest.warns(RuntimeWarning, match="no host memory for .* stay in reserve"):
+        training.steps(12)
+    assert training.equals(stock)
+    statistics = manager.store.statistics
+    assert statistics.kept_for_lack_of_host_bytes > 0
+    assert statistics.peak_pinned_bytes == 4 * MIB
+    assert statistics.bytes_out > 0
+    assert manager.status().state is ManagerState.RUNNING
+
+
+def test_a_tensor_that_goes_while_its_hint_is_queued(stock: Training) -> None:
+    """A model is dropped while hints on its memory wait behind others."""
+    engine = HintEngine.on_host(bytes_per_s=20e6)
+    first, second = Training(), Training()
+    for training, budget_bytes in ((first, 34 * MIB), (second, 400 * MIB)):
+        make_machine = partial(replace, host_machine(budget_bytes), engine=engine)
+        manage_on(training.model, training.optimizer, make_machine, "lookahead")
+    first.steps(8)
+    first.forward().backward()
+    assert engine.statistics().open_requests
+    del first, training
+    gc.collect()
+    second.steps(12)  # in the same memory, as far as the host's allocator gives it
+    assert second.equals(stock)
+    assert engine.statistics().failures == ()
+
+
+# ------------------------------------------------------------------------------------ processes
+
+
+def end(how: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(SCRIPT), how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done, time.monotonic() - began_s
+
+
+def test_a_process_may_end_with_hints_in_flight() -> None:
+    done, took_s = end("exit")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert took_s < 60
+    done, _ = end("raise")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+
+
+def test_a_process_may_fork_while_pages_move() -> None:
+    done, _ = end("fork")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "running 0\n"
+    assert done.stderr == ""
+
+
+# ------------------------------------------------------------------------------------ at random
+
+
+class Disturber:
+    """Asks for hints that no plan has, between the phases of each step.
+
+    Parameters
+    ----------
+    training
+        Whose weights, gradients, state and outputs are named.
+    manager
+        Whose engine takes them: over the host pages stay, and copies really copy. Its store is
+        asked to move groups of activations at the wrong times.
+    """
+
+    def __init__(self, training: Training, manager: Manager) -> None:
+        self._training = training
+        self._engine = manager.engine
+        self._store = manager.store
+        self._random = random.Random(7)
+        self._spare = torch.empty(1 << 19)
+        self.asked = 0
+        for module in training.model.modules():
+            module.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, _module: object, _args: object, output: torch.Tensor) -> None:
+        self._disturb()
+        op = self._random.choice([HintOp.PREFETCH, HintOp.EVICT])
+        self._engine.submit(
+            op, output.data_ptr(), output.nbytes, tensor_class=TensorClass.ACTIVATIONS
+        )
+        output.register_hook(self._disturb)
+
+    def _tensors(self) -> Iterator[tuple[TensorClass, torch.Tensor]]:
+        for parameter in self._training.model.parameters():
+            yield TensorClass.WEIGHTS, parameter
+            if parameter.grad is not None:
+                yield TensorClass.GRADIENTS, parameter.grad
+            state = self._training.optimizer.state.get(parameter, {})
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state:
+                    yield TensorClass.OPTIMIZER_STATE, state[name]
+
+    def _disturb(self, *_: object) -> None:
+        of_class, tensor = self._random.choice(list(self._tensors()))
+        address, size_bytes, engine = tensor.data_ptr(), tensor.nbytes, self._engine
+        kind = self._random.choice(["prefetch", "evict", "map", "unmap", "copy", "activations"])
+        self.asked += 1
+        if kind in ("map", "unmap"):
+            engine.advise(
+                address,
+                size_bytes,
+                placement="host" if kind == "map" else "device",
+                accessed_by_device=kind == "map",
+                tensor_class=of_class,
+            )
+        elif kind == "activations":
+            for group in list(self._store._groups):
+                verb = self._random.choice(["send", "release", "fetch"])
+                getattr(self._store, verb)(group)
+        elif kind == "copy":
+            spare = self._spare.data_ptr()
+            for op in (HintOp.COPY_OUT, HintOp.COPY_IN):
+                ticket = engine.submit(
+                    op, address, size_bytes, tensor_class=of_class, host_address=spare
+                )
+                assert engine.wait(ticket, timeout_s=10) is Outcome.DONE
+                # What left may be overwritten: its values come from the copy.
+                if op == HintOp.COPY_OUT:
+                    tensor.data.view(-1)[::4096] = float("nan")
+        else:
+            op = HintOp.PREFETCH if kind == "prefetch" else HintOp.EVICT
+            engine.submit(op, address, size_bytes, tensor_class=of_class)
+
+
+def checksums(training: Training, steps: int) -> list[int]:
+    """Of the output, all gradients, weights and state, in each step."""
+    found = []
+    for _ in range(steps):
+        output = training.model(training.batch())
+        found.append(zlib.crc32(output.detach().numpy().data))
+        loss = output.square().mean()
+        loss.backward()
+        gradients = [p.grad for p in training.model.parameters()]
+        found += [
+            zlib.crc32(gradient.numpy().data) for gradient in gradients if gradient is not None
+        ]
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.losses.append(loss.item())
+        found += [zlib.crc32(tensor.numpy().data) for tensor in training.state()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    with one_thread():
+        return checksums(Training(lambda: Net(2)), 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planner", ["planned", "fault"])
+def test_no_hint_changes_a_value_in_200_steps(planner: str, expected: list[int]) -> None:
+    training = Training(lambda: Net(2))
+    manager = training.manage(planner, 32 * MIB)
+    disturber = Disturber(training, manager)
+    found = checksums(training, 200)
+    assert disturber.asked > 1000
+    assert manager.status().state is ManagerState.RUNNING
+    assert manager.status().steps > 180
+    assert found == expected
+    done = {
+        of_class for (_, of_class), of in manager.engine.statistics().counts.items() if of.calls
+    }
+    assert done >= {
+        TensorClass.WEIGHTS,
+        TensorClass.GRADIENTS,
+        TensorClass.OPTIMIZER_STATE,
+        TensorClass.ACTIVATIONS,
+    }

@@ -1,0 +1,18 @@
+"""The executor: a training's recorded step, planned, and carried out in every later one."""
+
+from __future__ import annotations
+
+from umem.executor._automatic import manage_automatically
+from umem.executor._manage import current_statistics, ideal_step_s, manage, residency
+from umem.executor._manager import Manager, ManagerState, ManagerStatus
+
+__all__ = [
+    "Manager",
+    "ManagerState",
+    "ManagerStatus",
+    "current_statistics",
+    "ideal_step_s",
+    "manage",
+    "manage_automatically",
+    "residency",
+]

@@ -1,0 +1,195 @@
+"""Which plan a recorded step is run by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.classes import TensorClass
+from umem.errors import PlanError
+from umem.executor._machine import SMALLEST_BYTES
+from umem.hardware import Hardware
+from umem.planner import page_out, plan
+from umem.policy import ClassRule, PolicyPlanner, ResolvedPolicy
+from umem.report import MigrationReport
+from umem.schedule import Home, Schedule
+from umem.simulator import simulate
+from umem.trace import Trace
+
+__all__ = ["Choice", "choose"]
+
+_BY_POLICY = -1
+
+_MAPPED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the optimizer's state: what is used in place costs time in its step, what migrates costs the
+link's time around it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A plan, what it is for and what is expected of it."""
+
+    trace: Trace
+    schedule: Schedule
+    predicted: MigrationReport
+    """With its timeline."""
+    mapped: npt.NDArray[np.bool_]
+    """Tensors that live on the host by choice of the planner and not by the policy's advice."""
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Everything stays where it is."""
+        return self.schedule.hint_count == 0 and not self.mapped.any()
+
+
+def choose(
+    trace: Trace,
+    saved: Collection[int],
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    planner: PolicyPlanner,
+) -> Choice:
+    """Plan a recorded step.
+
+    Parameters
+    ----------
+    trace
+        With durations, and the optimizer's step as one phase.
+    saved
+        Tensors that autograd saves in a block's forward pass: the activations that can move.
+    hardware, policy
+        The machine and the rules.
+    planner
+        ``planned``, ``lookahead`` or ``fault``.
+
+    Returns
+    -------
+    Choice
+        For ``planned`` the fastest by simulation of plans that use more or less of the optimizer's
+        state in place on the host, and migrate or keep the rest. Under each planner as much of it
+        as does not fit beside the rest of the optimizer's step is used in place.
+
+    Raises
+    ------
+    PlanError
+        If a phase's working set does not fit the budget all the same, or the host lacks memory.
+    """
+    found: list[Choice] = []
+    first_error: PlanError | None = None
+    for rules, mapped in _ways(trace, hardware, policy, planner):
+        fixed = _fixed_homes(trace, saved, rules, mapped)
+        try:
+            if planner == "fault":
+                schedule = page_out(trace, hardware, rules, fixed=fixed)
+            else:
+                schedule = plan(trace, hardware, rules, planner, fixed=fixed, may_fault=False)
+            predicted = simulate(trace, schedule, hardware, rules, timeline=True)
+        except PlanError as error:
+            first_error = first_error or error
+            continue
+        found.append(Choice(trace, schedule, predicted, mapped))
+    if not found:
+        assert first_error is not None
+        raise first_error
+    return min(found, key=lambda choice: choice.predicted.step_s)
+
+
+def _ways(
+    trace: Trace, hardware: Hardware, policy: ResolvedPolicy, planner: PolicyPlanner
+) -> Iterator[tuple[ResolvedPolicy, npt.NDArray[np.bool_]]]:
+    """Rules, and the optimizer state that is used in place on the host."""
+    state = trace.tensor_class == TensorClass.OPTIMIZER_STATE.number
+    rules = _runnable_rules(policy, planner)
+    rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
+    if rule.kind != "managed" or rule.placement == "host" or rule.mechanism not in ("auto", "map"):
+        yield rules, np.zeros(trace.tensor_count, np.bool_)
+        return
+    large = state & (trace.tensor_bytes >= SMALLEST_BYTES)
+    capacity = policy.device_budget_bytes or hardware.device_bytes
+    overflow = _overflow(trace, large, capacity)
+    if rule.mechanism == "map":
+        yield rules, large
+        return
+    shares = _MAPPED_SHARES if planner == "planned" else (0.0,)
+    tried: set[int] = set()
+    for share in shares:
+        mapped = overflow | _first_bytes(trace, large, share)
+        if int(mapped.sum()) not in tried:
+            tried.add(int(mapped.sum()))
+            yield rules, mapped
+
+
+def _first_bytes(
+    trace: Trace, tensors: npt.NDArray[np.bool_], share: float
+) -> npt.NDArray[np.bool_]:
+    """The first of these tensors, up to a share of their bytes."""
+    size = np.where(tensors, trace.tensor_bytes, 0)
+    return tensors & (np.cumsum(size) - size < share * size.sum())
+
+
+def _overflow(
+    trace: Trace, large: npt.NDArray[np.bool_], capacity_bytes: int
+) -> npt.NDArray[np.bool_]:
+    """The first tensors of optimizer state that do not fit beside the optimizer's other tensors."""
+    last = trace.phase_count - 1
+    used = np.zeros(trace.tensor_count, np.bool_)
+    used[trace.access_tensor[trace.access_start[last] :]] = True
+    alive = (trace.first_phase <= last) & (trace.last_phase >= last)
+    stays = alive & ((trace.tensor_bytes < SMALLEST_BYTES) | _of_class(trace, TensorClass.OTHER))
+    over = int(trace.tensor_bytes[used | stays].sum()) - capacity_bytes
+    candidates = np.flatnonzero(large & used)
+    before = np.cumsum(trace.tensor_bytes[candidates]) - trace.tensor_bytes[candidates]
+    mapped = np.zeros(trace.tensor_count, np.bool_)
+    mapped[candidates[before < over]] = True
+    return mapped
+
+
+def _runnable_rules(policy: ResolvedPolicy, planner: PolicyPlanner) -> ResolvedPolicy:
+    """Leave to the planner only what hints and hooks can do in a running program.
+
+    What lives from step to step must be right whenever the program looks at it, so it moves as
+    pages or is mapped, and is never copied away.
+    """
+
+    def runnable(tensor_class: TensorClass, rule: ClassRule) -> ClassRule:
+        if rule.kind != "managed" or rule.placement == "host":
+            return rule
+        if rule.mechanism == "copy" and tensor_class is not TensorClass.ACTIVATIONS:
+            return rule.model_copy(update={"mechanism": "migrate"})
+        if rule.mechanism not in ("auto", "map"):
+            return rule
+        copies = tensor_class is TensorClass.ACTIVATIONS and planner == "planned"
+        return rule.model_copy(update={"mechanism": "copy" if copies else "migrate"})
+
+    rules = tuple(map(runnable, TensorClass, policy.rules))
+    return replace(policy, rules=rules)
+
+
+def _fixed_homes(
+    trace: Trace,
+    saved: Collection[int],
+    policy: ResolvedPolicy,
+    mapped: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int8]:
+    """What stays whatever the rules say: small tensors, and activations that no hook sees."""
+    seen = np.zeros(trace.tensor_count, np.bool_)
+    seen[list(saved)] = True
+    stays = (
+        (trace.tensor_bytes < SMALLEST_BYTES)
+        | (_of_class(trace, TensorClass.ACTIVATIONS) & ~seen)
+        | _of_class(trace, TensorClass.OTHER)
+    )
+    fixed = np.full(trace.tensor_count, _BY_POLICY, np.int8)
+    for tensor_class, rule in zip(TensorClass, policy.rules, strict=True):
+        if rule.kind == "managed" and rule.placement != "host":
+            fixed[stays & _of_class(trace, tensor_class)] = Home.KEEP
+    fixed[mapped] = Home.MAP
+    return fixed
+
+
+def _of_class(trace: Trace, tensor_class: TensorClass) -> npt.NDArray[np.bool_]:
+    of_class: npt.NDArray[np.bool_] = trace.tensor_class == tensor_class.number
+    return of_class

@@ -1,0 +1,144 @@
+"""`umem.manage`, and what all managers of the process come to together."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from umem.allocator import runtime
+from umem.classes import TensorClass
+from umem.config import did_you_mean
+from umem.errors import EnableError, PlanError
+from umem.executor._machine import Machine, cuda_machine
+from umem.executor._manager import Manager
+from umem.hints import HintStatistics
+from umem.policy import PolicyPlanner
+from umem.trace import require_durations
+
+__all__ = ["current_statistics", "ideal_step_s", "manage", "manage_on", "managers", "residency"]
+
+_PLANNERS = ("planned", "lookahead", "fault")
+_managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.WeakKeyDictionary()
+"""Their hooks on model and optimizer keep them alive."""
+
+
+def manage(
+    model: nn.Module, optimizer: Optimizer, *, planner: PolicyPlanner | None = None
+) -> Manager:
+    """Keep a training within the policy's device budget, by a plan of its own steps.
+
+    The next steps are recorded, then planned; from then on hints move memory ahead of need. Under
+    :func:`umem.enable` it happens by itself after the optimizer's first step; call it where there
+    is something to choose, or to see how it goes.
+
+    Parameters
+    ----------
+    model
+        On the GPU, as it is called in the training loop.
+    optimizer
+        Its steps are the steps.
+    planner
+        ``planned``, ``lookahead`` or ``fault``; by default the policy's.
+
+    Returns
+    -------
+    Manager
+        Its ``status()`` tells how it goes. A second call for the same optimizer returns the same
+        one.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled, or the model is not on a GPU.
+    PlanError
+        For an unknown planner, or none.
+
+    Examples
+    --------
+    >>> manager = umem.manage(model, optimizer)  # doctest: +SKIP
+    """
+    state = runtime()
+    devices = {parameter.device for parameter in model.parameters()}
+    devices = {device for device in devices if device.type == "cuda"}
+    if len(devices) != 1:
+        raise EnableError(
+            f"the model's parameters are on {len(devices)} GPUs: move it to one GPU before "
+            "umem.manage(model, optimizer)"
+        )
+    (device,) = devices
+    chosen = planner or state.resolved.planner
+    return manage_on(model, optimizer, lambda: cuda_machine(device.index or 0), chosen)
+
+
+def manage_on(
+    model: nn.Module,
+    optimizer: Optimizer,
+    make_machine: Callable[[], Machine],
+    planner: PolicyPlanner,
+) -> Manager:
+    """The same on any machine, which is made for a new manager only."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if planner not in _PLANNERS:
+        hint = did_you_mean(planner, _PLANNERS) or "."
+        raise PlanError(
+            f"planner {planner!r} runs no training{hint} Planners: {', '.join(_PLANNERS)}"
+        )
+    reference = _managers.get(optimizer)
+    known = None if reference is None else reference()
+    if known is not None:
+        return known
+    manager = Manager(model, optimizer, make_machine(), planner)
+    _managers[optimizer] = weakref.ref(manager)
+    return manager
+
+
+def managers() -> list[Manager]:
+    """All managers of the process."""
+    found = [reference() for reference in _managers.values()]
+    return [manager for manager in found if manager is not None]
+
+
+def current_statistics() -> HintStatistics | None:
+    """What the hint engine has done so far; None where nothing is managed."""
+    found = managers()
+    return found[0].engine.statistics() if found else None
+
+
+def ideal_step_s() -> float | None:
+    """Time of a step of the run with everything resident, as recorded, seconds.
+
+    None where nothing is managed yet, or several models are.
+    """
+    traces = [manager.trace for manager in managers()]
+    if len(traces) != 1 or traces[0] is None:
+        return None
+    return float(require_durations(traces[0]).sum())
+
+
+def residency(device: int = 0) -> dict[TensorClass, int]:
+    """Bytes of live tensors that are meant to be on a device now, by class.
+
+    Live bytes of the allocator, less what hints were asked to take away and what is mapped on the
+    host. A hint that is under way counts as done.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled.
+    """
+    stats = runtime().allocator.class_stats(device)
+    away: Counter[TensorClass] = Counter()
+    for manager in managers():
+        away.update(manager.away_bytes())
+    return {
+        tensor_class: max(
+            stats[tensor_class.number]["allocated_bytes"]["current"] - away[tensor_class],
+            0,
+        )
+        for tensor_class in TensorClass
+    }

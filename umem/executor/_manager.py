@@ -1,0 +1,459 @@
+"""One model's training under a plan: recorded, planned, carried out, corrected."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from umem.activations import ActivationStore
+from umem.classes import TensorClass
+from umem.errors import UmemError
+from umem.executor._choice import Choice, choose
+from umem.executor._correction import Correction
+from umem.executor._machine import Machine
+from umem.executor._places import find_places
+from umem.executor._program import Program, build_program
+from umem.executor._runner import Runner
+from umem.hints import HintEngine
+from umem.policy import PolicyPlanner
+from umem.recorder import (
+    Block,
+    CallShapes,
+    Follower,
+    Guard,
+    StepRecording,
+    call_shapes,
+    find_blocks,
+    record,
+)
+from umem.report import MigrationReport
+from umem.schedule import HintOp
+from umem.trace import Trace
+from umem.units import format_bytes
+
+__all__ = ["Manager", "ManagerState", "ManagerStatus"]
+
+_LOG = logging.getLogger("umem")
+
+_WARM_UP = 2
+"""Steps before anything is decided: the first one makes the optimizer's state."""
+
+_MOST_PLANS = 4
+"""Shapes of batches that have a plan of their own."""
+
+_SEEN_BEFORE_RECORDING = 2
+"""Steps of unknown shapes after which they are recorded: what comes once needs no plan."""
+
+_MOST_UNSEEN = 8
+"""Steps of the optimizer without a call of the model, after which there will be none."""
+
+_LONGEST_RECORDING = 64
+"""Steps after which a recording that has not found enough equal ones is given up."""
+
+
+class ManagerState(StrEnum):
+    """What a manager is at."""
+
+    WARMING_UP = "warming up"
+    """Waiting for the optimizer's first step, which makes its state."""
+    RECORDING = "recording"
+    RUNNING = "running"
+    """Steps are carried out as planned."""
+    RESIDENT = "resident"
+    """Everything fits the budget: there is nothing to do."""
+    OFF = "off"
+    """It has given up; the reason says why."""
+
+
+@dataclass(frozen=True)
+class ManagerStatus:
+    """What a manager is at, and how it goes.
+
+    Parameters
+    ----------
+    state
+        What it is at.
+    reason
+        Why it is off; empty otherwise.
+    planner
+        ``planned``, ``lookahead`` or ``fault``.
+    budget_bytes
+        Device budget; None for all of the device.
+    predicted
+        What the plan of the shapes seen last should come to; None before there is one.
+    plans
+        Shapes of batches that have a plan.
+    steps, strays
+        Steps carried out as planned; steps that were not, because of an exception or of phases
+        unlike the recorded ones.
+    unplanned
+        Steps of shapes without a plan, which ran under one for other shapes.
+    wait_s
+        Time that the training thread has waited for pages, in all steps.
+    gave_up
+        Waits for pages that took too long; the pages came by fault.
+    corrections
+        Plans made anew from measured bandwidths.
+    """
+
+    state: ManagerState
+    reason: str
+    planner: PolicyPlanner
+    budget_bytes: int | None
+    predicted: MigrationReport | None
+    plans: int
+    steps: int
+    strays: int
+    unplanned: int
+    wait_s: float
+    gave_up: int
+    corrections: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """What is kept of a recording, to plan from again."""
+
+    trace: Trace
+    recording: StepRecording
+
+
+class Manager:
+    """Keeps a training within its device budget; made by :func:`umem.manage`.
+
+    Parameters
+    ----------
+    model, optimizer
+        What is trained. Only weak references are kept.
+    machine
+        The device, its engine and the policy.
+    planner
+        In place of the policy's.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, machine: Machine, planner: PolicyPlanner
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
+        self._machine = machine
+        self._planner = planner
+        self._state = ManagerState.WARMING_UP
+        self._reason = ""
+        self._store = ActivationStore(machine.device, machine.mover)
+        self._store.keep([*model.parameters(), *model.buffers()])
+        self._runner = Runner(machine, self._store)
+        self._guard = Guard(self._fail)
+        root = Block(type(model).__name__, model)
+        blocks = find_blocks(model, None)
+        self._forward_labels = {block.name: block.forward for block in blocks}
+        self._follower = Follower(root, blocks, self._guard, self._runner)
+        self._recording: StepRecording | None = None
+        self._recorded: dict[CallShapes, _Recorded] = {}
+        self._programs: dict[CallShapes, Program] = {}
+        self._fallback: Program | None = None
+        self._unknown: Counter[CallShapes] = Counter()
+        self._unplanned = 0
+        self._steps_seen = 0
+        self._recording_since = 0
+        self._is_in_step = False
+        self._unseen = 0
+        self._correction = Correction(machine.engine)
+        self._undo = [
+            model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True).remove,
+            optimizer.register_step_pre_hook(self._guard(self._optimizer_begins)).remove,
+            optimizer.register_step_post_hook(self._guard(self._optimizer_ends)).remove,
+        ]
+
+    # ------------------------------------------------------------------ for the user
+
+    def status(self) -> ManagerStatus:
+        """What it is at."""
+        program = self._runner.program
+        counts = self._runner.counts
+        return ManagerStatus(
+            state=self._state,
+            reason=self._reason,
+            planner=self._planner,
+            budget_bytes=self._machine.policy.device_budget_bytes,
+            predicted=None if program is None else replace(program.choice.predicted, timeline=None),
+            plans=len(self._programs),
+            steps=counts.steps,
+            strays=counts.strays,
+            unplanned=self._unplanned,
+            wait_s=counts.wait_s,
+            gave_up=counts.gave_up,
+            corrections=self._correction.count,
+        )
+
+    @property
+    def trace(self) -> Trace | None:
+        """The recorded step that the present plan was made from."""
+        program = self._runner.program
+        return None if program is None else program.choice.trace
+
+    @property
+    def store(self) -> ActivationStore:
+        """What takes activations away and brings them back."""
+        return self._store
+
+    @property
+    def engine(self) -> HintEngine:
+        """What moves the pages."""
+        return self._machine.engine
+
+    def away_bytes(self) -> dict[TensorClass, int]:
+        """Bytes by class that were asked to live off the device now."""
+        return self._runner.away_bytes()
+
+    def close(self) -> None:
+        """Stop; what is away comes back when it is used, and mapped memory is brought back now.
+
+        Not from inside a hook of the model or the optimizer.
+        """
+        self._end(ManagerState.OFF, "closed")
+        self._end_recording()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._store.close()
+
+    # ------------------------------------------------------------------ hooks
+
+    def _on_call(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._state is ManagerState.OFF:
+            self._end_recording()  # not in `_fail`, which may run inside the optimizer's hooks
+            return
+        if (
+            self._is_in_step
+            or torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1  # a checkpoint computes again
+        ):
+            return
+        self._is_in_step = True
+        self._before_step(call_shapes(args, kwargs))
+
+    def _optimizer_begins(self, *_: object) -> None:
+        self._follower.optimizer_begins()
+
+    def _optimizer_ends(self, *_: object) -> None:
+        self._unseen = 0 if self._is_in_step else self._unseen + 1
+        self._is_in_step = False
+        self._steps_seen += 1
+        self._follower.optimizer_ends()
+        if self._unseen == _MOST_UNSEEN and self._state is ManagerState.WARMING_UP:
+            self._give_up(
+                "the optimizer steps, and no call of the model is seen: a compiler has it whole, "
+                "or another module is called. Compile its layers one by one, or give umem.manage "
+                "the module that the program calls"
+            )
+
+    def _fail(self, error: Exception) -> None:
+        _LOG.warning("umem: the executor ends, training goes on: %r", error, exc_info=error)
+        self._end(ManagerState.OFF, f"{type(error).__name__}: {error}")
+
+    def _end(self, state: ManagerState, reason: str) -> None:
+        self._follower.stop()
+        self._load(None)
+        self._state, self._reason = state, reason
+        self._machine.restore_allocator_budget()
+
+    # ------------------------------------------------------------------ from step to step
+
+    def _before_step(self, shapes: CallShapes) -> None:
+        """Before a step's first forward pass: hooks may come and go here."""
+        if self._state is ManagerState.WARMING_UP and self._steps_seen >= _WARM_UP:
+            if self._machine.everything_fits():
+                self._end(ManagerState.RESIDENT, "")
+            else:
+                self._start_recording()
+        elif self._state is ManagerState.RECORDING:
+            self._look_at_recording()
+        if self._state in (ManagerState.RUNNING, ManagerState.RESIDENT):
+            self._choose_program(shapes)
+
+    def _start_recording(self) -> None:
+        model, optimizer = self._model(), self._optimizer()
+        if model is None or optimizer is None:
+            return
+        self._load(None)
+        self._follower.stop()
+        # The recorded steps are to be as they are with everything resident.
+        self._machine.lift_allocator_budget()
+        self._recording = record(
+            model,
+            optimizer,
+            steps=2,
+            warmup=1,
+            optimizer_parts=False,
+            known=frozenset(self._recorded),
+        )
+        self._recording.__enter__()
+        self._recording_since = self._steps_seen
+        self._state = ManagerState.RECORDING
+
+    def _end_recording(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.__exit__(None, None, None)
+
+    def _look_at_recording(self) -> None:
+        recording = self._recording
+        assert recording is not None
+        is_over = self._steps_seen - self._recording_since >= _LONGEST_RECORDING
+        if not (recording.done or is_over or recording.failed):
+            return
+        self._end_recording()
+        try:
+            signature = recording.signature
+            trace = recording.trace
+        except UmemError as error:
+            if self._programs:  # go on with what there is
+                self._state = ManagerState.RUNNING
+                self._follower.start()
+            else:
+                self._give_up(error)
+            return
+        assert signature is not None
+        self._recorded[signature.calls[0]] = _Recorded(trace, recording)
+        self._make_programs()
+
+    def _give_up(self, reason: UmemError | str) -> None:
+        _LOG.warning(
+            "umem: no plan for %s, so past the budget new memory is mapped on the host: %s",
+            type(self._model()).__name__,
+            reason,
+        )
+        self._end(ManagerState.OFF, str(reason))
+
+    def _make_programs(self) -> None:
+        """Plan all recorded steps, with the hardware as it is known by now."""
+        choices: dict[CallShapes, Choice] = {}
+        try:
+            for shapes, recorded in self._recorded.items():
+                choices[shapes] = self._choose(recorded, self._planner)
+        except UmemError as error:
+            self._give_up(error)
+            return
+        self._programs = {
+            shapes: self._program(choice, self._recorded[shapes])
+            for shapes, choice in choices.items()
+        }
+        self._fallback = None
+        if all(choice.moves_nothing for choice in choices.values()):
+            self._end(ManagerState.RESIDENT, "")
+            return
+        if self._state is not ManagerState.RUNNING:  # otherwise this is a correction
+            self._state = ManagerState.RUNNING
+            self._machine.lift_allocator_budget()
+            self._follower.start()
+        latest = next(reversed(choices.values()))
+        budget_bytes = self._machine.policy.device_budget_bytes
+        _LOG.info(
+            "umem: %s under the budget of %s: predicted %.1f ms a step, %.1f with everything "
+            "resident",
+            latest.schedule.planner,
+            format_bytes(budget_bytes or self._machine.hardware.device_bytes),
+            latest.predicted.step_s * 1e3,
+            latest.predicted.ideal_s * 1e3,
+        )
+
+    def _choose(self, recorded: _Recorded, planner: PolicyPlanner) -> Choice:
+        return choose(
+            recorded.trace,
+            {entry.tensor for entry in recorded.recording.saved_tensors},
+            self._correction.apply(self._machine.hardware),
+            self._machine.policy,
+            planner,
+        )
+
+    def _program(self, choice: Choice, recorded: _Recorded) -> Program:
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None
+        assert optimizer is not None
+        return build_program(
+            choice,
+            find_places(choice.trace, model, optimizer),
+            recorded.recording.saved_tensors,
+            recorded.recording.phases,
+            self._forward_labels,
+            self._machine,
+        )
+
+    def _choose_program(self, shapes: CallShapes) -> None:
+        """Run the plan for a batch's shapes, or a lookahead made for others."""
+        program = self._programs.get(shapes)
+        if self._state is ManagerState.RESIDENT and self._machine.everything_fits():
+            return
+        if program is None:
+            self._unknown[shapes] += 1
+            self._unplanned += 1
+            if (
+                len(self._programs) < _MOST_PLANS
+                and self._unknown[shapes] == _SEEN_BEFORE_RECORDING
+            ):
+                self._start_recording()
+                return
+            if self._state is ManagerState.RESIDENT:
+                return
+            program = self._lookahead()
+        elif self._state is ManagerState.RUNNING and self._correction.is_due(
+            self._runner.counts.steps, self._machine.hardware
+        ):
+            self._make_programs()
+            program = self._programs.get(shapes)
+        if self._state is ManagerState.RUNNING and program is not self._runner.program:
+            self._load(program)
+
+    def _lookahead(self) -> Program:
+        if self._fallback is None:
+            recorded = next(reversed(self._recorded.values()))
+            self._fallback = self._program(self._choose(recorded, "lookahead"), recorded)
+        return self._fallback
+
+    # ------------------------------------------------------------------ mapped memory
+
+    def _load(self, program: Program | None) -> None:
+        """Run another program, or none. What both use in place stays where it is."""
+        previous = self._runner.program
+        before = () if previous is None else previous.mapped
+        after = () if program is None else program.mapped
+        self._runner.load(program)
+        for block in before:
+            if block not in after:
+                self._unmap(*block)
+        for block in after:
+            if block not in before:
+                self._map(*block)
+
+    def _map(self, address: int, size_bytes: int, tensor_class: TensorClass) -> None:
+        """Send what is used in place to the host, and let the device reach it there."""
+        engine, device = self._machine.engine, self._machine.index
+        engine.advise(
+            address,
+            size_bytes,
+            placement="host",
+            accessed_by_device=True,
+            device=device,
+            tensor_class=tensor_class,
+        )
+        engine.submit(HintOp.EVICT, address, size_bytes, device=device, tensor_class=tensor_class)
+
+    def _unmap(self, address: int, size_bytes: int, tensor_class: TensorClass) -> None:
+        engine, device = self._machine.engine, self._machine.index
+        engine.advise(
+            address, size_bytes, placement="device", device=device, tensor_class=tensor_class
+        )
+        engine.submit(
+            HintOp.PREFETCH, address, size_bytes, device=device, tensor_class=tensor_class
+        )

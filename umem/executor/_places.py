@@ -1,0 +1,78 @@
+"""Where the tensors of a trace are in the running program."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from umem.executor._machine import SMALLEST_BYTES
+from umem.recorder import named_tensors
+from umem.trace import Trace
+
+__all__ = ["Places", "find_places", "storage_address", "whole_blocks"]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Addresses of the tensors that hints can name, by number in the trace.
+
+    Parameters
+    ----------
+    fixed
+        Weights and optimizer state: address.
+    gradients
+        Gradients, which are born anew in each step: what tells the present address, 0 for none.
+    """
+
+    fixed: Mapping[int, int]
+    gradients: Mapping[int, Callable[[], int]]
+
+
+def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
+    """Find a trace's tensors by their names; those not found are left where they are."""
+    parameters = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        known = set(parameters.values())
+        for parameter in group["params"]:
+            if parameter not in known:  # as the recorder names them
+                parameters[f"parameter {len(parameters)}"] = parameter
+    tensors: dict[str, torch.Tensor] = dict(parameters)
+    for name, parameter in parameters.items():
+        tensors.update(named_tensors(optimizer.state.get(parameter, {}), name))
+    fixed: dict[int, int] = {}
+    gradients: dict[int, Callable[[], int]] = {}
+    for number, name in enumerate(trace.tensor_names):
+        if name in tensors:
+            fixed[number] = storage_address(tensors[name])
+        elif name.endswith(".grad") and name.removesuffix(".grad") in parameters:
+            gradients[number] = _gradient_of(parameters[name.removesuffix(".grad")])
+    return Places(fixed, gradients)
+
+
+def whole_blocks(size_bytes: int) -> int:
+    """Bytes of the block that holds a tensor of :data:`SMALLEST_BYTES` or more: whole pages."""
+    return -(-size_bytes // SMALLEST_BYTES) * SMALLEST_BYTES
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the storage behind a tensor begins; 0 where it has no memory of its own."""
+    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
+    if tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _gradient_of(parameter: torch.Tensor) -> Callable[[], int]:
+    reference = weakref.ref(parameter)
+
+    def address() -> int:
+        known = reference()
+        gradient = None if known is None else known.grad
+        return 0 if gradient is None else storage_address(gradient)
+
+    return address

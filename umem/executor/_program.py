@@ -1,0 +1,286 @@
+"""A plan made ready to run: what is done at each phase boundary."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from umem.classes import TensorClass
+from umem.executor._choice import Choice
+from umem.executor._machine import Machine
+from umem.executor._places import Places, whole_blocks
+from umem.executor._room import HintRow, HintRows, room_waits, used_tensors
+from umem.hints import HintBatch
+from umem.recorder import FollowedPhase, SavedTensor
+from umem.schedule import HintOp
+from umem.trace import Trace
+
+__all__ = ["GroupKey", "Hints", "PhaseWork", "Program", "build_program"]
+
+GroupKey = tuple[str, int]
+"""A block's name, and which of its forward calls in the step."""
+
+_CLASSES = tuple(TensorClass)
+_PAGE_OPS = (HintOp.PREFETCH, HintOp.EVICT)
+
+
+@dataclass(frozen=True, eq=False)
+class Hints:
+    """Page hints that are asked for at once.
+
+    Parameters
+    ----------
+    batch
+        Of the engine.
+    lookups
+        Hints whose addresses are of the present step: (number in the batch, what tells it).
+    """
+
+    batch: HintBatch
+    lookups: tuple[tuple[int, Callable[[], int]], ...]
+
+
+@dataclass(eq=False)
+class PhaseWork:
+    """What happens when a phase begins, in this order.
+
+    Parameters
+    ----------
+    releases
+        Groups of activations whose device memory goes.
+    leaving
+        Evictions.
+    room
+        The eviction that has to be over before anything comes, as (its phase, its number), or None.
+    coming
+        Prefetches.
+    need
+        The prefetch that has to be over before the phase runs, likewise.
+    fetches
+        Activations to bring back: (group, ordinals).
+    arrives, leaves
+        Tensors whose pages are on the device from now on; whose pages are asked to leave.
+    """
+
+    releases: list[GroupKey] = field(default_factory=list)
+    leaving: Hints | None = None
+    room: tuple[int, int] | None = None
+    coming: Hints | None = None
+    need: tuple[int, int] | None = None
+    fetches: list[tuple[GroupKey, frozenset[int]]] = field(default_factory=list)
+    arrives: frozenset[int] = frozenset()
+    leaves: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class Program:
+    """One plan, ready to run.
+
+    Parameters
+    ----------
+    choice
+        The plan.
+    followed
+        The phases that a follower tells of, each with the trace's phase that it is part of.
+    work
+        Of each of the trace's phases.
+    copied
+        Activations that are copied away: ordinals by group.
+    paged
+        Activations that move as pages: numbers in the trace by ordinal, by group.
+    present
+        Addresses of the present step's paged activations, by number in the trace.
+    mapped
+        What is used in place on the host: (address, bytes, class).
+    """
+
+    choice: Choice
+    followed: tuple[FollowedPhase, ...]
+    work: tuple[PhaseWork, ...]
+    copied: Mapping[GroupKey, frozenset[int]]
+    paged: Mapping[GroupKey, Mapping[int, int]]
+    present: dict[int, int]
+    mapped: tuple[tuple[int, int, TensorClass], ...]
+
+    def away_bytes(self, away: Iterable[int]) -> dict[TensorClass, int]:
+        """Bytes by class of what is mapped, and of these tensors besides."""
+        trace = self.choice.trace
+        total: dict[TensorClass, int] = defaultdict(int)
+        for _, size_bytes, tensor_class in self.mapped:
+            total[tensor_class] += size_bytes
+        for tensor in away:
+            size_bytes = whole_blocks(int(trace.tensor_bytes[tensor]))
+            total[_CLASSES[trace.tensor_class[tensor]]] += size_bytes
+        return total
+
+
+def build_program(
+    choice: Choice,
+    places: Places,
+    saved: Sequence[SavedTensor],
+    followed: Sequence[FollowedPhase],
+    forward_labels: Mapping[str, str],
+    machine: Machine,
+) -> Program:
+    """Turn a schedule into batches of hints and the handling of activations.
+
+    Parameters
+    ----------
+    choice
+        The plan.
+    places
+        Where its tensors are.
+    saved
+        What autograd saves, group by group.
+    followed
+        What a follower tells of a step like the recorded one.
+    forward_labels
+        Label of the forward phase of each block.
+    machine
+        Whose engine takes the batches.
+    """
+    trace, schedule = choice.trace, choice.schedule
+    present: dict[int, int] = {}
+    groups: dict[int, list[SavedTensor]] = defaultdict(list)
+    for entry in saved:
+        groups[entry.tensor].append(entry)
+
+    leaving: list[list[HintRow]] = [[] for _ in range(trace.phase_count)]
+    coming: list[list[HintRow]] = [[] for _ in range(trace.phase_count)]
+    copied: dict[GroupKey, set[int]] = defaultdict(set)
+    paged: dict[GroupKey, dict[int, int]] = defaultdict(dict)
+    fetches: list[dict[GroupKey, set[int]]] = [defaultdict(set) for _ in range(trace.phase_count)]
+    hints = zip(schedule.hint_phase, schedule.hint_op, schedule.hint_tensor, strict=True)
+    for phase, op, tensor in ((int(p), HintOp(o), int(t)) for p, o, t in hints):
+        if op == HintOp.COPY_OUT:
+            for entry in groups[tensor]:
+                copied[entry.block, entry.call].add(entry.ordinal)
+        elif op == HintOp.COPY_IN:
+            for entry in groups[tensor]:
+                fetches[phase][entry.block, entry.call].add(entry.ordinal)
+        elif op in _PAGE_OPS:  # memory of dead activations is the allocator's, and is not dropped
+            (leaving if op == HintOp.EVICT else coming)[phase].append((op, tensor))
+            for entry in groups[tensor]:
+                paged[entry.block, entry.call][entry.ordinal] = tensor
+
+    chosen = {key: frozenset(ordinals) for key, ordinals in copied.items()}
+    releases = _releases(choice, chosen, saved, followed, forward_labels, machine)
+    tensors = {(entry.block, entry.call, entry.ordinal): entry.tensor for entry in saved}
+    waits = room_waits(
+        choice,
+        machine.policy.device_budget_bytes or machine.hardware.device_bytes,
+        leaving,
+        coming,
+        {
+            phase: {tensors[*key, ordinal] for key in keys for ordinal in chosen[key]}
+            for phase, keys in releases.items()
+        },
+        {
+            phase: {tensors[*key, ordinal] for key, it in found.items() for ordinal in it}
+            for phase, found in enumerate(fetches)
+        },
+    )
+    work = tuple(
+        PhaseWork(
+            releases=releases.get(phase, []),
+            leaving=_hints(leaving[phase], trace, places, present, machine),
+            room=waits[phase],
+            coming=_hints(coming[phase], trace, places, present, machine),
+            need=_last_needed(trace, phase, coming) if schedule.waits else None,
+            fetches=[(key, frozenset(ordinals)) for key, ordinals in fetches[phase].items()],
+            arrives=frozenset(used_tensors(trace, phase)) | {tensor for _, tensor in coming[phase]},
+            leaves=frozenset(tensor for _, tensor in leaving[phase]),
+        )
+        for phase in range(trace.phase_count)
+    )
+    mapped = tuple(
+        (
+            address,
+            whole_blocks(int(trace.tensor_bytes[tensor])),
+            _CLASSES[trace.tensor_class[tensor]],
+        )
+        for tensor, address in places.fixed.items()
+        if choice.mapped[tensor] and address
+    )
+    return Program(choice, tuple(followed), work, chosen, dict(paged), present, mapped)
+
+
+def _hints(
+    row: Sequence[HintRow],
+    trace: Trace,
+    places: Places,
+    present: Mapping[int, int],
+    machine: Machine,
+) -> Hints | None:
+    if not row:
+        return None
+    lookups: list[tuple[int, Callable[[], int]]] = []
+    for number, (_, tensor) in enumerate(row):
+        if tensor in places.gradients:
+            lookups.append((number, places.gradients[tensor]))
+        elif tensor not in places.fixed:
+            lookups.append((number, _present_address(present, tensor)))
+    batch = machine.engine.batch(
+        [op for op, _ in row],
+        [places.fixed.get(tensor, 0) for _, tensor in row],
+        [whole_blocks(int(trace.tensor_bytes[tensor])) for _, tensor in row],
+        [_CLASSES[trace.tensor_class[tensor]] for _, tensor in row],
+        machine.index,
+    )
+    return Hints(batch, tuple(lookups))
+
+
+def _present_address(present: Mapping[int, int], tensor: int) -> Callable[[], int]:
+    return lambda: present.get(tensor, 0)
+
+
+def _last_needed(trace: Trace, phase: int, coming: HintRows) -> tuple[int, int] | None:
+    """The last prefetch that a phase's tensors need, in the order in which hints are asked for.
+
+    Prefetches are served in that order, so all that came before it are over then as well.
+    """
+    used = set(used_tensors(trace, phase))
+    for back in range(trace.phase_count):  # the phase itself, the ones before it, the last step's
+        asked = (phase - back) % trace.phase_count
+        found = [number for number, (_, tensor) in enumerate(coming[asked]) if tensor in used]
+        if found:
+            return asked, found[-1]
+    return None
+
+
+def _releases(
+    choice: Choice,
+    copied: Mapping[GroupKey, frozenset[int]],
+    saved: Sequence[SavedTensor],
+    followed: Sequence[FollowedPhase],
+    forward_labels: Mapping[str, str],
+    machine: Machine,
+) -> dict[int, list[GroupKey]]:
+    """The groups whose copies have left when a phase begins, by the plan's own times.
+
+    Groups leave in the order of their calls, one after the other.
+    """
+    trace, timeline = choice.trace, choice.predicted.timeline
+    assert timeline is not None
+    size: dict[GroupKey, int] = defaultdict(int)
+    counted: set[tuple[GroupKey, int]] = set()
+    for entry in saved:
+        key = (entry.block, entry.call)
+        if entry.ordinal in copied.get(key, ()) and (key, entry.tensor) not in counted:
+            counted.add((key, entry.tensor))
+            size[key] += int(trace.tensor_bytes[entry.tensor])
+    calls: dict[str, list[int]] = defaultdict(list)
+    for one in followed:
+        calls[one.label].append(one.phase + 1)  # what lies between blocks is part of them
+    ends = {key: calls[forward_labels[key[0]]][key[1]] for key in copied}
+    releases: dict[int, list[GroupKey]] = defaultdict(list)
+    gone_s = 0.0
+    for key in sorted(copied, key=ends.__getitem__):
+        sent_s = float(timeline.phase_start_s[ends[key]])
+        gone_s = max(gone_s, sent_s) + size[key] / machine.hardware.copy_to_host_bytes_per_s
+        phase = int(np.searchsorted(timeline.phase_start_s, gone_s))
+        releases[min(max(phase, ends[key]), trace.phase_count - 1)].append(key)
+    return releases

@@ -1,0 +1,214 @@
+"""Runs a program: hints and copies at the boundaries of the phases of a live training step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from umem.activations import ActivationStore
+from umem.classes import TensorClass
+from umem.executor._machine import Machine
+from umem.executor._places import storage_address
+from umem.executor._program import GroupKey, Hints, PhaseWork, Program
+from umem.hints import Outcome
+from umem.recorder import Block, SavedTensors
+from umem.telemetry import PhaseRanges
+
+__all__ = ["Runner", "RunnerCounts"]
+
+_PATIENCE_S = 2.0
+"""What a phase waits for pages that it needs. After it they come by fault: late, and right."""
+
+
+@dataclass(slots=True)
+class RunnerCounts:
+    """What a runner has come across."""
+
+    steps: int = 0
+    """Steps that went through their whole program."""
+    strays: int = 0
+    """Steps that did not: an exception, or phases unlike the recorded ones."""
+    wait_s: float = 0.0
+    """Time that the training thread waited for pages."""
+    gave_up: int = 0
+    """Waits that took longer than the runner's patience."""
+
+
+class Runner:
+    """A :class:`umem.recorder.StepListener` that carries out a program.
+
+    Nothing that it does changes a value. A step that strays from its program runs on without it:
+    what is missing on the device comes by page fault.
+
+    Parameters
+    ----------
+    machine
+        Whose engine takes the hints.
+    store
+        Takes activations away and brings them back.
+    """
+
+    def __init__(self, machine: Machine, store: ActivationStore) -> None:
+        self.counts = RunnerCounts()
+        self._machine = machine
+        self._ranges = PhaseRanges()
+        self._store = store
+        self._program: Program | None = None
+        self._is_on_track = False
+        self._position = 0
+        self._phase = -1
+        self._calls: Counter[str] = Counter()
+        self._saved = SavedTensors(self._on_save, _ignore)
+        self._paged: list[tuple[dict[int, int], list[int]]] = []
+        self._open_groups: list[GroupKey | None] = []
+        self._away: frozenset[int] = frozenset()
+
+    @property
+    def program(self) -> Program | None:
+        """What is run; None for nothing."""
+        return self._program
+
+    def load(self, program: Program | None) -> None:
+        """Run another program from the next step on."""
+        while self._open_groups:  # an interrupt or a failure has left them
+            self._leave_block()
+        self._program = program
+        self._is_on_track = False
+        self._away = frozenset()
+
+    def away_bytes(self) -> dict[TensorClass, int]:
+        """Bytes by class that were asked to live off the device now."""
+        return {} if self._program is None else self._program.away_bytes(self._away)
+
+    # ------------------------------------------------------------------ steps and phases
+
+    def step_begins(self) -> None:
+        """Start the program from its first phase."""
+        self._is_on_track = self._program is not None
+        self._position, self._phase = 0, -1
+        self._calls.clear()
+        if self._program is not None:
+            self._program.present.clear()
+
+    def phase_begins(self, label: str) -> None:
+        """Do what the program says of this phase, if the step is still like the recorded one."""
+        self._ranges.begin(label)
+        program = self._program
+        if program is None or not self._is_on_track:
+            return
+        if (
+            self._position >= len(program.followed)
+            or program.followed[self._position].label != label
+        ):
+            self._is_on_track = False
+            return
+        phase = program.followed[self._position].phase
+        self._position += 1
+        if phase != self._phase:
+            # Of phases that were joined, the first one begins them all.
+            self._phase = phase
+            self._begin(program, program.work[phase])
+
+    def _begin(self, program: Program, work: PhaseWork) -> None:
+        for group in work.releases:
+            self._store.release(group)
+        self._away = (self._away - work.arrives) | work.leaves
+        if work.leaving is not None:
+            self._fire(work.leaving)
+        if work.room is not None:
+            phase, number = work.room
+            self._wait(program.work[phase].leaving, number)
+        if work.coming is not None:
+            self._fire(work.coming)
+        if work.need is not None:
+            phase, number = work.need
+            self._wait(program.work[phase].coming, number)
+        for group, ordinals in work.fetches:
+            self._store.fetch(group, ordinals)
+
+    def _fire(self, hints: Hints) -> None:
+        for number, address in hints.lookups:
+            hints.batch.set_address(number, address())
+        self._machine.engine.fire(hints.batch, self._machine.stream())
+
+    def _wait(self, hints: Hints | None, number: int) -> None:
+        """Wait until a hint is over, and with it those that were asked for before it."""
+        tickets = range(0) if hints is None else hints.batch.tickets
+        if not tickets:  # not asked for yet: the first step of a program begins in its middle
+            return
+        # Without an address a hint is not asked for; a later one is waited for in its place.
+        ticket = tickets[min(number, len(tickets) - 1)]
+        began_s = time.perf_counter()
+        try:
+            outcome = self._machine.engine.wait(ticket, timeout_s=_PATIENCE_S)
+        except KeyError:  # so long over that it is forgotten
+            return
+        self.counts.gave_up += outcome is Outcome.OPEN
+        self.counts.wait_s += time.perf_counter() - began_s
+
+    def step_ends(self, is_broken: bool) -> None:
+        """Count the step."""
+        self._ranges.end()
+        program = self._program
+        if program is None:
+            return
+        was_whole = self._is_on_track and not is_broken and self._position == len(program.followed)
+        self.counts.steps += was_whole
+        self.counts.strays += not was_whole
+
+    # ------------------------------------------------------------------ activations
+
+    def block_begins(self, block: Block, is_recomputed: bool) -> None:
+        """See what autograd saves in a block, where the program moves some of it."""
+        key = None
+        if not is_recomputed:
+            key = (block.name, self._calls[block.name])
+            self._calls[block.name] += 1
+        program = self._program
+        if program is None or not self._is_on_track:
+            key = None
+        self._open_groups.append(key)
+        if program is None or key is None:
+            return
+        if key in program.copied:
+            self._store.open_group(key, program.copied[key])
+        elif key in program.paged:
+            self._paged.append((dict(program.paged[key]), [0]))
+            self._saved.push()
+
+    def block_ends(self, _block: Block) -> None:
+        """Its results are there: what it saved may leave."""
+        self._leave_block()
+
+    def _leave_block(self) -> None:
+        key = self._open_groups.pop() if self._open_groups else None
+        program = self._program
+        if program is None or key is None:
+            return
+        if key in program.copied:
+            self._store.close_group()
+            self._store.send(key)
+        elif key in program.paged:
+            self._saved.pop()
+            self._paged.pop()
+
+    def _on_save(self, tensor: torch.Tensor) -> None:
+        if not self._paged or self._program is None:
+            return
+        numbers, count = self._paged[-1]
+        number = numbers.get(count[0])
+        count[0] += 1
+        # A batch of other shapes has other sizes: a hint must not reach beyond a smaller block.
+        if number is not None and _fills(tensor, self._program.choice.trace.tensor_bytes[number]):
+            self._program.present[number] = storage_address(tensor)
+
+
+def _fills(tensor: torch.Tensor, size_bytes: int) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() >= size_bytes
+
+
+def _ignore(_tensor: torch.Tensor) -> None:
+    pass
