@@ -6,12 +6,12 @@ import ctypes
 import enum
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,11 +132,12 @@ class StandInCopy:
 
 
 @pytest.fixture
-def cupti(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCupti]:
+def cupti(monkeypatch: pytest.MonkeyPatch) -> StandInCupti:
     module = StandInCupti()
     install(monkeypatch, module)
-    yield module
+    # Undone in the end, so that no test leaves a collector to the next.
     monkeypatch.setattr("umem.telemetry._cupti._active", None)
+    return module
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
@@ -278,6 +279,31 @@ def test_refusals_name_the_remedy(
     collector = CuptiCollector()
     collector.start()
     collector.stop()
+
+
+def test_cupti_is_given_back_when_the_end_fails(cupti: StandInCupti) -> None:
+    collector = CuptiCollector()
+    collector.start()
+    cupti.refused, cupti.refusal = "flush", "CUPTI_ERROR_UNKNOWN"
+    with pytest.raises(UnsupportedError, match="CUPTI_ERROR_UNKNOWN"):
+        collector.stop()
+    assert [call for call in cupti.calls if call[0] == "disable"] == [
+        ("disable", 2),
+        ("disable", 1),
+        ("disable", 25),
+    ]
+    cupti.refused = ""
+    CuptiCollector().start()  # and nothing is in its way
+
+
+def test_torchs_profiler_is_not_robbed(cupti: StandInCupti) -> None:
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(UnsupportedError, match=r"torch\.profiler is recording"),
+    ):
+        CuptiCollector().start()
+    assert cupti.calls == []
+    CuptiCollector().start()
 
 
 def test_missing_and_misfit_bindings(monkeypatch: pytest.MonkeyPatch) -> None:

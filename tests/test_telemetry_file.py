@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from umem.classes import TensorClass
 from umem.errors import UmemError
+from umem.report import HintReport, HintUse
 from umem.telemetry import (
+    MigrationRecords,
     NamedRange,
     Recording,
+    Residency,
     concatenated,
     load_recording,
     read_recording,
@@ -39,6 +43,32 @@ ROWS = st.tuples(
 )
 
 
+COUNTS = st.integers(0, 2**40)
+SECONDS = st.floats(0, 1e6)
+USES = st.builds(
+    HintUse,
+    op=st.sampled_from(("prefetch", "evict", "discard", "copy_in", "copy_out", "advise")),
+    tensor_class=st.sampled_from(list(TensorClass)),
+    **{it.name: COUNTS for it in fields(HintUse)[2:-2]},
+    driver_s=SECONDS,
+    late_s=SECONDS,
+)
+REPORTS = st.none() | st.builds(
+    HintReport,
+    st.lists(USES, max_size=3).map(tuple),
+    **{it.name: COUNTS for it in fields(HintReport)[1:]},
+)
+
+
+@st.composite
+def residencies(draw: st.DrawFn) -> Residency | None:
+    times = sorted(draw(st.lists(TIMES, max_size=4)))
+    size = len(times) * len(TensorClass)
+    sizes = draw(st.lists(COUNTS, min_size=size, max_size=size))
+    table = np.array(sizes, np.int64).reshape(-1, len(TensorClass))
+    return Residency(np.array(times, np.int64), table) if times else None
+
+
 @st.composite
 def recordings(draw: st.DrawFn) -> Recording:
     rows = draw(st.lists(ROWS, max_size=20))
@@ -49,11 +79,12 @@ def recordings(draw: st.DrawFn) -> Recording:
     marks = sorted(draw(st.lists(TIMES, max_size=6)))
     step_start, step_end = marks[0 : len(marks) // 2 * 2 : 2], marks[1::2]
     count = len(records)
+    driven = max(len(step_start), 1) if draw(st.booleans()) else 0
     return Recording(
         workload=draw(st.text(max_size=10)),
         hardware="H200",
         policy="sft",
-        source=draw(st.sampled_from(("cupti", "nsys", "none"))),
+        source=draw(st.sampled_from(("cupti", "nsys", "hints", "none"))),
         duration_ns=draw(TIMES),
         records=records,
         tensor_class=np.array(
@@ -72,6 +103,9 @@ def recordings(draw: st.DrawFn) -> Recording:
         ),
         dropped=draw(st.integers(0, 2**40)),
         notes=tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
+        ideal_s=draw(st.none() | st.floats(1e-9, 1e6)),
+        hints=tuple(draw(st.lists(REPORTS, min_size=driven, max_size=driven))),
+        residency=draw(residencies()),
     )
 
 
@@ -80,7 +114,7 @@ def plain(value: Any) -> Any:
     return {
         field.name: (
             plain(it)
-            if field.name == "records"
+            if isinstance(it, MigrationRecords | Residency)
             else (str(it.dtype), it.tolist())
             if isinstance(it, np.ndarray)
             else it
@@ -118,6 +152,9 @@ def small() -> Recording:
         phases=(),
         dropped=0,
         notes=(),
+        ideal_s=1e-7,
+        hints=(None, HintReport((HintUse("evict", TensorClass.WEIGHTS, *[1] * 12),), *[0] * 3)),
+        residency=Residency(np.array([5]), np.arange(6, dtype=np.int64).reshape(1, 6)),
     )
 
 
@@ -131,11 +168,12 @@ def set_to(key: str, value: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (set_to("format", "umem-profile/2"), "comes from a newer umem"),
+        (set_to("format", "umem-profile/3"), "comes from a newer umem"),
+        (set_to("format", "umem-profile/1"), "unknown key"),
         (set_to("format", "umem-plan/1"), "is not a profile of umem"),
         (lambda data: data.pop("cause"), "cause: missing"),
         (set_to("extra", 1), "extra: unknown key"),
-        (set_to("source", "guess"), "source: 'guess' is none of cupti, nsys, none"),
+        (set_to("source", "guess"), "source: 'guess' is none of cupti, nsys, hints, none"),
         (set_to("kind", "7"), "kind[0]: '7' is not a digit from 0 to 6"),
         (set_to("kind", "0"), "cause: 2 entries, and kind has 1"),
         (set_to("cause", "29"), "cause[1]"),
@@ -153,6 +191,20 @@ def set_to(key: str, value: Any) -> Change:
         (set_to("dropped", -1), "dropped: -1 is not a whole number"),
         (set_to("duration_ns", True), "duration_ns: true is not a whole number"),
         (set_to("notes", ["x", 5]), "notes[1]: 5 is not text"),
+        (set_to("ideal_s", 0), "ideal_s: 0 is no time above 0"),
+        (set_to("ideal_s", "1"), "ideal_s: '1' is no time above 0"),
+        (set_to("hint_refused", [-1]), "hint_failures: 2 entries, and hint_refused has 1"),
+        (set_to("hint_refused", [-2, 0]), "hint_refused[0]: -2 is not from -1"),
+        (set_to("hint_failures", [-1, -1]), "hint_failures[1]: -1 is not of the steps"),
+        (set_to("hint_step", [2]), "hint_step[0]: 2 is not from 0 to 1"),
+        (set_to("hint_step", [0]), "hint_step[0]: 0 is a step without an engine"),
+        (set_to("hint_op", "6"), "hint_op[0]: '6' is not a digit from 0 to 5"),
+        (set_to("hint_class", ""), "hint_class: 0 entries, and hint_step has 1"),
+        (set_to("hint_late", [-1]), "hint_late[0]: -1 is not from 0"),
+        (set_to("hint_late_s", [1e300]), "hint_late_s[0]: 1e+300 is not from 0"),
+        (set_to("residency_ns", [-5]), "residency_ns[0]: -5 is not from 0"),
+        (set_to("residency_ns", []), "resident_bytes: 6 entries for 0 samples"),
+        (set_to("resident_bytes", [0] * 5 + [-1]), "resident_bytes[5]: -1 is not from 0"),
     ],
 )
 def test_files_that_contradict_themselves(change: Change, said: str, tmp_path: Path) -> None:
@@ -165,6 +217,41 @@ def test_files_that_contradict_themselves(change: Change, said: str, tmp_path: P
         read_recording(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert said in str(caught.value)
+
+
+def test_samples_are_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    save_recording(small(), path)
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    data |= {"residency_ns": [5, 4], "resident_bytes": [0] * 12}
+    path.write_text(json.dumps(data))
+    with pytest.raises(UmemError, match=r"residency_ns\[1\]: 4 is before the sample in front"):
+        read_recording(path)
+
+
+def test_hints_are_of_the_marked_steps(tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    save_recording(replace(small(), hints=(None,)), path)
+    with pytest.raises(UmemError, match="hint_refused: 1 entries for 2 steps"):
+        read_recording(path)
+
+
+def test_files_of_the_first_format(tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    plainly = replace(small(), ideal_s=None, hints=(), residency=None)
+    save_recording(plainly, path)
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    added = [key for key in data if key.startswith("hint_")]
+    for key in (*added, "ideal_s", "residency_ns", "resident_bytes"):
+        del data[key]
+    data["format"] = "umem-profile/1"
+    path.write_text(json.dumps(data))
+    assert plain(read_recording(path)) == plain(plainly)
+    # It knew nothing of hints.
+    data["source"] = "hints"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UmemError, match="none of cupti, nsys, none"):
+        read_recording(path)
 
 
 def test_files_that_are_something_else(tmp_path: Path) -> None:

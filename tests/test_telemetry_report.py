@@ -210,6 +210,23 @@ def test_what_was_not_recorded_is_not_zero() -> None:
     assert row["per_step"][0]["moved_bytes"] is None
 
 
+def test_exposed_stall_needs_an_ideal_time() -> None:
+    report = report_of(recording(ROWS, STEPS))
+    assert (report.ideal_s, report.exposed_stall_s, report.exposed_stall_share) == (None,) * 3
+    assert measured_row(recording(ROWS, STEPS))["exposed_stall_s"] is None
+    known = recording(ROWS, STEPS, ideal_s=0.6e-6)
+    report = report_of(known)
+    assert report.exposed_stall_s == pytest.approx(0.4e-6)
+    assert report.exposed_stall_share == pytest.approx(0.4)
+    row = measured_row(known)
+    assert (row["ideal_s"], row["exposed_stall_s"]) == (0.6e-6, pytest.approx(0.4e-6))
+    assert row["per_step"][1]["exposed_stall_s"] == pytest.approx(0.4e-6)
+    # Faster than what it is measured against: said as it is.
+    faster = report_of(recording(ROWS, STEPS, ideal_s=2e-6)).exposed_stall_s
+    assert faster == pytest.approx(-1e-6)
+    assert report_of(recording([], [(5, 5)], ideal_s=1e-6)).exposed_stall_share is None
+
+
 def test_prediction_and_measurement_share_what_both_know() -> None:
     report = report_of(recording(ROWS, STEPS))
     for field in fields(StepReport):

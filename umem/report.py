@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,8 +16,11 @@ __all__ = [
     "CAUSES",
     "Cause",
     "Direction",
+    "HintReport",
+    "HintUse",
     "MeasuredReport",
     "MigrationReport",
+    "Source",
     "StepReport",
     "Timeline",
     "Traffic",
@@ -182,17 +186,85 @@ class MigrationReport(StepReport):
         return self.step_s - self.ideal_s
 
 
+@dataclass(frozen=True)
+class HintUse:
+    """What hints of one operation on one class came to in one step, as the hint engine says.
+
+    Parameters
+    ----------
+    op : str
+        ``prefetch``, ``evict``, ``discard``, ``copy_in``, ``copy_out`` or ``advise``.
+    tensor_class : TensorClass
+    asked : int
+        Requests that were made in the step.
+    done, wasted : int
+        Requests that ended in the step: as asked; superseded, forgotten, dropped or failed.
+    late, early, missed : int
+        Requests that a phase needed and that were done after it began; done before it began; never
+        wholly done. Only requests that the program says it needs are among them.
+    asked_bytes, moved_bytes, wasted_bytes : int
+        `moved_bytes` are where they were asked to be, and some of them may have been there before.
+    calls : int
+        Driver calls, of which one may serve several requests.
+    driver_s, late_s : float
+        Time in driver calls; by how much late requests were late, added up.
+    """
+
+    op: str
+    tensor_class: TensorClass
+    asked: int
+    done: int
+    late: int
+    early: int
+    missed: int
+    wasted: int
+    asked_bytes: int
+    moved_bytes: int
+    wasted_bytes: int
+    calls: int
+    driver_s: float
+    late_s: float
+
+
+@dataclass(frozen=True)
+class HintReport:
+    """What the hints of one step came to.
+
+    Parameters
+    ----------
+    uses : tuple of HintUse
+        Non-zero entries, by operation and class.
+    refused : int
+        Requests that the engine did not take.
+    failures : int
+        Driver calls that failed.
+    over_budget_bytes : int
+        Brought to a device that was full by its budget.
+    """
+
+    uses: tuple[HintUse, ...]
+    refused: int
+    failures: int
+    over_budget_bytes: int
+
+
+Source = Literal["cupti", "nsys", "hints", "none"]
+"""Who counted what moved: CUPTI in the process, Nsight Systems, the hint engine for itself, or
+nobody (steps were timed only)."""
+
+
 @dataclass(frozen=True, eq=False)
 class MeasuredReport(StepReport):
     """Migration in one step of a real run, or the median over steps, entry by entry.
 
-    What a run alone cannot tell, the time with everything resident and what follows from it, has
-    no field here.
+    What a run alone cannot tell, such as a lower bound, has no field here.
 
     Parameters
     ----------
     collected : bool
-        Whether memory operations were recorded. If not, only `step_s` means anything.
+        Whether memory operations were recorded. If not, only `step_s`, `ideal_s` and `hints` mean
+        anything, and where `source` is ``hints`` also `traffic`: the hints' part of it, as the
+        engine counts it. Shares are then not a number.
     step_count : int
         Steps that the figures are medians of; 0 where no step was marked, and the figures are those
         of the whole recording.
@@ -204,6 +276,12 @@ class MeasuredReport(StepReport):
         Bytes of unified-memory transfers that hit no known tensor; they count as class ``other``.
     notes : tuple of str
         What to know before trusting the figures.
+    source : Source
+        Who counted what moved.
+    ideal_s : float or None
+        Time of a step with everything resident, where it is known from elsewhere.
+    hints : HintReport or None
+        What hints came to; None where no hint engine drove the step.
     """
 
     collected: bool
@@ -212,6 +290,38 @@ class MeasuredReport(StepReport):
     cpu_faults: int
     unattributed_bytes: int
     notes: tuple[str, ...]
+    source: Source = "cupti"
+    ideal_s: float | None = None
+    hints: HintReport | None = None
+
+    @property
+    def um_time_share(self) -> float:
+        """As in a prediction; not a number where memory operations were not recorded."""
+        return super().um_time_share if self.collected else math.nan
+
+    @property
+    def um_ops_share(self) -> float:
+        """The same share, by count."""
+        return super().um_ops_share if self.collected else math.nan
+
+    @property
+    def um_bytes_share(self) -> float:
+        """The same share, by bytes."""
+        return super().um_bytes_share if self.collected else math.nan
+
+    @property
+    def exposed_stall_s(self) -> float | None:
+        """Step time beyond that with everything resident; None where that is not known.
+
+        Below 0 where the step was faster than what it is measured against.
+        """
+        return None if self.ideal_s is None else self.step_s - self.ideal_s
+
+    @property
+    def exposed_stall_share(self) -> float | None:
+        """Exposed stall's share of the step's time."""
+        stall_s = self.exposed_stall_s
+        return stall_s / self.step_s if stall_s is not None and self.step_s > 0 else None
 
 
 def _share(part: float, rest: float) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,17 +15,19 @@ from rich.table import Table
 from umem.cli._output import check_can_write, format_seconds, print_json, progress
 from umem.cli._predictions import print_traffic
 from umem.cli._workloads import known_name
-from umem.report import MeasuredReport
+from umem.report import HintReport, MeasuredReport
 from umem.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from umem.comparison import Comparison, StepFigures
     from umem.telemetry import Recording, TensorTraffic
 
 __all__ = ["report"]
 
 _MOST_TENSORS = 10
+_HINT_COLUMNS = ("asked", "done", "late", "early", "missed", "wasted")
 
 
 def report(
@@ -52,8 +54,18 @@ def report(
             metavar="FILE", help="Write a timeline for ui.perfetto.dev (.json, .json.gz)."
         ),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare with predictions: what `umem simulate --json` printed. Those of the same "
+            "workload, or all of them where no name matches.",
+        ),
+    ] = None,
 ) -> None:
     """Show what migrated in a recorded run: why, whose it was, and unified memory's share."""
+    from umem.comparison import comparison_row
+    from umem.comparison_file import read_predictions
     from umem.plots import FORMATS, require_matplotlib
     from umem.telemetry import (
         measured_row,
@@ -75,6 +87,7 @@ def report(
     console = Console()
     written: list[Path] = []
     recordings = []
+    predictions = () if against is None else read_predictions(against)
     with progress() as say:
         for file in files:
             say(f"Reading {file.name}")
@@ -89,34 +102,58 @@ def report(
             say(f"Writing {perfetto.name}")
             write_perfetto(recordings, perfetto)
             written.append(perfetto)
+    reports = [report_of(recording) for recording in recordings]
+    comparisons = [_compared(report, predictions) for report in reports]
     if as_json:
-        print_json({"results": [measured_row(recording) for recording in recordings]})
+        data: dict[str, Any] = {"results": [measured_row(recording) for recording in recordings]}
+        if against is not None:
+            data["comparisons"] = [comparison_row(it) for found in comparisons for it in found]
+        print_json(data)
         return
-    for recording in recordings:
-        _print_measured(console, report_of(recording), tensor_traffic(recording))
+    for recording, report, found in zip(recordings, reports, comparisons, strict=True):
+        _print_measured(console, report, tensor_traffic(recording))
+        _print_residency(console, recording)
+        for comparison in found:
+            _print_comparison(console, comparison)
         console.print()
     for path in written:
         console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> list[Comparison]:
+    from umem.comparison import Comparison, figures_of
+
+    # A run is named after its script, unless it says otherwise.
+    same = [it for it in predictions if it.workload == report.workload]
+    return [Comparison(it, figures_of(report)) for it in same or predictions]
 
 
 def _draw(
     recordings: list[Recording], folder: Path, kind: str, say: Callable[[str], None]
 ) -> list[Path]:
     from umem.plots import save
-    from umem.telemetry import classes_figure, report_of, transfers_figure
+    from umem.telemetry import (
+        classes_figure,
+        report_of,
+        residency_over_run_figure,
+        transfers_figure,
+    )
 
     written = []
     for number, recording in enumerate(recordings):
-        if not recording.records.is_transfer().any():
-            continue  # there is nothing to draw
         # The name of a workload comes from a file, and may hold anything.
         name = re.sub(r"[^\w-]+", "-", recording.workload)[:60]
         if len(recordings) > 1:
             name = f"{number}-{name}"
-        figures: dict[str, Figure] = {
-            f"transfers-{name}.{kind}": transfers_figure(recording),
-            f"moved-{name}.{kind}": classes_figure(recording, report_of(recording)),
-        }
+        report = report_of(recording)
+        # What there is nothing to draw of has no picture.
+        figures: dict[str, Figure] = {}
+        if recording.records.is_transfer().any():
+            figures[f"transfers-{name}.{kind}"] = transfers_figure(recording)
+        if report.traffic:
+            figures[f"moved-{name}.{kind}"] = classes_figure(recording, report)
+        if recording.residency is not None:
+            figures[f"residency-{name}.{kind}"] = residency_over_run_figure(recording)
         for file, figure in figures.items():
             say(f"Drawing {file}")
             save(figure, folder / file)
@@ -138,8 +175,26 @@ def _print_measured(
     )
     for note in report.notes:
         console.print(f"note: {_plain(note)}", style="yellow", highlight=False)
-    if not report.collected:
-        return
+    if report.exposed_stall_s is not None:
+        share = report.exposed_stall_share
+        of_step = "" if share is None else f", {100 * share:.1f} % of the step"
+        console.print(
+            f"exposed stall: {format_seconds(report.exposed_stall_s)}{of_step} (all resident: "
+            f"{format_seconds(report.ideal_s or 0.0)})",
+            highlight=False,
+        )
+    if report.collected:
+        _print_recorded(console, report)
+    elif report.source == "hints":
+        console.print("by the hint engine's own count, without what faulted:", highlight=False)
+        _print_moved(console, report)
+    if report.hints is not None:
+        _print_hints(console, report.hints)
+    if report.collected and tensors:
+        _print_tensors(console, tensors)
+
+
+def _print_recorded(console: Console, report: MeasuredReport) -> None:
     shares = (report.um_time_share, report.um_ops_share, report.um_bytes_share)
     time, count, size = (f"{100 * share:.1f} %" for share in shares)
     console.print(
@@ -153,8 +208,6 @@ def _print_measured(
         f"{report.cpu_faults:,} faults on the host",
         highlight=False,
     )
-    if tensors:
-        _print_tensors(console, tensors)
 
 
 def _print_moved(console: Console, report: MeasuredReport) -> None:
@@ -167,6 +220,63 @@ def _print_moved(console: Console, report: MeasuredReport) -> None:
             f"{format_bytes(report.unattributed_bytes)} of class other hit no known tensor",
             highlight=False,
         )
+
+
+def _print_hints(console: Console, hints: HintReport) -> None:
+    # One blank between columns keeps the table within 80.
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    for heading in ("hint", "class"):
+        table.add_column(heading, no_wrap=True)
+    for heading in (*_HINT_COLUMNS, "moved"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for use in hints.uses:
+        table.add_row(
+            use.op.replace("_", " "),
+            use.tensor_class.value,
+            *(f"{getattr(use, name):,}" for name in _HINT_COLUMNS),
+            format_bytes(use.moved_bytes),
+        )
+    if hints.uses:
+        console.print(table)
+    late_s = sum(use.late_s for use in hints.uses)
+    console.print(
+        f"hints late by {format_seconds(late_s)} in all; {hints.refused:,} refused, "
+        f"{hints.failures:,} driver calls failed,\n{format_bytes(hints.over_budget_bytes)} over "
+        "the budget",
+        highlight=False,
+    )
+
+
+def _print_residency(console: Console, recording: Recording) -> None:
+    residency = recording.residency
+    if residency is None:
+        return
+    peaks = ", ".join(
+        f"{it.value} {format_bytes(size)}" for it, size in residency.peak_bytes().items()
+    )
+    console.print(
+        f"on the device at most {format_bytes(residency.total_peak_bytes())}"
+        + (f"; by class: {peaks}" if peaks else ""),
+        highlight=False,
+    )
+
+
+def _print_comparison(console: Console, comparison: Comparison) -> None:
+    from umem.comparison import difference_words
+
+    predicted = comparison.predicted
+    console.print(
+        f"against [bold]{_plain(predicted.workload)}[/bold] on {_plain(predicted.hardware)}, "
+        f"policy {_plain(predicted.policy)}, planner {_plain(predicted.planner)}, predicted",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("figure", no_wrap=True)
+    for heading in ("predicted", "measured", "difference", "relative"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for difference in comparison.differences():
+        table.add_row(*difference_words(difference))
+    console.print(table)
 
 
 def _plain(words: str) -> str:

@@ -2,6 +2,7 @@
 
 :func:`profile` records this process through CUPTI; :func:`read_recording` reads what it saved, or
 what Nsight Systems exported. Both give a :class:`Recording`, from which the reports come.
+:class:`PhaseRanges` is how the code that runs a step tells profilers of its phases.
 """
 
 from __future__ import annotations
@@ -15,15 +16,24 @@ from umem.telemetry._aggregate import (
 )
 from umem.telemetry._attribution import Snapshot, attribute, blocks_hit, snapshot_of
 from umem.telemetry._cupti import CuptiCollector, Numbers, numbers_of, read_activities
+from umem.telemetry._entry import profile
 from umem.telemetry._file import PROFILE_FORMAT, load_recording, save_recording
+from umem.telemetry._hints import hint_traffic, hints_between, median_hints
 from umem.telemetry._html import write_html
 from umem.telemetry._nsys import is_nsys_export, read_nsys
 from umem.telemetry._perfetto import lanes, write_perfetto
-from umem.telemetry._pictures import classes_figure, link_bytes, transfers_figure
-from umem.telemetry._profile import Profile, profile
+from umem.telemetry._phases import PhaseRanges, nvtx_phases
+from umem.telemetry._pictures import (
+    classes_figure,
+    link_bytes,
+    residency_over_run_figure,
+    transfers_figure,
+)
+from umem.telemetry._profile import Profile
 from umem.telemetry._read import read_recording
 from umem.telemetry._recording import NamedRange, Recording
 from umem.telemetry._records import MigrationRecords, RecordKind, concatenated, records_of
+from umem.telemetry._residency import Residency
 
 __all__ = [
     "PROFILE_FORMAT",
@@ -31,27 +41,34 @@ __all__ = [
     "MigrationRecords",
     "NamedRange",
     "Numbers",
+    "PhaseRanges",
     "Profile",
     "RecordKind",
     "Recording",
+    "Residency",
     "Snapshot",
     "TensorTraffic",
     "attribute",
     "blocks_hit",
     "classes_figure",
     "concatenated",
+    "hint_traffic",
+    "hints_between",
     "is_nsys_export",
     "lanes",
     "link_bytes",
     "load_recording",
     "measured_row",
+    "median_hints",
     "numbers_of",
+    "nvtx_phases",
     "profile",
     "read_activities",
     "read_nsys",
     "read_recording",
     "records_of",
     "report_of",
+    "residency_over_run_figure",
     "save_recording",
     "snapshot_of",
     "step_reports",

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from umem.classes import TensorClass
 from umem.report import Cause, Direction, MeasuredReport, Traffic
 from umem.telemetry._attribution import UNKNOWN
+from umem.telemetry._hints import hint_row, hint_traffic, median_hints
 from umem.telemetry._recording import Recording
 from umem.telemetry._records import (
     CAUSE_OF_NUMBER,
@@ -25,6 +26,7 @@ from umem.telemetry._records import (
 __all__ = ["TensorTraffic", "measured_row", "report_of", "step_reports", "tensor_traffic"]
 
 _CLASSES = tuple(TensorClass)
+_CAUSE_ORDER: tuple[Cause, ...] = (*CAUSE_OF_NUMBER, "copy")
 _NS = 1e-9
 _Number = TypeVar("_Number", int, float)
 _Key = tuple[Direction, Cause, TensorClass]
@@ -48,11 +50,11 @@ def step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
     """
     if not recording.step_count:
         everything = np.zeros(len(recording.records), np.int64)
-        return (_report(recording, everything == 0, recording.duration_ns, 0),)
+        return (_report(recording, everything == 0, recording.duration_ns, 0, 0),)
     step = _step_of(recording)
     times_ns = recording.step_end_ns - recording.step_start_ns
     return tuple(
-        _report(recording, step == number, int(time_ns), 1)
+        _report(recording, step == number, int(time_ns), 1, number)
         for number, time_ns in enumerate(times_ns)
     )
 
@@ -89,6 +91,9 @@ def report_of(recording: Recording) -> MeasuredReport:
         cpu_faults=_median(it.cpu_faults for it in reports),
         unattributed_bytes=_median(it.unattributed_bytes for it in reports),
         notes=first.notes,
+        source=first.source,
+        ideal_s=first.ideal_s,
+        hints=median_hints([it.hints for it in reports]),
     )
 
 
@@ -133,12 +138,9 @@ def measured_row(recording: Recording) -> dict[str, Any]:
         by_class[entry.tensor_class.value] = entry.bytes
     unknown = dict.fromkeys(
         (
-            "ideal_s",
             "lower_bound_s",
             "regret",
-            "exposed_stall_s",
             "fault_batches",
-            "hints",
             "stall_s",
         )
     )
@@ -149,7 +151,8 @@ def measured_row(recording: Recording) -> dict[str, Any]:
         "policy": report.policy,
         **unknown,
         **_figures(report),
-        "bytes": moved if report.collected else None,
+        "bytes": None if report.source == "none" else moved,
+        "ideal_s": report.ideal_s,
         "source": recording.source,
         "steps": recording.step_count,
         "dropped": recording.dropped,
@@ -163,18 +166,21 @@ def measured_row(recording: Recording) -> dict[str, Any]:
             }
             for entry in tensor_traffic(recording)
         ],
+        "residency": _residency_row(recording),
         "notes": list(report.notes),
     }
 
 
 def _figures(report: MeasuredReport) -> dict[str, Any]:
-    figures = {
-        "um_time_share": report.um_time_share,
-        "um_ops_share": report.um_ops_share,
-        "um_bytes_share": report.um_bytes_share,
+    moved: dict[str, Any] = {
         "moved_bytes": {
             direction: report.moved_bytes(direction) for direction in DIRECTION_OF_KIND.values()
         },
+    }
+    recorded: dict[str, Any] = {
+        "um_time_share": report.um_time_share,
+        "um_ops_share": report.um_ops_share,
+        "um_bytes_share": report.um_bytes_share,
         "unattributed_bytes": report.unattributed_bytes,
         "memory_ops": {
             "seconds": report.memory_ops_s,
@@ -185,7 +191,24 @@ def _figures(report: MeasuredReport) -> dict[str, Any]:
         "gpu_faults": report.gpu_faults,
         "cpu_faults": report.cpu_faults,
     }
-    return {"step_s": report.step_s, **(figures if report.collected else dict.fromkeys(figures))}
+    return {
+        "step_s": report.step_s,
+        "exposed_stall_s": report.exposed_stall_s,
+        **(dict.fromkeys(moved) if report.source == "none" else moved),
+        **(recorded if report.collected else dict.fromkeys(recorded)),
+        "hints": None if report.hints is None else hint_row(report.hints),
+    }
+
+
+def _residency_row(recording: Recording) -> dict[str, Any] | None:
+    residency = recording.residency
+    if residency is None:
+        return None
+    return {
+        "samples": len(residency.time_ns),
+        "total_peak_bytes": residency.total_peak_bytes(),
+        "peak_bytes": {it.value: size for it, size in residency.peak_bytes().items()},
+    }
 
 
 def _step_of(recording: Recording) -> npt.NDArray[np.int64]:
@@ -197,30 +220,41 @@ def _step_of(recording: Recording) -> npt.NDArray[np.int64]:
 
 
 def _report(
-    recording: Recording, which: npt.NDArray[np.bool_], time_ns: int, step_count: int
+    recording: Recording,
+    which: npt.NDArray[np.bool_],
+    time_ns: int,
+    step_count: int,
+    number: int,
 ) -> MeasuredReport:
+    hints = recording.hints[number] if recording.hints else None
     records = recording.records.taken(which)
     tensor_class = recording.tensor_class[which]
     transfers = records.is_transfer()
     others = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
     on_device = records.kind == RecordKind.GPU_FAULT
+    traffic = _traffic(records, tensor_class)
+    if recording.source == "hints" and hints is not None:
+        traffic = hint_traffic(hints)
     return MeasuredReport(
         workload=recording.workload,
         hardware=recording.hardware,
         policy=recording.policy,
         planner="measured",
         step_s=time_ns * _NS,
-        traffic=_traffic(records, tensor_class),
+        traffic=traffic,
         memory_ops_s=int((records.end_ns - records.start_ns)[others].sum()) * _NS,
         memory_ops_bytes=int(records.bytes[others].sum()),
         memory_ops_count=int(others.sum()),
         fault_pages=int(on_device.sum()),
-        collected=recording.source != "none",
+        collected=recording.is_collected,
         step_count=step_count,
         gpu_faults=int(records.faults[on_device].sum()),
         cpu_faults=int(records.faults[records.kind == RecordKind.CPU_FAULT].sum()),
         unattributed_bytes=int(records.bytes[transfers & (tensor_class == UNKNOWN)].sum()),
         notes=recording.notes,
+        source=recording.source,
+        ideal_s=recording.ideal_s,
+        hints=hints,
     )
 
 
@@ -284,7 +318,7 @@ def _median_traffic(moved: dict[_Key, list[Traffic]], steps: int) -> tuple[Traff
             medians,
             key=lambda it: (
                 order.index(it.direction),
-                CAUSE_OF_NUMBER.index(it.cause),
+                _CAUSE_ORDER.index(it.cause),
                 it.tensor_class.number,
             ),
         )

@@ -7,6 +7,7 @@ records mean is in CUPTI's reference (``CUpti_ActivityUnifiedMemoryCounter3``).
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ _BUFFER_BYTES = 8 * 2**20
 _INSTALL = "pip install 'umem[telemetry]'"
 _FLUSH_FORCED = 1
 _ACCESS_TYPES = 5
+_LATEST_NS = 2**63 - 1
+"""What a column holds."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,17 @@ def read_activities(activities: Iterable[Any], numbers: Numbers) -> MigrationRec
     numbers
         Of that version.
     """
-    return records_of([row for it in activities if (row := _row(it, numbers)) is not None])
+    rows: list[Row] = []
+    last_ns = 0
+    for activity in activities:
+        row = _row(activity, numbers)
+        if row is None:
+            continue
+        if row[1] > _LATEST_NS:  # some page faults of the host come with no time that can be
+            row = (row[0], last_ns, last_ns, *row[3:])
+        last_ns = row[1]
+        rows.append(row)
+    return records_of(rows)
 
 
 def _row(activity: Any, numbers: Numbers) -> Row | None:
@@ -150,6 +163,7 @@ class CuptiCollector:
             raise UnsupportedError(
                 "another umem.profile() is recording in this process: end it first"
             )
+        _refuse_beside_torch()
         self._cupti = cupti = _load()
         with _explained(cupti):
             self._numbers = numbers_of(cupti)
@@ -189,9 +203,11 @@ class CuptiCollector:
         cupti = self._cupti
         try:
             with _explained(cupti):
-                cupti.activity_flush_all(_FLUSH_FORCED)
-                for kind in reversed(self._kinds()):
-                    cupti.activity_disable(kind)
+                try:
+                    cupti.activity_flush_all(_FLUSH_FORCED)
+                finally:
+                    for kind in reversed(self._kinds()):
+                        cupti.activity_disable(kind)
                 lost = ctypes.c_size_t(0)
                 # Since CUDA 6 all buffers are global: no context, no stream.
                 cupti.activity_get_num_dropped_records(0, 0, ctypes.addressof(lost))
@@ -234,6 +250,19 @@ def _buffer_full(activities: Iterable[Any]) -> None:
     collector = _active
     if collector is not None:
         collector.take(activities)
+
+
+def _refuse_beside_torch() -> None:
+    """CUPTI has one pair of buffer callbacks: the later profiler takes the earlier one's records.
+
+    It does so without an error, so that torch has to be asked.
+    """
+    torch_profiler = sys.modules.get("torch.autograd.profiler")
+    if getattr(torch_profiler, "_is_profiler_enabled", False):
+        raise UnsupportedError(
+            "torch.profiler is recording in this process, and CUPTI serves one profiler: end it "
+            "first, or begin umem.profile() outside of it"
+        )
 
 
 def _load() -> Any:

@@ -25,18 +25,26 @@ from umem.documents import (
     write_document,
 )
 from umem.errors import UmemError
+from umem.report import Source
 from umem.telemetry._attribution import UNKNOWN
-from umem.telemetry._recording import NamedRange, Recording, Source
+from umem.telemetry._file_checks import refuse_outside, refuse_where, require_lengths
+from umem.telemetry._file_extras import EXTRA_KEYS, extra_columns, read_extras
+from umem.telemetry._recording import NamedRange, Recording
 from umem.telemetry._records import CAUSE_OF_NUMBER, MAX_RECORDS, MigrationRecords, RecordKind
 
 __all__ = ["PROFILE_FORMAT", "load_recording", "save_recording"]
 
-PROFILE_FORMAT = "umem-profile/1"
+PROFILE_FORMAT = "umem-profile/2"
+_FIRST_FORMAT = "umem-profile/1"
+"""Without hints, residency and ideal time."""
 
 MAX_MARKS = 2**16
 """Most steps, phases, names and notes."""
 
-_SOURCES = ("cupti", "nsys", "none")
+_SOURCES = {
+    _FIRST_FORMAT: ("cupti", "nsys", "none"),
+    PROFILE_FORMAT: ("cupti", "nsys", "hints", "none"),
+}
 _NO_CLASS = len(TensorClass)
 """Digit of a class that is unknown."""
 
@@ -75,8 +83,8 @@ _KEYS = (
     "phase_end_ns",
     *_RECORD_KEYS,
 )
-"""Keys of the format, all required: the fields of :class:`umem.telemetry.Recording` and of its
-records, by column. A record's times are the gap since the start of the one before it (since the
+"""Keys of the first format, all required: the fields of :class:`umem.telemetry.Recording` and of
+its records, by column. A record's times are the gap since the start of the one before it (since the
 start of the recording for the first), and its length."""
 
 
@@ -119,6 +127,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
         "copy_kind": records.copy_kind.tolist(),
         "tensor_class": digits_text(np.where(known, recording.tensor_class, _NO_CLASS)),
         "tensor": recording.tensor.tolist(),
+        **extra_columns(recording),
     }
     write_document(data, path, UmemError)
 
@@ -129,8 +138,8 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     Parameters
     ----------
     path
-        A file of format ``umem-profile/1``, compressed with gzip or plain JSON. It may come from a
-        stranger: it is read as data, within bounds of size and count.
+        A file of format ``umem-profile/1`` or ``/2``, compressed with gzip or plain JSON. It may
+        come from a stranger: it is read as data, within bounds of size and count.
 
     Raises
     ------
@@ -139,18 +148,19 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
         remedy.
     """
     document = read_document(path, UmemError)
-    require_format(document, "a profile of umem", (PROFILE_FORMAT,))
-    require_keys(document, "", document.data, _KEYS)
-    source = text(document, "source")
-    if source not in _SOURCES:
-        refuse(document, "source", f"{shown(source)} is none of {', '.join(_SOURCES)}")
+    said = require_format(document, "a profile of umem", tuple(_SOURCES))
+    extras = EXTRA_KEYS if said == PROFILE_FORMAT else ()
+    require_keys(document, "", document.data, (*_KEYS, *extras))
+    source, sources = text(document, "source"), _SOURCES[said]
+    if source not in sources:
+        refuse(document, "source", f"{shown(source)} is none of {', '.join(sources)}")
     names = texts(document, "tensor_names", MAX_RECORDS)
     records, tensor_class, tensor = _records(document, len(names))
     step_start, step_end = _ranges(document, "step")
     phase_names = texts(document, "phase_names", MAX_MARKS)
     phase_start, phase_end = _ranges(document, "phase")
-    _require_lengths(document, {"phase_names": phase_names, "phase_start_ns": phase_start})
-    _refuse_where(document, "step_start_ns", _overlaps(step_start, step_end), "before the last end")
+    require_lengths(document, {"phase_names": phase_names, "phase_start_ns": phase_start})
+    refuse_where(document, "step_start_ns", _overlaps(step_start, step_end), "before the last end")
     return Recording(
         workload=text(document, "workload"),
         hardware=text(document, "hardware"),
@@ -169,6 +179,7 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
         ),
         dropped=_count(document, "dropped"),
         notes=texts(document, "notes", MAX_MARKS),
+        **(read_extras(document, len(step_start)) if extras else {}),
     )
 
 
@@ -183,11 +194,11 @@ def _records(
     column["copy_kind"] = integers(document, "copy_kind", MAX_RECORDS, np.uint8)
     tensor_class = digits(document, "tensor_class", MAX_RECORDS, _NO_CLASS)
     tensor = integers(document, "tensor", MAX_RECORDS, np.int32)
-    _require_lengths(document, {**column, "tensor_class": tensor_class, "tensor": tensor})
-    _refuse_outside(document, "tensor", tensor, UNKNOWN, names - 1)
-    _refuse_outside(document, "gap_ns", column["gap_ns"], 0, _LONGEST_NS)
+    require_lengths(document, {**column, "tensor_class": tensor_class, "tensor": tensor})
+    refuse_outside(document, "tensor", tensor, UNKNOWN, names - 1)
+    refuse_outside(document, "gap_ns", column["gap_ns"], 0, _LONGEST_NS)
     for key in ("length_ns", "bytes", "faults"):
-        _refuse_outside(document, key, column[key], 0, _LARGEST)
+        refuse_outside(document, key, column[key], 0, _LARGEST)
     if sum(document.data["gap_ns"]) > _LONGEST_NS:
         refuse(document, "gap_ns", f"together more than {_LONGEST_NS} ns: record for less long")
     column["start_ns"] = np.cumsum(column.pop("gap_ns"))
@@ -201,10 +212,10 @@ def _ranges(document: Document, what: str) -> tuple[npt.NDArray[np.int64], npt.N
     start_key, end_key = f"{what}_start_ns", f"{what}_end_ns"
     start = integers(document, start_key, MAX_MARKS, np.int64)
     end = integers(document, end_key, MAX_MARKS, np.int64)
-    _require_lengths(document, {start_key: start, end_key: end})
+    require_lengths(document, {start_key: start, end_key: end})
     for key, times in ((start_key, start), (end_key, end)):
-        _refuse_outside(document, key, times, 0, _LONGEST_NS)
-    _refuse_where(document, end_key, end < start, "before its start")
+        refuse_outside(document, key, times, 0, _LONGEST_NS)
+    refuse_where(document, end_key, end < start, "before its start")
     return start, end
 
 
@@ -219,28 +230,3 @@ def _count(document: Document, key: str) -> int:
     if type(value) is not int or not 0 <= value <= _LONGEST_NS:
         refuse(document, key, f"{shown(value)} is not a whole number from 0 to {_LONGEST_NS}")
     return value
-
-
-def _require_lengths(document: Document, columns: dict[str, Any]) -> None:
-    first, *others = columns
-    for key in others:
-        if len(columns[key]) != len(columns[first]):
-            refuse(
-                document,
-                key,
-                f"{len(columns[key])} entries, and {first} has {len(columns[first])}: copy the "
-                "file again",
-            )
-
-
-def _refuse_outside(
-    document: Document, key: str, column: npt.NDArray[Any], low: int, high: int
-) -> None:
-    bad = (column < low) | (column > high)
-    _refuse_where(document, key, bad, f"not from {low} to {high}")
-
-
-def _refuse_where(document: Document, key: str, bad: npt.NDArray[np.bool_], why: str) -> None:
-    if bad.any():
-        at = int(bad.argmax())
-        refuse(document, f"{key}[{at}]", f"{shown(document.data[key][at])} is {why}")

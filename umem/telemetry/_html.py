@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING
 
 from umem.errors import UmemError, UnsupportedError
 from umem.files import replace_file
-from umem.report import MeasuredReport
+from umem.report import HintReport, MeasuredReport, Source
 from umem.telemetry._aggregate import report_of, step_reports, tensor_traffic
 from umem.telemetry._recording import Recording
 from umem.units import format_bytes
@@ -21,8 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["write_html"]
 
+_SOURCE_WORDS: dict[Source, str] = {
+    "cupti": "recorded by CUPTI",
+    "nsys": "recorded by Nsight Systems",
+    "hints": "memory operations not recorded, hints as the hint engine counts them",
+    "none": "memory operations not recorded",
+}
 _MOST_ROWS = 200
 _MOST_TEXT = 400
+_HINT_COLUMNS = ("asked", "done", "late", "early", "missed", "wasted")
 
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -77,13 +85,18 @@ def _section(recording: Recording) -> str:
     report = report_of(recording)
     parts = [
         f"<section>\n<h2>{_text(recording.workload)}</h2>",
-        f"<p>{_text(recording.hardware)}, policy {_text(recording.policy)}, recorded by "
-        f"{_text(recording.source)}</p>",
+        f"<p>{_text(recording.hardware)}, policy {_text(recording.policy)}, "
+        f"{_SOURCE_WORDS[recording.source]}</p>",
         *(f'<p class="note">{_text(note)}</p>' for note in report.notes),
         _table(("", "in a step"), _summary(report), numbers=1),
     ]
-    if report.collected:
-        parts += _details(recording, report)
+    if report.source != "none":
+        parts += _moved(recording, report)
+    if report.hints is not None:
+        parts += _hints(report.hints)
+    parts += _pictures(recording, report)
+    if report.source != "none":
+        parts += _details(recording)
     return "\n".join([*parts, "</section>"])
 
 
@@ -93,8 +106,20 @@ def _summary(report: MeasuredReport) -> list[tuple[str, ...]]:
         (f"{what}, ms", f"{report.step_s * 1e3:,.3f}"),
         ("steps", f"{report.step_count:,}"),
     ]
-    if not report.collected:
+    if report.ideal_s is not None:
+        rows.append(("all resident, ms", f"{report.ideal_s * 1e3:,.3f}"))
+    if report.exposed_stall_s is not None:
+        rows.append(("exposed stall, ms", f"{report.exposed_stall_s * 1e3:,.3f}"))
+    if report.exposed_stall_share is not None:
+        rows.append(("exposed stall, % of the step", _percent(report.exposed_stall_share)))
+    if report.source == "none":
         return rows
+    if not report.collected:
+        return [
+            *rows,
+            ("moved to the device by hints", format_bytes(report.moved_bytes("to_device"))),
+            ("moved to the host by hints", format_bytes(report.moved_bytes("to_host"))),
+        ]
     return [
         *rows,
         ("unified memory, % of the time of memory operations", _percent(report.um_time_share)),
@@ -112,7 +137,7 @@ def _summary(report: MeasuredReport) -> list[tuple[str, ...]]:
     ]
 
 
-def _details(recording: Recording, report: MeasuredReport) -> list[str]:
+def _moved(recording: Recording, report: MeasuredReport) -> list[str]:
     parts = ["<h3>What moved</h3>"]
     if not report.traffic:
         return [*parts, "<p>Nothing.</p>"]
@@ -127,9 +152,35 @@ def _details(recording: Recording, report: MeasuredReport) -> list[str]:
         )
         for entry in report.traffic
     ]
-    heading = ("direction", "cause", "class", "moved", "transfers", "time, ms")
-    parts.append(_table(heading, rows, numbers=3))
-    parts += _pictures(recording, report)
+    transfers = "transfers" if report.collected else "calls"
+    heading = ("direction", "cause", "class", "moved", transfers, "time, ms")
+    return [*parts, _table(heading, rows, numbers=3)]
+
+
+def _hints(hints: HintReport) -> list[str]:
+    parts = ["<h3>Hints</h3>"]
+    if hints.uses:
+        rows = [
+            (
+                use.op.replace("_", " "),
+                use.tensor_class.value,
+                *(f"{getattr(use, name):,}" for name in _HINT_COLUMNS),
+                format_bytes(use.moved_bytes),
+                f"{use.late_s * 1e3:,.3f}",
+            )
+            for use in hints.uses
+        ]
+        heading = ("operation", "class", *_HINT_COLUMNS, "moved", "late by, ms")
+        parts.append(_table(heading, rows, numbers=len(_HINT_COLUMNS) + 2))
+    return [
+        *parts,
+        f"<p>{hints.refused:,} requests refused, {hints.failures:,} driver calls failed, "
+        f"{format_bytes(hints.over_budget_bytes)} over the budget</p>",
+    ]
+
+
+def _details(recording: Recording) -> list[str]:
+    parts = []
     tensors = tensor_traffic(recording)
     if tensors:
         parts.append("<h3>Tensors that moved most, over all steps</h3>")
@@ -146,27 +197,47 @@ def _details(recording: Recording, report: MeasuredReport) -> list[str]:
                 f"{step.step_s * 1e3:,.3f}",
                 format_bytes(step.moved_bytes("to_device")),
                 format_bytes(step.moved_bytes("to_host")),
-                _percent(step.um_time_share),
-                f"{step.fault_pages:,}",
+                _percent(step.um_time_share) if step.collected else "",
+                f"{step.fault_pages:,}" if step.collected else "",
+                str(sum(use.late for use in step.hints.uses)) if step.hints else "",
             )
             for number, step in enumerate(step_reports(recording)[:_MOST_ROWS])
         ]
-        heading = ("step", "ms", "to device", "to host", "UM, % of time", "pages faulted")
-        parts.append(_table(heading, steps, numbers=5))
+        heading = (
+            "step",
+            "ms",
+            "to device",
+            "to host",
+            "UM, % of time",
+            "pages faulted",
+            "hints late",
+        )
+        parts.append(_table(heading, steps, numbers=6))
     return parts
 
 
 def _pictures(recording: Recording, report: MeasuredReport) -> list[str]:
-    from umem.telemetry._pictures import classes_figure, transfers_figure
+    from umem.telemetry._pictures import (
+        classes_figure,
+        residency_over_run_figure,
+        transfers_figure,
+    )
 
+    figures: dict[str, Callable[[], Figure]] = {}
+    if recording.residency is not None:
+        figures["Bytes on the device over the recording"] = partial(
+            residency_over_run_figure, recording
+        )
+    if recording.records.is_transfer().any():
+        figures["Rate of transfers over the recording"] = partial(transfers_figure, recording)
+    if report.traffic:
+        figures["Bytes moved by direction, cause and class"] = partial(
+            classes_figure, recording, report
+        )
     try:
-        figures = {
-            "Rate of transfers over the recording": transfers_figure(recording),
-            "Bytes moved by direction, cause and class": classes_figure(recording, report),
-        }
+        return [_image(draw(), words) for words, draw in figures.items()]
     except UnsupportedError as error:
         return [f'<p class="note">{_text(str(error))}</p>']
-    return [_image(figure, words) for words, figure in figures.items()]
 
 
 def _image(figure: Figure, words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,19 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from umem.classes import TensorClass
+    from umem.hints import HintStatistics
     from umem.inspection import LiveTensor
 
-__all__ = ["device_name", "live_blocks", "name_numbers", "policy_name"]
+__all__ = [
+    "current_residency",
+    "current_statistics",
+    "device_name",
+    "ideal_step_s",
+    "live_blocks",
+    "name_numbers",
+    "policy_name",
+]
 
 
 def live_blocks() -> Sequence[LiveTensor] | None:
@@ -85,3 +96,29 @@ def _storage_address(tensor: Any) -> int:
     if tensor.layout is not torch.strided:
         return 0
     return int(tensor.untyped_storage().data_ptr())
+
+
+def current_statistics() -> HintStatistics | None:
+    """Counts of the hint engine that the executor drives, or None where none is at work."""
+    found: HintStatistics | None = _from_executor("current_statistics")
+    return found
+
+
+def current_residency() -> Mapping[TensorClass, int] | None:
+    """Bytes on the device by class, by the executor's books, or None where it keeps none."""
+    found: Mapping[TensorClass, int] | None = _from_executor("residency")
+    return found
+
+
+def ideal_step_s() -> float | None:
+    """Time of a step with everything resident, of the step that the executor runs, or None."""
+    found: float | None = _from_executor("ideal_step_s")
+    return found
+
+
+def _from_executor(name: str) -> Any:
+    # It is at work only if somebody has imported it: a profile must not.
+    function = getattr(sys.modules.get("umem.executor"), name, None)
+    with suppress(EnableError):
+        return None if function is None else function()
+    return None

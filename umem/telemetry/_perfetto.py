@@ -13,7 +13,9 @@ import numpy.typing as npt
 from umem.classes import TensorClass
 from umem.errors import UmemError
 from umem.files import compress, replace_file
+from umem.report import HintReport
 from umem.telemetry._attribution import UNKNOWN
+from umem.telemetry._hints import hint_row
 from umem.telemetry._recording import Recording
 from umem.telemetry._records import CAUSE_OF_NUMBER, RecordKind
 
@@ -39,7 +41,8 @@ def write_perfetto(recordings: Sequence[Recording], path: str | os.PathLike[str]
     """Write a timeline, one process for each recording.
 
     Steps, phases and each kind of record have tracks of their own; records that overlap are on
-    several lines of one track.
+    several lines of one track. Bytes on the device are counters, one for each class. What hints
+    came to is with the steps.
 
     Parameters
     ----------
@@ -101,13 +104,21 @@ def lanes(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArr
 
 def _events(recording: Recording, process: int) -> Iterator[str]:
     title = f"{recording.workload} on {recording.hardware}, policy {recording.policy}"
+    if not recording.is_collected:
+        title += ", memory operations not recorded"
     yield _named("process_name", process, 0, title)
+    if recording.notes:
+        labels = {"labels": "; ".join(recording.notes)}
+        yield _event({"ph": "M", "name": "process_labels", "pid": process, "args": labels})
     yield _named("thread_name", process, _STEPS, "steps")
     for number, (start, end) in enumerate(
         zip(recording.step_start_ns.tolist(), recording.step_end_ns.tolist(), strict=True)
     ):
-        yield _slice(f"step {number}", process, _STEPS, start, end, {})
+        hints = recording.hints[number] if recording.hints else None
+        arguments = {} if hints is None else _hint_arguments(hints)
+        yield _slice(f"step {number}", process, _STEPS, start, end, arguments)
     yield from _phase_events(recording, process)
+    yield from _residency_events(recording, process)
     for kind, track in _TRACKS.items():
         yield from _record_events(recording, process, kind, track)
 
@@ -120,6 +131,30 @@ def _phase_events(recording: Recording, process: int) -> Iterator[str]:
     for phase, number in zip(phases, lane.tolist(), strict=True):
         thread = _PHASES + number
         yield _slice(phase.name, process, thread, phase.start_ns, phase.end_ns, {})
+
+
+def _hint_arguments(hints: HintReport) -> dict[str, object]:
+    row = hint_row(hints)
+    del row["by_operation"]
+    return {f"hints {name}": count for name, count in row.items()}
+
+
+def _residency_events(recording: Recording, process: int) -> Iterator[str]:
+    residency = recording.residency
+    if residency is None:
+        return
+    shown = [it for it in _CLASSES if residency.resident_bytes[:, it.number].any()]
+    rows = zip(residency.time_ns.tolist(), residency.resident_bytes.tolist(), strict=True)
+    for time_ns, sizes in rows:
+        yield _event(
+            {
+                "ph": "C",
+                "name": "bytes on the device",
+                "pid": process,
+                "ts": time_ns / 1000,
+                "args": {it.value: sizes[it.number] for it in shown},
+            }
+        )
 
 
 def _record_events(

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from umem.classes import TensorClass
+from umem.errors import UmemError
 from umem.plots._figure import (
     CLASS_COLOURS,
     GREY,
@@ -23,9 +24,10 @@ from umem.telemetry._records import CAUSE_OF_NUMBER, DIRECTION_OF_KIND, TRANSFER
 from umem.units import format_bytes, time_unit
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["classes_figure", "link_bytes", "transfers_figure"]
+__all__ = ["classes_figure", "link_bytes", "residency_over_run_figure", "transfers_figure"]
 
 _BINS = 400
 
@@ -37,6 +39,9 @@ _CAUSE_COLOURS: dict[Cause, str] = {
     "counter": "#009E73",
     "unknown": "#999999",
 }
+_ENGINE_CAUSES: tuple[Cause, ...] = ("copy",)
+"""The hint engine counts its copies too, which no profiler shows as transfers."""
+
 _MOST_MARKS = 60
 _LONGEST_TITLE = 120
 
@@ -111,9 +116,7 @@ def transfers_figure(recording: Recording) -> Figure:
                 above, edges, baseline=below, fill=True, color=_CAUSE_COLOURS[cause], label=cause
             )
             below = above
-        if 0 < recording.step_count <= _MOST_MARKS:
-            for start in recording.step_start_ns:
-                axes.axvline(start * 1e-9 * factor, color=GREY, linewidth=0.5)
+        _mark_steps(axes, recording, factor)
         words = DIRECTION_OF_KIND[kind].replace("to_", "to the ").replace("_", " ")
         axes.set_ylabel(f"{words}, GB/s", fontsize=TEXT_POINTS)
     panels[0].set_xlim(0, edges[-1])
@@ -148,7 +151,7 @@ def classes_figure(recording: Recording, report: MeasuredReport) -> Figure:
     rows: list[tuple[Direction, Cause]] = [
         (direction, cause)
         for direction in DIRECTION_OF_KIND.values()
-        for cause in UM_CAUSES
+        for cause in (*UM_CAUSES, *_ENGINE_CAUSES)
         if report.moved_bytes(direction, cause)
     ]
     figure = new_figure(8.0, 1.3 + 0.35 * len(rows))
@@ -204,8 +207,73 @@ def classes_figure(recording: Recording, report: MeasuredReport) -> Figure:
     return figure
 
 
+def residency_over_run_figure(recording: Recording) -> Figure:
+    """Draw the bytes on the device over the recording, stacked by class.
+
+    Raises
+    ------
+    UmemError
+        If nobody kept books of what was on the device.
+    UnsupportedError
+        If matplotlib is missing.
+    """
+    residency = recording.residency
+    if residency is None:
+        raise UmemError(
+            f"the recording of {recording.workload} has no residency to draw: nobody kept books"
+        )
+    figure = new_figure(8.0, 3.6)
+    axes = figure.subplots()
+    style(axes)
+    factor, unit = time_unit(recording.duration_ns * 1e-9)
+    peak = residency.total_peak_bytes()
+    unit_bytes, size_unit = (1 << 30, "GiB") if peak >= 1 << 30 else (1 << 20, "MiB")
+    end_ns = max(recording.duration_ns, int(residency.time_ns[-1]))
+    times = np.append(residency.time_ns, end_ns) * 1e-9 * factor
+    # The last sample holds until the end.
+    resident = np.vstack([residency.resident_bytes, residency.resident_bytes[-1:]]) / unit_bytes
+    shown = [member for member in TensorClass if resident[:, member.number].any()]
+    if shown:
+        axes.stackplot(
+            times,
+            *(resident[:, member.number] for member in shown),
+            labels=[class_words(member) for member in shown],
+            colors=[CLASS_COLOURS[member] for member in shown],
+            step="post",
+            linewidth=0,
+            # Thousands of samples; as paths they would make a vector picture of megabytes.
+            rasterized=True,
+        )
+    _mark_steps(axes, recording, factor)
+    axes.set_xlim(0, max(times[-1], 1e-12))
+    axes.set_ylim(0, 1.15 * max(peak / unit_bytes, 1e-9))
+    axes.set_xlabel(f"time of the recording, {unit}", fontsize=TEXT_POINTS)
+    axes.set_ylabel(f"on the device, {size_unit}", fontsize=TEXT_POINTS)
+    axes.set_title(_title(recording), fontsize=TEXT_POINTS, loc="left", color=GREY)
+    handles, labels = axes.get_legend_handles_labels()
+    # The topmost first, as the areas are stacked.
+    figure.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="outside right center",
+        fontsize=NOTE_POINTS,
+        frameon=False,
+        title="tensor class",
+        title_fontsize=NOTE_POINTS,
+    )
+    return figure
+
+
+def _mark_steps(axes: Axes, recording: Recording, factor: float) -> None:
+    """Draw a line where each step begins, unless there are too many."""
+    if 0 < recording.step_count <= _MOST_MARKS:
+        for start in recording.step_start_ns:
+            axes.axvline(start * 1e-9 * factor, color=GREY, linewidth=0.5)
+
+
 def _title(recording: Recording) -> str:
-    words = f"{recording.workload}, policy {recording.policy}, on {recording.hardware}, measured"
+    how = "by the hint engine's own count" if recording.source == "hints" else "measured"
+    words = f"{how}: {recording.workload}, policy {recording.policy}, on {recording.hardware}"
     # Names come from files, and matplotlib reads a dollar sign as mathematics.
     shown = "".join(mark if mark.isprintable() else "?" for mark in words[:_LONGEST_TITLE])
     return shown.replace("$", r"\$")

@@ -1,36 +1,45 @@
-"""`umem.profile`: what migration costs the steps of a real run."""
+"""A run being recorded: its marks, and whoever is asked what moved between them."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
 from umem.errors import UmemError, UnsupportedError
 from umem.report import MeasuredReport
 from umem.telemetry._aggregate import report_of, step_reports
 from umem.telemetry._attribution import Snapshot, attribute, snapshot_of
-from umem.telemetry._cupti import CuptiCollector
 from umem.telemetry._file import save_recording
-from umem.telemetry._lookup import device_name, live_blocks, name_numbers, policy_name
-from umem.telemetry._nsys import PHASE_PREFIX, STEP_PREFIX
-from umem.telemetry._recording import NamedRange, Recording
+from umem.telemetry._hints import HintLog
+from umem.telemetry._lookup import (
+    current_residency,
+    current_statistics,
+    device_name,
+    ideal_step_s,
+    live_blocks,
+    name_numbers,
+    policy_name,
+)
+from umem.telemetry._marks import Marks
+from umem.telemetry._phases import nvtx_phases, watched_phases
+from umem.telemetry._recording import Recording
 from umem.telemetry._records import MigrationRecords, records_of
+from umem.telemetry._residency import ResidencySampler
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["Collector", "Profile", "profile"]
+    from umem.classes import TensorClass
+    from umem.hints import HintStatistics
+    from umem.report import Source
+
+__all__ = ["Collector", "Profile"]
 
 
 class Collector(Protocol):
@@ -39,62 +48,6 @@ class Collector(Protocol):
     def start(self) -> None: ...
     def now_ns(self) -> int: ...
     def stop(self) -> tuple[MigrationRecords, int]: ...
-
-
-def profile(
-    steps: int | None = None,
-    *,
-    model: nn.Module | None = None,
-    name: str | None = None,
-    required: bool = True,
-    synchronize: bool = True,
-) -> Profile:
-    """Record what migrates while a ``with`` block runs.
-
-    Parameters
-    ----------
-    steps
-        Stop recording after so many calls of :meth:`Profile.step`; the block may go on.
-    model
-        Its parameters, their gradients and their optimizer state are reported by name.
-    name
-        Of the workload; the script's name when none is given.
-    required
-        Whether it is an error that memory operations cannot be recorded here. If not, steps are
-        timed and the report says what is missing.
-    synchronize
-        Wait for the device at the marks of steps, so that a step's work counts with that step.
-        Without it a step ends when the host is done with it.
-
-    Returns
-    -------
-    Profile
-        Not started: use it in a ``with`` statement.
-
-    Raises
-    ------
-    ValueError
-        If `steps` is not a whole number above 0.
-
-    Examples
-    --------
-    >>> with umem.profile(steps=3, model=model) as profile:  # doctest: +SKIP
-    ...     for batch in batches:
-    ...         train(batch)
-    ...         profile.step()
-    >>> profile.report().um_time_share  # doctest: +SKIP
-    >>> profile.save("run.json.gz")  # doctest: +SKIP
-    """
-    if steps is not None and (type(steps) is not int or steps < 1):
-        raise ValueError(f"steps={steps!r}: give a whole number above 0, or None for all")
-    return Profile(
-        CuptiCollector(),
-        steps=steps,
-        model=model,
-        name=name or Path(sys.argv[0]).stem or "run",
-        required=required,
-        synchronize=synchronize,
-    )
 
 
 class Profile:
@@ -113,6 +66,10 @@ class Profile:
         name: str = "run",
         required: bool = True,
         synchronize: bool = True,
+        hints: Callable[[], HintStatistics | None] = current_statistics,
+        residency: Callable[[], Mapping[TensorClass, int] | None] = current_residency,
+        ideal_s: float | None = None,
+        nvtx: bool = False,
     ) -> None:
         self._collector: Collector | None = collector
         self._steps = steps
@@ -125,15 +82,16 @@ class Profile:
         self._names: dict[str, int] = {}
         self._optimizers: list[Optimizer] = []
         self._snapshots: list[Snapshot] = []
-        self._marks: list[tuple[int, int]] = []
-        self._phases: list[NamedRange] = []
+        self._marks = Marks()
+        self._ask_hints = hints
+        self._hints = HintLog(hints)
+        self._residency = ResidencySampler(residency)
+        self._ideal_s = ideal_s
+        self._wants_nvtx = nvtx
         self._begin_ns = 0
-        self._step_begin_ns = 0
         self._running = False
         self._recording: Recording | None = None
-        self._hook: Any = None
-        self._nvtx = _nvtx()
-        self._step_range: Any = None
+        self._installed = ExitStack()
 
     def __enter__(self) -> Profile:
         """Begin recording.
@@ -141,19 +99,30 @@ class Profile:
         Raises
         ------
         UnsupportedError
-            If memory operations cannot be recorded here, unless that was not required.
+            If nobody can say here what moves, unless that was not required.
         """
         if self._running or self._recording is not None:
             raise UmemError("a profile records once: call umem.profile() again")
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._start_collector()
-        self._running = True
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-        self._wait()
-        self._begin_ns = self._now()
-        self._look()
-        self._open_step()
+        try:
+            hook = register_optimizer_step_pre_hook(self._before_optimizer)
+            self._installed.callback(hook.remove)
+            self._installed.enter_context(watched_phases(self._sample))
+            if self._wants_nvtx:
+                self._installed.enter_context(nvtx_phases())
+            self._wait()
+            self._begin_ns = self._now()
+            self._look()
+            self._hints.mark()
+            self._marks.open_step(self._now())
+            self._running = True
+        except BaseException:
+            # Nobody calls __exit__ for us, and CUPTI would stay taken.
+            self._installed.close()
+            self._stop_collector()
+            raise
         return self
 
     def __exit__(
@@ -191,13 +160,13 @@ class Profile:
         if not self._running:
             return
         self._wait()
-        self._marks.append((self._step_begin_ns, self._now()))
-        self._close_step()
-        if self._steps is not None and len(self._marks) >= self._steps:
+        self._marks.end_step(self._now())
+        self._hints.mark()
+        if self._steps is not None and len(self._marks.steps) >= self._steps:
             self._finish()
             return
         self._look()
-        self._open_step()
+        self._marks.open_step(self._now())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -209,16 +178,11 @@ class Profile:
         if not self._running:
             yield
             return
-        begin_ns = self._now()
-        opened = self._nvtx.start_range(message=PHASE_PREFIX + name) if self._nvtx else None
-        try:
+        self._sample()
+        with self._marks.phase(name, self._now):
             yield
-        finally:
-            if self._nvtx:
-                self._nvtx.end_range(opened)
-            if self._running:
-                self._phases.append(NamedRange(name, begin_ns, self._now()))
-                self._look()
+        if self._running:
+            self._look()
 
     def report(self) -> MeasuredReport:
         """The typical step: medians over the marked ones, each figure for itself.
@@ -266,22 +230,24 @@ class Profile:
         try:
             self._collector.start()
         except UnsupportedError as error:
-            if self._required:
+            if self._required and self._ask_hints() is None:
                 raise
             self._notes.append(f"memory operations were not recorded: {error}")
             self._collector = None
-            self._now = time.time_ns
+            self._now = time.monotonic_ns
 
     def _finish(self) -> None:
         self._running = False
-        self._hook.remove()
+        self._installed.close()
         self._wait()
         end_ns = self._now()
+        records, dropped = self._stop_collector()
         self._look()
-        self._close_step()
-        records, dropped = records_of([]), 0
-        if self._collector is not None:
-            records, dropped = self._collector.stop()
+        self._marks.abandon_step()
+        if not self._marks.steps:
+            self._hints.mark()
+        hints = self._hints.reports()
+        source: Source = "cupti" if self._collector is not None else "hints" if hints else "none"
         # Counting begins with the first mark, a little after the collector.
         records = records.taken(records.start_ns >= self._begin_ns)
         tensor_class, tensor = attribute(records, self._snapshots)
@@ -290,7 +256,7 @@ class Profile:
             workload=self._name,
             hardware=device_name(),
             policy=policy_name(),
-            source="none" if self._collector is None else "cupti",
+            source=source,
             duration_ns=end_ns - begin_ns,
             records=replace(
                 records,
@@ -300,21 +266,35 @@ class Profile:
             tensor_class=tensor_class,
             tensor=tensor,
             tensor_names=tuple(self._names),
-            step_start_ns=np.array([start - begin_ns for start, _ in self._marks], np.int64),
-            step_end_ns=np.array([end - begin_ns for _, end in self._marks], np.int64),
-            phases=tuple(
-                NamedRange(it.name, it.start_ns - begin_ns, it.end_ns - begin_ns)
-                for it in self._phases
-            ),
+            **self._marks.columns_since(begin_ns),
             dropped=dropped,
-            notes=tuple(self._all_notes(dropped)),
+            notes=tuple(self._all_notes(source, dropped)),
+            ideal_s=ideal_step_s() if self._ideal_s is None else self._ideal_s,
+            hints=hints,
+            residency=self._residency.series(begin_ns),
         )
 
-    def _all_notes(self, dropped: int) -> list[str]:
+    def _stop_collector(self) -> tuple[MigrationRecords, int]:
+        if self._collector is not None:
+            try:
+                return self._collector.stop()
+            except UnsupportedError as error:
+                # The steps are done, and whoever trains has more to lose than figures.
+                self._notes.append(f"memory operations were lost: {error}")
+                self._collector = None
+        return records_of([]), 0
+
+    def _all_notes(self, source: Source, dropped: int) -> list[str]:
         notes = list(self._notes)
-        if not self._marks:
+        if source == "hints":
+            notes.append(
+                "what moved is the hint engine's own count: pages that faulted are not in it, and "
+                "pages that were there already are"
+            )
+        notes += self._hints.notes()
+        if not self._marks.steps:
             notes.append("no step was marked: the figures are of the whole recording")
-        if not self._snapshots:
+        if source == "cupti" and not self._snapshots:
             notes.append("umem is not enabled: all traffic is of class other")
         if dropped:
             notes.append(
@@ -334,27 +314,13 @@ class Profile:
             time_ns = self._now()
             numbers = name_numbers(self._model, self._optimizers, self._names)
             self._snapshots.append(snapshot_of(blocks, time_ns, numbers))
+        self._sample()
 
-    def _open_step(self) -> None:
-        self._step_begin_ns = self._now()
-        if self._nvtx:
-            message = f"{STEP_PREFIX}{len(self._marks)}"
-            self._step_range = self._nvtx.start_range(message=message)
-
-    def _close_step(self) -> None:
-        if self._nvtx and self._step_range is not None:
-            self._nvtx.end_range(self._step_range)
-            self._step_range = None
+    def _sample(self) -> None:
+        self._residency.take(self._now)
 
     def _wait(self) -> None:
         import torch
 
         if self._waits and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-
-
-def _nvtx() -> ModuleType | None:
-    """NVIDIA's package of that name, where it is installed: its ranges show in any profiler."""
-    with suppress(ImportError):
-        return importlib.import_module("nvtx")
-    return None

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from umem.report import HintReport, Source
 from umem.telemetry._attribution import UNKNOWN
 from umem.telemetry._records import MigrationRecords
+from umem.telemetry._residency import Residency
 
-__all__ = ["NamedRange", "Recording", "Source", "unattributed"]
-
-Source = Literal["cupti", "nsys", "none"]
-"""Who recorded: CUPTI in the process, Nsight Systems, or nobody (marks only)."""
+__all__ = ["NamedRange", "Recording", "unattributed"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,13 @@ class Recording:
         Records that were lost.
     notes : tuple of str
         What a reader should know before trusting the figures.
+    ideal_s : float or None
+        Time of a step with everything resident, where somebody knows it.
+    hints : tuple of HintReport or None
+        Of each step, or of the whole recording where no step is marked; None for a step that no
+        hint engine drove. Empty where there was no engine at all.
+    residency : Residency or None
+        What was on the device over time, where somebody kept books.
     """
 
     workload: str
@@ -68,6 +73,14 @@ class Recording:
     phases: tuple[NamedRange, ...]
     dropped: int
     notes: tuple[str, ...]
+    ideal_s: float | None = None
+    hints: tuple[HintReport | None, ...] = ()
+    residency: Residency | None = None
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether memory operations were recorded."""
+        return self.source in ("cupti", "nsys")
 
     @property
     def step_count(self) -> int:

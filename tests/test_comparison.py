@@ -1,0 +1,309 @@
+"""Predicted against measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from umem.classes import TensorClass
+from umem.comparison import (
+    FIGURES,
+    Comparison,
+    Difference,
+    compare,
+    comparison_row,
+    comparison_table,
+    figures_of,
+)
+from umem.comparison_file import load_comparisons, read_predictions, save_comparisons
+from umem.errors import UmemError
+from umem.hardware import load_hardware
+from umem.policy import load_policy, resolve
+from umem.prediction import predict, report_row
+from umem.report import MeasuredReport, MigrationReport, Traffic
+from umem.trace import Trace, load_trace
+
+MIB = 1 << 20
+WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """Sixteen layers of 64 MiB, which half of the budget below holds."""
+    tensors = [
+        {"id": n, "bytes": 64 * MIB, "class": "weights", "persistent": True} for n in range(16)
+    ]
+    phases = [
+        {"name": f"forward {n}", "duration_us": 4000, "reads": [n], "writes": []} for n in range(16)
+    ]
+    path = tmp_path_factory.mktemp("trace") / "step.json"
+    path.write_text(
+        json.dumps(
+            {"format": "umem-trace/1", "name": "layers", "tensors": tensors, "phases": phases}
+        )
+    )
+    return load_trace(path)
+
+
+def measured(**changes: Any) -> MeasuredReport:
+    made = MeasuredReport(
+        workload="train",
+        hardware="NVIDIA H200",
+        policy="sft",
+        planner="measured",
+        step_s=0.2,
+        traffic=(
+            Traffic("to_device", "hint", WEIGHTS, 60 * MIB, 0.01, 30),
+            Traffic("to_device", "fault", WEIGHTS, 6 * MIB, 0.01, 96),
+            Traffic("to_device", "speculation", STATE, 2 * MIB, 0.01, 1),
+            Traffic("to_host", "eviction", STATE, 8 * MIB, 0.01, 4),
+            Traffic("between_devices", "hint", STATE, 8 * MIB, 0.01, 4),
+        ),
+        memory_ops_s=0.01,
+        memory_ops_bytes=4 * MIB,
+        memory_ops_count=5,
+        fault_pages=100,
+        collected=True,
+        step_count=3,
+        gpu_faults=120,
+        cpu_faults=0,
+        unattributed_bytes=0,
+        notes=(),
+        ideal_s=0.15,
+    )
+    return replace(made, **changes)
+
+
+def predicted(**changes: Any) -> MigrationReport:
+    made = MigrationReport(
+        workload="layers",
+        hardware="h200-pcie",
+        policy="sft",
+        planner="planned",
+        step_s=0.16,
+        traffic=(
+            Traffic("to_device", "hint", WEIGHTS, 64 * MIB, 0.01, 1),
+            Traffic("to_device", "mapped", STATE, 512 * MIB, 0.01, 1),
+            Traffic("to_host", "hint", STATE, 8 * MIB, 0.01, 4),
+            Traffic("to_host", "copy", TensorClass.ACTIVATIONS, 512 * MIB, 0.01, 1),
+        ),
+        memory_ops_s=0.02,
+        memory_ops_bytes=4 * MIB,
+        memory_ops_count=5,
+        fault_pages=0,
+        ideal_s=0.14,
+        lower_bound_s=0.15,
+        fault_batches=0,
+        hint_count=2,
+        hints_late=0,
+        hints_wasted=0,
+        stall_s={},
+    )
+    return replace(made, **changes)
+
+
+def test_each_figure_beside_the_other() -> None:
+    found = compare(predicted(), measured())
+    assert found["step_s"] == Difference("step_s", 0.16, 0.2)
+    assert found["step_s"].absolute == pytest.approx(0.04)
+    assert found["step_s"].relative == pytest.approx(0.25)
+    assert found["exposed_stall_s"].absolute == pytest.approx(0.05 - 0.02)
+    assert found["um_time_share"].predicted == pytest.approx(0.02 / 0.04)
+    assert found["um_time_share"].measured == pytest.approx(0.05 / 0.06)
+    # Memory used in place and copies by a kernel are nothing that a profiler shows.
+    assert found["to_device"] == Difference("to_device", 64 * MIB, 68 * MIB)
+    assert found["to_host"] == Difference("to_host", 8 * MIB, 8 * MIB)
+    assert found["to_device.weights"].absolute == 2 * MIB
+    assert found["to_device.optimizer_state"].measured == 2 * MIB
+    assert found["hinted_to_device"] == Difference("hinted_to_device", 64 * MIB, 60 * MIB)
+    assert found["hinted_to_host"] == Difference("hinted_to_host", 8 * MIB, 0)
+    assert found["hinted_to_host"].relative == -1.0
+    # What faults brought, the driver's speculation included.
+    assert found["fault_bytes"] == Difference("fault_bytes", 0, 8 * MIB)
+    assert found["fault_bytes"].relative is None
+    assert [it.name for it in found.differences() if "." in it.name] == [
+        "to_device.weights",
+        "to_device.optimizer_state",
+        "to_host.optimizer_state",
+    ]
+
+
+def test_equal_nothings_do_not_differ() -> None:
+    nothing = Difference("fault_pages", 0, 0)
+    assert (nothing.absolute, nothing.relative) == (0, 0.0)
+    unknown = Difference("fault_pages", 0, None)
+    assert (unknown.absolute, unknown.relative) == (None, None)
+
+
+def test_what_was_not_recorded_is_not_known() -> None:
+    report = measured(collected=False, source="none", traffic=(), ideal_s=None)
+    assert math.isnan(report.um_time_share)
+    values = figures_of(report).values
+    assert {name for name, value in values.items() if value is not None} == {"step_s"}
+    # The hint engine's own counts say what was hinted, and no more.
+    report = measured(collected=False, source="hints")
+    values = figures_of(report).values
+    assert {name: value for name, value in values.items() if value is not None} == {
+        "step_s": 0.2,
+        "exposed_stall_s": pytest.approx(0.05),
+        "hinted_to_device": 60 * MIB,
+        "hinted_to_host": 0,
+    }
+
+
+def test_the_table() -> None:
+    comparison = compare(predicted(workload="a|b\n*c"), measured())
+    table = comparison_table([comparison, compare(predicted(), measured(ideal_s=None))])
+    first, second = table.split("\n\n**")
+    lines = first.splitlines()
+    assert lines[0] == (
+        "**train on NVIDIA H200, policy sft, against a?b??c on h200-pcie, policy sft, planner "
+        "planned**"
+    )
+    assert "| step | 160 ms | 200 ms | +40 ms | +25.0 % |" in lines
+    assert "| to device | 64 MiB | 68 MiB | +4 MiB | +6.2 % |" in lines
+    assert "| hinted to host | 8 MiB | 0 B | -8 MiB | -100.0 % |" in lines
+    assert "| fault pages | 0 | 100 | +100 |  |" in lines
+    assert "| UM ops share | 50.00 % | 96.43 % | +46.43 % | +92.9 % |" in lines
+    assert "| exposed stall | 20 ms | unknown |  |  |" in second
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_rows_are_plain_values() -> None:
+    row = comparison_row(compare(predicted(), measured(collected=False, source="none")))
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+    assert row["predicted"]["planner"] == "planned"
+    assert row["figures"]["um_time_share"] == {
+        "unit": "share",
+        "predicted": 0.5,
+        "measured": None,
+        "absolute": None,
+        "relative": None,
+    }
+    assert "to_host.weights" not in row["figures"]
+
+
+def same(left: Comparison, right: Comparison) -> bool:
+    return left == right and all(left[name] == right[name] for name in FIGURES)
+
+
+def test_files_keep_everything(tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.json.gz"
+    rows = [
+        compare(predicted(), measured()),
+        compare(predicted(workload="é\n"), measured(collected=False, source="hints")),
+    ]
+    save_comparisons(rows, path)
+    loaded = load_comparisons(path)
+    assert len(loaded) == 2
+    assert all(map(same, rows, loaded))
+    before = path.read_bytes()
+    save_comparisons(loaded, path)
+    assert path.read_bytes() == before
+    save_comparisons([], path)
+    assert load_comparisons(path) == ()
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def set_to(key: str, value: Any) -> Change:
+    return lambda data: data.__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (set_to("format", "umem-comparison/9"), "comes from a newer umem"),
+        (set_to("format", "umem-profile/1"), "is not a comparison of umem"),
+        (lambda data: data.pop("measured_step_s"), "measured_step_s: missing"),
+        (set_to("measured_step_s", []), "measured_step_s: not 1 entries"),
+        (set_to("measured_step_s", [None]), "measured_step_s[0]: null is not a number"),
+        (set_to("predicted_to_host", [1.5]), "predicted_to_host[0]: 1.5 is not a whole number"),
+        (set_to("predicted_planner", [5]), "predicted_planner[0]: 5 is not text"),
+        (set_to("measured_fault_pages", [2**63]), "measured_fault_pages[0]"),
+        (set_to("measured_um_time_share", [True]), "measured_um_time_share[0]: true is not"),
+    ],
+)
+def test_files_that_contradict_themselves(change: Change, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.json"
+    save_comparisons([compare(predicted(), measured())], path)
+    from umem.documents import read_document
+
+    data = read_document(path, UmemError).data
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(UmemError) as caught:
+        load_comparisons(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)
+
+
+def test_predictions_are_read_from_what_simulate_prints(tmp_path: Path, trace: Trace) -> None:
+    hardware = load_hardware("h200-pcie")
+    policy = resolve(load_policy({"device_budget": "512MiB"}), hardware.device_bytes, {})
+    reports = predict(trace, hardware, policy, ["fault", "planned"])
+    assert reports[0].moved_bytes() > 0
+    path = tmp_path / "predicted.json"
+    path.write_text(json.dumps({"results": [report_row(report) for report in reports]}))
+    for read, report in zip(read_predictions(path), reports, strict=True):
+        expected = figures_of(report)
+        assert (read.workload, read.planner) == (report.workload, report.planner)
+        assert dict(read.values) == pytest.approx(dict(expected.values))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data.clear(), "results: missing: give what `umem simulate --json` printed"),
+        (set_to("results", []), "results: empty"),
+        (set_to("results", 5), "results: 5 is not a list"),
+        (set_to("results", [5]), "results[0]: 5 is not a prediction"),
+        (lambda data: data["results"][0].pop("step_s"), "results[0].step_s: missing"),
+        (
+            lambda data: data["results"][0].update(exposed_stall_s=None),
+            "results[0].exposed_stall_s: missing, so this is not a prediction",
+        ),
+        (lambda data: data["results"][0].update(workload=[]), "results[0].workload: a list"),
+        (
+            lambda data: data["results"][0].update(bytes={"up": {}}),
+            "results[0].bytes.up: unknown key",
+        ),
+        (
+            lambda data: data["results"][0].update(bytes={"to_host": {"hint": {"weights": -1}}}),
+            "results[0].bytes.to_host.hint.weights: -1 is no number of bytes",
+        ),
+    ],
+)
+def test_files_that_hold_no_predictions(change: Change, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "predicted.json"
+    data = {"results": [report_row(predicted())]}
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(UmemError) as caught:
+        read_predictions(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)
+
+
+def test_it_is_light() -> None:
+    code = (
+        "import sys, umem.comparison_file; "
+        "print(sorted({'torch', 'numba', 'matplotlib', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_figures_are_all_named_once() -> None:
+    assert len(FIGURES) == 6 + 1 + 2 * (1 + len(TensorClass)) + 2
+    assert np.unique(list(FIGURES)).size == len(FIGURES)

@@ -1,0 +1,276 @@
+"""Hints in a profile: what a real engine over host memory did, step by step."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import umem
+from umem.classes import TensorClass
+from umem.errors import UnsupportedError
+from umem.hints import HintEngine, HintSettings, Outcome
+from umem.report import HintReport, HintUse
+from umem.schedule import HintOp
+from umem.telemetry import (
+    MigrationRecords,
+    Profile,
+    hint_traffic,
+    hints_between,
+    measured_row,
+    median_hints,
+    records_of,
+)
+
+MIB = 1 << 20
+BLOCK = 2 * MIB
+BASE = 1 << 40
+PATIENCE_S = 20.0
+SMALL = HintSettings(chunk_bytes=BLOCK, in_flight_bytes=4 * MIB, prefetch_workers=1)
+
+
+@pytest.fixture
+def engine() -> Iterator[HintEngine]:
+    with HintEngine.on_host(SMALL) as made:
+        yield made
+
+
+class NoCollector:
+    """In the place of CUPTI where it cannot be had, at once or in the end."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def start(self) -> None:
+        if self.at == "start":
+            raise UnsupportedError("CUPTI is taken")
+
+    def now_ns(self) -> int:
+        import time
+
+        return time.monotonic_ns()
+
+    def stop(self) -> tuple[MigrationRecords, int]:
+        if self.at == "stop":
+            raise UnsupportedError("CUPTI broke")
+        return records_of([]), 0
+
+
+def move(
+    engine: HintEngine,
+    op: HintOp,
+    blocks: int,
+    of: TensorClass = TensorClass.WEIGHTS,
+    device: int = 0,
+) -> int:
+    ticket = engine.submit(op, BASE, blocks * BLOCK, tensor_class=of, device=device)
+    assert engine.wait(ticket, timeout_s=PATIENCE_S) is not Outcome.OPEN
+    return ticket
+
+
+def use_of(report: HintReport, op: str, of: TensorClass = TensorClass.WEIGHTS) -> HintUse:
+    (found,) = [use for use in report.uses if (use.op, use.tensor_class) == (op, of)]
+    return found
+
+
+def test_what_was_done_between_two_looks(engine: HintEngine) -> None:
+    move(engine, HintOp.PREFETCH, 3)
+    before = engine.statistics()
+    engine.mark_needed(move(engine, HintOp.PREFETCH, 2))
+    move(engine, HintOp.EVICT, 1, TensorClass.OPTIMIZER_STATE)
+    report = hints_between(before, engine.statistics())
+    assert [(use.op, use.tensor_class) for use in report.uses] == [
+        ("prefetch", TensorClass.WEIGHTS),
+        ("evict", TensorClass.OPTIMIZER_STATE),
+    ]
+    prefetch = use_of(report, "prefetch")
+    assert (prefetch.asked, prefetch.done, prefetch.early, prefetch.late) == (1, 1, 1, 0)
+    assert (prefetch.missed, prefetch.wasted, prefetch.wasted_bytes) == (0, 0, 0)
+    assert prefetch.asked_bytes == prefetch.moved_bytes == 2 * BLOCK
+    assert prefetch.calls == 2
+    assert (report.refused, report.failures, report.over_budget_bytes) == (0, 0, 0)
+    # Nothing happened since: nothing is reported.
+    assert hints_between(engine.statistics(), engine.statistics()).uses == ()
+
+
+def test_late_and_wasted_hints_are_told_apart() -> None:
+    with HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 40e-3) as slow:
+        before = slow.statistics()
+        late = slow.submit(HintOp.PREFETCH, BASE, BLOCK)
+        slow.mark_needed(late)
+        slow.wait(late, timeout_s=PATIENCE_S)
+        forgotten = slow.submit(HintOp.PREFETCH, BASE, 8 * BLOCK)
+        assert slow.forget(BASE, 8 * BLOCK)
+        slow.mark_needed(forgotten)
+        other = move(slow, HintOp.PREFETCH, 1, device=7)
+        assert slow.times(other).outcome is Outcome.FAILED
+        report = hints_between(before, slow.statistics())
+    use = use_of(report, "prefetch", TensorClass.OTHER)
+    assert (use.asked, use.late, use.wasted) == (2, 1, 1)
+    assert use.late_s > 0.01
+    assert use.missed == 1
+    assert 0 < use.wasted_bytes <= 8 * BLOCK
+    failed = use_of(report, "prefetch")
+    assert (failed.asked, failed.done, failed.wasted) == (1, 0, 1)
+    assert report.failures == 1
+
+
+def test_a_new_engine_begins_at_nothing(engine: HintEngine) -> None:
+    move(engine, HintOp.PREFETCH, 3)
+    move(engine, HintOp.EVICT, 1)
+    with HintEngine.on_host(SMALL) as other:
+        move(other, HintOp.PREFETCH, 1)
+        # It lacks the eviction that the one before it did, so it is another one.
+        for before in (engine.statistics(), None):
+            report = hints_between(before, other.statistics())
+            assert use_of(report, "prefetch").asked_bytes == BLOCK
+
+
+def use(op: str, moved_bytes: int, **changes: Any) -> HintUse:
+    figures = {"asked": 1, "done": 1, "late": 0, "early": 0, "missed": 0, "wasted": 0}
+    return HintUse(
+        op=op,
+        tensor_class=TensorClass.WEIGHTS,
+        asked_bytes=moved_bytes,
+        moved_bytes=moved_bytes,
+        wasted_bytes=0,
+        calls=1,
+        driver_s=0.5,
+        late_s=0.0,
+        **{**figures, **changes},
+    )
+
+
+def test_the_typical_step_has_medians_over_driven_steps() -> None:
+    steps = [
+        None,
+        HintReport((use("prefetch", 10), use("evict", 4)), 5, 1, 0),
+        HintReport((use("prefetch", 30, late=1),), 0, 1, 0),
+        HintReport((use("prefetch", 20, late=1),), 1, 2, 8),
+    ]
+    typical = median_hints(steps)
+    assert typical is not None
+    # An eviction in one step of three is not in the typical one.
+    assert [(it.op, it.moved_bytes, it.late) for it in typical.uses] == [("prefetch", 20, 1)]
+    assert (typical.refused, typical.failures, typical.over_budget_bytes) == (1, 1, 0)
+    assert median_hints([None, None]) is None
+
+
+def test_hints_as_traffic() -> None:
+    uses = tuple(use(op, 8) for op in ("evict", "prefetch", "discard", "copy_out", "advise"))
+    moved = hint_traffic(HintReport(uses, 0, 0, 0))
+    assert [(it.direction, it.cause, it.bytes, it.seconds, it.count) for it in moved] == [
+        ("to_device", "hint", 8, 0.5, 1),
+        ("to_host", "hint", 8, 0.5, 1),
+        ("to_host", "copy", 8, 0.5, 1),
+    ]
+
+
+def test_a_profile_reports_the_hints_of_each_step(engine: HintEngine) -> None:
+    move(engine, HintOp.PREFETCH, 5)  # before the profile
+    with Profile(NoCollector("never"), hints=engine.statistics) as profile:
+        for blocks in (1, 3):
+            move(engine, HintOp.PREFETCH, blocks)
+            profile.step()
+        move(engine, HintOp.EVICT, 1)  # after the last step
+    first, second = profile.step_reports()
+    assert first.hints is not None
+    assert second.hints is not None
+    assert use_of(first.hints, "prefetch").moved_bytes == BLOCK
+    assert use_of(second.hints, "prefetch").moved_bytes == 3 * BLOCK
+    assert [it.op for it in second.hints.uses] == ["prefetch"]
+    # What the profiler saw is what counts as traffic.
+    assert (first.source, first.collected, first.traffic) == ("cupti", True, ())
+    row = measured_row(profile.recording)
+    assert [step["hints"]["issued"] for step in row["per_step"]] == [1, 1]
+    assert row["hints"]["by_operation"]["prefetch"]["weights"]["moved_bytes"] == BLOCK
+
+
+def test_without_marks_the_whole_run_is_one(engine: HintEngine) -> None:
+    with Profile(NoCollector("never"), hints=engine.statistics) as profile:
+        move(engine, HintOp.PREFETCH, 1)
+        move(engine, HintOp.PREFETCH, 1)
+    hints = profile.report().hints
+    assert hints is not None
+    assert use_of(hints, "prefetch").asked == 2
+
+
+@pytest.mark.parametrize("at", ["start", "stop"])
+def test_the_engines_counts_stand_in_for_cupti(engine: HintEngine, at: str) -> None:
+    with Profile(NoCollector(at), hints=engine.statistics) as profile:
+        for blocks in (2, 2):
+            move(engine, HintOp.PREFETCH, blocks)
+            move(engine, HintOp.EVICT, 1, TensorClass.OPTIMIZER_STATE)
+            profile.step()
+    report = profile.report()
+    assert (report.source, report.collected, report.step_count) == ("hints", False, 2)
+    assert [(it.direction, it.cause, it.tensor_class, it.bytes) for it in report.traffic] == [
+        ("to_device", "hint", TensorClass.WEIGHTS, 2 * BLOCK),
+        ("to_host", "hint", TensorClass.OPTIMIZER_STATE, BLOCK),
+    ]
+    assert report.um_time_share != report.um_time_share  # not a number
+    words = {"start": "not recorded: CUPTI is taken", "stop": "lost: CUPTI broke"}[at]
+    assert any(words in note for note in report.notes)
+    assert any("the hint engine's own count" in note for note in report.notes)
+    row = measured_row(profile.recording)
+    assert row["moved_bytes"] == {
+        "to_device": 2 * BLOCK,
+        "to_host": BLOCK,
+        "between_devices": 0,
+    }
+    assert row["um_time_share"] is row["fault_pages"] is row["memory_ops"] is None
+
+
+def test_cupti_that_breaks_without_an_engine_ends_no_training() -> None:
+    with Profile(NoCollector("stop")) as profile:
+        profile.step()
+    report = profile.report()
+    assert (report.source, report.collected, report.hints) == ("none", False, None)
+    assert report.step_s > 0
+    assert any("CUPTI broke" in note for note in report.notes)
+
+
+def test_refusals_of_the_driver_are_noted(engine: HintEngine) -> None:
+    move(engine, HintOp.PREFETCH, 1, device=7)
+    with Profile(NoCollector("never"), hints=engine.statistics) as profile:
+        move(engine, HintOp.PREFETCH, 1, device=7)
+        profile.step()
+    (note,) = [it for it in profile.report().notes if "refused" in it]
+    assert note.startswith("the driver refused hints: open, no such device (1), count 1")
+
+
+def test_the_executor_is_asked_where_it_is_at_work(
+    engine: HintEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = types.ModuleType("umem.executor")
+    executor.current_statistics = engine.statistics  # type: ignore[attr-defined]
+    executor.ideal_step_s = lambda: 1e-9  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "umem.executor", executor)
+    with Profile(NoCollector("never")) as profile:
+        move(engine, HintOp.PREFETCH, 1)
+        profile.step()
+    report = profile.report()
+    assert report.hints is not None
+    assert report.ideal_s == 1e-9
+    assert report.exposed_stall_s == report.step_s - 1e-9
+    with Profile(NoCollector("never"), ideal_s=2e-9) as profile:
+        profile.step()
+    assert profile.report().ideal_s == 2e-9
+
+
+def test_asking_imports_no_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "umem.executor", raising=False)
+    with Profile(NoCollector("never")) as profile:
+        profile.step()
+    assert "umem.executor" not in sys.modules
+    assert profile.report().hints is None
+    assert profile.recording.residency is None
+
+
+def test_an_ideal_time_is_a_time() -> None:
+    for time_s in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="give a time above 0"):
+            umem.profile(ideal_s=time_s)

@@ -1,0 +1,175 @@
+"""What is on the device over a run: samples, and their pictures and counters."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from umem.classes import TensorClass
+from umem.errors import UmemError
+from umem.telemetry import (
+    MigrationRecords,
+    PhaseRanges,
+    Profile,
+    Recording,
+    Residency,
+    measured_row,
+    records_of,
+    residency_over_run_figure,
+    write_html,
+    write_perfetto,
+)
+from umem.telemetry._residency import ResidencySampler
+
+GIB = 1 << 30
+WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
+
+
+class Clock:
+    """A clock that ticks at every look, and records nothing."""
+
+    def __init__(self) -> None:
+        self.time_ns = 0
+
+    def start(self) -> None:
+        pass
+
+    def now_ns(self) -> int:
+        self.time_ns += 10
+        return self.time_ns
+
+    def stop(self) -> tuple[MigrationRecords, int]:
+        return records_of([]), 0
+
+
+def test_samples_are_taken_at_phases_and_steps() -> None:
+    books = {WEIGHTS: GIB, STATE: 0}
+    ranges = PhaseRanges()
+    ranges.begin("nobody listens")
+    with Profile(Clock(), residency=lambda: books) as profile:
+        books[STATE] = 2 * GIB
+        ranges.begin("forward")
+        books[STATE] = 0
+        profile.step()
+        with profile.phase("mine"):
+            pass
+    ranges.begin("nobody listens any more")
+    residency = profile.recording.residency
+    assert residency is not None
+    sizes = residency.resident_bytes
+    assert sizes[:, WEIGHTS.number].tolist() == [GIB] * len(sizes)
+    # The start, the phase, the step, both ends of the named phase, and the end.
+    assert sizes[:, STATE.number].tolist() == [0, 2 * GIB, 0, 0, 0, 0]
+    assert (np.diff(residency.time_ns) > 0).all()
+    assert residency.time_ns[0] >= 0
+    assert residency.time_ns[-1] <= profile.recording.duration_ns + 20
+    assert residency.peak_bytes() == {WEIGHTS: GIB, STATE: 2 * GIB}
+    assert residency.total_peak_bytes() == 3 * GIB
+    assert measured_row(profile.recording)["residency"] == {
+        "samples": 6,
+        "total_peak_bytes": 3 * GIB,
+        "peak_bytes": {"weights": GIB, "optimizer_state": 2 * GIB},
+    }
+
+
+def test_without_books_there_are_no_samples() -> None:
+    with Profile(Clock(), residency=lambda: None) as profile:
+        profile.step()
+    assert profile.recording.residency is None
+    assert measured_row(profile.recording)["residency"] is None
+    with pytest.raises(UmemError, match="nobody kept books"):
+        residency_over_run_figure(profile.recording)
+
+
+def test_long_runs_keep_a_bounded_number() -> None:
+    clock, asked = Clock(), [0]
+
+    def books() -> Mapping[TensorClass, int]:
+        asked[0] += 1
+        return {WEIGHTS: asked[0]}
+
+    sampler = ResidencySampler(books, limit=16)
+    for _ in range(1000):
+        sampler.take(clock.now_ns)
+    series = sampler.series(0)
+    assert series is not None
+    assert 8 <= len(series.time_ns) < 16
+    # Evenly over the whole run, and not its beginning only.
+    assert series.time_ns[0] == 10
+    gaps = np.diff(series.resident_bytes[:, WEIGHTS.number])
+    assert (gaps > 0).all()
+    assert asked[0] < 200
+
+
+def test_samples_of_several_threads_are_in_order() -> None:
+    clock = Clock()
+    sampler = ResidencySampler(lambda: {WEIGHTS: 1})
+
+    def work() -> None:
+        for _ in range(500):
+            sampler.take(clock.now_ns)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    series = sampler.series(0)
+    assert series is not None
+    assert len(series.time_ns) == 2000
+    assert (np.diff(series.time_ns) > 0).all()
+    late = sampler.series(10_000)
+    assert late is not None
+    assert len(late.time_ns) == 1001
+    assert late.time_ns[0] == 0
+
+
+@pytest.fixture
+def recording() -> Recording:
+    with Profile(Clock(), name="run") as profile:
+        profile.step()
+    sizes = np.zeros((3, len(TensorClass)), np.int64)
+    sizes[:, WEIGHTS.number] = (GIB, GIB, 2 * GIB)
+    sizes[1, STATE.number] = GIB
+    return replace(profile.recording, residency=Residency(np.array([0, 10, 30]), sizes))
+
+
+def test_the_picture(recording: Recording) -> None:
+    figure = residency_over_run_figure(recording)
+    (axes,) = figure.axes
+    assert axes.get_ylabel() == "on the device, GiB"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["optimizer state", "weights"]
+    # The highest point is the largest sum, and the last sample holds to the end.
+    assert axes.get_ylim()[1] == pytest.approx(1.15 * 2)
+    assert axes.get_xlim()[1] == pytest.approx(recording.duration_ns * 1e-3)
+
+
+def test_an_empty_device_is_drawn(recording: Recording) -> None:
+    nothing = Residency(np.array([0]), np.zeros((1, len(TensorClass)), np.int64))
+    assert residency_over_run_figure(replace(recording, residency=nothing)).axes
+
+
+def test_the_page_shows_it(recording: Recording, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    write_html([recording], path)
+    assert 'alt="Bytes on the device over the recording"' in path.read_text()
+
+
+def test_the_timeline_has_counters(recording: Recording, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_perfetto([recording], path)
+    events = json.loads(path.read_text())["traceEvents"]
+    counters = [it for it in events if it["ph"] == "C"]
+    assert [(it["ts"], it["args"]) for it in counters] == [
+        (0.0, {"weights": GIB, "optimizer_state": 0}),
+        (0.01, {"weights": GIB, "optimizer_state": GIB}),
+        (0.03, {"weights": 2 * GIB, "optimizer_state": 0}),
+    ]
+    assert {it["name"] for it in counters} == {"bytes on the device"}

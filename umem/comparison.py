@@ -1,0 +1,261 @@
+"""Predicted against measured: one step, figure by figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from umem.classes import TensorClass
+from umem.report import UM_CAUSES, Cause, Direction, MeasuredReport, MigrationReport
+from umem.units import format_bytes, time_unit
+
+__all__ = [
+    "FIGURES",
+    "NAMES",
+    "REPORTED",
+    "SIDES",
+    "Comparison",
+    "Difference",
+    "StepFigures",
+    "compare",
+    "comparison_row",
+    "comparison_table",
+    "difference_words",
+    "figures_of",
+    "moved_figures",
+]
+
+Unit = Literal["s", "bytes", "share", "count"]
+
+_WAYS: tuple[Direction, ...] = ("to_device", "to_host")
+_FAULT_CAUSES: tuple[Cause, ...] = ("fault", "speculation")
+_REPORTED: dict[str, Unit] = {
+    "step_s": "s",
+    "exposed_stall_s": "s",
+    "um_time_share": "share",
+    "um_ops_share": "share",
+    "um_bytes_share": "share",
+    "fault_pages": "count",
+}
+
+FIGURES: Mapping[str, Unit] = MappingProxyType(
+    {
+        **_REPORTED,
+        "fault_bytes": "bytes",
+        **{
+            name: "bytes"
+            for way in _WAYS
+            for name in (way, *(f"{way}.{it.value}" for it in TensorClass))
+        },
+        **{f"hinted_{way}": "bytes" for way in _WAYS},
+    }
+)
+"""Names and units of what is compared. Bytes are those of unified-memory transfers, by direction,
+in all and by class; ``fault_bytes`` are those that faults brought, with the neighbours that the
+driver brought unasked; ``hinted_...`` are those that somebody asked for. Host memory used in place,
+and the copy kernel's copies, are not among them: no profiler shows them."""
+
+REPORTED = tuple(_REPORTED)
+"""Those that are fields of a report, and keys of its row."""
+
+NAMES = ("workload", "hardware", "policy", "planner")
+"""Whose step it is; texts."""
+
+SIDES = ("predicted", "measured")
+
+Entries = Iterable[tuple[Direction, Cause, TensorClass, int]]
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What is compared of one side.
+
+    Parameters
+    ----------
+    workload, hardware, policy, planner : str
+    values : mapping of str to float or None
+        By the names of :data:`FIGURES`; None: not known.
+    """
+
+    workload: str
+    hardware: str
+    policy: str
+    planner: str
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One figure, predicted and measured.
+
+    Parameters
+    ----------
+    name : str
+        Of :data:`FIGURES`.
+    predicted, measured : float or None
+        None where it is not known.
+    """
+
+    name: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def unit(self) -> Unit:
+        """What the values are in."""
+        return FIGURES[self.name]
+
+    @property
+    def absolute(self) -> float | None:
+        """Measured less predicted."""
+        if self.predicted is None or self.measured is None:
+            return None
+        return self.measured - self.predicted
+
+    @property
+    def relative(self) -> float | None:
+        """That difference over what was predicted; None where nothing was, but something came."""
+        absolute = self.absolute
+        if absolute is None or not self.predicted:
+            return 0.0 if absolute == 0 else None
+        return absolute / self.predicted
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step, predicted and measured."""
+
+    predicted: StepFigures
+    measured: StepFigures
+
+    def __getitem__(self, name: str) -> Difference:
+        """One figure, by its name in :data:`FIGURES`."""
+        return Difference(name, self.predicted.values[name], self.measured.values[name])
+
+    def differences(self) -> tuple[Difference, ...]:
+        """Every figure, in order; classes of which neither side moved a byte are left out."""
+        every = map(self.__getitem__, FIGURES)
+        return tuple(it for it in every if "." not in it.name or it.predicted or it.measured)
+
+
+def compare(predicted: MigrationReport, measured: MeasuredReport) -> Comparison:
+    """Set a prediction against a measurement.
+
+    Whether they are of the same workload, machine and policy is the caller's to know: the names of
+    both are kept.
+    """
+    return Comparison(figures_of(predicted), figures_of(measured))
+
+
+def figures_of(report: MigrationReport | MeasuredReport) -> StepFigures:
+    """What is compared of a report.
+
+    What was not recorded is None. Where the hint engine's own counts stand in, only what was hinted
+    is known.
+    """
+    names = {name: getattr(report, name) for name in NAMES}
+    reported = {name: getattr(report, name) for name in _REPORTED}
+    moved = moved_figures(
+        (it.direction, it.cause, it.tensor_class, it.bytes) for it in report.traffic
+    )
+    values = {**reported, **moved}
+    if isinstance(report, MeasuredReport) and not report.collected:
+        known = ["step_s", "exposed_stall_s"]
+        if report.source == "hints":
+            known += [f"hinted_{way}" for way in _WAYS]
+        values = {name: values[name] if name in known else None for name in FIGURES}
+    return StepFigures(**names, values=values)
+
+
+def moved_figures(entries: Entries) -> dict[str, int]:
+    """The figures of bytes, of traffic by direction, cause and class."""
+    moved = {name: 0 for name in FIGURES if name not in _REPORTED}
+    for way, cause, tensor_class, size in entries:
+        if way not in _WAYS or cause not in UM_CAUSES:
+            continue
+        moved[way] += size
+        moved[f"{way}.{tensor_class.value}"] += size
+        if cause in _FAULT_CAUSES:
+            moved["fault_bytes"] += size
+        if cause == "hint":
+            moved[f"hinted_{way}"] += size
+    return moved
+
+
+def comparison_row(comparison: Comparison) -> dict[str, Any]:
+    """Put a comparison into plain values, for JSON.
+
+    Returns
+    -------
+    dict
+        ``predicted`` and ``measured`` with their names, and ``figures``, from name to unit, both
+        values, and their absolute and relative difference.
+    """
+    return {
+        **{
+            side: {name: getattr(getattr(comparison, side), name) for name in NAMES}
+            for side in SIDES
+        },
+        "figures": {
+            it.name: {
+                "unit": it.unit,
+                "predicted": it.predicted,
+                "measured": it.measured,
+                "absolute": it.absolute,
+                "relative": it.relative,
+            }
+            for it in comparison.differences()
+        },
+    }
+
+
+def comparison_table(comparisons: Iterable[Comparison]) -> str:
+    """Write comparisons as tables of Markdown, one for each."""
+    return "\n\n".join(map(_table, comparisons))
+
+
+def _table(comparison: Comparison) -> str:
+    predicted, measured = comparison.predicted, comparison.measured
+    title = (
+        f"{measured.workload} on {measured.hardware}, policy {measured.policy}, against "
+        f"{predicted.workload} on {predicted.hardware}, policy {predicted.policy}, planner "
+        f"{predicted.planner}"
+    )
+    # Names come from files, and must stay names.
+    title = "".join(mark if mark.isprintable() and mark not in "*|`<[" else "?" for mark in title)
+    lines = [
+        f"**{title}**",
+        "",
+        "| figure | predicted | measured | difference | relative |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        *(f"| {' | '.join(difference_words(it))} |" for it in comparison.differences()),
+    ]
+    return "\n".join(lines)
+
+
+def difference_words(difference: Difference) -> tuple[str, str, str, str, str]:
+    """Write a difference for people: name, predicted, measured, and both differences."""
+    absolute, relative, unit = difference.absolute, difference.relative, difference.unit
+    sign = "" if not absolute else "+" if absolute > 0 else "-"
+    return (
+        difference.name.removesuffix("_s").replace("um_", "UM_").replace("_", " "),
+        _words(difference.predicted, unit),
+        _words(difference.measured, unit),
+        "" if absolute is None else sign + _words(abs(absolute), unit),
+        "" if relative is None else f"{100 * relative:+.1f} %",
+    )
+
+
+def _words(value: float | None, unit: Unit) -> str:
+    if value is None:
+        return "unknown"
+    if unit == "bytes":
+        return format_bytes(int(value))
+    if unit == "share":
+        return f"{100 * value:.2f} %"
+    if unit == "count":
+        return f"{value:,.0f}"
+    factor, time = time_unit(abs(value))
+    return f"{value * factor:,.4g} {time}" if value else "0 s"
