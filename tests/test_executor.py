@@ -305,7 +305,10 @@ def test_plans_are_bounded() -> None:
 
 
 def test_what_two_plans_map_stays_and_what_one_maps_comes_back() -> None:
-    training = Training()
+    class Whole(torch.optim.AdamW):
+        """Not done in parts, so that its state does not fit beside weights and gradients."""
+
+    training = Training(make_optimizer=Whole)
     manager = training.manage("planned")
     training.steps(BEFORE_PLANNED + 1)
     mapped = len(program_of(manager).mapped)

@@ -9,7 +9,7 @@ from umem.hints import HintEngine, HintStatistics
 
 __all__ = ["Correction"]
 
-_STEPS = 8
+_STEPS = 4
 """Planned steps between two looks."""
 
 _MOST = 3
@@ -36,7 +36,7 @@ class Correction:
         """Corrections so far."""
         self._engine = engine
         self._steps = 0
-        self._before: HintStatistics | None = None
+        self._before = engine.statistics()
         self._rates: dict[str, float] = {}
 
     def apply(self, hardware: Hardware) -> Hardware:
@@ -61,8 +61,6 @@ class Correction:
             return False
         now = self._engine.statistics()
         before, self._before, self._steps = self._before, now, steps
-        if before is None:
-            return False
         known = self.apply(hardware)
         found = {}
         for op, known_rate in (

@@ -23,6 +23,7 @@ from umem.executor._machine import Machine
 from umem.executor._places import find_places
 from umem.executor._program import Program, build_program
 from umem.executor._runner import Runner
+from umem.executor._slices import OptimizerSlices, can_slice
 from umem.hints import HintEngine
 from umem.policy import PolicyPlanner
 from umem.recorder import (
@@ -157,6 +158,7 @@ class Manager:
         blocks = find_blocks(model, None)
         self._forward_labels = {block.name: block.forward for block in blocks}
         self._follower = Follower(root, blocks, self._guard, self._runner)
+        self._slices = OptimizerSlices(optimizer, blocks) if can_slice(optimizer) else None
         self._recording: StepRecording | None = None
         self._recorded: dict[CallShapes, _Recorded] = {}
         self._programs: dict[CallShapes, Program] = {}
@@ -170,9 +172,13 @@ class Manager:
         self._correction = Correction(machine.engine)
         self._undo = [
             model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True).remove,
-            optimizer.register_step_pre_hook(self._guard(self._optimizer_begins)).remove,
             optimizer.register_step_post_hook(self._guard(self._optimizer_ends)).remove,
         ]
+        # What the allocator would map on the host for the budget would make the first steps slow.
+        machine.lift_allocator_budget()
+        begins = optimizer.register_step_pre_hook(self._guard(self._optimizer_begins))
+        self._pre_hook_id: int = begins.id
+        self._undo.append(begins.remove)
 
     # ------------------------------------------------------------------ for the user
 
@@ -230,6 +236,7 @@ class Manager:
     # ------------------------------------------------------------------ hooks
 
     def _on_call(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._restore_optimizer()  # an error has ended the step before
         if self._state is ManagerState.OFF:
             self._end_recording()  # not in `_fail`, which may run inside the optimizer's hooks
             return
@@ -243,10 +250,27 @@ class Manager:
         self._is_in_step = True
         self._before_step(call_shapes(args, kwargs))
 
-    def _optimizer_begins(self, *_: object) -> None:
+    def _optimizer_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._restore_optimizer()
         self._follower.optimizer_begins()
+        if (
+            self._slices is not None
+            and self._runner.needs_slices()
+            and len(args) == 1  # the optimizer itself
+            and not any(value is not None for value in kwargs.values())  # no closure
+            # What hooks after this one do to gradients would come too late.
+            and next(reversed(optimizer._optimizer_step_pre_hooks)) == self._pre_hook_id
+        ):
+            self._slices.run(self._runner.part_begins)
+
+    def _restore_optimizer(self) -> None:
+        if self._slices is not None:
+            self._slices.restore()
 
     def _optimizer_ends(self, *_: object) -> None:
+        self._restore_optimizer()
         self._unseen = 0 if self._is_in_step else self._unseen + 1
         self._is_in_step = False
         self._steps_seen += 1
@@ -295,7 +319,7 @@ class Manager:
             optimizer,
             steps=2,
             warmup=1,
-            optimizer_parts=False,
+            optimizer_parts=self._slices is not None,
             known=frozenset(self._recorded),
         )
         self._recording.__enter__()

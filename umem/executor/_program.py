@@ -74,6 +74,11 @@ class PhaseWork:
     arrives: frozenset[int] = frozenset()
     leaves: frozenset[int] = frozenset()
 
+    @property
+    def does_anything(self) -> bool:
+        """Whether there is something to do at the boundary."""
+        return any((self.releases, self.leaving, self.room, self.coming, self.need, self.fetches))
+
 
 @dataclass(eq=False)
 class Program:

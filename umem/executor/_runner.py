@@ -14,7 +14,7 @@ from umem.executor._machine import Machine
 from umem.executor._places import storage_address
 from umem.executor._program import GroupKey, Hints, PhaseWork, Program
 from umem.hints import Outcome
-from umem.recorder import Block, SavedTensors
+from umem.recorder import OPTIMIZER, Block, SavedTensors
 from umem.telemetry import PhaseRanges
 
 __all__ = ["Runner", "RunnerCounts"]
@@ -111,6 +111,31 @@ class Runner:
             # Of phases that were joined, the first one begins them all.
             self._phase = phase
             self._begin(program, program.work[phase])
+
+    def needs_slices(self) -> bool:
+        """Whether the optimizer's step, which has just begun, has to be done in parts."""
+        program = self._program
+        return (
+            program is not None
+            and self._is_on_track
+            and any(work.does_anything for work in program.work[self._phase + 1 :])
+        )
+
+    def part_begins(self, name: str) -> None:
+        """Do what the program says of a part of the optimizer's step; the first has begun."""
+        program = self._program
+        if program is None or not self._is_on_track:
+            return
+        names = program.choice.trace.phase_names
+        label = f"{OPTIMIZER} {name}".rstrip()
+        if names[self._phase] == label:
+            return
+        if self._phase + 1 >= len(names) or names[self._phase + 1] != label:
+            self._is_on_track = False
+            return
+        self._phase += 1
+        self._ranges.begin(label)
+        self._begin(program, program.work[self._phase])
 
     def _begin(self, program: Program, work: PhaseWork) -> None:
         for group in work.releases:

@@ -1,0 +1,109 @@
+"""An optimizer's step in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from umem.executor._slices import _EACH_BY_ITSELF, OptimizerSlices, can_slice
+from umem.recorder import find_blocks
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+
+
+def backward(net: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    net(torch.randn(4, 8)).square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", _EACH_BY_ITSELF)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parts_come_to_the_whole_step_bit_for_bit(kind: Any, groups: int) -> None:
+    results = []
+    for sliced in (False, True):
+        net = model()
+        parameters = list(net.parameters())
+        parts = [parameters[:3], parameters[3:]] if groups == 2 else [parameters]
+        optimizer = kind([{"params": part, "lr": 0.01 * (n + 1)} for n, part in enumerate(parts)])
+        slices = OptimizerSlices(optimizer, find_blocks(net, None))
+        for step in range(5):
+            backward(net, step)
+            if sliced:
+                names: list[str] = []
+                slices.run(names.append)
+                assert names == ["0", "1", "2"]
+                optimizer.step()  # finds nothing to do
+                slices.restore()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert [len(group["params"]) for group in optimizer.param_groups] == [
+            len(part) for part in parts
+        ]
+        results.append([parameter.detach().clone() for parameter in parameters])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_hooks_of_the_step_run_once() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    backward(net, 0)
+    slices = OptimizerSlices(optimizer, find_blocks(net, None))
+    slices.run(lambda _: None)
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_a_parameter_without_a_gradient_or_a_block_is_no_trouble() -> None:
+    net = model()
+    loose = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*net.parameters(), loose], lr=0.5)
+    backward(net, 0)
+    net[1].weight.grad = net[1].bias.grad = None
+    loose.grad = torch.ones(3)
+    slices = OptimizerSlices(optimizer, find_blocks(net, None))
+    names: list[str] = []
+    slices.run(names.append)
+    assert names == ["0", "2", ""]
+    assert torch.equal(loose.detach(), torch.full((3,), 0.5))
+
+
+def test_where_a_part_fails_the_rest_is_the_programs() -> None:
+    net = model()
+    expected = model()
+    for trained in (net, expected):
+        backward(trained, 0)
+    optimizer = torch.optim.AdamW(net.parameters())
+    reference = torch.optim.AdamW(expected.parameters())
+    reference.step()
+    slices = OptimizerSlices(optimizer, find_blocks(net, None))
+
+    def begin(name: str) -> None:
+        if name == "1":
+            raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        slices.run(begin)
+    optimizer.step()
+    slices.restore()
+    assert all(map(torch.equal, net.parameters(), expected.parameters()))
+    assert len(optimizer.param_groups[0]["params"]) == 6
+
+
+def test_what_couples_parameters_is_not_sliced() -> None:
+    class Clipping(torch.optim.AdamW):
+        """Looks at all gradients at once."""
+
+    parameters = list(model().parameters())
+    assert can_slice(torch.optim.AdamW(parameters))
+    assert not can_slice(Clipping(parameters))
+    assert not can_slice(torch.optim.LBFGS(parameters))

@@ -1,0 +1,112 @@
+"""An optimizer's step in parts, so that pages can move between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from umem.recorder import Block
+
+__all__ = ["OptimizerSlices", "can_slice"]
+
+_EACH_BY_ITSELF = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Optimizers that update each parameter from its own gradient and state alone: the order and the
+company of the others make no difference to a bit."""
+
+
+def can_slice(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step may be done in parts: exactly one of torch's own kinds."""
+    return type(optimizer) in _EACH_BY_ITSELF
+
+
+class OptimizerSlices:
+    """Does an optimizer's step block by block, ahead of the step that the program calls.
+
+    That one then finds no parameters. Where a part raises, what is left of the step is the
+    program's, and so is the error.
+
+    Parameters
+    ----------
+    optimizer
+        For which :func:`can_slice` holds. Only a weak reference is kept.
+    blocks
+        Whose parameters make a part each; all others are a part together.
+    """
+
+    def __init__(self, optimizer: Optimizer, blocks: Iterable[Block]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._owner = WeakIdKeyDictionary()
+        for block in blocks:
+            for parameter in block.module.parameters():
+                self._owner.setdefault(parameter, block.name)
+        self._whole: list[list[torch.Tensor]] | None = None
+
+    def run(self, begin: Callable[[str], None]) -> None:
+        """Do the step, part by part.
+
+        Parameters
+        ----------
+        begin
+            Called before each part with its block's name; empty for what belongs to no block.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        groups = optimizer.param_groups
+        parts: dict[str, list[list[torch.Tensor]]] = {}
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    name = self._owner.get(parameter, "")
+                    parts.setdefault(name, [[] for _ in groups])[number].append(parameter)
+        self._whole = [group["params"] for group in groups]
+        step = _plain_step(optimizer)
+        left = dict(parts)
+        try:
+            for name, lists in parts.items():
+                begin(name)
+                _set_parameters(groups, lists)
+                step(optimizer)
+                del left[name]
+        finally:
+            _set_parameters(
+                groups,
+                [[it for lists in left.values() for it in lists[n]] for n in range(len(groups))],
+            )
+
+    def restore(self) -> None:
+        """Give the optimizer its parameters back. Does nothing where it has them."""
+        optimizer, whole = self._optimizer(), self._whole
+        if optimizer is not None and whole is not None:
+            _set_parameters(optimizer.param_groups, whole)
+        self._whole = None
+
+
+def _set_parameters(groups: list[dict[str, Any]], lists: list[list[torch.Tensor]]) -> None:
+    for group, parameters in zip(groups, lists, strict=True):
+        group["params"] = parameters
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The step without the hooks that torch puts around it: they run once, for the whole step."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    plain: Callable[[Optimizer], Any] = step
+    return plain
