@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ __all__ = ["CuptiCollector", "Numbers", "numbers_of", "read_activities"]
 _BUFFER_BYTES = 8 * 2**20
 _INSTALL = "pip install 'umem[telemetry]'"
 _FLUSH_FORCED = 1
+_BETWEEN_FLUSHES_S = 0.02
+_QUIET_S = 0.2
+"""Without a new record for so long, there is none any more."""
+_LONGEST_DRAIN_S = 3.0
 _ACCESS_TYPES = 5
 _LATEST_NS = 2**63 - 1
 """What a column holds."""
@@ -204,7 +209,7 @@ class CuptiCollector:
         try:
             with _explained(cupti):
                 try:
-                    cupti.activity_flush_all(_FLUSH_FORCED)
+                    self._drain()
                 finally:
                     for kind in reversed(self._kinds()):
                         cupti.activity_disable(kind)
@@ -218,6 +223,19 @@ class CuptiCollector:
                 raise self._failure
         with self._lock:
             return concatenated(self._chunks), self._dropped + lost.value
+
+    def _drain(self) -> None:
+        """Ask for records until none come any more.
+
+        The driver hands over those of unified memory some time after the device is done.
+        """
+        end_s = time.monotonic() + _LONGEST_DRAIN_S
+        last_s, taken = time.monotonic(), -1
+        while time.monotonic() < min(end_s, last_s + _QUIET_S):
+            self._cupti.activity_flush_all(_FLUSH_FORCED)
+            if self._kept + self._dropped != taken:
+                last_s, taken = time.monotonic(), self._kept + self._dropped
+            time.sleep(_BETWEEN_FLUSHES_S)
 
     def take(self, activities: Iterable[Any]) -> None:
         """Keep the records of a buffer, up to the limit."""

@@ -10,6 +10,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from umem.errors import UmemError, UnsupportedError
 from umem.report import MeasuredReport
 from umem.telemetry._aggregate import report_of, step_reports
@@ -28,7 +30,7 @@ from umem.telemetry._lookup import (
 from umem.telemetry._marks import Marks
 from umem.telemetry._phases import nvtx_phases, watched_phases
 from umem.telemetry._recording import Recording
-from umem.telemetry._records import MigrationRecords, records_of
+from umem.telemetry._records import MigrationRecords, RecordKind, records_of
 from umem.telemetry._residency import ResidencySampler
 
 if TYPE_CHECKING:
@@ -248,8 +250,7 @@ class Profile:
             self._hints.mark()
         hints = self._hints.reports()
         source: Source = "cupti" if self._collector is not None else "hints" if hints else "none"
-        # Counting begins with the first mark, a little after the collector.
-        records = records.taken(records.start_ns >= self._begin_ns)
+        records = _within(records, self._begin_ns, end_ns)
         tensor_class, tensor = attribute(records, self._snapshots)
         begin_ns = self._begin_ns
         self._recording = Recording(
@@ -324,3 +325,18 @@ class Profile:
 
         if self._waits and torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+
+def _within(records: MigrationRecords, begin_ns: int, end_ns: int) -> MigrationRecords:
+    """Records of a recording, at times within it.
+
+    Copies and memory sets before the first mark are left out. The driver's times of migrations and
+    faults are not always CUPTI's: one that lies outside is moved to the edge, for the collector has
+    seen it happen.
+    """
+    on_time = records.start_ns >= begin_ns
+    of_memory = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
+    kept = records.taken(on_time | ~of_memory)
+    lasted_ns = kept.end_ns - kept.start_ns
+    start_ns = np.clip(kept.start_ns, begin_ns, end_ns)
+    return replace(kept, start_ns=start_ns, end_ns=start_ns + lasted_ns)
