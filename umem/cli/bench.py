@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from umem.bench import planning as planning_times
 from umem.bench import planning_report, planning_results, published_report
@@ -16,6 +14,8 @@ from umem.bench import report as tables
 from umem.bench.jobs import SIZES
 from umem.bench.results import ALLOCATORS, AllocatorName, BenchmarkName, Run, read_run, write_run
 from umem.bench.runner import Plan, run, worker_managed_limit_bytes
+from umem.cli._bench_tables import Check, Markdown, hold, named, print_tables, progress
+from umem.cli._bench_training import training
 from umem.trace import MODELS, MODES
 
 __all__ = ["app"]
@@ -26,15 +26,6 @@ QUICK_ROUNDS = 3
 app = typer.Typer(
     help="Measure umem's allocator beside torch's own and RMM's, in one run.", no_args_is_help=True
 )
-
-
-def _named(value: str, known: Sequence[str]) -> tuple[str, ...]:
-    """A list such as "torch,umem", every name known, in the order of `known`."""
-    names = [name.strip() for name in value.split(",")]
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
-    return tuple(name for name in known if name in names)
 
 
 _Policy = Annotated[str, typer.Option(help="umem's policy: a preset's name or a YAML file.")]
@@ -48,11 +39,6 @@ _Rounds = Annotated[
 ]
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter rounds.")]
 _Output = Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")]
-_Check = Annotated[
-    bool, typer.Option("--check", help="Hold umem against its targets; exit 1 if one is missed.")
-]
-_Markdown = Annotated[bool, typer.Option("--markdown", help="Print tables for a document.")]
-
 _ALL_ALLOCATORS = ",".join(ALLOCATORS)
 _ALL_SIZES = ",".join(SIZES)
 
@@ -64,7 +50,7 @@ def alloc(
     rounds: _Rounds = None,
     quick: _Quick = False,
     output: _Output = None,
-    check: _Check = False,
+    check: Check = False,
 ) -> None:
     """One allocation and its free through torch, by size, in 1 and 8 threads. Needs a GPU."""
     plan = _plan(("alloc",), policy, allocators, _ALL_SIZES, rounds, quick)
@@ -79,7 +65,7 @@ def step(
     rounds: _Rounds = None,
     quick: _Quick = False,
     output: _Output = None,
-    check: _Check = False,
+    check: Check = False,
 ) -> None:
     """A training step, LoRA and SFT, of a Llama that fits on the device. Needs a GPU."""
     plan = _plan(("step",), policy, allocators, size, rounds, quick)
@@ -106,7 +92,7 @@ def everything(
     rounds: _Rounds = None,
     quick: _Quick = False,
     output: _Output = None,
-    check: _Check = False,
+    check: Check = False,
 ) -> None:
     """All three: core, alloc and step. Needs a GPU, and about two minutes."""
     plan = _plan(("core", "alloc", "step"), policy, allocators, size, rounds, quick)
@@ -117,14 +103,14 @@ def everything(
 def published(
     folder: Annotated[Path, typer.Argument(help="Traces that came with published times.")],
     output: _Output = None,
-    as_markdown: _Markdown = False,
+    as_markdown: Markdown = False,
 ) -> None:
     """Published traces: what umem's planners make of them, beside the published times. No GPU."""
-    comparison = published_traces.compare(folder, _progress())
+    comparison = published_traces.compare(folder, progress())
     if output:
         published_traces.write_comparison(comparison, output)
     grids = published_report.grids(comparison)
-    _print_tables(published_report.heading(comparison), grids, as_markdown=as_markdown)
+    print_tables(published_report.heading(comparison), grids, as_markdown=as_markdown)
 
 
 @app.command()
@@ -146,8 +132,8 @@ def planning(
         typer.Option("--report", metavar="FILE", help="Measure nothing: show these results."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    as_markdown: _Markdown = False,
-    check: _Check = False,
+    as_markdown: Markdown = False,
+    check: Check = False,
 ) -> None:
     """Time to record, plan and simulate a step, on models up to 70B: no GPU needed."""
     if read:
@@ -155,12 +141,12 @@ def planning(
     else:
         layers = planning_times.GROWTH_LAYERS
         results = planning_times.run_planning(
-            _named(models, MODELS),
-            _named(modes, MODES),
+            named(models, MODELS),
+            named(modes, MODES),
             rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
             growth_layers=[count for count in layers if count <= 64] if quick else layers,
             first_use=not quick,
-            on_progress=_progress(),
+            on_progress=progress(),
         )
     if output:
         planning_results.write_planning(results, output)
@@ -168,16 +154,19 @@ def planning(
         print(results.model_dump_json(indent=2))
     else:
         grids = planning_report.grids(results)
-        _print_tables(planning_report.heading(results), grids, as_markdown=as_markdown)
+        print_tables(planning_report.heading(results), grids, as_markdown=as_markdown)
     if check:
-        _hold(planning_report.checks(results))
+        hold(planning_report.checks(results))
+
+
+app.command()(training)
 
 
 @app.command()
 def report(
     file: Annotated[Path, typer.Argument(help="Results, as --output wrote them.")],
-    as_markdown: _Markdown = False,
-    check: _Check = False,
+    as_markdown: Markdown = False,
+    check: Check = False,
 ) -> None:
     """Print the tables of a results file."""
     results = read_run(file)
@@ -194,12 +183,12 @@ def _plan(
     rounds: int | None,
     quick: bool,
 ) -> Plan:
-    names = _named(allocators, ALLOCATORS)
+    names = named(allocators, ALLOCATORS)
     chosen: tuple[AllocatorName, ...] = tuple(name for name in ALLOCATORS if name in names)
     return Plan(
         benchmarks=benchmarks,
         allocators=chosen,
-        sizes=_named(sizes, tuple(SIZES)),
+        sizes=named(sizes, tuple(SIZES)),
         policy=policy,
         rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
         quick=quick,
@@ -208,7 +197,7 @@ def _plan(
 
 
 def _measure(plan: Plan, output: Path | None, check: bool) -> None:
-    results = run(plan, _progress())
+    results = run(plan, progress())
     if output:
         write_run(results, output)
     _show(results, as_markdown=False)
@@ -218,25 +207,8 @@ def _measure(plan: Plan, output: Path | None, check: bool) -> None:
         raise typer.Exit(1)
 
 
-def _progress() -> Callable[[str], None]:
-    return Console(stderr=True, style="dim", markup=False, highlight=False, soft_wrap=True).print
-
-
 def _show(results: Run, *, as_markdown: bool) -> None:
-    _print_tables(tables.heading(results), tables.grids(results), as_markdown=as_markdown)
-
-
-def _print_tables(heading: str, grids: Iterable[tables.Grid], *, as_markdown: bool) -> None:
-    if as_markdown:
-        print(heading)
-        for grid in grids:
-            print(f"\n{tables.markdown(grid)}")
-        return
-    console = Console()
-    console.print(heading, markup=False, highlight=False)
-    for grid in grids:
-        console.print()
-        console.print(tables.rich_table(grid))
+    print_tables(tables.heading(results), tables.grids(results), as_markdown=as_markdown)
 
 
 def _check_targets(results: Run) -> None:
@@ -244,16 +216,6 @@ def _check_targets(results: Run) -> None:
     outcomes = list(tables.checks(results))
     if not outcomes:
         print("FAIL  nothing to check: the run has neither alloc nor step")
-    _hold(outcomes)
+    hold(outcomes)
     if not outcomes:
-        raise typer.Exit(1)
-
-
-def _hold(outcomes: Iterable[tables.Check]) -> None:
-    """Print every target and whether it holds; exit 1 if one is missed."""
-    missed = False
-    for outcome in outcomes:
-        print(f"{'pass' if outcome.passed else 'FAIL'}  {outcome.subject}: {outcome.detail}")
-        missed = missed or not outcome.passed
-    if missed:
         raise typer.Exit(1)

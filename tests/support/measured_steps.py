@@ -1,0 +1,167 @@
+"""One variant of the training benchmark in a process of its own, measured class by class."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
+
+import torch
+
+import umem
+from umem.bench.training_jobs import TrainingJob
+from umem.bench.training_step import Training, make_training, place_allocator
+from umem.classes import TensorClass
+from umem.comparison import moved_figures
+
+__all__ = ["KEPT_LOSSES", "Facts", "measured"]
+
+KEPT_LOSSES = 14
+"""So many steps every process trains at least: under a plan, if there is one, in the last ones."""
+
+PROFILED_STEPS = 2
+PLANNED_STEPS = 3
+"""Before steps are timed: the first ones move what the plan wants elsewhere."""
+
+MOST_STEPS = 40
+PROCESS_LIMIT_S = 120
+"""The first process waits for the imports, and for the planner to be compiled."""
+
+_UNDECIDED = ("warming up", "recording")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a process found out; bytes, counts and shares are of its typical profiled step.
+
+    Parameters
+    ----------
+    losses_hex
+        Of the first :data:`KEPT_LOSSES` steps, to the last bit.
+    step_s
+        Median of the timed steps, seconds.
+    peak_bytes
+        The most that was allocated during the timed steps.
+    state, reason
+        What umem's manager said before them; empty without one.
+    predicted_bytes
+        What the plan moves in a step, in whatever way.
+    moved_bytes, fault_bytes
+        Unified-memory transfers; those that faults brought, with the driver's speculation.
+    fault_groups, faults
+        Groups of page faults on the device, as CUPTI reports them; faults in them.
+    frozen_in_bytes, frozen_out_bytes
+        Of frozen weights: to the device, to the host.
+    """
+
+    losses_hex: tuple[str, ...]
+    step_s: float
+    peak_bytes: int
+    state: str = ""
+    reason: str = ""
+    predicted_bytes: int = 0
+    um_time_share: float = 0.0
+    um_ops_share: float = 0.0
+    um_bytes_share: float = 0.0
+    moved_bytes: int = 0
+    fault_bytes: int = 0
+    fault_groups: int = 0
+    faults: int = 0
+    frozen_in_bytes: int = 0
+    frozen_out_bytes: int = 0
+
+
+def measured(job: TrainingJob) -> Facts:
+    """Train as a job says, forked from a process that has the imports and a compiled planner.
+
+    Raises
+    ------
+    RuntimeError
+        If the process fails, or does not end in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["umem.bench.training_imports"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_train, args=(job, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(PROCESS_LIMIT_S):
+            raise RuntimeError(f"{job.variant}: no answer within {PROCESS_LIMIT_S} s")
+        facts: Facts = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"{job.variant} ended with status {process.exitcode}") from None
+    finally:
+        receiver.close()
+        process.join(PROCESS_LIMIT_S / 4)
+        process.kill()
+        process.join()
+    return facts
+
+
+def _train(job: TrainingJob, answers: Connection) -> None:
+    place_allocator(job)
+    training = make_training(job)
+    with training.around:
+        answers.send(_measure(job, training))
+
+
+def _measure(job: TrainingJob, training: Training) -> Facts:
+    manager = training.manager
+    losses = [training.step(), training.step()]
+    if manager is not None:
+        while str(manager.status().state) in _UNDECIDED and len(losses) < MOST_STEPS:
+            losses.append(training.step())
+            float(losses[-1])  # the plan starts between steps: this loop must not run ahead
+    losses += [training.step() for _ in range(PLANNED_STEPS)]
+    before = None if manager is None else manager.status()
+    torch.cuda.reset_peak_memory_stats()
+    steps_s = _time_steps(training, max(job.steps, KEPT_LOSSES - len(losses)), losses)
+    facts = Facts(
+        losses_hex=tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
+        step_s=statistics.median(steps_s),
+        peak_bytes=torch.cuda.max_memory_allocated(),
+    )
+    if before is None:
+        return facts
+    with umem.profile(steps=PROFILED_STEPS, model=training.model) as profile:
+        for _ in range(PROFILED_STEPS):
+            training.step()
+            profile.step()
+    report, predicted = profile.report(), manager.status().predicted
+    moved = moved_figures(
+        (it.direction, it.cause, it.tensor_class, it.bytes) for it in report.traffic
+    )
+    frozen = TensorClass.FROZEN_WEIGHTS.value
+    return Facts(
+        losses_hex=facts.losses_hex,
+        step_s=facts.step_s,
+        peak_bytes=facts.peak_bytes,
+        state=str(before.state),
+        reason=before.reason,
+        predicted_bytes=predicted.moved_bytes() if predicted else 0,
+        um_time_share=report.um_time_share,
+        um_ops_share=report.um_ops_share,
+        um_bytes_share=report.um_bytes_share,
+        moved_bytes=moved["to_device"] + moved["to_host"],
+        fault_bytes=moved["fault_bytes"],
+        fault_groups=report.fault_pages,
+        faults=report.gpu_faults,
+        frozen_in_bytes=moved[f"to_device.{frozen}"],
+        frozen_out_bytes=moved[f"to_host.{frozen}"],
+    )
+
+
+def _time_steps(training: Training, steps: int, losses: list[torch.Tensor]) -> list[float]:
+    """Times of steps one after the other, by the device's clock."""
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        losses.append(training.step())
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]

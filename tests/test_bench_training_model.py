@@ -1,0 +1,260 @@
+"""The model of the training benchmark, what umem says of its training, and the order of a run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from managed_training import MIB, Training, one_thread
+from training_runs import TINY, settings
+
+from umem.bench import training_compile, training_managed, training_task
+from umem.bench.training_build import building_deepspeed
+from umem.bench.training_model import build_llama
+from umem.bench.training_order import WORKLOADS, configurations
+from umem.bench.training_results import Method, TrainingSettings
+from umem.classes import TensorClass
+from umem.simulator import _engine
+from umem.trace import check_trace
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("method", ["sft", "lora"])
+@pytest.mark.parametrize("chunk_tokens", [5, 32])
+def test_the_loss_in_chunks_is_that_of_transformers(method: Method, chunk_tokens: int) -> None:
+    model = build_llama(TINY.model_copy(update={"loss_chunk_tokens": chunk_tokens}), method, CPU)
+    model.float()  # so that the order of sums does not matter
+    tokens = torch.randint(0, TINY.vocabulary, (3, TINY.tokens))
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.2, -100)
+
+    def gradients() -> list[torch.Tensor]:
+        found = [it.grad for it in model.parameters() if it.requires_grad]
+        model.zero_grad()
+        return [it for it in found if it is not None]
+
+    loss = model(input_ids=tokens, labels=labels)
+    loss.backward()
+    own = gradients()
+    usual = model.network(input_ids=tokens, labels=labels).loss
+    usual.backward()
+
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, usual)
+    torch.testing.assert_close(own, gradients())
+    assert len(own) == sum(it.requires_grad for it in model.parameters())
+    assert len(model.layers) == TINY.layers
+
+
+def test_logits_are_there_for_one_chunk_at_a_time() -> None:
+    model = build_llama(TINY, "sft", CPU)
+    tokens = torch.randint(0, TINY.vocabulary, (2, TINY.tokens))
+    saved: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    rows: list[int] = []
+    model.network.lm_head.register_forward_hook(lambda *it: rows.append(it[2].shape[1]))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+        model(tokens, tokens)
+
+    assert rows == [TINY.loss_chunk_tokens] * 2
+    assert not any(TINY.vocabulary in shape[-1:] for shape in saved)
+
+
+def test_checkpoints_keep_each_layers_input_only() -> None:
+    kept_bytes = {}
+    for checkpoint in (False, True):
+        model = build_llama(TINY.model_copy(update={"checkpoint": checkpoint}), "sft", CPU)
+        weights = {it.data_ptr() for it in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+            tokens = torch.randint(0, TINY.vocabulary, (2, TINY.tokens))
+            model(tokens, tokens).backward()
+        kept_bytes[checkpoint] = sum(size for at, size in kept.items() if at not in weights)
+
+    assert kept_bytes[True] < kept_bytes[False] / 2
+
+
+# --- what umem says ---
+
+
+@dataclass
+class _Managed:
+    """As the benchmark's training, but of tensors that a manager on the CPU moves."""
+
+    inner: Training
+    manager: Any
+
+    @property
+    def model(self) -> Any:
+        return self.inner.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.inner.optimizer
+
+    def step(self) -> torch.Tensor:
+        self.inner.step()
+        return torch.tensor(self.inner.losses[-1])
+
+
+@pytest.mark.parametrize(
+    ("planner", "budget_bytes", "state", "planned_steps"),
+    [
+        ("planned", 40 * MIB, "running", 11),
+        ("fault", 40 * MIB, "running", 2),
+        ("planned", 6 * MIB, "off", 0),
+    ],
+)
+def test_warming_up_ends_when_the_manager_has_decided(
+    planner: str, budget_bytes: int, state: str, planned_steps: int
+) -> None:
+    with one_thread():
+        inner = Training()
+        training: Any = _Managed(inner, inner.manage(planner, budget_bytes))
+        losses: list[torch.Tensor] = []
+
+        count = training_task._warm_up(training, losses)
+
+        status = training.manager.status()
+        figures = training_managed.manager_figures(status, status, 5)
+        training.manager.close()
+    assert status.state == figures.state == state
+    assert count == len(losses)
+    if state == "running":
+        assert figures.steps + figures.strays == planned_steps
+        assert figures.predicted_step_s is not None
+        assert figures.wait_s == 0
+    else:
+        assert count <= 8
+        assert "and the device budget is 6 MiB" in figures.reason
+
+
+def test_residency_is_looked_at_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = iter(range(1, 1000))
+    asked: list[int] = []
+
+    def residency() -> dict[TensorClass, int]:
+        asked.append(next(phases))
+        in_backward = torch._C._current_graph_task_id() != -1
+        return {TensorClass.WEIGHTS: 5, TensorClass.ACTIVATIONS: 7 if in_backward else 1}
+
+    monkeypatch.setattr("umem.executor.residency", residency)
+    model = build_llama(TINY, "sft", CPU)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, TINY.vocabulary, (2, TINY.tokens))
+
+    class _Steps:
+        def step(self) -> None:
+            model(tokens, tokens).backward()
+            optimizer.step()
+
+    training: Any = _Steps()
+    training.model, training.optimizer = model, optimizer
+    most = training_managed.resident_bytes(training)
+
+    assert most == 12
+    assert len(asked) == 2 * (TINY.layers * 2 + 2)
+    training.step()
+    assert len(asked) == 2 * (TINY.layers * 2 + 2)
+
+
+# --- before the processes ---
+
+
+def test_few_layers_compile_all_that_plans_need() -> None:
+    training_compile.compile_planner()
+    run_step: Any = _engine.run_step
+    compiled = len(run_step.signatures)
+    check_trace(training_compile._few_layers(), "few layers")
+
+    with one_thread():
+        for planner in ("planned", "lookahead", "fault"):
+            inner = Training()
+            manager = inner.manage(planner)
+            inner.steps(9)
+            assert manager.status().state == "running", manager.status()
+            manager.close()
+
+    assert len(run_step.signatures) == compiled >= 1
+
+
+def test_a_build_that_is_not_ready_is_ended_with_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "deepspeed" / "ops" / "op_builder"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import pathlib, time\n"
+        "class CPUAdamBuilder:\n"
+        "    def load(self, verbose):\n"
+        f"        lock = pathlib.Path({str(tmp_path / 'lock')!r})\n"
+        "        lock.touch()\n"
+        "        try:\n"
+        "            time.sleep(60)\n"
+        "        finally:\n"
+        "            lock.unlink()\n"
+        f"            pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    end_s = time.monotonic() + 20
+
+    with building_deepspeed(wanted=True):
+        while not (tmp_path / "lock").exists() and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert (tmp_path / "lock").exists()
+
+    assert (tmp_path / "ended").exists()
+    assert not (tmp_path / "lock").exists()
+    with building_deepspeed(wanted=False):
+        assert not (tmp_path / "lock").exists()
+
+
+def test_a_run_begins_with_what_matters_most() -> None:
+    every = configurations(settings(name="long").model_copy(update={
+        "workloads": tuple(WORKLOADS.values())
+    }))  # fmt: skip
+
+    assert [str(it) for it in every[:6]] == [
+        "long, sft, stock",
+        "long, sft, umem-planned at 60 %",
+        "long, sft, umem-fault at 60 %",
+        "long, sft, umem-lookahead at 60 %",
+        "long, sft, umem-planned at 30 %",
+        "long, sft, umem-optimizer-host",
+    ]
+    words = list(map(str, every))
+    assert len(set(words)) == len(words) == 39
+    for name in WORKLOADS:
+        for method in ("sft", "lora"):
+            own = [it for it in words if it.startswith(f"{name}, {method}")]
+            assert own[0] == f"{name}, {method}, stock"
+    assert words.index("long, sft, deepspeed-offload") > words.index("activations, lora, stock")
+    at_most = [it for it in every if it.percent == 100]
+    assert {(it.workload, it.variant) for it in at_most} == {("long", "umem-planned")}
+    assert not any("lora, umem-optimizer-host" in it for it in words)
+
+
+def test_other_budgets_and_variants_keep_stock_first() -> None:
+    asked: TrainingSettings = settings(
+        variants=("umem-fault", "save-on-cpu"), budgets_percent=(100.0, 45.0), methods=("lora",)
+    )
+
+    assert [str(it) for it in configurations(asked)] == [
+        "long, lora, stock",
+        "long, lora, umem-fault at 45 %",
+        "long, lora, save-on-cpu",
+    ]

@@ -1,0 +1,57 @@
+"""What a training worker is asked to do, and what it answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from umem.bench.training_results import (
+    ManagerFigures,
+    Method,
+    ProfiledStep,
+    TrainingModel,
+    Variant,
+)
+
+__all__ = ["TrainingAnswer", "TrainingJob"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TrainingJob(_Record):
+    """One variant with one budget; sizes in bytes."""
+
+    model: TrainingModel
+    method: Method
+    variant: Variant
+    budget_bytes: int | None
+    steps: int
+    deterministic: bool
+    managed_limit_bytes: int
+    device: Literal["cuda", "cpu"] = "cuda"
+    """On the CPU there is only the stock variant, with nothing to profile and no peaks."""
+
+
+class TrainingAnswer(_Record):
+    """A worker's answer; `state` and `reason` say why there are no figures."""
+
+    state: Literal["ready", "measured", "off", "failed", "not installed", "cannot fork"]
+    reason: str | None = None
+    parameters: int = 0
+    warm_steps: int = 0
+    plan_running: bool | None = None
+    manager: ManagerFigures | None = None
+    steps_s: tuple[float, ...] = ()
+    losses_hex: tuple[str, ...] = ()
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    resident_bytes: int | None = None
+    optimizer_state_bytes: int | None = None
+    mapped_bytes_per_s: float | None = None
+    profile: ProfiledStep | None = None
+    notes: tuple[str, ...] = ()
+    device_flops_per_s: float | None = None
+    """Of the stock variant only."""

@@ -1,0 +1,124 @@
+"""What a training benchmark consists of, and in which order it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from umem.bench.training_results import (
+    BUDGETED,
+    METHODS,
+    VARIANTS,
+    Method,
+    TrainingModel,
+    TrainingSettings,
+    Variant,
+    Workload,
+    WorkloadName,
+)
+
+__all__ = ["WORKLOADS", "Configuration", "configurations"]
+
+WORKLOADS: dict[WorkloadName, Workload] = {
+    "long": Workload(
+        name="long",
+        model=TrainingModel(),
+        methods=METHODS,
+        variants=VARIANTS,
+        budgets_percent=(100.0, 60.0, 30.0),
+    ),
+    "activations": Workload(
+        name="activations",
+        model=TrainingModel(tokens=4096, checkpoint=False),
+        methods=METHODS,
+        variants=("stock", "umem-planned", "umem-fault", "save-on-cpu"),
+        budgets_percent=(60.0, 30.0),
+    ),
+}
+"""By default."""
+
+_WHOLE_PERCENT = 100.0
+
+_Cell = tuple[WorkloadName, Method, Variant, float | None]
+
+
+def _activations_first() -> Iterator[_Cell]:
+    for method in METHODS:
+        yield "activations", method, "stock", None
+        for percent in (60.0, 30.0):
+            yield "activations", method, "umem-planned", percent
+        yield "activations", method, "save-on-cpu", None
+        for percent in (60.0, 30.0):
+            yield "activations", method, "umem-fault", percent
+
+
+_FIRST: tuple[_Cell, ...] = (
+    ("long", "sft", "stock", None),
+    ("long", "sft", "umem-planned", 60.0),
+    ("long", "sft", "umem-fault", 60.0),
+    ("long", "sft", "umem-lookahead", 60.0),
+    ("long", "sft", "umem-planned", 30.0),
+    ("long", "sft", "umem-optimizer-host", None),
+    ("long", "sft", "bnb-paged-adamw", None),
+    ("long", "sft", "torchao-offload", None),
+    ("long", "sft", "save-on-cpu", None),
+    ("long", "lora", "stock", None),
+    ("long", "lora", "umem-planned", 60.0),
+    ("long", "lora", "umem-fault", 60.0),
+    ("long", "lora", "umem-planned", 30.0),
+    *_activations_first(),
+    ("long", "sft", "umem-planned", 100.0),
+    ("long", "lora", "umem-planned", 100.0),
+    # By now its optimizer is compiled.
+    ("long", "sft", "deepspeed-offload", None),
+    ("long", "sft", "rmm-managed", None),
+)
+"""What matters most comes first, for what comes last is left out when time is short."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One process of a run."""
+
+    workload: WorkloadName
+    method: Method
+    variant: Variant
+    percent: float | None
+
+    def __str__(self) -> str:
+        words = f"{self.workload}, {self.method}, {self.variant}"
+        return words if self.percent is None else f"{words} at {self.percent:g} %"
+
+
+def configurations(settings: TrainingSettings) -> list[Configuration]:
+    """All that a run consists of, in the order in which it goes.
+
+    Budgets are shares of the stock variant's peak, so that this variant always is part of it, and
+    goes before the others. At 100 % everything fits: only the ``planned`` planner is asked to see
+    it. Adapters have next to no optimizer state to be held on the host.
+    """
+    rank = {cell: number for number, cell in enumerate(_FIRST)}
+
+    def place(it: Configuration) -> int:
+        return rank.get((it.workload, it.method, it.variant, it.percent), len(rank))
+
+    found = [it for workload in settings.workloads for it in _of_workload(workload)]
+    return sorted(found, key=place)
+
+
+def _of_workload(workload: Workload) -> Iterator[Configuration]:
+    for variant in VARIANTS:
+        if variant != "stock" and variant not in workload.variants:
+            continue
+        for percent in _budgets(workload, variant):
+            for method in workload.methods:
+                if variant != "umem-optimizer-host" or method == "sft":
+                    yield Configuration(workload.name, method, variant, percent)
+
+
+def _budgets(workload: Workload, variant: Variant) -> tuple[float | None, ...]:
+    if variant not in BUDGETED:
+        return (None,)
+    return tuple(
+        it for it in workload.budgets_percent if variant == "umem-planned" or it < _WHOLE_PERCENT
+    )

@@ -1,0 +1,257 @@
+"""What `umem bench training` leaves behind: its data types and its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from umem.bench.results import Machine, ResultsFileError
+from umem.files import read_file, replace_file
+
+__all__ = [
+    "BUDGETED",
+    "METHODS",
+    "VARIANTS",
+    "ManagerFigures",
+    "Method",
+    "Outcome",
+    "OutcomeState",
+    "ProfiledStep",
+    "TrainingModel",
+    "TrainingRun",
+    "TrainingSettings",
+    "TransferTotal",
+    "Variant",
+    "Workload",
+    "WorkloadName",
+    "read_training",
+    "write_training",
+]
+
+Method = Literal["sft", "lora"]
+
+METHODS: tuple[Method, ...] = ("sft", "lora")
+"""Every weight is trained, or adapters over a frozen model."""
+
+Variant = Literal[
+    "stock",
+    "umem-planned",
+    "umem-lookahead",
+    "umem-fault",
+    "umem-optimizer-host",
+    "save-on-cpu",
+    "bnb-paged-adamw",
+    "torchao-offload",
+    "deepspeed-offload",
+    "rmm-managed",
+]
+
+VARIANTS: tuple[Variant, ...] = (
+    "stock",
+    "umem-planned",
+    "umem-lookahead",
+    "umem-fault",
+    "umem-optimizer-host",
+    "save-on-cpu",
+    "bnb-paged-adamw",
+    "torchao-offload",
+    "deepspeed-offload",
+    "rmm-managed",
+)
+"""What is compared, in the order of the tables."""
+
+BUDGETED: tuple[Variant, ...] = ("umem-planned", "umem-fault", "umem-lookahead")
+"""Variants that are told a device budget, and keep to it."""
+
+WorkloadName = Literal["long", "activations"]
+"""One long sequence with checkpoints, where computing dominates; a shorter one without checkpoints,
+where what is kept for the backward pass does."""
+
+OutcomeState = Literal["measured", "off", "failed", "not installed", "left out"]
+"""``off``: umem's manager gave up, for instance because a phase does not fit the budget."""
+
+_FILE_LIMIT_BYTES = 64 << 20
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TrainingModel(_Record):
+    """The Llama that is trained, and its batches. Weights are bfloat16 and random."""
+
+    hidden: int = 1280
+    intermediate: int = 3456
+    layers: int = 24
+    heads: int = 20
+    vocabulary: int = 32_000
+    tied: bool = False
+    """Whether the embedding's weights are also the head's."""
+    lora_rank: int = 16
+    batch: int = Field(default=1, ge=1)
+    tokens: int = Field(default=16_384, ge=2)
+    """In each sequence."""
+    checkpoint: bool = True
+    """Keep only each layer's input, and compute the rest again in the backward pass."""
+    loss_chunk_tokens: int = Field(default=2048, ge=1)
+    """Tokens of each sequence whose logits are there at once."""
+
+
+class Workload(_Record):
+    """What is trained in one way, and with which variants and budgets."""
+
+    name: WorkloadName
+    model: TrainingModel
+    methods: tuple[Method, ...]
+    variants: tuple[Variant, ...]
+    budgets_percent: tuple[float, ...]
+    """Device budgets, of what the stock variant has allocated at its peak."""
+
+
+class TrainingSettings(_Record):
+    """What was asked for; sizes in bytes, times in seconds."""
+
+    workloads: tuple[Workload, ...]
+    steps: int
+    deterministic: bool
+    managed_limit_bytes: int
+    seconds_limit: float
+
+    def workload(self, name: WorkloadName) -> Workload:
+        """One of the workloads, by its name."""
+        return next(it for it in self.workloads if it.name == name)
+
+
+class TransferTotal(_Record):
+    """Unified-memory transfers of one direction and cause in the profiled step."""
+
+    direction: str
+    cause: str
+    bytes: int
+    count: int
+    seconds: float
+
+
+class ProfiledStep(_Record):
+    """One step as :func:`umem.profile` saw it, after the timed ones."""
+
+    step_s: float
+    um_time_share: float
+    um_ops_share: float
+    um_bytes_share: float
+    fault_pages: int
+    gpu_faults: int
+    cpu_faults: int
+    fault_bytes: int
+    transfers: tuple[TransferTotal, ...]
+    notes: tuple[str, ...]
+    predicted_bytes: dict[str, int] | None = None
+    """Unified-memory transfers by direction, as the plan of this step has them."""
+
+    def moved_bytes(self, direction: str) -> int:
+        """Bytes that moved in one direction."""
+        return sum(it.bytes for it in self.transfers if it.direction == direction)
+
+
+class ManagerFigures(_Record):
+    """What umem's manager said after the timed steps; times in seconds."""
+
+    state: str
+    """``running`` or ``resident`` where the plan is followed."""
+    reason: str
+    steps: int
+    strays: int
+    unplanned: int
+    gave_up: int
+    corrections: int
+    """Plans made anew from measured bandwidths, up to the end of the timed steps."""
+    wait_s: float
+    """Time that the training thread waited for pages, of one timed step."""
+    predicted_step_s: float | None
+    predicted_ideal_s: float | None
+    predicted_bound_s: float | None
+
+
+class Outcome(_Record):
+    """One variant with one budget: what its process measured, or why there is nothing.
+
+    Times are seconds. `budget_percent` and `budget_bytes` are None for a variant that is told no
+    budget. `peak_allocated_bytes` is the most that torch's allocator gave out during the timed
+    steps, wherever it was: for umem's variants part of it is on the host. It is None where nobody
+    counts. `losses_hex` are those of the first steps, in hexadecimal.
+    """
+
+    workload: WorkloadName
+    method: Method
+    variant: Variant
+    budget_percent: float | None
+    budget_bytes: int | None
+    state: OutcomeState
+    reason: str | None = None
+    """Why it was not measured."""
+    warm_steps: int = 0
+    plan_running: bool | None = None
+    """Whether umem said, before the timed steps, that its plan was running."""
+    manager: ManagerFigures | None = None
+    steps_s: tuple[float, ...] = ()
+    losses_hex: tuple[str, ...] = ()
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    resident_bytes: int | None = None
+    """The most that umem meant to have on the device, looked at in every layer's passes and at the
+    optimizer's step; of variants that are told a budget."""
+    optimizer_state_bytes: int | None = None
+    mapped_bytes_per_s: float | None = None
+    """Reading and writing host memory in place, both counted; of ``umem-optimizer-host`` only."""
+    profile: ProfiledStep | None = None
+    notes: tuple[str, ...] = ()
+    process_s: float = 0.0
+    """From the start of its process to its end."""
+
+
+class TrainingRun(_Record):
+    """One run of `umem bench training`: the content of its file."""
+
+    format: Literal["umem-bench-training-1"] = "umem-bench-training-1"
+    date: str
+    git_commit: str | None
+    machine: Machine
+    packages: dict[str, str | None]
+    """Versions of what the variants need; None for what is not installed."""
+    settings: TrainingSettings
+    parameters: dict[str, int]
+    """Parameters of the model by method, adapters included."""
+    device_flops_per_s: float | None
+    """What the device's hardware profile says of large matrix products in bfloat16."""
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+    """Of the whole run."""
+
+
+def write_training(run: TrainingRun, path: Path) -> None:
+    """Write a results file in one piece."""
+    replace_file(path, (run.model_dump_json(indent=2) + "\n").encode())
+
+
+def read_training(path: Path) -> TrainingRun:
+    """Read a results file.
+
+    Raises
+    ------
+    ResultsFileError
+        If the file cannot be read, or is not one that `umem bench training --output` wrote.
+    """
+    try:
+        content = read_file(path, _FILE_LIMIT_BYTES)
+    except (OSError, ValueError) as error:
+        raise ResultsFileError(f"{path}: cannot be read ({error})") from error
+    try:
+        return TrainingRun.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise ResultsFileError(
+            f"{path}: not a file of `umem bench training --output`: {place}: {first['msg']}"
+        ) from error

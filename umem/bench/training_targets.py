@@ -1,0 +1,353 @@
+"""What umem's training is held to, and whether a run of `umem bench training` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from umem.bench.report import Check, Grid
+from umem.bench.training_cells import budget_cell, subject_cell
+from umem.bench.training_details import differences
+from umem.bench.training_figures import (
+    fits,
+    lower_bound_s,
+    median_s,
+    outcomes_of,
+    stock_of,
+    tokens_per_s,
+)
+from umem.bench.training_results import (
+    Method,
+    Outcome,
+    TrainingRun,
+    Variant,
+    Workload,
+    WorkloadName,
+)
+
+__all__ = ["checks", "target_grid", "targets"]
+
+MAX_FAULT_SHARE = 0.01
+"""Page faults on the device under the plan, as a share of demand paging's."""
+
+LEAST_SPEED_UP = 3.0
+"""SFT at 60 %: time of a step under demand paging over that under the plan."""
+
+LEAST_STOCK_SHARE = 0.85
+"""SFT at 60 %, where computing dominates: speed, as a share of stock's."""
+
+MAX_OVER_BOUND = 1.2
+"""SFT, the optimizer's state on the host: time of a step over the lower bound."""
+
+MAX_LORA_TIME_SHARE = 0.002
+"""LoRA under the plan: unified memory's share of the time of memory operations."""
+
+MAX_STALL_SHARE = 1 / 3
+"""SFT: time beyond stock's step under the plan, as a share of demand paging's."""
+
+MAX_STEP_ERROR = 0.15
+MAX_BYTES_ERROR = 0.1
+"""How far a measured figure may be from the predicted one, relative to that."""
+
+_HEAD_PERCENT, _TIGHT_PERCENT = 60.0, 30.0
+_COMPUTE_BOUND: WorkloadName = "long"
+_ALTERNATIVES: tuple[Variant, ...] = (
+    "save-on-cpu",
+    "bnb-paged-adamw",
+    "torchao-offload",
+    "deepspeed-offload",
+    "rmm-managed",
+)
+_OFFLOADS: tuple[Variant, ...] = ("bnb-paged-adamw", "torchao-offload", "deepspeed-offload")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing that umem is held to, in one part of a run.
+
+    Parameters
+    ----------
+    what, subject : str
+        What is asked for; of which part of the run.
+    held : bool or None
+        None where the run does not tell.
+    detail : str
+        The figures, or why there are none.
+    """
+
+    what: str
+    subject: str
+    held: bool | None
+    detail: str
+
+
+def targets(run: TrainingRun) -> Iterator[Target]:
+    """Every target that a run is about; variants that were not asked for have none."""
+    for workload in run.settings.workloads:
+        for method in workload.methods:
+            yield from _beside_paging(run, workload, method)
+            yield from _beside_alternatives(run, workload, method)
+        yield from _optimizer_on_host(run, workload)
+    yield from _shares_of_lora(run)
+    yield from _predictions(run)
+
+
+def checks(run: TrainingRun) -> Iterator[Check]:
+    """The same for `--check`: what a run does not tell counts as missed."""
+    for it in targets(run):
+        yield Check(f"{it.subject}: {it.what}", bool(it.held), it.detail)
+
+
+def target_grid(run: TrainingRun) -> Grid:
+    """The same as a table."""
+    words = {True: "holds", False: "missed", None: "not known"}
+    return Grid(
+        "Targets",
+        ("target", "run", "", "figures"),
+        tuple((it.what, it.subject, words[it.held], it.detail) for it in targets(run)),
+    )
+
+
+def _beside_paging(run: TrainingRun, workload: Workload, method: Method) -> Iterator[Target]:
+    """The plan against demand paging under the same budget."""
+    stock_s = _stock_s(run, workload.name, method)
+    for percent in workload.budgets_percent:
+        planned = _outcome(run, workload.name, method, "umem-planned", percent)
+        paged = _outcome(run, workload.name, method, "umem-fault", percent)
+        if planned is None or paged is None:
+            continue
+        subject = _subject(workload.name, method, percent)
+        yield _compared(
+            f"page faults at most {_percent(MAX_FAULT_SHARE)} of demand paging's",
+            subject,
+            (planned, paged),
+            _faults,
+        )
+        if method != "sft":
+            continue
+        if percent == _HEAD_PERCENT:
+            yield _compared(
+                f"at least {LEAST_SPEED_UP:g} times as fast as demand paging",
+                subject,
+                (planned, paged),
+                _speed_up,
+            )
+            if workload.name == _COMPUTE_BOUND:
+                yield _compared(
+                    f"at least {_percent(LEAST_STOCK_SHARE)} of stock's speed",
+                    subject,
+                    (planned,),
+                    partial(_of_stock, stock_s),
+                )
+        yield _compared(
+            "unified memory's share of time no more than under demand paging",
+            subject,
+            (planned, paged),
+            _time_shares,
+        )
+        yield _compared(
+            "exposed stall at most a third of demand paging's",
+            subject,
+            (planned, paged),
+            partial(_stalls, stock_s),
+        )
+
+
+def _beside_alternatives(run: TrainingRun, workload: Workload, method: Method) -> Iterator[Target]:
+    planned = _outcome(run, workload.name, method, "umem-planned", _TIGHT_PERCENT)
+    others = [it for it in outcomes_of(run, workload.name, method) if it.variant in _ALTERNATIVES]
+    if planned is None or not others:
+        return
+
+    def compared(ours: Outcome) -> tuple[bool | None, str]:
+        if not fits(run, ours, _TIGHT_PERCENT):
+            return False, "the plan itself is over the budget"
+        if not any(it.state == "measured" for it in others):
+            return None, "no alternative was measured"
+        fitting = [it for it in others if fits(run, it, _TIGHT_PERCENT)]
+        return _ahead(run, ours, fitting) if fitting else (True, "no alternative fits")
+
+    yield _compared(
+        "ahead of every alternative that fits the same memory",
+        _subject(workload.name, method, _TIGHT_PERCENT),
+        (planned,),
+        compared,
+    )
+
+
+def _optimizer_on_host(run: TrainingRun, workload: Workload) -> Iterator[Target]:
+    ours = _outcome(run, workload.name, "sft", "umem-optimizer-host", None)
+    if ours is None:
+        return
+    subject = f"{workload.name}, sft, optimizer's state off the device"
+    bound_s = lower_bound_s(run, workload.name)
+
+    def over_bound(own: Outcome) -> tuple[bool | None, str]:
+        own_s = median_s(own)
+        if own_s is None or bound_s is None:
+            return None, "the bound is not known"
+        return own_s <= MAX_OVER_BOUND * bound_s, (
+            f"{_ms(own_s)}, bound {_ms(bound_s)}: {own_s / bound_s:.2f}x"
+        )
+
+    others = [
+        it
+        for it in outcomes_of(run, workload.name, "sft")
+        if it.variant in _OFFLOADS and it.state == "measured"
+    ]
+    yield _compared(
+        f"step at most {MAX_OVER_BOUND:g} times the lower bound", subject, (ours,), over_bound
+    )
+    yield _compared(
+        "faster than every alternative",
+        subject,
+        (ours,),
+        lambda own: _ahead(run, own, others) if others else (None, "no alternative was measured"),
+    )
+
+
+def _shares_of_lora(run: TrainingRun) -> Iterator[Target]:
+    for workload in run.settings.workloads:
+        for outcome in outcomes_of(run, workload.name, "lora"):
+            if outcome.variant == "umem-planned":
+                yield _compared(
+                    f"unified memory's share of time at most {_percent(MAX_LORA_TIME_SHARE)}",
+                    _subject(workload.name, "lora", outcome.budget_percent),
+                    (outcome,),
+                    _time_share,
+                )
+
+
+def _predictions(run: TrainingRun) -> Iterator[Target]:
+    """One target for steps and one for bytes, over all that umem planned."""
+    for what, limit, is_step in (
+        ("step", MAX_STEP_ERROR, True),
+        ("bytes each way", MAX_BYTES_ERROR, False),
+    ):
+        found = [
+            (outcome, difference.relative)
+            for outcome in run.outcomes
+            if outcome.state == "measured"
+            for difference in differences(outcome)
+            if (difference.name == "step_s") is is_step
+        ]
+        if not found:
+            continue
+        near = [it for _, it in found if it is not None and abs(it) <= limit]
+        far, error = max(found, key=lambda it: float("inf") if it[1] is None else abs(it[1]))
+        most = (
+            "nothing was predicted, and something moved"
+            if error is None
+            else f"{100 * error:+.1f} %"
+        )
+        yield Target(
+            f"measured {what} within {_percent(limit)} of the predicted",
+            "all planned runs",
+            len(near) == len(found),
+            f"{len(near)} of {len(found)} figures; farthest: {most}, "
+            f"{subject_cell(far)}, {budget_cell(far)}",
+        )
+
+
+def _faults(ours: Outcome, theirs: Outcome) -> tuple[bool | None, str]:
+    if ours.profile is None or theirs.profile is None:
+        return None, "one of them was not profiled"
+    own, other = ours.profile.fault_pages, theirs.profile.fault_pages
+    return own <= MAX_FAULT_SHARE * other, f"{own:,} against {other:,}"
+
+
+def _speed_up(ours: Outcome, theirs: Outcome) -> tuple[bool | None, str]:
+    own_s, other_s = median_s(ours), median_s(theirs)
+    assert own_s is not None
+    assert other_s is not None
+    return other_s >= LEAST_SPEED_UP * own_s, (
+        f"{_ms(own_s)} against {_ms(other_s)}: {other_s / own_s:.2f}x"
+    )
+
+
+def _of_stock(stock_s: float | None, ours: Outcome) -> tuple[bool | None, str]:
+    own_s = median_s(ours)
+    assert own_s is not None
+    if stock_s is None:
+        return None, "stock was not measured"
+    return stock_s >= LEAST_STOCK_SHARE * own_s, f"{_percent(stock_s / own_s)}"
+
+
+def _time_share(ours: Outcome) -> tuple[bool | None, str]:
+    if ours.profile is None:
+        return None, "it was not profiled"
+    share = ours.profile.um_time_share
+    return share <= MAX_LORA_TIME_SHARE, _percent(share)
+
+
+def _time_shares(ours: Outcome, theirs: Outcome) -> tuple[bool | None, str]:
+    if ours.profile is None or theirs.profile is None:
+        return None, "one of them was not profiled"
+    own, other = ours.profile.um_time_share, theirs.profile.um_time_share
+    return own <= other, f"{_percent(own)} against {_percent(other)}"
+
+
+def _stalls(stock_s: float | None, ours: Outcome, theirs: Outcome) -> tuple[bool | None, str]:
+    own_s, other_s = median_s(ours), median_s(theirs)
+    assert own_s is not None
+    assert other_s is not None
+    if stock_s is None:
+        return None, "stock was not measured"
+    own_s, other_s = own_s - stock_s, other_s - stock_s
+    return own_s <= MAX_STALL_SHARE * other_s, f"{_ms(own_s)} against {_ms(other_s)}"
+
+
+def _ahead(run: TrainingRun, ours: Outcome, others: list[Outcome]) -> tuple[bool | None, str]:
+    own = tokens_per_s(run, ours) or 0.0
+    best = max(others, key=lambda it: tokens_per_s(run, it) or 0.0)
+    other = tokens_per_s(run, best) or 0.0
+    return (
+        own > other,
+        f"{own:,.0f} tokens/s; the best of {len(others)}: {best.variant} {other:,.0f}",
+    )
+
+
+def _compared(
+    what: str,
+    subject: str,
+    outcomes: tuple[Outcome, ...],
+    compare: Callable[..., tuple[bool | None, str]],
+) -> Target:
+    """A target, if all that it is about was measured under its plan."""
+    for it in outcomes:
+        if it.state != "measured":
+            return Target(what, subject, None, f"{it.variant}: {it.state}: {it.reason}")
+        if it.plan_running is False:
+            return Target(what, subject, None, f"{it.variant}: its plan was not running")
+    return Target(what, subject, *compare(*outcomes))
+
+
+def _outcome(
+    run: TrainingRun,
+    workload: WorkloadName,
+    method: Method,
+    variant: Variant,
+    percent: float | None,
+) -> Outcome | None:
+    for it in outcomes_of(run, workload, method):
+        if (it.variant, it.budget_percent) == (variant, percent):
+            return it
+    return None
+
+
+def _stock_s(run: TrainingRun, workload: WorkloadName, method: Method) -> float | None:
+    stock = stock_of(run, workload, method)
+    return median_s(stock) if stock else None
+
+
+def _subject(workload: WorkloadName, method: Method, percent: float | None) -> str:
+    return f"{workload}, {method}, {percent:g} %"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
