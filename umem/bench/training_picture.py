@@ -70,7 +70,8 @@ def training_figure(run: TrainingRun) -> Figure:
     for workload in run.settings.workloads:
         for method in workload.methods:
             every = outcomes_of(run, workload.name, method)
-            if entries := [it for it in every if it.state in ("measured", "off")]:
+            entries = [it for it in every if it.state in ("measured", "off")]
+            if any(it.variant != "stock" for it in entries):  # else there is nothing to compare
                 panels.append((workload, method, entries))
     found = {it.variant for _, _, entries in panels for it in entries}
     shown: list[Variant] = [it for it in VARIANTS if it != "stock" and it in found]
