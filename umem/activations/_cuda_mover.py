@@ -14,6 +14,7 @@ from umem.activations._copy_kernel import BLOCKS_IN, BLOCKS_OUT, CopyKernel, is_
 from umem.activations._host_pool import HostBuffer
 from umem.activations._mover import bytes_of
 from umem.allocator import is_enabled
+from umem.cuda_events import new_event
 
 __all__ = ["CudaMover"]
 
@@ -51,7 +52,7 @@ class CudaMover:
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
         """Copy storages into buffers, behind what the stream holds now."""
-        mark = torch.cuda.Event()
+        mark = new_event()
         self._outward.wait_stream(stream)
         with torch.cuda.stream(self._outward):
             for storage, buffer in pairs:
@@ -80,7 +81,7 @@ class CudaMover:
                 self._inward.wait_event(buffer.mark)
                 memory = buffer.memory[:size_bytes]
                 self._copy(block, memory, block.untyped_storage(), BLOCKS_IN, self._inward)
-                buffer.mark = mark = torch.cuda.Event()
+                buffer.mark = mark = new_event()
                 mark.record(self._inward)
                 moved.append((block.untyped_storage(), mark))
         return moved

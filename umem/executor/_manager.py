@@ -20,7 +20,7 @@ from umem.errors import UmemError
 from umem.executor._choice import Choice, choose
 from umem.executor._correction import Correction
 from umem.executor._machine import Machine
-from umem.executor._places import find_places
+from umem.executor._places import find_places, in_blocks
 from umem.executor._program import Program, build_program
 from umem.executor._runner import Runner
 from umem.executor._slices import OptimizerSlices, can_slice
@@ -349,6 +349,8 @@ class Manager:
                 self._give_up(error)
             return
         assert signature is not None
+        if self._machine.allocator is not None:
+            trace = in_blocks(trace)
         self._recorded[signature.calls[0]] = _Recorded(trace, recording)
         self._make_programs()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -14,7 +15,7 @@ from umem.executor._machine import SMALLEST_BYTES
 from umem.recorder import named_tensors
 from umem.trace import Trace
 
-__all__ = ["Places", "find_places", "storage_address", "whole_blocks"]
+__all__ = ["Places", "find_places", "in_blocks", "storage_address", "whole_blocks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,13 @@ def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
         elif name.endswith(".grad") and name.removesuffix(".grad") in parameters:
             gradients[number] = _gradient_of(parameters[name.removesuffix(".grad")])
     return Places(fixed, gradients)
+
+
+def in_blocks(trace: Trace) -> Trace:
+    """The trace with the bytes that umem's allocator hands out for each tensor, and hints move."""
+    size = trace.tensor_bytes
+    blocks = -(-size // SMALLEST_BYTES) * SMALLEST_BYTES
+    return replace(trace, tensor_bytes=np.where(size < SMALLEST_BYTES, size, blocks))
 
 
 def whole_blocks(size_bytes: int) -> int:

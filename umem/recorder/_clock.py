@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from umem.cuda_events import new_event
+
 __all__ = ["Clock", "CudaClock", "WallClock", "clock_for"]
 
 
@@ -58,7 +60,7 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         """Record an event; the autograd engine runs a node on the stream of its forward pass."""
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else new_event(timing=True)
         address = torch._C._cuda_getCurrentRawStream(self._index)
         stream = self._streams.get(address)
         if stream is None:

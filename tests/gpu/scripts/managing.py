@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 import umem
-from umem.executor import residency
+from umem.executor import ManagerState, residency
 from umem.executor._manage import managers
 from umem.hints import HintEngine
 from umem.schedule import HintOp
 
 HIDDEN, WIDE, LAYERS, TOKENS = 512, 2048, 6, 4096
-PLANNED_AFTER = 10
-"""Steps after which a plan has run for some."""
+MOST_BEFORE_PLANNED = 20
+"""Steps in which a plan has to be there."""
 
 
 class Layer(nn.Module):
@@ -78,6 +78,16 @@ class Training:
         for _ in range(count):
             self.step()
 
+    def steps_until_planned(self) -> None:
+        """Train until a plan runs, or it is clear that none will: the host must not run ahead."""
+        for _ in range(MOST_BEFORE_PLANNED):
+            self.step()
+            self.losses[-1].item()
+            states = [manager.status().state for manager in managers()]
+            if states and states[0] not in (ManagerState.WARMING_UP, ManagerState.RECORDING):
+                self.steps(2)  # hooks that came in the middle of a step follow the next one
+                return
+
     def facts(self) -> dict[str, Any]:
         """Losses, a checksum of weights and state, and what the manager says."""
         torch.cuda.synchronize()
@@ -121,7 +131,7 @@ def plain(steps: int) -> dict[str, Any]:
 def sampled(steps: int) -> dict[str, Any]:
     """What is on the device at each end of each layer, once the plan runs."""
     training = Training()
-    training.steps(PLANNED_AFTER)
+    training.steps_until_planned()
     seen: list[int] = []
 
     def look(*_: object) -> None:
@@ -133,7 +143,7 @@ def sampled(steps: int) -> dict[str, Any]:
 
     handles = [layer.register_forward_hook(look_twice) for layer in training.model.layers]
     handles.append(training.optimizer.register_step_post_hook(look))
-    training.steps(steps - PLANNED_AFTER)
+    training.steps(steps - len(training.losses))
     for handle in handles:
         handle.remove()
     return {**training.facts(), "peak_resident_bytes": max(seen), "samples": len(seen)}
@@ -142,7 +152,7 @@ def sampled(steps: int) -> dict[str, Any]:
 def disturbed(steps: int) -> dict[str, Any]:
     """Hints of no plan, at random, on tensors of every class."""
     training = Training()
-    training.steps(PLANNED_AFTER)
+    training.steps_until_planned()
     (manager,) = managers()
     chance = random.Random(7)
 
@@ -184,14 +194,14 @@ def disturbed(steps: int) -> dict[str, Any]:
 
     for layer in training.model.layers:
         layer.register_forward_hook(after_forward)
-    training.steps(steps - PLANNED_AFTER)
+    training.steps(steps - len(training.losses))
     return training.facts()
 
 
 def broken(steps: int) -> dict[str, Any]:
     """An exception in the middle of a forward pass, one in a backward pass, and on."""
     training = Training()
-    training.steps(PLANNED_AFTER)
+    training.steps_until_planned()
 
     class StopError(Exception):
         pass
@@ -222,15 +232,15 @@ def profiled(steps: int) -> dict[str, Any]:
     """CUPTI has another user while steps are recorded and planned."""
     training = Training()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
-        training.steps(PLANNED_AFTER)
-    training.steps(steps - PLANNED_AFTER)
+        training.steps_until_planned()
+    training.steps(steps - len(training.losses))
     return training.facts()
 
 
 def freed(steps: int) -> dict[str, Any]:
     """A model goes while hints on its memory are queued; the next one gets that memory."""
     first = Training()
-    first.steps(PLANNED_AFTER)
+    first.steps_until_planned()
     (manager,) = managers()
     first.forward().backward()
     first.optimizer.step()
@@ -247,7 +257,7 @@ def freed(steps: int) -> dict[str, Any]:
 def forked(steps: int) -> dict[str, Any]:
     """A child in the middle of a step that trains nothing."""
     training = Training()
-    training.steps(PLANNED_AFTER)
+    training.steps_until_planned()
     loss = training.forward()
     child = os.fork()
     if child == 0:
@@ -265,7 +275,7 @@ def forked(steps: int) -> dict[str, Any]:
 def ended(_steps: int) -> dict[str, Any]:
     """The process ends with hints in flight."""
     training = Training()
-    training.steps(PLANNED_AFTER)
+    training.steps_until_planned()
     (manager,) = managers()
     assert manager.status().state == "running", manager.status()
     training.forward().backward()
