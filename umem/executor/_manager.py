@@ -152,10 +152,10 @@ class Manager:
         self._reason = ""
         self._store = ActivationStore(machine.device, machine.mover)
         self._store.keep([*model.parameters(), *model.buffers()])
-        self._runner = Runner(machine, self._store)
         self._guard = Guard(self._fail)
         root = Block(type(model).__name__, model)
         blocks = find_blocks(model, None)
+        self._runner = Runner(machine, self._store, root)
         self._forward_labels = {block.name: block.forward for block in blocks}
         self._follower = Follower(root, blocks, self._guard, self._runner)
         self._slices = OptimizerSlices(optimizer, blocks) if can_slice(optimizer) else None

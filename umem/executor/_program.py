@@ -18,12 +18,18 @@ from umem.recorder import FollowedPhase, SavedTensor
 from umem.schedule import HintOp
 from umem.trace import Trace
 
-__all__ = ["GroupKey", "Hints", "PhaseWork", "Program", "build_program"]
+__all__ = ["MODEL", "GroupKey", "Hints", "PhaseWork", "Program", "build_program"]
 
 GroupKey = tuple[str, int]
-"""A block's name, and which of its forward calls in the step."""
+"""A block's name, empty for the model itself, and which of its forward calls in the step."""
+
+GroupPart = tuple[GroupKey, frozenset[int]]
+"""Tensors of a group, by ordinal."""
 
 _CLASSES = tuple(TensorClass)
+MODEL = ""
+"""Name of the model's own group: what autograd saves outside of blocks."""
+
 _PAGE_OPS = (HintOp.PREFETCH, HintOp.EVICT)
 
 
@@ -50,7 +56,10 @@ class PhaseWork:
     Parameters
     ----------
     releases
-        Groups of activations whose device memory goes.
+        Activations whose device memory goes: (group, ordinals).
+    sends
+        Activations of the model's own group that leave: (group, ordinals). Those of a block leave
+        when its forward pass is over.
     leaving
         Evictions.
     room
@@ -65,19 +74,21 @@ class PhaseWork:
         Tensors whose pages are on the device from now on; whose pages are asked to leave.
     """
 
-    releases: list[GroupKey] = field(default_factory=list)
+    releases: list[GroupPart] = field(default_factory=list)
+    sends: list[GroupPart] = field(default_factory=list)
     leaving: Hints | None = None
     room: tuple[int, int] | None = None
     coming: Hints | None = None
     need: tuple[int, int] | None = None
-    fetches: list[tuple[GroupKey, frozenset[int]]] = field(default_factory=list)
+    fetches: list[GroupPart] = field(default_factory=list)
     arrives: frozenset[int] = frozenset()
     leaves: frozenset[int] = frozenset()
 
     @property
     def does_anything(self) -> bool:
         """Whether there is something to do at the boundary."""
-        return any((self.releases, self.leaving, self.room, self.coming, self.need, self.fetches))
+        moving = self.releases, self.sends, self.leaving, self.coming, self.fetches
+        return any(moving) or self.room is not None or self.need is not None
 
 
 @dataclass(eq=False)
@@ -157,12 +168,15 @@ def build_program(
     coming: list[list[HintRow]] = [[] for _ in range(trace.phase_count)]
     copied: dict[GroupKey, set[int]] = defaultdict(set)
     paged: dict[GroupKey, dict[int, int]] = defaultdict(dict)
+    sends: list[dict[GroupKey, set[int]]] = [defaultdict(set) for _ in range(trace.phase_count)]
     fetches: list[dict[GroupKey, set[int]]] = [defaultdict(set) for _ in range(trace.phase_count)]
     hints = zip(schedule.hint_phase, schedule.hint_op, schedule.hint_tensor, strict=True)
     for phase, op, tensor in ((int(p), HintOp(o), int(t)) for p, o, t in hints):
         if op == HintOp.COPY_OUT:
             for entry in groups[tensor]:
                 copied[entry.block, entry.call].add(entry.ordinal)
+                if entry.block == MODEL:
+                    sends[phase][entry.block, entry.call].add(entry.ordinal)
         elif op == HintOp.COPY_IN:
             for entry in groups[tensor]:
                 fetches[phase][entry.block, entry.call].add(entry.ordinal)
@@ -172,7 +186,8 @@ def build_program(
                 paged[entry.block, entry.call][entry.ordinal] = tensor
 
     chosen = {key: frozenset(ordinals) for key, ordinals in copied.items()}
-    releases = _releases(choice, chosen, saved, followed, forward_labels, machine)
+    sent = [_parts(found) for found in sends]
+    releases = _releases(choice, chosen, sent, saved, followed, forward_labels, machine)
     tensors = {(entry.block, entry.call, entry.ordinal): entry.tensor for entry in saved}
     waits = room_waits(
         choice,
@@ -180,8 +195,8 @@ def build_program(
         leaving,
         coming,
         {
-            phase: {tensors[*key, ordinal] for key in keys for ordinal in chosen[key]}
-            for phase, keys in releases.items()
+            phase: {tensors[*key, ordinal] for key, ordinals in parts for ordinal in ordinals}
+            for phase, parts in releases.items()
         },
         {
             phase: {tensors[*key, ordinal] for key, it in found.items() for ordinal in it}
@@ -191,11 +206,12 @@ def build_program(
     work = tuple(
         PhaseWork(
             releases=releases.get(phase, []),
+            sends=sent[phase],
             leaving=_hints(leaving[phase], trace, places, present, machine),
             room=waits[phase],
             coming=_hints(coming[phase], trace, places, present, machine),
             need=_last_needed(trace, phase, coming) if schedule.waits else None,
-            fetches=[(key, frozenset(ordinals)) for key, ordinals in fetches[phase].items()],
+            fetches=_parts(fetches[phase]),
             arrives=frozenset(used_tensors(trace, phase)) | {tensor for _, tensor in coming[phase]},
             leaves=frozenset(tensor for _, tensor in leaving[phase]),
         )
@@ -211,6 +227,10 @@ def build_program(
         if choice.mapped[tensor] and address
     )
     return Program(choice, tuple(followed), work, chosen, dict(paged), present, mapped)
+
+
+def _parts(groups: Mapping[GroupKey, set[int]]) -> list[GroupPart]:
+    return [(key, frozenset(ordinals)) for key, ordinals in groups.items()]
 
 
 def _hints(
@@ -259,33 +279,37 @@ def _last_needed(trace: Trace, phase: int, coming: HintRows) -> tuple[int, int] 
 def _releases(
     choice: Choice,
     copied: Mapping[GroupKey, frozenset[int]],
+    sends: Sequence[Sequence[GroupPart]],
     saved: Sequence[SavedTensor],
     followed: Sequence[FollowedPhase],
     forward_labels: Mapping[str, str],
     machine: Machine,
-) -> dict[int, list[GroupKey]]:
-    """The groups whose copies have left when a phase begins, by the plan's own times.
+) -> dict[int, list[GroupPart]]:
+    """The activations whose copies have left when a phase begins, by the plan's own times.
 
-    Groups leave in the order of their calls, one after the other.
+    They leave one after the other, in the order in which they are sent.
     """
     trace, timeline = choice.trace, choice.predicted.timeline
     assert timeline is not None
-    size: dict[GroupKey, int] = defaultdict(int)
-    counted: set[tuple[GroupKey, int]] = set()
-    for entry in saved:
-        key = (entry.block, entry.call)
-        if entry.ordinal in copied.get(key, ()) and (key, entry.tensor) not in counted:
-            counted.add((key, entry.tensor))
-            size[key] += int(trace.tensor_bytes[entry.tensor])
+    tensors = {((entry.block, entry.call), entry.ordinal): entry.tensor for entry in saved}
     calls: dict[str, list[int]] = defaultdict(list)
     for one in followed:
         calls[one.label].append(one.phase + 1)  # what lies between blocks is part of them
-    ends = {key: calls[forward_labels[key[0]]][key[1]] for key in copied}
-    releases: dict[int, list[GroupKey]] = defaultdict(list)
+    parts = [
+        (calls[forward_labels[key[0]]][key[1]], (key, ordinals))
+        for key, ordinals in copied.items()
+        if key[0] != MODEL
+    ]
+    parts += [(phase, part) for phase, sent in enumerate(sends) for part in sent]
+    releases: dict[int, list[GroupPart]] = defaultdict(list)
     gone_s = 0.0
-    for key in sorted(copied, key=ends.__getitem__):
-        sent_s = float(timeline.phase_start_s[ends[key]])
-        gone_s = max(gone_s, sent_s) + size[key] / machine.hardware.copy_to_host_bytes_per_s
-        phase = int(np.searchsorted(timeline.phase_start_s, gone_s))
-        releases[min(max(phase, ends[key]), trace.phase_count - 1)].append(key)
+    for phase, (key, ordinals) in sorted(parts, key=lambda part: part[0]):
+        leaving = {tensors[key, ordinal] for ordinal in ordinals}
+        size_bytes = sum(int(trace.tensor_bytes[tensor]) for tensor in leaving)
+        sent_s = float(timeline.phase_start_s[min(phase, trace.phase_count - 1)])
+        gone_s = max(gone_s, sent_s) + size_bytes / machine.hardware.copy_to_host_bytes_per_s
+        gone = int(np.searchsorted(timeline.phase_start_s, gone_s))
+        # What is sent when a phase begins is let go of when a later one does.
+        later = phase + 1 if key[0] == MODEL else phase
+        releases[min(max(gone, later), trace.phase_count - 1)].append((key, ordinals))
     return releases

@@ -12,7 +12,7 @@ from umem.activations import ActivationStore
 from umem.classes import TensorClass
 from umem.executor._machine import Machine
 from umem.executor._places import storage_address
-from umem.executor._program import GroupKey, Hints, PhaseWork, Program
+from umem.executor._program import MODEL, GroupKey, Hints, PhaseWork, Program
 from umem.hints import Outcome
 from umem.recorder import OPTIMIZER, Block, SavedTensors
 from umem.telemetry import PhaseRanges
@@ -37,6 +37,20 @@ class RunnerCounts:
     """Waits that took longer than the runner's patience."""
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call of the model or a block that is under way."""
+
+    key: GroupKey | None
+    """None where the program has nothing to do with it."""
+    is_copied: bool = False
+    """The store sees what it saves."""
+    is_paged: bool = False
+    """Addresses of what it saves are noted."""
+    has_hooks: bool = False
+    """It has put the hooks for that in place."""
+
+
 class Runner:
     """A :class:`umem.recorder.StepListener` that carries out a program.
 
@@ -49,9 +63,12 @@ class Runner:
         Whose engine takes the hints.
     store
         Takes activations away and brings them back.
+    root
+        The model.
     """
 
-    def __init__(self, machine: Machine, store: ActivationStore) -> None:
+    def __init__(self, machine: Machine, store: ActivationStore, root: Block) -> None:
+        self._root = root
         self.counts = RunnerCounts()
         self._machine = machine
         self._ranges = PhaseRanges()
@@ -63,7 +80,7 @@ class Runner:
         self._calls: Counter[str] = Counter()
         self._saved = SavedTensors(self._on_save, _ignore)
         self._paged: list[tuple[dict[int, int], list[int]]] = []
-        self._open_groups: list[GroupKey | None] = []
+        self._open: list[_Call] = []
         self._away: frozenset[int] = frozenset()
 
     @property
@@ -73,8 +90,8 @@ class Runner:
 
     def load(self, program: Program | None) -> None:
         """Run another program from the next step on."""
-        while self._open_groups:  # an interrupt or a failure has left them
-            self._leave_block()
+        while self._open:  # an interrupt or a failure has left them
+            self._leave(self._open.pop())
         self._program = program
         self._is_on_track = False
         self._away = frozenset()
@@ -138,8 +155,10 @@ class Runner:
         self._begin(program, program.work[self._phase])
 
     def _begin(self, program: Program, work: PhaseWork) -> None:
-        for group in work.releases:
-            self._store.release(group)
+        for group, ordinals in work.releases:
+            self._store.release(group, ordinals)
+        for group, ordinals in work.sends:
+            self._store.send(group, ordinals)
         self._away = (self._away - work.arrives) | work.leaves
         if work.leaving is not None:
             self._fire(work.leaving)
@@ -150,7 +169,7 @@ class Runner:
             self._fire(work.coming)
         if work.need is not None:
             phase, number = work.need
-            self._wait(program.work[phase].coming, number)
+            self._wait(program.work[phase].coming, number, is_needed=True)
         for group, ordinals in work.fetches:
             self._store.fetch(group, ordinals)
 
@@ -159,13 +178,15 @@ class Runner:
             hints.batch.set_address(number, address())
         self._machine.engine.fire(hints.batch, self._machine.stream())
 
-    def _wait(self, hints: Hints | None, number: int) -> None:
+    def _wait(self, hints: Hints | None, number: int, *, is_needed: bool = False) -> None:
         """Wait until a hint is over, and with it those that were asked for before it."""
         tickets = range(0) if hints is None else hints.batch.tickets
         if not tickets:  # not asked for yet: the first step of a program begins in its middle
             return
         # Without an address a hint is not asked for; a later one is waited for in its place.
         ticket = tickets[min(number, len(tickets) - 1)]
+        if is_needed:
+            self._machine.engine.mark_needed(ticket)
         began_s = time.perf_counter()
         try:
             outcome = self._machine.engine.wait(ticket, timeout_s=_PATIENCE_S)
@@ -187,38 +208,46 @@ class Runner:
     # ------------------------------------------------------------------ activations
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
-        """See what autograd saves in a block, where the program moves some of it."""
-        key = None
-        if not is_recomputed:
-            key = (block.name, self._calls[block.name])
-            self._calls[block.name] += 1
+        """See what autograd saves in a call, where the program moves some of it."""
+        call = _Call(None)
+        outer = self._open[0] if self._open else None
+        self._open.append(call)
         program = self._program
-        if program is None or not self._is_on_track:
-            key = None
-        self._open_groups.append(key)
-        if program is None or key is None:
+        if not is_recomputed:
+            name = MODEL if block is self._root else block.name
+            call.key = (name, self._calls[name])
+            self._calls[name] += 1
+        if program is None or not self._is_on_track or call.key is None:
+            call.key = None
             return
-        if key in program.copied:
-            self._store.open_group(key, program.copied[key])
-        elif key in program.paged:
-            self._paged.append((dict(program.paged[key]), [0]))
-            self._saved.push()
+        # What a block saves must not count with the model's own.
+        call.is_copied = call.key in program.copied or (outer is not None and outer.is_copied)
+        call.is_paged = call.key in program.paged or (outer is not None and outer.is_paged)
+        if call.is_copied:
+            self._store.open_group(call.key, program.copied.get(call.key, frozenset()))
+        if call.is_paged:
+            call.has_hooks = outer is None or not outer.has_hooks
+            if call.has_hooks:
+                self._saved.push()
+            self._paged.append((dict(program.paged.get(call.key, {})), [0]))
 
     def block_ends(self, _block: Block) -> None:
-        """Its results are there: what it saved may leave."""
-        self._leave_block()
+        """Its results are there: what a block saved may leave."""
+        if self._open:
+            self._leave(self._open.pop())
 
-    def _leave_block(self) -> None:
-        key = self._open_groups.pop() if self._open_groups else None
+    def _leave(self, call: _Call) -> None:
         program = self._program
-        if program is None or key is None:
+        if program is None or call.key is None:
             return
-        if key in program.copied:
+        if call.is_copied:
             self._store.close_group()
-            self._store.send(key)
-        elif key in program.paged:
-            self._saved.pop()
+            if call.key in program.copied and call.key[0] != MODEL:
+                self._store.send(call.key)
+        if call.is_paged:
             self._paged.pop()
+            if call.has_hooks:
+                self._saved.pop()
 
     def _on_save(self, tensor: torch.Tensor) -> None:
         if not self._paged or self._program is None:

@@ -170,8 +170,7 @@ class Follower:
                 name, args, kwargs, is_outermost=is_outermost, recomputed_for=recomputed_for
             )
         self._open.append(_Call(block, following, _next_node()))
-        if not is_root:
-            self._listener.block_begins(block, in_backward)
+        self._listener.block_begins(block, in_backward)
 
     def _is_wanted(self, block: Block, in_backward: bool) -> bool:
         if self._open:
@@ -191,7 +190,7 @@ class Follower:
     def _clear_open(self) -> None:
         """An interrupt has left calls behind."""
         for call in reversed(self._open):
-            if call is not None and call.block is not self._root:
+            if call is not None:
                 self._listener.block_ends(call.block)
         self._open.clear()
         if self._step is not None:
@@ -203,8 +202,7 @@ class Follower:
         if call is None:
             return
         is_root = block is self._root
-        if not is_root:
-            self._listener.block_ends(block)
+        self._listener.block_ends(block)
         step = self._step
         if step is None:
             return

@@ -31,12 +31,12 @@ class StepListener(Protocol):
         """A phase begins, and the one before it ends. The GPU may be far behind."""
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
-        """The forward pass of a block begins, in the phase that was told of last.
+        """The forward pass of the model or of a block begins, in the phase that was told of last.
 
         Parameters
         ----------
         block
-            Never the model itself.
+            The model first, then, inside its pass, its blocks.
         is_recomputed
             Whether a checkpoint calls it, within the backward pass.
         """

@@ -97,8 +97,8 @@ class Look:
             self.take((args, kwargs))
         if name is not None:
             self.memory.enter_block(name)
-            if not recomputed_for:
-                self.memory.saves.begin_call(name)
+        if not recomputed_for:
+            self.memory.saves.begin_call(OUTSIDE if name is None else name)
         if recomputed_for:
             self.memory.set_recomputing(recomputed_for)
             self._saved.push_before_others()
@@ -119,7 +119,8 @@ class Look:
         is_abandoned
             Whether an exception leaves the outermost call.
         """
-        self.memory.saves.end_call()
+        if not is_recomputed:
+            self.memory.saves.end_call()
         self.hand_on(output, "result")
         self.memory.leave_block(OUTSIDE if name is None else name)
         if is_recomputed:

@@ -1,4 +1,4 @@
-"""What autograd saves in the forward calls of blocks, call by call."""
+"""What autograd saves in the forward calls of the model and its blocks, call by call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ __all__ = ["Save", "SaveLog", "SavedTensor"]
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """An activation that autograd saves in a block's forward call.
+    """An activation that autograd saves in a forward call of the model or a block.
 
-    Who has hooks of its own on saved tensors around the calls of blocks, and counts in the same
-    way, knows by `block`, `call` and `ordinal` which tensor of the trace it is given.
+    What is saved in a block's call counts there only. Who has hooks of its own on saved tensors
+    around these calls, and counts in the same way, knows by `block`, `call` and `ordinal` which
+    tensor of the trace it is given.
 
     Parameters
     ----------
     block
-        Name of the block.
+        Name of the block; empty for the model, outside of blocks. The inputs that a checkpoint
+        keeps of a block are saved there.
     call
         Which of its forward calls in the step, from 0; those in which a checkpoint computes again
         do not count.
@@ -50,28 +52,34 @@ class Save:
 
 
 class SaveLog:
-    """Counts calls of blocks, and of the pack hook in them."""
+    """Counts calls of the model and its blocks, and of the pack hook in them."""
 
     def __init__(self) -> None:
         self.saves: list[Save] = []
         self._calls: Counter[str] = Counter()
-        self._block: str | None = None
-        self._ordinal = 0
+        self._open: list[_OpenCall] = []
 
     def begin_call(self, block: str) -> None:
-        """A forward call of a block begins."""
+        """A forward call begins, of the model or inside it."""
+        self._open.append(_OpenCall(block, self._calls[block]))
         self._calls[block] += 1
-        self._block = block
-        self._ordinal = 0
 
     def end_call(self) -> None:
-        """It ends."""
-        self._block = None
+        """The last one that began and has not ended ends."""
+        if self._open:
+            self._open.pop()
 
     def note(self, storages: list[int]) -> None:
         """The pack hook is called for a tensor of these storages."""
-        if self._block is None:
+        if not self._open:
             return
-        call = self._calls[self._block] - 1
-        self.saves += [Save(self._block, call, self._ordinal, storage) for storage in storages]
-        self._ordinal += 1
+        at = self._open[-1]
+        self.saves += [Save(at.block, at.call, at.ordinal, storage) for storage in storages]
+        at.ordinal += 1
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    block: str
+    call: int
+    ordinal: int = 0

@@ -1,0 +1,78 @@
+"""What a checkpoint keeps of each block lies outside of blocks, and moves all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from managed_training import MIB, Net, Training, one_thread
+from torch.utils.checkpoint import checkpoint
+
+from umem.executor import Manager
+from umem.executor._program import MODEL, Program
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+class Checkpointed(Net):
+    """Every block is computed again in the backward pass."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Reentrant(Checkpointed):
+    """By the older way, which keeps the inputs in a node of its own."""
+
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.requires_grad_())
+
+
+def program_of(manager: Manager) -> Program:
+    program = manager._runner.program
+    assert program is not None, manager.status()
+    return program
+
+
+@pytest.mark.parametrize("model", [Checkpointed, Reentrant])
+def test_inputs_of_checkpointed_blocks_leave_and_come_back(model: type[Net]) -> None:
+    plain, managed = Training(model), Training(model)
+    manager = managed.manage("planned", 56 * MIB)
+    for training in (plain, managed):
+        training.steps(12, rows=4)
+    assert managed.losses == plain.losses
+    assert all(map(torch.equal, managed.model.parameters(), plain.model.parameters()))
+    status = manager.status()
+    assert (status.strays, status.gave_up) == (0, 0)
+    assert status.steps > 0
+    copied = program_of(manager).copied
+    assert copied[MODEL, 0]
+    moved = manager.store.statistics
+    assert moved.bytes_out == moved.bytes_in > 0
+    assert moved.late_fetches == 0
+
+
+@pytest.mark.parametrize("planner", ["lookahead", "fault"])
+def test_as_pages_too(planner: str) -> None:
+    plain, managed = Training(Checkpointed), Training(Checkpointed)
+    manager = managed.manage(planner, 56 * MIB)
+    for training in (plain, managed):
+        training.steps(12, rows=4)
+    assert managed.losses == plain.losses
+    assert program_of(manager).paged[MODEL, 0]
+    assert manager.status().strays == 0
