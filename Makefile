@@ -49,8 +49,10 @@ lint: native
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Side by side, but for the tests on a GPU, which share its memory.
 pytest: native
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 bench: native
 	$(BIN)/umem bench all
