@@ -132,7 +132,6 @@ class TestOffload:
 
     def test_device_memory_is_let_go(self) -> None:
         live: list[int] = []
-        context, _ = offload(LAYERS - 1, LAYERS, min_bytes=MIN_BYTES)
         for number_of_layers in (1, LAYERS):
             context, sync = offload(LAYERS - 1, LAYERS, min_bytes=MIN_BYTES)
             y = forward(make_layers("linear")[-number_of_layers:], context, sync)

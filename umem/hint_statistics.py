@@ -92,13 +92,16 @@ class HintCounts:
     calls: int
     """Chunks issued; one may serve several requests."""
     event_wait_s: float
+    """From asked to ready."""
     queued_s: float
     """From ready to issued: behind others, or for room."""
     driver_s: float
+    """In driver calls; a call that serves several requests is shared out by bytes."""
     late: int
     """Requests that were done after the phase that needs them began."""
     late_s: float
     early: int
+    """Requests that were done before it began."""
     early_s: float
     missed: int
     """Requests that were needed but never wholly done."""

@@ -48,7 +48,7 @@ __all__ = [
 
 _MIB = 1 << 20
 _PATIENCE_S = 10.0
-"""What the end of a process waits for a driver call that is under way."""
+"""What the end of a process, and the end of a range, wait for a driver call under way."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,19 @@ class HintEngine:
         event: int = 0,
         tensor_class: TensorClass = TensorClass.OTHER,
     ) -> int:
-        """Queue standing advice, which replaces whatever the range had. Arguments as `submit`."""
+        """Queue standing advice, which replaces whatever the range had.
+
+        Parameters
+        ----------
+        placement : str
+            Preferred location: the device, the host, or none.
+        accessed_by_device : bool
+            Whether `device` keeps a mapping of the range, wherever its pages are.
+        read_mostly : bool
+            Whether reading makes a copy on the reader's side, and leaves the other.
+
+        The other parameters, what is returned and what is raised are as for :meth:`submit`.
+        """
         return self._native.advise(
             address,
             size_bytes,
@@ -317,6 +329,7 @@ class HintEngine:
         int
             The last ticket: those of one firing are consecutive (:attr:`HintBatch.tickets`). 0 when
             nothing was taken. What a full queue refuses is counted; it is the end of the batch.
+            Requests may end in another order, so :meth:`wait` for each that is needed.
         """
         return self._native.fire(batch._native, stream)
 
@@ -349,7 +362,7 @@ class HintEngine:
         self._native.release(event)
 
     def set_budget(self, device: int, size_bytes: int) -> None:
-        """Bound what prefetches bring to a device. 0: no bound.
+        """Keep prefetches from filling a device past a number of bytes. 0: no bound.
 
         Past it a prefetch waits for the evictions, discards and copies out that were asked for
         before it. When these have ended it goes on, over the budget: room that is asked for later
@@ -368,6 +381,11 @@ class HintEngine:
         -------
         bool
             True: the memory may be unmapped or written. False: the time ran out first.
+
+        Raises
+        ------
+        ValueError
+            For a range that cannot be meant, or a time below 0.
         """
         return self._native.forget(address, size_bytes, timeout_s)
 
@@ -390,7 +408,9 @@ class HintEngine:
         Raises
         ------
         KeyError
-            For a ticket that is not on record any more, or never was.
+            For a ticket that is not on record any more, or never was; 0 among them.
+        ValueError
+            For a time below 0.
         """
         outcome = self._native.wait(ticket, timeout_s)
         if outcome is None:
@@ -421,6 +441,11 @@ class HintEngine:
         -------
         bool
             False when a driver call did not end in time; its thread is left to itself.
+
+        Raises
+        ------
+        ValueError
+            For a time below 0.
         """
         return self._native.shutdown(timeout_s)
 

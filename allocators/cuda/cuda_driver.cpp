@@ -1,19 +1,11 @@
 #include "cuda/cuda_driver.hpp"
 
-#include <memory>
-
 #include "cuda/fork.hpp"
 #include "cuda/scopes.hpp"
+#include "cuda/succeeded.hpp"
 
 namespace umem {
 namespace {
-
-// An error of ours must not be found by torch's next check of the thread's last error.
-bool succeeded(cudaError_t error) noexcept {
-  if (error == cudaSuccess) return true;
-  cudaGetLastError();
-  return false;
-}
 
 cudaStream_t stream_handle(StreamId stream) noexcept {
   return reinterpret_cast<cudaStream_t>(stream);

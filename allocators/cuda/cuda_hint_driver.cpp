@@ -6,6 +6,7 @@
 
 #include "cuda/copy_kernel.hpp"
 #include "cuda/scopes.hpp"
+#include "cuda/succeeded.hpp"
 
 namespace umem {
 namespace {
@@ -14,11 +15,10 @@ template <class Function>
 bool find(Function& function, const char* name, unsigned version) {
   void* address = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableLegacyStream, &found);
-  if (error != cudaSuccess) cudaGetLastError();  // torch's next check must not find it
+  const bool asked = succeeded(
+      cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableLegacyStream, &found));
   function = reinterpret_cast<Function>(address);
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess && address != nullptr;
+  return asked && found == cudaDriverEntryPointSuccess && address != nullptr;
 }
 
 template <class Function>
@@ -28,12 +28,6 @@ void require(Function& function, const char* name, unsigned version) {
                              std::to_string(version / 1000) + "." +
                              std::to_string(version % 1000 / 10) +
                              ": there is no NVIDIA driver here, or one that is too old");
-}
-
-bool succeeded(cudaError_t error) noexcept {
-  if (error == cudaSuccess) return true;
-  cudaGetLastError();
-  return false;
 }
 
 }  // namespace
@@ -67,10 +61,8 @@ CudaCalls::CudaCalls() {
 }
 
 CudaHintDriver::CudaHintDriver(int lanes) {
-  if (const cudaError_t error = cudaGetDeviceCount(&devices_); error != cudaSuccess) {
-    cudaGetLastError();
+  if (const cudaError_t error = cudaGetDeviceCount(&devices_); !succeeded(error))
     throw std::runtime_error(std::string("cudaGetDeviceCount: ") + cudaGetErrorString(error));
-  }
   seats_.assign(static_cast<std::size_t>(lanes),
                 std::vector<Seat>(static_cast<std::size_t>(devices_)));
   idle_events_.resize(static_cast<std::size_t>(devices_));

@@ -5,14 +5,14 @@ namespace umem {
 void HintQueue::add(const Piece& piece) {
   pieces_[{piece.range.address, piece.ticket}] = piece;
   if (piece.ready)
-    ready_[static_cast<std::size_t>(piece.direction)].emplace(piece.ticket, piece.range.address);
+    ready_[index_of(piece.direction)].emplace(piece.ticket, piece.range.address);
   longest_bytes_ = std::max(longest_bytes_, piece.range.bytes);
   bytes_ += piece.range.bytes;
 }
 
 void HintQueue::remove(const Piece& piece) {
   pieces_.erase({piece.range.address, piece.ticket});
-  ready_[static_cast<std::size_t>(piece.direction)].erase({piece.ticket, piece.range.address});
+  ready_[index_of(piece.direction)].erase({piece.ticket, piece.range.address});
   bytes_ -= piece.range.bytes;
   if (pieces_.empty()) longest_bytes_ = 0;
 }
@@ -21,7 +21,7 @@ void HintQueue::set_ready(Ticket ticket, Range whole) {
   for (const Piece& found : overlapping(whole)) {
     if (found.ticket != ticket) continue;
     pieces_.at({found.range.address, ticket}).ready = true;
-    ready_[static_cast<std::size_t>(found.direction)].emplace(ticket, found.range.address);
+    ready_[index_of(found.direction)].emplace(ticket, found.range.address);
   }
 }
 

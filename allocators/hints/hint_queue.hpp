@@ -35,9 +35,7 @@ class HintQueue {
   std::vector<Piece> starting_at(std::uintptr_t address) const;
   std::vector<Piece> ending_at(std::uintptr_t address) const;
   Piece piece(Ticket ticket, std::uintptr_t address) const;
-  const Order& ready(Direction direction) const {
-    return ready_[static_cast<std::size_t>(direction)];
-  }
+  const Order& ready(Direction direction) const { return ready_[index_of(direction)]; }
   std::size_t pieces() const { return pieces_.size(); }
   std::size_t bytes() const { return bytes_; }
 

@@ -12,8 +12,6 @@ namespace umem {
 // The first five are umem.HintOp, in its order (umem/schedule.py).
 enum class HintOp : std::uint8_t { prefetch, evict, discard, copy_in, copy_out, advise };
 inline constexpr std::size_t kHintOps = 6;
-inline constexpr std::array<const char*, kHintOps> kHintOpNames = {
-    "prefetch", "evict", "discard", "copy_in", "copy_out", "advise"};
 
 // Which workers serve a request. Advice moves nothing; it is given where it delays no prefetch.
 enum class Direction : std::uint8_t { to_device, to_host };
@@ -73,7 +71,7 @@ struct HintRecord {
 };
 
 struct HintSettings {
-  // FACTS of one H200: 128 MiB is where prefetch nears the link's speed beside an eviction.
+  // On one H200, prefetches near the link's speed beside an eviction from 128 MiB on.
   std::size_t chunk_bytes = std::size_t{128} << 20;
   std::size_t in_flight_bytes = std::size_t{256} << 20;  // in driver calls, in each direction
   std::size_t capacity = 8192;                           // requests that are open at once

@@ -9,9 +9,10 @@ constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
                                 .prefetch_workers = 1};
 constexpr StreamId kStream = 7;
 
-// Keeps a direction's only worker busy, so that what follows stays queued.
+// Keeps a direction's only worker busy with a prefetch or an eviction, so that what follows stays
+// queued.
 void occupy(HintMachine& machine, HintOp op) {
-  const std::string name = kHintOpNames[static_cast<std::size_t>(op)];
+  const std::string name = op == HintOp::prefetch ? "prefetch" : "evict";
   machine.driver.hold(name);
   machine.ask(op, blocks(1000 + 10 * static_cast<std::size_t>(op), 1));
   machine.driver.wait_until_held(name);

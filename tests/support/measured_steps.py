@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 import torch
 
 import umem
-from umem.bench.training_jobs import TrainingJob
-from umem.bench.training_step import Training, make_training, place_allocator
+from umem.bench.train.jobs import TrainingJob
+from umem.bench.train.step import Training, make_training, place_allocator
 from umem.classes import TensorClass
 from umem.comparison import moved_figures
 
@@ -82,7 +82,7 @@ def measured(job: TrainingJob) -> Facts:
         If the process fails, or does not end in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["umem.bench.training_imports"])
+    context.set_forkserver_preload(["umem.bench.train.shared_imports"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_train, args=(job, sender), daemon=True)
     process.start()

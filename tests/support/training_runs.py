@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from umem.bench.results import Machine
-from umem.bench.training_results import (
+from umem.bench.train.results import (
     METHODS,
     ManagerFigures,
     Method,

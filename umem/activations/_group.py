@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ class Group:
 
     Parameters
     ----------
-    key
-        Its name in the store.
     chosen
         Ordinals of the tensors that may leave; None for all.
     stream
@@ -35,12 +33,10 @@ class Group:
 
     def __init__(
         self,
-        key: Hashable,
         chosen: Container[int] | None,
         stream: Any,
         admit: Callable[[Group, torch.Tensor], Handle | None],
     ) -> None:
-        self.key = key
         self.stream = stream
         self.reference = weakref.ref(self)
         self._chosen = chosen

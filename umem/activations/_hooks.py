@@ -10,7 +10,7 @@ import torch
 
 from umem.activations._errors import OffloadError
 
-__all__ = ["HookStack"]
+__all__ = ["HookStack", "in_backward_or_compiler"]
 
 _autograd: Any = torch._C._autograd
 
@@ -32,9 +32,8 @@ class HookStack(threading.local):
         """Whether hooks pushed now see what autograd saves, and take nothing from other hooks."""
         self._take_left()
         if (
-            torch.compiler.is_compiling()
+            in_backward_or_compiler()
             or not torch.is_grad_enabled()
-            or torch._C._current_graph_task_id() != -1  # in a backward pass
             or not _autograd._saved_tensors_hooks_is_enabled()
         ):
             return False
@@ -42,7 +41,9 @@ class HookStack(threading.local):
         own = self._pushed[-1] if self._pushed else None
         return top is None or (own is not None and top is own[0])
 
-    def push(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
+    def push(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> None:
         """Put a pair in place."""
         hooks = (pack, unpack)
         _autograd._push_saved_tensors_default_hooks(*hooks)
@@ -71,6 +72,11 @@ class HookStack(threading.local):
         while self._left and _top_pack() is self._left[-1][0]:
             _autograd._pop_saved_tensors_default_hooks()
             self._left.pop()
+
+
+def in_backward_or_compiler() -> bool:
+    """Whether a compiler traces, or a backward pass runs: a checkpoint's second forward pass."""
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
 
 
 def _top_pack() -> Any:

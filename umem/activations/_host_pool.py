@@ -63,7 +63,7 @@ class HostPool:
     mover
         Allocates them.
     limit_bytes
-        Most that is held at a time; None where only the host's own memory limits it.
+        Most bytes that are held at a time; None where only the host's own memory limits them.
     host_bytes
         Tells the host's (total, available) memory in bytes, or None.
     """

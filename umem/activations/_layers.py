@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from umem.activations._errors import OffloadError
+from umem.activations._hooks import in_backward_or_compiler
 from umem.activations._store import ActivationStore
 
 __all__ = ["Layers"]
@@ -103,7 +104,7 @@ class Layers:
 
     def begin_pass(self) -> None:
         """The next layer is the first of a forward pass."""
-        if not _is_elsewhere():
+        if not in_backward_or_compiler():
             self._close()  # hooks on modules miss an interrupt
             self._pass = _Pass()
             self._current = None
@@ -116,7 +117,7 @@ class Layers:
         OffloadError
             If one is running already.
         """
-        if _is_elsewhere():
+        if in_backward_or_compiler():
             return
         if self._is_inside:
             raise OffloadError(
@@ -135,7 +136,7 @@ class Layers:
 
     def leave(self, *, failed: bool) -> None:
         """It has returned, or an exception goes through it."""
-        if _is_elsewhere():
+        if in_backward_or_compiler():
             return
         self._close()
         if failed:
@@ -149,7 +150,7 @@ class Layers:
         OffloadError
             If no layer ran, or one is still running.
         """
-        if _is_elsewhere():
+        if in_backward_or_compiler():
             return output
         layer = self._current
         if layer is None or self._is_inside:
@@ -176,11 +177,6 @@ class Layers:
 
     def _is_pass_over(self) -> bool:
         return len(self._pass.layers) == self._pass_layers or self._pass.is_over()
-
-
-def _is_elsewhere() -> bool:
-    """Whether this is a checkpoint's second forward pass, or a compiler's."""
-    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

@@ -63,9 +63,10 @@ def offload_blocks(
         :class:`~torch.nn.ModuleList` or :class:`~torch.nn.Sequential` with the most bytes of
         parameters. Each one's activations are on the device of its parameters.
     min_bytes
-        Smaller tensors stay on the device.
+        Storages of fewer bytes stay on the device.
     host_limit_bytes
-        Most host memory to hold for each device; by default only the host's own memory limits it.
+        Most bytes of host memory to hold for each device; by default only the host's own memory
+        limits it.
     enabled
         False hooks nothing.
 
@@ -78,7 +79,8 @@ def offload_blocks(
     ------
     OffloadError
         If the model has no such layers, a layer is not a module of the model or has no parameters,
-        or `num_layers` is below 1 or above their number.
+        or `num_layers` is below 1 or above their number. When the first layer is called: for bytes
+        below 0, and parameters on a device that is neither a GPU nor the CPU.
 
     Examples
     --------

@@ -43,9 +43,9 @@ def offload(
         the one before has begun, or its graph is gone; give it where several forward passes come
         before the first backward pass.
     min_bytes
-        Smaller tensors stay on the device.
+        Storages of fewer bytes stay on the device.
     host_limit_bytes
-        Most host memory to hold; by default only the host's own memory limits it.
+        Most bytes of host memory to hold; by default only the host's own memory limits it.
     device
         Where the activations are; by default the current GPU when the first layer is called, or the
         CPU where there is none, whose tensors are copied all the same.
@@ -62,8 +62,9 @@ def offload(
     Raises
     ------
     OffloadError
-        If `num_layers` is below 1 or above `model_layers`; later, if the context is entered within
-        itself, or `sync` is called for a layer that did not run in it.
+        If `num_layers` is below 1 or above `model_layers`. When the first layer is called: for
+        bytes below 0, and a device that is neither a GPU nor the CPU. Later: if the context is
+        entered within itself, or `sync` is called for a layer that did not run in it.
 
     Examples
     --------

@@ -43,10 +43,10 @@ class ActivationStore:
     mover
         Who copies; by default the one that suits the device.
     min_bytes
-        Smaller storages stay.
+        Storages of fewer bytes stay.
     host_limit_bytes
-        Most host memory to hold at a time. By default only the host's own memory limits it, of
-        which a part stays in reserve (:data:`~umem.activations._host_pool.RESERVE_PARTS`).
+        Most bytes of host memory to hold at a time. By default only the host's own memory limits
+        it, of which a sixteenth, and 2 GiB at least, stays available.
 
     Raises
     ------
@@ -103,7 +103,7 @@ class ActivationStore:
             Names the group from now on. An older group of this name is the graph's alone.
         chosen
             Ordinals of the tensors that may leave, counted from 0 over all that are saved; None for
-            all. A storage leaves only if every tensor saved of it is chosen.
+            all. One that is not chosen holds its storage: choose all of a storage, or none.
 
         Returns
         -------
@@ -115,7 +115,7 @@ class ActivationStore:
         if not self._hooks.may_push() or not self._mover.is_ready():
             self._hooks.stay_out()
             return False
-        group = Group(key, chosen, self._mover.stream(), self._admit)
+        group = Group(chosen, self._mover.stream(), self._admit)
         self._hooks.push(group.pack, self._unpack)
         self._groups[key] = group
         return True

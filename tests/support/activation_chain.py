@@ -1,0 +1,90 @@
+"""A small graph whose activations are offloaded, and copies made as late as they may be."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from umem.activations import ActivationStore, HostBuffer, HostMover
+
+__all__ = ["KIB", "SIDE", "TENSOR_BYTES", "LazyMover", "chain", "gradient", "make_input", "saved"]
+
+KIB = 1 << 10
+SIDE = 64
+TENSOR_BYTES = SIDE * SIDE * 4
+
+Mark = list[Any]
+
+
+class LazyMover(HostMover):
+    """Copies at the last moment allowed: when a stream, or the host, waits for the mark.
+
+    Until then what is to arrive is NaN, and what is to leave must still be there.
+    """
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def copy_out(
+        self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
+    ) -> Any:
+        mark: Mark = []
+        for storage, buffer in pairs:
+            before, buffer.mark = buffer.mark, mark
+            mark.append((weakref.ref(storage), storage._cdata, buffer.memory, before))
+        return mark
+
+    def copy_in(
+        self, buffers: Sequence[tuple[HostBuffer, int]], stream: Any
+    ) -> list[tuple[torch.UntypedStorage, Any]]:
+        moved: list[tuple[torch.UntypedStorage, Any]] = []
+        for buffer, size_bytes in buffers:
+            block = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+            mark: Mark = [(block, buffer.memory[:size_bytes], buffer.mark)]
+            buffer.mark = mark
+            moved.append((block.untyped_storage(), mark))
+        return moved
+
+    def wait(self, stream: Any, mark: Mark) -> None:
+        self.waits += 1
+        self.finish(mark)
+
+    def finish(self, mark: Mark) -> None:
+        while mark:
+            *what, before = mark.pop()
+            if before:
+                self.finish(before)
+            if isinstance(what[0], torch.Tensor):
+                what[0].copy_(what[1])
+            else:
+                storage = what[0]()
+                assert storage is not None, "dropped before it was copied"
+                source = torch.empty(0, dtype=torch.uint8).set_(storage)
+                what[2][: source.numel()].copy_(source)
+
+
+def make_input() -> torch.Tensor:
+    return torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    """Saves four tensors, each for one node but the second for two."""
+    y = (x * 2).exp()
+    return (y.sin() * y).tanh()
+
+
+def saved(
+    store: ActivationStore, key: object, x: torch.Tensor, chosen: set[int] | None = None
+) -> torch.Tensor:
+    store.open_group(key, chosen)
+    try:
+        return chain(x)
+    finally:
+        store.close_group()
+
+
+def gradient(y: torch.Tensor, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return torch.autograd.grad(y.sum(), x, **options)[0]
