@@ -155,5 +155,5 @@ def cuda_machine(device: int) -> Machine:
 def _process_engine() -> HintEngine:
     """One engine for all models of the process: they share the link."""
     engine = HintEngine.on_cuda()
-    runtime().allocator.set_release_listener(engine._native)
+    engine.listen_to_releases(runtime().allocator)
     return engine

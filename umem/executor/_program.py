@@ -265,7 +265,8 @@ def _present_address(present: Mapping[int, int], tensor: int) -> Callable[[], in
 def _last_needed(trace: Trace, phase: int, coming: HintRows) -> tuple[int, int] | None:
     """The last prefetch that a phase's tensors need, in the order in which hints are asked for.
 
-    Prefetches are served in that order, so all that came before it are over then as well.
+    Prefetches are begun in that order: what was asked for at earlier phases is over then, but for
+    the last of it.
     """
     used = set(used_tensors(trace, phase))
     for back in range(trace.phase_count):  # the phase itself, the ones before it, the last step's

@@ -179,20 +179,25 @@ class Runner:
         self._machine.engine.fire(hints.batch, self._machine.stream())
 
     def _wait(self, hints: Hints | None, number: int, *, is_needed: bool = False) -> None:
-        """Wait until a hint is over, and with it those that were asked for before it."""
+        """Wait until a hint is over, and those that were asked for at once with it, before it.
+
+        Two workers bring pages in, so that one hint may be over before an earlier one is.
+        """
         tickets = range(0) if hints is None else hints.batch.tickets
         if not tickets:  # not asked for yet: the first step of a program begins in its middle
             return
+        engine, began_s = self._machine.engine, time.perf_counter()
         # Without an address a hint is not asked for; a later one is waited for in its place.
-        ticket = tickets[min(number, len(tickets) - 1)]
-        if is_needed:
-            self._machine.engine.mark_needed(ticket)
-        began_s = time.perf_counter()
-        try:
-            outcome = self._machine.engine.wait(ticket, timeout_s=_PATIENCE_S)
-        except KeyError:  # so long over that it is forgotten
-            return
-        self.counts.gave_up += outcome is Outcome.OPEN
+        for ticket in tickets[: number + 1]:
+            if is_needed:
+                engine.mark_needed(ticket)
+            try:
+                outcome = engine.wait(ticket, timeout_s=_PATIENCE_S)
+            except KeyError:  # so long over that it is forgotten
+                continue
+            if outcome is Outcome.OPEN:
+                self.counts.gave_up += 1
+                break
         self.counts.wait_s += time.perf_counter() - began_s
 
     def step_ends(self, is_broken: bool) -> None:

@@ -13,6 +13,10 @@ from umem.schedule import HintOp, Home, Schedule
 _NEVER = 2**40
 """A phase that no trace reaches."""
 
+_STRICT_SETTLING = 8
+"""Steps until what is resident repeats from step to step, or nearly so. Where the driver helps out,
+one is enough."""
+
 __all__ = ["fault", "lookahead", "oracle", "paging"]
 
 
@@ -53,9 +57,14 @@ def lookahead(problem: Placement, window: int, *, strict: bool) -> Schedule:
         Phases ahead.
     strict
         Whether the budget has to hold by hints alone: what the window will use leaves too, where a
-        phase's own tensors do not fit otherwise. The driver evicts that where it keeps the budget.
+        phase's own tensors do not fit otherwise, and a window that is too wide is halved. The
+        driver evicts where it keeps the budget.
     """
-    return _windowed(problem, window, "lookahead", by_next_use=False, strict=strict)
+    while True:
+        schedule = _windowed(problem, window, "lookahead", by_next_use=False, strict=strict)
+        if not strict or window == 1 or _peak_bytes(problem, schedule) <= problem.capacity_bytes:
+            return schedule
+        window //= 2  # a window that is too wide for the budget may never settle
 
 
 def oracle(problem: Placement, window: int) -> Schedule:
@@ -65,6 +74,32 @@ def oracle(problem: Placement, window: int) -> Schedule:
     worth, and against a plan of the whole step what the timing is.
     """
     return _windowed(problem, window, "oracle", by_next_use=True, strict=False)
+
+
+def _peak_bytes(problem: Placement, schedule: Schedule) -> int:
+    """Most bytes on the device in a step after others like it, by hints and uses alone."""
+    trace = problem.trace
+    size = trace.tensor_bytes.tolist()
+    is_there = ~np.isin(schedule.home, (Home.MAP, Home.SYSTEM))
+    bounds = np.searchsorted(schedule.hint_phase, np.arange(trace.phase_count + 1))
+    dying: list[list[int]] = [[] for _ in range(trace.phase_count)]
+    for tensor in np.flatnonzero(~trace.persistent).tolist():
+        dying[trace.last_phase[tensor]].append(tensor)
+    resident = set(np.flatnonzero(trace.persistent & is_there).tolist())
+    peak = 0
+    for step in range(3):
+        for phase in range(trace.phase_count):
+            hints = slice(bounds[phase], bounds[phase + 1])
+            leaves = np.isin(schedule.hint_op[hints], (HintOp.EVICT, HintOp.COPY_OUT))
+            resident -= set(schedule.hint_tensor[hints][leaves].tolist())
+            comes = np.isin(schedule.hint_op[hints], (HintOp.PREFETCH, HintOp.COPY_IN))
+            resident |= set(schedule.hint_tensor[hints][comes].tolist())
+            used = trace.access_tensor[trace.access_start[phase] : trace.access_start[phase + 1]]
+            resident |= set(used[is_there[used]].tolist())
+            if step == 2:
+                peak = max(peak, sum(size[tensor] for tensor in resident))
+            resident -= set(dying[phase])
+    return peak
 
 
 def _windowed(
@@ -111,7 +146,7 @@ def _window_hints(
     by_next_use,
     strict,
 ):
-    """Hints of the second step, when the first has settled what is resident."""
+    """Hints of a step, when those before it have settled what is resident."""
     phases = len(access_start) - 1
     tensors = len(held_bytes)
     resident = np.zeros(tensors, np.bool_)
@@ -140,7 +175,8 @@ def _window_hints(
         phase = ahead % phases
         for access in range(access_start[phase], access_start[phase + 1]):
             wanted[access_tensor[access]] += 1
-    for now in range(2 * phases):
+    settling = (_STRICT_SETTLING if strict else 1) * phases
+    for now in range(settling + phases):
         phase = now % phases
         entering = (now + window) % phases
         for access in range(access_start[entering], access_start[entering + 1]):
@@ -172,14 +208,14 @@ def _window_hints(
                     resident[victim] = False
                     away[victim] = True
                     used -= held_bytes[victim]
-                    if now >= phases:
+                    if now >= settling:
                         hints.append((np.int64(phase), np.int64(1), victim))
                 if ahead > 0 and used + held_bytes[tensor] > capacity:
                     full = True
                     break
                 resident[tensor] = True
                 used += held_bytes[tensor]
-                if away[tensor] and movable[tensor] and now >= phases:
+                if away[tensor] and movable[tensor] and now >= settling:
                     hints.append((np.int64(phase), np.int64(0), np.int64(tensor)))
                 away[tensor] = False
             if full:
