@@ -3,6 +3,7 @@
 PYTHON ?= python3
 UMEM_CUDA ?= 13
 JOBS ?= $(shell nproc)
+MARKED ?= slow or not slow
 export UMEM_CUDA
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 
@@ -33,7 +34,7 @@ help:
 	@echo 'make native       the virtual environment with umem built and installed in it'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make native-test  the allocator core under no sanitizer, ASan with UBSan, and TSan'
-	@echo 'make pytest       all Python tests; PYTEST_ARGS="-m \"not slow\"" for the quick ones'
+	@echo 'make pytest       all Python tests; MARKED="not slow" for the quick ones'
 	@echo 'make bench        benchmarks (needs a GPU)'
 	@echo 'make wheel        a wheel in dist/, built in isolation'
 	@echo 'make clean        remove the build folders; the virtual environment stays'
@@ -51,8 +52,8 @@ lint: native
 
 # Side by side, but for the tests on a GPU, which share its memory.
 pytest: native
-	$(BIN)/python -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto -m "not gpu and ($(MARKED))" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(PYTEST_ARGS)
 
 bench: native
 	$(BIN)/umem bench all

@@ -18,12 +18,12 @@ from umem.bench.results import (
     AllocatorName,
     Machine,
     Measurement,
-    ResultsFileError,
     Run,
     Settings,
     read_run,
     write_run,
 )
+from umem.bench.results_file import ResultsFileError
 from umem.bench.runner import worker_managed_limit_bytes
 from umem.cli.bench import app
 from umem.errors import PolicyError
@@ -275,15 +275,17 @@ def test_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read"),
-        ("{", "not a file of `umem bench --output`: the file"),
-        ('{"format": "umem-bench-0"}', "not a file of `umem bench --output`: format"),
+        (None, r"cannot be read \(No such file or directory\)"),
+        (b"{", "not a file of `umem bench --output`: the file"),
+        (b"\xff\xfe", "not a file of `umem bench --output`: the file"),
+        (b'{"format": "umem-bench-0"}', "not a file of `umem bench --output`: format"),
+        (b"\x1f\x8b cut", r"cannot be read \(.*gzip"),
     ],
 )
-def test_file_without_results(tmp_path: Path, content: str | None, message: str) -> None:
+def test_file_without_results(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "other.json"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content)
 
     with pytest.raises(ResultsFileError, match=message):
         read_run(path)

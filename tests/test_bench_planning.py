@@ -31,7 +31,7 @@ from umem.bench.planning_results import (
     write_planning,
 )
 from umem.bench.report import markdown
-from umem.bench.results import ResultsFileError
+from umem.bench.results_file import ResultsFileError
 from umem.classes import TensorClass
 from umem.cli.bench import app
 from umem.errors import PlanError, TraceError, UmemError

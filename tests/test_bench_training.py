@@ -15,16 +15,16 @@ import torch
 from training_runs import GIB, TINY, settings
 from typer.testing import CliRunner
 
-from umem.bench.training import _Workers, managed_limit_bytes, run_training
-from umem.bench.training_jobs import TrainingAnswer, TrainingJob
-from umem.bench.training_results import TrainingRun, Variant, read_training, write_training
-from umem.bench.training_step import (
+from umem.bench.train.jobs import TrainingAnswer, TrainingJob
+from umem.bench.train.results import TrainingRun, Variant, read_training, write_training
+from umem.bench.train.runner import _Workers, managed_limit_bytes, run_training
+from umem.bench.train.step import (
     _OPTIMIZER_ON_HOST,
     NotInstalledError,
     place_allocator,
     require_package,
 )
-from umem.bench.training_worker import _answer, work
+from umem.bench.train.worker import _answer, work
 from umem.classes import TensorClass
 from umem.cli.bench import app
 from umem.errors import PolicyError, UmemError, UnsupportedError
@@ -272,8 +272,8 @@ def test_shared_imports_leave_out_what_would_start_cuda(tmp_path: Path) -> None:
         (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
     script = (
         "import importlib.util, sys\n"
-        "import umem.bench.training_imports\n"
-        "print('peft' in sys.modules, 'umem.bench.training_task' in sys.modules,\n"
+        "import umem.bench.train.shared_imports\n"
+        "print('peft' in sys.modules, 'umem.bench.train.task' in sys.modules,\n"
         "      importlib.util.find_spec('bitsandbytes') is not None)\n"
     )
 

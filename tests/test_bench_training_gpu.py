@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from umem.bench.training_results import read_training
+from umem.bench.train.results import read_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import torch
 from managed_training import MIB, Training, one_thread
 from training_runs import TINY, settings
 
-from umem.bench import training_compile, training_managed, training_task
-from umem.bench.training_build import building_deepspeed
-from umem.bench.training_model import build_llama
-from umem.bench.training_order import WORKLOADS, configurations
-from umem.bench.training_results import Method, TrainingSettings
+from umem.bench.train import compile_planner, managed, task
+from umem.bench.train.build_deepspeed import building_deepspeed
+from umem.bench.train.model import build_llama
+from umem.bench.train.order import WORKLOADS, configurations
+from umem.bench.train.results import Method, TrainingSettings
 from umem.classes import TensorClass
+from umem.report import Cause, HintReport, HintUse, MeasuredReport, Traffic
 from umem.simulator import _engine
+from umem.telemetry import MigrationRecords, records_of
 from umem.trace import check_trace
 
 CPU = torch.device("cpu")
@@ -126,10 +128,10 @@ def test_warming_up_ends_when_the_manager_has_decided(
         training: Any = _Managed(inner, inner.manage(planner, budget_bytes))
         losses: list[torch.Tensor] = []
 
-        count = training_task._warm_up(training, losses)
+        count = task._warm_up(training, losses)
 
         status = training.manager.status()
-        figures = training_managed.manager_figures(status, status, 5)
+        figures = managed.manager_figures(status, status, 5)
         training.manager.close()
     assert status.state == figures.state == state
     assert count == len(losses)
@@ -163,7 +165,7 @@ def test_residency_is_looked_at_on_both_ways(monkeypatch: pytest.MonkeyPatch) ->
 
     training: Any = _Steps()
     training.model, training.optimizer = model, optimizer
-    most = training_managed.resident_bytes(training)
+    most = managed.resident_bytes(training)
 
     assert most == 12
     assert len(asked) == 2 * (TINY.layers * 2 + 2)
@@ -171,14 +173,86 @@ def test_residency_is_looked_at_on_both_ways(monkeypatch: pytest.MonkeyPatch) ->
     assert len(asked) == 2 * (TINY.layers * 2 + 2)
 
 
+class SilentCollector:
+    """In place of CUPTI, which has handed over nothing where gigabytes moved."""
+
+    def start(self) -> None:
+        pass
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def stop(self) -> tuple[MigrationRecords, int]:
+        return records_of([]), 0
+
+
+def hinted(op: str, moved_bytes: int) -> HintUse:
+    none: dict[str, Any] = {it.name: 0 for it in fields(HintUse)}
+    return replace(
+        HintUse(**none), op=op, tensor_class=TensorClass.WEIGHTS, moved_bytes=moved_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("recorded_bytes", "uses", "paged_bytes", "words"),
+    [
+        (0, [hinted("prefetch", 2 * MIB)], None, "records of 0 B, and 2 MiB moved, by the hint"),
+        (MIB - 1, [hinted("prefetch", MIB), hinted("evict", MIB)], None, "and 2 MiB moved, by the"),
+        (MIB, [hinted("prefetch", MIB), hinted("evict", MIB)], None, None),
+        # Copies, and pages that stay and are mapped, are no transfers to the driver.
+        (0, [hinted("copy_in", MIB), hinted("copy_out", MIB), hinted("advise", MIB)], None, None),
+        (0, [], None, None),
+        (0, [], 0, None),
+        (MIB, [], 2 * MIB, None),
+        (MIB, [], 2 * MIB + 1, "records of 1 MiB, and 2 MiB moved, as predicted of demand paging"),
+    ],
+)
+def test_lost_records_are_not_taken_for_zeros(
+    recorded_bytes: int, uses: list[HintUse], paged_bytes: int | None, words: str | None
+) -> None:
+    def traffic(cause: Cause, moved_bytes: int) -> Traffic:
+        return Traffic("to_device", cause, TensorClass.WEIGHTS, moved_bytes, 0.1, 1)
+
+    report = MeasuredReport(
+        workload="net", hardware="GPU", policy="sft", planner="measured", step_s=1.0,
+        traffic=(traffic("fault", recorded_bytes), traffic("copy", 9 * MIB)),
+        memory_ops_s=0.0, memory_ops_bytes=0, memory_ops_count=0, fault_pages=0,
+        collected=True, step_count=1, gpu_faults=0, cpu_faults=0, unattributed_bytes=0, notes=(),
+        hints=HintReport(tuple(uses), 0, 0, 0) if uses else None,
+    )  # fmt: skip
+
+    said = managed.loss_of_records(report, paged_bytes)
+
+    assert (said is None) == (words is None)
+    assert (words or "") in (said or "")
+
+
+@pytest.mark.parametrize("planner", ["lookahead", "fault"])
+def test_a_step_whose_records_were_lost_has_no_figures(
+    planner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", SilentCollector)
+    with one_thread():
+        inner = Training()
+        training: Any = _Managed(inner, inner.manage(planner, 34 * MIB))
+        inner.steps(9)
+        assert training.manager.status().state == "running", training.manager.status()
+
+        profile, notes = managed.profile_step(training, "net")
+
+        training.manager.close()
+    assert profile is None
+    assert any("unified-memory figures are not known: CUPTI handed" in note for note in notes)
+
+
 # --- before the processes ---
 
 
 def test_few_layers_compile_all_that_plans_need() -> None:
-    training_compile.compile_planner()
+    compile_planner.compile_planner()
     run_step: Any = _engine.run_step
     compiled = len(run_step.signatures)
-    check_trace(training_compile._few_layers(), "few layers")
+    check_trace(compile_planner._few_layers(), "few layers")
 
     with one_thread():
         for planner in ("planned", "lookahead", "fault"):

@@ -10,17 +10,17 @@ from training_runs import GIB, made_up_run, outcome
 from typer.testing import CliRunner
 
 from umem.bench.report import Grid, markdown
-from umem.bench.results import ResultsFileError
-from umem.bench.training_figures import (
+from umem.bench.results_file import ResultsFileError
+from umem.bench.train.figures import (
     FLOPS_FORMULA,
     fits,
     lower_bound_s,
     step_flops,
     tokens_per_s,
 )
-from umem.bench.training_order import WORKLOADS
-from umem.bench.training_report import grids, heading
-from umem.bench.training_results import (
+from umem.bench.train.order import WORKLOADS
+from umem.bench.train.report import grids, heading
+from umem.bench.train.results import (
     Outcome,
     TrainingModel,
     TrainingRun,
@@ -253,7 +253,7 @@ def test_the_picture_shows_who_fits() -> None:
     from matplotlib.patches import Rectangle
     from matplotlib.text import Annotation
 
-    from umem.bench.training_picture import training_figure
+    from umem.bench.train.picture import training_figure
 
     figure = training_figure(made_up_run())
 
@@ -290,7 +290,7 @@ def test_the_picture_shows_who_fits() -> None:
 
 def test_the_picture_has_a_panel_for_each_workload_and_method() -> None:
     pytest.importorskip("matplotlib")
-    from umem.bench.training_picture import training_figure
+    from umem.bench.train.picture import training_figure
 
     outcomes = [
         outcome(variant, method=method, workload=workload.name)
@@ -312,7 +312,7 @@ def test_the_picture_has_a_panel_for_each_workload_and_method() -> None:
 
 def test_there_is_no_picture_of_the_stock_variant_alone() -> None:
     pytest.importorskip("matplotlib")
-    from umem.bench.training_picture import training_figure
+    from umem.bench.train.picture import training_figure
 
     with pytest.raises(UmemError, match="no variant to draw beside the stock one"):
         training_figure(made_up_run(outcome("stock")))

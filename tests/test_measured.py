@@ -12,8 +12,8 @@ from training_runs import GIB, MANAGER, PROFILE, made_up_run, outcome
 from typer.testing import CliRunner
 
 from umem.bench.report import markdown
-from umem.bench.training_results import Outcome, TrainingRun, read_training, write_training
-from umem.bench.training_targets import checks, target_grid, targets
+from umem.bench.train.results import Outcome, TrainingRun, read_training, write_training
+from umem.bench.train.targets import checks, target_grid, targets
 from umem.cli.bench import app
 
 RESULTS = reports.ROOT / "benchmarks" / "results" / "training-h200.json"
@@ -153,8 +153,24 @@ def test_predictions_are_held_in_all_planned_runs() -> None:
     moved = found["measured bytes each way within 10 % of the predicted"]
     assert moved.held is False
     assert (
-        moved.detail == "1 of 2 figures; farthest: +100.0 %, long, sft, umem-planned, 60 %, 6 GiB"
+        moved.detail == "1 of 2 figures; farthest: +100.0 %, long, sft, umem-planned, 60 %, 6 GiB; "
+        "not known of 1 of 2 runs"
     )
+
+
+def test_bytes_that_nobody_recorded_do_not_hold() -> None:
+    exact = profile(0, 0.1, predicted_bytes={"to_device": 2 * GIB, "to_host": GIB})
+    near = outcome("umem-planned", 0.2, percent=60.0, manager=MANAGER, profile=exact)
+    lost = outcome("umem-lookahead", 0.2, percent=60.0, manager=MANAGER)
+    what = "measured bytes each way within 10 % of the predicted"
+
+    def moved(*outcomes: Outcome) -> tuple[bool | None, str]:
+        found = {it.what: it for it in targets(made_up_run(outcome("stock"), *outcomes))}
+        return found[what].held, found[what].detail.split("; ")[-1]
+
+    assert moved(near)[0] is True
+    assert moved(near, lost) == (None, "not known of 1 of 2 runs")
+    assert moved(lost) == (None, "what unified memory did is not known: see the notes")
 
 
 def test_what_a_run_does_not_tell_is_not_known_and_fails_the_check() -> None:

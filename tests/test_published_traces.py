@@ -26,7 +26,7 @@ from umem.bench.published import (
     write_comparison,
 )
 from umem.bench.report import markdown
-from umem.bench.results import ResultsFileError
+from umem.bench.results_file import ResultsFileError
 from umem.cli.bench import app
 from umem.errors import TraceError, UmemError
 from umem.hardware import load_hardware

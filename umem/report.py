@@ -14,6 +14,7 @@ from umem.classes import TensorClass
 
 __all__ = [
     "CAUSES",
+    "UM_CAUSES",
     "Cause",
     "Direction",
     "HintReport",
@@ -47,6 +48,7 @@ CAUSES: tuple[Cause, ...] = (
 """The causes that a prediction tells apart."""
 
 UM_CAUSES: tuple[Cause, ...] = (*CAUSES[:5], "unknown")
+"""Those of unified-memory transfers: what a profiler shows."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import pytest
 from measured_steps import KEPT_LOSSES, Facts, measured
 
 from umem.bench.report import Grid, markdown
-from umem.bench.training_jobs import TrainingJob
-from umem.bench.training_results import Method, TrainingModel, Variant
+from umem.bench.train.jobs import TrainingJob
+from umem.bench.train.results import Method, TrainingModel, Variant
 from umem.units import format_bytes
 
 pytest.importorskip("cupti")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from umem.bench.results import AllocatorName
+from umem.bench.results_file import Record
 
 __all__ = [
     "ALLOC_CASES",
@@ -26,11 +27,7 @@ Mode = Literal["lora", "sft"]
 MODES: tuple[Mode, ...] = ("lora", "sft")
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class AllocCase(_Record):
+class AllocCase(Record):
     """Blocks of one size, allocated and freed in so many threads at once."""
 
     name: str
@@ -47,7 +44,7 @@ ALLOC_CASES: tuple[AllocCase, ...] = tuple(
 )
 
 
-class LlamaSize(_Record):
+class LlamaSize(Record):
     """The dimensions of a Llama and of its batches."""
 
     hidden: int
@@ -71,7 +68,7 @@ SIZES: dict[str, LlamaSize] = {
 }
 
 
-class Job(_Record):
+class Job(Record):
     """One worker's task: `mode` and `size` are for the benchmark `step` only."""
 
     benchmark: Literal["alloc", "step"]
@@ -83,10 +80,10 @@ class Job(_Record):
     size: str = "small"
 
 
-class Answer(_Record):
+class Answer(Record):
     """A worker's answer to one command; what the command does not ask for stays empty."""
 
-    times_s: dict[str, float] = {}
+    times_s: dict[str, float] = Field(default_factory=dict)
     peak_reserved_bytes: int | None = None
     peak_allocated_bytes: int | None = None
     loss_hex: str | None = None

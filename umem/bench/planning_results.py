@@ -6,10 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from umem.bench.results import ResultsFileError
-from umem.files import replace_file
+from umem.bench.results_file import Record, read_results, write_results
 
 __all__ = [
     "FirstUse",
@@ -26,11 +23,7 @@ __all__ = [
 ]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PlanningMachine(_Record):
+class PlanningMachine(Record):
     """Where the benchmark ran; versions are None for what is not installed."""
 
     cpu: str
@@ -44,7 +37,7 @@ class PlanningMachine(_Record):
     transformers: str | None
 
 
-class PlanningSettings(_Record):
+class PlanningSettings(Record):
     """What was planned, for which machine."""
 
     hardware: str
@@ -55,7 +48,7 @@ class PlanningSettings(_Record):
     rounds: int
 
 
-class FirstUse(_Record):
+class FirstUse(Record):
     """All planners, each once with a simulation, in a new process: seconds."""
 
     compiling_s: float
@@ -64,7 +57,7 @@ class FirstUse(_Record):
     """The compiled functions were in numba's cache."""
 
 
-class PlannerTimes(_Record):
+class PlannerTimes(Record):
     """One planner on one workload. Times in seconds, by round; sizes in bytes."""
 
     planner: str
@@ -81,7 +74,7 @@ class PlannerTimes(_Record):
     lower_bound_s: float
 
 
-class SimulatorTimes(_Record):
+class SimulatorTimes(Record):
     """One way to simulate demand paging."""
 
     simulator: str
@@ -93,7 +86,7 @@ class SimulatorTimes(_Record):
     to_device_bytes: int
 
 
-class WorkloadTimes(_Record):
+class WorkloadTimes(Record):
     """One workload; times in seconds, sizes in bytes."""
 
     name: str
@@ -113,7 +106,7 @@ class WorkloadTimes(_Record):
     simulators: tuple[SimulatorTimes, ...]
 
 
-class GrowthPoint(_Record):
+class GrowthPoint(Record):
     """Planning and simulating a network of so many layers."""
 
     layers: int
@@ -128,7 +121,7 @@ class GrowthPoint(_Record):
     """In all, that one included."""
 
 
-class PlanningRun(_Record):
+class PlanningRun(Record):
     """One run of `umem bench planning`: the content of its file."""
 
     format: Literal["umem-bench-planning-1"] = "umem-bench-planning-1"
@@ -146,8 +139,8 @@ def median_s(times_s: tuple[float, ...]) -> float:
 
 
 def write_planning(run: PlanningRun, path: Path) -> None:
-    """Write a results file in one piece."""
-    replace_file(path, (run.model_dump_json(indent=2) + "\n").encode())
+    """Write a results file; see :func:`umem.bench.results_file.write_results`."""
+    write_results(run, path)
 
 
 def read_planning(path: Path) -> PlanningRun:
@@ -158,15 +151,4 @@ def read_planning(path: Path) -> PlanningRun:
     ResultsFileError
         If the file cannot be read, or is not one that `umem bench planning --output` wrote.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ResultsFileError(f"{path}: cannot be read ({error})") from error
-    try:
-        return PlanningRun.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ResultsFileError(
-            f"{path}: not a file of `umem bench planning --output`: {place}: {first['msg']}"
-        ) from error
+    return read_results(PlanningRun, path, "umem bench planning --output")

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from umem import __version__
-from umem.bench.results import ResultsFileError
+from umem.bench.results_file import Record, read_results, write_results
 from umem.errors import UmemError
-from umem.files import replace_file
 from umem.report import Direction
 
 if TYPE_CHECKING:
@@ -55,11 +52,7 @@ _UNLIMITED_BYTES_PER_S = 1e15
 """A terabyte in a millisecond."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Outcome(_Record):
+class Outcome(Record):
     """One planner with one share of the device's memory."""
 
     planner: str
@@ -80,7 +73,7 @@ class Outcome(_Record):
         return self.step_s / self.lower_bound_s
 
 
-class Workload(_Record):
+class Workload(Record):
     """One trace: what was published of it, and what umem makes of it."""
 
     name: str
@@ -97,7 +90,7 @@ class Workload(_Record):
     outcomes: tuple[Outcome, ...]
 
 
-class Comparison(_Record):
+class Comparison(Record):
     """The content of a results file."""
 
     format: Literal["umem-published-1"] = "umem-published-1"
@@ -228,8 +221,8 @@ def _outcome(
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Write a results file in one piece."""
-    replace_file(path, (comparison.model_dump_json(indent=1) + "\n").encode())
+    """Write a results file; see :func:`umem.bench.results_file.write_results`."""
+    write_results(comparison, path, indent=1)
 
 
 def read_comparison(path: Path) -> Comparison:
@@ -240,11 +233,4 @@ def read_comparison(path: Path) -> Comparison:
     ResultsFileError
         If it cannot be read, or is not one that `umem bench published --output` wrote.
     """
-    try:
-        return Comparison.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ResultsFileError(f"{path}: cannot be read ({error.strerror})") from error
-    except (UnicodeDecodeError, ValidationError) as error:
-        raise ResultsFileError(
-            f"{path}: not a file of `umem bench published --output`: write it anew"
-        ) from error
+    return read_results(Comparison, path, "umem bench published --output")

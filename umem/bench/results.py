@@ -6,10 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from umem.errors import UmemError
-from umem.files import replace_file
+from umem.bench.results_file import Record, read_results, write_results
 
 __all__ = [
     "ALLOCATORS",
@@ -17,7 +14,6 @@ __all__ = [
     "BenchmarkName",
     "Machine",
     "Measurement",
-    "ResultsFileError",
     "Run",
     "Settings",
     "median_s",
@@ -32,15 +28,7 @@ ALLOCATORS: tuple[AllocatorName, ...] = ("torch", "umem", "rmm-pool", "rmm-manag
 """The allocators compared, in the order of a round and of the tables' columns."""
 
 
-class ResultsFileError(UmemError, ValueError):
-    """A file that holds no benchmark results."""
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Machine(_Record):
+class Machine(Record):
     """Where the benchmarks ran; None for what is not there."""
 
     gpu: str | None
@@ -55,7 +43,7 @@ class Machine(_Record):
     cpu_count: int
 
 
-class Settings(_Record):
+class Settings(Record):
     """How the benchmarks ran; sizes in bytes."""
 
     policy: str
@@ -64,7 +52,7 @@ class Settings(_Record):
     worker_managed_limit_bytes: int
 
 
-class Measurement(_Record):
+class Measurement(Record):
     """One allocator in one case of a benchmark.
 
     `rounds_s` has one time for each round, in seconds: of one allocation and its free (`alloc`,
@@ -84,7 +72,7 @@ class Measurement(_Record):
     error: str | None = None
 
 
-class Run(_Record):
+class Run(Record):
     """One run of `umem bench`: the content of a results file."""
 
     format: Literal["umem-bench-1"] = "umem-bench-1"
@@ -101,8 +89,8 @@ def median_s(measurement: Measurement) -> float | None:
 
 
 def write_run(run: Run, path: Path) -> None:
-    """Write a results file in one piece: a reader sees the old file or the whole new one."""
-    replace_file(path, (run.model_dump_json(indent=2) + "\n").encode())
+    """Write a results file; see :func:`umem.bench.results_file.write_results`."""
+    write_results(run, path)
 
 
 def read_run(path: Path) -> Run:
@@ -113,15 +101,4 @@ def read_run(path: Path) -> Run:
     ResultsFileError
         If the file cannot be read, or is not one that `umem bench --output` wrote.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ResultsFileError(f"{path}: cannot be read ({error.strerror})") from error
-    try:
-        return Run.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ResultsFileError(
-            f"{path}: not a file of `umem bench --output`: {place}: {first['msg']}"
-        ) from error
+    return read_results(Run, path, "umem bench --output")

@@ -12,24 +12,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from pydantic import ValidationError
 
-from umem import __version__
 from umem.bench.core import run_core
 from umem.bench.jobs import MODES, Answer, Job, cases_of, step_case
+from umem.bench.provenance import current_machine, git_commit
 from umem.bench.results import (
     AllocatorName,
     BenchmarkName,
-    Machine,
     Measurement,
     Run,
     Settings,
 )
-from umem.doctor import collect
 from umem.errors import PolicyError, UmemError
 from umem.units import parse_bytes
 
@@ -220,8 +217,8 @@ def run(plan: Plan, on_progress: Callable[[str], None]) -> Run:
                     measurements += _take_turns(label, jobs, plan.rounds, on_progress)
     return Run(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        git_commit=_git_commit(),
-        machine=_machine(),
+        git_commit=git_commit(),
+        machine=current_machine(),
         settings=Settings(**plan.model_dump(include=set(Settings.model_fields))),
         measurements=tuple(measurements),
     )
@@ -298,40 +295,3 @@ def _measurement(
         peak_allocated_bytes=final.peak_allocated_bytes,
         loss_hex=final.loss_hex,
     )
-
-
-def _machine() -> Machine:
-    environment = collect()
-    device = environment.devices[0] if environment.devices else None
-    return Machine(
-        gpu=device.device_name if device else None,
-        driver=device.driver_release if device else None,
-        cuda=environment.torch.cuda if environment.torch else None,
-        torch=environment.torch.version if environment.torch else None,
-        rmm=environment.packages["rmm"],
-        umem=__version__,
-        python=environment.python_version,
-        system=environment.host.system,
-        cpu=environment.host.cpu_model,
-        cpu_count=environment.host.cpu_count,
-    )
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout that umem runs from, None where it is not in one."""
-    package = Path(__file__).resolve().parent
-    if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    commit = _git(package, "rev-parse", "--short=12", "HEAD")
-    changes = _git(package, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}, changed" if commit and changes else commit
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:  # no git on this machine
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

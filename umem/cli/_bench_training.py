@@ -7,16 +7,27 @@ from typing import Annotated
 
 import typer
 
-from umem.bench import training as training_runs
-from umem.bench import training_order, training_report, training_results, training_targets
+from umem.bench.train.order import WORKLOADS
+from umem.bench.train.report import grids, heading
+from umem.bench.train.results import (
+    METHODS,
+    VARIANTS,
+    TrainingModel,
+    TrainingRun,
+    TrainingSettings,
+    read_training,
+    write_training,
+)
+from umem.bench.train.runner import managed_limit_bytes, run_training
+from umem.bench.train.targets import checks
 from umem.cli._bench_tables import Check, Markdown, hold, named, print_tables, progress
 from umem.cli._output import check_can_write
 
 __all__ = ["training"]
 
 _MOST_PERCENT = 100.0
-_MODEL = training_results.TrainingModel()
-_NAMES = tuple(training_order.WORKLOADS)
+_MODEL = TrainingModel()
+_NAMES = tuple(WORKLOADS)
 _BY_WORKLOAD = "By default the workload's own."
 
 
@@ -31,7 +42,7 @@ def training(
     ] = None,
     methods: Annotated[
         str, typer.Option(help="sft, lora, or both with a comma between.")
-    ] = ",".join(training_results.METHODS),
+    ] = ",".join(METHODS),
     variants: Annotated[
         str | None,
         typer.Option(
@@ -88,53 +99,52 @@ def training(
         if path is not None:
             check_can_write(option, path)
     if plot is not None:
-        from umem.bench.training_picture import training_figure
+        from umem.bench.train.picture import training_figure
         from umem.plots import require_matplotlib, save
 
         require_matplotlib()
     if read:
-        results = training_results.read_training(read)
+        results = read_training(read)
     else:
-        own: dict[str, object] = {"methods": named(methods, training_results.METHODS)}
+        own: dict[str, object] = {"methods": named(methods, METHODS)}
         if variants is not None:
-            own["variants"] = named(variants, training_results.VARIANTS)
+            own["variants"] = named(variants, VARIANTS)
         if budgets is not None:
             own["budgets_percent"] = _percents(budgets)
         asked = {"batch": batch, "tokens": tokens, "checkpoint": checkpoint}
         model = {name: value for name, value in asked.items() if value is not None}
         model["loss_chunk_tokens"] = loss_chunk
-        settings = training_results.TrainingSettings(
+        settings = TrainingSettings(
             workloads=tuple(
                 workload.model_copy(
                     update={**own, "model": workload.model.model_copy(update=model)}
                 )
                 for workload in map(
-                    training_order.WORKLOADS.__getitem__,
+                    WORKLOADS.__getitem__,
                     named(",".join(workloads or _NAMES), _NAMES),
                 )
             ),
             steps=steps,
             deterministic=deterministic,
-            managed_limit_bytes=training_runs.managed_limit_bytes(),
+            managed_limit_bytes=managed_limit_bytes(),
             seconds_limit=seconds_limit,
         )
 
-        def keep(so_far: training_results.TrainingRun) -> None:
+        def keep(so_far: TrainingRun) -> None:
             if output is not None:
-                training_results.write_training(so_far, output)
+                write_training(so_far, output)
 
-        results = training_runs.run_training(settings, progress(), keep)
+        results = run_training(settings, progress(), keep)
     if read and output is not None:
-        training_results.write_training(results, output)
+        write_training(results, output)
     if plot is not None:
         save(training_figure(results), plot)
     if as_json:
         print(results.model_dump_json(indent=2))
     else:
-        grids = training_report.grids(results)
-        print_tables(training_report.heading(results), grids, as_markdown=as_markdown)
+        print_tables(heading(results), grids(results), as_markdown=as_markdown)
     if check:
-        hold(training_targets.checks(results))
+        hold(checks(results))
     if not read and any(outcome.state == "failed" for outcome in results.outcomes):
         raise typer.Exit(1)
 

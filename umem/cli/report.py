@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["report"]
 
 _MOST_TENSORS = 10
-_HINT_COLUMNS = ("asked", "done", "late", "early", "missed", "wasted")
 
 
 def report(
@@ -223,17 +222,19 @@ def _print_moved(console: Console, report: MeasuredReport) -> None:
 
 
 def _print_hints(console: Console, hints: HintReport) -> None:
+    from umem.telemetry import HINT_COUNTS
+
     # One blank between columns keeps the table within 80.
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for heading in ("hint", "class"):
         table.add_column(heading, no_wrap=True)
-    for heading in (*_HINT_COLUMNS, "moved"):
+    for heading in (*HINT_COUNTS, "moved"):
         table.add_column(heading, justify="right", no_wrap=True)
     for use in hints.uses:
         table.add_row(
             use.op.replace("_", " "),
             use.tensor_class.value,
-            *(f"{getattr(use, name):,}" for name in _HINT_COLUMNS),
+            *(f"{getattr(use, name):,}" for name in HINT_COUNTS),
             format_bytes(use.moved_bytes),
         )
     if hints.uses:

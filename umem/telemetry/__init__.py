@@ -18,7 +18,7 @@ from umem.telemetry._attribution import Snapshot, attribute, blocks_hit, snapsho
 from umem.telemetry._cupti import CuptiCollector, Numbers, numbers_of, read_activities
 from umem.telemetry._entry import profile
 from umem.telemetry._file import PROFILE_FORMAT, load_recording, save_recording
-from umem.telemetry._hints import hint_traffic, hints_between, median_hints
+from umem.telemetry._hints import HINT_COUNTS, hint_traffic, hints_between, median_hints
 from umem.telemetry._html import write_html
 from umem.telemetry._nsys import is_nsys_export, read_nsys
 from umem.telemetry._perfetto import lanes, write_perfetto
@@ -36,6 +36,7 @@ from umem.telemetry._records import MigrationRecords, RecordKind, concatenated, 
 from umem.telemetry._residency import Residency
 
 __all__ = [
+    "HINT_COUNTS",
     "PROFILE_FORMAT",
     "CuptiCollector",
     "MigrationRecords",

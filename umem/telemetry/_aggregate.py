@@ -136,14 +136,7 @@ def measured_row(recording: Recording) -> dict[str, Any]:
     for entry in report.traffic:
         by_class = moved.setdefault(entry.direction, {}).setdefault(entry.cause, {})
         by_class[entry.tensor_class.value] = entry.bytes
-    unknown = dict.fromkeys(
-        (
-            "lower_bound_s",
-            "regret",
-            "fault_batches",
-            "stall_s",
-        )
-    )
+    unknown = dict.fromkeys(("lower_bound_s", "regret", "fault_batches", "stall_s"))
     return {
         "workload": report.workload,
         "planner": report.planner,

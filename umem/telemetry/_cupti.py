@@ -37,6 +37,8 @@ _BETWEEN_FLUSHES_S = 0.02
 _QUIET_S = 0.2
 """Without a new record for so long, there is none any more."""
 _LONGEST_DRAIN_S = 3.0
+"""In all: other threads of the process may go on making records."""
+
 _ACCESS_TYPES = 5
 _LATEST_NS = 2**63 - 1
 """What a column holds."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from umem.hints import HintCounts, HintStatistics
 
 __all__ = [
+    "HINT_COUNTS",
     "HINT_FIGURES",
     "HINT_OPS",
     "HINT_TOTALS",
@@ -31,6 +32,9 @@ HINT_OPS = ("prefetch", "evict", "discard", "copy_in", "copy_out", "advise")
 HINT_FIGURES = tuple(it.name for it in fields(HintUse) if it.name not in ("op", "tensor_class"))
 """Figures by operation and class."""
 
+HINT_COUNTS = ("asked", "done", "late", "early", "missed", "wasted")
+"""Those figures that are numbers of requests."""
+
 HINT_TOTALS = tuple(it.name for it in fields(HintReport) if it.name != "uses")
 """Figures of an engine as a whole."""
 
@@ -41,7 +45,6 @@ _MOVES: dict[str, tuple[Direction, Cause]] = {
     "copy_out": ("to_host", "copy"),
 }
 _WASTED = ("superseded", "forgotten", "dropped", "failed")
-_SUMMED = ("asked", "done", "late", "early", "missed", "wasted")
 
 _Key = tuple[str, TensorClass]
 
@@ -106,7 +109,7 @@ def hint_row(report: HintReport) -> dict[str, Any]:
         Requests in all (``issued`` are those asked for, as in a prediction), and all figures in
         ``by_operation``, from operation to class.
     """
-    total = {name: sum(map(attrgetter(name), report.uses)) for name in _SUMMED}
+    total = {name: sum(map(attrgetter(name), report.uses)) for name in HINT_COUNTS}
     by_operation: dict[str, dict[str, Any]] = {}
     for use in report.uses:
         by_operation.setdefault(use.op, {})[use.tensor_class.value] = _figures(use)

@@ -14,6 +14,7 @@ from umem.errors import UmemError, UnsupportedError
 from umem.files import replace_file
 from umem.report import HintReport, MeasuredReport, Source
 from umem.telemetry._aggregate import report_of, step_reports, tensor_traffic
+from umem.telemetry._hints import HINT_COUNTS
 from umem.telemetry._recording import Recording
 from umem.units import format_bytes
 
@@ -30,7 +31,6 @@ _SOURCE_WORDS: dict[Source, str] = {
 }
 _MOST_ROWS = 200
 _MOST_TEXT = 400
-_HINT_COLUMNS = ("asked", "done", "late", "early", "missed", "wasted")
 
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -164,14 +164,14 @@ def _hints(hints: HintReport) -> list[str]:
             (
                 use.op.replace("_", " "),
                 use.tensor_class.value,
-                *(f"{getattr(use, name):,}" for name in _HINT_COLUMNS),
+                *(f"{getattr(use, name):,}" for name in HINT_COUNTS),
                 format_bytes(use.moved_bytes),
                 f"{use.late_s * 1e3:,.3f}",
             )
             for use in hints.uses
         ]
-        heading = ("operation", "class", *_HINT_COLUMNS, "moved", "late by, ms")
-        parts.append(_table(heading, rows, numbers=len(_HINT_COLUMNS) + 2))
+        heading = ("operation", "class", *HINT_COUNTS, "moved", "late by, ms")
+        parts.append(_table(heading, rows, numbers=len(HINT_COUNTS) + 2))
     return [
         *parts,
         f"<p>{hints.refused:,} requests refused, {hints.failures:,} driver calls failed, "

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from umem.bench.report import Check, Grid
-from umem.bench.training_cells import budget_cell, subject_cell
-from umem.bench.training_details import differences
-from umem.bench.training_figures import (
+from umem.bench.train.cells import budget_cell, subject_cell
+from umem.bench.train.details import differences
+from umem.bench.train.figures import (
     fits,
     lower_bound_s,
     median_s,
     outcomes_of,
     stock_of,
-    tokens_per_s,
 )
-from umem.bench.training_results import (
+from umem.bench.train.results import (
     Method,
     Outcome,
     TrainingRun,
@@ -25,32 +24,31 @@ from umem.bench.training_results import (
     Workload,
     WorkloadName,
 )
+from umem.bench.train.verdicts import (
+    LEAST_SPEED_UP,
+    LEAST_STOCK_SHARE,
+    MAX_BYTES_ERROR,
+    MAX_FAULT_SHARE,
+    MAX_LORA_TIME_SHARE,
+    MAX_OVER_BOUND,
+    MAX_STEP_ERROR,
+    NO_PROFILE,
+    Verdict,
+    ahead,
+    faults,
+    ms_words,
+    percent_words,
+    share_of_stock,
+    speed_up,
+    stalls,
+    time_share,
+    time_shares,
+)
 
 __all__ = ["checks", "target_grid", "targets"]
 
-MAX_FAULT_SHARE = 0.01
-"""Page faults on the device under the plan, as a share of demand paging's."""
-
-LEAST_SPEED_UP = 3.0
-"""SFT at 60 %: time of a step under demand paging over that under the plan."""
-
-LEAST_STOCK_SHARE = 0.85
-"""SFT at 60 %, where computing dominates: speed, as a share of stock's."""
-
-MAX_OVER_BOUND = 1.2
-"""SFT, the optimizer's state on the host: time of a step over the lower bound."""
-
-MAX_LORA_TIME_SHARE = 0.002
-"""LoRA under the plan: unified memory's share of the time of memory operations."""
-
-MAX_STALL_SHARE = 1 / 3
-"""SFT: time beyond stock's step under the plan, as a share of demand paging's."""
-
-MAX_STEP_ERROR = 0.15
-MAX_BYTES_ERROR = 0.1
-"""How far a measured figure may be from the predicted one, relative to that."""
-
 _HEAD_PERCENT, _TIGHT_PERCENT = 60.0, 30.0
+_ALL_PLANNED = "all planned runs"
 _COMPUTE_BOUND: WorkloadName = "long"
 _ALTERNATIVES: tuple[Variant, ...] = (
     "save-on-cpu",
@@ -119,10 +117,10 @@ def _beside_paging(run: TrainingRun, workload: Workload, method: Method) -> Iter
             continue
         subject = _subject(workload.name, method, percent)
         yield _compared(
-            f"page faults at most {_percent(MAX_FAULT_SHARE)} of demand paging's",
+            f"page faults at most {percent_words(MAX_FAULT_SHARE)} of demand paging's",
             subject,
             (planned, paged),
-            _faults,
+            faults,
         )
         if method != "sft":
             continue
@@ -131,26 +129,26 @@ def _beside_paging(run: TrainingRun, workload: Workload, method: Method) -> Iter
                 f"at least {LEAST_SPEED_UP:g} times as fast as demand paging",
                 subject,
                 (planned, paged),
-                _speed_up,
+                speed_up,
             )
             if workload.name == _COMPUTE_BOUND:
                 yield _compared(
-                    f"at least {_percent(LEAST_STOCK_SHARE)} of stock's speed",
+                    f"at least {percent_words(LEAST_STOCK_SHARE)} of stock's speed",
                     subject,
                     (planned,),
-                    partial(_of_stock, stock_s),
+                    partial(share_of_stock, stock_s),
                 )
         yield _compared(
             "unified memory's share of time no more than under demand paging",
             subject,
             (planned, paged),
-            _time_shares,
+            time_shares,
         )
         yield _compared(
             "exposed stall at most a third of demand paging's",
             subject,
             (planned, paged),
-            partial(_stalls, stock_s),
+            partial(stalls, stock_s),
         )
 
 
@@ -160,13 +158,13 @@ def _beside_alternatives(run: TrainingRun, workload: Workload, method: Method) -
     if planned is None or not others:
         return
 
-    def compared(ours: Outcome) -> tuple[bool | None, str]:
+    def compared(ours: Outcome) -> Verdict:
         if not fits(run, ours, _TIGHT_PERCENT):
             return False, "the plan itself is over the budget"
         if not any(it.state == "measured" for it in others):
             return None, "no alternative was measured"
         fitting = [it for it in others if fits(run, it, _TIGHT_PERCENT)]
-        return _ahead(run, ours, fitting) if fitting else (True, "no alternative fits")
+        return ahead(run, ours, fitting) if fitting else (True, "no alternative fits")
 
     yield _compared(
         "ahead of every alternative that fits the same memory",
@@ -183,12 +181,12 @@ def _optimizer_on_host(run: TrainingRun, workload: Workload) -> Iterator[Target]
     subject = f"{workload.name}, sft, optimizer's state off the device"
     bound_s = lower_bound_s(run, workload.name)
 
-    def over_bound(own: Outcome) -> tuple[bool | None, str]:
+    def over_bound(own: Outcome) -> Verdict:
         own_s = median_s(own)
         if own_s is None or bound_s is None:
             return None, "the bound is not known"
         return own_s <= MAX_OVER_BOUND * bound_s, (
-            f"{_ms(own_s)}, bound {_ms(bound_s)}: {own_s / bound_s:.2f}x"
+            f"{ms_words(own_s)}, bound {ms_words(bound_s)}: {own_s / bound_s:.2f}x"
         )
 
     others = [
@@ -203,7 +201,7 @@ def _optimizer_on_host(run: TrainingRun, workload: Workload) -> Iterator[Target]
         "faster than every alternative",
         subject,
         (ours,),
-        lambda own: _ahead(run, own, others) if others else (None, "no alternative was measured"),
+        lambda own: ahead(run, own, others) if others else (None, "no alternative was measured"),
     )
 
 
@@ -212,27 +210,34 @@ def _shares_of_lora(run: TrainingRun) -> Iterator[Target]:
         for outcome in outcomes_of(run, workload.name, "lora"):
             if outcome.variant == "umem-planned":
                 yield _compared(
-                    f"unified memory's share of time at most {_percent(MAX_LORA_TIME_SHARE)}",
+                    f"unified memory's share of time at most {percent_words(MAX_LORA_TIME_SHARE)}",
                     _subject(workload.name, "lora", outcome.budget_percent),
                     (outcome,),
-                    _time_share,
+                    time_share,
                 )
 
 
 def _predictions(run: TrainingRun) -> Iterator[Target]:
     """One target for steps and one for bytes, over all that umem planned."""
+    planned = [
+        it
+        for it in run.outcomes
+        if it.state == "measured" and it.manager and it.manager.predicted_step_s is not None
+    ]
     for what, limit, is_step in (
         ("step", MAX_STEP_ERROR, True),
         ("bytes each way", MAX_BYTES_ERROR, False),
     ):
         found = [
             (outcome, difference.relative)
-            for outcome in run.outcomes
-            if outcome.state == "measured"
+            for outcome in planned
             for difference in differences(outcome)
             if (difference.name == "step_s") is is_step
         ]
+        name = f"measured {what} within {percent_words(limit)} of the predicted"
         if not found:
+            if planned:
+                yield Target(name, _ALL_PLANNED, None, NO_PROFILE)
             continue
         near = [it for _, it in found if it is not None and abs(it) <= limit]
         far, error = max(found, key=lambda it: float("inf") if it[1] is None else abs(it[1]))
@@ -241,78 +246,23 @@ def _predictions(run: TrainingRun) -> Iterator[Target]:
             if error is None
             else f"{100 * error:+.1f} %"
         )
+        unknown = len(planned) - len({id(outcome) for outcome, _ in found})
+        held = None if unknown else True
         yield Target(
-            f"measured {what} within {_percent(limit)} of the predicted",
-            "all planned runs",
-            len(near) == len(found),
+            name,
+            _ALL_PLANNED,
+            held if len(near) == len(found) else False,
             f"{len(near)} of {len(found)} figures; farthest: {most}, "
-            f"{subject_cell(far)}, {budget_cell(far)}",
+            f"{subject_cell(far)}, {budget_cell(far)}"
+            + (f"; not known of {unknown} of {len(planned)} runs" if unknown else ""),
         )
-
-
-def _faults(ours: Outcome, theirs: Outcome) -> tuple[bool | None, str]:
-    if ours.profile is None or theirs.profile is None:
-        return None, "one of them was not profiled"
-    own, other = ours.profile.fault_pages, theirs.profile.fault_pages
-    return own <= MAX_FAULT_SHARE * other, f"{own:,} against {other:,}"
-
-
-def _speed_up(ours: Outcome, theirs: Outcome) -> tuple[bool | None, str]:
-    own_s, other_s = median_s(ours), median_s(theirs)
-    assert own_s is not None
-    assert other_s is not None
-    return other_s >= LEAST_SPEED_UP * own_s, (
-        f"{_ms(own_s)} against {_ms(other_s)}: {other_s / own_s:.2f}x"
-    )
-
-
-def _of_stock(stock_s: float | None, ours: Outcome) -> tuple[bool | None, str]:
-    own_s = median_s(ours)
-    assert own_s is not None
-    if stock_s is None:
-        return None, "stock was not measured"
-    return stock_s >= LEAST_STOCK_SHARE * own_s, f"{_percent(stock_s / own_s)}"
-
-
-def _time_share(ours: Outcome) -> tuple[bool | None, str]:
-    if ours.profile is None:
-        return None, "it was not profiled"
-    share = ours.profile.um_time_share
-    return share <= MAX_LORA_TIME_SHARE, _percent(share)
-
-
-def _time_shares(ours: Outcome, theirs: Outcome) -> tuple[bool | None, str]:
-    if ours.profile is None or theirs.profile is None:
-        return None, "one of them was not profiled"
-    own, other = ours.profile.um_time_share, theirs.profile.um_time_share
-    return own <= other, f"{_percent(own)} against {_percent(other)}"
-
-
-def _stalls(stock_s: float | None, ours: Outcome, theirs: Outcome) -> tuple[bool | None, str]:
-    own_s, other_s = median_s(ours), median_s(theirs)
-    assert own_s is not None
-    assert other_s is not None
-    if stock_s is None:
-        return None, "stock was not measured"
-    own_s, other_s = own_s - stock_s, other_s - stock_s
-    return own_s <= MAX_STALL_SHARE * other_s, f"{_ms(own_s)} against {_ms(other_s)}"
-
-
-def _ahead(run: TrainingRun, ours: Outcome, others: list[Outcome]) -> tuple[bool | None, str]:
-    own = tokens_per_s(run, ours) or 0.0
-    best = max(others, key=lambda it: tokens_per_s(run, it) or 0.0)
-    other = tokens_per_s(run, best) or 0.0
-    return (
-        own > other,
-        f"{own:,.0f} tokens/s; the best of {len(others)}: {best.variant} {other:,.0f}",
-    )
 
 
 def _compared(
     what: str,
     subject: str,
     outcomes: tuple[Outcome, ...],
-    compare: Callable[..., tuple[bool | None, str]],
+    compare: Callable[..., Verdict],
 ) -> Target:
     """A target, if all that it is about was measured under its plan."""
     for it in outcomes:
@@ -343,11 +293,3 @@ def _stock_s(run: TrainingRun, workload: WorkloadName, method: Method) -> float 
 
 def _subject(workload: WorkloadName, method: Method, percent: float | None) -> str:
     return f"{workload}, {method}, {percent:g} %"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from umem.bench.training_results import Method, TrainingModel
+from umem.bench.train.results import Method, TrainingModel
 
 __all__ = ["LORA_TARGETS", "SEED", "CausalLoss", "build_llama"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from umem.bench.report import Grid
-from umem.bench.training_cells import (
+from umem.bench.train.cells import (
     NOTHING,
     budget_cell,
     device_cell,
@@ -14,8 +14,8 @@ from umem.bench.training_cells import (
     step_cell,
     subject_cell,
 )
-from umem.bench.training_figures import lower_bound_s, median_s, outcomes_of, tokens_per_s
-from umem.bench.training_results import METHODS, Outcome, TrainingRun, Variant, Workload
+from umem.bench.train.figures import lower_bound_s, median_s, outcomes_of, tokens_per_s
+from umem.bench.train.results import METHODS, Outcome, TrainingRun, Variant, Workload
 from umem.comparison import Difference, difference_words
 from umem.units import format_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import shorten
 
-from umem.bench.training_figures import (
+from umem.bench.train.figures import (
     device_peak_bytes,
     fits,
     lower_bound_s,
@@ -12,8 +12,9 @@ from umem.bench.training_figures import (
     stock_of,
     tokens_per_s,
 )
-from umem.bench.training_results import (
+from umem.bench.train.results import (
     BUDGETED,
+    Method,
     Outcome,
     ProfiledStep,
     TrainingModel,
@@ -22,6 +23,7 @@ from umem.bench.training_results import (
 from umem.units import format_bytes
 
 __all__ = [
+    "METHOD_WORDS",
     "NOTHING",
     "batches",
     "budget_cell",
@@ -36,6 +38,8 @@ __all__ = [
     "step_cell",
     "subject_cell",
 ]
+
+METHOD_WORDS: dict[Method, str] = {"sft": "Full fine-tuning (SFT)", "lora": "LoRA"}
 
 NOTHING = "—"
 

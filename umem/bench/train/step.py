@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from umem.bench._allocators import select
-from umem.bench.training_jobs import TrainingJob
-from umem.bench.training_model import SEED, CausalLoss, build_llama
-from umem.bench.training_results import BUDGETED, Variant
+from umem.bench.train.jobs import TrainingJob
+from umem.bench.train.model import SEED, CausalLoss, build_llama
+from umem.bench.train.results import BUDGETED, Variant
 from umem.errors import UmemError, UnsupportedError
 
 __all__ = [

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 __all__: list[str] = []
 
 _SHARED = (
-    "umem.bench.training_task",
+    "umem.bench.train.task",
     "umem.executor",
     "umem.recorder",
     "umem.telemetry",
@@ -45,4 +45,4 @@ with _hidden(_START_CUDA):
             importlib.import_module(_name)
 
 with suppress(Exception):  # then a worker compiles what it needs, and says what is wrong
-    importlib.import_module("umem.bench.training_compile").compile_planner()
+    importlib.import_module("umem.bench.train.compile_planner").compile_planner()

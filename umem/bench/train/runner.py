@@ -14,12 +14,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from umem.bench.runner import _git_commit, _machine
-from umem.bench.training_build import building_deepspeed
-from umem.bench.training_figures import median_s
-from umem.bench.training_jobs import TrainingAnswer, TrainingJob
-from umem.bench.training_order import Configuration, configurations
-from umem.bench.training_results import (
+from umem.bench.provenance import current_machine, git_commit
+from umem.bench.train.build_deepspeed import building_deepspeed
+from umem.bench.train.figures import median_s
+from umem.bench.train.jobs import TrainingAnswer, TrainingJob
+from umem.bench.train.order import Configuration, configurations
+from umem.bench.train.results import (
     Method,
     Outcome,
     TrainingRun,
@@ -27,7 +27,7 @@ from umem.bench.training_results import (
     Variant,
     WorkloadName,
 )
-from umem.bench.training_worker import be_ready, work
+from umem.bench.train.worker import be_ready, work
 from umem.errors import PolicyError, UnsupportedError
 from umem.units import format_bytes, parse_bytes
 
@@ -50,7 +50,7 @@ END_S = 20.0
 
 PACKAGES = ("transformers", "peft", "bitsandbytes", "torchao", "deepspeed")
 
-_PRELOADED = ("umem.cli", "umem.bench.training_imports")
+_PRELOADED = ("umem.cli", "umem.bench.train.shared_imports")
 _Subject = tuple[WorkloadName, Method]
 _LOG_LINES = 3
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -107,8 +107,8 @@ def run_training(
     workers = _Workers(settings, device, began_s + settings.seconds_limit)
     results = TrainingRun(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        git_commit=_git_commit(),
-        machine=_machine(),
+        git_commit=git_commit(),
+        machine=current_machine(),
         packages={name: _version(name) for name in PACKAGES},
         settings=settings,
         parameters={},

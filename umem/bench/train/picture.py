@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from umem.bench.training_cells import batches
-from umem.bench.training_figures import fits, outcomes_of, stock_of, tokens_per_s
-from umem.bench.training_report import METHOD_WORDS
-from umem.bench.training_results import (
+from umem.bench.train.cells import METHOD_WORDS, batches
+from umem.bench.train.figures import fits, shown_of, stock_of, tokens_per_s
+from umem.bench.train.results import (
     BUDGETED,
     VARIANTS,
     Method,
@@ -69,8 +68,7 @@ def training_figure(run: TrainingRun) -> Figure:
     panels: list[tuple[Workload, Method, list[Outcome]]] = []
     for workload in run.settings.workloads:
         for method in workload.methods:
-            every = outcomes_of(run, workload.name, method)
-            entries = [it for it in every if it.state in ("measured", "off")]
+            entries = shown_of(run, workload.name, method)
             if any(it.variant != "stock" for it in entries):  # else there is nothing to compare
                 panels.append((workload, method, entries))
     found = {it.variant for _, _, entries in panels for it in entries}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from umem.bench.training_results import (
+from umem.bench.train.results import (
     BUDGETED,
     VARIANTS,
     Method,
@@ -22,6 +22,7 @@ __all__ = [
     "lower_bound_s",
     "median_s",
     "outcomes_of",
+    "shown_of",
     "step_flops",
     "stock_of",
     "tokens_per_s",
@@ -126,3 +127,9 @@ def outcomes_of(run: TrainingRun, workload: WorkloadName, method: Method) -> Ite
     """Outcomes of a method, in the order of :data:`VARIANTS`, the largest budget first."""
     own = [it for it in run.outcomes if (it.workload, it.method) == (workload, method)]
     yield from sorted(own, key=lambda it: (VARIANTS.index(it.variant), -(it.budget_percent or 0.0)))
+
+
+def shown_of(run: TrainingRun, workload: WorkloadName, method: Method) -> list[Outcome]:
+    """What was measured, and where umem gave up: both are results."""
+    every = outcomes_of(run, workload, method)
+    return [it for it in every if it.state in ("measured", "off")]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from umem.bench.results import Machine, ResultsFileError
-from umem.files import read_file, replace_file
+from umem.bench.results import Machine
+from umem.bench.results_file import Record, read_results, write_results
 
 __all__ = [
     "BUDGETED",
@@ -72,14 +72,8 @@ where what is kept for the backward pass does."""
 OutcomeState = Literal["measured", "off", "failed", "not installed", "left out"]
 """``off``: umem's manager gave up, for instance because a phase does not fit the budget."""
 
-_FILE_LIMIT_BYTES = 64 << 20
 
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TrainingModel(_Record):
+class TrainingModel(Record):
     """The Llama that is trained, and its batches. Weights are bfloat16 and random."""
 
     hidden: int = 1280
@@ -99,7 +93,7 @@ class TrainingModel(_Record):
     """Tokens of each sequence whose logits are there at once."""
 
 
-class Workload(_Record):
+class Workload(Record):
     """What is trained in one way, and with which variants and budgets."""
 
     name: WorkloadName
@@ -110,7 +104,7 @@ class Workload(_Record):
     """Device budgets, of what the stock variant has allocated at its peak."""
 
 
-class TrainingSettings(_Record):
+class TrainingSettings(Record):
     """What was asked for; sizes in bytes, times in seconds."""
 
     workloads: tuple[Workload, ...]
@@ -124,7 +118,7 @@ class TrainingSettings(_Record):
         return next(it for it in self.workloads if it.name == name)
 
 
-class TransferTotal(_Record):
+class TransferTotal(Record):
     """Unified-memory transfers of one direction and cause in the profiled step."""
 
     direction: str
@@ -134,7 +128,7 @@ class TransferTotal(_Record):
     seconds: float
 
 
-class ProfiledStep(_Record):
+class ProfiledStep(Record):
     """One step as :func:`umem.profile` saw it, after the timed ones."""
 
     step_s: float
@@ -155,7 +149,7 @@ class ProfiledStep(_Record):
         return sum(it.bytes for it in self.transfers if it.direction == direction)
 
 
-class ManagerFigures(_Record):
+class ManagerFigures(Record):
     """What umem's manager said after the timed steps; times in seconds."""
 
     state: str
@@ -174,7 +168,7 @@ class ManagerFigures(_Record):
     predicted_bound_s: float | None
 
 
-class Outcome(_Record):
+class Outcome(Record):
     """One variant with one budget: what its process measured, or why there is nothing.
 
     Times are seconds. `budget_percent` and `budget_bytes` are None for a variant that is told no
@@ -206,12 +200,13 @@ class Outcome(_Record):
     mapped_bytes_per_s: float | None = None
     """Reading and writing host memory in place, both counted; of ``umem-optimizer-host`` only."""
     profile: ProfiledStep | None = None
+    """None where nothing was recorded, or too little to be believed: then a note says why."""
     notes: tuple[str, ...] = ()
     process_s: float = 0.0
     """From the start of its process to its end."""
 
 
-class TrainingRun(_Record):
+class TrainingRun(Record):
     """One run of `umem bench training`: the content of its file."""
 
     format: Literal["umem-bench-training-1"] = "umem-bench-training-1"
@@ -231,8 +226,8 @@ class TrainingRun(_Record):
 
 
 def write_training(run: TrainingRun, path: Path) -> None:
-    """Write a results file in one piece."""
-    replace_file(path, (run.model_dump_json(indent=2) + "\n").encode())
+    """Write a results file; see :func:`umem.bench.results_file.write_results`."""
+    write_results(run, path)
 
 
 def read_training(path: Path) -> TrainingRun:
@@ -243,15 +238,4 @@ def read_training(path: Path) -> TrainingRun:
     ResultsFileError
         If the file cannot be read, or is not one that `umem bench training --output` wrote.
     """
-    try:
-        content = read_file(path, _FILE_LIMIT_BYTES)
-    except (OSError, ValueError) as error:
-        raise ResultsFileError(f"{path}: cannot be read ({error})") from error
-    try:
-        return TrainingRun.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ResultsFileError(
-            f"{path}: not a file of `umem bench training --output`: {place}: {first['msg']}"
-        ) from error
+    return read_results(TrainingRun, path, "umem bench training --output")

@@ -11,7 +11,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from umem.bench.training_jobs import TrainingAnswer, TrainingJob
+from umem.bench.train.jobs import TrainingAnswer, TrainingJob
 
 __all__ = ["be_ready", "work"]
 
@@ -48,8 +48,8 @@ def _answer(job: TrainingJob) -> TrainingAnswer:
 
     if torch.cuda._is_in_bad_fork():
         return TrainingAnswer(state="cannot fork")
-    from umem.bench.training_step import NotInstalledError
-    from umem.bench.training_task import measure
+    from umem.bench.train.step import NotInstalledError
+    from umem.bench.train.task import measure
 
     try:
         return measure(job)

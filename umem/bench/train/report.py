@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from umem.bench.report import Grid
-from umem.bench.training_cells import (
+from umem.bench.train.cells import (
+    METHOD_WORDS,
     NOTHING,
     batches,
     budget_cell,
@@ -17,17 +18,17 @@ from umem.bench.training_cells import (
     speed_cell,
     step_cell,
 )
-from umem.bench.training_details import details
-from umem.bench.training_figures import (
+from umem.bench.train.details import details
+from umem.bench.train.figures import (
     FLOPS_FORMULA,
     fits,
     median_s,
-    outcomes_of,
+    shown_of,
     step_flops,
     stock_of,
     tokens_per_s,
 )
-from umem.bench.training_results import (
+from umem.bench.train.results import (
     BUDGETED,
     VARIANTS,
     Method,
@@ -36,12 +37,10 @@ from umem.bench.training_results import (
     Variant,
     Workload,
 )
-from umem.bench.training_targets import target_grid
+from umem.bench.train.targets import target_grid
 from umem.units import format_bytes
 
-__all__ = ["METHOD_WORDS", "grids", "heading"]
-
-METHOD_WORDS: dict[Method, str] = {"sft": "Full fine-tuning (SFT)", "lora": "LoRA"}
+__all__ = ["grids", "heading"]
 
 
 def heading(run: TrainingRun) -> str:
@@ -73,22 +72,16 @@ def grids(run: TrainingRun) -> Iterator[Grid]:
         (workload, method) for workload in run.settings.workloads for method in workload.methods
     ]
     for workload, method in pairs:
-        if _shown(run, workload, method):
+        if shown_of(run, workload.name, method):
             yield _speeds(run, workload, method)
     if grid := _intensities(run):
         yield grid
     for workload, method in pairs:
-        if _shown(run, workload, method):
+        if shown_of(run, workload.name, method):
             yield _steps(run, workload, method)
     if (held := target_grid(run)).rows:
         yield held
     yield from details(run)
-
-
-def _shown(run: TrainingRun, workload: Workload, method: Method) -> list[Outcome]:
-    """What was measured, and where umem gave up: both are results."""
-    every = outcomes_of(run, workload.name, method)
-    return [it for it in every if it.state in ("measured", "off")]
 
 
 def _title(run: TrainingRun, workload: Workload, method: Method) -> str:
@@ -100,7 +93,7 @@ def _title(run: TrainingRun, workload: Workload, method: Method) -> str:
 
 def _speeds(run: TrainingRun, workload: Workload, method: Method) -> Grid:
     """One row for each variant, one column for each budget."""
-    shown = _shown(run, workload, method)
+    shown = shown_of(run, workload.name, method)
     rows = [
         (
             variant,
@@ -192,7 +185,7 @@ def _steps(run: TrainingRun, workload: Workload, method: Method) -> Grid:
             predicted_cell(outcome),
             losses_cell(run, outcome),
         )
-        for outcome in _shown(run, workload, method)
+        for outcome in shown_of(run, workload.name, method)
     ]
     return Grid(
         f"{_title(run, workload, method)}: a training step",

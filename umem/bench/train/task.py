@@ -11,10 +11,10 @@ import torch
 from umem.bench._allocators import peaks, reset_peaks
 from umem.bench._timing import no_garbage_collection
 from umem.bench.results import AllocatorName
-from umem.bench.training_jobs import TrainingAnswer, TrainingJob
-from umem.bench.training_managed import manager_figures, profile_step, resident_bytes, state_of
-from umem.bench.training_results import Variant
-from umem.bench.training_step import Training, make_training, place_allocator, require_package
+from umem.bench.train.jobs import TrainingAnswer, TrainingJob
+from umem.bench.train.managed import manager_figures, profile_step, resident_bytes, state_of
+from umem.bench.train.results import Variant
+from umem.bench.train.step import Training, make_training, place_allocator, require_package
 from umem.errors import HardwareError
 
 __all__ = ["measure"]

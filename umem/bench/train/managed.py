@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from umem.bench.training_results import ManagerFigures, ProfiledStep, TransferTotal
-from umem.bench.training_step import Training
+from umem.bench.train.results import ManagerFigures, ProfiledStep, TransferTotal
+from umem.bench.train.step import Training
 from umem.comparison import moved_figures
 from umem.report import UM_CAUSES
+from umem.units import format_bytes
 
 if TYPE_CHECKING:
     from umem.executor import ManagerStatus
+    from umem.report import MeasuredReport
 
-__all__ = ["manager_figures", "profile_step", "resident_bytes", "state_of"]
+__all__ = ["loss_of_records", "manager_figures", "profile_step", "resident_bytes", "state_of"]
 
 _RESIDENCY_STEPS = 2
 
 _DIRECTIONS = ("to_device", "to_host")
+_PAGE_HINTS = ("prefetch", "evict")
+
+_LEAST_SHARE = 0.5
+"""Of what is known to have moved. It is well below 1, for the hint engine counts pages too that
+were where they should go, and a prediction is one."""
 
 
 def state_of(manager: Any) -> str:
@@ -73,7 +80,7 @@ def resident_bytes(training: Training) -> int:
 
 
 def profile_step(training: Training, name: str) -> tuple[ProfiledStep | None, tuple[str, ...]]:
-    """One step under `umem.profile`; None, and why, where nothing can be recorded."""
+    """One step under `umem.profile`; None, and why, where nothing was recorded, or too little."""
     import umem
 
     with umem.profile(steps=1, model=training.model, name=name, required=False) as profile:
@@ -82,6 +89,13 @@ def profile_step(training: Training, name: str) -> tuple[ProfiledStep | None, tu
     report = profile.report()
     if not report.collected:
         return None, report.notes
+    predicted_bytes = _predicted_bytes(training.manager)
+    paged_bytes = None
+    if predicted_bytes is not None and training.manager.status().planner == "fault":
+        paged_bytes = sum(predicted_bytes.values())
+    lost = loss_of_records(report, paged_bytes)
+    if lost is not None:
+        return None, (*report.notes, lost)
     totals: dict[tuple[str, str], TransferTotal] = {}
     for entry in report.traffic:
         if entry.cause not in UM_CAUSES:
@@ -105,8 +119,36 @@ def profile_step(training: Training, name: str) -> tuple[ProfiledStep | None, tu
         fault_bytes=report.moved_bytes(cause="fault"),
         transfers=tuple(totals.values()),
         notes=report.notes,
-        predicted_bytes=_predicted_bytes(training.manager),
+        predicted_bytes=predicted_bytes,
     ), ()
+
+
+def loss_of_records(report: MeasuredReport, paged_bytes: int | None) -> str | None:
+    """Say why a step's unified-memory figures cannot be believed; None where they can.
+
+    CUPTI loses records of unified memory without a word, and zeros would look as if measured.
+
+    Parameters
+    ----------
+    report
+        Of a step whose memory operations were recorded.
+    paged_bytes
+        What the step is predicted to move by demand paging, which no hint asks for; None for steps
+        under other planners, whose transfers the hint engine counts.
+    """
+    recorded_bytes = sum(it.bytes for it in report.traffic if it.cause in UM_CAUSES)
+    uses = report.hints.uses if report.hints is not None else ()
+    hinted_bytes = sum(it.moved_bytes for it in uses if it.op in _PAGE_HINTS)
+    for source, size_bytes in (
+        ("by the hint engine's own count", hinted_bytes),
+        ("as predicted of demand paging", paged_bytes or 0),
+    ):
+        if recorded_bytes < _LEAST_SHARE * size_bytes:
+            return (
+                "unified-memory figures are not known: CUPTI handed over records of "
+                f"{format_bytes(recorded_bytes)}, and {format_bytes(size_bytes)} moved, {source}"
+            )
+    return None
 
 
 def _predicted_bytes(manager: Any) -> dict[str, int] | None:

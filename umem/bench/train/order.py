@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from umem.bench.training_results import (
+from umem.bench.train.results import (
     BUDGETED,
     METHODS,
     VARIANTS,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from umem.bench.training_results import (
+from umem.bench.results_file import Record
+from umem.bench.train.results import (
     ManagerFigures,
     Method,
     ProfiledStep,
@@ -17,11 +16,7 @@ from umem.bench.training_results import (
 __all__ = ["TrainingAnswer", "TrainingJob"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TrainingJob(_Record):
+class TrainingJob(Record):
     """One variant with one budget; sizes in bytes."""
 
     model: TrainingModel
@@ -35,7 +30,7 @@ class TrainingJob(_Record):
     """On the CPU there is only the stock variant, with nothing to profile and no peaks."""
 
 
-class TrainingAnswer(_Record):
+class TrainingAnswer(Record):
     """A worker's answer; `state` and `reason` say why there are no figures."""
 
     state: Literal["ready", "measured", "off", "failed", "not installed", "cannot fork"]

@@ -73,7 +73,7 @@ def _few_layers() -> Trace:
         last[activation] = backward
     return Trace(
         name="few layers",
-        source="umem.bench.training_compile",
+        source="umem.bench.train.compile_planner",
         tensor_names=tuple(f"tensor {number}" for number in range(count * _LAYERS)),
         tensor_bytes=np.full(count * _LAYERS, _TENSOR_BYTES, np.int64),
         tensor_class=np.array([kind.number for kind, _ in kinds] * _LAYERS, np.uint8),
