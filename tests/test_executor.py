@@ -321,6 +321,20 @@ def test_what_two_plans_map_stays_and_what_one_maps_comes_back() -> None:
     assert asked(manager)[advice] == 2 * mapped
 
 
+def test_mapped_memory_is_brought_back_when_its_optimizer_goes() -> None:
+    class Whole(torch.optim.AdamW):
+        """Not done in parts, so that its state does not fit beside weights and gradients."""
+
+    training = Training(make_optimizer=Whole)
+    manager = training.manage("planned")
+    training.steps(BEFORE_PLANNED + 1)
+    mapped, engine = len(program_of(manager).mapped), manager.engine
+    del training, manager
+    gc.collect()
+    counts = engine.statistics().counts["advise", TensorClass.OPTIMIZER_STATE]
+    assert sum(counts.requests.values()) == 2 * mapped > 0
+
+
 # ------------------------------------------------------------------------------------ corrections
 
 

@@ -106,11 +106,11 @@ def test_a_plain_step_is_told_in_order() -> None:
         training.step()
     assert log.lines == [
         "step",
-        "forward Net",
+        *("forward Net", "begin Net"),
         *("forward first", "begin first", "end first", "forward Net"),
         *("forward layers.0", "begin layers.0", "end layers.0", "forward Net"),
         *("forward layers.1", "begin layers.1", "end layers.1", "forward Net"),
-        "forward loss",
+        *("end Net", "forward loss"),
         "backward loss",
         *("backward layers.1", "backward Net", "backward layers.0", "backward first"),
         "after backward",
@@ -149,7 +149,7 @@ def test_a_step_that_an_exception_came_into_is_broken() -> None:
         with pytest.raises(ValueError, match="no"):
             training.step()
         handle.remove()
-        assert log.take()[-3:] == ["end layers.0", "forward Net", "forward loss"]
+        assert log.take()[-4:] == ["end layers.0", "forward Net", "end Net", "forward loss"]
         training.step()
         assert log.take()[-1] == "broken"
         training.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -98,7 +99,7 @@ class Packer:
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int, int], torch.Tensor] = {}
         self._calls: Counter[str] = Counter()
-        self._hooks: Any = None
+        self._hooks: list[Any] = []
 
     def step_begins(self) -> None: ...
     def phase_begins(self, label: str) -> None: ...
@@ -107,20 +108,20 @@ class Packer:
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
         if is_recomputed:
             return
-        call, ordinals = self._calls[block.name], iter(range(10_000))
-        self._calls[block.name] += 1
+        name = "" if block.name == "Net" else block.name  # the model itself
+        call, ordinals = self._calls[name], itertools.count()
+        self._calls[name] += 1
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.seen[block.name, call, next(ordinals)] = tensor
+            self.seen[name, call, next(ordinals)] = tensor
             return tensor
 
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        self._hooks.__enter__()
+        self._hooks.append(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        self._hooks[-1].__enter__()
 
     def block_ends(self, block: Block) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
+        if self._hooks:
+            self._hooks.pop().__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -20,6 +20,7 @@ from umem.errors import UmemError
 from umem.executor._choice import Choice, choose
 from umem.executor._correction import Correction
 from umem.executor._machine import Machine
+from umem.executor._mapped import MappedBlocks
 from umem.executor._places import find_places, in_blocks
 from umem.executor._program import Program, build_program
 from umem.executor._runner import Runner
@@ -37,7 +38,6 @@ from umem.recorder import (
     record,
 )
 from umem.report import MigrationReport
-from umem.schedule import HintOp
 from umem.trace import Trace
 from umem.units import format_bytes
 
@@ -170,6 +170,7 @@ class Manager:
         self._is_in_step = False
         self._unseen = 0
         self._correction = Correction(machine.engine)
+        self._mapped = MappedBlocks(machine, optimizer)
         self._undo = [
             model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True).remove,
             optimizer.register_step_post_hook(self._guard(self._optimizer_ends)).remove,
@@ -447,39 +448,7 @@ class Manager:
             self._fallback = self._program(self._choose(recorded, "lookahead"), recorded)
         return self._fallback
 
-    # ------------------------------------------------------------------ mapped memory
-
     def _load(self, program: Program | None) -> None:
         """Run another program, or none. What both use in place stays where it is."""
-        previous = self._runner.program
-        before = () if previous is None else previous.mapped
-        after = () if program is None else program.mapped
         self._runner.load(program)
-        for block in before:
-            if block not in after:
-                self._unmap(*block)
-        for block in after:
-            if block not in before:
-                self._map(*block)
-
-    def _map(self, address: int, size_bytes: int, tensor_class: TensorClass) -> None:
-        """Send what is used in place to the host, and let the device reach it there."""
-        engine, device = self._machine.engine, self._machine.index
-        engine.advise(
-            address,
-            size_bytes,
-            placement="host",
-            accessed_by_device=True,
-            device=device,
-            tensor_class=tensor_class,
-        )
-        engine.submit(HintOp.EVICT, address, size_bytes, device=device, tensor_class=tensor_class)
-
-    def _unmap(self, address: int, size_bytes: int, tensor_class: TensorClass) -> None:
-        engine, device = self._machine.engine, self._machine.index
-        engine.advise(
-            address, size_bytes, placement="device", device=device, tensor_class=tensor_class
-        )
-        engine.submit(
-            HintOp.PREFETCH, address, size_bytes, device=device, tensor_class=tensor_class
-        )
+        self._mapped.hold(() if program is None else program.mapped)

@@ -11,6 +11,7 @@ import numpy as np
 from umem.classes import TensorClass
 from umem.executor._choice import Choice
 from umem.executor._machine import Machine
+from umem.executor._mapped import MappedBlock
 from umem.executor._places import Places, whole_blocks
 from umem.executor._room import HintRow, HintRows, room_waits, used_tensors
 from umem.hints import HintBatch
@@ -110,7 +111,7 @@ class Program:
     present
         Addresses of the present step's paged activations, by number in the trace.
     mapped
-        What is used in place on the host: (address, bytes, class).
+        What is used in place on the host.
     """
 
     choice: Choice
@@ -119,7 +120,7 @@ class Program:
     copied: Mapping[GroupKey, frozenset[int]]
     paged: Mapping[GroupKey, Mapping[int, int]]
     present: dict[int, int]
-    mapped: tuple[tuple[int, int, TensorClass], ...]
+    mapped: tuple[MappedBlock, ...]
 
     def away_bytes(self, away: Iterable[int]) -> dict[TensorClass, int]:
         """Bytes by class of what is mapped, and of these tensors besides."""
