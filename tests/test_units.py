@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from umem.units import MAX_BYTES, format_bytes, parse_budget, parse_bytes, parse_percent
@@ -82,8 +82,10 @@ def test_format_bytes(size_bytes: int, text: str) -> None:
 
 
 @given(st.integers(min_value=0, max_value=2**60))
+@example(1111)
 def test_format_then_parse_is_within_half_a_percent(size_bytes: int) -> None:
-    assert abs(parse_bytes(format_bytes(size_bytes)) - size_bytes) <= 0.005 * size_bytes
+    # And less than a byte, for parsing gives whole ones.
+    assert abs(parse_bytes(format_bytes(size_bytes)) - size_bytes) < 0.005 * size_bytes + 1
 
 
 @given(st.integers(min_value=1, max_value=1023), st.sampled_from(sorted(UNITS)))
