@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from machines import MADE_UP_MACHINE
 from typer.testing import CliRunner
 
 from umem.bench._timing import loops_for, time_loops_s
 from umem.bench.report import checks, grids, heading, markdown
 from umem.bench.results import (
     AllocatorName,
-    Machine,
     Measurement,
     Run,
     Settings,
@@ -65,18 +65,7 @@ def made_up_run(*measurements: Measurement) -> Run:
     return Run(
         date="2026-01-02T03:04:05+00:00",
         git_commit="0123456789ab",
-        machine=Machine(
-            gpu="Made-up GPU",
-            driver="1.2",
-            cuda="13.0",
-            torch="2.13.0",
-            rmm="26.10.0",
-            umem="0.1.0",
-            python="3.11.7",
-            system="Linux",
-            cpu="Made-up CPU",
-            cpu_count=4,
-        ),
+        machine=MADE_UP_MACHINE,
         settings=Settings(policy="sft", rounds=3, quick=False, worker_managed_limit_bytes=5 * GIB),
         measurements=measurements,
     )

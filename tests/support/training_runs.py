@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from umem.bench.results import Machine
+from machines import MADE_UP_MACHINE
+
 from umem.bench.train.results import (
     METHODS,
     ManagerFigures,
@@ -123,18 +124,7 @@ def made_up_run(*outcomes: Outcome, **changes: Any) -> TrainingRun:
     return TrainingRun(
         date="2026-01-02T03:04:05+00:00",
         git_commit="0123456789ab",
-        machine=Machine(
-            gpu="Made-up GPU",
-            driver="1.2",
-            cuda="13.0",
-            torch="2.13.0",
-            rmm="26.10.0",
-            umem="0.1.0",
-            python="3.11.7",
-            system="Linux",
-            cpu="Made-up CPU",
-            cpu_count=4,
-        ),
+        machine=MADE_UP_MACHINE,
         packages={"transformers": "5.0", "deepspeed": None},
         settings=settings(TrainingModel(batch=1, tokens=1000), **changes),
         parameters={"sft": 558_000_000},

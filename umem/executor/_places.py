@@ -57,9 +57,11 @@ def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
 
 def in_blocks(trace: Trace) -> Trace:
     """The trace with the bytes that umem's allocator hands out for each tensor, and hints move."""
-    size = trace.tensor_bytes
-    blocks = -(-size // SMALLEST_BYTES) * SMALLEST_BYTES
-    return replace(trace, tensor_bytes=np.where(size < SMALLEST_BYTES, size, blocks))
+    blocks = [
+        size if size < SMALLEST_BYTES else whole_blocks(size)
+        for size in trace.tensor_bytes.tolist()
+    ]
+    return replace(trace, tensor_bytes=np.array(blocks, np.int64))
 
 
 def whole_blocks(size_bytes: int) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "NOTE_POINTS",
     "PAPER",
     "TEXT_POINTS",
+    "class_legend",
     "class_words",
     "new_figure",
     "require_matplotlib",
@@ -129,6 +130,20 @@ def title(report: MigrationReport) -> str:
 def class_words(tensor_class: TensorClass) -> str:
     """Name of a class as a legend has it."""
     return tensor_class.value.replace("_", " ")
+
+
+def class_legend(figure: Figure, axes: Axes) -> None:
+    """Name the classes of stacked areas beside them, the topmost first, as they are stacked."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="outside right center",
+        fontsize=NOTE_POINTS,
+        frameon=False,
+        title="tensor class",
+        title_fontsize=NOTE_POINTS,
+    )
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -13,6 +13,7 @@ from umem.plots._figure import (
     NOTE_POINTS,
     PAPER,
     TEXT_POINTS,
+    class_legend,
     class_words,
     new_figure,
     require_timeline,
@@ -100,17 +101,7 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
     axes.set_xlabel(f"time in the step, {unit}", fontsize=TEXT_POINTS)
     axes.set_ylabel(f"on the device, {size_unit}", fontsize=TEXT_POINTS)
     axes.set_title(title(report), fontsize=TEXT_POINTS, loc="left", color=GREY)
-    handles, labels = axes.get_legend_handles_labels()
-    # The topmost first, as the areas are stacked.
-    figure.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="outside right center",
-        fontsize=NOTE_POINTS,
-        frameon=False,
-        title="tensor class",
-        title_fontsize=NOTE_POINTS,
-    )
+    class_legend(figure, axes)
     return figure
 
 

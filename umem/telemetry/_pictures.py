@@ -14,6 +14,7 @@ from umem.plots._figure import (
     GREY,
     NOTE_POINTS,
     TEXT_POINTS,
+    class_legend,
     class_words,
     new_figure,
     style,
@@ -250,17 +251,7 @@ def residency_over_run_figure(recording: Recording) -> Figure:
     axes.set_xlabel(f"time of the recording, {unit}", fontsize=TEXT_POINTS)
     axes.set_ylabel(f"on the device, {size_unit}", fontsize=TEXT_POINTS)
     axes.set_title(_title(recording), fontsize=TEXT_POINTS, loc="left", color=GREY)
-    handles, labels = axes.get_legend_handles_labels()
-    # The topmost first, as the areas are stacked.
-    figure.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="outside right center",
-        fontsize=NOTE_POINTS,
-        frameon=False,
-        title="tensor class",
-        title_fontsize=NOTE_POINTS,
-    )
+    class_legend(figure, axes)
     return figure
 
 
