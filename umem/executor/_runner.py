@@ -188,9 +188,10 @@ class Runner:
             return
         engine, began_s = self._machine.engine, time.perf_counter()
         # Without an address a hint is not asked for; a later one is waited for in its place.
-        for ticket in tickets[: number + 1]:
-            if is_needed:
-                engine.mark_needed(ticket)
+        last = min(number, len(tickets) - 1)
+        if is_needed:
+            engine.mark_needed(tickets[last])
+        for ticket in tickets[: last + 1]:
             try:
                 outcome = engine.wait(ticket, timeout_s=_PATIENCE_S)
             except KeyError:  # so long over that it is forgotten
