@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from umem._library import native
+from umem.automatic import manage_automatically
 from umem.capabilities import Capabilities, detect_all
 from umem.classification import Classifier
 from umem.errors import CudaError, EnableError, NativeLibraryError, UnsupportedError
@@ -184,9 +185,6 @@ def _enable(policy: Policy) -> Runtime:
     classifier.install()
     share_with(resolved.share, allocator)
     if resolved.planner != "none":
-        # It needs this module.
-        from umem.executor import manage_automatically
-
         manage_automatically(classifier.roots)
     return Runtime(policy, resolved, capabilities, allocator, classifier)
 

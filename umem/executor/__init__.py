@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from umem.executor._automatic import manage_automatically
 from umem.executor._manage import current_statistics, ideal_step_s, manage, residency
 from umem.executor._manager import Manager, ManagerState, ManagerStatus
 
@@ -13,6 +12,5 @@ __all__ = [
     "current_statistics",
     "ideal_step_s",
     "manage",
-    "manage_automatically",
     "residency",
 ]

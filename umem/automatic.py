@@ -10,7 +10,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.errors import UmemError
-from umem.executor._manage import manage
 
 __all__ = ["manage_automatically"]
 
@@ -35,6 +34,9 @@ def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
         model = _model_of(optimizer, roots())
         if model is None:
             return
+        # With planner and simulator behind it: not before there is a training.
+        from umem.executor import manage
+
         try:
             manage(model, optimizer)
         except UmemError as error:
