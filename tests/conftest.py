@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,15 @@ import pytest
 from umem.classes import TensorClass
 from umem.hardware import Hardware
 from umem.trace import Access, Trace, check_trace, ranges
+
+
+@pytest.fixture(autouse=True)
+def no_manager_outlives_its_test() -> Iterator[None]:
+    """A test's model may be garbage that is not collected yet, and its manager still counted."""
+    yield
+    manage = sys.modules.get("umem.executor._manage")  # most tests need no planner loaded
+    for manager in manage.managers() if manage is not None else ():
+        manager.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

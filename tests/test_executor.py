@@ -19,6 +19,7 @@ from managed_training import MIB, TIGHT, Net, Scale, Training, hook_count, one_t
 from umem.classes import TensorClass
 from umem.errors import PlanError
 from umem.executor import Manager, ManagerState
+from umem.executor._manage import managers
 from umem.executor._program import Hints, Program
 from umem.schedule import HintOp
 
@@ -214,7 +215,14 @@ def test_planners_that_run_nothing_are_refused() -> None:
 
 def test_an_optimizer_has_one_manager() -> None:
     training = Training()
-    assert training.manage() is training.manage("fault")
+    manager = training.manage()
+    assert training.manage("fault") is manager
+    assert hook_count(training) == OWN_HOOKS
+    manager.close()
+    assert manager not in managers()
+    again = training.manage("fault")
+    assert again is not manager
+    assert again.status().planner == "fault"
     assert hook_count(training) == OWN_HOOKS
 
 

@@ -48,7 +48,7 @@ def manage(
     -------
     Manager
         Its ``status()`` tells how it goes. A second call for the same optimizer returns the same
-        one.
+        one, until that is closed.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def manage_on(
         )
     reference = _managers.get(optimizer)
     known = None if reference is None else reference()
-    if known is not None:
+    if known is not None and not known.is_closed:
         return known
     manager = Manager(model, optimizer, make_machine(), planner)
     _managers[optimizer] = weakref.ref(manager)
@@ -98,9 +98,9 @@ def manage_on(
 
 
 def managers() -> list[Manager]:
-    """All managers of the process."""
+    """All managers of the process that are not closed."""
     found = [reference() for reference in _managers.values()]
-    return [manager for manager in found if manager is not None]
+    return [manager for manager in found if manager is not None and not manager.is_closed]
 
 
 def current_statistics() -> HintStatistics | None:

@@ -222,6 +222,11 @@ class Manager:
         """Bytes by class that were asked to live off the device now."""
         return self._runner.away_bytes()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._undo
+
     def close(self) -> None:
         """Stop; what is away comes back when it is used, and mapped memory is brought back now.
 
