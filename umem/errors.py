@@ -32,7 +32,7 @@ class HardwareError(UmemError, ValueError):
 
 
 class PlanError(UmemError, ValueError):
-    """No plan exists: unknown planner, foreign schedule, or a budget that a phase does not fit."""
+    """No plan exists (an unknown planner, a phase past the budget), or a run breaks its plan."""
 
 
 class EnableError(UmemError, RuntimeError):

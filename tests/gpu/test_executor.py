@@ -15,6 +15,9 @@ pytestmark = pytest.mark.gpu
 SHARE = 0.6
 STEPS = 24
 PLANNERS = ("planned", "lookahead", "fault")
+BUDGETED = (*PLANNERS, "in backward")
+"""The last one is planned too, with the optimizer's step in the backward pass."""
+
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -43,6 +46,13 @@ def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
         )
         for planner in PLANNERS
     }
+    jobs["in backward"] = start(
+        "managing.py",
+        "in_backward",
+        str(STEPS),
+        UMEM_DEVICE_BUDGET=str(budget_bytes),
+        **common,
+    )
     jobs["roomy"] = start(
         "managing.py", "plain", str(STEPS), UMEM_DEVICE_BUDGET=str(4 * budget_bytes), **common
     )
@@ -57,22 +67,24 @@ def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
     return jobs
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_values_are_those_of_a_stock_run(planner: str, managed: dict[str, Job], stock: Any) -> None:
-    facts = managed[planner].facts()
+@pytest.mark.parametrize("job", BUDGETED)
+def test_values_are_those_of_a_stock_run(job: str, managed: dict[str, Job], stock: Any) -> None:
+    facts = managed[job].facts()
     print({key: value for key, value in facts.items() if key != "losses"})
     assert facts["losses"] == stock["losses"]
     assert facts["checksum"] == stock["checksum"]
-    assert (facts["state"], facts["planner"]) == ("running", planner)
+    assert facts["state"] == "running"
+    assert facts["planner"] == (job if job in PLANNERS else "planned")
+    assert facts["step_in_backward"] == (job == "in backward")
     assert facts["steps"] > STEPS / 2
     assert facts["strays"] == 0
     assert facts["failures"] == []
     assert facts["moved_bytes"] + facts["copied_bytes"] > 0
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_the_budget_is_kept(planner: str, managed: dict[str, Job], budget_bytes: int) -> None:
-    facts = managed[planner].facts()
+@pytest.mark.parametrize("job", BUDGETED)
+def test_the_budget_is_kept(job: str, managed: dict[str, Job], budget_bytes: int) -> None:
+    facts = managed[job].facts()
     assert facts["budget_bytes"] == budget_bytes
     assert facts["samples"] > 100
     assert facts["peak_resident_bytes"] <= 1.05 * budget_bytes

@@ -108,11 +108,20 @@ class Training:
         )
 
     def manage(
-        self, planner: Any = "planned", budget_bytes: int | str = TIGHT, **machine: Any
+        self,
+        planner: Any = "planned",
+        budget_bytes: int | str = TIGHT,
+        *,
+        step_in_backward: bool = False,
+        **machine: Any,
     ) -> Manager:
         """Put it under a manager on the CPU."""
         return manage_on(
-            self.model, self.optimizer, lambda: host_machine(budget_bytes, **machine), planner
+            self.model,
+            self.optimizer,
+            lambda: host_machine(budget_bytes, **machine),
+            planner,
+            step_in_backward=step_in_backward,
         )
 
     def batch(self, rows: int = 2) -> torch.Tensor:

@@ -15,6 +15,7 @@ from umem.config import did_you_mean
 from umem.errors import EnableError, PlanError
 from umem.executor._machine import Machine, cuda_machine
 from umem.executor._manager import Manager
+from umem.executor._slices import can_slice
 from umem.hints import HintStatistics
 from umem.policy import PolicyPlanner
 from umem.trace import require_durations
@@ -27,7 +28,11 @@ _managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.
 
 
 def manage(
-    model: nn.Module, optimizer: Optimizer, *, planner: PolicyPlanner | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    planner: PolicyPlanner | None = None,
+    step_in_backward: bool = False,
 ) -> Manager:
     """Keep a training within the policy's device budget, by a plan of its own steps.
 
@@ -43,6 +48,14 @@ def manage(
         Its steps are the steps.
     planner
         ``planned``, ``lookahead`` or ``fault``; by default the policy's.
+    step_in_backward
+        Once the plan runs, update each block's parameters in the backward pass, as soon as their
+        gradients are complete, and let go of these. All gradients and all of the optimizer's state
+        are never needed at once, and its migration hides behind the computation.
+        ``optimizer.step()`` then finds nothing to do. For trainings that do not look at gradients
+        between backward pass and step: no clipping, no accumulation, no gradient scaler. While the
+        first steps are recorded, it is looked at whether they do; if so, a warning says why the
+        step stays where it is.
 
     Returns
     -------
@@ -55,7 +68,8 @@ def manage(
     EnableError
         If umem is not enabled, or the model is not on a GPU.
     PlanError
-        For an unknown planner, or none.
+        For an unknown planner, or none; and for `step_in_backward` where the optimizer does not
+        update each parameter by itself, or is managed without it already.
 
     Examples
     --------
@@ -71,7 +85,13 @@ def manage(
         )
     (device,) = devices
     chosen = planner or state.resolved.planner
-    return manage_on(model, optimizer, lambda: cuda_machine(device.index or 0), chosen)
+    return manage_on(
+        model,
+        optimizer,
+        lambda: cuda_machine(device.index or 0),
+        chosen,
+        step_in_backward=step_in_backward,
+    )
 
 
 def manage_on(
@@ -79,6 +99,8 @@ def manage_on(
     optimizer: Optimizer,
     make_machine: Callable[[], Machine],
     planner: PolicyPlanner,
+    *,
+    step_in_backward: bool = False,
 ) -> Manager:
     """The same on any machine, which is made for a new manager only."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
@@ -91,8 +113,19 @@ def manage_on(
     reference = _managers.get(optimizer)
     known = None if reference is None else reference()
     if known is not None and not known.is_closed:
+        if step_in_backward and not known.wants_step_in_backward:
+            raise PlanError(
+                "this optimizer is managed without step_in_backward already: call "
+                "umem.manage(model, optimizer, step_in_backward=True) before the first step, or "
+                "close() the manager that umem.manage(model, optimizer) returns before"
+            )
         return known
-    manager = Manager(model, optimizer, make_machine(), planner)
+    if step_in_backward and not can_slice(optimizer):
+        raise PlanError(
+            f"step_in_backward: {type(optimizer).__name__} may look at several parameters at once. "
+            "It takes one of torch's own optimizers, and neither LBFGS nor a subclass"
+        )
+    manager = Manager(model, optimizer, make_machine(), planner, step_in_backward=step_in_backward)
     _managers[optimizer] = weakref.ref(manager)
     return manager
 

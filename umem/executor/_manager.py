@@ -17,6 +17,8 @@ from torch.optim.optimizer import Optimizer
 from umem.activations import ActivationStore
 from umem.classes import TensorClass
 from umem.errors import UmemError
+from umem.executor._backward_step import BackwardStep
+from umem.executor._backward_trace import with_parts_in_backward
 from umem.executor._choice import Choice, choose
 from umem.executor._correction import Correction
 from umem.executor._machine import Machine
@@ -30,6 +32,7 @@ from umem.policy import PolicyPlanner
 from umem.recorder import (
     Block,
     CallShapes,
+    FollowedPhase,
     Follower,
     Guard,
     StepRecording,
@@ -104,6 +107,8 @@ class ManagerStatus:
         Waits for pages that took too long; the pages came by fault.
     corrections
         Plans made anew from measured bandwidths.
+    step_in_backward
+        Whether the optimizer's step is done in the backward pass.
     """
 
     state: ManagerState
@@ -118,6 +123,7 @@ class ManagerStatus:
     wait_s: float
     gave_up: int
     corrections: int
+    step_in_backward: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +132,8 @@ class _Recorded:
 
     trace: Trace
     recording: StepRecording
+    backward_order: tuple[str, ...]
+    """Names of the optimizer's parts in the order in which their gradients were complete."""
 
 
 class Manager:
@@ -139,10 +147,18 @@ class Manager:
         The device, its engine and the policy.
     planner
         In place of the policy's.
+    step_in_backward
+        Do the optimizer's step in the backward pass, if :func:`can_slice` holds for it.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, machine: Machine, planner: PolicyPlanner
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        machine: Machine,
+        planner: PolicyPlanner,
+        *,
+        step_in_backward: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
@@ -159,6 +175,12 @@ class Manager:
         self._forward_labels = {block.name: block.forward for block in blocks}
         self._follower = Follower(root, blocks, self._guard, self._runner)
         self._slices = OptimizerSlices(optimizer, blocks) if can_slice(optimizer) else None
+        self._backward_step: BackwardStep | None = None
+        if step_in_backward and self._slices is not None:
+            begin = self._guard(self._runner.part_begins)
+            self._backward_step = BackwardStep(self._slices, begin)
+        self._moves_step = False
+        self._has_told_obstacle = False
         self._recording: StepRecording | None = None
         self._recorded: dict[CallShapes, _Recorded] = {}
         self._programs: dict[CallShapes, Program] = {}
@@ -200,7 +222,13 @@ class Manager:
             wait_s=counts.wait_s,
             gave_up=counts.gave_up,
             corrections=self._correction.count,
+            step_in_backward=self._backward_step is not None and self._backward_step.is_active,
         )
+
+    @property
+    def wants_step_in_backward(self) -> bool:
+        """Whether it was asked to do the optimizer's step in the backward pass."""
+        return self._backward_step is not None
 
     @property
     def trace(self) -> Trace | None:
@@ -237,6 +265,8 @@ class Manager:
         for undo in self._undo:
             undo()
         self._undo.clear()
+        if self._backward_step is not None:
+            self._backward_step.close()
         self._store.close()
 
     # ------------------------------------------------------------------ hooks
@@ -255,6 +285,8 @@ class Manager:
             return
         self._is_in_step = True
         self._before_step(call_shapes(args, kwargs))
+        if self._backward_step is not None:
+            self._backward_step.step_begins()
 
     def _optimizer_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -275,8 +307,10 @@ class Manager:
         if self._slices is not None:
             self._slices.restore()
 
-    def _optimizer_ends(self, *_: object) -> None:
+    def _optimizer_ends(self, optimizer: Optimizer, *_: object) -> None:
         self._restore_optimizer()
+        if self._backward_step is not None:
+            self._backward_step.step_ends(optimizer)
         self._unseen = 0 if self._is_in_step else self._unseen + 1
         self._is_in_step = False
         self._steps_seen += 1
@@ -349,15 +383,15 @@ class Manager:
             trace = recording.trace
         except UmemError as error:
             if self._programs:  # go on with what there is
-                self._state = ManagerState.RUNNING
-                self._follower.start()
+                self._make_programs()
             else:
                 self._give_up(error)
             return
         assert signature is not None
         if self._machine.allocator is not None:
             trace = in_blocks(trace)
-        self._recorded[signature.calls[0]] = _Recorded(trace, recording)
+        order = () if self._backward_step is None else self._backward_step.order
+        self._recorded[signature.calls[0]] = _Recorded(trace, recording, order)
         self._make_programs()
 
     def _give_up(self, reason: UmemError | str) -> None:
@@ -370,6 +404,7 @@ class Manager:
 
     def _make_programs(self) -> None:
         """Plan all recorded steps, with the hardware as it is known by now."""
+        self._moves_step = self._can_move_step()
         choices: dict[CallShapes, Choice] = {}
         try:
             for shapes, recorded in self._recorded.items():
@@ -382,7 +417,7 @@ class Manager:
             for shapes, choice in choices.items()
         }
         self._fallback = None
-        if all(choice.moves_nothing for choice in choices.values()):
+        if not self._moves_step and all(choice.moves_nothing for choice in choices.values()):
             self._end(ManagerState.RESIDENT, "")
             return
         if self._state is not ManagerState.RUNNING:  # otherwise this is a correction
@@ -400,9 +435,25 @@ class Manager:
             latest.predicted.ideal_s * 1e3,
         )
 
+    def _can_move_step(self) -> bool:
+        step = self._backward_step
+        if step is not None and step.obstacle and not self._has_told_obstacle:
+            self._has_told_obstacle = True
+            _LOG.warning(
+                "umem: the optimizer's step stays behind the backward pass, for %s", step.obstacle
+            )
+        return step is not None and not step.obstacle
+
+    def _step_of(self, recorded: _Recorded) -> tuple[Trace, tuple[FollowedPhase, ...]]:
+        """A recorded step as it is to be run, and what the follower tells of it."""
+        trace, followed = recorded.trace, recorded.recording.phases
+        if not self._moves_step:
+            return trace, followed
+        return with_parts_in_backward(trace, followed, recorded.backward_order)
+
     def _choose(self, recorded: _Recorded, planner: PolicyPlanner) -> Choice:
         return choose(
-            recorded.trace,
+            self._step_of(recorded)[0],
             {entry.tensor for entry in recorded.recording.saved_tensors},
             self._correction.apply(self._machine.hardware),
             self._machine.policy,
@@ -417,7 +468,7 @@ class Manager:
             choice,
             find_places(choice.trace, model, optimizer),
             recorded.recording.saved_tensors,
-            recorded.recording.phases,
+            self._step_of(recorded)[1],
             self._forward_labels,
             self._machine,
         )
@@ -457,3 +508,8 @@ class Manager:
         """Run another program, or none. What both use in place stays where it is."""
         self._runner.load(program)
         self._mapped.hold(() if program is None else program.mapped)
+        if self._backward_step is not None:
+            if program is not None and self._moves_step:
+                self._backward_step.start()
+            else:
+                self._backward_step.stop()

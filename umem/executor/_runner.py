@@ -124,8 +124,9 @@ class Runner:
             return
         phase = program.followed[self._position].phase
         self._position += 1
-        if phase != self._phase:
-            # Of phases that were joined, the first one begins them all.
+        if phase > self._phase:
+            # Of phases that were joined, the first one begins them all. A part of the optimizer's
+            # step may have begun since.
             self._phase = phase
             self._begin(program, program.work[phase])
 
@@ -139,7 +140,10 @@ class Runner:
         )
 
     def part_begins(self, name: str) -> None:
-        """Do what the program says of a part of the optimizer's step; the first has begun."""
+        """Do what the program says of a part of the optimizer's step.
+
+        The first part of a step that follows the backward pass has begun with it.
+        """
         program = self._program
         if program is None or not self._is_on_track:
             return

@@ -12,7 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.recorder import Block
 
-__all__ = ["OptimizerSlices", "can_slice"]
+__all__ = ["OptimizerSlices", "Part", "can_slice"]
+
+Part = list[list[torch.Tensor]]
+"""Some of an optimizer's parameters, by its groups."""
 
 _EACH_BY_ITSELF = (
     torch.optim.Adadelta,
@@ -56,7 +59,24 @@ class OptimizerSlices:
         for block in blocks:
             for parameter in block.module.parameters():
                 self._owner.setdefault(parameter, block.name)
-        self._whole: list[list[torch.Tensor]] | None = None
+        self._whole: Part | None = None
+
+    def parts(self, is_wanted: Callable[[torch.Tensor], bool]) -> dict[str, Part]:
+        """The parts of a step by the name of the block; empty for what belongs to none.
+
+        Parameters
+        ----------
+        is_wanted
+            Tells which of the optimizer's parameters take part in it.
+        """
+        groups = self._groups()
+        parts: dict[str, Part] = {}
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                if is_wanted(parameter):
+                    name = self._owner.get(parameter, "")
+                    parts.setdefault(name, [[] for _ in groups])[number].append(parameter)
+        return parts
 
     def run(self, begin: Callable[[str], None]) -> None:
         """Do the step, part by part.
@@ -66,29 +86,41 @@ class OptimizerSlices:
         begin
             Called before each part with its block's name; empty for what belongs to no block.
         """
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        groups = optimizer.param_groups
-        parts: dict[str, list[list[torch.Tensor]]] = {}
-        for number, group in enumerate(groups):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    name = self._owner.get(parameter, "")
-                    parts.setdefault(name, [[] for _ in groups])[number].append(parameter)
+        groups = self._groups()
+        parts = self.parts(lambda parameter: parameter.grad is not None)
         self._whole = [group["params"] for group in groups]
-        step = _plain_step(optimizer)
         left = dict(parts)
         try:
-            for name, lists in parts.items():
+            for name, part in parts.items():
                 begin(name)
-                _set_parameters(groups, lists)
-                step(optimizer)
+                self._step(part)
                 del left[name]
         finally:
             _set_parameters(
                 groups,
-                [[it for lists in left.values() for it in lists[n]] for n in range(len(groups))],
+                [[it for part in left.values() for it in part[n]] for n in range(len(groups))],
             )
+
+    def run_part(self, part: Part) -> None:
+        """Do the step for one part, and leave the optimizer as it was."""
+        groups = self._groups()
+        whole = [group["params"] for group in groups]
+        try:
+            self._step(part)
+        finally:
+            _set_parameters(groups, whole)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        return groups
+
+    def _step(self, part: Part) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        _set_parameters(optimizer.param_groups, part)
+        _plain_step(optimizer)(optimizer)
 
     def restore(self) -> None:
         """Give the optimizer its parameters back. Does nothing where it has them."""
@@ -98,8 +130,8 @@ class OptimizerSlices:
         self._whole = None
 
 
-def _set_parameters(groups: list[dict[str, Any]], lists: list[list[torch.Tensor]]) -> None:
-    for group, parameters in zip(groups, lists, strict=True):
+def _set_parameters(groups: list[dict[str, Any]], part: Part) -> None:
+    for group, parameters in zip(groups, part, strict=True):
         group["params"] = parameters
 
 

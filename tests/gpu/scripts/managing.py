@@ -112,6 +112,7 @@ class Training:
                 "steps": status.steps,
                 "strays": status.strays,
                 "gave_up": status.gave_up,
+                "step_in_backward": status.step_in_backward,
                 "failures": [failure.text for failure in statistics.failures],
                 "over_budget_bytes": statistics.over_budget_bytes,
                 "moved_bytes": sum(of.moved_bytes for of in statistics.counts.values()),
@@ -130,7 +131,17 @@ def plain(steps: int) -> dict[str, Any]:
 
 def sampled(steps: int) -> dict[str, Any]:
     """What is on the device at each end of each layer, once the plan runs."""
+    return _sampled(Training(), steps)
+
+
+def in_backward(steps: int) -> dict[str, Any]:
+    """The same, with the optimizer's step in the backward pass."""
     training = Training()
+    umem.manage(training.model, training.optimizer, step_in_backward=True)
+    return _sampled(training, steps)
+
+
+def _sampled(training: Training, steps: int) -> dict[str, Any]:
     training.steps_until_planned()
     seen: list[int] = []
 
@@ -293,6 +304,7 @@ KEPT: list[object] = []
 MODES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": plain,
     "sampled": sampled,
+    "in_backward": in_backward,
     "disturbed": disturbed,
     "broken": broken,
     "profiled": profiled,

@@ -1,0 +1,432 @@
+"""The optimizer's step in the backward pass: bit-equal, or left where it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from managed_training import MIB, TIGHT, Net, Scale, Training, hook_count, one_thread
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from umem.classes import TensorClass
+from umem.errors import PlanError
+from umem.executor import Manager, ManagerState
+from umem.executor._backward_trace import with_parts_in_backward
+from umem.executor._slices import _EACH_BY_ITSELF
+from umem.recorder import FollowedPhase
+from umem.trace import Trace, check_trace
+
+BEFORE_PLANNED = 7
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def both(
+    train: Callable[[Training], None],
+    planner: str = "planned",
+    budget_bytes: int = TIGHT,
+    **made: Any,
+) -> tuple[Training, Manager]:
+    """A managed run, once it is known to be bit-equal to the stock one."""
+    stock, managed = Training(**made), Training(**made)
+    manager = managed.manage(planner, budget_bytes, step_in_backward=True)
+    train(stock)
+    train(managed)
+    assert managed.equals(stock)
+    return managed, manager
+
+
+def twelve(training: Training) -> None:
+    training.steps(12)
+
+
+# ------------------------------------------------------------------------------------ steps
+
+
+@pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
+def test_values_are_those_of_a_stock_run(planner: str) -> None:
+    _, manager = both(twelve, planner)
+    status = manager.status()
+    assert status.state is ManagerState.RUNNING
+    assert status.step_in_backward
+    assert (status.steps, status.strays) == (12 - BEFORE_PLANNED, 0)
+    trace = manager.trace
+    assert trace is not None
+    names = trace.phase_names
+    for block in ("head", "layers.3", "layers.0"):
+        assert names.index(f"optimizer {block}") == names.index(f"backward {block}") + 1
+
+
+def test_gradients_go_with_their_block() -> None:
+    training = Training()
+    training.manage(step_in_backward=True)
+    alive: list[int] = []
+
+    def count(_gradient: torch.Tensor) -> None:
+        alive.append(sum(it.grad is not None for it in training.model.parameters()))
+
+    for layer in training.model.modules():
+        if isinstance(layer, Scale):
+            layer.register_forward_hook(lambda *made: made[2].register_hook(count) and None)
+    training.steps(BEFORE_PLANNED)
+    assert max(alive) > 2
+    alive.clear()
+    training.forward().backward()
+    assert max(alive) <= 1
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize("kind", _EACH_BY_ITSELF)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_torchs_optimizers_leave_gradients_as_they_were(kind: Any, foreach: bool) -> None:
+    def make(parameters: Any) -> Any:
+        decay = {} if kind is torch.optim.Rprop else {"weight_decay": 0.1}
+        return kind(parameters, lr=1e-3, foreach=foreach, maximize=True, **decay)
+
+    _, manager = both(lambda it: it.steps(9), make_optimizer=make)
+    assert manager.status().step_in_backward
+
+
+def test_a_learning_rate_schedule() -> None:
+    def train(training: Training) -> None:
+        schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.9)
+        for _ in range(12):
+            training.step()
+            schedule.step()
+
+    _, manager = both(train)
+    assert manager.status().step_in_backward
+
+
+def test_gradients_that_are_zeroed_before_the_backward_pass() -> None:
+    def train(training: Training) -> None:
+        for _ in range(12):
+            loss = training.forward()
+            training.optimizer.zero_grad()
+            loss.backward()
+            training.optimizer.step()
+            training.losses.append(loss.item())
+
+    _, manager = both(train)
+    assert manager.status().step_in_backward
+
+
+class Partly(Net):
+    """One block has a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_parameter("idle", nn.Parameter(torch.zeros(4)))
+
+
+class Tied(Net):
+    """First and last block share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_parameter("weight", self.layers[0].get_parameter("weight"))
+
+
+class Checkpointed(Net):
+    """Every block is computed again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+@pytest.mark.parametrize("model", [Tied, Checkpointed])
+def test_weights_that_are_used_twice(model: type[Net]) -> None:
+    _, manager = both(twelve, make_model=model)
+    status = manager.status()
+    assert status.step_in_backward
+    assert status.strays == 0
+
+
+def test_what_gets_no_gradient_leaves_its_block_to_the_step_that_follows() -> None:
+    stock, managed = Training(Partly), Training(Partly)
+    manager = managed.manage(step_in_backward=True)
+    for training in (stock, managed):
+        training.steps(12)
+    assert managed.losses == stock.losses
+    assert all(map(torch.equal, managed.model.parameters(), stock.model.parameters()))
+    status = manager.status()
+    assert status.step_in_backward
+    assert (status.steps, status.strays) == (12 - BEFORE_PLANNED, 0)
+    assert manager.trace is not None
+    assert manager.trace.phase_names[-1] == "optimizer layers.1"
+
+
+def test_batches_of_another_shape() -> None:
+    def train(training: Training) -> None:
+        for rows in (2, 4, 4):
+            training.steps(10, rows)
+
+    _, manager = both(train, budget_bytes=64 * MIB)
+    assert manager.status().plans == 2
+    assert manager.status().step_in_backward
+
+
+def test_a_step_that_breaks_before_its_backward_pass() -> None:
+    def train(training: Training) -> None:
+        training.steps(9)
+        with pytest.raises(RuntimeError):
+            training.model(torch.ones(2, 3))
+        training.steps(3)
+
+    _, manager = both(train)
+    assert manager.status().strays >= 1
+
+
+def test_an_error_of_the_executor_leaves_the_step_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock, managed = Training(), Training()
+    manager = managed.manage(step_in_backward=True)
+    for training in (stock, managed):
+        training.steps(9)
+    monkeypatch.setattr(manager._runner, "_begin", lambda *_: 1 / 0)
+    for training in (stock, managed):
+        training.steps(3)
+    assert managed.equals(stock)
+    assert manager.status().state is ManagerState.OFF
+    assert not manager.status().step_in_backward
+
+
+def test_close_gives_the_step_back() -> None:
+    stock, managed = Training(), Training()
+    manager = managed.manage(step_in_backward=True)
+    for training in (stock, managed):
+        training.steps(9)
+    manager.close()
+    assert hook_count(managed) == 0
+    assert not any(it._post_accumulate_grad_hooks for it in managed.model.parameters())
+    managed.forward().backward()
+    assert all(it.grad is not None for it in managed.model.parameters())
+    managed.optimizer.zero_grad()
+    for training in (stock, managed):
+        training.steps(2)
+    assert managed.equals(stock)
+
+
+# ------------------------------------------------------------------------------------ obstacles
+
+
+def clipped(training: Training) -> None:
+    for _ in range(12):
+        loss = training.forward()
+        loss.backward()
+        nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.losses.append(loss.item())
+
+
+def accumulated(training: Training) -> None:
+    for _ in range(12):
+        for _ in range(2):
+            training.forward().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.losses.append(0.0)
+
+
+def kept(training: Training) -> None:
+    for _ in range(12):
+        loss = training.forward()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=False)
+        training.losses.append(loss.item())
+
+
+def replaced(training: Training) -> None:
+    for _ in range(12):
+        loss = training.forward()
+        loss.backward()
+        for parameter in training.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 0.5
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.losses.append(loss.item())
+
+
+def hooked(training: Training) -> None:
+    """A hook of the optimizer, registered after the manager's, changes gradients."""
+
+    def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    training.optimizer.register_step_pre_hook(halve)
+    training.steps(12)
+
+
+@pytest.mark.parametrize(
+    ("train", "reason"),
+    [
+        (clipped, "changed between the backward pass"),
+        (replaced, "changed between the backward pass"),
+        (hooked, "changed between the backward pass"),
+        (accumulated, "accumulated over several"),
+        (kept, "kept from one step to the next"),
+    ],
+)
+def test_trainings_that_look_at_gradients_keep_their_step(
+    train: Callable[[Training], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "umem"):
+        _, manager = both(train)
+    status = manager.status()
+    assert status.state is ManagerState.RUNNING
+    assert not status.step_in_backward
+    assert status.steps > 0
+    (record,) = caplog.records
+    assert "the optimizer's step stays behind the backward pass" in record.getMessage()
+    assert reason in record.getMessage()
+
+
+def test_a_gradient_scaler_with_an_optimizer_that_divides_itself() -> None:
+    def train(training: Training) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for _ in range(12):
+            loss = training.forward()
+            scaler.scale(loss).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+            training.losses.append(loss.item())
+
+    _, manager = both(train, make_optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True))
+    assert manager.status().steps > 0
+    assert not manager.status().step_in_backward
+
+
+def test_a_second_backward_pass_is_refused_once_the_first_has_stepped() -> None:
+    training = Training()
+    training.manage(step_in_backward=True)
+    training.steps(9)
+    training.forward().backward()
+    with pytest.raises(PlanError, match=r"updated head already\. Call optimizer\.step\(\)"):
+        training.forward().backward()
+
+
+def test_what_cannot_be_done_is_said_at_once() -> None:
+    training = Training(make_optimizer=partial(torch.optim.LBFGS, lr=1e-3))
+    with pytest.raises(PlanError, match="LBFGS may look at several parameters at once"):
+        training.manage(step_in_backward=True)
+    assert hook_count(training) == 0
+
+    training = Training()
+    manager = training.manage()
+    with pytest.raises(PlanError, match="managed without step_in_backward already"):
+        training.manage(step_in_backward=True)
+    manager.close()
+    again = training.manage(step_in_backward=True)
+    assert training.manage() is again
+
+
+# ------------------------------------------------------------------------------------ traces
+
+WEIGHTS, GRADIENTS, STATE, ACTIVATIONS = (
+    TensorClass.WEIGHTS,
+    TensorClass.GRADIENTS,
+    TensorClass.OPTIMIZER_STATE,
+    TensorClass.ACTIVATIONS,
+)
+
+
+def recorded(make_trace: Callable[..., Trace]) -> tuple[Trace, tuple[FollowedPhase, ...]]:
+    """Two blocks, one loose parameter, and what the optimizer holds for a moment."""
+    trace = make_trace(
+        {
+            **dict.fromkeys(("a", "b", "loose"), (MIB, WEIGHTS)),
+            **{f"{name}.m": (MIB, STATE) for name in ("a", "b", "loose")},
+            **{f"{name}.grad": (MIB, GRADIENTS, False) for name in ("a", "b", "loose")},
+            "saved": (MIB, ACTIVATIONS, False),
+            "temporary": (100 * MIB, ACTIVATIONS, False),
+        },
+        [
+            (1e-3, ["a", "b"], ["saved"]),
+            (2e-3, ["b", "saved"], ["b.grad", "loose.grad"]),
+            (3e-3, ["a"], ["a.grad"]),
+            (4e-3, ["a.grad"], ["a", "a.m", "temporary"]),
+            (5e-3, ["b.grad"], ["b", "b.m"]),
+            (6e-3, ["loose.grad"], ["loose", "loose.m"]),
+        ],
+    )
+    names = ["forward", "backward b", "backward a", "optimizer a", "optimizer b", "optimizer"]
+    trace = Trace(
+        **(
+            vars(trace)
+            | {"phase_names": tuple(names), "memory_bytes": np.array([0, 0, 0, 6, 2, 2], np.int64)}
+        )
+    )
+    followed = [(name, number) for number, name in enumerate([*names[:3], "optimizer"])]
+    return trace, tuple(FollowedPhase(label, number) for label, number in followed)
+
+
+def lives(trace: Trace, name: str) -> tuple[int, int]:
+    number = trace.tensor_names.index(name)
+    return int(trace.first_phase[number]), int(trace.last_phase[number])
+
+
+def test_parts_move_behind_the_phase_that_completes_their_gradients(
+    make_trace: Callable[..., Trace],
+) -> None:
+    trace, followed = recorded(make_trace)
+    moved, phases = with_parts_in_backward(trace, followed, ["", "b", "a"])
+    check_trace(moved, "moved")
+    assert moved.phase_names == (
+        "forward",
+        "backward b",
+        "optimizer",
+        "optimizer b",
+        "backward a",
+        "optimizer a",
+    )
+    assert moved.duration_s is not None
+    assert moved.duration_s.tolist() == [1e-3, 2e-3, 6e-3, 5e-3, 3e-3, 4e-3]
+    assert [one.phase for one in phases] == [0, 1, 4, 5]
+    assert [one.label for one in phases] == [one.label for one in followed]
+    assert lives(moved, "loose.grad") == (1, 2)
+    assert lives(moved, "b.grad") == (1, 3)
+    assert lives(moved, "a.grad") == (4, 5)
+    assert lives(moved, "saved") == (0, 1)
+    assert lives(moved, "a") == lives(moved, "a.m") == (0, 5)
+    # One part's share of what the whole step held for a moment.
+    assert lives(moved, "temporary") == (2, 5)
+    assert moved.tensor_bytes[moved.tensor_names.index("temporary")] == 60 * MIB
+
+
+def test_parts_that_never_were_complete_stay(make_trace: Callable[..., Trace]) -> None:
+    trace, followed = recorded(make_trace)
+    moved, phases = with_parts_in_backward(trace, followed, ["b"])
+    check_trace(moved, "moved")
+    assert moved.phase_names == (
+        "forward",
+        "backward b",
+        "optimizer b",
+        "backward a",
+        "optimizer a",
+        "optimizer",
+    )
+    assert [one.phase for one in phases] == [0, 1, 3, 4]
+    assert lives(moved, "b.grad") == (1, 2)
+    assert lives(moved, "a.grad") == (3, 5)
+    assert lives(moved, "loose.grad") == (1, 5)
+
+    assert with_parts_in_backward(trace, followed, []) == (trace, followed)

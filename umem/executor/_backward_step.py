@@ -1,0 +1,160 @@
+"""An optimizer's step in the backward pass: each block's as soon as its gradients are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from umem.errors import PlanError
+from umem.executor._slices import OptimizerSlices, Part
+
+__all__ = ["BackwardStep"]
+
+
+class BackwardStep:
+    """Updates each block's parameters when autograd has made the last of their gradients.
+
+    The gradients go at once, so that the program must not look at them between the backward pass
+    and the optimizer's step. Until :meth:`start`, and after :meth:`stop`, the step stays where it
+    is, and it is looked at whether the program changes gradients: then it has to stay there.
+
+    Parameters
+    ----------
+    slices
+        Does the parts. What belongs to a block of which not all parameters get a gradient is left
+        to the step that the program calls.
+    begin
+        Called before each part with its name, in autograd's thread. Must not raise.
+    """
+
+    def __init__(self, slices: OptimizerSlices, begin: Callable[[str], None]) -> None:
+        self.order: tuple[str, ...] = ()
+        """Names of the parts in the order in which the last step completed their gradients."""
+        self.obstacle = ""
+        """Why the step has to stay where it is; empty while nothing speaks against moving it."""
+        self._slices = slices
+        self._begin = begin
+        self._is_active = False
+        self._hooks = WeakIdKeyDictionary()
+        # Of the step in flight.
+        self._parts: dict[str, Part] = {}
+        self._name: dict[torch.Tensor, str] = {}
+        self._missing: dict[str, int] = {}
+        self._complete: list[str] = []
+        # Gradients as they were before the backward pass, and as autograd has left them.
+        self._kept: dict[torch.Tensor, tuple[int, int]] = {}
+        self._made: dict[torch.Tensor, tuple[int, int]] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether steps are done in the backward pass."""
+        return self._is_active
+
+    def start(self) -> None:
+        """Do the steps in the backward pass from the next one on."""
+        self._is_active = True
+
+    def stop(self) -> None:
+        """Leave the steps to the optimizer."""
+        self._is_active = False
+
+    def close(self) -> None:
+        """Stop, and take the hooks away. Not from inside of a hook."""
+        self.stop()
+        self._forget()
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    # ------------------------------------------------------------------ from step to step
+
+    def step_begins(self) -> None:
+        """Before the first forward pass of a step: find the gradients that each part waits for."""
+        self._forget()
+        self._parts = self._slices.parts(lambda it: it.requires_grad and it.is_leaf)
+        for name, part in self._parts.items():
+            parameters = list(chain.from_iterable(part))
+            self._missing[name] = len(parameters)
+            for parameter in parameters:
+                self._name[parameter] = name
+                if parameter.grad is not None:
+                    self._kept[parameter] = _version(parameter.grad)
+                if parameter not in self._hooks:
+                    hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    self._hooks[parameter] = hook
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """After the optimizer's step, which leaves gradients as they were."""
+        if not self._is_active:
+            self._look_at_gradients()
+            if getattr(optimizer, "grad_scale", None) is not None:
+                self._see_obstacle("a gradient scaler has the optimizer divide gradients")
+        self.order = tuple(self._complete)
+        self._forget()
+
+    def _look_at_gradients(self) -> None:
+        for parameter, made in self._made.items():
+            if parameter.grad is None or _version(parameter.grad) != made:
+                self._see_obstacle(
+                    "gradients are changed between the backward pass and the optimizer's step, as "
+                    "clipping, a gradient scaler and data parallel training do"
+                )
+
+    def _see_obstacle(self, text: str) -> None:
+        self.obstacle = self.obstacle or text
+
+    def _forget(self) -> None:
+        """Hold no parameter longer than its step."""
+        for held in (self._parts, self._name, self._missing, self._kept, self._made):
+            held.clear()
+        self._complete.clear()
+
+    # ------------------------------------------------------------------ in the backward pass
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        name = self._name.get(parameter)
+        if name is None or parameter.grad is None:  # a backward pass outside of steps
+            return
+        is_again = parameter in self._made
+        made = self._made[parameter] = _version(parameter.grad)
+        if self._is_active:
+            if name in self._complete:
+                raise PlanError(
+                    "a second backward pass before the optimizer's step: the first one has updated "
+                    f"{name or 'the parameters outside of blocks'} already. Call optimizer.step() "
+                    "after each backward pass, or umem.manage without step_in_backward=True"
+                )
+        elif is_again:
+            self._see_obstacle("gradients are accumulated over several backward passes")
+        elif parameter in self._kept and _is_later(made, self._kept[parameter]):
+            self._see_obstacle(
+                "gradients are kept from one step to the next: zero_grad() has to set them to None"
+            )
+        if is_again:
+            return
+        self._missing[name] -= 1
+        if not self._missing[name]:
+            self._complete.append(name)
+            if self._is_active:
+                self._run(name)
+
+    def _run(self, name: str) -> None:
+        part = self._parts[name]
+        self._begin(name)
+        self._slices.run_part(part)
+        for parameter in chain.from_iterable(part):
+            parameter.grad = None
+
+
+def _version(gradient: torch.Tensor) -> tuple[int, int]:
+    """Where a gradient is, and how often it was changed in place."""
+    return gradient.data_ptr(), gradient._version
+
+
+def _is_later(made: tuple[int, int], kept: tuple[int, int]) -> bool:
+    """Whether it is the same gradient, to which something was added."""
+    return made[0] == kept[0] and made[1] > kept[1]
