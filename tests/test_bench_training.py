@@ -236,9 +236,11 @@ def test_what_is_not_installed_is_no_failure(variant: Variant, package: str) -> 
     ("variant", "planner", "budget"),
     [
         ("umem-planned", "planned", "6000"),
+        ("umem-backward-step", "planned", "6000"),
         ("umem-lookahead", "lookahead", "6000"),
         ("umem-fault", "fault", "6000"),
         ("umem-optimizer-host", "none", None),
+        ("backward-step", None, None),
         ("save-on-cpu", None, None),
     ],
 )

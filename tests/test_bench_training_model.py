@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ import torch
 from managed_training import MIB, Training, one_thread
 from training_runs import TINY, settings
 
-from umem.bench.train import compile_planner, managed, task
+from umem.bench.train import compile_planner, managed, step, task
 from umem.bench.train.build_deepspeed import building_deepspeed
+from umem.bench.train.jobs import TrainingJob
 from umem.bench.train.model import build_llama
 from umem.bench.train.order import WORKLOADS, configurations
-from umem.bench.train.results import Method, TrainingSettings
+from umem.bench.train.results import Method, TrainingSettings, Variant
 from umem.classes import TensorClass
+from umem.cuda import _bindings
 from umem.report import Cause, HintReport, HintUse, MeasuredReport, Traffic
 from umem.simulator import _engine
 from umem.telemetry import MigrationRecords, records_of
@@ -89,6 +93,91 @@ def test_checkpoints_keep_each_layers_input_only() -> None:
     assert kept_bytes[True] < kept_bytes[False] / 2
 
 
+def on_the_cpu(variant: Variant, method: Method) -> step.Training:
+    return step.make_training(
+        TrainingJob(
+            model=TINY.model_copy(update={"checkpoint": True}),
+            method=method,
+            variant=variant,
+            budget_bytes=None,
+            steps=1,
+            deterministic=False,
+            managed_limit_bytes=0,
+            device="cpu",
+        )
+    )
+
+
+@pytest.mark.parametrize("method", ["sft", "lora"])
+def test_steps_in_the_backward_pass_do_the_arithmetic_of_stock(method: Method) -> None:
+    stock, ours = on_the_cpu("stock", method), on_the_cpu("backward-step", method)
+
+    with one_thread():
+        losses, own_losses = (
+            [float(training.step()).hex() for _ in range(3)] for training in (stock, ours)
+        )
+
+    assert own_losses == losses
+    assert losses[0] != losses[-1]
+    pairs = zip(ours.model.parameters(), stock.model.parameters(), strict=True)
+    assert all(torch.equal(own, other) for own, other in pairs)
+    weights = [it for it in ours.model.parameters() if it.requires_grad]
+    assert len(ours.optimizers) == len(weights)
+    assert all(it.grad is None for it in weights)
+    assert task._state_bytes(ours.optimizers) == task._state_bytes(stock.optimizers) != 0
+
+
+def test_no_gradient_waits_for_the_end_of_the_backward_pass() -> None:
+    training = on_the_cpu("backward-step", "sft")
+    weights = list(training.model.parameters())
+    held: list[int] = []
+    for weight in weights:  # after the training's own hook
+        weight.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(it.grad is not None for it in weights))
+        )
+
+    training.step()
+
+    assert held == [0] * len(weights)
+
+
+# --- the device's clock ---
+
+
+def test_the_clock_is_that_of_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bytes | int, ...]] = []
+
+    def find(address: bytes, handle: Any) -> int:
+        asked.append((address,))
+        handle[0] = 7
+        return 0
+
+    def clock(handle: int, kind: int, value: Any) -> int:
+        asked.append((handle, kind))
+        value[0] = 1755
+        return 0 if len(asked) == 2 else 3  # NVML_ERROR_NOT_SUPPORTED
+
+    number, place = ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p)
+    nvml = SimpleNamespace(
+        nvmlDeviceGetHandleByPciBusId_v2=ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, place)(
+            find
+        ),
+        nvmlDeviceGetClockInfo=ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_int, number
+        )(clock),
+    )
+    monkeypatch.setattr(_bindings, "_nvml", lambda: nvml)
+
+    assert _bindings.nvml_sm_clock_mhz("0000:1B:00.0") == 1755
+    assert asked == [(b"0000:1B:00.0",), (7, 1)]
+    assert _bindings.nvml_sm_clock_mhz("0000:1B:00.0") is None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="it is about a machine without NVML")
+def test_the_clock_is_not_known_without_nvml() -> None:
+    assert _bindings.nvml_sm_clock_mhz("0000:1B:00.0") is None
+
+
 # --- what umem says ---
 
 
@@ -104,8 +193,8 @@ class _Managed:
         return self.inner.model
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.inner.optimizer
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return (self.inner.optimizer,)
 
     def step(self) -> torch.Tensor:
         self.inner.step()
@@ -164,13 +253,31 @@ def test_residency_is_looked_at_on_both_ways(monkeypatch: pytest.MonkeyPatch) ->
             optimizer.step()
 
     training: Any = _Steps()
-    training.model, training.optimizer = model, optimizer
+    training.model, training.optimizers = model, (optimizer,)
     most = managed.resident_bytes(training)
 
     assert most == 12
-    assert len(asked) == 2 * (TINY.layers * 2 + 2)
+    looks = 2 * (TINY.layers * 2 + len(list(model.parameters())) + 2)
+    assert len(asked) == looks
     training.step()
-    assert len(asked) == 2 * (TINY.layers * 2 + 2)
+    assert len(asked) == looks
+
+
+@pytest.mark.parametrize(
+    ("variant", "in_backward", "is_noted"),
+    [
+        ("umem-backward-step", False, True),
+        ("umem-backward-step", True, False),
+        ("umem-planned", False, False),
+    ],
+)
+def test_a_step_that_stayed_where_it_was_is_noted(
+    variant: Variant, in_backward: bool, is_noted: bool
+) -> None:
+    status: Any = SimpleNamespace(step_in_backward=in_backward)
+
+    words = "the optimizer's step stayed behind the backward pass"
+    assert task._notes(variant, status) == ((words,) if is_noted else ())
 
 
 class SilentCollector:
@@ -302,24 +409,35 @@ def test_a_run_begins_with_what_matters_most() -> None:
         "workloads": tuple(WORKLOADS.values())
     }))  # fmt: skip
 
-    assert [str(it) for it in every[:6]] == [
+    assert [str(it) for it in every[:9]] == [
         "long, sft, stock",
         "long, sft, umem-planned at 60 %",
         "long, sft, umem-fault at 60 %",
+        "long, sft, umem-backward-step at 60 %",
         "long, sft, umem-lookahead at 60 %",
         "long, sft, umem-planned at 30 %",
+        "long, sft, umem-backward-step at 30 %",
+        "long, sft, backward-step",
         "long, sft, umem-optimizer-host",
     ]
     words = list(map(str, every))
-    assert len(set(words)) == len(words) == 39
+    assert len(set(words)) == len(words) == 51
     for name in WORKLOADS:
         for method in ("sft", "lora"):
             own = [it for it in words if it.startswith(f"{name}, {method}")]
             assert own[0] == f"{name}, {method}, stock"
     assert words.index("long, sft, deepspeed-offload") > words.index("activations, lora, stock")
     at_most = [it for it in every if it.percent == 100]
-    assert {(it.workload, it.variant) for it in at_most} == {("long", "umem-planned")}
+    assert {(it.workload, it.method, it.variant) for it in at_most} == {
+        ("long", method, variant)
+        for method in ("sft", "lora")
+        for variant in ("umem-planned", "umem-backward-step")
+    }
     assert not any("lora, umem-optimizer-host" in it for it in words)
+    # Only what was measured long after the first can show that the machine drifts.
+    assert sorted(words[-4:]) == sorted(
+        f"{name}, {method}, stock-again" for name in WORKLOADS for method in ("sft", "lora")
+    )
 
 
 def test_other_budgets_and_variants_keep_stock_first() -> None:

@@ -21,9 +21,12 @@ from umem.bench.train.figures import (
 from umem.bench.train.order import WORKLOADS
 from umem.bench.train.report import grids, heading
 from umem.bench.train.results import (
+    BUDGETED,
+    VARIANTS,
     Outcome,
     TrainingModel,
     TrainingRun,
+    Variant,
     read_training,
     write_training,
 )
@@ -153,17 +156,19 @@ def test_steps_are_beside_the_stock_variant() -> None:
 
     rows = {(row[0], row[1]): row[2:] for row in grid.rows}
     assert rows["stock", "—"] == (
-        "100 [90 to 120]", "10,000", "100 %", "10 GiB", "100", "—", "10.2500"
+        "100 [90 to 120]", "1800", "10,000", "100 %", "10 GiB", "100", "—", "10.2500"
     )  # fmt: skip
     assert rows["umem-planned", "60 %, 6 GiB"] == (
-        "200 [180 to 240]", "5,000", "50 %", "6 GiB", "100, 60", "190 / 160", "10.2500 same bits"
+        "200 [180 to 240]", "1756", "5,000", "50 %", "6 GiB", "100, 60", "190 / 160",
+        "10.2500 same bits",
     )  # fmt: skip
-    assert rows["umem-planned", "30 %, 3 GiB"][0] == "400 [360 to 480], without its plan"
+    assert grid.columns[3] == "SM clock, MHz"
+    assert rows["umem-planned", "30 %, 3 GiB"][:2] == ("400 [360 to 480], without its plan", "—")
     assert rows["umem-fault", "30 %, 3 GiB"][:2] == (
         "off: phases[3] uses 8 GiB at once, and the device budget is 3 GiB", "—"
     )  # fmt: skip
-    assert rows["save-on-cpu", "—"][3:5] == ("6 GiB", "100, 60")
-    assert rows["rmm-managed", "—"][3:5] == ("—", "none")
+    assert rows["save-on-cpu", "—"][4:6] == ("6 GiB", "100, 60")
+    assert rows["rmm-managed", "—"][4:6] == ("—", "none")
     # Another optimizer: its losses are not compared.
     assert rows["torchao-offload", "—"][-1] == "10.2500"
     assert [row[0] for row in grid.rows] == sorted(
@@ -173,9 +178,16 @@ def test_steps_are_beside_the_stock_variant() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("variant", "percent"),
+    [("umem-planned", 60.0), ("umem-backward-step", 60.0), ("backward-step", None),
+     ("stock-again", None)],
+)  # fmt: skip
 @pytest.mark.parametrize(("deterministic", "word"), [(True, "10.5000 differs"), (False, "10.5000")])
-def test_other_losses_differ_where_they_must_not(deterministic: bool, word: str) -> None:
-    other = outcome("umem-planned", percent=60.0, losses_hex=((10.5).hex(),))
+def test_other_losses_differ_where_they_must_not(
+    deterministic: bool, word: str, variant: Variant, percent: float | None
+) -> None:
+    other = outcome(variant, percent=percent, losses_hex=((10.5).hex(),))
     run = made_up_run(outcome("stock"), other, deterministic=deterministic)
 
     (grid,) = (it for it in grids(run) if it.title.endswith(": a training step"))
@@ -236,6 +248,38 @@ def test_what_is_missing_is_said_with_its_reason() -> None:
     notes = table(run, "Notes").rows
     assert ("long, sft, torchao-offload", "—", "made up") in notes
     assert any("of 17 planned steps: 2 strayed" in note for _, _, note in notes)
+
+
+@pytest.mark.parametrize(
+    ("stock_mhz", "own_mhz", "words"),
+    [
+        (1800.0, 1764.0, None),
+        (1800.0, 1763.0, "1763 MHz, and 1800 under stock"),
+        (1800.0, 1837.0, "1837 MHz, and 1800 under stock"),
+        (1800.0, None, None),
+        (None, 1800.0, None),
+    ],
+)
+def test_clocks_that_differ_are_noted(
+    stock_mhz: float | None, own_mhz: float | None, words: str | None
+) -> None:
+    run = made_up_run(
+        outcome("stock", sm_clock_mhz=stock_mhz),
+        outcome("save-on-cpu", sm_clock_mhz=own_mhz),
+        # Another method's clock is its own stock's to compare.
+        outcome("save-on-cpu", method="lora", sm_clock_mhz=900.0),
+    )
+
+    notes = [row for grid in grids(run) if grid.title == "Notes" for row in grid.rows]
+
+    assert notes == (
+        []
+        if words is None
+        else [
+            ("long, sft, save-on-cpu", "—",
+             f"the SM clock was {words}: compare their times with care"),
+        ]
+    )  # fmt: skip
 
 
 def test_heading_names_the_machine_and_the_model() -> None:
@@ -310,12 +354,37 @@ def test_the_picture_has_a_panel_for_each_workload_and_method() -> None:
     ]
 
 
+def test_every_variant_has_a_bar_of_its_own_colour() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.patches import Patch
+
+    from umem.bench.train.picture import training_figure
+
+    barred = [it for it in VARIANTS if it not in ("stock", "stock-again")]
+    run = made_up_run(
+        outcome("stock"),
+        *(outcome(it, percent=60.0 if it in BUDGETED else None) for it in barred),
+        outcome("stock-again"),
+    )
+
+    figure = training_figure(run)
+
+    (legend,) = figure.legends
+    colours = {
+        text.get_text(): patch.get_facecolor()
+        for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True)
+        if isinstance(patch, Patch) and not patch.get_hatch()
+    }
+    assert list(colours) == barred
+    assert len(set(colours.values())) == len(barred)
+
+
 def test_there_is_no_picture_of_the_stock_variant_alone() -> None:
     pytest.importorskip("matplotlib")
     from umem.bench.train.picture import training_figure
 
     with pytest.raises(UmemError, match="no variant to draw beside the stock one"):
-        training_figure(made_up_run(outcome("stock")))
+        training_figure(made_up_run(outcome("stock"), outcome("stock-again")))
 
 
 def test_results_survive_the_file_and_are_shown(tmp_path: Path) -> None:
@@ -330,6 +399,7 @@ def test_results_survive_the_file_and_are_shown(tmp_path: Path) -> None:
     as_json = CliRunner().invoke(app, [*words, "--json"])
 
     assert read_training(path) == run
+    assert [it.sm_clock_mhz for it in read_training(path).outcomes[:3]] == [1800.0, 1755.5, None]
     assert plain.exit_code == as_markdown.exit_code == as_json.exit_code == 0
     assert "Made-up GPU" in plain.stdout
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

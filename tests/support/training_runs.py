@@ -131,8 +131,15 @@ def made_up_run(*outcomes: Outcome, **changes: Any) -> TrainingRun:
         device_flops_per_s=660e12,
         outcomes=outcomes
         or (
-            outcome("stock"),
-            outcome("umem-planned", 0.2, percent=60.0, plan_running=True, manager=MANAGER),
+            outcome("stock", sm_clock_mhz=1800.0),
+            outcome(
+                "umem-planned",
+                0.2,
+                percent=60.0,
+                plan_running=True,
+                manager=MANAGER,
+                sm_clock_mhz=1755.5,
+            ),
             outcome("umem-planned", 0.4, percent=30.0, plan_running=False, profile=PROFILE),
             outcome(
                 "umem-optimizer-host", 0.3, optimizer_state_bytes=2 * GIB, mapped_bytes_per_s=16e9

@@ -42,6 +42,7 @@ __all__ = [
     "nvml_memory_bytes",
     "nvml_nvlink_c2c",
     "nvml_pcie_link",
+    "nvml_sm_clock_mhz",
     "preferred_location",
     "prefetch",
     "prefetch_batch",
@@ -68,6 +69,8 @@ _DEVICE_TYPE, _HOST_TYPE, _HOST_NUMA_TYPE = 1, 2, 3
 _READ_MOSTLY, _PREFERRED, _ACCESSED_BY, _LAST_PREFETCH = 1, 2, 3, 4
 _PREFERRED_TYPE, _PREFERRED_NUMBER = 5, 6
 _LAST_PREFETCH_TYPE, _LAST_PREFETCH_NUMBER = 7, 8
+
+_NVML_CLOCK_SM = 1  # nvmlClockType_t of nvml.h
 
 
 # ---- the libraries -------------------------------------------------------------------------
@@ -246,7 +249,7 @@ def _nvml_handle(library: ctypes.CDLL, pci_address: str) -> ctypes.c_void_p | No
     return handle if found == 0 else None
 
 
-def _nvml_number(pci_address: str, name: str) -> int | None:
+def _nvml_number(pci_address: str, name: str, *which: int) -> int | None:
     """Return one unsigned number of a device; None where NVML or the device lacks it."""
     library = _nvml()
     handle = None if library is None else _nvml_handle(library, pci_address)
@@ -254,7 +257,7 @@ def _nvml_number(pci_address: str, name: str) -> int | None:
     if handle is None or function is None:
         return None
     value = ctypes.c_uint()
-    return int(value.value) if function(handle, ctypes.byref(value)) == 0 else None
+    return int(value.value) if function(handle, *which, ctypes.byref(value)) == 0 else None
 
 
 def driver_release() -> str | None:
@@ -290,6 +293,11 @@ def nvml_nvlink_c2c(pci_address: str) -> bool | None:
     """Tell whether NVLink-C2C joins the card to its CPU, None where NVML cannot say."""
     enabled = _nvml_number(pci_address, "nvmlDeviceGetC2cModeInfoV")
     return None if enabled is None else enabled != 0
+
+
+def nvml_sm_clock_mhz(pci_address: str) -> int | None:
+    """Return the SM clock of this moment in MHz, None where NVML cannot say."""
+    return _nvml_number(pci_address, "nvmlDeviceGetClockInfo", _NVML_CLOCK_SM)
 
 
 # ---- memory --------------------------------------------------------------------------------

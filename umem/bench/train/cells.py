@@ -27,6 +27,7 @@ __all__ = [
     "NOTHING",
     "batches",
     "budget_cell",
+    "clock_cell",
     "device_cell",
     "fits_cell",
     "losses_cell",
@@ -45,7 +46,14 @@ NOTHING = "—"
 
 _REASON_CHARACTERS = 80
 
-_SAME_LOSSES = (*BUDGETED, "umem-optimizer-host", "save-on-cpu", "rmm-managed")
+_SAME_LOSSES = (
+    *BUDGETED,
+    "umem-optimizer-host",
+    "backward-step",
+    "save-on-cpu",
+    "rmm-managed",
+    "stock-again",
+)
 """Variants that do the same arithmetic as the stock one: only memory differs."""
 
 
@@ -76,6 +84,11 @@ def step_cell(outcome: Outcome) -> str:
     low, high = min(outcome.steps_s) * 1e3, max(outcome.steps_s) * 1e3
     text = f"{middle_s * 1e3:.4g} [{low:.4g} to {high:.4g}]"
     return f"{text}, without its plan" if outcome.plan_running is False else text
+
+
+def clock_cell(outcome: Outcome) -> str:
+    """The device's SM clock during the timed steps, MHz."""
+    return NOTHING if outcome.sm_clock_mhz is None else f"{outcome.sm_clock_mhz:.0f}"
 
 
 def speed_cell(run: TrainingRun, outcome: Outcome) -> str:

@@ -8,13 +8,20 @@ from umem.bench.report import Grid
 from umem.bench.train.cells import (
     NOTHING,
     budget_cell,
+    clock_cell,
     device_cell,
     moved_cell,
     over_bound_cell,
     step_cell,
     subject_cell,
 )
-from umem.bench.train.figures import lower_bound_s, median_s, outcomes_of, tokens_per_s
+from umem.bench.train.figures import (
+    lower_bound_s,
+    median_s,
+    outcomes_of,
+    stock_of,
+    tokens_per_s,
+)
 from umem.bench.train.results import METHODS, Outcome, TrainingRun, Variant, Workload
 from umem.comparison import Difference, difference_words
 from umem.units import format_bytes
@@ -30,6 +37,9 @@ _OFF_DEVICE: tuple[Variant, ...] = (
     "save-on-cpu",
 )
 """Rows of the table about an optimizer's state that is not on the device, and what is beside it."""
+
+_MAX_CLOCK_DIFFERENCE = 0.02
+"""Of stock's SM clock: times under clocks farther apart differ by what the device did."""
 
 
 def details(run: TrainingRun) -> Iterator[Grid]:
@@ -47,7 +57,7 @@ def details(run: TrainingRun) -> Iterator[Grid]:
         _predictions(ordered),
         _managers(ordered),
         _migration(ordered),
-        Grid("Notes", ("run", "budget", "note"), tuple(_notes(ordered))),
+        Grid("Notes", ("run", "budget", "note"), tuple(_notes(run, ordered))),
         _not_measured(ordered),
     )
     yield from (grid for grid in tables if grid.rows)
@@ -174,11 +184,18 @@ def _migration(outcomes: list[Outcome]) -> Grid:
     )
 
 
-def _notes(outcomes: list[Outcome]) -> Iterator[tuple[str, str, str]]:
+def _notes(run: TrainingRun, outcomes: list[Outcome]) -> Iterator[tuple[str, str, str]]:
     for outcome in outcomes:
         subject = subject_cell(outcome), budget_cell(outcome)
         for note in outcome.notes:
             yield *subject, note
+        stock = stock_of(run, outcome.workload, outcome.method)
+        if stock is not None and _clocks_differ(outcome, stock):
+            yield (
+                *subject,
+                f"the SM clock was {clock_cell(outcome)} MHz, and {clock_cell(stock)} under stock: "
+                "compare their times with care",
+            )
         manager = outcome.manager
         if manager and manager.reason and outcome.state == "measured":
             yield *subject, f"umem's manager is {manager.state}: {manager.reason}"
@@ -188,6 +205,13 @@ def _notes(outcomes: list[Outcome]) -> Iterator[tuple[str, str, str]]:
                 f"of {manager.steps} planned steps: {manager.strays} strayed, {manager.unplanned} "
                 f"had no plan of their own, {manager.gave_up} waits were given up",
             )
+
+
+def _clocks_differ(outcome: Outcome, stock: Outcome) -> bool:
+    own_mhz, stock_mhz = outcome.sm_clock_mhz, stock.sm_clock_mhz
+    if own_mhz is None or stock_mhz is None:
+        return False
+    return abs(own_mhz - stock_mhz) > _MAX_CLOCK_DIFFERENCE * stock_mhz
 
 
 def _not_measured(outcomes: list[Outcome]) -> Grid:

@@ -40,6 +40,7 @@ class TrainingAnswer(Record):
     plan_running: bool | None = None
     manager: ManagerFigures | None = None
     steps_s: tuple[float, ...] = ()
+    sm_clock_mhz: float | None = None
     losses_hex: tuple[str, ...] = ()
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None

@@ -68,10 +68,14 @@ def resident_bytes(training: Training) -> int:
 
     layers = training.model.layers
     undo = [layer.register_forward_hook(look_now_and_on_the_way_back) for layer in layers]
-    undo += [
-        training.optimizer.register_step_pre_hook(look),
-        training.optimizer.register_step_post_hook(look),
-    ]
+    for optimizer in training.optimizers:
+        undo += [optimizer.register_step_pre_hook(look), optimizer.register_step_post_hook(look)]
+        # Where a block's step follows its last gradient, its state is there at that moment only.
+        undo += [
+            weight.register_post_accumulate_grad_hook(look)
+            for group in optimizer.param_groups
+            for weight in group["params"]
+        ]
     for _ in range(_RESIDENCY_STEPS):
         training.step()
     for handle in undo:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from umem.bench.train.results import (
-    BUDGETED,
     METHODS,
+    PLANNERS,
     VARIANTS,
     Method,
     TrainingModel,
@@ -31,7 +31,7 @@ WORKLOADS: dict[WorkloadName, Workload] = {
         name="activations",
         model=TrainingModel(tokens=4096, checkpoint=False),
         methods=METHODS,
-        variants=("stock", "umem-planned", "umem-fault", "save-on-cpu"),
+        variants=("stock", "umem-planned", "umem-fault", "save-on-cpu", "stock-again"),
         budgets_percent=(60.0, 30.0),
     ),
 }
@@ -56,8 +56,11 @@ _FIRST: tuple[_Cell, ...] = (
     ("long", "sft", "stock", None),
     ("long", "sft", "umem-planned", 60.0),
     ("long", "sft", "umem-fault", 60.0),
+    ("long", "sft", "umem-backward-step", 60.0),
     ("long", "sft", "umem-lookahead", 60.0),
     ("long", "sft", "umem-planned", 30.0),
+    ("long", "sft", "umem-backward-step", 30.0),
+    ("long", "sft", "backward-step", None),
     ("long", "sft", "umem-optimizer-host", None),
     ("long", "sft", "bnb-paged-adamw", None),
     ("long", "sft", "torchao-offload", None),
@@ -94,12 +97,15 @@ def configurations(settings: TrainingSettings) -> list[Configuration]:
     """All that a run consists of, in the order in which it goes.
 
     Budgets are shares of the stock variant's peak, so that this variant always is part of it, and
-    goes before the others. At 100 % everything fits: only the ``planned`` planner is asked to see
-    it. Adapters have next to no optimizer state to be held on the host.
+    goes before the others; once more, it goes after them. At 100 % everything fits: only the
+    ``planned`` planner is asked to see it. Adapters have next to no optimizer state to be held on
+    the host.
     """
     rank = {cell: number for number, cell in enumerate(_FIRST)}
 
     def place(it: Configuration) -> int:
+        if it.variant == "stock-again":
+            return len(rank) + 1
         return rank.get((it.workload, it.method, it.variant, it.percent), len(rank))
 
     found = [it for workload in settings.workloads for it in _of_workload(workload)]
@@ -117,8 +123,9 @@ def _of_workload(workload: Workload) -> Iterator[Configuration]:
 
 
 def _budgets(workload: Workload, variant: Variant) -> tuple[float | None, ...]:
-    if variant not in BUDGETED:
+    planner = PLANNERS.get(variant)
+    if planner is None:
         return (None,)
     return tuple(
-        it for it in workload.budgets_percent if variant == "umem-planned" or it < _WHOLE_PERCENT
+        it for it in workload.budgets_percent if planner == "planned" or it < _WHOLE_PERCENT
     )

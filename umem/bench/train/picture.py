@@ -29,12 +29,17 @@ if TYPE_CHECKING:
 
 __all__ = ["training_figure"]
 
-# Okabe and Ito's palette: umem's are blues and green, what others do is warm.
+_NO_BARS: tuple[Variant, ...] = ("stock", "stock-again")
+"""One is a line; the other is the same, and shows only whether the machine drifts."""
+
+# Okabe and Ito's palette and more: umem's are blues and greens, what others do is warm.
 _COLOURS: dict[Variant, str] = {
     "umem-planned": "#0072B2",
+    "umem-backward-step": "#8CD3B6",
     "umem-lookahead": "#56B4E9",
     "umem-fault": "#009E73",
     "umem-optimizer-host": "#003F63",
+    "backward-step": "#8C510A",
     "save-on-cpu": "#F0E442",
     "bnb-paged-adamw": "#E69F00",
     "torchao-offload": "#D55E00",
@@ -69,10 +74,10 @@ def training_figure(run: TrainingRun) -> Figure:
     for workload in run.settings.workloads:
         for method in workload.methods:
             entries = shown_of(run, workload.name, method)
-            if any(it.variant != "stock" for it in entries):  # else there is nothing to compare
+            if any(it.variant not in _NO_BARS for it in entries):  # else nothing is compared
                 panels.append((workload, method, entries))
     found = {it.variant for _, _, entries in panels for it in entries}
-    shown: list[Variant] = [it for it in VARIANTS if it != "stock" and it in found]
+    shown: list[Variant] = [it for it in VARIANTS if it not in _NO_BARS and it in found]
     if not shown:
         raise UmemError("the run has no variant to draw beside the stock one")
     columns = min(2, len(panels))
@@ -116,7 +121,7 @@ def _panel(
     for group, percent in enumerate(budgets):
         for outcome in entries:
             told = outcome.variant in BUDGETED
-            if outcome.variant == "stock" or (told and outcome.budget_percent != percent):
+            if outcome.variant in _NO_BARS or (told and outcome.budget_percent != percent):
                 continue
             number = shown.index(outcome.variant)
             place = group + (number - (len(shown) - 1) / 2) * width

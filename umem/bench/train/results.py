@@ -9,10 +9,12 @@ from pydantic import Field
 
 from umem.bench.results import Machine
 from umem.bench.results_file import Record, read_results, write_results
+from umem.policy import PolicyPlanner
 
 __all__ = [
     "BUDGETED",
     "METHODS",
+    "PLANNERS",
     "VARIANTS",
     "ManagerFigures",
     "Method",
@@ -38,31 +40,45 @@ METHODS: tuple[Method, ...] = ("sft", "lora")
 Variant = Literal[
     "stock",
     "umem-planned",
+    "umem-backward-step",
     "umem-lookahead",
     "umem-fault",
     "umem-optimizer-host",
+    "backward-step",
     "save-on-cpu",
     "bnb-paged-adamw",
     "torchao-offload",
     "deepspeed-offload",
     "rmm-managed",
+    "stock-again",
 ]
 
 VARIANTS: tuple[Variant, ...] = (
     "stock",
     "umem-planned",
+    "umem-backward-step",
     "umem-lookahead",
     "umem-fault",
     "umem-optimizer-host",
+    "backward-step",
     "save-on-cpu",
     "bnb-paged-adamw",
     "torchao-offload",
     "deepspeed-offload",
     "rmm-managed",
+    "stock-again",
 )
 """What is compared, in the order of the tables."""
 
-BUDGETED: tuple[Variant, ...] = ("umem-planned", "umem-fault", "umem-lookahead")
+PLANNERS: dict[Variant, PolicyPlanner] = {
+    "umem-planned": "planned",
+    "umem-backward-step": "planned",
+    "umem-lookahead": "lookahead",
+    "umem-fault": "fault",
+}
+"""umem's planner, of variants whose memory it moves."""
+
+BUDGETED: tuple[Variant, ...] = tuple(PLANNERS)
 """Variants that are told a device budget, and keep to it."""
 
 WorkloadName = Literal["long", "activations"]
@@ -190,12 +206,14 @@ class Outcome(Record):
     """Whether umem said, before the timed steps, that its plan was running."""
     manager: ManagerFigures | None = None
     steps_s: tuple[float, ...] = ()
+    sm_clock_mhz: float | None = None
+    """Median over the timed steps; None where NVML does not tell."""
     losses_hex: tuple[str, ...] = ()
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     resident_bytes: int | None = None
-    """The most that umem meant to have on the device, looked at in every layer's passes and at the
-    optimizer's step; of variants that are told a budget."""
+    """The most that umem meant to have on the device, looked at in every layer's passes, at every
+    gradient and at the optimizer's step; of variants that are told a budget."""
     optimizer_state_bytes: int | None = None
     mapped_bytes_per_s: float | None = None
     """Reading and writing host memory in place, both counted; of ``umem-optimizer-host`` only."""

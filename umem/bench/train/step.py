@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from umem.bench._allocators import select
 from umem.bench.train.jobs import TrainingJob
 from umem.bench.train.model import SEED, CausalLoss, build_llama
-from umem.bench.train.results import BUDGETED, Variant
+from umem.bench.train.results import PLANNERS, Variant
 from umem.errors import UmemError, UnsupportedError
 
 __all__ = [
@@ -54,7 +54,7 @@ class Training:
     """A model in training."""
 
     model: CausalLoss
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     step: Callable[[], torch.Tensor]
     """Trains one step; its loss, without a graph."""
     manager: Any = None
@@ -99,8 +99,8 @@ def place_allocator(job: TrainingJob) -> None:
 
         os.environ["UMEM_PLANNER"] = "none"
         umem.enable(umem.load_policy(_OPTIMIZER_ON_HOST))
-    elif job.variant in BUDGETED:
-        os.environ["UMEM_PLANNER"] = job.variant.removeprefix("umem-")
+    elif job.variant in PLANNERS:
+        os.environ["UMEM_PLANNER"] = PLANNERS[job.variant]
         os.environ["UMEM_DEVICE_BUDGET"] = str(job.budget_bytes)
         select("umem", job.method, job.managed_limit_bytes)
     else:
@@ -123,12 +123,17 @@ def make_training(job: TrainingJob) -> Training:
     batch = torch.randint(0, job.model.vocabulary, shape, device=device)
     if job.variant == "deepspeed-offload":
         training = _with_deepspeed(model, batch)
+    elif job.variant == "backward-step":
+        training = _with_steps_in_backward(model, batch)
     else:
         training = _with_torch(job, model, batch)
-    if job.variant in BUDGETED:
+    if job.variant in PLANNERS:
         import umem
 
-        training.manager = umem.manage(model, training.optimizer)
+        (optimizer,) = training.optimizers
+        training.manager = umem.manage(
+            model, optimizer, step_in_backward=job.variant == "umem-backward-step"
+        )
     if device.type == "cuda":
         # The fastest everywhere, and with a backward pass that can be deterministic.
         training.around.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
@@ -151,7 +156,28 @@ def _with_torch(job: TrainingJob, model: CausalLoss, batch: torch.Tensor) -> Tra
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return Training(model, optimizer, step)
+    return Training(model, (optimizer,), step)
+
+
+def _with_steps_in_backward(model: CausalLoss, batch: torch.Tensor) -> Training:
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    optimizers: dict[torch.Tensor, torch.optim.AdamW] = {
+        it: _adamw([it]) for it in model.parameters() if it.requires_grad
+    }
+
+    def step_one(weight: torch.Tensor) -> None:
+        optimizers[weight].step()
+        optimizers[weight].zero_grad(set_to_none=True)
+
+    for trained in optimizers:
+        trained.register_post_accumulate_grad_hook(step_one)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=batch, labels=batch)
+        loss.backward()
+        return loss.detach()
+
+    return Training(model, tuple(optimizers.values()), step)
 
 
 def _optimizer(variant: Variant, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -163,8 +189,12 @@ def _optimizer(variant: Variant, weights: list[nn.Parameter]) -> torch.optim.Opt
             weights, torch.optim.AdamW, offload_gradients=True, lr=LEARNING_RATE, fused=True
         )
     else:
-        made = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)
+        made = _adamw(weights)
     return made
+
+
+def _adamw(weights: list[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)
 
 
 def _with_deepspeed(model: CausalLoss, batch: torch.Tensor) -> Training:
@@ -196,4 +226,4 @@ def _with_deepspeed(model: CausalLoss, batch: torch.Tensor) -> Training:
         engine.step()
         return loss.detach()
 
-    return Training(model, optimizer, step)
+    return Training(model, (optimizer,), step)

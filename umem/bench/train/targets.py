@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from umem.bench.report import Check, Grid
 from umem.bench.train.cells import budget_cell, subject_cell
@@ -17,6 +18,7 @@ from umem.bench.train.figures import (
     stock_of,
 )
 from umem.bench.train.results import (
+    PLANNERS,
     Method,
     Outcome,
     TrainingRun,
@@ -50,7 +52,9 @@ __all__ = ["checks", "target_grid", "targets"]
 _HEAD_PERCENT, _TIGHT_PERCENT = 60.0, 30.0
 _ALL_PLANNED = "all planned runs"
 _COMPUTE_BOUND: WorkloadName = "long"
+_PLANNED = tuple(variant for variant, planner in PLANNERS.items() if planner == "planned")
 _ALTERNATIVES: tuple[Variant, ...] = (
+    "backward-step",
     "save-on-cpu",
     "bnb-paged-adamw",
     "torchao-offload",
@@ -110,12 +114,12 @@ def target_grid(run: TrainingRun) -> Grid:
 def _beside_paging(run: TrainingRun, workload: Workload, method: Method) -> Iterator[Target]:
     """The plan against demand paging under the same budget."""
     stock_s = _stock_s(run, workload.name, method)
-    for percent in workload.budgets_percent:
-        planned = _outcome(run, workload.name, method, "umem-planned", percent)
+    for percent, variant in product(workload.budgets_percent, _PLANNED):
+        planned = _outcome(run, workload.name, method, variant, percent)
         paged = _outcome(run, workload.name, method, "umem-fault", percent)
         if planned is None or paged is None:
             continue
-        subject = _subject(workload.name, method, percent)
+        subject = _subject(planned)
         yield _compared(
             f"page faults at most {percent_words(MAX_FAULT_SHARE)} of demand paging's",
             subject,
@@ -153,9 +157,8 @@ def _beside_paging(run: TrainingRun, workload: Workload, method: Method) -> Iter
 
 
 def _beside_alternatives(run: TrainingRun, workload: Workload, method: Method) -> Iterator[Target]:
-    planned = _outcome(run, workload.name, method, "umem-planned", _TIGHT_PERCENT)
     others = [it for it in outcomes_of(run, workload.name, method) if it.variant in _ALTERNATIVES]
-    if planned is None or not others:
+    if not others:
         return
 
     def compared(ours: Outcome) -> Verdict:
@@ -166,12 +169,15 @@ def _beside_alternatives(run: TrainingRun, workload: Workload, method: Method) -
         fitting = [it for it in others if fits(run, it, _TIGHT_PERCENT)]
         return ahead(run, ours, fitting) if fitting else (True, "no alternative fits")
 
-    yield _compared(
-        "ahead of every alternative that fits the same memory",
-        _subject(workload.name, method, _TIGHT_PERCENT),
-        (planned,),
-        compared,
-    )
+    for variant in _PLANNED:
+        planned = _outcome(run, workload.name, method, variant, _TIGHT_PERCENT)
+        if planned is not None:
+            yield _compared(
+                "ahead of every alternative that fits the same memory",
+                _subject(planned),
+                (planned,),
+                compared,
+            )
 
 
 def _optimizer_on_host(run: TrainingRun, workload: Workload) -> Iterator[Target]:
@@ -208,10 +214,10 @@ def _optimizer_on_host(run: TrainingRun, workload: Workload) -> Iterator[Target]
 def _shares_of_lora(run: TrainingRun) -> Iterator[Target]:
     for workload in run.settings.workloads:
         for outcome in outcomes_of(run, workload.name, "lora"):
-            if outcome.variant == "umem-planned":
+            if outcome.variant in _PLANNED:
                 yield _compared(
                     f"unified memory's share of time at most {percent_words(MAX_LORA_TIME_SHARE)}",
-                    _subject(workload.name, "lora", outcome.budget_percent),
+                    _subject(outcome),
                     (outcome,),
                     time_share,
                 )
@@ -291,5 +297,7 @@ def _stock_s(run: TrainingRun, workload: WorkloadName, method: Method) -> float 
     return median_s(stock) if stock else None
 
 
-def _subject(workload: WorkloadName, method: Method, percent: float | None) -> str:
-    return f"{workload}, {method}, {percent:g} %"
+def _subject(planned: Outcome) -> str:
+    """Which part of the run; with the variant, where it is more than the plan."""
+    variant = "" if planned.variant == "umem-planned" else f"{planned.variant}, "
+    return f"{planned.workload}, {planned.method}, {variant}{planned.budget_percent:g} %"

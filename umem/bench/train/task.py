@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +18,11 @@ from umem.bench.train.jobs import TrainingAnswer, TrainingJob
 from umem.bench.train.managed import manager_figures, profile_step, resident_bytes, state_of
 from umem.bench.train.results import Variant
 from umem.bench.train.step import Training, make_training, place_allocator, require_package
-from umem.errors import HardwareError
+from umem.cuda import _bindings
+from umem.errors import HardwareError, UmemError
+
+if TYPE_CHECKING:
+    from umem.executor import ManagerStatus
 
 __all__ = ["measure"]
 
@@ -74,9 +81,9 @@ def measure(job: TrainingJob) -> TrainingAnswer:
         allocator = _allocator_of(job.variant)
         if on_gpu:
             reset_peaks(allocator)
-        steps_s = _time_steps(training, job.steps, losses, on_gpu)
+        steps_s, sm_clock_mhz = _time_steps(training, job.steps, losses, on_gpu)
         reserved_bytes, allocated_bytes = peaks(allocator) if on_gpu else (None, None)
-        figures, resident, notes = None, None, _notes(job.variant)
+        figures, resident, notes = None, None, _notes(job.variant, before)
         if before is not None:
             figures = manager_figures(before, manager.status(), job.steps)
             resident = resident_bytes(training)
@@ -93,11 +100,12 @@ def measure(job: TrainingJob) -> TrainingAnswer:
         plan_running=None if before is None else str(before.state) in FOLLOWED,
         manager=figures,
         steps_s=tuple(steps_s),
+        sm_clock_mhz=sm_clock_mhz,
         losses_hex=tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
         peak_allocated_bytes=allocated_bytes,
         peak_reserved_bytes=reserved_bytes,
         resident_bytes=resident,
-        optimizer_state_bytes=_state_bytes(training.optimizer),
+        optimizer_state_bytes=_state_bytes(training.optimizers),
         mapped_bytes_per_s=mapped_bytes_per_s,
         profile=profile,
         notes=notes,
@@ -111,9 +119,11 @@ def _allocator_of(variant: Variant) -> AllocatorName:
     return "umem" if variant.startswith("umem-") else "torch"
 
 
-def _notes(variant: Variant) -> tuple[str, ...]:
+def _notes(variant: Variant, status: ManagerStatus | None) -> tuple[str, ...]:
     if variant == "bnb-paged-adamw":
         return ("its state is managed memory of its own, which torch does not count",)
+    if variant == "umem-backward-step" and status is not None and not status.step_in_backward:
+        return ("the optimizer's step stayed behind the backward pass",)
     return ()
 
 
@@ -139,31 +149,53 @@ def _warm_up(training: Training, losses: list[torch.Tensor]) -> int:
 
 def _time_steps(
     training: Training, steps: int, losses: list[torch.Tensor], on_gpu: bool
-) -> list[float]:
-    """Times of steps one after the other, by the device's clock: nobody waits between them."""
+) -> tuple[list[float], float | None]:
+    """Times of steps one after the other, by the device's clock, and its median SM clock, MHz.
+
+    Nobody waits between steps.
+    """
     with no_garbage_collection():
         if not on_gpu:
             marks_s = [time.perf_counter()]
             for _ in range(steps):
                 losses.append(training.step())
                 marks_s.append(time.perf_counter())
-            return [after - before for before, after in pairwise(marks_s)]
+            return [after - before for before, after in pairwise(marks_s)], None
+        read_clock = _clock_reader()
+        clocks_mhz = []
         torch.cuda.synchronize()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         marks[0].record()
         for mark in marks[1:]:
             losses.append(training.step())
             mark.record()
+            clocks_mhz.append(read_clock())  # after the mark, while the device is busy
         torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+    known_mhz = [it for it in clocks_mhz if it is not None]
+    return (
+        [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)],
+        statistics.median(known_mhz) if known_mhz else None,
+    )
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+def _clock_reader() -> Callable[[], int | None]:
+    """What reads the SM clock, MHz. NVML starts here, so that it does not between steps."""
+    try:
+        address = _bindings.device_pci_address(torch.cuda.current_device())
+    except UmemError:
+        return lambda: None
+    read = partial(_bindings.nvml_sm_clock_mhz, address)
+    read()
+    return read
+
+
+def _state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int | None:
     """Bytes of what torch's own optimizers keep for each parameter; None for the others."""
-    if not isinstance(optimizer, torch.optim.AdamW):
+    if not all(isinstance(it, torch.optim.AdamW) for it in optimizers):
         return None
     return sum(
         value.nbytes
+        for optimizer in optimizers
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim()  # not the number of steps
