@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.classes import TensorClass
-from umem.recorder import Block, Follower, Guard, SavedTensor, find_blocks
+from umem.recorder import Block, Follower, Guard, SavedTensor, SavedTensors, find_blocks
 from umem.recorder._temporaries import block_bytes
 from umem.trace import Trace
 
@@ -162,6 +162,20 @@ def test_saved_tensors_are_found_again_by_counting(accumulate: int) -> None:
 def test_what_a_checkpoint_puts_away_is_not_saved() -> None:
     saved = recorded(*training(is_checkpointed=True))[1]
     assert [entry for entry in saved if entry.block.startswith("layers")] == []
+
+
+def test_a_saved_tensor_that_was_modified_in_place_raises() -> None:
+    used: list[torch.Tensor] = []
+    hooks = SavedTensors(lambda tensor: None, used.append)
+    inputs = torch.ones(3, requires_grad=True)
+    hooks.push()
+    result = inputs.exp()
+    hooks.pop()
+    result.mul_(2)
+    message = r"FloatTensor \[3\]\] is at version 1; expected version 0 instead"
+    with pytest.raises(RuntimeError, match=message):
+        result.sum().backward()
+    assert not used
 
 
 # ---------------------------------------------------------------------------------- temporaries

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from umem.saved_tensor_hooks import check_version
+
 if TYPE_CHECKING:
     from umem.activations._group import Group
     from umem.activations._host_pool import HostBuffer, HostPool
 
-__all__ = ["Entry", "Handle", "Retired", "check_version"]
+__all__ = ["Entry", "Handle", "Retired"]
 
 Retired = tuple[torch.UntypedStorage, Any, Any]
 """Device memory that a copy was still at work on when its entry ended, the copy's mark, and the
@@ -122,24 +124,9 @@ class Handle:
 
     def check(self) -> None:
         """Raise autograd's error if the tensor was modified in place since it was saved."""
-        if self._probe._version != self._version:
-            raise _modified(self._probe, self._size, self._version)
+        check_version(self._probe, self._version, self._size)
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor over a storage."""
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         return tensor.set_(storage, self._offset, self._size, self._stride)
-
-
-def check_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise autograd's error if a tensor is not at this version: hooks take the check over."""
-    if tensor._version != version:
-        raise _modified(tensor, tensor.size(), version)
-
-
-def _modified(tensor: torch.Tensor, size: torch.Size, version: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{tensor.type()} {list(size)}] is at version {tensor._version}; expected "
-        f"version {version} instead."
-    )

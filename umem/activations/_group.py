@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from umem.activations._entry import Entry, Handle
+from umem.saved_tensor_hooks import Kept, keep
 
-__all__ = ["Group", "Kept"]
-
-Kept = tuple[torch.Tensor, int]
-"""A saved tensor that stays where it is, and its version."""
+__all__ = ["Group"]
 
 
 class Group:
@@ -55,8 +53,7 @@ class Group:
             if handle is not None:
                 self._entries[ordinal] = weakref.ref(handle.entry)
                 return handle
-        # A node that saves its own output must not hold itself through it.
-        return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+        return keep(tensor)
 
     def entries(self, ordinals: Iterable[int] | None) -> Iterator[Entry]:
         """The storages that are still held, each once, in the order in which they were saved."""

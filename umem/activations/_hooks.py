@@ -1,20 +1,16 @@
-"""torch's saved-tensor hooks of this thread, without getting into the way of anybody else's."""
+"""Saved-tensor hooks of this thread, without getting into the way of anybody else's."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from umem import saved_tensor_hooks
 from umem.activations._errors import OffloadError
+from umem.saved_tensor_hooks import Hooks
 
 __all__ = ["HookStack", "in_backward_or_compiler"]
-
-_autograd: Any = torch._C._autograd
-
-_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class HookStack(threading.local):
@@ -24,9 +20,9 @@ class HookStack(threading.local):
     """
 
     def __init__(self) -> None:
-        self._pushed: list[_Hooks | None] = []
+        self._pushed: list[Hooks | None] = []
         # Of pairs that are undone but could not be taken away, as others are on top of them.
-        self._left: list[_Hooks] = []
+        self._left: list[Hooks] = []
 
     def may_push(self) -> bool:
         """Whether hooks pushed now see what autograd saves, and take nothing from other hooks."""
@@ -34,19 +30,16 @@ class HookStack(threading.local):
         if (
             in_backward_or_compiler()
             or not torch.is_grad_enabled()
-            or not _autograd._saved_tensors_hooks_is_enabled()
+            or not saved_tensor_hooks.are_allowed()
         ):
             return False
-        top = _top_pack()
+        top = saved_tensor_hooks.innermost()
         own = self._pushed[-1] if self._pushed else None
-        return top is None or (own is not None and top is own[0])
+        return top is None or (own is not None and top[0] is own[0])
 
-    def push(
-        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-    ) -> None:
+    def push(self, hooks: Hooks) -> None:
         """Put a pair in place."""
-        hooks = (pack, unpack)
-        _autograd._push_saved_tensors_default_hooks(*hooks)
+        saved_tensor_hooks.push(hooks)
         self._pushed.append(hooks)
 
     def stay_out(self) -> None:
@@ -69,17 +62,10 @@ class HookStack(threading.local):
             self._take_left()
 
     def _take_left(self) -> None:
-        while self._left and _top_pack() is self._left[-1][0]:
-            _autograd._pop_saved_tensors_default_hooks()
+        while self._left and saved_tensor_hooks.pop_if_innermost(self._left[-1]):
             self._left.pop()
 
 
 def in_backward_or_compiler() -> bool:
     """Whether a compiler traces, or a backward pass runs: a checkpoint's second forward pass."""
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
-
-
-def _top_pack() -> Any:
-    """The innermost pack hook of this thread, or None."""
-    hooks: Any = _autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else hooks[0]

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from umem.activations._cuda_mover import CudaMover
-from umem.activations._entry import Entry, Handle, Retired, check_version
+from umem.activations._entry import Entry, Handle, Retired
 from umem.activations._errors import OffloadError
-from umem.activations._group import Group, Kept
+from umem.activations._group import Group
 from umem.activations._hooks import HookStack
 from umem.activations._host_mover import HostMover
 from umem.activations._host_pool import HostPool
 from umem.activations._mover import Mover
 from umem.activations._statistics import ActivationStatistics
+from umem.saved_tensor_hooks import Kept, unpack_kept
 
 __all__ = ["MIN_BYTES", "ActivationStore"]
 
@@ -116,7 +117,7 @@ class ActivationStore:
             self._hooks.stay_out()
             return False
         group = Group(chosen, self._mover.stream(), self._admit)
-        self._hooks.push(group.pack, self._unpack)
+        self._hooks.push((group.pack, self._unpack))
         self._groups[key] = group
         return True
 
@@ -161,9 +162,7 @@ class ActivationStore:
 
     def _unpack(self, packed: Handle | Kept) -> torch.Tensor:
         if type(packed) is tuple:
-            tensor, version = packed
-            check_version(tensor, version)
-            return tensor
+            return unpack_kept(packed)
         assert isinstance(packed, Handle)
         packed.check()
         entry = packed.entry

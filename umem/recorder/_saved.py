@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from umem import saved_tensor_hooks
+from umem.saved_tensor_hooks import Hooks, Kept, keep, unpack_kept
+
 __all__ = ["SavedTensors"]
-
-_autograd: Any = torch._C._autograd
-
-_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class SavedTensors:
@@ -32,31 +31,33 @@ class SavedTensors:
     ) -> None:
         self._on_save = on_save
         self._on_use = on_use
-        self._own: _Hooks = (self._pack, self._unpack)
-        self._pushed: list[_Hooks] = []
+        self._own: Hooks = (self._pack, self._unpack)
+        self._pushed: list[Hooks] = []
 
     def push(self) -> None:
         """See what is saved from now on in this thread, unless somebody else's hooks do."""
-        if not self._pushed and _autograd._saved_tensors_hooks_is_enabled() and _top() is None:
-            self._push(self._own)
+        if not self._pushed and saved_tensor_hooks.innermost() is None:
+            self._push_own()
 
     def push_before_others(self) -> None:
         """See what is saved from now on in this thread, and pass it on to hooks that are there."""
-        top = _top()
+        top = saved_tensor_hooks.innermost()
         if top is not None:
             self._push((self._packing_before(top[0]), top[1]))
-        elif _autograd._saved_tensors_hooks_is_enabled():
-            self._push(self._own)
+        else:
+            self._push_own()
 
     def pop(self) -> None:
         """Undo the last push. Where a program has entered hooks since, a later call does it."""
-        top = _top()
-        if self._pushed and top is not None and top[0] is self._pushed[-1][0]:
-            _autograd._pop_saved_tensors_default_hooks()
+        if self._pushed and saved_tensor_hooks.pop_if_innermost(self._pushed[-1]):
             self._pushed.pop()
 
-    def _push(self, hooks: _Hooks) -> None:
-        _autograd._push_saved_tensors_default_hooks(*hooks)
+    def _push_own(self) -> None:
+        if saved_tensor_hooks.are_allowed():
+            self._push(self._own)
+
+    def _push(self, hooks: Hooks) -> None:
+        saved_tensor_hooks.push(hooks)
         self._pushed.append(hooks)
 
     def _packing_before(self, pack: Callable[[torch.Tensor], Any]) -> Any:
@@ -66,24 +67,11 @@ class SavedTensors:
 
         return pack_before
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def _pack(self, tensor: torch.Tensor) -> Kept:
         self._on_save(tensor)
-        # What a node saves of its own results would keep the node alive, and the node this.
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        return keep(tensor)
 
-    def _unpack(self, packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-        tensor, version = packed
-        # Where there are hooks, autograd leaves this check to them.
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is at "
-                f"version {tensor._version}; expected version {version} instead."
-            )
+    def _unpack(self, packed: Kept) -> torch.Tensor:
+        tensor = unpack_kept(packed)
         self._on_use(tensor)
         return tensor
-
-
-def _top() -> _Hooks | None:
-    hooks: _Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
-    return hooks

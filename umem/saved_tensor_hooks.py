@@ -1,0 +1,95 @@
+"""torch's hooks on saved tensors, which see what autograd keeps for the backward pass.
+
+Only the innermost pair of a thread is called. Where there is one, autograd leaves the check for
+modifications in place to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Hooks",
+    "Kept",
+    "are_allowed",
+    "check_version",
+    "innermost",
+    "keep",
+    "pop_if_innermost",
+    "push",
+    "unpack_kept",
+]
+
+_autograd: Any = torch._C._autograd
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What packs a tensor that is saved, and what unpacks it when it is needed."""
+
+Kept = tuple[torch.Tensor, int]
+"""A saved tensor that stays where it is, and its version."""
+
+
+def are_allowed() -> bool:
+    """Whether this thread may push hooks."""
+    return bool(_autograd._saved_tensors_hooks_is_enabled())
+
+
+def innermost() -> Hooks | None:
+    """The pair that sees what this thread saves."""
+    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def push(hooks: Hooks) -> None:
+    """Put a pair in place in this thread."""
+    _autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def pop_if_innermost(hooks: Hooks) -> bool:
+    """Take a pair away, unless a program has pushed others since."""
+    top = innermost()
+    if top is None or top[0] is not hooks[0]:
+        return False
+    _autograd._pop_saved_tensors_default_hooks()
+    return True
+
+
+def keep(tensor: torch.Tensor) -> Kept:
+    """Pack a tensor that stays where it is."""
+    # What a node saves of its own results would keep the node alive, and the node this.
+    return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+
+def unpack_kept(kept: Kept) -> torch.Tensor:
+    """Unpack what `keep` packed; raises as `check_version` does."""
+    tensor, version = kept
+    check_version(tensor, version)
+    return tensor
+
+
+def check_version(tensor: torch.Tensor, version: int, size: torch.Size | None = None) -> None:
+    """Raise autograd's error if a tensor was modified in place.
+
+    Parameters
+    ----------
+    tensor
+        The saved tensor, or one that shares its version counter.
+    version
+        The saved tensor's when it was saved.
+    size
+        The saved tensor's, for the message; by default that of `tensor`.
+
+    Raises
+    ------
+    RuntimeError
+        If it is at another version.
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(tensor.size() if size is None else size)}] is at "
+            f"version {tensor._version}; expected version {version} instead."
+        )
