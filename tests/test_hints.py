@@ -297,14 +297,6 @@ class TestBatches:
             assert batch.tickets == range(1, 4)
             assert engine.statistics().refused == 2
 
-    def test_all_are_marked_as_needed(self) -> None:
-        with slow_engine() as engine:
-            batch = batch_of(engine, 3)
-            last = engine.fire(batch, 0)
-            engine.mark_batch_needed(batch)
-            engine.wait(last, timeout_s=PATIENCE_S)
-            assert engine.statistics().counts["prefetch", TensorClass.WEIGHTS].late == 3
-
     def test_what_cannot_be_meant(self) -> None:
         with HintEngine.on_host() as engine:
             with pytest.raises(ValueError, match="of the same length"):

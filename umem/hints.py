@@ -337,10 +337,6 @@ class HintEngine:
         """Say that the phase that needs the request begins now."""
         self._native.mark_needed(ticket)
 
-    def mark_batch_needed(self, batch: HintBatch) -> None:
-        """Say that the phase that needs the requests of a batch's last firing begins now."""
-        self._native.mark_batch_needed(batch._native)
-
     def record(self, device: int, stream: int) -> int:
         """Mark the end of the work that a stream holds now.
 

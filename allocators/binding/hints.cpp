@@ -219,9 +219,7 @@ void bind_hints(nb::module_& module) {
             return span.last < span.first ? 0 : span.last;
           },
           "batch"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("mark_needed", nb::overload_cast<Ticket>(&HintEngine::mark_needed), "ticket"_a)
-      .def("mark_batch_needed", nb::overload_cast<const HintBatch&>(&HintEngine::mark_needed),
-           "batch"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("mark_needed", &HintEngine::mark_needed, "ticket"_a)
       .def("record", &HintEngine::record, "device"_a, "stream"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("release", &HintEngine::release, "event"_a)

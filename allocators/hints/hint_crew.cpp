@@ -224,9 +224,7 @@ void HintCrew::apply(const Message& message) {
       ++read_;
       return book_.add(message.ticket, request, message.now_ns);
     case Message::Kind::needed:
-      for (Ticket ticket = message.ticket; ticket <= message.last; ++ticket)
-        book_.mark_needed(ticket, message.now_ns);
-      return;
+      return book_.mark_needed(message.ticket, message.now_ns);
     case Message::Kind::recorded:
       return book_.events().recorded(request.event, request.device, message.stream);
     case Message::Kind::release:

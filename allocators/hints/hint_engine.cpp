@@ -52,25 +52,13 @@ Ticket HintEngine::submit(const HintRequest& request) {
 
 void HintEngine::mark_needed(Ticket ticket) {
   if (forked() || ticket == 0) return;
-  crew_->tell({.kind = Message::Kind::needed,
-               .ticket = ticket,
-               .last = ticket,
-               .now_ns = monotonic_ns()});
+  crew_->tell({.kind = Message::Kind::needed, .ticket = ticket, .now_ns = monotonic_ns()});
 }
 
 TicketSpan HintEngine::fire(HintBatch& batch, StreamId stream) {
   if (!forked()) return crew_->fire(batch, stream);
   refused_in_child_ += batch.size();
   return {};
-}
-
-void HintEngine::mark_needed(const HintBatch& batch) {
-  const TicketSpan span = batch.tickets();
-  if (forked() || span.last < span.first) return;
-  crew_->tell({.kind = Message::Kind::needed,
-               .ticket = span.first,
-               .last = span.last,
-               .now_ns = monotonic_ns()});
 }
 
 EventId HintEngine::record(int device, StreamId stream) {

@@ -35,9 +35,8 @@ class HintEngine {
   // wait for the work that `stream` holds now: one driver call, one lock. Those that a full queue
   // refuses are the last ones.
   TicketSpan fire(HintBatch& batch, StreamId stream);
-  // The phase that needs the request, or all of the batch's last firing, begins now.
+  // The phase that needs the request begins now.
   void mark_needed(Ticket ticket);
-  void mark_needed(const HintBatch& batch);
 
   // An event for requests that must wait for the work that `stream` holds now: one driver call,
   // which does not block. Whoever records it releases it, once its requests are submitted.

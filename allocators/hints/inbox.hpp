@@ -18,7 +18,6 @@ struct Message {
 
   Kind kind = Kind::submit;
   Ticket ticket = 0;
-  Ticket last = 0;        // needed: the last of consecutive tickets
   HintRequest request{};  // submit; the others use the fields that they have
   StreamId stream = 0;    // recorded
   std::int64_t now_ns = 0;

@@ -90,25 +90,6 @@ void after_the_end_all_are_refused() {
   CHECK_EQUAL(machine.driver.count("record"), 0U);
 }
 
-void all_are_needed_at_once() {
-  HintMachine machine;
-  HintBatch batch(0, apart(3));
-  machine.engine.mark_needed(batch);  // not fired yet
-  machine.driver.hold("prefetch");
-  const TicketSpan span = machine.engine.fire(batch, 7);
-  machine.engine.mark_needed(batch);
-  machine.driver.let_go("prefetch");
-  for (Ticket ticket = span.first; ticket <= span.last; ++ticket)
-    machine.expect(ticket, Outcome::done);
-  CHECK_EQUAL(machine.counts(HintOp::prefetch).late, 3U);
-
-  machine.expect(machine.engine.fire(batch, 7).last, Outcome::done);
-  for (const Ticket ticket : {batch.tickets().first, batch.tickets().first + 1})
-    machine.expect(ticket, Outcome::done);
-  machine.engine.mark_needed(batch);
-  CHECK_EQUAL(machine.counts(HintOp::prefetch).early, 3U);
-}
-
 void what_cannot_be_meant_is_refused() {
   CHECK_THROWS(std::invalid_argument, HintBatch(-1, apart(1)));
   CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::copy_in, blocks(0, 1))}));
@@ -150,7 +131,6 @@ int main() {
   RUN(a_full_queue_refuses_the_last_ones);
   RUN(without_an_event_all_are_dropped);
   RUN(after_the_end_all_are_refused);
-  RUN(all_are_needed_at_once);
   RUN(what_cannot_be_meant_is_refused);
   RUN(addresses_may_change_while_others_fire);
 }

@@ -25,7 +25,6 @@ void use_in_child(std::unique_ptr<HintEngine> engine, Ticket ticket) {
   engine->mark_needed(ticket);
   HintBatch batch(0, {{.range = blocks(0, 1)}});
   CHECK_EQUAL(engine->fire(batch, 7).last, 0U);
-  engine->mark_needed(batch);
   engine->release(1);
   engine->set_budget(0, 1);
   engine->set_resident(0, blocks(0, 1), true);
