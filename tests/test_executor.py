@@ -356,7 +356,8 @@ def test_a_slower_link_than_known_is_planned_for_anew() -> None:
     assert (status.state, status.steps, status.strays) == (ManagerState.RUNNING, 20, 0)
     # Those of a follower, once: before and after the model and each of its eleven blocks.
     assert hook_count(training) == OWN_HOOKS + 2 * 12
-    assert manager._correction.apply(manager._machine.hardware).to_device_bytes_per_s < 6e9
+    corrected = manager._plans._correction.apply(manager._machine.hardware)
+    assert corrected.to_device_bytes_per_s < 6e9
     stock.steps(steps)
     assert training.equals(stock)
 

@@ -6,8 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,21 +17,18 @@ from umem.activations import ActivationStore
 from umem.classes import TensorClass
 from umem.errors import UmemError
 from umem.executor._backward_step import BackwardStep
-from umem.executor._backward_trace import with_parts_in_backward
-from umem.executor._choice import Choice, choose
-from umem.executor._correction import Correction
 from umem.executor._machine import Machine
 from umem.executor._mapped import MappedBlocks
-from umem.executor._places import find_places, in_blocks
-from umem.executor._program import Program, build_program
+from umem.executor._plans import Plans
+from umem.executor._program import Program
 from umem.executor._runner import Runner
 from umem.executor._slices import OptimizerSlices, can_slice
+from umem.executor._status import ManagerState, ManagerStatus
 from umem.hints import HintEngine
 from umem.policy import PolicyPlanner
 from umem.recorder import (
     Block,
     CallShapes,
-    FollowedPhase,
     Follower,
     Guard,
     StepRecording,
@@ -40,11 +36,9 @@ from umem.recorder import (
     find_blocks,
     record,
 )
-from umem.report import MigrationReport
 from umem.trace import Trace
-from umem.units import format_bytes
 
-__all__ = ["Manager", "ManagerState", "ManagerStatus"]
+__all__ = ["Manager"]
 
 _LOG = logging.getLogger("umem")
 
@@ -62,78 +56,6 @@ _MOST_UNSEEN = 8
 
 _LONGEST_RECORDING = 64
 """Steps after which a recording that has not found enough equal ones is given up."""
-
-
-class ManagerState(StrEnum):
-    """What a manager is at."""
-
-    WARMING_UP = "warming up"
-    """Waiting for the optimizer's first step, which makes its state."""
-    RECORDING = "recording"
-    RUNNING = "running"
-    """Steps are carried out as planned."""
-    RESIDENT = "resident"
-    """Everything fits the budget: there is nothing to do."""
-    OFF = "off"
-    """It has given up; the reason says why."""
-
-
-@dataclass(frozen=True)
-class ManagerStatus:
-    """What a manager is at, and how it goes.
-
-    Parameters
-    ----------
-    state
-        What it is at.
-    reason
-        Why it is off; empty otherwise.
-    planner
-        ``planned``, ``lookahead`` or ``fault``.
-    budget_bytes
-        Device budget; None for all of the device.
-    predicted
-        What the plan of the shapes seen last should come to; None before there is one.
-    plans
-        Shapes of batches that have a plan.
-    steps, strays
-        Steps carried out as planned; steps that were not, because of an exception or of phases
-        unlike the recorded ones.
-    unplanned
-        Steps of shapes without a plan, which ran under one for other shapes.
-    wait_s
-        Time that the training thread has waited for pages, in all steps.
-    gave_up
-        Waits for pages that took too long; the pages came by fault.
-    corrections
-        Plans made anew from measured bandwidths.
-    step_in_backward
-        Whether the optimizer's step is done in the backward pass.
-    """
-
-    state: ManagerState
-    reason: str
-    planner: PolicyPlanner
-    budget_bytes: int | None
-    predicted: MigrationReport | None
-    plans: int
-    steps: int
-    strays: int
-    unplanned: int
-    wait_s: float
-    gave_up: int
-    corrections: int
-    step_in_backward: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    """What is kept of a recording, to plan from again."""
-
-    trace: Trace
-    recording: StepRecording
-    backward_order: tuple[str, ...]
-    """Names of the optimizer's parts in the order in which their gradients were complete."""
 
 
 class Manager:
@@ -172,26 +94,21 @@ class Manager:
         root = Block(type(model).__name__, model)
         blocks = find_blocks(model, None)
         self._runner = Runner(machine, self._store, root)
-        self._forward_labels = {block.name: block.forward for block in blocks}
         self._follower = Follower(root, blocks, self._guard, self._runner)
         self._slices = OptimizerSlices(optimizer, blocks) if can_slice(optimizer) else None
         self._backward_step: BackwardStep | None = None
         if step_in_backward and self._slices is not None:
             begin = self._guard(self._runner.part_begins)
             self._backward_step = BackwardStep(self._slices, begin)
-        self._moves_step = False
-        self._has_told_obstacle = False
+        labels = {block.name: block.forward for block in blocks}
+        self._plans = Plans(model, optimizer, machine, planner, labels, self._backward_step)
         self._recording: StepRecording | None = None
-        self._recorded: dict[CallShapes, _Recorded] = {}
-        self._programs: dict[CallShapes, Program] = {}
-        self._fallback: Program | None = None
         self._unknown: Counter[CallShapes] = Counter()
         self._unplanned = 0
         self._steps_seen = 0
         self._recording_since = 0
         self._is_in_step = False
         self._unseen = 0
-        self._correction = Correction(machine.engine)
         self._mapped = MappedBlocks(machine, optimizer)
         self._undo = [
             model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True).remove,
@@ -215,13 +132,13 @@ class Manager:
             planner=self._planner,
             budget_bytes=self._machine.policy.device_budget_bytes,
             predicted=None if program is None else replace(program.choice.predicted, timeline=None),
-            plans=len(self._programs),
+            plans=self._plans.count,
             steps=counts.steps,
             strays=counts.strays,
             unplanned=self._unplanned,
             wait_s=counts.wait_s,
             gave_up=counts.gave_up,
-            corrections=self._correction.count,
+            corrections=self._plans.corrections,
             step_in_backward=self._backward_step is not None and self._backward_step.is_active,
         )
 
@@ -360,7 +277,7 @@ class Manager:
             steps=2,
             warmup=1,
             optimizer_parts=self._slices is not None,
-            known=frozenset(self._recorded),
+            known=self._plans.shapes,
         )
         self._recording.__enter__()
         self._recording_since = self._steps_seen
@@ -379,20 +296,12 @@ class Manager:
             return
         self._end_recording()
         try:
-            signature = recording.signature
-            trace = recording.trace
+            self._plans.add(recording)
         except UmemError as error:
-            if self._programs:  # go on with what there is
-                self._make_programs()
-            else:
+            if not self._plans.count:
                 self._give_up(error)
-            return
-        assert signature is not None
-        if self._machine.allocator is not None:
-            trace = in_blocks(trace)
-        order = () if self._backward_step is None else self._backward_step.order
-        self._recorded[signature.calls[0]] = _Recorded(trace, recording, order)
-        self._make_programs()
+                return
+        self._make_plans()
 
     def _give_up(self, reason: UmemError | str) -> None:
         _LOG.warning(
@@ -402,114 +311,47 @@ class Manager:
         )
         self._end(ManagerState.OFF, str(reason))
 
-    def _make_programs(self) -> None:
-        """Plan all recorded steps, with the hardware as it is known by now."""
-        self._moves_step = self._can_move_step()
-        choices: dict[CallShapes, Choice] = {}
+    def _make_plans(self) -> None:
         try:
-            for shapes, recorded in self._recorded.items():
-                choices[shapes] = self._choose(recorded, self._planner)
+            self._plans.make()
         except UmemError as error:
             self._give_up(error)
             return
-        self._programs = {
-            shapes: self._program(choice, self._recorded[shapes])
-            for shapes, choice in choices.items()
-        }
-        self._fallback = None
-        if not self._moves_step and all(choice.moves_nothing for choice in choices.values()):
+        if self._plans.changes_nothing:
             self._end(ManagerState.RESIDENT, "")
-            return
-        if self._state is not ManagerState.RUNNING:  # otherwise this is a correction
+        elif self._state is not ManagerState.RUNNING:  # otherwise this is a correction
             self._state = ManagerState.RUNNING
             self._machine.lift_allocator_budget()
             self._follower.start()
-        latest = next(reversed(choices.values()))
-        budget_bytes = self._machine.policy.device_budget_bytes
-        _LOG.info(
-            "umem: %s under the budget of %s: predicted %.1f ms a step, %.1f with everything "
-            "resident",
-            latest.schedule.planner,
-            format_bytes(budget_bytes or self._machine.hardware.device_bytes),
-            latest.predicted.step_s * 1e3,
-            latest.predicted.ideal_s * 1e3,
-        )
-
-    def _can_move_step(self) -> bool:
-        step = self._backward_step
-        if step is not None and step.obstacle and not self._has_told_obstacle:
-            self._has_told_obstacle = True
-            _LOG.warning(
-                "umem: the optimizer's step stays behind the backward pass, for %s", step.obstacle
-            )
-        return step is not None and not step.obstacle
-
-    def _step_of(self, recorded: _Recorded) -> tuple[Trace, tuple[FollowedPhase, ...]]:
-        """A recorded step as it is to be run, and what the follower tells of it."""
-        trace, followed = recorded.trace, recorded.recording.phases
-        if not self._moves_step:
-            return trace, followed
-        return with_parts_in_backward(trace, followed, recorded.backward_order)
-
-    def _choose(self, recorded: _Recorded, planner: PolicyPlanner) -> Choice:
-        return choose(
-            self._step_of(recorded)[0],
-            {entry.tensor for entry in recorded.recording.saved_tensors},
-            self._correction.apply(self._machine.hardware),
-            self._machine.policy,
-            planner,
-        )
-
-    def _program(self, choice: Choice, recorded: _Recorded) -> Program:
-        model, optimizer = self._model(), self._optimizer()
-        assert model is not None
-        assert optimizer is not None
-        return build_program(
-            choice,
-            find_places(choice.trace, model, optimizer),
-            recorded.recording.saved_tensors,
-            self._step_of(recorded)[1],
-            self._forward_labels,
-            self._machine,
-        )
 
     def _choose_program(self, shapes: CallShapes) -> None:
         """Run the plan for a batch's shapes, or a lookahead made for others."""
-        program = self._programs.get(shapes)
+        program = self._plans.program(shapes)
         if self._state is ManagerState.RESIDENT and self._machine.everything_fits():
             return
         if program is None:
             self._unknown[shapes] += 1
             self._unplanned += 1
-            if (
-                len(self._programs) < _MOST_PLANS
-                and self._unknown[shapes] == _SEEN_BEFORE_RECORDING
-            ):
+            if self._plans.count < _MOST_PLANS and self._unknown[shapes] == _SEEN_BEFORE_RECORDING:
                 self._start_recording()
                 return
             if self._state is ManagerState.RESIDENT:
                 return
-            program = self._lookahead()
-        elif self._state is ManagerState.RUNNING and self._correction.is_due(
-            self._runner.counts.steps, self._machine.hardware
+            program = self._plans.lookahead()
+        elif self._state is ManagerState.RUNNING and self._plans.is_correction_due(
+            self._runner.counts.steps
         ):
-            self._make_programs()
-            program = self._programs.get(shapes)
+            self._make_plans()
+            program = self._plans.program(shapes)
         if self._state is ManagerState.RUNNING and program is not self._runner.program:
             self._load(program)
-
-    def _lookahead(self) -> Program:
-        if self._fallback is None:
-            recorded = next(reversed(self._recorded.values()))
-            self._fallback = self._program(self._choose(recorded, "lookahead"), recorded)
-        return self._fallback
 
     def _load(self, program: Program | None) -> None:
         """Run another program, or none. What both use in place stays where it is."""
         self._runner.load(program)
         self._mapped.hold(() if program is None else program.mapped)
         if self._backward_step is not None:
-            if program is not None and self._moves_step:
+            if program is not None and self._plans.moves_step:
                 self._backward_step.start()
             else:
                 self._backward_step.stop()

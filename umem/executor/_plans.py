@@ -1,0 +1,218 @@
+"""The plans of a managed training: one for each shape of its batches that was recorded."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from umem.executor._backward_step import BackwardStep
+from umem.executor._backward_trace import with_parts_in_backward
+from umem.executor._choice import Choice, choose
+from umem.executor._correction import Correction
+from umem.executor._machine import Machine
+from umem.executor._places import find_places, in_blocks
+from umem.executor._program import Program, build_program
+from umem.policy import PolicyPlanner
+from umem.recorder import CallShapes, FollowedPhase, StepRecording
+from umem.trace import Trace
+from umem.units import format_bytes
+
+__all__ = ["Plans"]
+
+_LOG = logging.getLogger("umem")
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """What is kept of a recording, to plan from again."""
+
+    trace: Trace
+    recording: StepRecording
+    backward_order: tuple[str, ...]
+    """Names of the optimizer's parts in the order in which their gradients were complete."""
+
+
+class Plans:
+    """Keeps what was recorded, and makes programs of it.
+
+    Parameters
+    ----------
+    model, optimizer
+        What is trained. Only weak references are kept.
+    machine
+        The device, its engine and the policy.
+    planner
+        Makes the plans.
+    forward_labels
+        Label of the forward phase of each block.
+    backward_step
+        Does the optimizer's step in the backward pass; None where that was not asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        machine: Machine,
+        planner: PolicyPlanner,
+        forward_labels: Mapping[str, str],
+        backward_step: BackwardStep | None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
+        self._machine = machine
+        self._planner = planner
+        self._forward_labels = forward_labels
+        self._backward_step = backward_step
+        self._correction = Correction(machine.engine)
+        self._recorded: dict[CallShapes, _Recorded] = {}
+        self._programs: dict[CallShapes, Program] = {}
+        self._fallback: Program | None = None
+        self._moves_step = False
+        self._has_told_obstacle = False
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def shapes(self) -> frozenset[CallShapes]:
+        """Shapes that were recorded."""
+        return frozenset(self._recorded)
+
+    @property
+    def count(self) -> int:
+        """Shapes that have a program."""
+        return len(self._programs)
+
+    @property
+    def corrections(self) -> int:
+        """How often all was planned anew, from measured bandwidths."""
+        return self._correction.count
+
+    @property
+    def moves_step(self) -> bool:
+        """Whether these programs have the optimizer's step in the backward pass."""
+        return self._moves_step
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether steps under these programs are as without them."""
+        choices = (program.choice for program in self._programs.values())
+        return not self._moves_step and all(choice.moves_nothing for choice in choices)
+
+    def program(self, shapes: CallShapes) -> Program | None:
+        """The program for batches of these shapes."""
+        return self._programs.get(shapes)
+
+    def lookahead(self) -> Program:
+        """One for other shapes, made from the last recording.
+
+        Raises
+        ------
+        PlanError
+            If there can be none.
+        """
+        if self._fallback is None:
+            recorded = next(reversed(self._recorded.values()))
+            self._fallback = self._program(self._choose(recorded, "lookahead"), recorded)
+        return self._fallback
+
+    # ------------------------------------------------------------------ making them
+
+    def add(self, recording: StepRecording) -> None:
+        """Keep a recording that is done, for the next :meth:`make`.
+
+        Raises
+        ------
+        TraceError
+            If it has come to nothing.
+        """
+        trace, signature = recording.trace, recording.signature
+        assert signature is not None
+        if self._machine.allocator is not None:
+            trace = in_blocks(trace)
+        order = () if self._backward_step is None else self._backward_step.order
+        self._recorded[signature.calls[0]] = _Recorded(trace, recording, order)
+
+    def is_correction_due(self, steps: int) -> bool:
+        """Whether bandwidths fall short of those that the programs were made with.
+
+        Parameters
+        ----------
+        steps
+            Steps carried out as planned so far.
+        """
+        return self._correction.is_due(steps, self._machine.hardware)
+
+    def make(self) -> None:
+        """Plan all recorded steps, with the hardware as it is known by now.
+
+        Raises
+        ------
+        PlanError
+            If one of them cannot be planned.
+        """
+        self._moves_step = self._can_move_step()
+        choices = {
+            shapes: self._choose(recorded, self._planner)
+            for shapes, recorded in self._recorded.items()
+        }
+        self._programs = {
+            shapes: self._program(choice, self._recorded[shapes])
+            for shapes, choice in choices.items()
+        }
+        self._fallback = None
+        self._tell(next(reversed(choices.values())))
+
+    def _can_move_step(self) -> bool:
+        step = self._backward_step
+        if step is not None and step.obstacle and not self._has_told_obstacle:
+            self._has_told_obstacle = True
+            _LOG.warning(
+                "umem: the optimizer's step stays behind the backward pass, for %s", step.obstacle
+            )
+        return step is not None and not step.obstacle
+
+    def _step_of(self, recorded: _Recorded) -> tuple[Trace, tuple[FollowedPhase, ...]]:
+        """A recorded step as it is to be run, and what the follower tells of it."""
+        trace, followed = recorded.trace, recorded.recording.phases
+        if not self._moves_step:
+            return trace, followed
+        return with_parts_in_backward(trace, followed, recorded.backward_order)
+
+    def _choose(self, recorded: _Recorded, planner: PolicyPlanner) -> Choice:
+        return choose(
+            self._step_of(recorded)[0],
+            {entry.tensor for entry in recorded.recording.saved_tensors},
+            self._correction.apply(self._machine.hardware),
+            self._machine.policy,
+            planner,
+        )
+
+    def _program(self, choice: Choice, recorded: _Recorded) -> Program:
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None
+        assert optimizer is not None
+        return build_program(
+            choice,
+            find_places(choice.trace, model, optimizer),
+            recorded.recording.saved_tensors,
+            self._step_of(recorded)[1],
+            self._forward_labels,
+            self._machine,
+        )
+
+    def _tell(self, choice: Choice) -> None:
+        budget_bytes = self._machine.policy.device_budget_bytes
+        _LOG.info(
+            "umem: %s under the budget of %s: predicted %.1f ms a step, %.1f with everything "
+            "resident",
+            choice.schedule.planner,
+            format_bytes(budget_bytes or self._machine.hardware.device_bytes),
+            choice.predicted.step_s * 1e3,
+            choice.predicted.ideal_s * 1e3,
+        )
