@@ -17,6 +17,7 @@ import umem.cli._output
 from umem.cli import app, main
 from umem.cli._output import format_seconds, progress
 from umem.hardware import load_hardware
+from umem.notices import notify
 from umem.policy import load_policy, resolve
 from umem.prediction import predict, report_row
 from umem.report import CAUSES
@@ -399,10 +400,28 @@ def test_progress_is_shown_on_a_terminal_once_it_takes_long(
         assert terminal.spoken.wait(timeout=10)
 
 
-def test_progress_is_silent_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_has_the_notices(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(umem.cli._output, "_PATIENCE_S", 0.0)
+    with progress():
+        notify("for a while: busy")
+        assert terminal.spoken.wait(timeout=10)
+    assert "For a while: busy ..." in terminal.written
+    assert caplog.records == []
+
+
+def test_progress_is_silent_elsewhere(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with progress() as say:
         say("busy")
+        notify("busy")
     assert capsys.readouterr() == ("", "")
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(

@@ -7,35 +7,67 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MODULE = """
+from numba import njit
 from umem.compiled import compiled
+
+@njit
+def same(x):
+    return x
 
 @compiled
 def double(x):
     return 2 * x
 
+@compiled
+def half(x):
+    return x // 2
+
 if __name__ == "__main__":
-    print(double(21))
+    print(same(21), flush=True)
+    print(double(21), half(84))
 """
 
+NOTICE = "umem: compiling the planner, for this machine: up to half a minute\n"
+NO_CACHE = (
+    "umem: compiling the planner, in every process, for want of a cache: up to half a minute\n"
+)
 
-def run(folder: Path, cache: Path | str) -> str:
-    source = folder / "doubled.py"
-    source.write_text(MODULE, encoding="utf-8")
+
+def python(arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, source],
+        [sys.executable, *arguments],
         env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         check=True,
-    ).stdout
+    )
 
 
-def test_compiled_code_is_kept(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    assert run(tmp_path, cache) == "42\n"
-    assert list(cache.rglob("*.nbi"))
+def test_compiled_code_is_kept_and_compilation_told_once(tmp_path: Path) -> None:
+    source, cache = tmp_path / "doubled.py", tmp_path / "cache"
+    source.write_text(MODULE, encoding="utf-8")
+    for told in (NOTICE, ""):
+        done = python([str(source)], cache)
+        assert (done.stdout, done.stderr) == ("21\n42 42\n", told)
+        assert list(cache.rglob("*.nbi"))
 
 
 def test_no_place_for_a_cache_is_no_error(tmp_path: Path) -> None:
-    assert run(tmp_path, "/dev/null/nowhere") == "42\n"
+    for _ in range(2):
+        done = python(["-c", MODULE], tmp_path)  # numba keeps only what comes from a file
+        assert (done.stdout, done.stderr) == ("21\n42 42\n", NO_CACHE)
+
+
+def test_what_others_compile_is_not_told(tmp_path: Path) -> None:
+    code = MODULE.replace("@compiled", "@njit")
+    assert python(["-c", code], tmp_path).stderr == ""
+
+
+@pytest.mark.slow
+def test_the_first_plan_of_a_machine_says_what_takes_long(tmp_path: Path) -> None:
+    code = "from umem.bench.train.compile_planner import compile_planner; compile_planner()"
+    assert python(["-c", code], tmp_path).stderr == NOTICE
+    assert python(["-c", code], tmp_path).stderr == ""

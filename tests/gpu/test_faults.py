@@ -75,4 +75,5 @@ def test_a_process_may_end_with_hints_in_flight(jobs: dict[str, Job]) -> None:
     facts = jobs["ended"].facts()
     done = jobs["ended"].finish()
     assert facts["open_requests"] > 0
-    assert done.stderr == ""
+    # On a machine that plans for the first time, one line says so.
+    assert [it for it in done.stderr.splitlines() if "compiling the planner" not in it] == []

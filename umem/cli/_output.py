@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from umem.errors import UmemError
+from umem.notices import notify_by
 from umem.units import time_unit
 
 __all__ = ["Progress", "check_can_write", "format_seconds", "print_json", "progress"]
@@ -31,18 +32,28 @@ def progress() -> Iterator[Progress]:
     """Show what is being done, on standard error, where that is a terminal and it takes long."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _: None
+        with notify_by(_nothing):
+            yield _nothing
         return
     status = console.status("Starting ...")
     timer = threading.Timer(_PATIENCE_S, status.start)
     timer.daemon = True
     timer.start()
+
+    def say(words: str) -> None:
+        status.update(f"{escape(words)} ...")
+
     try:
-        yield lambda words: status.update(f"{escape(words)} ...")
+        with notify_by(lambda words: say(words.capitalize())):
+            yield say
     finally:
         timer.cancel()
         timer.join()
         status.stop()
+
+
+def _nothing(_: str) -> None:
+    pass
 
 
 def print_json(data: Any) -> None:
