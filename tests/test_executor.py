@@ -21,6 +21,7 @@ from umem.errors import PlanError
 from umem.executor import Manager, ManagerState
 from umem.executor._manage import managers
 from umem.executor._program import Hints, Program
+from umem.hints import Outcome
 from umem.schedule import HintOp
 
 PLANNERS = ("planned", "lookahead", "fault")
@@ -343,6 +344,27 @@ def test_mapped_memory_is_brought_back_when_its_optimizer_goes() -> None:
     assert sum(counts.requests.values()) == 2 * mapped > 0
 
 
+@pytest.mark.parametrize("planner", ["planned", "lookahead"])
+def test_every_prefetch_is_seen_to_be_early_or_late(planner: str) -> None:
+    training = Training()
+    manager = training.manage(planner, 34 * MIB)
+
+    def prefetches() -> tuple[int, int]:
+        while manager.engine.statistics().open_requests:
+            time.sleep(0.001)
+        counts = manager.engine.statistics().counts
+        found = [of for (op, _), of in counts.items() if op == "prefetch"]
+        done = sum(it.requests.get(Outcome.DONE, 0) for it in found)
+        return done, sum(it.late + it.early for it in found)
+
+    training.steps(BEFORE_PLANNED + 2)  # what is asked for in one step may be needed in the next
+    done, seen = prefetches()
+    training.steps(4)
+    done_later, seen_later = prefetches()
+    assert done_later - done > 10
+    assert seen_later - seen == done_later - done
+
+
 # ------------------------------------------------------------------------------------ corrections
 
 
@@ -380,7 +402,7 @@ def test_a_boundary_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
         hints(HintOp.EVICT, 0),
         hints(HintOp.PREFETCH, 15),
     )
-    program.work[1].room = program.work[1].need = None
+    program.work[1].room, program.work[1].needs = None, ()
     labels = [one.label for one in program.followed if one.phase <= 1]
     before = asked(manager)
     took_s = []

@@ -333,9 +333,9 @@ class HintEngine:
         """
         return self._native.fire(batch._native, stream)
 
-    def mark_needed(self, ticket: int) -> None:
-        """Say that the phase that needs the request begins now."""
-        self._native.mark_needed(ticket)
+    def mark_needed(self, *tickets: int) -> None:
+        """Say that the phase that needs these requests begins now."""
+        self._native.mark_needed(tickets)
 
     def record(self, device: int, stream: int) -> int:
         """Mark the end of the work that a stream holds now.

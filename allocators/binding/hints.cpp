@@ -219,7 +219,12 @@ void bind_hints(nb::module_& module) {
             return span.last < span.first ? 0 : span.last;
           },
           "batch"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("mark_needed", &HintEngine::mark_needed, "ticket"_a)
+      .def(
+          "mark_needed",
+          [](HintEngine& self, const std::vector<Ticket>& tickets) {
+            for (const Ticket ticket : tickets) self.mark_needed(ticket);
+          },
+          "tickets"_a)
       .def("record", &HintEngine::record, "device"_a, "stream"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("release", &HintEngine::release, "event"_a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from umem.executor._room import HintRow, HintRows, room_waits, used_tensors
 from umem.hints import HintBatch
 from umem.recorder import FollowedPhase, SavedTensor
 from umem.schedule import HintOp
-from umem.trace import Trace
+from umem.trace import Trace, phase_of_access
 
 __all__ = ["MODEL", "GroupKey", "Hints", "PhaseWork", "Program", "build_program"]
 
@@ -67,8 +68,10 @@ class PhaseWork:
         The eviction that has to be over before anything comes, as (its phase, its number), or None.
     coming
         Prefetches.
-    need
-        The prefetch that has to be over before the phase runs, likewise.
+    needs
+        The prefetches that the phase is the first to use, likewise, as they are asked for.
+    waits
+        Whether they have to be over before the phase runs. What is not comes by fault otherwise.
     fetches
         Activations to bring back: (group, ordinals).
     arrives, leaves
@@ -80,7 +83,8 @@ class PhaseWork:
     leaving: Hints | None = None
     room: tuple[int, int] | None = None
     coming: Hints | None = None
-    need: tuple[int, int] | None = None
+    needs: tuple[tuple[int, int], ...] = ()
+    waits: bool = False
     fetches: list[GroupPart] = field(default_factory=list)
     arrives: frozenset[int] = frozenset()
     leaves: frozenset[int] = frozenset()
@@ -89,7 +93,7 @@ class PhaseWork:
     def does_anything(self) -> bool:
         """Whether there is something to do at the boundary."""
         moving = self.releases, self.sends, self.leaving, self.coming, self.fetches
-        return any(moving) or self.room is not None or self.need is not None
+        return any(moving) or self.room is not None or (self.waits and bool(self.needs))
 
 
 @dataclass(eq=False)
@@ -204,6 +208,7 @@ def build_program(
             for phase, found in enumerate(fetches)
         },
     )
+    needs = _first_uses(trace, coming)
     work = tuple(
         PhaseWork(
             releases=releases.get(phase, []),
@@ -211,7 +216,8 @@ def build_program(
             leaving=_hints(leaving[phase], trace, places, present, machine),
             room=waits[phase],
             coming=_hints(coming[phase], trace, places, present, machine),
-            need=_last_needed(trace, phase, coming) if schedule.waits else None,
+            needs=needs[phase],
+            waits=schedule.waits,
             fetches=_parts(fetches[phase]),
             arrives=frozenset(used_tensors(trace, phase)) | {tensor for _, tensor in coming[phase]},
             leaves=frozenset(tensor for _, tensor in leaving[phase]),
@@ -263,19 +269,26 @@ def _present_address(present: Mapping[int, int], tensor: int) -> Callable[[], in
     return lambda: present.get(tensor, 0)
 
 
-def _last_needed(trace: Trace, phase: int, coming: HintRows) -> tuple[int, int] | None:
-    """The last prefetch that a phase's tensors need, in the order in which hints are asked for.
+def _first_uses(trace: Trace, coming: HintRows) -> list[tuple[tuple[int, int], ...]]:
+    """For each phase, the prefetches that it is the first to use, in the order of their asking.
 
-    Prefetches are begun in that order: what was asked for at earlier phases is over then, but for
-    the last of it.
+    What a phase uses again was waited for when it was used first.
     """
-    used = set(used_tensors(trace, phase))
-    for back in range(trace.phase_count):  # the phase itself, the ones before it, the last step's
-        asked = (phase - back) % trace.phase_count
-        found = [number for number, (_, tensor) in enumerate(coming[asked]) if tensor in used]
-        if found:
-            return asked, found[-1]
-    return None
+    phases: dict[int, list[int]] = defaultdict(list)
+    for phase, tensor in zip(phase_of_access(trace), trace.access_tensor, strict=True):
+        phases[int(tensor)].append(int(phase))
+    found: list[list[tuple[int, int]]] = [[] for _ in range(trace.phase_count)]
+    for asked, row in enumerate(coming):
+        for number, (_, tensor) in enumerate(row):
+            uses = phases[tensor]
+            if uses:  # in this step, or else in the next one
+                found[uses[bisect_left(uses, asked) % len(uses)]].append((asked, number))
+
+    def asking(phase: int) -> Callable[[tuple[int, int]], tuple[int, int]]:
+        """What is asked for behind the phase was asked for in the step before."""
+        return lambda it: ((it[0] - phase - 1) % trace.phase_count, it[1])
+
+    return [tuple(sorted(row, key=asking(phase))) for phase, row in enumerate(found)]
 
 
 def _releases(

@@ -171,9 +171,8 @@ class Runner:
             self._wait(program.work[phase].leaving, number)
         if work.coming is not None:
             self._fire(work.coming)
-        if work.need is not None:
-            phase, number = work.need
-            self._wait(program.work[phase].coming, number, is_needed=True)
+        if work.needs:
+            self._need(program, work)
         for group, ordinals in work.fetches:
             self._store.fetch(group, ordinals)
 
@@ -182,20 +181,24 @@ class Runner:
             hints.batch.set_address(number, address())
         self._machine.engine.fire(hints.batch, self._machine.stream())
 
-    def _wait(self, hints: Hints | None, number: int, *, is_needed: bool = False) -> None:
+    def _need(self, program: Program, work: PhaseWork) -> None:
+        """Note that a phase needs its prefetches now, and wait for them."""
+        tickets = [_ticket(program.work[phase].coming, number) for phase, number in work.needs]
+        self._machine.engine.mark_needed(*filter(None, tickets))
+        if work.waits:
+            phase, number = work.needs[-1]
+            self._wait(program.work[phase].coming, number)
+
+    def _wait(self, hints: Hints | None, number: int) -> None:
         """Wait until a hint is over, and those that were asked for at once with it, before it.
 
         Two workers bring pages in, so that one hint may be over before an earlier one is.
         """
-        tickets = range(0) if hints is None else hints.batch.tickets
-        if not tickets:  # not asked for yet: the first step of a program begins in its middle
+        last = _ticket(hints, number)
+        if hints is None or last == 0:
             return
         engine, began_s = self._machine.engine, time.perf_counter()
-        # Without an address a hint is not asked for; a later one is waited for in its place.
-        last = min(number, len(tickets) - 1)
-        if is_needed:
-            engine.mark_needed(tickets[last])
-        for ticket in tickets[: last + 1]:
+        for ticket in range(hints.batch.tickets[0], last + 1):
             try:
                 outcome = engine.wait(ticket, timeout_s=_PATIENCE_S)
             except KeyError:  # so long over that it is forgotten
@@ -268,6 +271,16 @@ class Runner:
         # A batch of other shapes has other sizes: a hint must not reach beyond a smaller block.
         if number is not None and _fills(tensor, self._program.choice.trace.tensor_bytes[number]):
             self._program.present[number] = storage_address(tensor)
+
+
+def _ticket(hints: Hints | None, number: int) -> int:
+    """A hint's ticket of the last firing; 0 where there was none yet.
+
+    The first step of a program begins in its middle. Without an address a hint is not asked for: a
+    later one stands for it.
+    """
+    tickets = range(0) if hints is None else hints.batch.tickets
+    return tickets[min(number, len(tickets) - 1)] if tickets else 0
 
 
 def _fills(tensor: torch.Tensor, size_bytes: int) -> bool:
