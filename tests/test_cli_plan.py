@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, umem_command
 
-from umem.cli import main
 from umem.hardware import load_hardware, with_durations
 from umem.planner import load_schedule, plan_key
 from umem.policy import load_policy, resolve
 from umem.schedule import HintOp
 from umem.trace import load_trace
-
-Run = Callable[..., tuple[int, str, str]]
 
 MIB = 1 << 20
 LAYERS = 8
@@ -27,20 +24,9 @@ LAYER_BYTES = 64 * MIB
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Run the command in a folder of its own: exit status, standard output and error."""
-    monkeypatch.setenv("COLUMNS", "80")
+    """`umem plan` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["umem", "plan", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return code or 0, said.out, said.err
-
-    return call
+    return partial(umem_command(monkeypatch, capsys), "plan")
 
 
 @pytest.fixture

@@ -7,18 +7,18 @@ import json
 import re
 import sqlite3
 import sys
-from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command_line import Run, umem_command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umem.cli import main
 from umem.telemetry import (
     NamedRange,
     Recording,
@@ -30,27 +30,14 @@ from umem.telemetry import (
     save_recording,
 )
 
-Run = Callable[..., tuple[int, str, str]]
-
 MIB = 1 << 20
 EVIL = "<script>alert('x')</script>$\\frac$[red]\x1b[31m\ud800"
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command: exit status, standard output and standard error."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["umem", "report", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return code or 0, said.out, said.err
-
-    return call
+    """`umem report`."""
+    return partial(umem_command(monkeypatch, capsys), "report")
 
 
 def recording(workload: str = "finetune", **changes: Any) -> Recording:

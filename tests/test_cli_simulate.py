@@ -6,15 +6,15 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from command_line import Run, umem_command
 
 import umem.cli._output
-from umem.cli import app, main
+from umem.cli import app
 from umem.cli._output import format_seconds, progress
 from umem.hardware import load_hardware
 from umem.notices import notify
@@ -22,8 +22,6 @@ from umem.policy import load_policy, resolve
 from umem.prediction import predict, report_row
 from umem.report import CAUSES
 from umem.trace import load_trace
-
-Run = Callable[..., tuple[int, str, str]]
 
 MIB = 1 << 20
 LAYERS = 16
@@ -54,19 +52,8 @@ ROW_KEYS = {
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command: exit status, standard output and standard error."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["umem", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return code or 0, said.out, said.err
-
-    return call
+    """`umem`."""
+    return umem_command(monkeypatch, capsys)
 
 
 def layers_document(name: str = "layers") -> dict[str, Any]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from command_line import Run, umem_command
 
 from umem.classes import TensorClass
-from umem.cli import main
 from umem.trace import load_trace
-
-Run = Callable[..., tuple[int, str, str]]
 
 MIB = 1 << 20
 
@@ -62,20 +59,9 @@ EXCHANGE = {
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Run the command in a folder of its own: exit status, standard output and error."""
-    monkeypatch.setenv("COLUMNS", "80")
+    """`umem trace` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["umem", "trace", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return code or 0, said.out, said.err
-
-    return call
+    return partial(umem_command(monkeypatch, capsys), "trace")
 
 
 @pytest.fixture

@@ -9,12 +9,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from managed_training import MIB, TIGHT, Net, Scale, Training, hook_count, one_thread
+from managed_training import MIB, TIGHT, Net, Scale, Training, both, hook_count, one_thread
 
 from umem.classes import TensorClass
 from umem.errors import PlanError
@@ -45,21 +44,6 @@ def stock() -> Training:
         training = Training()
         training.steps(16)
     return training
-
-
-def both(
-    train: Callable[[Training], None],
-    planner: str = "planned",
-    budget_bytes: int = TIGHT,
-    **made: Any,
-) -> tuple[Training, Manager]:
-    """A managed run, once it is known to be bit-equal to the stock one."""
-    stock, managed = Training(**made), Training(**made)
-    manager = managed.manage(planner, budget_bytes)
-    train(stock)
-    train(managed)
-    assert managed.equals(stock)
-    return managed, manager
 
 
 def program_of(manager: Manager) -> Program:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import managed_training
 import numpy as np
 import pytest
 import torch
-from managed_training import MIB, TIGHT, Net, Scale, Training, hook_count, one_thread
+from managed_training import MIB, Checkpointed, Net, Scale, Training, hook_count, one_thread
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from umem.classes import TensorClass
 from umem.errors import PlanError
-from umem.executor import Manager, ManagerState
+from umem.executor import ManagerState
 from umem.executor._backward_trace import with_parts_in_backward
 from umem.executor._slices import _EACH_BY_ITSELF
 from umem.recorder import FollowedPhase
@@ -31,19 +31,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def both(
-    train: Callable[[Training], None],
-    planner: str = "planned",
-    budget_bytes: int = TIGHT,
-    **made: Any,
-) -> tuple[Training, Manager]:
-    """A managed run, once it is known to be bit-equal to the stock one."""
-    stock, managed = Training(**made), Training(**made)
-    manager = managed.manage(planner, budget_bytes, step_in_backward=True)
-    train(stock)
-    train(managed)
-    assert managed.equals(stock)
-    return managed, manager
+both = partial(managed_training.both, step_in_backward=True)
 
 
 def twelve(training: Training) -> None:
@@ -135,16 +123,6 @@ class Tied(Net):
     def __init__(self) -> None:
         super().__init__()
         self.head.register_parameter("weight", self.layers[0].get_parameter("weight"))
-
-
-class Checkpointed(Net):
-    """Every block is computed again in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        y: torch.Tensor = self.head(x)
-        return y
 
 
 @pytest.mark.parametrize("model", [Tied, Checkpointed])

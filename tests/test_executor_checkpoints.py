@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from managed_training import MIB, Net, Training, one_thread
-from torch.utils.checkpoint import checkpoint
+from managed_training import MIB, Checkpointed, Net, Training, one_thread
 
 from umem.executor import Manager
 from umem.executor._program import MODEL, Program
@@ -19,25 +18,17 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-class Checkpointed(Net):
-    """Every block is computed again in the backward pass."""
-
-    reentrant = False
+class Deep(Checkpointed):
+    """Has more layers than a budget takes the inputs of."""
 
     def __init__(self) -> None:
         super().__init__(8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        y: torch.Tensor = self.head(x)
-        return y
 
-
-class Reentrant(Checkpointed):
+class Reentrant(Deep):
     """By the older way, which keeps the inputs in a node of its own."""
 
-    reentrant = True
+    use_reentrant = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.requires_grad_())
@@ -49,7 +40,7 @@ def program_of(manager: Manager) -> Program:
     return program
 
 
-@pytest.mark.parametrize("model", [Checkpointed, Reentrant])
+@pytest.mark.parametrize("model", [Deep, Reentrant])
 def test_inputs_of_checkpointed_blocks_leave_and_come_back(model: type[Net]) -> None:
     plain, managed = Training(model), Training(model)
     manager = managed.manage("planned", 56 * MIB)
@@ -69,7 +60,7 @@ def test_inputs_of_checkpointed_blocks_leave_and_come_back(model: type[Net]) -> 
 
 @pytest.mark.parametrize("planner", ["lookahead", "fault"])
 def test_as_pages_too(planner: str) -> None:
-    plain, managed = Training(Checkpointed), Training(Checkpointed)
+    plain, managed = Training(Deep), Training(Deep)
     manager = managed.manage(planner, 56 * MIB)
     for training in (plain, managed):
         training.steps(12, rows=4)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import managed_training
 import pytest
 import torch
-from managed_training import MIB, TIGHT, WIDTH, Net, Scale, Training, hook_count, one_thread
+from managed_training import MIB, WIDTH, Checkpointed, Net, Scale, Training, hook_count, one_thread
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from umem.classes import TensorClass
 from umem.executor import Manager, ManagerState
@@ -23,19 +23,9 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def both(
-    train: Callable[[Training], None],
-    planner: str = "planned",
-    budget_bytes: int = TIGHT,
-    policy: str = "sft",
-    **made: Any,
-) -> Manager:
-    """The manager of a run, once the run is known to be bit-equal to the stock one."""
-    stock, managed = Training(**made), Training(**made)
-    manager = managed.manage(planner, budget_bytes, policy=policy)
-    train(stock)
-    train(managed)
-    assert managed.equals(stock)
+def both(train: Callable[[Training], None], planner: str = "planned", **more: Any) -> Manager:
+    """The manager of a run that goes by plan, once the run is known to be bit-equal to stock's."""
+    _, manager = managed_training.both(train, planner, **more)
     assert manager.status().state is ManagerState.RUNNING, manager.status()
     return manager
 
@@ -212,18 +202,6 @@ def test_state_that_is_loaded_anew() -> None:
 # ------------------------------------------------------------------------------------ models
 
 
-class Checkpointed(Net):
-    """Computes its layers again in the backward pass."""
-
-    use_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-        y: torch.Tensor = self.head(x)
-        return y
-
-
 class Reentrant(Checkpointed):
     use_reentrant = True
 
@@ -272,7 +250,11 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 def test_frozen_weights_are_never_written_back(planner: str) -> None:
     manager = both(
-        lambda training: training.steps(12), planner, 44 * MIB, "lora", make_model=Adapted
+        lambda training: training.steps(12),
+        planner,
+        budget_bytes=44 * MIB,
+        policy="lora",
+        make_model=Adapted,
     )
     predicted = manager.status().predicted
     assert predicted is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import Run, umem_command
 
 from umem.classes import TensorClass
-from umem.cli import main
 from umem.report import HintReport, HintUse
 from umem.telemetry import Recording, Residency, records_of, save_recording
-
-Run = Callable[..., tuple[int, str, str]]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -26,19 +23,8 @@ GIB = 1 << 30
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `umem`: exit status, standard output and standard error."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["umem", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return code or 0, said.out, said.err
-
-    return call
+    """`umem`."""
+    return umem_command(monkeypatch, capsys)
 
 
 def use(op: str, of: TensorClass, **figures: Any) -> HintUse:

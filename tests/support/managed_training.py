@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from umem.executor import Manager
 from umem.executor._machine import Machine
@@ -21,9 +22,11 @@ __all__ = [
     "MIB",
     "TIGHT",
     "WIDTH",
+    "Checkpointed",
     "Net",
     "Scale",
     "Training",
+    "both",
     "hook_count",
     "host_machine",
     "one_thread",
@@ -84,6 +87,18 @@ def host_machine(budget_bytes: int | str, policy: str = "sft", **hints: Any) -> 
         mover=None,
         stream=lambda: 0,
     )
+
+
+class Checkpointed(Net):
+    """Computes its layers again in the backward pass."""
+
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        y: torch.Tensor = self.head(x)
+        return y
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -163,6 +178,26 @@ class Training:
             and len(mine) == len(its)
             and all(map(torch.equal, mine, its))
         )
+
+
+def both(
+    train: Callable[[Training], None],
+    planner: str = "planned",
+    budget_bytes: int = TIGHT,
+    *,
+    policy: str = "sft",
+    step_in_backward: bool = False,
+    **made: Any,
+) -> tuple[Training, Manager]:
+    """A managed run, once it is known to be bit-equal to the stock one."""
+    stock, managed = Training(**made), Training(**made)
+    manager = managed.manage(
+        planner, budget_bytes, step_in_backward=step_in_backward, policy=policy
+    )
+    train(stock)
+    train(managed)
+    assert managed.equals(stock)
+    return managed, manager
 
 
 def hook_count(training: Training) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -34,7 +34,7 @@ __all__ = [
 
 Method = Literal["sft", "lora"]
 
-METHODS: tuple[Method, ...] = ("sft", "lora")
+METHODS: tuple[Method, ...] = get_args(Method)
 """Every weight is trained, or adapters over a frozen model."""
 
 Variant = Literal[
@@ -53,21 +53,7 @@ Variant = Literal[
     "stock-again",
 ]
 
-VARIANTS: tuple[Variant, ...] = (
-    "stock",
-    "umem-planned",
-    "umem-backward-step",
-    "umem-lookahead",
-    "umem-fault",
-    "umem-optimizer-host",
-    "backward-step",
-    "save-on-cpu",
-    "bnb-paged-adamw",
-    "torchao-offload",
-    "deepspeed-offload",
-    "rmm-managed",
-    "stock-again",
-)
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
 """What is compared, in the order of the tables."""
 
 PLANNERS: dict[Variant, PolicyPlanner] = {

@@ -1,0 +1,31 @@
+"""The command `umem`, run inside of the test's process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from umem.cli import main
+
+__all__ = ["Run", "umem_command"]
+
+Run = Callable[..., tuple[int, str, str]]
+"""Takes the command's arguments; exit status, standard output and standard error."""
+
+
+def umem_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command as on a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["umem", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int | None)
+        return code or 0, said.out, said.err
+
+    return run
