@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -197,6 +199,17 @@ def test_close_gives_the_step_back() -> None:
     for training in (stock, managed):
         training.steps(2)
     assert managed.equals(stock)
+
+
+def test_a_model_that_is_dropped_goes() -> None:
+    training = Training()
+    manager = training.manage(step_in_backward=True)
+    training.steps(9)
+    training.forward().backward()  # in the middle of a step
+    model = weakref.ref(training.model)
+    del training, manager
+    gc.collect()
+    assert model() is None
 
 
 # ------------------------------------------------------------------------------------ obstacles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import chain
 
@@ -40,6 +41,15 @@ class BackwardStep:
         self._begin = begin
         self._is_active = False
         self._hooks = WeakIdKeyDictionary()
+        this = weakref.ref(self)
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            """The collector does not look into tensors' hooks: what they hold may not hold them."""
+            step = this()
+            if step is not None:
+                step._see(parameter)
+
+        self._on_gradient = on_gradient
         # Of the step in flight.
         self._parts: dict[str, Part] = {}
         self._name: dict[torch.Tensor, str] = {}
@@ -115,7 +125,7 @@ class BackwardStep:
 
     # ------------------------------------------------------------------ in the backward pass
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def _see(self, parameter: torch.Tensor) -> None:
         name = self._name.get(parameter)
         if name is None or parameter.grad is None:  # a backward pass outside of steps
             return

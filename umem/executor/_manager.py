@@ -202,7 +202,7 @@ class Manager:
             return
         self._is_in_step = True
         self._before_step(call_shapes(args, kwargs))
-        if self._backward_step is not None:
+        if self._backward_step is not None and self._state is not ManagerState.RESIDENT:
             self._backward_step.step_begins()
 
     def _optimizer_begins(
