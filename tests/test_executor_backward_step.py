@@ -10,19 +10,14 @@ from functools import partial
 from typing import Any
 
 import managed_training
-import numpy as np
 import pytest
 import torch
 from managed_training import MIB, Checkpointed, Net, Scale, Training, hook_count, one_thread
 from torch import nn
 
-from umem.classes import TensorClass
 from umem.errors import PlanError
 from umem.executor import ManagerState
-from umem.executor._backward_trace import with_parts_in_backward
 from umem.executor._slices import _EACH_BY_ITSELF
-from umem.recorder import FollowedPhase
-from umem.trace import Trace, check_trace
 
 BEFORE_PLANNED = 7
 
@@ -328,96 +323,3 @@ def test_what_cannot_be_done_is_said_at_once() -> None:
     manager.close()
     again = training.manage(step_in_backward=True)
     assert training.manage() is again
-
-
-# ------------------------------------------------------------------------------------ traces
-
-WEIGHTS, GRADIENTS, STATE, ACTIVATIONS = (
-    TensorClass.WEIGHTS,
-    TensorClass.GRADIENTS,
-    TensorClass.OPTIMIZER_STATE,
-    TensorClass.ACTIVATIONS,
-)
-
-
-def recorded(make_trace: Callable[..., Trace]) -> tuple[Trace, tuple[FollowedPhase, ...]]:
-    """Two blocks, one loose parameter, and what the optimizer holds for a moment."""
-    trace = make_trace(
-        {
-            **dict.fromkeys(("a", "b", "loose"), (MIB, WEIGHTS)),
-            **{f"{name}.m": (MIB, STATE) for name in ("a", "b", "loose")},
-            **{f"{name}.grad": (MIB, GRADIENTS, False) for name in ("a", "b", "loose")},
-            "saved": (MIB, ACTIVATIONS, False),
-            "temporary": (100 * MIB, ACTIVATIONS, False),
-        },
-        [
-            (1e-3, ["a", "b"], ["saved"]),
-            (2e-3, ["b", "saved"], ["b.grad", "loose.grad"]),
-            (3e-3, ["a"], ["a.grad"]),
-            (4e-3, ["a.grad"], ["a", "a.m", "temporary"]),
-            (5e-3, ["b.grad"], ["b", "b.m"]),
-            (6e-3, ["loose.grad"], ["loose", "loose.m"]),
-        ],
-    )
-    names = ["forward", "backward b", "backward a", "optimizer a", "optimizer b", "optimizer"]
-    trace = Trace(
-        **(
-            vars(trace)
-            | {"phase_names": tuple(names), "memory_bytes": np.array([0, 0, 0, 6, 2, 2], np.int64)}
-        )
-    )
-    followed = [(name, number) for number, name in enumerate([*names[:3], "optimizer"])]
-    return trace, tuple(FollowedPhase(label, number) for label, number in followed)
-
-
-def lives(trace: Trace, name: str) -> tuple[int, int]:
-    number = trace.tensor_names.index(name)
-    return int(trace.first_phase[number]), int(trace.last_phase[number])
-
-
-def test_parts_move_behind_the_phase_that_completes_their_gradients(
-    make_trace: Callable[..., Trace],
-) -> None:
-    trace, followed = recorded(make_trace)
-    moved, phases = with_parts_in_backward(trace, followed, ["", "b", "a"])
-    check_trace(moved, "moved")
-    assert moved.phase_names == (
-        "forward",
-        "backward b",
-        "optimizer",
-        "optimizer b",
-        "backward a",
-        "optimizer a",
-    )
-    assert moved.duration_s is not None
-    assert moved.duration_s.tolist() == [1e-3, 2e-3, 6e-3, 5e-3, 3e-3, 4e-3]
-    assert [one.phase for one in phases] == [0, 1, 4, 5]
-    assert [one.label for one in phases] == [one.label for one in followed]
-    assert lives(moved, "loose.grad") == (1, 2)
-    assert lives(moved, "b.grad") == (1, 3)
-    assert lives(moved, "a.grad") == (4, 5)
-    assert lives(moved, "saved") == (0, 1)
-    assert lives(moved, "a") == lives(moved, "a.m") == (0, 5)
-    # One part's share of what the whole step held for a moment.
-    assert lives(moved, "temporary") == (2, 5)
-    assert moved.tensor_bytes[moved.tensor_names.index("temporary")] == 60 * MIB
-
-
-def test_parts_that_never_were_complete_stay(make_trace: Callable[..., Trace]) -> None:
-    trace, followed = recorded(make_trace)
-    moved, phases = with_parts_in_backward(trace, followed, ["b"])
-    check_trace(moved, "moved")
-    assert moved.phase_names == (
-        "forward",
-        "backward b",
-        "optimizer b",
-        "backward a",
-        "optimizer a",
-        "optimizer",
-    )
-    assert [one.phase for one in phases] == [0, 1, 3, 4]
-    assert lives(moved, "b.grad") == (1, 2)
-    assert lives(moved, "a.grad") == (3, 5)
-    assert lives(moved, "loose.grad") == (1, 5)
-
-    assert with_parts_in_backward(trace, followed, []) == (trace, followed)

@@ -11,8 +11,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PREDICTED = ROOT / "benchmarks" / "results" / "predicted-llama-2-7b-gh200-96.txt"
+RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+PREDICTIONS = {
+    "--model llama-2-7b": ("README.md", "predicted-llama-2-7b-gh200-96.txt"),
+    "--model llama-2-13b --mode sft --planner planned": (
+        "docs/simulate.md",
+        "predicted-llama-2-13b-gh200-96.txt",
+    ),
+    "--model llama-2-13b --mode sft --planner planned --step-in-backward": (
+        "docs/simulate.md",
+        "predicted-llama-2-13b-in-backward-gh200-96.txt",
+    ),
+}
+"""Where what `umem simulate` said stands, and where it is kept."""
 
 
 def test_tables_are_the_reports() -> None:
@@ -52,24 +65,29 @@ def test_memory_summary_is_a_runs() -> None:
     assert found.group() in run.read_text(encoding="utf-8")
 
 
-def test_prediction_is_the_committed_one() -> None:
+@pytest.mark.parametrize("options", PREDICTIONS)
+def test_predictions_are_the_committed_ones(options: str) -> None:
+    page, kept = PREDICTIONS[options]
     found = re.search(
-        r"^\$ umem simulate --model llama-2-7b\n(.*?)\n```", README, re.DOTALL | re.MULTILINE
+        rf"^\$ umem simulate {re.escape(options)}\n(.*?)\n(?=```|\$ )",
+        (ROOT / page).read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
     )
-    assert found, "README.md shows no prediction"
-    assert found.group(1).strip() == PREDICTED.read_text(encoding="utf-8").strip()
+    assert found, f"{page} shows no such prediction"
+    assert found.group(1).strip() == (RESULTS / kept).read_text(encoding="utf-8").strip()
 
 
 @pytest.mark.slow
-def test_the_committed_prediction_is_what_the_command_says() -> None:
+@pytest.mark.parametrize("options", PREDICTIONS)
+def test_the_committed_predictions_are_what_the_command_says(options: str) -> None:
     said = subprocess.run(
-        [Path(sys.executable).parent / "umem", "simulate", "--model", "llama-2-7b"],
+        [Path(sys.executable).parent / "umem", "simulate", *options.split()],
         env=os.environ | {"COLUMNS": "80"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    committed = PREDICTED.read_text(encoding="utf-8").split()
+    committed = (RESULTS / PREDICTIONS[options][1]).read_text(encoding="utf-8").split()
     assert len(said) == len(committed)
     for word, expected in zip(said, committed, strict=True):
         number = expected.rstrip(",%").replace(",", "")

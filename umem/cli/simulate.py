@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,7 @@ from umem.cli._workloads import (
 from umem.hardware import Hardware, load_hardware
 from umem.prediction import predict, report_row
 from umem.report import MigrationReport
+from umem.trace import with_step_in_backward
 
 if TYPE_CHECKING:
     from umem.trace import Trace
@@ -65,6 +67,14 @@ def simulate(
         ),
     ] = "reused",
     window: WindowOption = 8,
+    step_in_backward: Annotated[
+        bool,
+        typer.Option(
+            "--step-in-backward",
+            help="Update each parameter in the backward pass, as umem.manage(..., "
+            "step_in_backward=True) does.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON for a program to read.")
     ] = False,
@@ -107,6 +117,9 @@ def simulate(
     with progress() as say:
         for workload, resolved in zip(workloads, policies, strict=True):
             made = workload.make(say)
+            if step_in_backward:
+                moved, _ = with_step_in_backward(made)
+                made = replace(moved, name=f"{made.name}-in-backward")
             reports = predict(
                 made,
                 machine,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.executor._backward_step import BackwardStep
-from umem.executor._backward_trace import with_parts_in_backward
 from umem.executor._choice import Choice, choose
 from umem.executor._correction import Correction
 from umem.executor._machine import Machine
@@ -19,7 +20,7 @@ from umem.executor._places import find_places, in_blocks
 from umem.executor._program import Program, build_program
 from umem.policy import PolicyPlanner
 from umem.recorder import CallShapes, FollowedPhase, StepRecording
-from umem.trace import Trace
+from umem.trace import OPTIMIZER, Trace, is_optimizer_phase, with_step_in_backward
 from umem.units import format_bytes
 
 __all__ = ["Plans"]
@@ -182,7 +183,9 @@ class Plans:
         trace, followed = recorded.trace, recorded.recording.phases
         if not self._moves_step:
             return trace, followed
-        return with_parts_in_backward(trace, followed, recorded.backward_order)
+        order = [f"{OPTIMIZER} {name}".rstrip() for name in recorded.backward_order]
+        moved, phases = with_step_in_backward(trace, order)
+        return moved, _renumbered(followed, moved, phases)
 
     def _choose(self, recorded: _Recorded, planner: PolicyPlanner) -> Choice:
         return choose(
@@ -216,3 +219,20 @@ class Plans:
             choice.predicted.step_s * 1e3,
             choice.predicted.ideal_s * 1e3,
         )
+
+
+def _renumbered(
+    followed: Sequence[FollowedPhase], moved: Trace, phases: npt.NDArray[np.int64]
+) -> tuple[FollowedPhase, ...]:
+    """What a follower tells of, with the phases of a trace whose optimizer's parts have moved.
+
+    The step that the program calls is told of last. It begins what is left of the parts, if
+    anything is.
+    """
+    number = np.argsort(phases)
+    passes = [n for n, name in enumerate(moved.phase_names) if not is_optimizer_phase(name)]
+    left = min(passes[-1] + 1, moved.phase_count - 1)
+    return (
+        *(replace(one, phase=int(number[one.phase])) for one in followed[:-1]),
+        replace(followed[-1], phase=left),
+    )

@@ -14,8 +14,9 @@ from umem.executor._machine import Machine
 from umem.executor._places import storage_address
 from umem.executor._program import MODEL, GroupKey, Hints, PhaseWork, Program
 from umem.hints import Outcome
-from umem.recorder import OPTIMIZER, Block, SavedTensors
+from umem.recorder import Block, SavedTensors
 from umem.telemetry import PhaseRanges
+from umem.trace import OPTIMIZER
 
 __all__ = ["Runner", "RunnerCounts"]
 

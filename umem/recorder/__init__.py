@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from umem.recorder._blocks import Block, find_blocks
 from umem.recorder._clock import Clock, CudaClock, WallClock
-from umem.recorder._follower import OPTIMIZER, Follower
+from umem.recorder._follower import Follower
 from umem.recorder._guard import Guard
 from umem.recorder._listener import StepListener
 from umem.recorder._phases import FollowedPhase
@@ -16,7 +16,6 @@ from umem.recorder._signature import CallShapes, StepSignature, call_shapes
 from umem.recorder._tensors import named_tensors
 
 __all__ = [
-    "OPTIMIZER",
     "Block",
     "CallShapes",
     "Clock",

@@ -18,8 +18,9 @@ from umem.recorder._hooks import Undo, hook_calls
 from umem.recorder._listener import StepListener
 from umem.recorder._look import Look
 from umem.recorder._tensors import tensors_with_history
+from umem.trace import OPTIMIZER
 
-__all__ = ["AFTER_BACKWARD", "BACKWARD_LOSS", "FORWARD_LOSS", "OPTIMIZER", "Follower"]
+__all__ = ["AFTER_BACKWARD", "BACKWARD_LOSS", "FORWARD_LOSS", "Follower"]
 
 FORWARD_LOSS = "forward loss"
 """From the model's return to the backward pass."""
@@ -29,8 +30,6 @@ BACKWARD_LOSS = "backward loss"
 
 AFTER_BACKWARD = "after backward"
 """From the end of the backward pass to the next forward pass, or the optimizer."""
-
-OPTIMIZER = "optimizer"
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """-1 outside of a backward pass."""

@@ -13,7 +13,16 @@ from umem.trace._check import MAX_TENSORS, check_trace
 from umem.trace._file import load_trace, save_trace
 from umem.trace._fingerprint import trace_fingerprint
 from umem.trace._gaps import NO_GAP, Gaps, find_gaps
-from umem.trace._model import Access, PhaseKind, Precision, Trace, ranges, require_durations
+from umem.trace._model import (
+    OPTIMIZER,
+    Access,
+    PhaseKind,
+    Precision,
+    Trace,
+    ranges,
+    require_durations,
+)
+from umem.trace._step_in_backward import is_optimizer_phase, with_step_in_backward
 from umem.trace._uses import first_and_last_use, phase_of_access, written_tensors
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ __all__ = [
     "MODELS",
     "MODES",
     "NO_GAP",
+    "OPTIMIZER",
     "Access",
     "Gaps",
     "PhaseKind",
@@ -34,6 +44,7 @@ __all__ = [
     "check_trace",
     "find_gaps",
     "first_and_last_use",
+    "is_optimizer_phase",
     "load_trace",
     "model_trace",
     "phase_of_access",
@@ -43,6 +54,7 @@ __all__ = [
     "save_trace",
     "script_trace",
     "trace_fingerprint",
+    "with_step_in_backward",
     "written_tensors",
 ]
 

@@ -12,7 +12,18 @@ import numpy.typing as npt
 
 from umem.errors import TraceError
 
-__all__ = ["Access", "PhaseKind", "Precision", "Trace", "ranges", "require_durations"]
+__all__ = [
+    "OPTIMIZER",
+    "Access",
+    "PhaseKind",
+    "Precision",
+    "Trace",
+    "ranges",
+    "require_durations",
+]
+
+OPTIMIZER = "optimizer"
+"""First word in the names of an optimizer's phases."""
 
 
 class Access(IntFlag):

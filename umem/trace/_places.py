@@ -20,6 +20,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from umem.trace._model import OPTIMIZER
+
 __all__ = ["Places", "state_tensors"]
 
 
@@ -120,7 +122,7 @@ class Places:
     def where(self) -> str:
         """The pass and the module: ``backward layers.3.mlp``, or what is known of it."""
         if self.is_optimizer:
-            return "optimizer"
+            return OPTIMIZER
         in_backward = torch._C._current_graph_task_id() != -1
         if self._modules:
             # Only a checkpoint calls modules in the backward pass.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from umem.classes import TensorClass
 from umem.errors import TraceError
 from umem.trace._flops import operator_flops, operator_precision
-from umem.trace._model import Access, PhaseKind, Precision
+from umem.trace._model import OPTIMIZER, Access, PhaseKind, Precision
 from umem.trace._operators import (
     Operator,
     Uses,
@@ -220,10 +220,10 @@ class Recorder(TorchDispatchMode):
 
     def _phase_name(self, operator: Operator, uses: Uses) -> str:
         where = self._places.where()
-        if where == "optimizer" and uses:
+        if where == OPTIMIZER and uses:
             number = self.storages.find(uses[0][0])
             if number is not None:
-                where = f"optimizer {self.storages.records[number].name}"
+                where = f"{OPTIMIZER} {self.storages.records[number].name}"
         return f"{where}: {operator.name}" if where else operator.name
 
     # ------------------------------------------------------------------ classes
