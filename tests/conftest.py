@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,11 +17,15 @@ from umem.trace import Access, Trace, check_trace, ranges
 
 @pytest.fixture(autouse=True)
 def no_manager_outlives_its_test() -> Iterator[None]:
-    """A test's model may be garbage that is not collected yet, and its manager still counted."""
+    """A test's model may be garbage that is not collected yet, and its manager still at work."""
     yield
     manage = sys.modules.get("umem.executor._manage")  # most tests need no planner loaded
-    for manager in manage.managers() if manage is not None else ():
+    if manage is None:
+        return
+    for manager in manage.managers():
         manager.close()
+    if hasattr(sys.modules["torch"].autograd.backward, "_original"):  # somebody follows it
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
