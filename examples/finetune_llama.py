@@ -7,7 +7,8 @@ weights; the text is the source of Python's own standard library. Nothing is dow
     python examples/finetune_llama.py --mode sft --policy sft --size small --budget 2GiB
     python examples/finetune_llama.py --mode sft --policy stock     # torch's own allocator
 
-What umem needs is in `enable_umem`; the rest is a plain training script.
+What umem needs is in `enable_umem`, and in `main` where the step goes in the backward pass; the
+rest is a plain training script.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget", help="device memory that umem may use, as '2GiB' or '50%%' (default: all)"
     )
+    parser.add_argument(
+        "--step-in-backward",
+        action="store_true",
+        help="within a budget, update each layer's weights during the backward pass",
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--size", choices=tuple(SIZES), default="tiny")
     model.add_argument("--hidden", type=int, metavar="N", help="hidden size, a multiple of --heads")
@@ -115,6 +121,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--hidden must be a multiple of --heads, and that of --key-value-heads")
     if arguments.policy == "stock" and arguments.budget:
         parser.error("--budget needs umem: leave out --policy stock")
+    if arguments.policy == "stock" and arguments.step_in_backward:
+        parser.error("--step-in-backward needs umem: leave out --policy stock")
+    if arguments.grad_accumulation > 1 and arguments.step_in_backward:
+        parser.error("--step-in-backward updates weights in each backward pass: do not accumulate")
     for name in ("steps", "batch", "grad_accumulation", "layers", "lora_rank"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
@@ -270,6 +280,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     model = build_model(arguments).to("cuda")
     optimizer = build_optimizer(model, arguments.learning_rate)
+    if arguments.step_in_backward:
+        import umem
+
+        umem.manage(model, optimizer, step_in_backward=True)
     source = batches(standard_library_text(), arguments.batch, arguments.seq, arguments.seed)
     sizes = parameter_bytes(model)
     print(

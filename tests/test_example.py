@@ -56,6 +56,8 @@ def test_help_names_every_choice(example: ModuleType, capsys: pytest.CaptureFixt
     [
         (["--hidden", "100"], "--hidden must be a multiple of --heads"),
         (["--policy", "stock", "--budget", "1GiB"], "--budget needs umem"),
+        (["--policy", "stock", "--step-in-backward"], "--step-in-backward needs umem"),
+        (["--grad-accumulation", "2", "--step-in-backward"], "do not accumulate"),
         (["--grad-accumulation", "0"], "--grad-accumulation must be 1 or more"),
         (["--seq", "1"], "--seq must be 2 or more"),
     ],

@@ -57,7 +57,7 @@ def choose(
     Parameters
     ----------
     trace
-        With durations, and the optimizer's step as one phase.
+        With durations.
     saved
         Tensors that autograd saves in a block's forward pass: the activations that can move.
     hardware, policy
