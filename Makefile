@@ -43,7 +43,10 @@ help:
 demo: native
 	$(BIN)/umem demo
 
-test: lint native-test pytest
+# Side by side what waits for downloads and what compiles.
+test:
+	$(MAKE) --jobs=2 --output-sync=line lint native-test
+	$(MAKE) pytest
 
 lint: native
 	$(BIN)/ruff check .

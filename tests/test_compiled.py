@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 MODULE = """
 from numba import njit
 from umem.compiled import compiled
@@ -63,11 +61,4 @@ def test_no_place_for_a_cache_is_no_error(tmp_path: Path) -> None:
 
 def test_what_others_compile_is_not_told(tmp_path: Path) -> None:
     code = MODULE.replace("@compiled", "@njit")
-    assert python(["-c", code], tmp_path).stderr == ""
-
-
-@pytest.mark.slow
-def test_the_first_plan_of_a_machine_says_what_takes_long(tmp_path: Path) -> None:
-    code = "from umem.bench.train.compile_planner import compile_planner; compile_planner()"
-    assert python(["-c", code], tmp_path).stderr == NOTICE
     assert python(["-c", code], tmp_path).stderr == ""

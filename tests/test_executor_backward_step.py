@@ -17,6 +17,7 @@ from torch import nn
 
 from umem.errors import PlanError
 from umem.executor import ManagerState
+from umem.executor._backward_step import _version
 from umem.executor._slices import _EACH_BY_ITSELF
 
 BEFORE_PLANNED = 7
@@ -74,11 +75,21 @@ def test_gradients_go_with_their_block() -> None:
 @pytest.mark.parametrize("kind", _EACH_BY_ITSELF)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_torchs_optimizers_leave_gradients_as_they_were(kind: Any, foreach: bool) -> None:
-    def make(parameters: Any) -> Any:
-        decay = {} if kind is torch.optim.Rprop else {"weight_decay": 0.1}
-        return kind(parameters, lr=1e-3, foreach=foreach, maximize=True, **decay)
+    """So that a changed gradient is known to be the program's doing."""
+    decay = {} if kind is torch.optim.Rprop else {"weight_decay": 0.1}
+    parameters = [nn.Parameter(torch.randn(8)) for _ in range(3)]
+    optimizer = kind(parameters, lr=1e-3, foreach=foreach, maximize=True, **decay)
+    for parameter in parameters:
+        parameter.grad = torch.randn(8)
+    before = [_version(it.grad) for it in parameters if it.grad is not None]
+    for _ in range(2):
+        optimizer.step()
+    assert [_version(it.grad) for it in parameters if it.grad is not None] == before
 
-    _, manager = both(lambda it: it.steps(9), make_optimizer=make)
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_other_optimizers(kind: Any) -> None:
+    _, manager = both(lambda it: it.steps(9), make_optimizer=partial(kind, lr=1e-3, momentum=0.9))
     assert manager.status().step_in_backward
 
 
