@@ -65,15 +65,15 @@ def with_step_in_backward(
         If the trace has no phases of an optimizer.
     """
     parts = _find_parts(trace)
-    names = [trace.phase_names[part.phases[0]] for part in parts]
-    ranks = {name: rank for rank, name in enumerate(names if order is None else order)}
+    ranks = {name: rank for rank, name in enumerate(order or ())}
     moved: list[int] = []
     places: dict[int, tuple[int, int, int]] = {}
-    for part, name in zip(parts, names, strict=True):
-        if part.complete >= 0 and name in ranks:
+    for index, part in enumerate(parts):
+        rank = index if order is None else ranks.get(trace.phase_names[part.phases[0]])
+        if part.complete >= 0 and rank is not None:
             moved += part.phases
             for number, phase in enumerate(part.phases):
-                places[phase] = part.complete, 1 + ranks[name], number
+                places[phase] = part.complete, 1 + rank, number
 
     def place(phase: int) -> tuple[int, int, int]:
         return places.get(phase, (phase, 0, 0))
