@@ -55,7 +55,7 @@ lint: native
 
 # Side by side, but for the tests on a GPU, which share its memory.
 pytest: native
-	$(BIN)/python -m pytest -n auto -m "not gpu and ($(MARKED))" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu and ($(MARKED))" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(PYTEST_ARGS)
 
 bench: native
@@ -86,7 +86,7 @@ native-test-%: .venv/tools.stamp
 	$(BIN)/cmake -S . -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DUMEM_PYTHON=OFF -DUMEM_WERROR=ON -DUMEM_SANITIZE=$(filter-out plain,$*)
 	$(BIN)/cmake --build build/$*
-	$(BIN)/ctest --test-dir build/$* --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/$* --parallel $(JOBS) --output-on-failure --no-tests=error
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
