@@ -119,7 +119,7 @@ class Plans:
         """
         if self._fallback is None:
             recorded = next(reversed(self._recorded.values()))
-            self._fallback = self._program(self._choose(recorded, "lookahead"), recorded)
+            self._fallback = self._program(recorded, "lookahead")
         return self._fallback
 
     # ------------------------------------------------------------------ making them
@@ -158,16 +158,12 @@ class Plans:
             If one of them cannot be planned.
         """
         self._moves_step = self._can_move_step()
-        choices = {
-            shapes: self._choose(recorded, self._planner)
+        self._programs = {
+            shapes: self._program(recorded, self._planner)
             for shapes, recorded in self._recorded.items()
         }
-        self._programs = {
-            shapes: self._program(choice, self._recorded[shapes])
-            for shapes, choice in choices.items()
-        }
         self._fallback = None
-        self._tell(next(reversed(choices.values())))
+        self._tell(next(reversed(self._programs.values())).choice)
 
     def _can_move_step(self) -> bool:
         step = self._backward_step
@@ -187,24 +183,24 @@ class Plans:
         moved, phases = with_step_in_backward(trace, order)
         return moved, _renumbered(followed, moved, phases)
 
-    def _choose(self, recorded: _Recorded, planner: PolicyPlanner) -> Choice:
-        return choose(
-            self._step_of(recorded)[0],
-            {entry.tensor for entry in recorded.recording.saved_tensors},
+    def _program(self, recorded: _Recorded, planner: PolicyPlanner) -> Program:
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None
+        assert optimizer is not None
+        trace, followed = self._step_of(recorded)
+        saved = recorded.recording.saved_tensors
+        choice = choose(
+            trace,
+            {entry.tensor for entry in saved},
             self._correction.apply(self._machine.hardware),
             self._machine.policy,
             planner,
         )
-
-    def _program(self, choice: Choice, recorded: _Recorded) -> Program:
-        model, optimizer = self._model(), self._optimizer()
-        assert model is not None
-        assert optimizer is not None
         return build_program(
             choice,
-            find_places(choice.trace, model, optimizer),
-            recorded.recording.saved_tensors,
-            self._step_of(recorded)[1],
+            find_places(trace, model, optimizer),
+            saved,
+            followed,
             self._forward_labels,
             self._machine,
         )

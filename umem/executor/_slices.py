@@ -69,7 +69,7 @@ class OptimizerSlices:
         is_wanted
             Tells which of the optimizer's parameters take part in it.
         """
-        groups = self._groups()
+        groups = self._known().param_groups
         parts: dict[str, Part] = {}
         for number, group in enumerate(groups):
             for parameter in group["params"]:
@@ -86,7 +86,7 @@ class OptimizerSlices:
         begin
             Called before each part with its block's name; empty for what belongs to no block.
         """
-        groups = self._groups()
+        groups = self._known().param_groups
         parts = self.parts(lambda parameter: parameter.grad is not None)
         self._whole = [group["params"] for group in groups]
         left = dict(parts)
@@ -103,22 +103,20 @@ class OptimizerSlices:
 
     def run_part(self, part: Part) -> None:
         """Do the step for one part, and leave the optimizer as it was."""
-        groups = self._groups()
+        groups = self._known().param_groups
         whole = [group["params"] for group in groups]
         try:
             self._step(part)
         finally:
             _set_parameters(groups, whole)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _known(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
-        groups: list[dict[str, Any]] = optimizer.param_groups
-        return groups
+        return optimizer
 
     def _step(self, part: Part) -> None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        optimizer = self._known()
         _set_parameters(optimizer.param_groups, part)
         _plain_step(optimizer)(optimizer)
 
