@@ -28,6 +28,17 @@ def no_manager_outlives_its_test() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads of small operators would only wait for each other where others use the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` on a machine without one."""
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]

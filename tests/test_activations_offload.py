@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,18 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.activations import ActivationStatistics, OffloadError, offload, offload_blocks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BATCH, SEQ, WIDTH, LAYERS = 2, 32, 64, 5
 HIDDEN_BYTES = BATCH * SEQ * WIDTH * 4
 MIN_BYTES = HIDDEN_BYTES
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of small operators would wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class NormAndMlp(nn.Module):

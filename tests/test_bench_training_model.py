@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from managed_training import MIB, Training, one_thread
+from managed_training import MIB, Training
 from training_runs import TINY, settings
 
 from umem.bench.train import compile_planner, managed, step, task
@@ -26,6 +26,8 @@ from umem.report import Cause, HintReport, HintUse, MeasuredReport, Traffic
 from umem.simulator import _engine
 from umem.telemetry import MigrationRecords, records_of
 from umem.trace import check_trace
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 
@@ -112,10 +114,9 @@ def on_the_cpu(variant: Variant, method: Method) -> step.Training:
 def test_steps_in_the_backward_pass_do_the_arithmetic_of_stock(method: Method) -> None:
     stock, ours = on_the_cpu("stock", method), on_the_cpu("backward-step", method)
 
-    with one_thread():
-        losses, own_losses = (
-            [float(training.step()).hex() for _ in range(3)] for training in (stock, ours)
-        )
+    losses, own_losses = (
+        [float(training.step()).hex() for _ in range(3)] for training in (stock, ours)
+    )
 
     assert own_losses == losses
     assert losses[0] != losses[-1]
@@ -212,16 +213,15 @@ class _Managed:
 def test_warming_up_ends_when_the_manager_has_decided(
     planner: str, budget_bytes: int, state: str, planned_steps: int
 ) -> None:
-    with one_thread():
-        inner = Training()
-        training: Any = _Managed(inner, inner.manage(planner, budget_bytes))
-        losses: list[torch.Tensor] = []
+    inner = Training()
+    training: Any = _Managed(inner, inner.manage(planner, budget_bytes))
+    losses: list[torch.Tensor] = []
 
-        count = task._warm_up(training, losses)
+    count = task._warm_up(training, losses)
 
-        status = training.manager.status()
-        figures = managed.manager_figures(status, status, 5)
-        training.manager.close()
+    status = training.manager.status()
+    figures = managed.manager_figures(status, status, 5)
+    training.manager.close()
     assert status.state == figures.state == state
     assert count == len(losses)
     if state == "running":
@@ -339,15 +339,14 @@ def test_a_step_whose_records_were_lost_has_no_figures(
     planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", SilentCollector)
-    with one_thread():
-        inner = Training()
-        training: Any = _Managed(inner, inner.manage(planner, 34 * MIB))
-        inner.steps(9)
-        assert training.manager.status().state == "running", training.manager.status()
+    inner = Training()
+    training: Any = _Managed(inner, inner.manage(planner, 34 * MIB))
+    inner.steps(9)
+    assert training.manager.status().state == "running", training.manager.status()
 
-        profile, notes = managed.profile_step(training, "net")
+    profile, notes = managed.profile_step(training, "net")
 
-        training.manager.close()
+    training.manager.close()
     assert profile is None
     assert any("unified-memory figures are not known: CUPTI handed" in note for note in notes)
 
@@ -361,13 +360,12 @@ def test_few_layers_compile_all_that_plans_need() -> None:
     compiled = len(run_step.signatures)
     check_trace(compile_planner._few_layers(), "few layers")
 
-    with one_thread():
-        for planner in ("planned", "lookahead", "fault"):
-            inner = Training()
-            manager = inner.manage(planner)
-            inner.steps(9)
-            assert manager.status().state == "running", manager.status()
-            manager.close()
+    for planner in ("planned", "lookahead", "fault"):
+        inner = Training()
+        manager = inner.manage(planner)
+        inner.steps(9)
+        assert manager.status().state == "running", manager.status()
+        manager.close()
 
     assert len(run_step.signatures) == compiled >= 1
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import managed_training
 import pytest
 import torch
-from managed_training import MIB, Checkpointed, Net, Scale, Training, hook_count, one_thread
+from managed_training import MIB, Checkpointed, Net, Scale, Training, hook_count
 from torch import nn
 
 from umem.errors import PlanError
@@ -20,14 +20,9 @@ from umem.executor import ManagerState
 from umem.executor._backward_step import _version
 from umem.executor._slices import _EACH_BY_ITSELF
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BEFORE_PLANNED = 7
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
 
 both = partial(managed_training.both, step_in_backward=True)
 

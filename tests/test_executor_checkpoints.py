@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from managed_training import MIB, Checkpointed, Net, Training, one_thread
+from managed_training import MIB, Checkpointed, Net, Training
 
 from umem.executor import Manager
 from umem.executor._program import MODEL, Program
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Deep(Checkpointed):

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import managed_training
 import pytest
 import torch
-from managed_training import MIB, WIDTH, Checkpointed, Net, Scale, Training, hook_count, one_thread
+from managed_training import MIB, WIDTH, Checkpointed, Net, Scale, Training, hook_count
 from torch import nn
 
 from umem.classes import TensorClass
 from umem.executor import Manager, ManagerState
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BEFORE_PLANNED = 7
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def both(train: Callable[[Training], None], planner: str = "planned", **more: Any) -> Manager:

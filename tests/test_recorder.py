@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,18 +20,11 @@ from umem.hardware import Hardware
 from umem.policy import load_policy, resolve
 from umem.trace import Access, Trace, check_trace, find_gaps, record_step
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 READ, WRITE = Access.READ, Access.WRITE
 CLASSES = list(TensorClass)
 WIDTH, VOCABULARY, BATCH, SEQ = 32, 48, 4, 16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Steps as small as these only lose by more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class CountingClock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,17 +23,11 @@ from umem.recorder import Block, Follower, Guard, SavedTensor, SavedTensors, fin
 from umem.recorder._temporaries import block_bytes
 from umem.trace import Trace
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 native = pytest.importorskip("umem._native")
 
 WIDTH, ROWS = 256, 512
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Layer(nn.Module):

