@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cards
 import pytest
+from cards import GH200
 
 import umem
-from umem.capabilities import Capabilities, NumaNode
+from umem.capabilities import Capabilities
 from umem.doctor import (
     PACKAGES,
     Check,
@@ -42,40 +44,7 @@ HOST = Host(
     shm_bytes=64 * GIB,
     nvcc=None,
 )
-H200 = Capabilities(
-    device_index=0,
-    device_name="NVIDIA H200",
-    compute_capability=(9, 0),
-    total_bytes=140 * GIB,
-    free_bytes=139 * GIB,
-    concurrent_managed_access=True,
-    pageable_memory_access=True,
-    pageable_uses_host_page_tables=False,
-    direct_managed_access_from_host=False,
-    prefetch_batch=True,
-    discard=True,
-    driver_version=(13, 0),
-    driver_release="580.159",
-    bindings_version=(13, 0),
-    copy_engines=3,
-    pcie_link=(5, 16),
-    nvlink_c2c=False,
-    cpu_architecture="x86_64",
-    host_numa_node=0,
-    device_numa_node=None,
-    numa_nodes=(NumaNode(0, 512 * GIB, True),),
-)
-GH200 = replace(
-    H200,
-    device_name="NVIDIA GH200 480GB",
-    total_bytes=95 * GIB,
-    pageable_uses_host_page_tables=True,
-    direct_managed_access_from_host=True,
-    nvlink_c2c=True,
-    cpu_architecture="aarch64",
-    device_numa_node=1,
-    numa_nodes=(NumaNode(0, 480 * GIB, True), NumaNode(1, 95 * GIB, False)),
-)
+H200 = replace(cards.H200, free_bytes=139 * GIB, pageable_memory_access=True)  # through HMM
 TORCH = Torch("2.11.0+cu130", "/venv/torch", cuda="13.0", can_swap=True, cuda_started=False)
 NATIVE = Native("/venv/umem/_native.so", True, cuda_version="13.0", rmm_version="26.10.00")
 

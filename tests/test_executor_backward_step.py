@@ -236,12 +236,7 @@ def accumulated(training: Training) -> None:
 
 
 def kept(training: Training) -> None:
-    for _ in range(12):
-        loss = training.forward()
-        loss.backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad(set_to_none=False)
-        training.losses.append(loss.item())
+    training.steps(12, gradients_stay=True)
 
 
 def replaced(training: Training) -> None:

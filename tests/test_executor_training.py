@@ -60,12 +60,7 @@ def test_accumulation_that_ends_early_strays_and_comes_right() -> None:
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 def test_gradients_that_are_set_to_zero(planner: str) -> None:
     def train(training: Training) -> None:
-        for _ in range(12):
-            loss = training.forward()
-            loss.backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad(set_to_none=False)
-            training.losses.append(loss.item())
+        training.steps(12, gradients_stay=True)
 
     assert both(train, planner).status().strays == 0
 

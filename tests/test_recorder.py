@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lifetimes import lifetimes_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,6 @@ from umem.trace import Access, Trace, check_trace, find_gaps, record_step
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 READ, WRITE = Access.READ, Access.WRITE
-CLASSES = list(TensorClass)
 WIDTH, VOCABULARY, BATCH, SEQ = 32, 48, 4, 16
 
 
@@ -198,17 +198,7 @@ def test_a_step_small_enough_to_check_by_hand() -> None:
         {},
         {"1.weight": READ | WRITE, "1.weight.grad": READ, "1.weight.momentum_buffer": READ | WRITE},
     ]
-    lifetimes = {
-        name: (
-            int(trace.tensor_bytes[index]),
-            CLASSES[trace.tensor_class[index]].value,
-            bool(trace.persistent[index]),
-            int(trace.first_phase[index]),
-            int(trace.last_phase[index]),
-        )
-        for index, name in enumerate(trace.tensor_names)
-    }
-    assert lifetimes == {
+    assert lifetimes_of(trace) == {
         "0.weight": (128, "frozen_weights", True, 0, 7),
         "1.weight": (32, "weights", True, 0, 7),
         "input 0": (512, "other", True, 0, 7),  # the same storage in every step

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from lifetimes import lifetimes_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -100,17 +101,7 @@ def test_a_step_small_enough_to_check_by_hand() -> None:
         {"input": READ, "aten.ones_like": READ, "parameter 0.grad": WRITE},
         {"parameter 0": READ | WRITE, "parameter 0.grad": READ},
     ]
-    lifetimes = {
-        name: (
-            int(trace.tensor_bytes[index]),
-            CLASSES[trace.tensor_class[index]].value,
-            bool(trace.persistent[index]),
-            int(trace.first_phase[index]),
-            int(trace.last_phase[index]),
-        )
-        for index, name in enumerate(trace.tensor_names)
-    }
-    assert lifetimes == {
+    assert lifetimes_of(trace) == {
         "parameter 0": (128, "weights", True, 0, 4),
         "input": (64, "other", True, 0, 4),
         "aten.mm": (32, "activations", False, 0, 1),  # nothing needs it after the sum

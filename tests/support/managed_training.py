@@ -138,18 +138,18 @@ class Training:
         loss: torch.Tensor = self.model(self.batch(rows)).square().mean()
         return loss
 
-    def step(self, rows: int = 2) -> None:
+    def step(self, rows: int = 2, *, gradients_stay: bool = False) -> None:
         """Train on the next batch."""
         loss = self.forward(rows)
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not gradients_stay)
         self.losses.append(loss.item())
 
-    def steps(self, count: int, rows: int = 2) -> None:
-        """Train on some batches."""
+    def steps(self, count: int, rows: int = 2, *, gradients_stay: bool = False) -> None:
+        """Train on some batches; gradients that stay are set to zero, the others dropped."""
         for _ in range(count):
-            self.step(rows)
+            self.step(rows, gradients_stay=gradients_stay)
 
     def state(self) -> list[torch.Tensor]:
         """Copies of all that persists from step to step."""

@@ -1,0 +1,47 @@
+"""What the drivers of known cards say of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from umem.capabilities import Capabilities, NumaNode
+
+__all__ = ["GH200", "H200"]
+
+GIB = 1 << 30
+
+H200 = Capabilities(
+    device_index=0,
+    device_name="NVIDIA H200",
+    compute_capability=(9, 0),
+    total_bytes=150109880320,
+    free_bytes=None,
+    concurrent_managed_access=True,
+    pageable_memory_access=False,
+    pageable_uses_host_page_tables=False,
+    direct_managed_access_from_host=False,
+    prefetch_batch=True,
+    discard=True,
+    driver_version=(13, 0),
+    driver_release="580.159",
+    bindings_version=(13, 0),
+    copy_engines=3,
+    pcie_link=(5, 16),
+    nvlink_c2c=False,
+    cpu_architecture="x86_64",
+    host_numa_node=0,
+    device_numa_node=None,
+    numa_nodes=(NumaNode(0, 512 * GIB, True),),
+)
+GH200 = replace(
+    H200,
+    device_name="NVIDIA GH200 480GB",
+    total_bytes=int(94.5 * GIB),
+    pageable_memory_access=True,
+    pageable_uses_host_page_tables=True,
+    direct_managed_access_from_host=True,
+    nvlink_c2c=True,
+    cpu_architecture="aarch64",
+    device_numa_node=1,
+    numa_nodes=(NumaNode(0, 480 * GIB, True), NumaNode(1, 95 * GIB, False)),
+)
