@@ -72,14 +72,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Fine-tune a Llama under umem, on the source of Python's standard library.",
         epilog="Without a GPU, see `umem demo`.",
     )
-    parser.add_argument("--mode", choices=("lora", "sft"), default="lora", help="what is trained")
+    parser.add_argument(
+        "--mode", choices=("lora", "sft"), default="lora", help="what is trained (default: lora)"
+    )
     parser.add_argument(
         "--policy",
         help="a preset's name, a policy file, or 'stock' for torch's own allocator "
         "(default: the preset of the mode's name)",
     )
     parser.add_argument(
-        "--budget", help="device memory that umem may use, as '2GiB' or '50%%' (default: all)"
+        "--budget",
+        help="device memory that umem may use, as '2GiB' or '50%%' "
+        "(default: the policy's, 90%% in the presets)",
     )
     parser.add_argument(
         "--step-in-backward",
@@ -87,7 +91,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="within a budget, update each layer's weights during the backward pass",
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--size", choices=tuple(SIZES), default="tiny")
+    model.add_argument("--size", choices=tuple(SIZES), default="tiny", help="default: tiny")
     model.add_argument("--hidden", type=int, metavar="N", help="hidden size, a multiple of --heads")
     model.add_argument("--layers", type=int, metavar="N")
     model.add_argument("--heads", type=int, metavar="N", help="attention heads")
@@ -95,7 +99,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--intermediate", type=int, metavar="N", help="width of the MLP")
     model.add_argument("--lora-rank", type=int, default=16, metavar="N")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=30, metavar="N")
+    training.add_argument("--steps", type=int, default=30, metavar="N", help="default: 30")
     training.add_argument("--batch", type=int, metavar="N", help="sequences per micro-batch")
     training.add_argument("--seq", type=int, metavar="N", help="bytes per sequence")
     training.add_argument("--learning-rate", type=float, help="default: 3e-3 (lora), 1e-3 (sft)")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         EnableError,
         HardwareError,
         NativeLibraryError,
+        OffloadError,
         PlanError,
         PolicyError,
         TraceError,
@@ -63,6 +64,7 @@ __all__ = [
     "MeasuredReport",
     "MigrationReport",
     "NativeLibraryError",
+    "OffloadError",
     "PlanError",
     "Policy",
     "PolicyError",
@@ -101,6 +103,7 @@ _MODULES = {
         "EnableError",
         "HardwareError",
         "NativeLibraryError",
+        "OffloadError",
         "PlanError",
         "PolicyError",
         "TraceError",
@@ -126,7 +129,7 @@ _MODULES = {
     "umem.telemetry": ("profile",),
     "umem.trace": ("Trace", "load_trace"),
 }
-_SUBMODULES = ("cuda",)
+_SUBMODULES = ("cuda", "executor", "hints")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 

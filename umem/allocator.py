@@ -197,8 +197,8 @@ def _check_torch(library: Any) -> None:
         )
     if not library.HAS_CUDA:
         raise NativeLibraryError(
-            "umem was built without CUDA and RMM: reinstall it with `pip install 'umem[cuda13]'` "
-            "(or cuda12)."
+            "umem was built without CUDA and RMM: build it again from its sources with "
+            "`UMEM_CUDA=13 pip install --force-reinstall --no-deps .` (or 12)."
         )
     if torch.cuda.is_initialized() or library.installed() is not None:
         raise EnableError(

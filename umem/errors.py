@@ -7,6 +7,7 @@ __all__ = [
     "EnableError",
     "HardwareError",
     "NativeLibraryError",
+    "OffloadError",
     "PlanError",
     "PolicyError",
     "TraceError",
@@ -49,3 +50,7 @@ class UnsupportedError(UmemError, RuntimeError):
 
 class CudaError(UmemError, RuntimeError):
     """A CUDA call failed; the message names the call and CUDA's own error."""
+
+
+class OffloadError(UmemError, RuntimeError):
+    """Activation offload is used in a way that it cannot serve."""

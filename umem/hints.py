@@ -144,8 +144,9 @@ class HintEngine:
         library = native()
         if not library.HAS_CUDA:
             raise NativeLibraryError(
-                "umem was built without CUDA: reinstall it with `pip install 'umem[cuda13]'` (or "
-                "cuda12), or use HintEngine.on_host()."
+                "umem was built without CUDA: build it again from its sources with "
+                "`UMEM_CUDA=13 pip install --force-reinstall --no-deps .` (or 12), or use "
+                "HintEngine.on_host()."
             )
         try:
             return cls(library.HintEngine.on_cuda(_native_settings(settings)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from umem.activations._cuda_mover import CudaMover
-from umem.activations._errors import OffloadError
 from umem.activations._host_mover import HostMover
 from umem.activations._host_pool import HostBuffer
 from umem.activations._modules import OffloadedBlocks, offload_blocks
@@ -11,6 +10,7 @@ from umem.activations._mover import Mover
 from umem.activations._offload import offload
 from umem.activations._statistics import ActivationStatistics
 from umem.activations._store import ActivationStore
+from umem.errors import OffloadError
 
 __all__ = [
     "ActivationStatistics",

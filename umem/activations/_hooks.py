@@ -7,7 +7,7 @@ import threading
 import torch
 
 from umem import saved_tensor_hooks
-from umem.activations._errors import OffloadError
+from umem.errors import OffloadError
 from umem.saved_tensor_hooks import Hooks
 
 __all__ = ["HookStack", "in_backward_or_compiler"]

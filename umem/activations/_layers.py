@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from umem.activations._errors import OffloadError
 from umem.activations._hooks import in_backward_or_compiler
 from umem.activations._store import ActivationStore
+from umem.errors import OffloadError
 
 __all__ = ["Layers"]
 

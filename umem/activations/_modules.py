@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from umem.activations._errors import OffloadError
 from umem.activations._layers import Layers
 from umem.activations._statistics import ActivationStatistics
 from umem.activations._store import MIN_BYTES, ActivationStore
+from umem.errors import OffloadError
 
 __all__ = ["OffloadedBlocks", "offload_blocks"]
 

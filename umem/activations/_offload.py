@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from umem.activations._errors import OffloadError
 from umem.activations._layers import Layers
 from umem.activations._store import MIN_BYTES, ActivationStore
+from umem.errors import OffloadError
 
 __all__ = ["offload"]
 

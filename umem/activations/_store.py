@@ -13,13 +13,13 @@ import torch
 
 from umem.activations._cuda_mover import CudaMover
 from umem.activations._entry import Entry, Handle, Retired
-from umem.activations._errors import OffloadError
 from umem.activations._group import Group
 from umem.activations._hooks import HookStack
 from umem.activations._host_mover import HostMover
 from umem.activations._host_pool import HostPool
 from umem.activations._mover import Mover
 from umem.activations._statistics import ActivationStatistics
+from umem.errors import OffloadError
 from umem.saved_tensor_hooks import Kept, unpack_kept
 
 __all__ = ["MIN_BYTES", "ActivationStore"]

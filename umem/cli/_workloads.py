@@ -77,7 +77,7 @@ BudgetOption = Annotated[
     ),
 ]
 WindowOption = Annotated[
-    int, typer.Option(min=1, help="Phases that the planner lookahead looks ahead.")
+    int, typer.Option(min=1, help="Phases that the planners lookahead and oracle look ahead.")
 ]
 
 

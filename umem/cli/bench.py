@@ -1,4 +1,4 @@
-"""`umem bench`: umem's allocator beside torch's own and RMM's."""
+"""`umem bench`: allocators, trainings and planners, each beside its alternatives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = 5
 QUICK_ROUNDS = 3
 
 app = typer.Typer(
-    help="Measure umem's allocator beside torch's own and RMM's, in one run.", no_args_is_help=True
+    help="Measure umem: allocator, trainings within a budget, planners.", no_args_is_help=True
 )
 
 
@@ -35,7 +35,10 @@ _Sizes = Annotated[
 ]
 _Rounds = Annotated[
     int | None,
-    typer.Option(min=1, help=f"Turns of each allocator (default: {ROUNDS}; {QUICK_ROUNDS} quick)."),
+    typer.Option(
+        min=1,
+        help=f"Figures are medians of so many rounds (default: {ROUNDS}; {QUICK_ROUNDS} quick).",
+    ),
 ]
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter rounds.")]
 _Output = Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")]

@@ -63,7 +63,7 @@ def show(
         typer.Option(
             metavar="BYTES",
             help="Show the policy in the numbers of a device with this much memory, such as 80GiB, "
-            "and with UMEM_MANAGED_LIMIT and UMEM_DEVICE_BUDGET applied.",
+            "and with UMEM_MANAGED_LIMIT, UMEM_DEVICE_BUDGET and UMEM_PLANNER applied.",
         ),
     ] = None,
 ) -> None:
@@ -171,7 +171,7 @@ def _bounds_table(policy: Policy, resolved: ResolvedPolicy | None, total: int | 
     if policy.extends is not None:
         table.add_row("extends", escape(policy.extends))
     table.add_row("device budget", _size(budget) if not isinstance(budget, str) else budget)
-    table.add_row("limit on managed memory", _size(limit))
+    table.add_row("limit on managed memory", "umem's own" if limit is None else _size(limit))
     table.add_row("headroom of kind system", format_bytes(policy.limits.system_headroom_bytes))
     planner = policy.planner if resolved is None else resolved.planner
     table.add_row("planner", planner)

@@ -11,7 +11,13 @@ from umem.policy import load_policy, resolve
 
 __all__ = ["setting_checks"]
 
-_UMEM_VARIABLES = ("UMEM_POLICY", "UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER")
+_UMEM_VARIABLES = (
+    "UMEM_POLICY",
+    "UMEM_MANAGED_LIMIT",
+    "UMEM_DEVICE_BUDGET",
+    "UMEM_PLANNER",
+    "UMEM_NVTX",
+)
 
 _BUILD_VARIABLES = ("UMEM_CUDA",)
 """Read when umem is built."""
@@ -57,6 +63,9 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
     try:
         if name == "UMEM_POLICY":
             load_policy(value)
+        elif name == "UMEM_NVTX":
+            if value not in ("0", "1"):
+                return Check(name, Status.WARN, value, "ranges are off", "set it to 1, or unset it")
         else:
             resolve(load_policy("sft"), device_bytes, {name: value})
     except PolicyError as error:

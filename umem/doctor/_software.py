@@ -176,10 +176,12 @@ def library_checks(environment: Environment) -> tuple[Check, ...]:
         needed("cuda-python", "umem reads the machine through it"),
         optional("cupti-python", "telemetry", "pip install 'umem[telemetry]'"),
         optional("nvtx", "ranges in Nsight Systems", "pip install 'umem[telemetry]'"),
-        optional("numba", "numba sharing", "pip install 'umem[numba]'"),
+        needed("numba", "the planner and the simulator are compiled by it"),
         optional("numba-cuda", "numba sharing", "pip install 'umem[numba]'"),
         optional("cupy", "CuPy sharing", install_cupy(environment)),
-        optional("transformers", "the fine-tuning example", "pip install 'umem[examples]'"),
-        optional("peft", "LoRA in the example", "pip install 'umem[examples]'"),
+        optional(
+            "transformers", "the fine-tuning example, --model", "pip install 'umem[examples]'"
+        ),
+        optional("peft", "LoRA in both", "pip install 'umem[examples]'"),
         optional("accelerate", "find_executable_batch_size", "pip install 'umem[examples]'"),
     )

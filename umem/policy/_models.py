@@ -158,8 +158,8 @@ class Limits(_Record):
 
     managed_bytes: ManagedLimit | None = None
     """Hard cap on the managed bytes of the process, cached ones too; past it an allocation fails
-    with an out-of-memory error. Bytes, text such as 16GiB, or null for no cap. The environment
-    variable UMEM_MANAGED_LIMIT can lower it."""
+    with an out-of-memory error. Bytes, text such as 16GiB, or null for umem's own cap. The
+    environment variable UMEM_MANAGED_LIMIT can lower it."""
 
     system_headroom_bytes: Bytes = 0
     """Device memory that kind system leaves free, in bytes or text such as 1GiB."""
