@@ -106,7 +106,7 @@ def test_nothing_installed() -> None:
         )
     )
     failed = {one.name: one.remedy for one in report.failures}
-    assert set(failed) == {"native library", "torch", "librmm", "cuda-python", "GPU"}
+    assert set(failed) == {"native library", "torch", "librmm", "cuda-python", "numba", "GPU"}
     assert "pip install 'umem[cuda13]'" in failed["native library"]
     assert failed["torch"].startswith("pip install 'torch>=2.8,<2.16' --index-url")
     assert failed["GPU"] == "pip install 'umem[cuda13]'"

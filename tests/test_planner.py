@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from umem.classes import TensorClass
-from umem.errors import PlanError
+from umem.errors import PlanError, PolicyError
 from umem.hardware import Hardware
 from umem.planner import PLANNERS, plan
 from umem.planner._placement import place
@@ -446,6 +446,17 @@ def test_an_unknown_planner_names_the_nearest(
 ) -> None:
     with pytest.raises(PlanError, match=message.replace("?", r"\?")):
         plan(training, machine, policy_of(machine), name)
+
+
+def test_a_policy_that_was_not_resolved_is_refused(machine: Hardware, training: Trace) -> None:
+    policy: Any = load_policy("sft")
+    schedule = plan(training, machine, policy_of(machine))
+    for wants_numbers in (
+        lambda: plan(training, machine, policy),
+        lambda: simulate(training, schedule, machine, policy),
+    ):
+        with pytest.raises(PolicyError, match=r"pass umem\.policy\.resolve\(policy, hardware"):
+            wants_numbers()
 
 
 @pytest.mark.parametrize("window", [0, -3])

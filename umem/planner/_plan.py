@@ -15,7 +15,7 @@ from umem.hardware import Hardware
 from umem.planner._baselines import fault, lookahead, oracle, paging
 from umem.planner._homes import OPEN_MECHANISMS, hold, open_classes
 from umem.planner._placement import Clock, Placement, place
-from umem.policy import ResolvedPolicy
+from umem.policy import ResolvedPolicy, check_resolved
 from umem.schedule import HintOp, Home, Schedule
 from umem.simulator import Run, lower_bound_s, run
 from umem.trace import Trace, find_gaps, ranges, require_durations
@@ -52,7 +52,7 @@ def plan(
     hardware
         The machine.
     policy
-        How each class may be held, and the device budget.
+        How each class may be held, and the device budget, from :func:`umem.policy.resolve`.
     planner
         One of :data:`PLANNERS`: ``fault`` pages on demand, ``lookahead`` prefetches for a window of
         phases and evicts what was used longest ago (DeepUM), ``oracle`` does the same but evicts
@@ -77,7 +77,12 @@ def plan(
         For an unknown planner, a window below 1, a policy that asks for what the machine lacks, or
         a phase whose working set does not fit the budget, or more off the device than the host
         holds.
+    PolicyError
+        For a policy that was not resolved for a device.
+    TraceError
+        If the trace has no durations.
     """
+    check_resolved(policy)
     if planner not in PLANNERS:
         hint = did_you_mean(planner, PLANNERS) or "."
         raise PlanError(f"no planner is called {planner!r}{hint} Planners: {', '.join(PLANNERS)}")

@@ -20,7 +20,7 @@ from umem.policy._choices import (
 from umem.policy._load import find_problems, load_policy
 from umem.policy._models import ClassRule, ClassRules, Limits, Policy, class_rule, policy_schema
 from umem.policy._presets import preset_names, presets_dir
-from umem.policy._resolve import ResolvedPolicy, resolve
+from umem.policy._resolve import ResolvedPolicy, check_resolved, resolve
 
 __all__ = [
     "ClassRule",
@@ -35,6 +35,7 @@ __all__ = [
     "PolicyProblem",
     "ResolvedPolicy",
     "ShareLibrary",
+    "check_resolved",
     "class_rule",
     "find_problems",
     "load_policy",

@@ -136,3 +136,18 @@ def _from_environment(
         return read(text)
     except ValueError as error:
         raise PolicyError(f"environment variable {name}: {error}; or unset it") from None
+
+
+def check_resolved(policy: object) -> None:
+    """Refuse what was not resolved for a device.
+
+    Raises
+    ------
+    PolicyError
+        With the remedy.
+    """
+    if not isinstance(policy, ResolvedPolicy):
+        raise PolicyError(
+            f"policy: a {type(policy).__name__} is not in the numbers of a device: pass "
+            "umem.policy.resolve(policy, hardware.device_bytes)"
+        )

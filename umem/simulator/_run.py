@@ -11,7 +11,7 @@ import numpy.typing as npt
 from umem.classes import TensorClass
 from umem.errors import PlanError
 from umem.hardware import Hardware
-from umem.policy import ResolvedPolicy
+from umem.policy import ResolvedPolicy, check_resolved
 from umem.report import CAUSES, Direction, MigrationReport, Timeline, Traffic
 from umem.schedule import HintOp, Home, Schedule
 from umem.simulator import _engine, _state
@@ -93,9 +93,12 @@ def simulate(
     ------
     PlanError
         If a phase's working set does not fit the budget, or the schedule is for another trace.
+    PolicyError
+        For a policy that was not resolved for a device.
     TraceError
         If the trace has no durations.
     """
+    check_resolved(policy)
     outcome = run(trace, schedule, hardware, policy, addresses=addresses)
     return report(outcome, trace, schedule, hardware, policy, timeline=timeline)
 
