@@ -188,6 +188,32 @@ class TestPunctuality:
             assert 0 < counts.late_s < PATIENCE_S
             assert counts.driver_s >= 0.2
 
+    def test_a_link_is_shared(self) -> None:
+        """What was moved over the driver's time is the link's rate, with any number of workers."""
+        link_bytes_per_s = 500e6
+        settings = HintSettings(chunk_bytes=4 * MIB, prefetch_workers=2)
+        with HintEngine.on_host(settings, bytes_per_s=link_bytes_per_s) as engine:
+            engine.start(0)
+            ticket = engine.submit(HintOp.PREFETCH, at(0), 100 * BLOCK)
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
+            times = engine.times(ticket)
+        assert times.issued_ns is not None
+        assert times.done_ns is not None
+        wall_s = (times.done_ns - times.issued_ns) / 1e9
+        assert wall_s >= 0.99 * counts.moved_bytes / link_bytes_per_s
+        assert 0.7 * wall_s < counts.driver_s < 1.01 * wall_s
+
+    def test_many_are_marked_at_once(self) -> None:
+        with HintEngine.on_host() as engine:
+            tickets = [engine.submit(HintOp.PREFETCH, at(2 * i), BLOCK) for i in range(100)]
+            for ticket in tickets:
+                engine.wait(ticket, timeout_s=PATIENCE_S)
+            engine.mark_needed(0, *tickets)
+            engine.mark_needed()
+            counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
+            assert (counts.late, counts.early) == (0, 100)
+
     def test_early(self) -> None:
         with HintEngine.on_host() as engine:
             ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
@@ -359,6 +385,23 @@ class TestReleases:
             allocator.set_release_listener(None)
         allocator.malloc(20 * BLOCK)
 
+    def test_other_threads_run_meanwhile(self) -> None:
+        """While the cache is given back, which waits for the call under way."""
+        allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
+        with slow_engine() as engine:
+            engine.listen_to_releases(allocator)
+            address = allocator.malloc(20 * BLOCK)
+            ticket = engine.submit(HintOp.EVICT, address, 20 * BLOCK)
+            deadline_s = time.monotonic() + PATIENCE_S
+            while engine.statistics().in_flight_bytes == (0, 0):
+                assert time.monotonic() < deadline_s
+            allocator.free(address)
+            ran = threading.Event()
+            threading.Timer(0.01, ran.set).start()
+            allocator.empty_cache()
+            assert ran.is_set()
+            assert engine.times(ticket).moved_bytes == BLOCK
+
     def test_the_engine_may_go_first(self) -> None:
         allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
         engine = HintEngine.on_host()
@@ -392,6 +435,7 @@ class TestFailures:
         [
             ("record", Outcome.DROPPED),
             ("open", Outcome.FAILED),
+            ("load", Outcome.DONE),
             ("query", Outcome.DROPPED),
             ("evict", Outcome.FAILED),
             ("synchronize", Outcome.FAILED),
@@ -477,6 +521,17 @@ class TestThreadsAndProcesses:
         assert engine.shutdown()
         assert engine.wait(tickets[-1], timeout_s=0) is Outcome.DROPPED
         assert engine.submit(HintOp.PREFETCH, at(0), BLOCK) == 0
+
+    def test_a_stuck_call_is_waited_for_once(self) -> None:
+        engine = HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 5.0)
+        engine.submit(HintOp.EVICT, at(0), BLOCK)
+        while engine.statistics().in_flight_bytes == (0, 0):
+            time.sleep(1e-3)
+        start_s = time.monotonic()
+        assert not engine.shutdown(timeout_s=1e-3)
+        del engine
+        gc.collect()
+        assert time.monotonic() - start_s < 2.5
 
     def test_garbage_takes_its_threads_along(self) -> None:
         before = len(os.listdir("/proc/self/task"))

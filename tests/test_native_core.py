@@ -292,6 +292,8 @@ def test_peaks_are_taken_one_after_another() -> None:
     allocator.reset_peak_stats(0)
     assert allocator.take_peak_bytes(0) == 10 * MIB
     assert allocator.take_peak_bytes(0) == 4 * MIB
+    allocator.reset_accumulated_stats(0)
+    assert allocator.stats(0)["highest_bytes"] == 10 * MIB
     allocator.free(kept)
     assert allocator.take_peak_bytes(0) == 4 * MIB
     assert allocator.take_peak_bytes(0) == 0

@@ -81,7 +81,9 @@ class Allocator:
         Returns a token for `leave_class`, which must run in the same thread."""
     def leave_class(self, token: int) -> None: ...
     def stats(self, device: int) -> dict[str, Any]:
-        """What `torch._C._cuda_memoryStats` returns: stat -> pool type -> current/peak/..."""
+        """What `torch._C._cuda_memoryStats` returns: stat -> pool type -> current/peak/...
+
+        Beside it `highest_bytes`: the most bytes of live blocks ever, which nothing resets."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
         """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:
@@ -129,7 +131,7 @@ class HintSettings:
         in_flight_bytes: int = 268435456,  # in driver calls, in each direction
         capacity: int = 8192,  # requests that are open at once
         prefetch_workers: int = 2,
-        poll_s: float = 50e-6,  # between two looks at an event
+        poll_s: float = 100e-6,  # between two looks at an event
     ) -> None: ...
 
 class HintBatch:
@@ -199,5 +201,8 @@ class HintEngine:
         """op, tensor_class, address, size_bytes, moved_bytes, outcome, asked_ns, ready_ns,
         issued_ns, done_ns, needed_ns (0: not yet)."""
     def statistics(self) -> dict[str, Any]:
-        """counts by (op, class), failures as (call, error, text, count), and the rest by name."""
-    def shutdown(self, timeout_s: float) -> bool: ...
+        """counts by (op, class), failures as (call, error, text, count), and the rest by name.
+
+        Calls under way together in one direction share the time in its `driver_s`."""
+    def shutdown(self, timeout_s: float) -> bool:
+        """False when a call did not end in time. The destructor then waits for it no more."""

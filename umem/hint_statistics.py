@@ -96,7 +96,9 @@ class HintCounts:
     queued_s: float
     """From ready to issued: behind others, or for room."""
     driver_s: float
-    """In driver calls; a call that serves several requests is shared out by bytes."""
+    """In driver calls. Calls of one direction that are under way together share its link and the
+    time, so that ``moved_bytes / driver_s`` is the link's rate however many workers there are. A
+    call that serves several requests is shared out by bytes."""
     late: int
     """Requests that were done after the phase that needs them began."""
     late_s: float

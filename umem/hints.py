@@ -75,7 +75,7 @@ class HintSettings:
     in_flight_bytes: int = 256 * _MIB
     capacity: int = 8192
     prefetch_workers: int = 2
-    poll_s: float = 50e-6
+    poll_s: float = 100e-6
 
 
 class HintBatch:
@@ -173,11 +173,13 @@ class HintEngine:
         devices : int
             Devices that exist; requests for others fail.
         bytes_per_s : float
-            How fast a move seems to be; 0 for no time at all.
+            What a link seems to carry in each direction, shared by the direction's workers; 0 for
+            moves that take no time at all.
         fail : mapping of str to int, optional
             Which call fails, by its name: ``{"evict": 2}`` for the second eviction. Each fails
             once. The names are those of :attr:`HintStatistics.failures`: ``record``, ``open``,
-            ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``.
+            ``load``, ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``,
+            ``synchronize``.
 
         Raises
         ------
@@ -335,7 +337,7 @@ class HintEngine:
         return self._native.fire(batch._native, stream)
 
     def mark_needed(self, *tickets: int) -> None:
-        """Say that the phase that needs these requests begins now."""
+        """Say that the phase that needs these requests begins now. Tickets of 0 are passed over."""
         self._native.mark_needed(tickets)
 
     def record(self, device: int, stream: int) -> int:
@@ -373,6 +375,8 @@ class HintEngine:
 
     def forget(self, address: int, size_bytes: int, *, timeout_s: float = _PATIENCE_S) -> bool:
         """Drop what is queued of a range, and wait until no driver call is at work on it.
+
+        The range may also be, or lie in, the host block of copies.
 
         Returns
         -------
@@ -437,14 +441,17 @@ class HintEngine:
         Returns
         -------
         bool
-            False when a driver call did not end in time; its thread is left to itself.
+            False when a driver call did not end in time; its thread is left to itself, and not
+            waited for again.
 
         Raises
         ------
         ValueError
             For a time below 0.
         """
-        return self._native.shutdown(timeout_s)
+        ended = self._native.shutdown(timeout_s)
+        self._finalizer.detach()
+        return ended
 
     def __enter__(self) -> HintEngine:
         return self

@@ -8,6 +8,7 @@
 
 #include <stdexcept>
 
+#include "binding/names.hpp"
 #include "hints/hint_engine.hpp"
 #include "hints/host_hint_driver.hpp"
 #ifdef UMEM_HAS_CUDA
@@ -31,24 +32,11 @@ std::int64_t nanoseconds(double seconds, const std::string& name = "timeout_s") 
 
 double seconds(std::int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
-TensorClass class_of(int number) {
-  if (number < 0 || static_cast<std::size_t>(number) >= kClasses)
-    throw nb::value_error(("tensor class: " + std::to_string(number)).c_str());
-  return static_cast<TensorClass>(number);
-}
-
 // advise has a method of its own.
 HintOp op_of(int number) {
   if (number < 0 || number > static_cast<int>(HintOp::copy_out))
     throw nb::value_error(("operation: " + std::to_string(number)).c_str());
   return static_cast<HintOp>(number);
-}
-
-Placement placement_of(const std::string& name) {
-  if (name == "device") return Placement::device;
-  if (name == "host") return Placement::host;
-  if (name == "any") return Placement::any;
-  throw nb::value_error(("placement: " + name).c_str());
 }
 
 const char* name_of(Outcome outcome) { return kOutcomeNames[static_cast<std::size_t>(outcome)]; }
@@ -219,12 +207,7 @@ void bind_hints(nb::module_& module) {
             return span.last < span.first ? 0 : span.last;
           },
           "batch"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "mark_needed",
-          [](HintEngine& self, const std::vector<Ticket>& tickets) {
-            for (const Ticket ticket : tickets) self.mark_needed(ticket);
-          },
-          "tickets"_a)
+      .def("mark_needed", &HintEngine::mark_needed, "tickets"_a)
       .def("record", &HintEngine::record, "device"_a, "stream"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("release", &HintEngine::release, "event"_a)

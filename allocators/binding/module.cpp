@@ -6,9 +6,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-
 #include "binding/hints.hpp"
+#include "binding/names.hpp"
 #include "core/allocator.hpp"
 #include "core/host.hpp"
 #include "cuda/copy_kernel.hpp"
@@ -25,31 +24,16 @@ using namespace nb::literals;
 namespace umem {
 namespace {
 
-template <class Names>
-std::size_t number_of(const Names& names, const std::string& name, const char* what) {
-  const auto found = std::find(names.begin(), names.end(), name);
-  if (found == names.end()) throw nb::value_error((std::string(what) + ": " + name).c_str());
-  return static_cast<std::size_t>(found - names.begin());
-}
-
-constexpr std::array<const char*, 3> kPlacementNames = {"device", "host", "any"};
 constexpr std::array<const char*, 3> kStateNames = {"inactive", "active_allocated",
                                                     "active_awaiting_free"};
 
 ClassSetting class_setting(const std::string& kind, const std::string& placement,
                            bool accessed_by_device, bool read_mostly, std::size_t min_bytes) {
   return {.kind = static_cast<MemoryKind>(number_of(kKindNames, kind, "kind of memory")),
-          .advice = {.placement = static_cast<Placement>(
-                         number_of(kPlacementNames, placement, "placement")),
+          .advice = {.placement = placement_of(placement),
                      .accessed_by_device = accessed_by_device,
                      .read_mostly = read_mostly},
           .min_bytes = min_bytes};
-}
-
-TensorClass class_of(int number) {
-  if (number < 0 || static_cast<std::size_t>(number) >= kClasses)
-    throw nb::value_error(("tensor class: " + std::to_string(number)).c_str());
-  return static_cast<TensorClass>(number);
 }
 
 nb::dict to_dict(const Stat& stat) {
@@ -81,6 +65,7 @@ nb::dict to_dict(const DeviceStats& stats) {
   dict["active_bytes"] = to_dict(stats.active_bytes);
   dict["inactive_split_bytes"] = to_dict(stats.inactive_split_bytes);
   dict["requested_bytes"] = to_dict(stats.requested_bytes);
+  dict["highest_bytes"] = stats.highest_bytes;
   dict["oversize_allocations"] = to_dict(Stat{});
   dict["oversize_segments"] = to_dict(Stat{});
   dict["max_split_size"] = -1;
@@ -266,6 +251,8 @@ NB_MODULE(_native, module) {
           "classes"_a, "managed_limit_bytes"_a = 0, "device_budget_bytes"_a = 0,
           "system_headroom_bytes"_a = 0, "caching"_a = true);
 
+  // malloc, free and empty_cache may wait for the GPU, and for hints under way: not with the
+  // interpreter's lock.
   nb::class_<Allocator>(module, "Allocator")
       .def_static(
           "on_host",
@@ -279,14 +266,14 @@ NB_MODULE(_native, module) {
           [](Allocator& self, std::size_t bytes, int device, StreamId stream) {
             return reinterpret_cast<std::uintptr_t>(self.allocate(bytes, device, stream));
           },
-          "bytes"_a, "device"_a = 0, "stream"_a = 0)
+          "bytes"_a, "device"_a = 0, "stream"_a = 0, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "free",
           [](Allocator& self, std::uintptr_t address, int device) {
             if (address != 0 && !self.device(device).free(address))
               throw nb::value_error("free: no live block starts at this address on this device");
           },
-          "address"_a, "device"_a = 0)
+          "address"_a, "device"_a = 0, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "record_stream",
           [](Allocator& self, std::uintptr_t address, StreamId stream, int device) {
@@ -295,7 +282,7 @@ NB_MODULE(_native, module) {
                   "record_stream: no live block starts at this address on this device");
           },
           "address"_a, "stream"_a, "device"_a = 0)
-      .def("empty_cache", &Allocator::empty_cache)
+      .def("empty_cache", &Allocator::empty_cache, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "set_memory_fraction",
           [](Allocator& self, double fraction, int device) {

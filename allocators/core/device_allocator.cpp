@@ -92,7 +92,10 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
 
 DeviceAllocator::~DeviceAllocator() {
   synchronize_events();
-  for (const auto& [address, segment] : segments_) give_back(segment);
+  std::vector<Segment*> all;
+  for (auto& [address, segment] : segments_) all.push_back(&segment);
+  announce_release(all);
+  for (const Segment* segment : all) give_back(*segment);
 }
 
 std::uint8_t DeviceAllocator::profile_number(Profile profile) {
@@ -376,6 +379,7 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
   stats_.allocation.increase(heap.tier, 1);
   stats_.allocated_bytes.increase(heap.tier, block->bytes);
   peak_bytes_ = std::max(peak_bytes_, stats_.allocated_bytes.all.current);
+  stats_.highest_bytes = std::max(stats_.highest_bytes, stats_.allocated_bytes.all.current);
   stats_.active.increase(heap.tier, 1);
   stats_.active_bytes.increase(heap.tier, block->bytes);
   stats_.requested_bytes.increase(heap.tier, requested_bytes);
@@ -444,7 +448,7 @@ void DeviceAllocator::settle(Block* block) {
   // A graph may write to its pool's blocks at every replay, freed or not.
   const bool pool_in_use = heap.pool != nullptr && heap.pool->users > 0;
   if (!config_.caching && !block->is_split() && !pool_in_use && active_pools_.empty())
-    release_segment(*block->segment);
+    release_segments({block->segment});
 }
 
 bool DeviceAllocator::record_stream(std::uintptr_t address, StreamId stream) {
@@ -535,42 +539,56 @@ void DeviceAllocator::empty_cache() {
 
 // Gives back every segment that is one cached block, except those of pools in use.
 void DeviceAllocator::release_cached_segments() {
-  for (auto it = segments_.begin(); it != segments_.end();) {
-    Segment& segment = (it++)->second;
+  std::vector<Segment*> cached;
+  for (auto& [address, segment] : segments_) {
     const Pool* pool = segment.heap->pool;
     const bool pool_in_use = pool != nullptr && pool->users > 0;
     if (segment.first->state == BlockState::cached && !segment.first->is_split() && !pool_in_use)
-      release_segment(segment);
+      cached.push_back(&segment);
   }
+  release_segments(cached);
   std::erase_if(pools_, [](const auto& entry) {
     return entry.second->users == 0 && entry.second->segments == 0;
   });
 }
 
-void DeviceAllocator::release_segment(Segment& segment) {
-  Heap& heap = *segment.heap;
-  const Profile& profile = profiles_[heap.profile];
-  uncache(segment.first);
-  give_back(segment);
-  ++stats_.num_device_free;
-  stats_.segment.decrease(heap.tier, 1);
-  stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
-  KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
-  kind.reserved_bytes -= segment.bytes;
-  if (heap.profile == spill_profile_) kind.spilled_bytes -= segment.bytes;
-  if (resides_on_device(profile)) resident_bytes_ -= segment.bytes;
-  if (heap.pool != nullptr) {
-    --heap.pool->segments;
-    heap.pool->reserved_bytes -= segment.bytes;
+void DeviceAllocator::release_segments(const std::vector<Segment*>& segments) {
+  announce_release(segments);
+  for (const Segment* released : segments) {
+    const Segment& segment = *released;
+    Heap& heap = *segment.heap;
+    const Profile& profile = profiles_[heap.profile];
+    uncache(segment.first);
+    give_back(segment);
+    ++stats_.num_device_free;
+    stats_.segment.decrease(heap.tier, 1);
+    stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
+    KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
+    kind.reserved_bytes -= segment.bytes;
+    if (heap.profile == spill_profile_) kind.spilled_bytes -= segment.bytes;
+    if (resides_on_device(profile)) resident_bytes_ -= segment.bytes;
+    if (heap.pool != nullptr) {
+      --heap.pool->segments;
+      heap.pool->reserved_bytes -= segment.bytes;
+    }
+    blocks_.erase(segment.first->address);
+    segments_.erase(segment.address);
   }
-  blocks_.erase(segment.first->address);
-  segments_.erase(segment.address);
+}
+
+// Of all at once: the listener may have to wait, and so waits for the longest only. Device memory
+// is never moved; pinned memory is what copies read and write.
+void DeviceAllocator::announce_release(const std::vector<Segment*>& segments) const {
+  if (release_listener_ == nullptr) return;
+  std::vector<Range> ranges;
+  for (const Segment* segment : segments)
+    if (profiles_[segment->heap->profile].kind != MemoryKind::device)
+      ranges.push_back({segment->address, segment->bytes});
+  if (!ranges.empty()) release_listener_->before_release(ranges);
 }
 
 void DeviceAllocator::give_back(const Segment& segment) {
   const MemoryKind kind = profiles_[segment.heap->profile].kind;
-  if (release_listener_ != nullptr && takes_advice(kind))
-    release_listener_->before_release({segment.address, segment.bytes});
   source_.deallocate(kind, device_, segment.raw, segment.raw_bytes);
   if (kind == MemoryKind::managed) managed_limit_.give_back(segment.raw_bytes);
 }

@@ -217,7 +217,8 @@ class DeviceAllocator {
   void finish_deferred();
 
   void release_cached_segments();
-  void release_segment(Segment& segment);
+  void release_segments(const std::vector<Segment*>& segments);
+  void announce_release(const std::vector<Segment*>& segments) const;
   void give_back(const Segment& segment);
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
                                         Shortage shortage);

@@ -1,6 +1,8 @@
 // What the core asks of the machine. The CUDA side implements both; tests inject their own.
 #pragma once
 
+#include <span>
+
 #include "core/types.hpp"
 
 namespace umem {
@@ -42,9 +44,9 @@ class ReleaseListener {
  public:
   virtual ~ReleaseListener() = default;
 
-  // Returns when nobody else works on the range any more. Called under the device's lock: it must
-  // wait for nobody who may allocate. In a forked child it does nothing.
-  virtual void before_release(Range range) noexcept = 0;
+  // Returns when nobody else works on any of the ranges any more. Called under the device's lock: it
+  // must wait for nobody who may allocate. In a forked child it does nothing.
+  virtual void before_release(std::span<const Range> ranges) noexcept = 0;
 };
 
 }  // namespace umem

@@ -68,6 +68,7 @@ struct DeviceStats {
   TieredStat inactive_split_bytes;
   TieredStat requested_bytes;        // bytes as asked for
   std::array<ClassStats, kClasses> by_class;
+  std::int64_t highest_bytes = 0;      // allocated_bytes at their highest, whatever is reset
   std::int64_t num_alloc_retries = 0;  // the cache was given back to serve a request
   std::int64_t num_ooms = 0;
   std::int64_t num_device_alloc = 0;

@@ -111,12 +111,17 @@ bool CudaDriver::populate(int device, Range range) noexcept {
   const CurrentDevice current(device);
   // On a full card this would push other pages out: let those pages come when they are touched.
   if (memory(device).free_bytes < range.bytes) return true;
+  const cudaStream_t stream = populate_stream(device);
+  return stream != nullptr && succeeded(prefetch(range, device, stream));
+}
+
+// Of its own: a prefetch on a stream with work left blocks its caller until that work is done. So
+// may this one, and nobody who records an event is to wait for it: hence the lock ends here.
+cudaStream_t CudaDriver::populate_stream(int device) noexcept {
   const std::lock_guard lock(mutex_);
   cudaStream_t& stream = devices_[static_cast<std::size_t>(device)].populate_stream;
-  // A prefetch on a stream with work left blocks its caller until that work is done.
-  if (stream == nullptr && !succeeded(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)))
-    return false;
-  return succeeded(prefetch(range, device, stream));
+  if (stream == nullptr) succeeded(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return stream;
 }
 
 MemoryInfo CudaDriver::memory(int device) noexcept {

@@ -1,6 +1,5 @@
 #include "cuda/cuda_hint_driver.hpp"
 
-#include <cstdio>
 #include <stdexcept>
 #include <string>
 
@@ -140,7 +139,6 @@ int CudaHintDriver::open(Lane lane, int device) noexcept {
   Seat& mine = seat(lane, device);
   if (const CUresult error = retain(mine, device)) return error;
   if (const CUresult error = furnish(mine.primary)) return error;
-  load_copy_kernel(mine);
   if (lane.direction == Direction::to_device) return CUDA_SUCCESS;
   if (mine.own.context == nullptr)
     if (const CUresult error = cuda_.create_context(&mine.own.context, CU_CTX_SCHED_BLOCKING_SYNC,
@@ -149,16 +147,12 @@ int CudaHintDriver::open(Lane lane, int device) noexcept {
   return furnish(mine.own);
 }
 
-void CudaHintDriver::load_copy_kernel(Seat& mine) noexcept {
-  if (mine.copy != nullptr) return;
-  CUresult error = mine.module != nullptr ? CUDA_SUCCESS
-                                          : cuda_.load_module(&mine.module, kCopyKernel);
-  if (error == CUDA_SUCCESS) error = cuda_.get_function(&mine.copy, mine.module, "umem_copy");
-  if (error != CUDA_SUCCESS)
-    std::fprintf(stderr,
-                 "umem: hint: the copy kernel does not load (%s): copies go through "
-                 "cuMemcpyAsync, which is slower\n",
-                 describe(error).c_str());
+// Without the kernel, copies go through cuMemcpyAsync, which is slower.
+int CudaHintDriver::load(Lane lane, int device) noexcept {
+  Seat& mine = seat(lane, device);
+  if (const CUresult error = enter(mine.primary)) return error;
+  if (const CUresult error = cuda_.load_module(&mine.module, kCopyKernel)) return error;
+  return cuda_.get_function(&mine.copy, mine.module, "umem_copy");
 }
 
 void CudaHintDriver::close(Lane lane) noexcept {
@@ -209,20 +203,28 @@ CUresult CudaHintDriver::for_each_allocation(Range range, Call call) const noexc
   return CUDA_SUCCESS;
 }
 
+// Each call on an idle stream: on one that is busy with the last allocation's the driver would block
+// inside the call, with the context's lock.
+template <class Call>
+CUresult CudaHintDriver::move(Station& station, Range range, Call call) noexcept {
+  if (const CUresult error = enter(station)) return error;
+  return for_each_allocation(range, [&](Range part) {
+    if (const CUresult error = wait(station)) return error;
+    station.busy = true;
+    return call(part);
+  });
+}
+
 int CudaHintDriver::prefetch(Lane lane, int device, Range range) noexcept {
   Seat& mine = seat(lane, device);
-  if (const CUresult error = enter(mine.primary)) return error;
-  mine.primary.busy = true;
-  return for_each_allocation(range, [&](Range part) {
+  return move(mine.primary, range, [&](Range part) {
     return cuda_.prefetch(part.address, part.bytes, mine.device, mine.primary.stream);
   });
 }
 
 int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
   Station& own = seat(lane, device).own;
-  if (const CUresult error = enter(own)) return error;
-  own.busy = true;
-  return for_each_allocation(range, [&](Range part) {
+  return move(own, range, [&](Range part) {
     return cuda_.prefetch(part.address, part.bytes, CU_DEVICE_CPU, own.stream);
   });
 }
@@ -230,9 +232,7 @@ int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
 int CudaHintDriver::discard(Lane lane, int device, Range range) noexcept {
   if (cuda_.discard == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
   Station& own = seat(lane, device).own;
-  if (const CUresult error = enter(own)) return error;
-  own.busy = true;
-  return for_each_allocation(range, [&](Range part) {
+  return move(own, range, [&](Range part) {
     CUdeviceptr address = part.address;
     std::size_t bytes = part.bytes;
     return cuda_.discard(&address, &bytes, 1, 0, own.stream);

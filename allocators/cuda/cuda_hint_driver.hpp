@@ -59,6 +59,7 @@ class CudaHintDriver final : public HintDriver {
   EventId record(int device, StreamId stream) noexcept override;
   void recycle(EventId event) noexcept override;
   int open(Lane lane, int device) noexcept override;
+  int load(Lane lane, int device) noexcept override;
   void close(Lane lane) noexcept override;
   int query(Lane lane, int device, EventId event, bool& finished) noexcept override;
   int prefetch(Lane lane, int device, Range range) noexcept override;
@@ -98,9 +99,10 @@ class CudaHintDriver final : public HintDriver {
   CUresult enter(const Station& station) noexcept;
   CUresult wait(Station& station) noexcept;
   void leave(Station& station) noexcept;
-  void load_copy_kernel(Seat& seat) noexcept;
   template <class Call>
   CUresult for_each_allocation(Range range, Call call) const noexcept;
+  template <class Call>
+  CUresult move(Station& station, Range range, Call call) noexcept;
 
   const CudaCalls cuda_;
   int devices_ = 0;

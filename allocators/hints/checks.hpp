@@ -26,8 +26,7 @@ inline void check_request(const HintRequest& request) {
   require(static_cast<std::size_t>(request.tensor_class) < kClasses, "no such tensor class");
   check_device(request.device);
   check_range(request.range);
-  if (request.op == HintOp::copy_in || request.op == HintOp::copy_out)
-    check_range({request.host_address, request.range.bytes});
+  if (copies(request.op)) check_range(host_part(request, request.range));
 }
 
 }  // namespace umem

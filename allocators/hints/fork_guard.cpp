@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "hints/hint_engine.hpp"
@@ -14,7 +15,9 @@ struct Watched {
   Watched() {
     pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); },
                    [] {
-                     for (HintEngine* engine : all().engines) engine->abandon();
+                     // Once: to a child of this child they are nothing but empty.
+                     for (HintEngine* engine : std::exchange(all().engines, {}))
+                       engine->abandon();
                      all().mutex.unlock();
                    });
   }

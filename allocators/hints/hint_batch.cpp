@@ -20,6 +20,7 @@ HintBatch::HintBatch(int device, std::vector<HintRequest> requests)
   for (HintRequest& request : requests_) {
     request.device = device;
     check_entry(request);
+    wanted_ += request.range.address != 0;
   }
 }
 
@@ -28,6 +29,8 @@ void HintBatch::set_address(std::size_t index, std::uintptr_t address) {
   HintRequest changed = requests_.at(index);
   changed.range.address = address;
   check_entry(changed);
+  wanted_ += changed.range.address != 0;
+  wanted_ -= requests_[index].range.address != 0;
   requests_[index] = changed;
 }
 

@@ -1,6 +1,7 @@
 // Requests that are made together, again and again: checked once, fired with one call.
 #pragma once
 
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -25,6 +26,8 @@ class HintBatch {
 
   int device() const { return device_; }
   std::size_t size() const { return requests_.size(); }
+  // Entries that have an address. Takes no lock, which a forked child may find held for ever.
+  std::size_t wanted() const noexcept { return wanted_; }
   // Throws std::out_of_range for an index that does not exist.
   void set_address(std::size_t index, std::uintptr_t address);
   // Of the last firing. An entry that was skipped has none.
@@ -41,6 +44,7 @@ class HintBatch {
   const int device_;
   mutable std::mutex mutex_;
   std::vector<HintRequest> requests_;
+  std::atomic<std::size_t> wanted_{0};
   TicketSpan tickets_;
 };
 

@@ -53,7 +53,8 @@ void HintBook::add(Ticket ticket, const HintRequest& request, std::int64_t asked
   ++of.requests[static_cast<std::size_t>(Outcome::open)];
   of.asked_bytes += request.range.bytes;
   stats_.peak_open_requests = std::max(stats_.peak_open_requests, open_.size());
-  if (keeps_order(request.op)) ordered_[ticket] = request.range;
+  if (keeps_order(request.op))
+    ordered_[ticket] = {request.range, host_part(request, request.range)};
   Device& device = devices_[request.device];
   if (makes_room(request.op)) device.leaving.insert(ticket);
 
@@ -74,7 +75,7 @@ void HintBook::fire(EventId event, bool failed, std::int64_t now_ns) {
     const auto found = open_.find(ticket);
     if (found == open_.end()) continue;
     if (failed)
-      cut_all(found->second, Outcome::dropped, now_ns);
+      cut_of(ticket, found->second.request.range, Outcome::dropped, now_ns);
     else
       make_ready(found->second, now_ns);
   }
@@ -97,11 +98,10 @@ void HintBook::cut(const Piece& piece, Range range, Outcome outcome, std::int64_
   resolve(piece.ticket, queue_.cut(piece, range), outcome, now_ns);
 }
 
-void HintBook::cut_all(const HintRecord& record, Outcome outcome, std::int64_t now_ns) {
-  const Ticket ticket = record.ticket;
-  const Range whole = record.request.range;
-  for (const Piece& piece : queue_.overlapping(whole))
-    if (piece.ticket == ticket) cut(piece, whole, outcome, now_ns);
+// Of one request only.
+void HintBook::cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns) {
+  for (const Piece& piece : queue_.overlapping(range))
+    if (piece.ticket == ticket) cut(piece, range, outcome, now_ns);
 }
 
 void HintBook::resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::int64_t now_ns) {
@@ -119,13 +119,14 @@ void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
     events_.stop_waiting(request.event, record.ticket);
   ordered_.erase(record.ticket);
   devices_.at(request.device).leaving.erase(record.ticket);
-  if (request.op == HintOp::copy_out) {
-    std::erase_if(kept_, [&](const HintRequest& kept) {
-      return overlap(kept.range, request.range);
-    });
+  if (request.op == HintOp::copy_out && record.outcome == Outcome::done) {
+    drop_kept(request.range);
+  } else if (request.op == HintOp::copy_out && record.outcome != Outcome::forgotten) {
     // What was not wholly copied was not freed. A range that is gone has no contents to keep.
-    if (record.outcome != Outcome::done && record.outcome != Outcome::forgotten)
-      kept_.push_back(request);
+    std::erase_if(kept_, [&](const HintRequest& kept) {
+      return lies_in(kept.range, request.range);
+    });
+    kept_.push_back(request);
   }
 
   HintCounts& of = counts(record);
@@ -136,11 +137,48 @@ void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
   if (record.ready_ns != 0) of.event_wait_ns += record.ready_ns - record.asked_ns;
   if (record.issued_ns != 0) of.queued_ns += record.issued_ns - record.ready_ns;
   if (record.needed_ns != 0) count_punctuality(record);
+  keep_record(record);
+  open_.erase(record.ticket);
+}
+
+void HintBook::keep_record(const HintRecord& record) {
   const Ticket ticket = record.ticket;
-  history_[ticket % history_.size()] = record;
+  HintRecord& slot = history_[ticket % history_.size()];
+  if (slot.ticket > ticket) {
+    late_[ticket] = record;
+    if (late_.size() > history_.size()) late_.erase(late_.begin());
+    return;
+  }
+  slot = record;
   ended_[ticket % ended_.size()].store(
       ticket * kOutcomes + static_cast<std::uint64_t>(record.outcome), std::memory_order_release);
-  open_.erase(ticket);
+}
+
+HintRecord* HintBook::on_record(Ticket ticket) {
+  if (const auto found = late_.find(ticket); found != late_.end()) return &found->second;
+  HintRecord& record = history_[ticket % history_.size()];
+  return ticket != 0 && record.ticket == ticket ? &record : nullptr;
+}
+
+// The contents of `range` are on the device no more. Of a copy out that failed the rest still is.
+void HintBook::drop_kept(Range range) {
+  std::vector<HintRequest> left;
+  for (const HintRequest& kept : kept_) {
+    const auto keep = [&](std::uintptr_t start, std::uintptr_t end) {
+      if (start >= end) return;
+      HintRequest part = kept;
+      part.range = {start, end - start};
+      part.host_address = host_part(kept, part.range).address;
+      left.push_back(part);
+    };
+    keep(kept.range.address, std::min(range.address, end_of(kept.range)));
+    keep(std::max(end_of(range), kept.range.address), end_of(kept.range));
+  }
+  kept_ = std::move(left);
+}
+
+void HintBook::leave_all_devices(Range range) {
+  for (auto& [number, device] : devices_) device.resident.erase(range);
 }
 
 void HintBook::mark_needed(Ticket ticket, std::int64_t now_ns) {
@@ -149,10 +187,10 @@ void HintBook::mark_needed(Ticket ticket, std::int64_t now_ns) {
     if (found->second.needed_ns == 0) found->second.needed_ns = now_ns;
     return;
   }
-  HintRecord& record = history_[ticket % history_.size()];
-  if (record.ticket != ticket || record.needed_ns != 0) return;
-  record.needed_ns = now_ns;
-  count_punctuality(record);
+  HintRecord* const record = on_record(ticket);  // nullptr for 0, too
+  if (record == nullptr || record->needed_ns != 0) return;
+  record->needed_ns = now_ns;
+  count_punctuality(*record);
 }
 
 void HintBook::count_punctuality(const HintRecord& record) {
@@ -169,13 +207,25 @@ void HintBook::count_punctuality(const HintRecord& record) {
 void HintBook::forget(Range range, std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping(range))
     cut(piece, range, Outcome::forgotten, now_ns);
-  for (auto& [number, device] : devices_) device.resident.erase(range);
-  std::erase_if(kept_, [&](const HintRequest& kept) { return overlap(kept.range, range); });
+  std::vector<std::pair<Ticket, Range>> without_host;  // parts of copies
+  for (const auto& [ticket, place] : ordered_)
+    if (const Range host = common(place.host, range); host.bytes != 0)
+      without_host.push_back(
+          {ticket, {place.range.address + (host.address - place.host.address), host.bytes}});
+  for (const auto& [ticket, part] : without_host)
+    cut_of(ticket, part, Outcome::forgotten, now_ns);
+  leave_all_devices(range);
+  for (std::optional<Chunk>& chunk : in_flight_)
+    if (chunk && overlap(chunk->range, range)) chunk->forgotten.push_back(range);
+  drop_kept(range);
+  std::erase_if(kept_, [&](const HintRequest& kept) {
+    return overlap(host_part(kept, kept.range), range);
+  });
 }
 
 bool HintBook::in_flight(Range range) const {
   return std::any_of(in_flight_.begin(), in_flight_.end(), [&](const std::optional<Chunk>& chunk) {
-    return chunk && overlap(chunk->range, range);
+    return chunk && (overlap(chunk->range, range) || overlap(chunk->host, range));
   });
 }
 
@@ -199,10 +249,9 @@ bool HintBook::count_failure(const CallResult& result, const std::string& text) 
   return ++failure.count == 1;
 }
 
-const HintRecord* HintBook::find(Ticket ticket) const {
+const HintRecord* HintBook::find(Ticket ticket) {
   if (const auto found = open_.find(ticket); found != open_.end()) return &found->second;
-  const HintRecord& record = history_[ticket % history_.size()];
-  return ticket != 0 && record.ticket == ticket ? &record : nullptr;
+  return on_record(ticket);
 }
 
 std::optional<Outcome> HintBook::ended(Ticket ticket) const noexcept {

@@ -28,12 +28,13 @@ struct Chunk {
   HintOp op = HintOp::prefetch;
   int device = 0;
   Range range{};
-  std::uintptr_t host_address = 0;
+  Range host{};  // copies: the part of the host block
   Advice advice{};
   std::vector<Part> parts{};
   Ticket releases = 0;             // the copy_out whose device pages this discard frees
   std::size_t reserved_bytes = 0;  // of the device's room
-  std::int64_t issued_ns = 0;
+  std::int64_t link_ns = 0;        // its share of the direction's link so far
+  std::vector<Range> forgotten{};  // freed while it was under way
 };
 
 // A driver call's result; `call` is the name under which its failures are counted.
@@ -60,8 +61,10 @@ class HintBook {
   bool has_work_beside(Lane lane) const;
   // The lane's chunk is over. Returns what must follow it at once, if anything.
   std::optional<Chunk> settle(Lane lane, CallResult result, std::int64_t now_ns);
+  // The lane's worker is gone: what it may have been at has failed.
+  void give_up(Lane lane, std::int64_t now_ns);
 
-  // Drops what is queued of the range; what is in flight is not.
+  // Drops what is queued of the range, as a copy's host block too; what is in flight is not.
   void forget(Range range, std::int64_t now_ns);
   bool in_flight(Range range) const;
   void drop_all(std::int64_t now_ns);
@@ -70,7 +73,7 @@ class HintBook {
   bool count_failure(const CallResult& result, const std::string& text);
 
   // nullptr for a ticket that was never given out, or whose record is no longer kept.
-  const HintRecord* find(Ticket ticket) const;
+  const HintRecord* find(Ticket ticket);
   // The one function for any thread at any time: a request's outcome, if it has ended and is on
   // record.
   std::optional<Outcome> ended(Ticket ticket) const noexcept;
@@ -85,34 +88,47 @@ class HintBook {
     std::size_t reserved_bytes = 0;
     std::set<Ticket> leaving;  // open requests that may make room
   };
+  // What an open request that later ones must not overtake works on.
+  struct Place {
+    Range range{}, host{};
+  };
 
   HintCounts& counts(const HintRecord& record);
   void make_ready(HintRecord& record, std::int64_t now_ns);
   void supersede_older(const HintRecord& newer, std::int64_t now_ns);
   void cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns);
-  void cut_all(const HintRecord& record, Outcome outcome, std::int64_t now_ns);
+  void cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns);
   void resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::int64_t now_ns);
   void finish(HintRecord& record, std::int64_t now_ns);
+  void keep_record(const HintRecord& record);
+  HintRecord* on_record(Ticket ticket);
   void count_punctuality(const HintRecord& record);
+  void drop_kept(Range range);
+  void leave_all_devices(Range range);
 
-  bool blocked(Ticket ticket, Range range) const;
+  bool blocked(const Piece& piece) const;
+  void share_link(Direction direction, std::int64_t now_ns);
   bool copy_in_is_settled(const HintRecord& record, std::int64_t now_ns);
   std::size_t needed_room(const Device& device, Range range) const;
   bool must_wait_for_room(const HintRecord& record, Range range, std::size_t beside_bytes) const;
-  void grow(Chunk& chunk, Direction direction, std::size_t limit_bytes);
+  bool overtakes(const Chunk& chunk, Ticket ticket) const;
+  Range first_chunk(const HintRequest& request, Range range) const;
+  void grow(Chunk& chunk, Direction direction, std::size_t limit_bytes, std::int64_t now_ns);
   void take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns);
 
   const HintSettings settings_;
   HintQueue queue_;
   EventTable events_;
   std::unordered_map<Ticket, HintRecord> open_;
-  std::map<Ticket, Range> ordered_;   // open requests that later ones must not overtake
+  std::map<Ticket, Place> ordered_;   // open requests that later ones must not overtake
   std::vector<HintRecord> history_;   // ended requests, a ring by ticket
+  std::map<Ticket, HintRecord> late_;  // that ended when a newer one had their place in the ring
   std::vector<std::atomic<std::uint64_t>> ended_;  // the same ring: ticket * kOutcomes + outcome
   std::vector<HintRequest> kept_;     // copy_outs that never ended: the device has the contents
   std::map<int, Device> devices_;
   std::vector<std::optional<Chunk>> in_flight_;  // by lane
   std::array<std::size_t, kDirections> in_flight_bytes_{};
+  std::array<std::int64_t, kDirections> shared_until_ns_{};  // each direction's link
   HintStatistics stats_;
   std::map<std::pair<std::string, int>, HintFailure> failures_;
 };

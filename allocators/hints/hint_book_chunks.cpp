@@ -24,15 +24,13 @@ std::optional<Chunk> HintBook::take(Lane lane, std::int64_t now_ns) {
     HintRecord& record = open_.at(piece.ticket);
     const HintRequest& request = record.request;
     if (std::find(full.begin(), full.end(), request.device) != full.end() ||
-        blocked(piece.ticket, piece.range))
+        blocked(piece))
       continue;
     if (request.op == HintOp::copy_in && copy_in_is_settled(record, now_ns)) {
       next = queue_.ready(lane.direction).begin();
       continue;
     }
-    const std::size_t limit = std::min(settings_.chunk_bytes, settings_.in_flight_bytes);
-    const Range range =
-        request.op == HintOp::advise ? piece.range : first_part(piece.range, limit);
+    const Range range = first_chunk(request, piece.range);
     if (in_flight_bytes_[direction] != 0 &&
         in_flight_bytes_[direction] + range.bytes > settings_.in_flight_bytes)
       return std::nullopt;
@@ -46,18 +44,17 @@ std::optional<Chunk> HintBook::take(Lane lane, std::int64_t now_ns) {
     Chunk chunk{.op = request.op,
                 .device = request.device,
                 .range = {range.address, 0},
-                .advice = request.advice,
-                .issued_ns = now_ns};
-    if (request.host_address != 0)
-      chunk.host_address = request.host_address + (range.address - request.range.address);
+                .host = host_part(request, range),
+                .advice = request.advice};
     take_part(chunk, piece, range, now_ns);
     if (!keeps_order(request.op)) {
       const std::size_t free_bytes = settings_.in_flight_bytes - in_flight_bytes_[direction];
-      grow(chunk, lane.direction, std::min(limit, free_bytes));
+      grow(chunk, lane.direction, std::min(settings_.chunk_bytes, free_bytes), now_ns);
     }
+    share_link(lane.direction, now_ns);
+    in_flight_[static_cast<std::size_t>(lane.number)] = chunk;
     in_flight_bytes_[direction] += chunk.range.bytes;
     devices_[chunk.device].reserved_bytes += chunk.reserved_bytes;
-    in_flight_[static_cast<std::size_t>(lane.number)] = chunk;
     return chunk;
   }
   return std::nullopt;
@@ -69,28 +66,49 @@ bool HintBook::has_work_beside(Lane lane) const {
 }
 
 // A call on the same bytes is under way, or an older request that keeps its place is not over.
-bool HintBook::blocked(Ticket ticket, Range range) const {
-  if (in_flight(range)) return true;
-  for (const auto& [older, whole] : ordered_) {
-    if (older >= ticket) break;
-    if (overlap(whole, range)) return true;
+bool HintBook::blocked(const Piece& piece) const {
+  const Range range = piece.range, host = host_part(open_.at(piece.ticket).request, range);
+  if (in_flight(range) || in_flight(host)) return true;
+  for (const auto& [older, place] : ordered_) {
+    if (older >= piece.ticket) break;
+    if (overlap(place.range, range) || overlap(place.range, host) || overlap(place.host, range) ||
+        overlap(place.host, host))
+      return true;
   }
   return false;
+}
+
+// Called whenever a chunk comes or goes: those under way in a direction had an equal part of the
+// time since the last call.
+void HintBook::share_link(Direction direction, std::int64_t now_ns) {
+  const std::int64_t since_ns = std::exchange(shared_until_ns_[index_of(direction)], now_ns);
+  std::vector<Chunk*> sharing;
+  for (std::optional<Chunk>& chunk : in_flight_)
+    if (chunk && direction_of(chunk->op) == direction) sharing.push_back(&*chunk);
+  for (Chunk* chunk : sharing)
+    chunk->link_ns += (now_ns - since_ns) / static_cast<std::int64_t>(sharing.size());
 }
 
 // A copy_out that never ended left the contents on the device: copying back would destroy them.
 bool HintBook::copy_in_is_settled(const HintRecord& record, std::int64_t now_ns) {
   const HintRequest& request = record.request;
-  const auto kept = std::find_if(kept_.begin(), kept_.end(), [&](const HintRequest& of) {
-    return overlap(of.range, request.range);
+  const auto any = [&](auto&& is) { return std::any_of(kept_.begin(), kept_.end(), is); };
+  if (record.open_bytes != request.range.bytes ||
+      !any([&](const HintRequest& kept) { return overlap(kept.range, request.range); }))
+    return false;
+  const bool same = any([&](const HintRequest& kept) {
+    return kept.range.address == request.range.address &&
+           kept.range.bytes == request.range.bytes && kept.host_address == request.host_address;
   });
-  if (kept == kept_.end() || record.open_bytes != request.range.bytes) return false;
-  const bool same = kept->range.address == request.range.address &&
-                    kept->range.bytes == request.range.bytes &&
-                    kept->host_address == request.host_address;
   if (!same) count_failure({"copy_in", -1}, "part of the range still holds its contents");
-  cut_all(record, same ? Outcome::done : Outcome::failed, now_ns);
+  cut_of(record.ticket, request.range, same ? Outcome::done : Outcome::failed, now_ns);
   return true;
+}
+
+// What one call may move of a part of a request. Advice moves nothing.
+Range HintBook::first_chunk(const HintRequest& request, Range range) const {
+  if (request.op == HintOp::advise) return range;
+  return first_part(range, std::min(settings_.chunk_bytes, settings_.in_flight_bytes));
 }
 
 std::size_t HintBook::needed_room(const Device& device, Range range) const {
@@ -109,13 +127,34 @@ bool HintBook::must_wait_for_room(const HintRecord& record, Range range,
          !device.leaving.empty() && *device.leaving.begin() < record.ticket;
 }
 
+// Whether a request with this ticket, in the chunk, would pass one that waits for room on its
+// device. Those older than the chunk's first do not: it would not have been taken.
+bool HintBook::overtakes(const Chunk& chunk, Ticket ticket) const {
+  const Device& device = devices_.at(chunk.device);
+  if (direction_of(chunk.op) == Direction::to_host || device.budget_bytes == 0 ||
+      device.leaving.empty())
+    return false;
+  const HintQueue::Order& ready = queue_.ready(Direction::to_device);
+  for (auto next = ready.upper_bound({chunk.parts.front().ticket, UINTPTR_MAX});
+       next != ready.end() && next->first < ticket; ++next) {
+    const Piece piece = queue_.piece(next->first, next->second);
+    const HintRecord& record = open_.at(piece.ticket);
+    if (record.request.device == chunk.device && !blocked(piece) &&
+        must_wait_for_room(record, first_chunk(record.request, piece.range),
+                           chunk.reserved_bytes))
+      return true;
+  }
+  return false;
+}
+
 // Neighbours that are asked the same go with the chunk: one call moves them faster than many.
-void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes) {
+void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes,
+                    std::int64_t now_ns) {
   const auto joins = [&](const Piece& piece) {
     if (!piece.ready || piece.direction != direction) return false;
     const HintRequest& request = open_.at(piece.ticket).request;
-    return request.op == chunk.op && request.device == chunk.device &&
-           !blocked(piece.ticket, piece.range);
+    return request.op == chunk.op && request.device == chunk.device && !blocked(piece) &&
+           !overtakes(chunk, piece.ticket);
   };
   const auto take_one_of = [&](const std::vector<Piece>& pieces, bool before) {
     for (const Piece& piece : pieces) {
@@ -124,7 +163,7 @@ void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes) 
       if (range.bytes == 0 || (before && range.bytes != piece.range.bytes) ||
           must_wait_for_room(open_.at(piece.ticket), range, chunk.reserved_bytes))
         continue;
-      take_part(chunk, piece, range, chunk.issued_ns);
+      take_part(chunk, piece, range, now_ns);
       return true;
     }
     return false;
@@ -158,6 +197,7 @@ void HintBook::take_part(Chunk& chunk, const Piece& piece, Range range, std::int
 }
 
 std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t now_ns) {
+  share_link(lane.direction, now_ns);
   std::optional<Chunk>& slot = in_flight_[static_cast<std::size_t>(lane.number)];
   const Chunk chunk = std::move(*slot);
   slot.reset();
@@ -165,10 +205,12 @@ std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t
   Device& device = devices_[chunk.device];
   device.reserved_bytes -= chunk.reserved_bytes;
   const bool good = result.error == 0;
-  if (good && direction_of(chunk.op) == Direction::to_device)
-    device.resident.insert(chunk.range);
-  if (good && (chunk.op == HintOp::evict || chunk.op == HintOp::discard))
-    device.resident.erase(chunk.range);
+  const bool came = direction_of(chunk.op) == Direction::to_device;
+  // A page is in one place: where it came from, it is no more.
+  if (good && (came || chunk.op == HintOp::evict || chunk.op == HintOp::discard))
+    leave_all_devices(chunk.range);
+  if (good && came) device.resident.insert(chunk.range);
+  for (const Range range : chunk.forgotten) device.resident.erase(range);
 
   if (chunk.releases != 0) {  // the values are safe on the host, whether or not the pages went
     finish(open_.at(chunk.releases), now_ns);
@@ -178,16 +220,19 @@ std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t
   for (const Chunk::Part& part : chunk.parts) {
     HintRecord& record = open_.at(part.ticket);
     counts(record).driver_ns += static_cast<std::int64_t>(
-        static_cast<double>(now_ns - chunk.issued_ns) * static_cast<double>(part.bytes) /
+        static_cast<double>(chunk.link_ns) * static_cast<double>(part.bytes) /
         static_cast<double>(chunk.range.bytes));
     if (chunk.op != HintOp::copy_out) {
       resolve(part.ticket, part.bytes, good ? Outcome::done : Outcome::failed, now_ns);
       continue;
     }
     // Half a copy is of no use: nothing more is copied, and nothing is freed.
-    if (!good) cut_all(record, Outcome::failed, now_ns);
-    if (!good || record.outcome > Outcome::done || record.open_bytes != part.bytes) {
-      resolve(part.ticket, part.bytes, good ? Outcome::done : Outcome::failed, now_ns);
+    if (!good) cut_of(part.ticket, record.request.range, Outcome::failed, now_ns);
+    const Outcome copied = !good                      ? Outcome::failed
+                           : chunk.forgotten.empty() ? Outcome::done
+                                                     : Outcome::forgotten;
+    if (std::max(copied, record.outcome) != Outcome::done || record.open_bytes != part.bytes) {
+      resolve(part.ticket, part.bytes, copied, now_ns);
       continue;
     }
     record.open_bytes = 0;
@@ -196,12 +241,15 @@ std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t
     slot = Chunk{.op = HintOp::discard,
                  .device = chunk.device,
                  .range = record.request.range,
-                 .releases = part.ticket,
-                 .issued_ns = now_ns};
+                 .releases = part.ticket};
     in_flight_bytes_[index_of(lane.direction)] += slot->range.bytes;
     return slot;
   }
   return std::nullopt;
+}
+
+void HintBook::give_up(Lane lane, std::int64_t now_ns) {
+  if (in_flight_[static_cast<std::size_t>(lane.number)]) settle(lane, {"", -1}, now_ns);
 }
 
 }  // namespace umem

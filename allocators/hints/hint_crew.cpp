@@ -91,9 +91,7 @@ Ticket HintCrew::submit(const HintRequest& request) {
 
 TicketSpan HintCrew::fire(HintBatch& batch, StreamId stream) {
   return batch.fire_with([&](const std::vector<HintRequest>& requests) {
-    const auto wanted = static_cast<std::uint64_t>(
-        std::count_if(requests.begin(), requests.end(),
-                      [](const HintRequest& request) { return request.range.address != 0; }));
+    const std::uint64_t wanted = batch.wanted();
     TicketSpan span;
     if (wanted != 0 && started()) {
       const int device = batch.device();
@@ -109,7 +107,7 @@ TicketSpan HintCrew::fire(HintBatch& batch, StreamId stream) {
   });
 }
 
-void HintCrew::tell(const Message& message) { bound_unread(inbox_.put(message)); }
+void HintCrew::tell(Message message) { bound_unread(inbox_.put(std::move(message))); }
 
 void HintCrew::bound_unread(std::size_t unread) {
   if (unread <= kUnreadPerRequest * settings_.capacity) return;
@@ -129,26 +127,31 @@ EventId HintCrew::record(int device, StreamId stream) {
   return event;
 }
 
-void HintCrew::before_release(Range range) noexcept {
+void HintCrew::before_release(std::span<const Range> ranges) noexcept {
   if (abandoned_.load()) return;
   try {
     // After a timeout the driver's own release still waits for its calls.
-    forget(range, kReleasePatienceNs);
+    forget(ranges, kReleasePatienceNs);
   } catch (const std::exception&) {  // out of host memory
   }
 }
 
-bool HintCrew::forget(Range range, std::int64_t timeout_ns) {
+// All are dropped before the wait, so that no worker begins with one while another is waited for.
+bool HintCrew::forget(std::span<const Range> ranges, std::int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
+  const auto drop = [&] {
+    for (const Range range : ranges) book_.forget(range, monotonic_ns());
+    publish();
+  };
   read_for_workers();
-  book_.forget(range, monotonic_ns());
-  publish();
+  drop();
   const bool quiet =
-      changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
-                        [&] { return !book_.in_flight(range); });
-  book_.forget(range, monotonic_ns());  // the call that has just ended left the range resident
-  publish();
-  inbox_.ring();  // what waited behind the range, or for its room
+      changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] {
+        return std::none_of(ranges.begin(), ranges.end(),
+                            [&](Range range) { return book_.in_flight(range); });
+      });
+  drop();         // what was asked for meanwhile
+  inbox_.ring();  // what waited behind the ranges, or for their room
   return quiet;
 }
 
@@ -224,7 +227,8 @@ void HintCrew::apply(const Message& message) {
       ++read_;
       return book_.add(message.ticket, request, message.now_ns);
     case Message::Kind::needed:
-      return book_.mark_needed(message.ticket, message.now_ns);
+      for (const Ticket ticket : message.tickets) book_.mark_needed(ticket, message.now_ns);
+      return;
     case Message::Kind::recorded:
       return book_.events().recorded(request.event, request.device, message.stream);
     case Message::Kind::release:
@@ -238,11 +242,12 @@ void HintCrew::apply(const Message& message) {
   }
 }
 
-// Tells those who wait for an end, and the inbox how much room there is.
+// Tells the inbox how much room there is, and those who wait when requests have ended: the thread
+// that trains may be one of them, and is not to be woken for less.
 void HintCrew::publish() {
-  ended_ = read_ - book_.open_requests();
   for (const EventId event : book_.events().take_recycled()) driver_->recycle(event);
-  changed_.notify_all();
+  const std::uint64_t ended = read_ - book_.open_requests();
+  if (ended_.exchange(ended) != ended) changed_.notify_all();
 }
 
 void HintCrew::note_no_event() { note_failure({"record", -1}, "no event can be had now"); }

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -27,10 +28,10 @@ class HintCrew final : public ReleaseListener, public std::enable_shared_from_th
   void start(int device);
   Ticket submit(const HintRequest& request);
   TicketSpan fire(HintBatch& batch, StreamId stream);
-  void tell(const Message& message);
+  void tell(Message message);
   EventId record(int device, StreamId stream);
-  bool forget(Range range, std::int64_t timeout_ns);
-  void before_release(Range range) noexcept override;
+  bool forget(std::span<const Range> ranges, std::int64_t timeout_ns);
+  void before_release(std::span<const Range> ranges) noexcept override;
   std::optional<Outcome> ended(Ticket ticket) const noexcept { return book_.ended(ticket); }
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
   std::optional<HintRecord> find(Ticket ticket);
@@ -55,8 +56,9 @@ class HintCrew final : public ReleaseListener, public std::enable_shared_from_th
   void open_wanted(Desk& desk, std::unique_lock<std::mutex>& lock);
   bool ask_about_events(const Desk& desk, std::unique_lock<std::mutex>& lock);
   void issue(Desk& desk, Chunk chunk, std::unique_lock<std::mutex>& lock);
-  CallResult open(Desk& desk, int device) noexcept;
-  CallResult perform(Desk& desk, const Chunk& chunk) noexcept;
+  void leave(Lane lane);
+  CallResult open(Desk& desk, int device);
+  CallResult perform(Desk& desk, const Chunk& chunk);
   CallResult ask(Lane lane, const Chunk& chunk) noexcept;
 
   std::uint64_t read_inbox(bool& news);

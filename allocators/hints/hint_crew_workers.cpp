@@ -1,5 +1,6 @@
 // The half of the crew that runs in threads of its own: workers, who make the driver calls.
 #include <pthread.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -23,6 +24,8 @@ Range whole_pages(Range range) {
 void HintCrew::run(Lane lane) noexcept {
   pthread_setname_np(pthread_self(),
                      lane.direction == Direction::to_host ? "umem-to-host" : "umem-to-device");
+  // Looks at events are to be poll_ns apart: by default the kernel wakes sleepers 50 us late.
+  prctl(PR_SET_TIMERSLACK, 1UL);
   try {
     Desk desk{.lane = lane, .opened = {}};
     work(desk);
@@ -32,9 +35,21 @@ void HintCrew::run(Lane lane) noexcept {
     std::fprintf(stderr, "umem: hint: the workers end: %s\n", error.what());
   }
   driver_->close(lane);
+  try {
+    leave(lane);
+  } catch (const std::exception&) {  // still out of host memory: what is open stays so
+  }
   const std::lock_guard lock(mutex_);
   --workers_;
   changed_.notify_all();
+}
+
+// After an exception nobody else ends what this worker had taken, nor what is queued.
+void HintCrew::leave(Lane lane) {
+  const std::lock_guard lock(mutex_);
+  book_.give_up(lane, monotonic_ns());
+  book_.drop_all(monotonic_ns());
+  publish();
 }
 
 void HintCrew::work(Desk& desk) {
@@ -45,7 +60,12 @@ void HintCrew::work(Desk& desk) {
     if (state_.load() == State::stopped) return;
     open_wanted(desk, lock);
     news |= ask_about_events(desk, lock);
+    const std::size_t open_before = book_.open_requests();
     std::optional<Chunk> chunk = book_.take(desk.lane, monotonic_ns());
+    if (book_.open_requests() != open_before) {  // one has ended without a call
+      news = true;
+      publish();
+    }
     const bool others_must_ask = chunk && !asking_ && book_.events().anyone_waiting();
     if (others_must_ask || (news && book_.has_work_beside(desk.lane))) inbox_.ring();
     news = false;
@@ -54,7 +74,6 @@ void HintCrew::work(Desk& desk) {
       news = true;  // there is room, and what waited behind the chunk may go
       continue;
     }
-    publish();  // a request may have ended without a call
     const bool ask = book_.events().anyone_waiting() && !std::exchange(asking_, true);
     lock.unlock();
     inbox_.wait(rings, ask ? settings_.poll_ns : 0);
@@ -104,17 +123,21 @@ void HintCrew::issue(Desk& desk, Chunk first, std::unique_lock<std::mutex>& lock
     lock.lock();
     chunk = book_.settle(desk.lane, result, monotonic_ns());
     publish();
+    changed_.notify_all();  // forget() waits for calls, whether or not a request has ended
   }
 }
 
-CallResult HintCrew::open(Desk& desk, int device) noexcept {
+CallResult HintCrew::open(Desk& desk, int device) {
   if (desk.opened.contains(device)) return {};
-  const int error = driver_->open(desk.lane, device);
-  if (error == 0) desk.opened.insert(device);
-  return {"open", error};
+  if (const int error = driver_->open(desk.lane, device)) return {"open", error};
+  desk.opened.insert(device);
+  // Without its kernel the driver copies in another way.
+  if (const int error = driver_->load(desk.lane, device))
+    note_failure({"load", error}, driver_->describe(error));
+  return {};
 }
 
-CallResult HintCrew::perform(Desk& desk, const Chunk& chunk) noexcept {
+CallResult HintCrew::perform(Desk& desk, const Chunk& chunk) {
   if (const CallResult opened = open(desk, chunk.device); opened.error != 0) return opened;
   const CallResult asked = ask(desk.lane, chunk);
   // After a failure too: something may have been asked for, and forget() relies on it being over.
@@ -137,9 +160,9 @@ CallResult HintCrew::ask(Lane lane, const Chunk& chunk) noexcept {
     case HintOp::copy_in:
       // The copy would fault on pages that are not there.
       if (const int error = driver_->prefetch(lane, device, range)) return {"prefetch", error};
-      return {"copy", driver_->copy(lane, device, range.address, chunk.host_address, range.bytes)};
+      return {"copy", driver_->copy(lane, device, range.address, chunk.host.address, range.bytes)};
     case HintOp::copy_out:
-      return {"copy", driver_->copy(lane, device, chunk.host_address, range.address, range.bytes)};
+      return {"copy", driver_->copy(lane, device, chunk.host.address, range.address, range.bytes)};
     case HintOp::advise:
       return {"advise", driver_->advise(lane, device, range, chunk.advice)};
   }

@@ -27,6 +27,8 @@ class HintDriver {
 
   // Before the lane's first call for a device; again after it failed.
   virtual int open(Lane lane, int device) noexcept = 0;
+  // After open: what copies fast. When it fails, copies go another way.
+  virtual int load(Lane lane, int device) noexcept = 0;
   // The lane's last call.
   virtual void close(Lane lane) noexcept = 0;
 

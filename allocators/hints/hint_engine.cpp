@@ -28,7 +28,7 @@ HintEngine::HintEngine(const HintSettings& settings, std::unique_ptr<HintDriver>
 
 HintEngine::~HintEngine() {
   unwatch_forks(*this);
-  shutdown(kPatienceNs);
+  if (!shut_down_) shutdown(kPatienceNs);
 }
 
 void HintEngine::abandon() noexcept {
@@ -50,14 +50,16 @@ Ticket HintEngine::submit(const HintRequest& request) {
   return 0;
 }
 
-void HintEngine::mark_needed(Ticket ticket) {
-  if (forked() || ticket == 0) return;
-  crew_->tell({.kind = Message::Kind::needed, .ticket = ticket, .now_ns = monotonic_ns()});
+void HintEngine::mark_needed(std::vector<Ticket> tickets) {
+  if (forked()) return;
+  crew_->tell({.kind = Message::Kind::needed,
+               .tickets = std::move(tickets),
+               .now_ns = monotonic_ns()});
 }
 
 TicketSpan HintEngine::fire(HintBatch& batch, StreamId stream) {
   if (!forked()) return crew_->fire(batch, stream);
-  refused_in_child_ += batch.size();
+  refused_in_child_ += batch.wanted();
   return {};
 }
 
@@ -87,7 +89,7 @@ void HintEngine::set_resident(int device, Range range, bool resident) {
 
 bool HintEngine::forget(Range range, std::int64_t timeout_ns) {
   check_range(range);
-  return forked() || crew_->forget(range, timeout_ns);
+  return forked() || crew_->forget({&range, 1}, timeout_ns);
 }
 
 std::shared_ptr<ReleaseListener> HintEngine::release_listener() const {
@@ -114,6 +116,7 @@ HintStatistics HintEngine::statistics() {
 }
 
 bool HintEngine::shutdown(std::int64_t timeout_ns) {
+  shut_down_ = true;
   return forked() || crew_->shutdown(timeout_ns);
 }
 

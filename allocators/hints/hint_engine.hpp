@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "core/driver.hpp"
 #include "hints/hint_batch.hpp"
@@ -35,8 +36,8 @@ class HintEngine {
   // wait for the work that `stream` holds now: one driver call, one lock. Those that a full queue
   // refuses are the last ones.
   TicketSpan fire(HintBatch& batch, StreamId stream);
-  // The phase that needs the request begins now.
-  void mark_needed(Ticket ticket);
+  // The phase that needs the requests begins now. Tickets of 0 are passed over.
+  void mark_needed(std::vector<Ticket> tickets);
 
   // An event for requests that must wait for the work that `stream` holds now: one driver call,
   // which does not block. Whoever records it releases it, once its requests are submitted.
@@ -48,8 +49,9 @@ class HintEngine {
   // Tells of memory that comes to be on the device, or goes, without a hint.
   void set_resident(int device, Range range, bool resident);
 
-  // Drops what is queued of the range, and waits until no driver call is at work on it. After
-  // `true` the memory may be unmapped or used anew; `false` when the time ran out.
+  // Drops what is queued of the range, copies from and to it included, and waits until no driver
+  // call is at work on it. After `true` the memory may be unmapped or used anew; `false` when the
+  // time ran out.
   bool forget(Range range, std::int64_t timeout_ns);
   // Forgets what an allocator releases. Outlives the engine, and does nothing in a forked child.
   std::shared_ptr<ReleaseListener> release_listener() const;
@@ -62,7 +64,8 @@ class HintEngine {
   HintStatistics statistics();
 
   // Lets running calls end, drops the rest, ends the threads. False when a call did not end in
-  // time: its thread is left to itself. Further calls do nothing.
+  // time: its thread is left to itself, and the engine's own end does not wait for it again.
+  // Further calls do nothing.
   bool shutdown(std::int64_t timeout_ns);
 
   // For the fork guard, in a child: the threads are gone, and their locks with them.
@@ -73,6 +76,7 @@ class HintEngine {
 
   std::shared_ptr<HintCrew> crew_;  // shared with the threads, which may outlive the engine
   std::atomic<bool> forked_{false};
+  std::atomic<bool> shut_down_{false};  // nothing is left for the destructor
   std::atomic<std::uint64_t> refused_in_child_{0};
 };
 

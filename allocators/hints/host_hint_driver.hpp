@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -15,9 +16,9 @@
 
 namespace umem {
 
-// Pages are where they are, streams do their work at once, and copies copy. Each move takes as long
-// as a link of `bytes_per_s` would, 0 for no time. `fail` says, by a call's name, which one of them
-// fails, from 1 on.
+// Pages are where they are, streams do their work at once, and copies copy. Moves take as long as
+// with a link of `bytes_per_s` in each direction, 0 for no time; the workers of a direction share
+// it. `fail` says, by a call's name, which one of them fails, from 1 on.
 class HostHintDriver final : public HintDriver {
  public:
   // Throws std::invalid_argument for a call that there is not, and for a number below 1.
@@ -39,19 +40,22 @@ class HostHintDriver final : public HintDriver {
   int open(Lane, int device) noexcept override {
     return device < devices_ ? result_of(Call::open) : kNoSuchDevice;
   }
+  int load(Lane, int) noexcept override { return result_of(Call::load); }
   void close(Lane) noexcept override {}
   int query(Lane, int, EventId, bool& finished) noexcept override {
     finished = true;
     return result_of(Call::query);
   }
-  int prefetch(Lane, int, Range range) noexcept override {
-    return move(Call::prefetch, range.bytes);
+  int prefetch(Lane lane, int, Range range) noexcept override {
+    return move(Call::prefetch, lane, range.bytes);
   }
-  int evict(Lane, int, Range range) noexcept override { return move(Call::evict, range.bytes); }
+  int evict(Lane lane, int, Range range) noexcept override {
+    return move(Call::evict, lane, range.bytes);
+  }
   int discard(Lane, int, Range) noexcept override { return result_of(Call::discard); }
-  int copy(Lane, int, std::uintptr_t to, std::uintptr_t from,
+  int copy(Lane lane, int, std::uintptr_t to, std::uintptr_t from,
            std::size_t bytes) noexcept override {
-    if (const int error = move(Call::copy, bytes)) return error;
+    if (const int error = move(Call::copy, lane, bytes)) return error;
     std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
     return 0;
   }
@@ -66,20 +70,33 @@ class HostHintDriver final : public HintDriver {
   static constexpr int kAskedToFail = 2;
 
   enum class Call : std::uint8_t {
-    record, open, query, prefetch, evict, discard, copy, advise, synchronize
+    record, open, load, query, prefetch, evict, discard, copy, advise, synchronize
   };
-  static constexpr std::array<const char*, 9> kCallNames = {
-      "record", "open", "query", "prefetch", "evict", "discard", "copy", "advise", "synchronize"};
+  static constexpr std::array<const char*, 10> kCallNames = {
+      "record", "open",    "load", "query",  "prefetch",
+      "evict",  "discard", "copy", "advise", "synchronize"};
+
+  using Clock = std::chrono::steady_clock;
+  struct Link {
+    std::mutex mutex;
+    Clock::time_point free{};  // when all moves that have been asked for are over
+  };
 
   int result_of(Call call) noexcept {
     return until_failure_[static_cast<std::size_t>(call)].fetch_sub(1) == 1 ? kAskedToFail : 0;
   }
 
-  int move(Call call, std::size_t bytes) noexcept {
+  int move(Call call, Lane lane, std::size_t bytes) noexcept {
     if (const int error = result_of(call)) return error;
-    if (bytes_per_s_ > 0)
-      std::this_thread::sleep_for(
-          std::chrono::duration<double>(static_cast<double>(bytes) / bytes_per_s_));
+    if (bytes_per_s_ <= 0) return 0;
+    const std::chrono::duration<double> takes(static_cast<double>(bytes) / bytes_per_s_);
+    Link& link = links_[index_of(lane.direction)];
+    std::unique_lock lock(link.mutex);
+    link.free =
+        std::max(link.free, Clock::now()) + std::chrono::duration_cast<Clock::duration>(takes);
+    const Clock::time_point done = link.free;
+    lock.unlock();
+    std::this_thread::sleep_until(done);
     return 0;
   }
 
@@ -87,6 +104,7 @@ class HostHintDriver final : public HintDriver {
   const double bytes_per_s_;
   std::atomic<EventId> last_event_{0};
   std::array<std::atomic<std::int64_t>, kCallNames.size()> until_failure_{};
+  std::array<Link, kDirections> links_;
 };
 
 }  // namespace umem

@@ -17,8 +17,9 @@ struct Message {
   enum class Kind : std::uint8_t { submit, needed, recorded, release, budget, resident, absent };
 
   Kind kind = Kind::submit;
-  Ticket ticket = 0;
-  HintRequest request{};  // submit; the others use the fields that they have
+  Ticket ticket = 0;              // submit
+  std::vector<Ticket> tickets{};  // needed
+  HintRequest request{};          // submit; the others use the fields that they have
   StreamId stream = 0;    // recorded
   std::int64_t now_ns = 0;
 };
@@ -27,19 +28,28 @@ struct Message {
 // search, and never behind a driver call.
 class Inbox {
  public:
-  // Returns the messages that nobody has read. Wakes one worker, unless one is on its way.
-  std::size_t put(const Message& message) {
+  // Returns how much nobody has read. Wakes one worker, unless one is on its way, or no worker would
+  // do anything else for it: whoever needs such a message reads the inbox first.
+  std::size_t put(Message message) {
+    const Message::Kind kind = message.kind;
     std::unique_lock lock(mutex_);
-    return append(message, lock);
+    const std::size_t unread = unread_ += 1 + message.tickets.size();
+    messages_.push_back(std::move(message));
+    if (kind != Message::Kind::needed && kind != Message::Kind::recorded &&
+        kind != Message::Kind::release)
+      wake_one(lock);
+    return unread;
   }
 
   // Numbers the request, unless `capacity` requests are neither read nor ended; then 0.
   Ticket submit(Message message, std::uint64_t ended, std::size_t capacity, std::size_t& unread) {
     std::unique_lock lock(mutex_);
     if (last_ticket_ - ended >= capacity) return 0;
-    message.ticket = ++last_ticket_;
-    unread = append(message, lock);
-    return message.ticket;
+    const Ticket ticket = message.ticket = ++last_ticket_;
+    messages_.push_back(std::move(message));
+    unread = ++unread_;
+    wake_one(lock);
+    return ticket;
   }
 
   // Numbers as many of the requests as there is room for, those without an address left out. All
@@ -48,6 +58,7 @@ class Inbox {
                         StreamId stream, std::int64_t now_ns, std::uint64_t ended,
                         std::size_t capacity, std::size_t& unread) {
     std::unique_lock lock(mutex_);
+    const std::size_t before = messages_.size();
     TicketSpan span{.first = last_ticket_ + 1, .last = last_ticket_};
     Message message{.request = {.device = device, .event = event}, .stream = stream};
     message.now_ns = now_ns;
@@ -64,7 +75,9 @@ class Inbox {
       submitted.now_ns = now_ns;
     }
     message.kind = Message::Kind::release;
-    unread = append(message, lock);
+    messages_.push_back(message);
+    unread = unread_ += messages_.size() - before;
+    wake_one(lock);
     return span;
   }
 
@@ -74,6 +87,7 @@ class Inbox {
     messages.clear();
     const std::lock_guard lock(mutex_);
     messages_.swap(messages);
+    unread_ = 0;
     waking_ = false;
     return rings_;
   }
@@ -100,19 +114,18 @@ class Inbox {
   }
 
  private:
-  std::size_t append(const Message& message, std::unique_lock<std::mutex>& lock) {
-    messages_.push_back(message);
-    const std::size_t unread = messages_.size();
+  // Gives the lock back before it wakes somebody who needs it.
+  void wake_one(std::unique_lock<std::mutex>& lock) {
     ++rings_;
     const bool wake = sleepers_ != 0 && !std::exchange(waking_, true);
     lock.unlock();
     if (wake) bell_.notify_one();
-    return unread;
   }
 
   std::mutex mutex_;
   std::condition_variable bell_;
   std::vector<Message> messages_;
+  std::size_t unread_ = 0;  // messages, and the tickets in them
   Ticket last_ticket_ = 0;
   std::uint64_t rings_ = 0;
   int sleepers_ = 0;

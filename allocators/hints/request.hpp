@@ -32,6 +32,8 @@ constexpr bool keeps_order(HintOp op) {
   return op == HintOp::copy_in || op == HintOp::copy_out || op == HintOp::advise;
 }
 
+constexpr bool copies(HintOp op) { return op == HintOp::copy_in || op == HintOp::copy_out; }
+
 using Ticket = std::uint64_t;  // 0: the request was refused
 
 // In place of an event that could not be had. What waits for it is dropped: nobody knows whether
@@ -76,7 +78,7 @@ struct HintSettings {
   std::size_t in_flight_bytes = std::size_t{256} << 20;  // in driver calls, in each direction
   std::size_t capacity = 8192;                           // requests that are open at once
   int prefetch_workers = 2;
-  std::int64_t poll_ns = 50'000;  // between two looks at an event
+  std::int64_t poll_ns = 100'000;  // between two looks at an event
 };
 
 constexpr std::uintptr_t end_of(Range range) { return range.address + range.bytes; }
@@ -88,5 +90,15 @@ constexpr Range common(Range a, Range b) {
 }
 
 constexpr bool overlap(Range a, Range b) { return common(a, b).bytes != 0; }
+
+constexpr bool lies_in(Range inner, Range outer) {
+  return inner.address >= outer.address && end_of(inner) <= end_of(outer);
+}
+
+// Where a part of a copy's range has its place in the host block; empty for what copies nothing.
+constexpr Range host_part(const HintRequest& request, Range part) {
+  if (!copies(request.op)) return {};
+  return {request.host_address + (part.address - request.range.address), part.bytes};
+}
 
 }  // namespace umem

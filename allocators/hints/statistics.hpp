@@ -20,7 +20,10 @@ struct HintCounts {
   std::uint64_t calls = 0;         // chunks issued
   std::int64_t event_wait_ns = 0;  // asked to ready
   std::int64_t queued_ns = 0;      // ready to issued
-  std::int64_t driver_ns = 0;      // in driver calls, a chunk's time shared out by bytes
+  // In driver calls. While several calls of a direction are under way they share its link, and the
+  // time: moved_bytes / driver_ns is the link's rate, however many workers there are. What a call
+  // has is shared out by bytes among the requests that it serves.
+  std::int64_t driver_ns = 0;
   std::uint64_t late = 0, early = 0;  // done after, and before, the phase that needs it began
   std::int64_t late_ns = 0, early_ns = 0;
   std::uint64_t missed = 0;  // needed, but never wholly done

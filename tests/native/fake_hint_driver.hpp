@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <set>
 #include <string>
 #include <thread>
@@ -67,6 +68,11 @@ class FakeHintDriver final : public HintDriver {
     if (error == 0) opened_.insert({lane.number, device});
     return error;
   }
+  int load(Lane lane, int device) noexcept override {
+    std::unique_lock lock(mutex_);
+    CHECK(opened_.contains({lane.number, device}));
+    return enter({"load", lane, device}, lock);
+  }
   void close(Lane lane) noexcept override {
     std::unique_lock lock(mutex_);
     enter({"close", lane}, lock);
@@ -108,7 +114,10 @@ class FakeHintDriver final : public HintDriver {
     busy_.erase(lane.number);
     return error;
   }
-  std::string describe(int error) const override { return "fake error " + std::to_string(error); }
+  std::string describe(int error) const override {
+    if (no_memory_) throw std::bad_alloc();
+    return "fake error " + std::to_string(error);
+  }
 
   // ---- what tests say ----
 
@@ -139,6 +148,8 @@ class FakeHintDriver final : public HintDriver {
     times == 0 ? static_cast<void>(failures_.erase(name))
                : static_cast<void>(failures_[name] = {error, times});
   }
+  // From now on a worker that describes an error finds no host memory.
+  void run_out_of_memory() { no_memory_ = true; }
   // From now on a call on these bytes would be a fault.
   void unmap(Range range) {
     const std::lock_guard lock(mutex_);
@@ -262,6 +273,7 @@ class FakeHintDriver final : public HintDriver {
     peak_blocks_ = std::max(peak_blocks_, resident_.size());
   }
 
+  std::atomic<bool> no_memory_{false};
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<HintCall> calls_;

@@ -202,6 +202,43 @@ void nobody_overtakes_who_waits_for_room() {
   CHECK_EQUAL(machine.engine.statistics().over_budget_bytes, 2 * MiB);
 }
 
+// Not as a neighbour of one that may go, either.
+void no_neighbour_overtakes_who_waits_for_room() {
+  HintMachine machine({.chunk_bytes = 8 * MiB, .prefetch_workers = 1});
+  machine.engine.set_budget(0, 8 * MiB);
+  machine.engine.set_resident(0, blocks(0, 2), true);
+  machine.driver.launch(0, 7);
+  const EventId never = machine.engine.record(0, 7);
+  const Ticket out = machine.evict(blocks(0, 2), never);
+  machine.driver.launch(0, 8);
+  const EventId event = machine.engine.record(0, 8);
+  const Ticket first = machine.prefetch(blocks(100, 1), event);
+  const Ticket waits = machine.prefetch(blocks(200, 3), event);
+  const Ticket later = machine.prefetch(blocks(101, 1), event);
+  machine.driver.finish(0, 8);
+  machine.expect(first, Outcome::done);
+  machine.expect_open(waits);
+  machine.expect_open(later);
+  machine.driver.finish(0, 7);
+  machine.engine.release(never);
+  machine.engine.release(event);
+  for (const Ticket ticket : {out, waits, later}) machine.expect(ticket, Outcome::done);
+}
+
+void a_page_is_on_one_device() {
+  HintMachine machine;
+  const auto resident = [&](int device) {
+    return machine.engine.statistics().resident_bytes.at(device);
+  };
+  machine.expect(machine.ask(HintOp::prefetch, blocks(0, 4), 0, 0), Outcome::done);
+  machine.expect(machine.ask(HintOp::prefetch, blocks(1, 1), 0, 1), Outcome::done);
+  CHECK_EQUAL(resident(0), 6 * MiB);
+  CHECK_EQUAL(resident(1), 2 * MiB);
+  machine.expect(machine.ask(HintOp::evict, blocks(0, 2), 0, 0), Outcome::done);
+  CHECK_EQUAL(resident(0), 4 * MiB);
+  CHECK_EQUAL(resident(1), 0U);
+}
+
 void a_failed_prefetch_gives_its_room_back() {
   HintMachine machine(kSmall);
   machine.engine.set_budget(0, 8 * MiB);
@@ -245,6 +282,8 @@ int main() {
   RUN(advice_makes_no_room);
   RUN(a_full_device_holds_up_no_other);
   RUN(nobody_overtakes_who_waits_for_room);
+  RUN(no_neighbour_overtakes_who_waits_for_room);
+  RUN(a_page_is_on_one_device);
   RUN(a_failed_prefetch_gives_its_room_back);
   RUN(a_step_never_passes_its_budget);
 }

@@ -101,6 +101,104 @@ void a_failed_copy_out_leaves_the_contents() {
   CHECK_EQUAL(machine.driver.count("copy"), copies + 6);
 }
 
+// What a copy out of a part has taken away is on the device no more; the rest still is.
+void a_part_that_left_is_not_there() {
+  HintMachine machine(kOneLane);
+  machine.driver.fail("copy", 4);
+  machine.expect(copy(machine, HintOp::copy_out, blocks(0, 12)), Outcome::failed);
+  constexpr std::uintptr_t kElsewhere = kHost + GiB;
+  machine.expect(copy(machine, HintOp::copy_out, blocks(0, 2), kElsewhere), Outcome::done);
+  const std::size_t copies = machine.driver.count("copy");
+  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 12)), Outcome::failed);
+  CHECK_EQUAL(machine.driver.count("copy"), copies);  // none over live contents
+  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 2), kElsewhere), Outcome::done);
+  CHECK_EQUAL(machine.driver.count("copy"), copies + 1);
+  machine.expect(copy(machine, HintOp::copy_in, blocks(2, 10), kHost + 4 * MiB), Outcome::done);
+  CHECK_EQUAL(machine.driver.count("copy"), copies + 1);  // it never left
+}
+
+void parts_that_failed_are_all_there() {
+  HintMachine machine(kOneLane);
+  constexpr std::uintptr_t kElsewhere = kHost + GiB;
+  machine.driver.fail("copy", 4, 2);
+  machine.expect(copy(machine, HintOp::copy_out, blocks(0, 4)), Outcome::failed);
+  machine.expect(copy(machine, HintOp::copy_out, blocks(0, 2), kElsewhere), Outcome::failed);
+  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 4)), Outcome::done);
+  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 2), kElsewhere), Outcome::done);
+  CHECK_EQUAL(machine.driver.count("copy"), 2U);
+  CHECK(machine.engine.forget(blocks(3, 1), kPatienceNs));
+  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 4)), Outcome::failed);
+  machine.expect(copy(machine, HintOp::copy_in, blocks(3, 1), kElsewhere), Outcome::done);
+  CHECK_EQUAL(machine.driver.count("copy"), 3U);
+}
+
+// A copy in that needs no copy ends without a call: whoever waits behind it hears of it.
+void a_copy_in_without_a_copy_keeps_nobody() {
+  for (int round = 0; round < 20; ++round) {
+    HintMachine machine(kOneLane);
+    machine.driver.fail("copy", 4);
+    machine.expect(copy(machine, HintOp::copy_out, blocks(0, 2)), Outcome::failed);
+    machine.driver.launch(0, 7);
+    const EventId event = machine.engine.record(0, 7);
+    const Ticket in = machine.engine.submit({.op = HintOp::copy_in,
+                                             .range = blocks(0, 2),
+                                             .event = event,
+                                             .host_address = kHost});
+    const Ticket out = machine.evict(blocks(0, 2));
+    machine.engine.release(event);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    machine.driver.finish(0, 7);
+    machine.expect(in, Outcome::done);
+    machine.expect(out, Outcome::done);
+  }
+}
+
+void a_host_block_keeps_its_order() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("copy");
+  const Ticket out = copy(machine, HintOp::copy_out, blocks(0, 8));  // in two chunks
+  machine.driver.wait_until_held("copy");
+  const Ticket in = copy(machine, HintOp::copy_in, blocks(100, 1), kHost + 12 * MiB);
+  const Ticket beside = copy(machine, HintOp::copy_in, blocks(200, 1), kHost + 16 * MiB);
+  machine.driver.wait_until_held("copy", 2);
+  machine.expect_open(in);
+  CHECK_EQUAL(machine.driver.calls().back().from, kHost + 16 * MiB);
+  machine.driver.let_go("copy");
+  machine.expect(out, Outcome::done);
+  machine.expect(in, Outcome::done);
+  machine.expect(beside, Outcome::done);
+}
+
+// The host block may be managed memory itself, with hints of its own.
+void a_host_block_waits_for_the_running_call() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("prefetch");
+  const Ticket hint = machine.prefetch(blocks(0, 1));
+  machine.driver.wait_until_held("prefetch");
+  const Ticket out = copy(machine, HintOp::copy_out, blocks(100, 1), at(0));
+  machine.expect_open(out);
+  CHECK_EQUAL(machine.driver.count("copy"), 0U);
+  machine.driver.let_go("prefetch");
+  machine.expect(hint, Outcome::done);
+  machine.expect(out, Outcome::done);
+}
+
+void a_host_block_can_be_freed() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("copy");
+  const Ticket running = copy(machine, HintOp::copy_out, blocks(0, 8));
+  machine.driver.wait_until_held("copy");
+  const Ticket queued = copy(machine, HintOp::copy_in, blocks(0, 8));
+  CHECK(!machine.engine.forget({kHost, 1}, kSoonNs));  // it is being written
+  machine.expect_open(queued);
+  std::thread freeing([&] { CHECK(machine.engine.forget({kHost, 16 * MiB}, kPatienceNs)); });
+  machine.expect(queued, Outcome::forgotten);
+  machine.driver.let_go("copy");
+  freeing.join();
+  machine.expect(running, Outcome::forgotten);
+  CHECK_EQUAL(names(machine.driver), std::string("copy "));  // nothing was discarded
+}
+
 void a_copy_out_without_its_event_leaves_the_contents() {
   HintMachine machine(kOneLane);
   const Ticket out = machine.engine.submit({.op = HintOp::copy_out,
@@ -173,6 +271,12 @@ int main() {
   RUN(copies_keep_their_order);
   RUN(copies_replace_hints_and_are_not_replaced);
   RUN(a_failed_copy_out_leaves_the_contents);
+  RUN(a_part_that_left_is_not_there);
+  RUN(parts_that_failed_are_all_there);
+  RUN(a_copy_in_without_a_copy_keeps_nobody);
+  RUN(a_host_block_keeps_its_order);
+  RUN(a_host_block_waits_for_the_running_call);
+  RUN(a_host_block_can_be_freed);
   RUN(a_copy_out_without_its_event_leaves_the_contents);
   RUN(a_failed_release_fails_no_copy);
   RUN(a_freed_range_is_not_freed_again);

@@ -26,7 +26,8 @@ std::uint64_t failures(HintMachine& machine, const std::string& call) {
 void any_call_may_fail_once() {
   for (std::size_t op = 0; op < kHintOps; ++op)
     for (const std::string call :
-         {"open", "query", "prefetch", "evict", "discard", "copy", "advise", "synchronize"}) {
+         {"open", "load", "query", "prefetch", "evict", "discard", "copy", "advise",
+          "synchronize"}) {
       HintMachine machine;
       const EventId event = machine.engine.record(0, 7);
       machine.driver.fail(call, kError);
@@ -36,11 +37,12 @@ void any_call_may_fail_once() {
       const std::uint64_t failed = failures(machine, call);
       CHECK(failed <= 1);
       // Which calls an operation makes: its own, and these.
-      const bool always = call == "open" || call == "query" || call == "synchronize";
+      const bool always =
+          call == "open" || call == "load" || call == "query" || call == "synchronize";
       CHECK(!always || failed == 1);
       const auto outcome = machine.engine.wait(first, 0);
       const bool released = call == "discard" && request.op == HintOp::copy_out;
-      CHECK_EQUAL(outcome == Outcome::done, failed == 0 || released);
+      CHECK_EQUAL(outcome == Outcome::done, failed == 0 || released || call == "load");
       CHECK_EQUAL(outcome == Outcome::dropped, call == "query");
 
       machine.engine.release(event);
@@ -97,6 +99,27 @@ void a_failed_call_is_still_waited_for() {
   CHECK(machine.engine.forget(blocks(0, 1), kPatienceNs));
 }
 
+// A worker that finds no host memory ends all: nothing stays open, nothing is held.
+void a_worker_that_dies_keeps_nobody() {
+  HintMachine machine({.prefetch_workers = 1});
+  machine.engine.set_budget(0, 4 * MiB);
+  machine.driver.hold("evict");
+  const Ticket running = machine.evict(blocks(100, 1));
+  machine.driver.wait_until_held("evict");
+  const Ticket queued = machine.evict(blocks(200, 1));
+  machine.driver.run_out_of_memory();
+  machine.driver.fail("prefetch", kError);
+  machine.expect(machine.prefetch(blocks(0, 1)), Outcome::failed);
+  machine.expect(queued, Outcome::dropped);
+  CHECK(machine.engine.forget(blocks(0, 1), kPatienceNs));
+  CHECK_EQUAL(machine.engine.statistics().in_flight_bytes[0], 0U);
+  CHECK_EQUAL(machine.prefetch(blocks(0, 1)), 0U);
+  machine.driver.let_go("evict");
+  machine.expect(running, Outcome::done);
+  CHECK(machine.engine.shutdown(kPatienceNs));
+  CHECK_EQUAL(machine.engine.statistics().open_requests, 0U);
+}
+
 // The host's driver fails where it is asked to, for runs of whole programs: once, and in that call.
 void the_host_fails_on_purpose() {
   std::array<char, 64> device{}, host{};
@@ -124,8 +147,8 @@ void the_host_fails_on_purpose() {
     return failed;
   };
   CHECK(failures_of({}).empty());
-  for (const std::string call : {"record", "open", "query", "prefetch", "evict", "discard", "copy",
-                                 "advise", "synchronize"}) {
+  for (const std::string call : {"record", "open", "load", "query", "prefetch", "evict", "discard",
+                                 "copy", "advise", "synchronize"}) {
     const std::vector<std::string> failed = failures_of({{call, call == "open" ? 1 : 2}});
     CHECK_EQUAL(failed.size(), 1U);
     CHECK_EQUAL(failed.front(), call);
@@ -145,5 +168,6 @@ int main() {
   RUN(every_call_may_fail_always);
   RUN(one_failed_chunk_spares_the_others);
   RUN(a_failed_call_is_still_waited_for);
+  RUN(a_worker_that_dies_keeps_nobody);
   RUN(the_host_fails_on_purpose);
 }

@@ -106,6 +106,32 @@ void a_forgotten_range_is_not_resident() {
   CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 0U);
 }
 
+// Nor when nobody waited for its end.
+void what_is_forgotten_in_vain_is_not_resident() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("prefetch");
+  const Ticket ticket = machine.prefetch(blocks(0, 4));
+  machine.driver.wait_until_held("prefetch");
+  CHECK(!machine.engine.forget(blocks(1, 2), 0));
+  machine.driver.let_go("prefetch");
+  machine.expect(ticket, Outcome::done);
+  CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 4 * MiB);
+}
+
+// The discard that follows a copy out would hit whoever has the memory by then.
+void what_is_forgotten_in_vain_is_not_discarded() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("copy");
+  const Ticket ticket = machine.engine.submit({.op = HintOp::copy_out,
+                                               .range = blocks(0, 4),
+                                               .host_address = std::uintptr_t{1} << 44});
+  machine.driver.wait_until_held("copy");
+  CHECK(!machine.engine.forget(blocks(0, 4), 0));
+  machine.driver.let_go("copy");
+  machine.expect(ticket, Outcome::forgotten);
+  CHECK_EQUAL(machine.driver.count("discard"), 0U);
+}
+
 }  // namespace
 }  // namespace umem
 
@@ -118,4 +144,6 @@ int main() {
   RUN(it_does_not_wait_for_events);
   RUN(the_range_may_be_used_again);
   RUN(a_forgotten_range_is_not_resident);
+  RUN(what_is_forgotten_in_vain_is_not_resident);
+  RUN(what_is_forgotten_in_vain_is_not_discarded);
 }

@@ -72,6 +72,24 @@ void a_stuck_call_is_left_to_itself() {
   CHECK(engine->shutdown(kPatienceNs));
 }
 
+// Whoever has waited in vain has waited enough: the engine's own end does not wait again.
+void a_stuck_call_is_waited_for_once() {
+  auto owner = std::make_unique<FakeHintDriver>();
+  FakeHintDriver& driver = *owner;
+  auto engine = std::make_unique<HintEngine>(HintSettings{}, std::move(owner));
+  driver.hold("evict");
+  driver.hold("close");
+  engine->submit({.op = HintOp::evict, .range = blocks(0, 1)});
+  driver.wait_until_held("evict");
+  CHECK(!engine->shutdown(kSoonNs));
+  const auto before = std::chrono::steady_clock::now();
+  engine.reset();
+  CHECK(std::chrono::steady_clock::now() - before < std::chrono::seconds(5));  // of 10
+  driver.let_go("evict");
+  driver.wait_until_held("close", 3);
+  driver.let_go("close");
+}
+
 void ending_while_others_submit() {
   for (int round = 0; round < 20; ++round) {
     HintMachine machine({.chunk_bytes = 2 * MiB});
@@ -109,5 +127,6 @@ int main() {
   RUN(there_is_room_again_when_requests_end);
   RUN(requests_that_wait_for_events_are_dropped);
   RUN(a_stuck_call_is_left_to_itself);
+  RUN(a_stuck_call_is_waited_for_once);
   RUN(ending_while_others_submit);
 }

@@ -45,7 +45,7 @@ class Submitter {
         engine_.set_resident(device(), range(), below(2) == 0);
         return;
       case 7:
-        if (!tickets_.empty()) engine_.mark_needed(tickets_[below(tickets_.size())]);
+        if (!tickets_.empty()) engine_.mark_needed({tickets_[below(tickets_.size())]});
         return;
       case 8:
         if (!tickets_.empty()) engine_.wait(tickets_[below(tickets_.size())], 10'000);

@@ -1,5 +1,8 @@
 // How late or early a request was, and what statistics say of it.
+#include <sys/resource.h>
+
 #include "fake_hint_driver.hpp"
+#include "hints/hint_crew.hpp"
 #include "hints/host_hint_driver.hpp"
 
 namespace umem {
@@ -10,8 +13,8 @@ void late_and_early() {
   const Ticket early = machine.prefetch(blocks(0, 1));
   machine.expect(early, Outcome::done);
   std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
-  machine.engine.mark_needed(early);
-  machine.engine.mark_needed(early);  // the first time counts
+  machine.engine.mark_needed({early});
+  machine.engine.mark_needed({early});  // the first time counts
   HintCounts counts = machine.counts(HintOp::prefetch);
   CHECK_EQUAL(counts.early, 1U);
   CHECK_EQUAL(counts.late, 0U);
@@ -20,7 +23,7 @@ void late_and_early() {
   machine.driver.hold("prefetch");
   const Ticket late = machine.prefetch(blocks(10, 1));
   machine.driver.wait_until_held("prefetch");
-  machine.engine.mark_needed(late);
+  machine.engine.mark_needed({late});
   std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
   machine.driver.let_go("prefetch");
   machine.expect(late, Outcome::done);
@@ -39,7 +42,7 @@ void needed_but_never_there() {
   machine.driver.fail("prefetch", 1);
   const Ticket failed = machine.prefetch(blocks(0, 1));
   machine.expect(failed, Outcome::failed);
-  machine.engine.mark_needed(failed);
+  machine.engine.mark_needed({failed});
   const HintCounts counts = machine.counts(HintOp::prefetch);
   CHECK_EQUAL(counts.missed, 1U);
   CHECK_EQUAL(counts.late + counts.early, 0U);
@@ -88,8 +91,8 @@ void old_records_give_way() {
   CHECK(!machine.engine.find(first).has_value());
   CHECK(!machine.engine.wait(first, kPatienceNs).has_value());
   CHECK(!machine.engine.wait(10'000, kPatienceNs).has_value());
-  machine.engine.mark_needed(first);
-  machine.engine.mark_needed(0);
+  machine.engine.mark_needed({first});
+  machine.engine.mark_needed({0});
   CHECK_EQUAL(machine.counts(HintOp::prefetch).early, 0U);
 }
 
@@ -134,6 +137,89 @@ void what_has_ended_can_be_read() {
   }
 }
 
+// An old request that ends late costs no newer one its record, and has one of its own.
+void late_ends_are_on_record_too() {
+  HintMachine machine({.capacity = 4, .prefetch_workers = 1});
+  machine.driver.launch(0, 7);
+  const EventId event = machine.engine.record(0, 7);
+  const Ticket old = machine.prefetch(blocks(0, 1), event);
+  machine.engine.release(event);
+  Ticket last = 0;
+  for (int i = 0; i < 4; ++i) {
+    last = machine.evict(blocks(100, 1));
+    machine.expect(last, Outcome::done);
+  }
+  CHECK_EQUAL(last, old + 4);
+  machine.driver.finish(0, 7);
+  machine.expect(old, Outcome::done);
+  CHECK(machine.engine.ended(last) == Outcome::done);
+  CHECK(machine.engine.find(last).has_value());
+  machine.engine.mark_needed({old});
+  CHECK_EQUAL(machine.counts(HintOp::prefetch).early, 1U);
+}
+
+// However many workers share the link, and however many requests a call serves.
+void driver_time_is_the_links() {
+  constexpr double kBytesPerSecond = 256.0 * MiB;
+  for (const int workers : {1, 2, 4}) {
+    HintEngine engine({.chunk_bytes = 8 * MiB, .prefetch_workers = workers},
+                      std::make_unique<HostHintDriver>(1, kBytesPerSecond));
+    engine.start(0);
+    std::vector<Ticket> tickets;
+    for (std::size_t i = 0; i < 16; ++i)
+      tickets.push_back(engine.submit({.range = blocks(4 * i, 4)}));
+    for (const Ticket ticket : tickets) CHECK(engine.wait(ticket, kPatienceNs) == Outcome::done);
+    const HintCounts counts = engine.statistics().counts[0][static_cast<std::size_t>(
+        TensorClass::other)];
+    const double wall_s =
+        static_cast<double>(engine.find(tickets.back())->done_ns -
+                            engine.find(tickets.front())->issued_ns) / 1e9;
+    const double driver_s = static_cast<double>(counts.driver_ns) / 1e9;
+    std::cout << workers << " workers: " << driver_s << " s in calls, " << wall_s << " s in all"
+              << std::endl;
+    // The link alone takes this long; the calls never take longer than the wall.
+    CHECK(driver_s >= static_cast<double>(counts.moved_bytes) / kBytesPerSecond * 0.99);
+    CHECK(driver_s <= wall_s * 1.01);
+  }
+}
+
+// A thread that waits for one request is not woken for each look at its event.
+void whoever_waits_sleeps() {
+  HintMachine machine;
+  machine.driver.launch(0, 7);
+  const EventId event = machine.engine.record(0, 7);
+  const Ticket ticket = machine.prefetch(blocks(0, 1), event);
+  machine.engine.release(event);
+  rusage before{}, after{};
+  getrusage(RUSAGE_THREAD, &before);
+  CHECK(machine.engine.wait(ticket, 10 * kSoonNs) == Outcome::open);
+  getrusage(RUSAGE_THREAD, &after);
+  CHECK(machine.driver.count("query") > 100);
+  CHECK(after.ru_nvcsw - before.ru_nvcsw < 50);
+  machine.driver.finish(0, 7);
+  machine.expect(ticket, Outcome::done);
+}
+
+// What needs no worker wakes none: the thread that trains pays for each.
+void marks_and_events_wake_nobody() {
+  Inbox inbox;
+  std::vector<Message> messages;
+  const std::uint64_t rings = inbox.take(messages);
+  const auto rung = [&] {
+    const std::int64_t before = monotonic_ns();
+    inbox.wait(rings, kSoonNs);
+    return monotonic_ns() - before < kSoonNs;
+  };
+  for (const Message::Kind kind :
+       {Message::Kind::needed, Message::Kind::recorded, Message::Kind::release})
+    inbox.put({.kind = kind, .tickets = {1, 2, 3}});
+  CHECK(!rung());
+  CHECK_EQUAL(inbox.put({.kind = Message::Kind::budget}), 13U);  // read by a caller in the end
+  CHECK(rung());
+  inbox.take(messages);
+  CHECK_EQUAL(messages.size(), 4U);
+}
+
 // A caller that marks without end while no worker reads: memory stays bounded.
 void messages_that_nobody_reads_are_read_by_the_caller() {
   HintMachine machine({.capacity = 10, .prefetch_workers = 1});
@@ -143,7 +229,7 @@ void messages_that_nobody_reads_are_read_by_the_caller() {
   machine.evict(blocks(10, 1));
   machine.driver.wait_until_held("prefetch");
   machine.driver.wait_until_held("evict");
-  for (int i = 0; i < 1000; ++i) machine.engine.mark_needed(ticket);
+  for (int i = 0; i < 1000; ++i) machine.engine.mark_needed({ticket});
   machine.driver.let_go("prefetch");
   machine.driver.let_go("evict");
   machine.expect(ticket, Outcome::done);
@@ -162,5 +248,9 @@ int main() {
   RUN(old_records_give_way);
   RUN(what_has_ended_is_known_without_a_lock);
   RUN(what_has_ended_can_be_read);
+  RUN(late_ends_are_on_record_too);
+  RUN(driver_time_is_the_links);
+  RUN(whoever_waits_sleeps);
+  RUN(marks_and_events_wake_nobody);
   RUN(messages_that_nobody_reads_are_read_by_the_caller);
 }

@@ -85,6 +85,52 @@ void a_running_call_ends_first() {
   CHECK_EQUAL(both.source->given_back, 1);
 }
 
+// Of all that goes: no worker begins with one while another is waited for.
+void all_are_forgotten_at_once() {
+  Both both;
+  std::vector<Range> ranges;
+  for (int i = 0; i < 8; ++i) ranges.push_back(both.allocate(32 * MiB));
+  std::sort(ranges.begin(), ranges.end(),  // the order in which they go
+            [](Range a, Range b) { return a.address < b.address; });
+  both.hints.driver.hold("evict");
+  std::vector<Ticket> tickets;
+  for (const Range range : ranges)  // apart, so that no chunk has two
+    tickets.push_back(both.hints.evict({range.address, range.bytes - kPageBytes}));
+  both.hints.driver.wait_until_held("evict");
+  for (const Range range : ranges) both.allocator.device(0).free(range.address);
+  std::thread releasing([&] { both.allocator.empty_cache(); });
+  for (std::size_t i = 1; i < tickets.size(); ++i)  // long before the release's patience ends
+    CHECK(both.hints.engine.wait(tickets[i], kPatienceNs / 4) == Outcome::forgotten);
+  both.hints.driver.let_go("evict");
+  releasing.join();
+  both.hints.expect(tickets[0], Outcome::done);
+  CHECK_EQUAL(both.hints.driver.count("evict"), 1U);
+  CHECK_EQUAL(both.source->given_back, 8);
+}
+
+// A copy may be writing to it.
+void a_host_block_is_waited_for() {
+  Config config;
+  for (ClassSetting& setting : config.classes) setting.kind = MemoryKind::pinned;
+  Both both(config);
+  const Range block = both.allocate(32 * MiB);
+  both.hints.driver.hold("copy");
+  const Ticket ticket = both.hints.engine.submit(
+      {.op = HintOp::copy_out, .range = blocks(0, 16), .host_address = block.address});
+  both.hints.driver.wait_until_held("copy");
+  both.allocator.device(0).free(block.address);
+  std::atomic<bool> returned{false};
+  std::thread releasing([&] {
+    both.allocator.empty_cache();
+    returned = true;
+  });
+  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
+  CHECK(!returned);
+  both.hints.driver.let_go("copy");
+  releasing.join();
+  both.hints.expect(ticket, Outcome::done);
+}
+
 void every_way_back_is_heard() {
   HintMachine hints;
   hints.driver.launch(0, 3);
@@ -170,6 +216,8 @@ int main() {
   using namespace umem;
   RUN(queued_hints_are_forgotten);
   RUN(a_running_call_ends_first);
+  RUN(all_are_forgotten_at_once);
+  RUN(a_host_block_is_waited_for);
   RUN(every_way_back_is_heard);
   RUN(without_a_listener_nothing_is_forgotten);
   RUN(the_engine_may_go_first);

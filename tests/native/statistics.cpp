@@ -98,6 +98,7 @@ void peaks_start_again_from_now() {
   check_stat("allocated bytes", stats.allocated_bytes.all, {mib(6), mib(6), 0, 0});
   check_stat("of weights", stats.by_class[0].allocated_bytes, {mib(4), mib(4), 0, 0});
   CHECK_EQUAL(stats.num_device_alloc, 0);
+  CHECK_EQUAL(stats.highest_bytes, mib(12));  // nothing makes it less
   machine.free(kept);
   check_stat("of weights", machine.device.stats().by_class[0].allocated_bytes,
              {0, mib(4), 0, mib(4)});
