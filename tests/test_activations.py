@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -234,6 +236,27 @@ class TestWhatStays:
         store.keep([])
         assert self.sent(store, table, torch.ones(())) == TENSOR_BYTES
 
+    def test_what_is_named_for_good(self, store: ActivationStore) -> None:
+        table = torch.ones(SIDE, SIDE)
+        store.keep([table], for_good=True)
+        store.keep([])
+        assert self.sent(store, table, torch.ones(())) == 0
+        store.keep([], for_good=True)
+        assert self.sent(store, table, torch.ones(())) == TENSOR_BYTES
+
+    def test_empty_tensors(self) -> None:
+        class Pinning(HostMover):
+            def allocate_host(self, size_bytes: int) -> torch.Tensor:
+                if not size_bytes:
+                    raise MemoryError("0 bytes: Invalid argument")  # as the kernel says
+                return super().allocate_host(size_bytes)
+
+        store = ActivationStore("cpu", Pinning(), min_bytes=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert self.sent(store, torch.ones(0, SIDE), torch.ones(())) == 0
+        assert store.statistics.kept_for_lack_of_host_tensors == 0
+
     def test_what_is_more_than_numbers(self, store: ActivationStore) -> None:
         class Mine(torch.Tensor):
             pass
@@ -268,7 +291,69 @@ class TestWhatStays:
         assert gradient(product, factor).item() == 2 * SIDE * SIDE
 
 
+class TestHeldElsewhere:
+    """What somebody else holds has never left the device."""
+
+    def test_is_not_copied_back(self, store: ActivationStore, expected: torch.Tensor) -> None:
+        x = make_input()
+        y = (x * 2).exp()
+        store.open_group("a")
+        z = (y.sin() * y).tanh() + 1  # of y, and of two tensors that nobody else holds
+        store.close_group()
+        assert store.send("a") == store.release("a") == 3 * TENSOR_BYTES
+        assert store.fetch("a", [0]) == 0
+        assert store.release("a", [0]) == TENSOR_BYTES
+        assert store.fetch("a") == 2 * TENSOR_BYTES
+        assert torch.equal(gradient(z, x), expected)
+        assert store.statistics.tensors_in == 2
+        assert store.statistics.late_fetches == 0
+
+    def test_is_found_by_the_backward_pass(self, store: ActivationStore) -> None:
+        x = make_input()
+        factor = torch.full_like(x, 3)
+        store.open_group("a")
+        product = x * factor
+        store.close_group()
+        assert store.send("a") == store.release("a") == TENSOR_BYTES
+        assert torch.equal(gradient(product, x), factor)
+        assert (store.statistics.late_fetches, store.statistics.tensors_in) == (0, 0)
+
+    def test_comes_back_if_it_was_resized(self, store: ActivationStore) -> None:
+        x = make_input()
+        factor = torch.full_like(x, 3)
+        store.open_group("a")
+        product = x * factor
+        store.close_group()
+        store.send("a")
+        store.release("a")
+        factor.untyped_storage().resize_(0)
+        assert store.fetch("a") == TENSOR_BYTES
+        assert torch.equal(gradient(product, x), torch.full_like(x, 3))
+
+
 class TestErrors:
+    def test_a_copy_that_fails_keeps_no_buffers(self) -> None:
+        class Broken(HostMover):
+            is_broken = True
+
+            def copy_out(self, pairs: Any, stream: Any) -> None:
+                if self.is_broken:
+                    raise RuntimeError("refused")
+                super().copy_out(pairs, stream)
+
+        mover = Broken()
+        store = ActivationStore("cpu", mover, min_bytes=KIB)
+        x = make_input()
+        y = saved(store, "a", x)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="refused"):
+                store.send("a")
+        assert store.statistics.pinned_bytes == 3 * (2 << 20)
+        mover.is_broken = False
+        assert store.send("a") == 3 * TENSOR_BYTES
+        assert store.statistics.peak_pinned_bytes == 3 * (2 << 20)
+        assert torch.equal(gradient(y, x), gradient(chain(x), x))
+
     def test_close_without_open(self, store: ActivationStore) -> None:
         with pytest.raises(OffloadError, match="close_group without an open_group"):
             store.close_group()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
 from activation_chain import KIB, TENSOR_BYTES, chain, gradient, make_input, saved
 
-from umem.activations import ActivationStore, HostMover
+from umem.activations import ActivationStore, CudaMover, HostMover
 from umem.activations._host_pool import HostPool
 
 MIB = 1 << 20
@@ -72,3 +76,73 @@ def test_no_memory() -> None:
     pool = HostPool(HostMover(), None, lambda: None)
     with pytest.warns(RuntimeWarning, match="no host memory for"):
         assert pool.take(1 << 60) is None
+
+
+class Counting(HostMover):
+    """Counts what a step pins and unpins."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        self.calls += 1
+        return super().allocate_host(size_bytes)
+
+    def free_host(self, memory: torch.Tensor) -> None:
+        self.calls += 1
+
+
+@pytest.mark.filterwarnings("ignore:activations stay on the device")
+@pytest.mark.parametrize("limit_mib", [60, 140, 200])
+def test_a_full_pool_settles(limit_mib: int) -> None:
+    mover = Counting()
+    pool = HostPool(mover, limit_mib * MIB)
+
+    def step(*sizes: int) -> int:
+        """Bytes that leave."""
+        held = [pool.take(size * MIB) for _ in range(12) for size in sizes]
+        found = [buffer for buffer in held if buffer is not None]
+        for buffer in found:
+            pool.give_back(buffer)
+        return sum(buffer.size_bytes for buffer in found)
+
+    first = step(4, 16, 6)
+    calls = mover.calls
+    assert [step(4, 16, 6) for _ in range(4)] == [first] * 4
+    assert mover.calls == calls
+    other = [step(2, 40) for _ in range(4)]  # other steps have the room
+    assert other[-1] >= 40 * MIB
+    calls = mover.calls
+    assert step(2, 40) == other[-1]
+    assert mover.calls == calls
+    step(4, 16, 6)
+    assert step(4, 16, 6) == first, "and these have it again"
+
+
+def test_a_forked_child_has_pages_of_its_own() -> None:
+    """What it allocates must not lie where the parent's pages are, and go when they do."""
+    code = """
+import os
+import torch
+from umem.activations._cuda_mover import host_pages
+
+torch.set_num_threads(1)  # a child has none of the others, and would wait for them
+memory = host_pages(64 << 20).fill_(7)
+if os.fork() == 0:
+    # As large as there is room in the parent's pages: malloc maps it.
+    mine = torch.ones(8 << 20)
+    before = memory[0].item()
+    del memory
+    os._exit(0 if (before, mine.sum().item()) == (0, 8 << 20) else 1)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+assert memory.eq(7).all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forked_child_makes_no_cuda_calls() -> None:
+    mover: Any = object.__new__(CudaMover)
+    mover._process = -1  # of no process, so this one is a child
+    mover.finish(None)
+    mover.free_host(None)

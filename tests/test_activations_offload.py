@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from umem.activations import ActivationStatistics, OffloadError, offload, offload_blocks
+from umem.activations import (
+    ActivationStatistics,
+    ActivationStore,
+    OffloadError,
+    offload,
+    offload_blocks,
+)
+from umem.recorder import find_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -369,6 +377,69 @@ class TestOffloadBlocks:
         train(model)
         assert handle.statistics[torch.device("cpu")].tensors_out > 0
 
+    @pytest.mark.parametrize("is_warm", [False, True])
+    def test_layers_compiled_in_place(self, is_warm: bool) -> None:
+        plain = train(Model())
+        model = Model()
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        if is_warm:
+            train(model)
+            model.zero_grad()
+        calls = [layer._compiled_call_impl for layer in model.layers]
+        handle = offload_blocks(model, 3, min_bytes=MIN_BYTES)
+        for one, other in zip(train(model), plain, strict=True):
+            torch.testing.assert_close(one, other)
+        (told,) = handle.statistics.values()
+        assert told.tensors_out == told.tensors_in > 0
+        handle.remove()
+        assert [layer._compiled_call_impl for layer in model.layers] == calls
+
+    def test_the_layers_are_those_that_a_recording_has(self) -> None:
+        body = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        outer = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.ReLU(), nn.Linear(8 * WIDTH, WIDTH))
+        for model in (outer, nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, 2))):
+            hooked = Counter[str]()
+            handle = offload_blocks(model, 1)
+            for name, module in model.named_modules():
+                hooked[name] += len(module._forward_hooks)
+            handle.remove()
+            blocks = {block.name for block in find_blocks(model, None)}
+            assert {name for name, count in hooked.items() if count} <= blocks
+        assert sum(hooked.values()) == 6
+
+    def test_parameters_are_looked_up_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = Model("linear")
+        handle = offload_blocks(model, 3, min_bytes=MIN_BYTES)
+        train(model, 1)
+        for_good = []
+        keep = ActivationStore.keep
+
+        def counting(store: ActivationStore, tensors: Any, **options: bool) -> None:
+            kept = list(tensors)
+            for_good.append((len(kept), options))
+            keep(store, kept, **options)
+
+        monkeypatch.setattr(ActivationStore, "keep", counting)
+        train(model, 2)
+        assert for_good == [(1, {})] * 2, "the buffer, once for each pass"
+        handle.remove()
+
+    def test_detached_parameters_stay(self) -> None:
+        class Detached(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(BATCH, SEQ, WIDTH))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * self.weight.detach()
+
+        model = nn.Sequential(*[Detached() for _ in range(3)])
+        handle = offload_blocks(model, 2, min_bytes=MIN_BYTES)
+        model(make_input().requires_grad_()).sum().backward()
+        assert handle.statistics[torch.device("cpu")].tensors_out == 0
+        handle.remove()
+
     @pytest.mark.slow
     def test_compiled_model(self) -> None:
         plain = train(Model())
@@ -394,4 +465,7 @@ class TestOffloadBlocks:
         with pytest.raises(OffloadError, match="a Linear cannot be offloaded as a layer of this"):
             offload_blocks(model, 1, layers=[nn.Linear(2, 2)])
         with pytest.raises(OffloadError, match="a Tanh cannot be offloaded"):
+            offload_blocks(model, 1, layers=[model.layers[0], nn.Tanh()])
+        message = "Sequential has no ModuleList or Sequential of two layers with parameters"
+        with pytest.raises(OffloadError, match=message):
             offload_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 1)

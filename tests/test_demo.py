@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import umem.demo
+from umem.allocation_stream import AllocationStream
 from umem.allocator import native_config
 from umem.classes import TensorClass
 from umem.demo import example_path, explain, record_example, replay, run_example
 from umem.errors import UnsupportedError
 from umem.policy import load_policy, preset_names, resolve
-from umem.recording import AllocationStream
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
+from umem import saved_tensor_hooks
 from umem.recorder import Block, Follower, Guard, StepRecording, find_blocks
+from umem.recorder._memory import StepMemory
 
 WIDTH = 8
 
@@ -187,6 +190,36 @@ def test_a_fault_of_a_listener_does_not_reach_the_training() -> None:
         training.step()
     assert "forward Net" in {str(error) for error in training.errors}
     assert all(isinstance(error, OSError) for error in training.errors)
+
+
+def test_a_fault_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
+    """As autograd's own threads run the backward pass of a GPU."""
+    training = Training()
+    blocks = find_blocks(training.model, None)
+
+    class Faulty(Log):
+        def step_begins(self) -> Any:
+            model, optimizer = training.model, training.optimizer
+            return StepMemory(model, blocks, optimizer, torch.device("cpu"), (), guard)
+
+        def phase_begins(self, label: str) -> None:
+            if label == "backward layers.1":
+                raise OSError(label)
+
+    def on_error(error: Exception) -> None:
+        training.errors.append(error)
+        follower.stop()
+
+    guard = Guard(on_error)
+    follower = Follower(Block("Net", training.model), blocks, guard, Faulty())
+    follower.start()
+    loss = training.model(torch.ones(2, WIDTH)).sum()
+    backward = Thread(target=torch.autograd.grad, args=(loss, list(training.model.parameters())))
+    backward.start()
+    backward.join()
+    assert [str(error) for error in training.errors] == ["backward layers.1"]
+    training.step()
+    assert saved_tensor_hooks.innermost() is None
 
 
 def test_a_call_that_is_under_way_at_the_start_is_not_followed() -> None:

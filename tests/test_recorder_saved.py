@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import umem
+from umem import saved_tensor_hooks
+from umem.blocks import block_bytes
 from umem.classes import TensorClass
 from umem.recorder import Block, Follower, Guard, SavedTensor, SavedTensors, find_blocks
-from umem.recorder._temporaries import block_bytes
 from umem.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,6 +172,41 @@ def test_a_saved_tensor_that_was_modified_in_place_raises() -> None:
     with pytest.raises(RuntimeError, match=message):
         result.sum().backward()
     assert not used
+
+
+def test_hooks_that_another_thread_ends_go_with_the_next_saved_tensor() -> None:
+    seen: list[torch.Tensor] = []
+    hooks = SavedTensors(seen.append, seen.append)
+    inputs = torch.ones(3, requires_grad=True)
+    hooks.push()
+    result = inputs.exp()
+    assert len(seen) == 1
+    thread = threading.Thread(target=hooks.close)  # as a fault in autograd's thread does
+    thread.start()
+    thread.join()
+    assert saved_tensor_hooks.innermost() is not None
+    other = inputs.sin()
+    assert saved_tensor_hooks.innermost() is None
+    (result.sum() + other.sum()).backward()
+    assert len(seen) == 1
+    assert inputs.grad is not None
+    assert torch.equal(inputs.grad, result + inputs.detach().cos())
+
+
+def test_a_thread_leaves_the_hooks_of_others() -> None:
+    hooks = SavedTensors(lambda tensor: None, lambda tensor: None)
+    hooks.push()
+
+    def checkpoint_again() -> None:
+        hooks.push_before_others()
+        hooks.pop()
+        hooks.pop()
+
+    thread = threading.Thread(target=checkpoint_again)
+    thread.start()
+    thread.join()
+    hooks.pop()
+    assert saved_tensor_hooks.innermost() is None
 
 
 # ---------------------------------------------------------------------------------- temporaries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -108,7 +109,7 @@ def hook_count(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 def check_no_trace_left(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert hook_count(model, optimizer) == 0
-    assert not hasattr(torch.autograd.backward, "_original")
+    assert not hasattr(torch.autograd.backward, "__wrapped__")
     assert _autograd._top_saved_tensors_default_hooks(True) is None
     assert not global_hooks._global_forward_pre_hooks
     assert not global_hooks._global_forward_hooks
@@ -266,7 +267,8 @@ def test_recordings_may_end_in_any_order() -> None:
         check_no_trace_left(*pair)
 
 
-def test_a_wrapper_around_backward_stays() -> None:
+@pytest.mark.parametrize("is_polite", [False, True])
+def test_a_wrapper_around_backward_stays(is_polite: bool) -> None:
     model, optimizer = make()
     original = torch.autograd.backward
     calls = []
@@ -278,6 +280,8 @@ def test_a_wrapper_around_backward_stays() -> None:
             calls.append(args)
             return replaced(*args, **kwargs)
 
+        if is_polite:  # it has all attributes of what it is around
+            functools.update_wrapper(counting, replaced)
         torch.autograd.backward = counting
         train(model, optimizer, 6)
     assert torch.autograd.backward is counting
@@ -288,6 +292,20 @@ def test_a_wrapper_around_backward_stays() -> None:
         train(model, optimizer, 6)
     assert recording.done
     assert torch.autograd.backward is original
+
+
+def test_a_wrapper_around_backward_takes_ours_away() -> None:
+    model, optimizer = make()
+    original = torch.autograd.backward
+    with umem.record(model, optimizer):
+        train(model, optimizer, 3)
+        torch.autograd.backward = lambda *args, **kwargs: original(*args, **kwargs)
+        theirs = torch.autograd.backward
+    with umem.record(model, optimizer) as recording:
+        train(model, optimizer, 6)
+    assert "backward loss" in recording.trace.phase_names
+    assert torch.autograd.backward is theirs
+    torch.autograd.backward = original
 
 
 # ---------------------------------------------------------------------------------- errors
@@ -529,6 +547,27 @@ def test_a_run_that_never_repeats_itself_is_not_recorded() -> None:
         _ = recording.trace
 
 
+def test_steps_that_cannot_be_kept_are_not_timed() -> None:
+    class Counting(Ticks):
+        count = 0
+
+        def mark(self) -> int:
+            self.count += 1
+            return super().mark()
+
+    model, optimizer = make()
+    clock = Counting()
+    with umem.record(model, optimizer, clock=clock) as recording:
+        for step in range(10):
+            train(model, optimizer, 1, batch=step + 1)
+        count = clock.count
+        for step in range(10, 15):
+            train(model, optimizer, 1, batch=step + 1)
+        assert clock.count == count
+        train(model, optimizer, 3, batch=5)
+    assert recording.done, "one of the steps that were looked at comes round"
+
+
 def test_a_signature_lists_every_call_of_a_step() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer) as recording:
@@ -626,6 +665,51 @@ def test_a_compiled_model_is_recorded_as_a_whole() -> None:
         train(compiled, optimizer, 7)
     check_trace(recording.trace, "test")
     assert "forward OptimizedModule" in recording.trace.phase_names
+
+
+def test_blocks_that_are_compiled_in_place_are_phases() -> None:
+    found = []
+    for is_compiled in (False, True):
+        model, optimizer = make()
+        compiled = [model.layers[number] for number in (0, 2)] if is_compiled else []
+        for layer in compiled:
+            layer.compile(backend="aot_eager")
+        before = [layer._compiled_call_impl for layer in compiled]
+        with umem.record(model, optimizer, clock=Ticks()) as recording:
+            train(model, optimizer)
+        found.append([name for name in recording.trace.phase_names if "layers" in name])
+        assert [layer._compiled_call_impl for layer in compiled] == before
+        check_no_trace_left(model, optimizer)
+    assert found[0] == found[1]
+    assert "backward layers.2" in found[1]
+
+
+def test_a_compiled_optimizer_ends_steps() -> None:
+    model, optimizer = make()
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    with umem.record(model, optimizer) as recording:
+        for step in range(7):
+            model(torch.full((4, WIDTH), float(step))).square().mean().backward()
+            compiled()
+            optimizer.zero_grad()
+    assert recording.done
+    assert recording.trace.phase_names[-1] == "optimizer layers.2"
+    check_no_trace_left(model, optimizer)
+
+
+def test_a_graph_is_used_after_its_step() -> None:
+    model, optimizer = make()
+    head = nn.Linear(WIDTH, 1)
+    with umem.record(model, optimizer) as recording:
+        for _ in range(7):
+            hidden = model(torch.ones(4, WIDTH))
+            value = head(hidden.exp())
+            hidden.square().sum().backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            value.sum().backward(inputs=list(head.parameters()))
+    assert not recording.failed
+    assert recording.done
 
 
 def test_gradients_taken_by_hand_are_followed_too() -> None:

@@ -25,7 +25,7 @@ from umem.units import format_bytes
 
 if TYPE_CHECKING:
     from umem._native import Allocator, Config
-    from umem.recording import AllocationStream
+    from umem.allocation_stream import AllocationStream
 
 __all__ = [
     "ClassTraffic",
@@ -174,7 +174,7 @@ def record_example(arguments: Sequence[str], *, steps: int = 2) -> AllocationStr
         The example, or a package that it needs, is missing.
     """
     example = load_example()
-    from umem.recording import record_training
+    from umem.allocation_stream import record_training
 
     options = example.parse_arguments(arguments)
     source = example.batches(
@@ -198,7 +198,7 @@ def replay(stream: AllocationStream, config: Config, *, passes: int = 25) -> Rep
     Parameters
     ----------
     stream : AllocationStream
-        From :func:`record_example` or :func:`umem.recording.record_training`.
+        From :func:`record_example` or :func:`umem.allocation_stream.record_training`.
     config : umem._native.Config
         The allocator's settings, as a policy gives them.
     passes : int

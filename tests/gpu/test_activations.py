@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,22 @@ def test_host_memory_is_pinned_and_given_back() -> None:
     again = torch.cuda.cudart().cudaHostRegister(address, 6 * MIB, 0)
     assert int(again) == 0, "it was not pinned any more"
     mover.free_host(memory)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_pinned_memory_stays_where_the_gpu_has_it_when_a_child_is_forked() -> None:
+    memory = CudaMover(torch.device("cuda", 0)).allocate_host(2 * MIB).fill_(1)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent is done
+        os._exit(0)
+    os.close(reading)
+    memory.fill_(2)  # a shared page would move now
+    assert memory.to("cuda", non_blocking=True).eq(2).all()
+    os.close(writing)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_refused_pin_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:

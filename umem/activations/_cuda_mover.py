@@ -21,6 +21,9 @@ __all__ = ["CudaMover"]
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every context of the process."""
 
+_WIPE_ON_FORK = 18
+"""``MADV_WIPEONFORK``, which Python has no name for."""
+
 
 class CudaMover:
     """Moves tensors of one GPU, one stream for each direction.
@@ -111,19 +114,8 @@ class CudaMover:
         bytes_of(storage).record_stream(stream)
 
     def allocate_host(self, size_bytes: int) -> torch.Tensor:
-        """Pinned memory of this size; torch's own pinned allocator takes powers of two.
-
-        A forked child does not get it: what a child shares, the parent's next write would move to
-        other pages than the GPU's.
-        """
-        try:
-            pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"{size_bytes} bytes: {error}") from error
-        pages.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        """Pinned memory of this size; torch's own pinned allocator takes powers of two."""
+        memory = host_pages(size_bytes)
         with torch.cuda.device(self._device):
             status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, _PORTABLE)
         if int(status) != 0:
@@ -133,15 +125,44 @@ class CudaMover:
 
     def free_host(self, memory: torch.Tensor) -> None:
         """Unpin it; the last reference gives the pages back."""
-        # A forked child has no CUDA, and none of these pages.
-        if os.getpid() == self._process:
+        if not self._is_forked():
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def finish(self, mark: torch.cuda.Event) -> None:
         """Wait, in this thread, until a mark is over."""
-        mark.synchronize()
+        if not self._is_forked():
+            mark.synchronize()
+
+    def _is_forked(self) -> bool:
+        """Whether this is a child of the process that made it, which has no CUDA."""
+        return os.getpid() != self._process
 
     def _forget_error(self) -> None:
         # The runtime keeps the error of a refused call, and the next kernel launch would raise it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
+
+
+def host_pages(size_bytes: int) -> torch.Tensor:
+    """Memory to pin.
+
+    What a forked child shares, the parent's next write would move to other pages than the GPU's. So
+    the child has zeros there: pages of its own, for in a hole (``MADV_DONTFORK``) its next memory
+    would lie, and go when its copy of these pages does.
+
+    Raises
+    ------
+    MemoryError
+        Where there is none.
+    """
+    try:
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size_bytes} bytes: {error}") from error
+    try:
+        pages.madvise(_WIPE_ON_FORK)
+    except OSError:  # a kernel older than that; then the hole is the lesser evil
+        pages.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -53,6 +53,7 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
+        "_gone",
         "_pool",
         "_retired",
         "buffer",
@@ -85,6 +86,7 @@ class Entry:
         self.is_settled = True
         self.is_kept = False
         self.wanted_by: set[weakref.ref[Group]] = set()
+        self._gone: weakref.ref[torch.UntypedStorage] | None = None
         self._pool = pool
         self._retired = retired
 
@@ -97,6 +99,23 @@ class Entry:
         self.mark = mark
         self.is_arriving = arriving
         self.is_settled = mark is None
+
+    def let_go(self) -> None:
+        """Hold the device's copy no more."""
+        assert self.storage is not None
+        self._gone = weakref.ref(self.storage)
+        self.storage = None
+
+    def find_again(self) -> bool:
+        """Hold the device's copy again, if somebody else has held it all the time.
+
+        It is as it was for its stream. Had it been modified, the saved tensors could not be used.
+        """
+        storage = None if self._gone is None else self._gone()
+        if storage is None or storage.nbytes() != self.size_bytes:
+            return False
+        self.storage = storage
+        return True
 
     def __del__(self) -> None:
         if self.storage is not None and not self.is_settled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -77,12 +78,21 @@ class HostPool:
         self._mover = mover
         self._limit_bytes = limit_bytes
         self._host_bytes = host_bytes
+        # All that are there: each takes itself off the books when it goes, in whatever thread.
+        self._buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._free: dict[int, list[HostBuffer]] = {}
         # Filled by finalizers, which run anywhere and so must not take a lock.
         self._returned: deque[HostBuffer] = deque()
+        # Sizes that were refused though no buffer was unused, since unused ones were freed last.
+        self._refused: set[int] = set()
         self._has_warned = False
-        self.held_bytes = 0
+        self._is_closed = False
         self.peak_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers, in use or not."""
+        return sum(buffer.size_bytes for buffer in self._buffers)
 
     def take(self, size_bytes: int) -> HostBuffer | None:
         """A buffer of at least this size; None where the host has no room for one."""
@@ -93,9 +103,14 @@ class HostPool:
         if fitting:
             return self._pop(min(fitting))
         refusal = self._refusal(wanted)
-        if refusal:
+        # Steps are alike. In a size that found no room before, what is unused now is what the rest
+        # of the step used then: freed, it would be pinned anew in every step.
+        if refusal and self._free and wanted not in self._refused:
             self.trim()
+            self._refused.clear()  # the steps are others now
             refusal = self._refusal(wanted)
+        if refusal:
+            self._refused.add(wanted)
         if not refusal:
             try:
                 return self._grow(wanted)
@@ -113,16 +128,22 @@ class HostPool:
     def give_back(self, buffer: HostBuffer) -> None:
         """Take a buffer back, from any thread and at any moment."""
         self._returned.append(buffer)
+        if self._is_closed:
+            self._returned.clear()
 
     def trim(self) -> None:
         """Free what is not in use. Waits for the copies that are at work on it."""
-        self._sort_returned()
-        self.held_bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
+        self._returned.clear()
         self._free.clear()
+
+    def close(self) -> None:
+        """Free what is not in use now, and the rest when it is given back."""
+        self._is_closed = True  # first: what is given back meanwhile is freed on either side
+        self.trim()
 
     def _grow(self, size_bytes: int) -> HostBuffer:
         buffer = HostBuffer(self._mover.allocate_host(size_bytes), self._mover)
-        self.held_bytes += size_bytes
+        self._buffers.add(buffer)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return buffer
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,6 +12,8 @@ from umem.activations._layers import Layers
 from umem.activations._statistics import ActivationStatistics
 from umem.activations._store import MIN_BYTES, ActivationStore
 from umem.errors import OffloadError
+from umem.layer_chains import main_chain, members
+from umem.module_hooks import Undo, hook_calls
 
 __all__ = ["OffloadedBlocks", "offload_blocks"]
 
@@ -20,9 +21,7 @@ __all__ = ["OffloadedBlocks", "offload_blocks"]
 class OffloadedBlocks:
     """Hooks that offload the layers of a model, until `remove` is called."""
 
-    def __init__(
-        self, undo: list[Callable[[], None]], stores: dict[torch.device, ActivationStore]
-    ) -> None:
+    def __init__(self, undo: list[Undo], stores: dict[torch.device, ActivationStore]) -> None:
         self._undo = undo
         self._stores = stores
 
@@ -32,7 +31,10 @@ class OffloadedBlocks:
         return {device: store.statistics for device, store in self._stores.items()}
 
     def remove(self) -> None:
-        """Take the hooks away and give host memory back. Graphs that are alive go on working."""
+        """Take the hooks away and give host memory back.
+
+        Graphs that are alive go on working, and give theirs back when they go.
+        """
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -59,9 +61,10 @@ def offload_blocks(
         How many layers to offload, counted from the first one called. The last layer of the model
         never leaves: its backward pass comes next.
     layers
-        Modules of the model that run one after another; by default those of its
-        :class:`~torch.nn.ModuleList` or :class:`~torch.nn.Sequential` with the most bytes of
-        parameters. Each one's activations are on the device of its parameters.
+        Modules of the model that run one after another; by default those with parameters of its
+        :class:`~torch.nn.ModuleList` or :class:`~torch.nn.Sequential` with the largest product of
+        length and bytes of parameters, which `umem.record` cuts a model at too. Each one's
+        activations are on the device of its parameters.
     min_bytes
         Storages of fewer bytes stay on the device.
     host_limit_bytes
@@ -90,7 +93,7 @@ def offload_blocks(
     >>> model(torch.ones(512, 512)).sum().backward()
     >>> handle.remove()
     """
-    chain = _largest_chain(model) if layers is None else list(layers)
+    chain = _main_layers(model) if layers is None else list(layers)
     if not 1 <= num_layers <= len(chain):
         raise OffloadError(
             f"num_layers is {num_layers}: give 1 to {len(chain)}, the number of layers of this "
@@ -122,67 +125,41 @@ class _Schedule:
         self._min_bytes = min_bytes
         self._host_limit_bytes = host_limit_bytes
 
-    def hook(self, chain: list[nn.Module]) -> list[Callable[[], None]]:
+    def hook(self, chain: list[nn.Module]) -> list[Undo]:
         """Be told of the calls of the model and its layers; returns what ends it."""
-        undo = [self._model.register_forward_pre_hook(_Hook(self._begin)).remove]
+        undo = hook_calls(self._model, self._begin)
         for layer in chain:
-            undo.append(layer.register_forward_pre_hook(_Hook(self._enter)).remove)
-            undo.append(layer.register_forward_hook(_Hook(self._leave), always_call=True).remove)
+            undo += hook_calls(layer, partial(self._enter, layer), self._leave)
         return undo
 
-    def _begin(self, _module: nn.Module, _args: object) -> None:
+    def _begin(self, *_: object) -> None:
         self._layers.begin_pass()
         for store in self.stores.values():
-            self._keep(store)
+            store.keep(self._model.buffers())
 
-    def _enter(self, layer: nn.Module, _args: object) -> None:
+    def _enter(self, layer: nn.Module, *_: object) -> None:
         device = next(layer.parameters()).device
         store = self.stores.get(device)
         if store is None:
             store = self.stores[device] = ActivationStore(
                 device, min_bytes=self._min_bytes, host_limit_bytes=self._host_limit_bytes
             )
-            self._keep(store)
+            # Parameters are many, and seldom others in the next pass.
+            store.keep(self._model.parameters(), for_good=True)
+            store.keep(self._model.buffers())
         self._layers.enter(store)
 
-    def _leave(self, _layer: nn.Module, _args: object, output: object) -> None:
-        failed = output is None and sys.exc_info()[0] is not None
+    def _leave(self, output: object, *, failed: bool) -> None:
         self._layers.leave(failed=failed)
         if not failed:
             self._layers.end(output)
 
-    def _keep(self, store: ActivationStore) -> None:
-        store.keep([*self._model.parameters(), *self._model.buffers()])
 
-
-class _Hook:
-    """A hook on a module. A copy of it, such as in a copied or pickled model, does nothing."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        """Call the function, but not where a compiler traces the model."""
-        if not torch.compiler.is_compiling():
-            self._function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_idle,)
-
-
-def _idle(*_args: object) -> None:
-    pass
-
-
-def _largest_chain(model: nn.Module) -> list[nn.Module]:
-    chains = [
-        list(module)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
-    ]
-    if not chains:
+def _main_layers(model: nn.Module) -> list[nn.Module]:
+    chain = main_chain(model)
+    if chain is None:
         raise OffloadError(
-            f"{type(model).__name__} has no ModuleList or Sequential of two layers or more: name "
-            "its layers with layers=[...]"
+            f"{type(model).__name__} has no ModuleList or Sequential of two layers with parameters "
+            "or more: name its layers with layers=[...]"
         )
-    return max(chains, key=lambda chain: sum(p.nbytes for m in chain for p in m.parameters()))
+    return members(chain)

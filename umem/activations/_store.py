@@ -16,7 +16,7 @@ from umem.activations._entry import Entry, Handle, Retired
 from umem.activations._group import Group
 from umem.activations._hooks import HookStack
 from umem.activations._host_mover import HostMover
-from umem.activations._host_pool import HostPool
+from umem.activations._host_pool import HostBuffer, HostPool
 from umem.activations._mover import Mover
 from umem.activations._statistics import ActivationStatistics
 from umem.errors import OffloadError
@@ -72,7 +72,9 @@ class ActivationStore:
         self._pool = HostPool(self._mover, host_limit_bytes)
         self._retired: deque[Retired] = deque()
         self._lock = threading.RLock()
+        # Addresses of storages: those of this step, and those of every step.
         self._stays: frozenset[int] = frozenset()
+        self._always_stays: frozenset[int] = frozenset()
         self._groups: weakref.WeakValueDictionary[Hashable, Group] = weakref.WeakValueDictionary()
         # By address of the storage, which an entry holds for as long as it is in here.
         self._resident: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
@@ -80,18 +82,30 @@ class ActivationStore:
         self._out, self._in, self._kept = _Sum(), _Sum(), _Sum()
         self._late = 0
 
-    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+    def keep(self, tensors: Iterable[torch.Tensor], *, for_good: bool = False) -> None:
         """Let the storages of these tensors stay, in place of those given before.
 
         For buffers, and for what else lives longer than a step. Parameters and their views stay
-        anyway.
+        anyway, unless they are detached.
+
+        Parameters
+        ----------
+        tensors
+            Their storages are looked up now.
+        for_good
+            Whether these stay beside those of other calls, and only another such call replaces
+            them.
         """
-        self._stays = frozenset(
+        addresses = frozenset(
             tensor.untyped_storage()._cdata
             for tensor in tensors
             if tensor.layout is torch.strided
             and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         )
+        if for_good:
+            self._always_stays = addresses
+        else:
+            self._stays = addresses
 
     # ------------------------------------------------------------------ groups
 
@@ -138,7 +152,9 @@ class ActivationStore:
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if storage.nbytes() < self._min_bytes or address in self._stays:
+        if storage.nbytes() < max(self._min_bytes, 1):  # an empty one holds no memory
+            return None
+        if address in self._stays or address in self._always_stays:
             return None
         base = tensor if tensor._base is None else tensor._base
         # The program has a leaf in its hands: a parameter, or an input that gradients are taken of.
@@ -169,9 +185,10 @@ class ActivationStore:
         with self._lock:
             stream = self._mover.stream()
             if entry.storage is None:
-                self._late += 1
                 entry.wanted_by.add(packed.group.reference)
-                self._bring([entry], stream)
+                if not entry.find_again():
+                    self._late += 1
+                    self._bring([entry], stream)
             storage = entry.storage
             assert storage is not None
             if entry.is_arriving and stream == entry.stream:
@@ -203,30 +220,38 @@ class ActivationStore:
             group = self._groups.get(key)
             if group is None:
                 return 0
-            leaving = []
-            for entry in group.entries(ordinals):
-                storage = entry.storage
-                # One that was resized since is not what was saved.
-                if (
-                    storage is None
-                    or entry.buffer is not None
-                    or storage.nbytes() != entry.size_bytes
-                ):
-                    continue
-                buffer = self._pool.take(entry.size_bytes)
-                if buffer is not None:
-                    leaving.append((entry, storage, buffer))
-                elif not entry.is_kept:
-                    entry.is_kept = True
-                    self._kept.add(entry.size_bytes)
-            if leaving:
+            leaving: list[tuple[Entry, torch.UntypedStorage, HostBuffer]] = []
+            try:
+                self._find_buffers(group.entries(ordinals), leaving)
                 pairs = [(storage, buffer) for _, storage, buffer in leaving]
-                mark = self._mover.copy_out(pairs, group.stream)
-                for entry, _, buffer in leaving:
-                    entry.buffer = buffer
-                    entry.under_way(mark, arriving=False)
-                    self._out.add(entry.size_bytes)
+                mark = self._mover.copy_out(pairs, group.stream) if pairs else None
+            except BaseException:  # everything stays
+                for _, _, buffer in leaving:
+                    self._pool.give_back(buffer)
+                raise
+            for entry, _, buffer in leaving:
+                entry.buffer = buffer
+                entry.under_way(mark, arriving=False)
+                self._out.add(entry.size_bytes)
             return sum(entry.size_bytes for entry, _, _ in leaving)
+
+    def _find_buffers(
+        self,
+        entries: Iterable[Entry],
+        leaving: list[tuple[Entry, torch.UntypedStorage, HostBuffer]],
+    ) -> None:
+        """Add the entries that leave to a list, which has what was taken if this raises."""
+        for entry in entries:
+            storage = entry.storage
+            # One that was resized since is not what was saved.
+            if storage is None or entry.buffer is not None or storage.nbytes() != entry.size_bytes:
+                continue
+            buffer = self._pool.take(entry.size_bytes)
+            if buffer is not None:
+                leaving.append((entry, storage, buffer))
+            elif not entry.is_kept:
+                entry.is_kept = True
+                self._kept.add(entry.size_bytes)
 
     def release(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
         """Let go of the device's memory of what was sent; its stream waits for the copies.
@@ -254,7 +279,7 @@ class ActivationStore:
                     waited = entry.mark
                 entry.is_settled = True
                 self._resident.pop(entry.storage._cdata, None)
-                entry.storage = None
+                entry.let_go()
                 released += entry.size_bytes
         return released
 
@@ -274,7 +299,7 @@ class ActivationStore:
             coming = []
             for entry in group.entries(ordinals):
                 entry.wanted_by.add(group.reference)
-                if entry.storage is None:
+                if entry.storage is None and not entry.find_again():
                     coming.append(entry)
             coming.reverse()
             if coming:
@@ -324,10 +349,13 @@ class ActivationStore:
             )
 
     def close(self) -> None:
-        """Give host memory that is not in use back. Graphs that are alive go on working."""
+        """Give host memory back.
+
+        Graphs that are alive go on working, and give theirs back when they go.
+        """
         with self._lock:
             self._sweep()
-            self._pool.trim()
+            self._pool.close()
 
 
 @dataclass(slots=True)

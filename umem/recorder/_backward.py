@@ -20,6 +20,9 @@ class _Listener:
 
 _listeners: list[_Listener] = []
 _original: Callable[..., Any] | None = None
+_wrapper: Callable[..., Any] | None = None
+"""What was put in place of it last. One before that, which somebody else's function around it may
+still call, only passes on."""
 
 
 def follow_backward(
@@ -43,21 +46,23 @@ def follow_backward(
     callable
         Ends it.
     """
-    global _original
-    if not _listeners and _original is None:
+    global _original, _wrapper
+    if _wrapper is None or torch.autograd.backward is not _wrapper:
         _original = torch.autograd.backward
-        torch.autograd.backward = _telling(_original)
+        torch.autograd.backward = _wrapper = _telling(_original)
     listener = _Listener(begins, ends)
     _listeners.append(listener)
 
     def leave() -> None:
-        global _original
+        global _original, _wrapper
         _listeners.remove(listener)
-        # Where somebody else has put a function around this one, it stays and only passes on.
-        if not _listeners and getattr(torch.autograd.backward, "_original", None) is _original:
+        if _listeners:
+            return
+        # Where somebody else has put a function around this one, both stay.
+        if torch.autograd.backward is _wrapper:
             assert _original is not None
             torch.autograd.backward = _original
-            _original = None
+            _original = _wrapper = None
 
     return leave
 
@@ -65,7 +70,7 @@ def follow_backward(
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        told = list(_listeners)
+        told = list(_listeners) if backward is _wrapper else []
         for listener in told:
             listener.begins(args[0] if args else kwargs.get("tensors"))
         failed = True
@@ -77,5 +82,4 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
                 listener.ends(failed)
         return result
 
-    backward._original = original  # type: ignore[attr-defined]
     return backward

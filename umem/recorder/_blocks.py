@@ -9,6 +9,7 @@ from torch import nn
 
 from umem.config import did_you_mean
 from umem.errors import TraceError
+from umem.layer_chains import find_chains, main_chain, members
 
 __all__ = ["Block", "find_blocks"]
 
@@ -62,27 +63,22 @@ def find_blocks(model: nn.Module, chosen: Iterable[str | nn.Module] | None) -> t
 
 
 def _default_parts(model: nn.Module) -> set[nn.Module]:
-    chains = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(_members(module)) > 1
-    ]
-    if not chains:
+    main = main_chain(model)
+    if main is None:
         return set(_children(model))
-    best = max(chains, key=lambda chain: len(_members(chain)) * _parameter_bytes(chain))
-    picked = [best]
-    for chain in chains:  # outermost first
+    picked = [main]
+    for chain in find_chains(model):  # outermost first
         inside = set(chain.modules())
         if not any(chain in set(other.modules()) or other in inside for other in picked):
             picked.append(chain)
-    return {member for chain in picked for member in _members(chain)}
+    return {member for chain in picked for member in members(chain)}
 
 
 def _children(model: nn.Module) -> list[nn.Module]:
     """Children with parameters, of the outermost module that has more than one."""
-    children = _members(model)
-    while len(children) == 1 and _members(children[0]):
-        children = _members(children[0])
+    children = members(model)
+    while len(children) == 1 and members(children[0]):
+        children = members(children[0])
     return children
 
 
@@ -126,11 +122,3 @@ def _cut(module: nn.Module, parts: set[nn.Module], *, is_root: bool = True) -> I
             yield from _cut(child, parts, is_root=False)
     elif any(True for _ in module.parameters()):
         yield module
-
-
-def _members(module: nn.Module) -> list[nn.Module]:
-    return [child for child in module.children() if any(True for _ in child.parameters())]
-
-
-def _parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())

@@ -132,7 +132,9 @@ class StepCollector:
         if not self._is_usable:
             return None
         like = [found for signature, found in self._found.items() if signature.calls[:1] == first]
-        if (not like or first in self._unlike) and self.looks < MOST_LOOKS:
+        if not like and self.looks == MOST_LOOKS:
+            self._is_usable = False  # nobody has looked at one like it, or will
+        elif (not like or first in self._unlike) and self.looks < MOST_LOOKS:
             self.looks += 1
             self._memory = self._make_memory()
         elif len(like) == 1:
@@ -141,9 +143,11 @@ class StepCollector:
 
     def phase_begins(self, label: str) -> None:
         """Mark the time, unless the trace has no phase that begins here."""
+        if not self._is_usable:
+            return
         number = len(self._labels)
         self._labels.append(label)
-        if self._is_usable and self._memory is None:
+        if self._memory is None:
             is_start = number >= len(self._starts) or self._starts[number]
             self._marks.append(self._clock.mark() if is_start else None)
 

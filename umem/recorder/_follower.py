@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from umem.module_hooks import Undo, hook_calls
 from umem.recorder._backward import follow_backward
 from umem.recorder._blocks import Block
 from umem.recorder._guard import Guard
-from umem.recorder._hooks import Undo, hook_calls
 from umem.recorder._listener import StepListener
 from umem.recorder._look import Look
 from umem.recorder._tensors import tensors_with_history
@@ -96,6 +96,7 @@ class Follower:
         self._open: list[_Call | None] = []
         self._is_optimizer = False
         self._passes = 0
+        self._backward_failed = False
 
     def start(self) -> None:
         """Follow from now on. Modules that are no blocks cost nothing by it."""
@@ -109,6 +110,11 @@ class Follower:
         end = weakref.finalize(self, leave)
         end.atexit = False
         self._hooks.append(end)
+
+    @property
+    def backward_failed(self) -> bool:
+        """Whether an exception has ended the last backward pass of the step in flight."""
+        return self._backward_failed
 
     def _unowned(self, tell: Callable[[Follower, Any], None]) -> Callable[[Any], None]:
         """A method for the process's list of listeners, which must not keep the model alive."""
@@ -184,6 +190,7 @@ class Follower:
         if memory is not None:
             look = Look(memory, self._blocks, self._guard, is_running=lambda: bool(self._open))
         self._step_count += 1
+        self._backward_failed = False
         return _Step(self._step_count, look)
 
     def _clear_open(self) -> None:
@@ -271,6 +278,7 @@ class Follower:
         step = self._step
         if step is None or self._passes:
             return
+        self._backward_failed = failed
         step.is_broken |= failed
         self._begin_phase(step, OPTIMIZER if self._is_optimizer else AFTER_BACKWARD)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Guard", "Hook"]
+import torch
+
+from umem.module_hooks import Hook
+
+__all__ = ["Guard"]
 
 
 class Guard:
@@ -22,18 +26,24 @@ class Guard:
 
     def __call__(self, function: Callable[..., None]) -> Hook:
         """A hook that calls a function and returns nothing."""
-        return Hook(function, self.on_error)
+        return _GuardedHook(function, self.on_error)
+
+    def uncompiled(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The same for an optimizer: a compiler that has its step calls this hook outside.
+
+        Not for modules, which may be compiled as one graph; there the compiler leaves hooks out.
+        """
+        hook: Callable[..., None] = torch.compiler.disable(self(function))
+        return hook
 
 
-class Hook:
-    """One hook. A copy of it, such as in a copied or pickled model, does nothing."""
-
-    __slots__ = ("_function", "_on_error")
+class _GuardedHook(Hook):
+    __slots__ = ("_on_error",)
 
     def __init__(
         self, function: Callable[..., None], on_error: Callable[[Exception], None]
     ) -> None:
-        self._function = function
+        super().__init__(function)
         self._on_error = on_error
 
     def __call__(self, *args: Any) -> None:
@@ -42,14 +52,3 @@ class Hook:
             self._function(*args)
         except Exception as error:
             self._on_error(error)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _make_idle, ()
-
-
-def _idle(*_args: object) -> None:
-    pass
-
-
-def _make_idle() -> Callable[..., None]:
-    return _idle

@@ -7,9 +7,9 @@ from functools import partial
 
 from torch import _C
 
+from umem.module_hooks import Undo, hook_calls
 from umem.recorder._blocks import Block
 from umem.recorder._guard import Guard
-from umem.recorder._hooks import Undo, hook_calls
 from umem.recorder._memory import OUTSIDE, StepMemory
 from umem.recorder._saved import SavedTensors
 
@@ -56,7 +56,7 @@ class Look:
         for undo in self._hooks:
             undo()
         self._hooks.clear()
-        self._saved.pop()
+        self._saved.close()
         self.memory.close()
 
     # ------------------------------------------------------------------ calls

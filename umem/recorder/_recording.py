@@ -15,13 +15,14 @@ from torch.optim.optimizer import Optimizer
 
 from umem.allocator import is_enabled, runtime
 from umem.errors import TraceError
+from umem.module_hooks import Undo, hook_calls
 from umem.recorder._blocks import Block, find_blocks
 from umem.recorder._clock import Clock, clock_for
 from umem.recorder._collector import MOST_LOOKS, RecordedSteps, StepCollector
 from umem.recorder._follower import Follower
 from umem.recorder._guard import Guard
-from umem.recorder._hooks import Undo
 from umem.recorder._memory import StepMemory
+from umem.recorder._outside import outside_bytes
 from umem.recorder._phases import FollowedPhase
 from umem.recorder._saved_tensor import SavedTensor
 from umem.recorder._signature import CallShapes, SignatureWatch, StepSignature
@@ -130,6 +131,19 @@ class StepRecording:
         numbers = recorded.joined.numbers.tolist()
         return tuple(map(FollowedPhase, recorded.look.labels, numbers))
 
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes that were allocated all the step long and are in no tensor of the trace.
+
+        0 where no allocator of umem's tells.
+
+        Raises
+        ------
+        TraceError
+            As for :attr:`trace`.
+        """
+        return outside_bytes(self._require().look)
+
     def _find(self, *, wait: bool) -> RecordedSteps | None:
         if self._recorded is None and self._collector is not None:
             self._recorded = self._collector.complete(wait=wait)
@@ -197,11 +211,11 @@ class StepRecording:
             make_memory=self._make_memory,
             on_enough=self._on_enough,
         )
-        optimizer = self._optimizer
+        optimizer, uncompiled = self._optimizer, self._guard.uncompiled
         self._watch_hooks = [
-            model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True).remove,
-            optimizer.register_step_pre_hook(self._guard(self._on_optimizer_begin)).remove,
-            optimizer.register_step_post_hook(self._guard(self._on_optimizer_end)).remove,
+            *hook_calls(model, self._on_call, make_hook=self._guard),
+            optimizer.register_step_pre_hook(uncompiled(self._on_optimizer_begin)).remove,
+            optimizer.register_step_post_hook(uncompiled(self._on_optimizer_end)).remove,
         ]
         return self
 
@@ -230,12 +244,8 @@ class StepRecording:
 
     # ------------------------------------------------------------------ steps
 
-    def _on_call(
-        self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        if kwargs is None:  # taken away since the call began: torch still calls it, without them
-            return
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    def _on_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not torch.is_grad_enabled():
             return
         if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -32,11 +34,13 @@ class SavedTensors:
         self._on_save = on_save
         self._on_use = on_use
         self._own: Hooks = (self._pack, self._unpack)
-        self._pushed: list[Hooks] = []
+        # By thread: autograd's own ones have hooks of their own.
+        self._pushed: defaultdict[int, list[Hooks]] = defaultdict(list)
+        self._is_closed = False
 
     def push(self) -> None:
         """See what is saved from now on in this thread, unless somebody else's hooks do."""
-        if not self._pushed and saved_tensor_hooks.innermost() is None:
+        if not self._pushed[get_ident()] and saved_tensor_hooks.innermost() is None:
             self._push_own()
 
     def push_before_others(self) -> None:
@@ -48,9 +52,26 @@ class SavedTensors:
             self._push_own()
 
     def pop(self) -> None:
-        """Undo the last push. Where a program has entered hooks since, a later call does it."""
-        if self._pushed and saved_tensor_hooks.pop_if_innermost(self._pushed[-1]):
-            self._pushed.pop()
+        """Undo this thread's last push.
+
+        Where a program has entered hooks since, a later call does it.
+        """
+        pushed = self._pushed[get_ident()]
+        if pushed and saved_tensor_hooks.pop_if_innermost(pushed[-1]):
+            pushed.pop()
+
+    def close(self) -> None:
+        """See nothing any more, of graphs that live on either.
+
+        What other threads have pushed goes when it is called there.
+        """
+        self._is_closed = True
+        self._pop_all()
+
+    def _pop_all(self) -> None:
+        pushed = self._pushed[get_ident()]
+        while pushed and saved_tensor_hooks.pop_if_innermost(pushed[-1]):
+            pushed.pop()
 
     def _push_own(self) -> None:
         if saved_tensor_hooks.are_allowed():
@@ -58,20 +79,27 @@ class SavedTensors:
 
     def _push(self, hooks: Hooks) -> None:
         saved_tensor_hooks.push(hooks)
-        self._pushed.append(hooks)
+        self._pushed[get_ident()].append(hooks)
+
+    def _note_save(self, tensor: torch.Tensor) -> None:
+        if self._is_closed:
+            self._pop_all()
+        else:
+            self._on_save(tensor)
 
     def _packing_before(self, pack: Callable[[torch.Tensor], Any]) -> Any:
         def pack_before(tensor: torch.Tensor) -> Any:
-            self._on_save(tensor)
+            self._note_save(tensor)
             return pack(tensor)
 
         return pack_before
 
     def _pack(self, tensor: torch.Tensor) -> Kept:
-        self._on_save(tensor)
+        self._note_save(tensor)
         return keep(tensor)
 
     def _unpack(self, packed: Kept) -> torch.Tensor:
         tensor = unpack_kept(packed)
-        self._on_use(tensor)
+        if not self._is_closed:
+            self._on_use(tensor)
         return tensor

@@ -7,23 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from umem.blocks import block_bytes
 from umem.recorder._memory import StepLook
 from umem.trace._storages import Storage
 
-__all__ = ["LEAST_BYTES", "block_bytes", "temporary_bytes"]
+__all__ = ["LEAST_BYTES", "live_at_starts", "temporary_bytes"]
 
 LEAST_BYTES = 1 << 20
 """Less than this is not worth a tensor of its own in the trace."""
-
-_SMALL_STEP_BYTES = 512
-_PAGE_BYTES = 2 << 20
-
-
-def block_bytes(nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes that umem's allocator hands out for requests: whole pages of 2 MiB from there on."""
-    step = np.where(nbytes < _PAGE_BYTES, _SMALL_STEP_BYTES, _PAGE_BYTES)
-    rounded: NDArray[np.int64] = -(-nbytes // step) * step
-    return rounded
 
 
 def temporary_bytes(
@@ -48,11 +39,11 @@ def temporary_bytes(
     """
     peaks = np.zeros(len(live_bytes), np.int64)
     np.maximum.at(peaks, numbers, np.array(look.peak_bytes, np.int64))
-    unknown = np.array(look.start_bytes, np.int64) - _live_at_starts(look.storages, len(numbers))
+    unknown = np.array(look.start_bytes, np.int64) - live_at_starts(look.storages, len(numbers))
     return np.maximum(peaks - live_bytes - unknown.min(), 0)
 
 
-def _live_at_starts(storages: Sequence[Storage], phase_count: int) -> NDArray[np.int64]:
+def live_at_starts(storages: Sequence[Storage], phase_count: int) -> NDArray[np.int64]:
     """Bytes of the blocks of the storages that are there when each phase begins."""
     sizes = block_bytes(np.array([storage.bytes for storage in storages], np.int64))
     change = np.zeros(phase_count + 1, np.int64)

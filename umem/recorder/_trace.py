@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from umem.blocks import block_bytes
 from umem.classes import TensorClass
 from umem.recorder._memory import OptimizerPart, StepLook, note_access
 from umem.recorder._phases import JoinedPhases
 from umem.recorder._saved_tensor import Save, SavedTensor
-from umem.recorder._temporaries import LEAST_BYTES, block_bytes, temporary_bytes
+from umem.recorder._temporaries import LEAST_BYTES, temporary_bytes
 from umem.trace import Access, PhaseKind, Precision, Trace, check_trace, ranges
 from umem.trace._storages import BEFORE, Storage
 
