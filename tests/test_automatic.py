@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import pytest
+import torch
 from torch import nn, optim
+from torch.optim import optimizer as torch_optimizer
 
-from umem.automatic import _model_of
+import umem.executor
+from umem.automatic import _model_of, manage_automatically
 
 SCRIPT = """
 import sys
@@ -38,3 +44,55 @@ def test_the_model_is_what_holds_most_of_what_is_trained() -> None:
     assert _model_of(optimizer, [small, large]) is large
     assert _model_of(optimizer, [nn.Linear(2, 2)]) is None
     assert _model_of(optimizer, []) is None
+
+
+@pytest.fixture
+def roots() -> Iterator[list[nn.Module]]:
+    """Modules that were called, while trainings are managed."""
+    called: list[nn.Module] = []
+    hooks = dict(torch_optimizer._global_optimizer_post_hooks)
+    manage_automatically(lambda: called)
+    yield called
+    torch_optimizer._global_optimizer_post_hooks.clear()
+    torch_optimizer._global_optimizer_post_hooks.update(hooks)
+
+
+@pytest.fixture
+def managed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Models that came under a manager."""
+    found: list[nn.Module] = []
+    monkeypatch.setattr(umem.executor, "manage", lambda model, _: found.append(model))
+    return found
+
+
+def test_an_optimizer_may_step_before_its_model_is_called(
+    roots: list[nn.Module], managed: list[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = optim.AdamW(model.parameters())
+    for parameter in model.parameters():  # as torch.distributed.checkpoint makes the state
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(7):
+        optimizer.step()
+    assert managed == []
+    roots.append(model)
+    for _ in range(3):
+        optimizer.step()
+    assert managed == [model]
+    assert caplog.records == []
+
+
+def test_what_no_module_holds_is_given_up_with_one_line(
+    roots: list[nn.Module], managed: list[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    tensor = torch.zeros(4, requires_grad=True)
+    tensor.grad = torch.ones(4)
+    optimizer = optim.SGD([tensor], lr=0.1)
+    roots.append(nn.Linear(4, 4))
+    with caplog.at_level(logging.INFO, "umem"):
+        for _ in range(20):
+            optimizer.step()
+    (record,) = caplog.records
+    assert "SGD is not managed: no module that was called in 8 steps" in record.getMessage()
+    assert "Call umem.manage(model, optimizer)" in record.getMessage()
+    assert managed == []

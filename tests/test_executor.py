@@ -13,12 +13,23 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from managed_training import MIB, TIGHT, Net, Scale, Training, both, hook_count
+from managed_training import (
+    MIB,
+    TIGHT,
+    WIDTH,
+    Net,
+    Scale,
+    Training,
+    both,
+    hook_count,
+    host_machine,
+)
 
 from umem.classes import TensorClass
 from umem.errors import PlanError
 from umem.executor import Manager, ManagerState
-from umem.executor._manage import managers
+from umem.executor._manage import manage_on, managers
+from umem.executor._plans import Plans
 from umem.executor._program import Hints, Program
 from umem.hints import Outcome
 from umem.schedule import HintOp
@@ -196,7 +207,12 @@ def test_planners_that_run_nothing_are_refused() -> None:
 def test_an_optimizer_has_one_manager() -> None:
     training = Training()
     manager = training.manage()
-    assert training.manage("fault") is manager
+    assert training.manage() is manager
+    assert training.manage(None) is manager
+    with pytest.raises(PlanError, match=r"managed with planner 'planned' already: .* close\(\)"):
+        training.manage("fault")
+    with pytest.raises(PlanError, match="with another model, a Net, already"):
+        manage_on(Net(), training.optimizer, lambda: host_machine(TIGHT), "planned")
     assert hook_count(training) == OWN_HOOKS
     manager.close()
     assert manager not in managers()
@@ -204,6 +220,26 @@ def test_an_optimizer_has_one_manager() -> None:
     assert again is not manager
     assert again.status().planner == "fault"
     assert hook_count(training) == OWN_HOOKS
+
+
+def test_a_manager_that_nobody_chose_gives_way_until_it_has_planned() -> None:
+    """As the one that comes with `umem.enable`."""
+    training = Training()
+    first = training.manage(None)
+    training.step()
+    chosen = training.manage("lookahead")
+    assert first.is_closed
+    assert chosen.status().planner == "lookahead"
+    assert hook_count(training) == OWN_HOOKS
+    with pytest.raises(PlanError, match="without step_in_backward already"):
+        training.manage("lookahead", step_in_backward=True)
+
+    training = Training()
+    manager = training.manage(None)
+    training.steps(BEFORE_PLANNED + 1)
+    with pytest.raises(PlanError, match="with planner 'planned' already"):
+        training.manage("fault")
+    assert training.manage() is manager
 
 
 def test_close_leaves_nothing_behind() -> None:
@@ -277,6 +313,44 @@ def test_shapes_in_turn_get_a_plan_each() -> None:
     _, manager = both(train, budget_bytes=60 * MIB)
     assert manager.status().plans == 2
     assert manager.status().strays == 0
+
+
+def test_a_shape_that_cannot_be_planned_is_left_to_a_lookahead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def train(training: Training) -> None:
+        for rows in (2, 8, 2):
+            training.steps(12, rows)
+
+    with caplog.at_level(logging.WARNING, "umem"):
+        _, manager = both(train, budget_bytes=34 * MIB)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert f"no plan for batches of 0 8x{WIDTH} float32, which run under a lookahead" in said
+    assert "uses 68 MiB at once" in said
+    status = manager.status()
+    assert (status.state, status.plans) == (ManagerState.RUNNING, 1)
+    assert status.steps >= 12 - BEFORE_PLANNED + 12
+
+
+def test_where_there_can_be_no_lookahead_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_plans: Plans) -> Program:
+        raise PlanError("too small for a lookahead")
+
+    monkeypatch.setattr(Plans, "lookahead", fails)
+    stock, training = Training(), Training()
+    manager = training.manage()
+    with caplog.at_level(logging.WARNING, "umem"):
+        for it in (stock, training):
+            it.steps(BEFORE_PLANNED + 1)
+            it.steps(2, rows=3)
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert manager.status().state is ManagerState.OFF
+    assert manager.status().reason == "too small for a lookahead"
+    assert training.equals(stock)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -12,12 +13,13 @@ from typing import Any
 import managed_training
 import pytest
 import torch
-from managed_training import MIB, Checkpointed, Net, Scale, Training, hook_count
+from managed_training import MIB, WIDTH, Checkpointed, Net, Scale, Training, hook_count
 from torch import nn
 
 from umem.errors import PlanError
 from umem.executor import ManagerState
 from umem.executor._backward_step import _version
+from umem.executor._contents import contents
 from umem.executor._slices import _EACH_BY_ITSELF
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,10 +78,13 @@ def test_torchs_optimizers_leave_gradients_as_they_were(kind: Any, foreach: bool
     optimizer = kind(parameters, lr=1e-3, foreach=foreach, maximize=True, **decay)
     for parameter in parameters:
         parameter.grad = torch.randn(8)
-    before = [_version(it.grad) for it in parameters if it.grad is not None]
+    gradients = [it.grad for it in parameters if it.grad is not None]
+    before = list(map(_version, gradients))
+    held = torch.stack(list(map(contents, gradients)))
     for _ in range(2):
         optimizer.step()
-    assert [_version(it.grad) for it in parameters if it.grad is not None] == before
+    assert list(map(_version, gradients)) == before
+    assert torch.equal(torch.stack(list(map(contents, gradients))), held)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
@@ -262,10 +267,37 @@ def hooked(training: Training) -> None:
     training.steps(12)
 
 
+def clamped_unseen(training: Training) -> None:
+    """Torch does not count what is done to `.data`."""
+    for _ in range(12):
+        loss = training.forward()
+        loss.backward()
+        for parameter in training.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.clamp_(-1e-9, 1e-9)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.losses.append(loss.item())
+
+
+def scaled(training: Training, scale: float = 4.0) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=11)
+    for _ in range(12):
+        loss = training.forward()
+        scaler.scale(loss).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.optimizer.zero_grad()
+        training.losses.append(loss.item())
+
+
 @pytest.mark.parametrize(
     ("train", "reason"),
     [
         (clipped, "changed between the backward pass"),
+        (clamped_unseen, "changed between the backward pass"),
+        (scaled, "a gradient scaler divides gradients"),
+        (partial(scaled, scale=1.0), "a gradient scaler divides gradients"),
         (replaced, "changed between the backward pass"),
         (hooked, "changed between the backward pass"),
         (accumulated, "accumulated over several"),
@@ -287,9 +319,15 @@ def test_trainings_that_look_at_gradients_keep_their_step(
 
 
 def test_a_gradient_scaler_with_an_optimizer_that_divides_itself() -> None:
+    _, manager = both(scaled, make_optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True))
+    assert manager.status().steps > 0
+    assert not manager.status().step_in_backward
+
+
+def test_a_gradient_scaler_that_is_switched_off_is_none() -> None:
     def train(training: Training) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for _ in range(12):
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for _ in range(10):
             loss = training.forward()
             scaler.scale(loss).backward()
             scaler.step(training.optimizer)
@@ -297,9 +335,86 @@ def test_a_gradient_scaler_with_an_optimizer_that_divides_itself() -> None:
             training.optimizer.zero_grad()
             training.losses.append(loss.item())
 
-    _, manager = both(train, make_optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True))
-    assert manager.status().steps > 0
+    _, manager = both(train)
+    assert manager.status().step_in_backward
+
+
+class Embedded(nn.Module):
+    """A model with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH, sparse=True)
+        self.layers = nn.ModuleList(Scale() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.embedding(torch.arange(len(x)))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_sparse_gradients_keep_their_step() -> None:
+    _, manager = both(
+        lambda it: it.steps(9),
+        budget_bytes=90 * MIB,
+        make_model=Embedded,
+        make_optimizer=partial(torch.optim.SGD, lr=1e-3),
+    )
     assert not manager.status().step_in_backward
+    assert manager._backward_step is not None
+    assert "sparse" in manager._backward_step.obstacle
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    training = Training()
+    elsewhere = nn.Parameter(torch.empty(4, device="meta"))
+    training.optimizer.add_param_group({"params": [elsewhere]})
+    with pytest.raises(PlanError, match="parameters are on cpu and meta"):
+        training.manage(step_in_backward=True)
+    training.manage()
+
+
+def test_a_loop_that_skips_a_batch_whose_backward_pass_fails_goes_on() -> None:
+    training = Training()
+    manager = training.manage(step_in_backward=True)
+    training.steps(9)
+
+    def stop(_gradient: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = training.model.get_parameter("layers.1.weight").register_hook(stop)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        training.forward().backward()
+    handle.remove()
+    updated = [int(it["step"]) for it in training.optimizer.state.values()]
+    assert sorted(updated) == [9, 9, 10, 10, 10]
+    training.optimizer.zero_grad()
+    training.steps(3)
+    assert [int(it["step"]) for it in training.optimizer.state.values()] == [
+        count + 3 for count in updated
+    ]
+    assert manager.status().step_in_backward
+    assert manager.status().strays == 1
+    training.forward().backward()
+    with pytest.raises(PlanError, match="a second backward pass"):
+        training.forward().backward()
+
+
+def test_state_that_is_loaded_in_the_middle_of_a_step() -> None:
+    stock, managed = Training(), Training()
+    manager = managed.manage(step_in_backward=True)
+    for training in (stock, managed):
+        training.steps(9)
+        loss = training.forward()
+        training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.losses.append(loss.item())
+        training.steps(3)
+    assert managed.equals(stock)
+    assert manager.status().step_in_backward
 
 
 def test_a_second_backward_pass_is_refused_once_the_first_has_stepped() -> None:

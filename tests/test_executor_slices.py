@@ -77,26 +77,27 @@ def test_a_parameter_without_a_gradient_or_a_block_is_no_trouble() -> None:
     assert torch.equal(loose.detach(), torch.full((3,), 0.5))
 
 
-def test_where_a_part_fails_the_rest_is_the_programs() -> None:
-    net = model()
-    expected = model()
-    for trained in (net, expected):
-        backward(trained, 0)
+def test_where_a_part_fails_the_error_is_the_programs_and_the_optimizer_is_whole() -> None:
+    net, expected = model(), model()
     optimizer = torch.optim.AdamW(net.parameters())
     reference = torch.optim.AdamW(expected.parameters())
-    reference.step()
     slices = OptimizerSlices(optimizer, find_blocks(net, None))
 
-    def begin(name: str) -> None:
-        if name == "1":
-            raise RuntimeError("no room")
+    def step_in_parts() -> None:
+        slices.run(lambda _: None)
 
-    with pytest.raises(RuntimeError, match="no room"):
-        slices.run(begin)
-    optimizer.step()
-    slices.restore()
+    for trained, its, step in (
+        (net, optimizer, step_in_parts),
+        (expected, reference, reference.step),
+    ):
+        backward(trained, 0)
+        its.step()
+        its.state[trained.get_parameter("1.weight")]["exp_avg"] = torch.zeros(3)
+        with pytest.raises(RuntimeError, match="size"):
+            step()
     assert all(map(torch.equal, net.parameters(), expected.parameters()))
-    assert len(optimizer.param_groups[0]["params"]) == 6
+    assert optimizer.param_groups[0]["params"] == list(net.parameters())
+    assert len(optimizer.state_dict()["state"]) == 6
 
 
 def test_what_couples_parameters_is_not_sliced() -> None:

@@ -278,17 +278,18 @@ def test_blocks_that_are_compiled() -> None:
     assert manager.store.statistics.bytes_out > 0
 
 
-def test_blocks_that_are_compiled_in_place_are_no_phases() -> None:
+def test_blocks_that_are_compiled_in_place() -> None:
     def compiled() -> nn.Module:
         model = Net()
         for layer in model.layers:
             layer.compile(backend="aot_eager")
         return model
 
-    manager = both(lambda training: training.steps(12), budget_bytes=56 * MIB, make_model=compiled)
+    manager = both(lambda training: training.steps(12), make_model=compiled)
     assert manager.trace is not None
-    assert "backward layers.2" not in manager.trace.phase_names
+    assert "backward layers.2" in manager.trace.phase_names
     assert manager.status().strays == 0
+    assert manager.store.statistics.bytes_out > 0
 
 
 def test_a_model_that_is_compiled_in_place_is_given_up(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,9 +15,15 @@ __all__ = ["manage_automatically"]
 
 _LOG = logging.getLogger("umem")
 
+_MOST_WITHOUT_MODEL = 8
+"""Steps of an optimizer after which no model is looked for: some other program calls it."""
+
 
 def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
     """Manage every training of the process from its optimizer's first step on.
+
+    An optimizer may step before its model is called: loading a distributed checkpoint does so, to
+    make the state that is loaded. Then a later step finds the model.
 
     Parameters
     ----------
@@ -25,15 +31,25 @@ def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
         Tells the modules that the program has called: the one that holds most of what the optimizer
         trains is its model.
     """
-    seen = WeakIdKeyDictionary()
+    steps_without = WeakIdKeyDictionary()  # optimizer -> steps so far; None when all is said
 
     def after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        if optimizer in seen:
+        steps = steps_without.get(optimizer, 0)
+        if steps is None:
             return
-        seen[optimizer] = True
         model = _model_of(optimizer, roots())
         if model is None:
+            is_last = steps + 1 >= _MOST_WITHOUT_MODEL
+            steps_without[optimizer] = None if is_last else steps + 1
+            if is_last:
+                _LOG.warning(
+                    "umem: %s is not managed: no module that was called in %d steps holds its "
+                    "parameters. Call umem.manage(model, optimizer) where the training begins",
+                    type(optimizer).__name__,
+                    _MOST_WITHOUT_MODEL,
+                )
             return
+        steps_without[optimizer] = None
         # With planner and simulator behind it: not before there is a training.
         from umem.executor import manage
 

@@ -18,12 +18,26 @@ PLANNERS = ("planned", "lookahead", "fault")
 BUDGETED = (*PLANNERS, "in backward")
 """The last one is planned too, with the optimizer's step in the backward pass."""
 
+ODD_TOKENS = "4100"
+"""Whose activations fill no whole number of pages."""
+
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.fixture(scope="module")
 def stock(start: Callable[..., Job]) -> Any:
     return start("managing.py", "plain", str(STEPS), **DETERMINISTIC).facts()
+
+
+@pytest.fixture(scope="module")
+def odd(start: Callable[..., Job], budget_bytes: int) -> tuple[Job, Job]:
+    """A stock run of tensors of odd sizes, and one whose activations move as pages."""
+    budget = {"UMEM_DEVICE_BUDGET": str(budget_bytes), "UMEM_PLANNER": "lookahead"}
+    managed = {**DETERMINISTIC, "UMEM_POLICY": "sft", **budget}
+    return (
+        start("managing.py", "plain", str(STEPS), ODD_TOKENS, **DETERMINISTIC),
+        start("managing.py", "sampled", str(STEPS), ODD_TOKENS, **managed),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +101,16 @@ def test_the_budget_is_kept(job: str, managed: dict[str, Job], budget_bytes: int
     facts = managed[job].facts()
     assert facts["budget_bytes"] == budget_bytes
     assert facts["samples"] > 100
+    assert facts["peak_resident_bytes"] <= 1.05 * budget_bytes
+
+
+def test_tensors_of_odd_sizes_move_as_others_do(odd: tuple[Job, Job], budget_bytes: int) -> None:
+    stock, facts = (job.facts() for job in odd)
+    assert facts["losses"] == stock["losses"]
+    assert facts["checksum"] == stock["checksum"]
+    assert (facts["state"], facts["strays"]) == ("running", 0)
+    assert facts["failures"] == []
+    assert facts["moved_activation_bytes"] > 0
     assert facts["peak_resident_bytes"] <= 1.05 * budget_bytes
 
 

@@ -30,7 +30,7 @@ def jobs(start: Callable[..., Job], stock: Any) -> dict[str, Job]:
     for mode in ("broken", "profiled", "freed", "forked", "ended"):
         found[mode] = start("managing.py", mode, str(STEPS), **tight)
     found["too small"] = start(
-        "managing.py", "plain", str(STEPS), **common, UMEM_DEVICE_BUDGET="48MiB"
+        "managing.py", "patient", str(STEPS), **common, UMEM_DEVICE_BUDGET="48MiB"
     )
     return found
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from umem.hardware import Hardware
-from umem.hints import HintEngine, HintStatistics
+from umem.hint_statistics import HintStatistics, OpName
+from umem.hints import HintEngine
 
-__all__ = ["Correction"]
+__all__ = ["SETTLING_STEPS", "Correction"]
 
 _STEPS = 4
 """Planned steps between two looks."""
@@ -15,15 +16,27 @@ _STEPS = 4
 _MOST = 3
 """Corrections: what does not settle then, does not settle."""
 
+SETTLING_STEPS = _STEPS * _MOST
+"""Planned steps after which there is no correction more, where every look has led to one."""
+
 _WORTH_IT = 0.15
 """Share by which a bandwidth has to fall short."""
 
 _LEAST_BYTES = 256 << 20
-"""Moved in one direction between two looks, for a bandwidth to mean anything."""
+"""Moved in one direction before its bandwidth is believed: as much as the engine has in driver
+calls at once, so that what each call costs besides the bytes does not count."""
+
+_LEAST_S = 0.02
+"""The link's time that it has to have taken. The driver pauses for a few milliseconds now and then,
+to load a kernel or to serve another process, and 3 ms of 20 are the share that is worth it."""
 
 
 class Correction:
     """Compares the engine's bandwidths with those that plans were made with.
+
+    A direction's bandwidth is its moved bytes by the time that its link was busy, however many
+    workers share it. Both directions share a link too, so that one is slow only below its part of
+    what both have together. What has moved too little for a judgement counts in the next look.
 
     Parameters
     ----------
@@ -36,7 +49,8 @@ class Correction:
         """Corrections so far."""
         self._engine = engine
         self._steps = 0
-        self._before = engine.statistics()
+        now = engine.statistics()
+        self._before: dict[OpName, HintStatistics] = {"prefetch": now, "evict": now}
         self._rates: dict[str, float] = {}
 
     def apply(self, hardware: Hardware) -> Hardware:
@@ -60,16 +74,19 @@ class Correction:
         if self.count >= _MOST or steps - self._steps < _STEPS:
             return False
         now = self._engine.statistics()
-        before, self._before, self._steps = self._before, now, steps
+        self._steps = steps
         known = self.apply(hardware)
-        found = {}
-        for op, known_rate in (
-            ("prefetch", known.to_device_bytes_per_s),
-            ("evict", known.to_host_bytes_per_s),
-        ):
-            moved, seconds = _difference(before, now, op)
+        to_device, to_host = known.to_device_bytes_per_s, known.to_host_bytes_per_s
+        share = min(1.0, known.link_bytes_per_s / (to_device + to_host))
+        found: dict[str, float] = {}
+        rates: tuple[tuple[OpName, float], ...] = (("prefetch", to_device), ("evict", to_host))
+        for op, known_rate in rates:
+            moved, seconds = _difference(self._before[op], now, op)
+            if moved < _LEAST_BYTES or seconds < _LEAST_S:
+                continue
+            self._before[op] = now
             # Pages that were there already count as moved, so that no link looks too slow.
-            if moved >= _LEAST_BYTES and moved / seconds < known_rate * (1 - _WORTH_IT):
+            if moved / seconds < share * known_rate * (1 - _WORTH_IT):
                 found[op] = moved / seconds
         if not found:
             return False
@@ -78,8 +95,8 @@ class Correction:
         return True
 
 
-def _difference(before: HintStatistics, now: HintStatistics, op: str) -> tuple[int, float]:
-    """Bytes moved and driver's time between two looks."""
+def _difference(before: HintStatistics, now: HintStatistics, op: OpName) -> tuple[int, float]:
+    """Bytes moved and the link's time in one direction between two looks."""
     moved, seconds = 0, 0.0
     for (name, tensor_class), counts in now.counts.items():
         if name == op:

@@ -11,22 +11,19 @@ import torch
 
 from umem.activations import Mover
 from umem.allocator import runtime
-from umem.classes import TensorClass
+from umem.blocks import PAGE_BYTES
 from umem.hardware import Hardware
 from umem.hints import HintEngine
 from umem.host import host_memory_bytes
 from umem.policy import ResolvedPolicy
-from umem.schedule import HintOp
 
 if TYPE_CHECKING:
     from umem._native import Allocator
 
 __all__ = ["SMALLEST_BYTES", "Machine", "cuda_machine", "within_host"]
 
-SMALLEST_BYTES = 2 << 20
-"""Blocks from here on have pages of their own; moving a smaller one would move its neighbours."""
-
-_CLASSES = tuple(TensorClass)
+SMALLEST_BYTES = PAGE_BYTES
+"""What moves has pages of its own; moving a smaller tensor would move its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -65,47 +62,14 @@ class Machine:
         return self.device.index or 0
 
     def everything_fits(self) -> bool:
-        """Whether the tensors of the run so far fitted the budget together."""
+        """Whether all tensors that the process has had at once so far fitted the budget together.
+
+        By the one figure that no program resets: torch's peaks begin anew whenever a loop wants.
+        """
         if self.allocator is None:
             return False
-        peak: int = self.allocator.stats(self.index)["allocated_bytes"]["all"]["peak"]
-        return peak <= (self.policy.device_budget_bytes or self.hardware.device_bytes)
-
-    def restore_allocator_budget(self) -> None:
-        """Let the allocator keep the budget: past it, new memory is mapped on the host."""
-        if self.allocator is not None:
-            budget_bytes = self.policy.device_budget_bytes or 0
-            self.allocator.set_device_budget(self.index, budget_bytes)
-
-    def lift_allocator_budget(self) -> None:
-        """Keep the budget without the allocator's help, and undo what it has mapped for it."""
-        if self.allocator is None:
-            return
-        self.allocator.set_device_budget(self.index, 0)
-        if not self.allocator.kind_stats(self.index)["managed"]["spilled_bytes"]:
-            return
-        self.allocator.empty_cache()
-        for address, _, block_bytes, number, device, kind in self.allocator.live_blocks():
-            rule = self.policy.rules[number]
-            if (
-                device != self.index
-                or kind != "managed"
-                or block_bytes < SMALLEST_BYTES
-                or rule.placement == "host"
-            ):
-                continue
-            tensor_class = _CLASSES[number]
-            self.engine.advise(
-                address,
-                block_bytes,
-                placement=rule.placement,
-                read_mostly=rule.read_mostly,
-                device=device,
-                tensor_class=tensor_class,
-            )
-            self.engine.submit(
-                HintOp.PREFETCH, address, block_bytes, device=device, tensor_class=tensor_class
-            )
+        highest: int = self.allocator.stats(self.index)["highest_bytes"]
+        return highest <= (self.policy.device_budget_bytes or self.hardware.device_bytes)
 
 
 def within_host(

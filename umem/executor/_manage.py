@@ -25,6 +25,8 @@ __all__ = ["current_statistics", "ideal_step_s", "manage", "manage_on", "manager
 _PLANNERS = ("planned", "lookahead", "fault")
 _managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.WeakKeyDictionary()
 """Their hooks on model and optimizer keep them alive."""
+_by_default: weakref.WeakSet[Manager] = weakref.WeakSet()
+"""Those for which nothing was chosen, as where :func:`umem.enable` has made them."""
 
 
 def manage(
@@ -61,15 +63,17 @@ def manage(
     -------
     Manager
         Its ``status()`` tells how it goes. A second call for the same optimizer returns the same
-        one, until that is closed.
+        one, until that is closed. One for which nothing was chosen, such as the one that comes with
+        :func:`umem.enable`, gives way to another choice as long as no step was planned.
 
     Raises
     ------
     EnableError
         If umem is not enabled, or the model is not on a GPU.
     PlanError
-        For an unknown planner, or none; and for `step_in_backward` where the optimizer does not
-        update each parameter by itself, or is managed without it already.
+        For an unknown planner, or none; for `step_in_backward` where the optimizer does not update
+        each parameter by itself, or has parameters on several devices; and where the optimizer is
+        managed in another way, or with another model, already.
 
     Examples
     --------
@@ -84,13 +88,13 @@ def manage(
             "umem.manage(model, optimizer)"
         )
     (device,) = devices
-    chosen = planner or state.resolved.planner
     return manage_on(
         model,
         optimizer,
         lambda: cuda_machine(device.index or 0),
-        chosen,
+        planner,
         step_in_backward=step_in_backward,
+        default_planner=state.resolved.planner,
     )
 
 
@@ -98,36 +102,69 @@ def manage_on(
     model: nn.Module,
     optimizer: Optimizer,
     make_machine: Callable[[], Machine],
-    planner: PolicyPlanner,
+    planner: PolicyPlanner | None,
     *,
     step_in_backward: bool = False,
+    default_planner: PolicyPlanner = "planned",
 ) -> Manager:
     """The same on any machine, which is made for a new manager only."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    if planner not in _PLANNERS:
-        hint = did_you_mean(planner, _PLANNERS) or "."
+    chosen = planner or default_planner
+    if chosen not in _PLANNERS:
+        hint = did_you_mean(chosen, _PLANNERS) or "."
         raise PlanError(
-            f"planner {planner!r} runs no training{hint} Planners: {', '.join(_PLANNERS)}"
+            f"planner {chosen!r} runs no training{hint} Planners: {', '.join(_PLANNERS)}"
         )
+    if step_in_backward:
+        _check_step_in_backward(optimizer)
     reference = _managers.get(optimizer)
     known = None if reference is None else reference()
     if known is not None and not known.is_closed:
-        if step_in_backward and not known.wants_step_in_backward:
+        difference = _difference(known, model, planner, step_in_backward=step_in_backward)
+        if not difference:
+            return known
+        if known.model is not None and (known not in _by_default or known.status().plans):
             raise PlanError(
-                "this optimizer is managed without step_in_backward already: call "
-                "umem.manage(model, optimizer, step_in_backward=True) before the first step, or "
-                "close() the manager that umem.manage(model, optimizer) returns before"
+                f"this optimizer is managed {difference} already: call umem.manage so before the "
+                "first step, or close() the manager that the earlier call has returned "
+                "(umem.manage with the earlier arguments returns it too)"
             )
-        return known
-    if step_in_backward and not can_slice(optimizer):
+        known.close()
+    manager = Manager(model, optimizer, make_machine(), chosen, step_in_backward=step_in_backward)
+    _managers[optimizer] = weakref.ref(manager)
+    if planner is None and not step_in_backward:
+        _by_default.add(manager)
+    return manager
+
+
+def _check_step_in_backward(optimizer: Optimizer) -> None:
+    if not can_slice(optimizer):
         raise PlanError(
             f"step_in_backward: {type(optimizer).__name__} may look at several parameters at once. "
             "It takes one of torch's own optimizers, and neither LBFGS nor a subclass"
         )
-    manager = Manager(model, optimizer, make_machine(), planner, step_in_backward=step_in_backward)
-    _managers[optimizer] = weakref.ref(manager)
-    return manager
+    # Autograd makes gradients of each device in a thread of its own, and the optimizer is one.
+    trained = (it for group in optimizer.param_groups for it in group["params"])
+    devices = sorted({str(it.device) for it in trained if it.requires_grad})
+    if len(devices) > 1:
+        raise PlanError(
+            f"step_in_backward: the optimizer's parameters are on {' and '.join(devices)}. Move "
+            "them to one device, or call umem.manage(model, optimizer) without it"
+        )
+
+
+def _difference(
+    known: Manager, model: nn.Module, planner: PolicyPlanner | None, *, step_in_backward: bool
+) -> str:
+    """In what way a manager is another one than asked for; empty where it is not."""
+    if known.model is not model:
+        return f"with another model, a {type(known.model).__name__},"
+    if planner is not None and planner != known.status().planner:
+        return f"with planner {known.status().planner!r}"
+    if step_in_backward and not known.wants_step_in_backward:
+        return "without step_in_backward"
+    return ""
 
 
 def managers() -> list[Manager]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from umem.activations import ActivationStore
 from umem.classes import TensorClass
 from umem.errors import UmemError
 from umem.executor._backward_step import BackwardStep
+from umem.executor._budget_lift import BudgetLift
 from umem.executor._machine import Machine
 from umem.executor._mapped import MappedBlocks
 from umem.executor._plans import Plans
@@ -24,6 +25,7 @@ from umem.executor._program import Program
 from umem.executor._runner import Runner
 from umem.executor._slices import OptimizerSlices, can_slice
 from umem.executor._status import ManagerState, ManagerStatus
+from umem.executor._step_in_parts import StepInParts
 from umem.hints import HintEngine
 from umem.policy import PolicyPlanner
 from umem.recorder import (
@@ -44,6 +46,9 @@ _LOG = logging.getLogger("umem")
 
 _WARM_UP = 2
 """Steps before anything is decided: the first one makes the optimizer's state."""
+
+_BEFORE_TIMED = 2
+"""Steps at the begin of a recording that are not timed."""
 
 _MOST_PLANS = 4
 """Shapes of batches that have a plan of their own."""
@@ -95,11 +100,12 @@ class Manager:
         blocks = find_blocks(model, None)
         self._runner = Runner(machine, self._store, root)
         self._follower = Follower(root, blocks, self._guard, self._runner)
-        self._slices = OptimizerSlices(optimizer, blocks) if can_slice(optimizer) else None
+        slices = OptimizerSlices(optimizer, blocks) if can_slice(optimizer) else None
+        begin_part = self._guard(self._runner.part_begins)
+        self._parts = StepInParts(optimizer, slices, begin_part)
         self._backward_step: BackwardStep | None = None
-        if step_in_backward and self._slices is not None:
-            begin = self._guard(self._runner.part_begins)
-            self._backward_step = BackwardStep(self._slices, begin)
+        if step_in_backward and slices is not None:
+            self._backward_step = BackwardStep(slices, begin_part)
         labels = {block.name: block.forward for block in blocks}
         self._plans = Plans(model, optimizer, machine, planner, labels, self._backward_step)
         self._recording: StepRecording | None = None
@@ -108,16 +114,25 @@ class Manager:
         self._steps_seen = 0
         self._recording_since = 0
         self._is_in_step = False
+        self._have_moved = False
         self._unseen = 0
         self._mapped = MappedBlocks(machine, optimizer)
         self._undo = [
             model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True).remove,
-            optimizer.register_step_post_hook(self._guard(self._optimizer_ends)).remove,
+            # A compiler that has the step calls these two outside of what it makes.
+            optimizer.register_step_post_hook(self._guard.uncompiled(self._optimizer_ends)).remove,
+            # Before: what it holds on the host is brought back while the memory is still its own.
+            optimizer.register_load_state_dict_pre_hook(self._guard(self._memory_moves)).remove,
+            model.register_load_state_dict_post_hook(self._guard(self._memory_moves)).remove,
         ]
+        self._budget_lift = BudgetLift(machine)
+        # Nobody may close it. At the end of the process the allocator goes too.
+        weakref.finalize(self, self._budget_lift.release).atexit = False
         # What the allocator would map on the host for the budget would make the first steps slow.
-        machine.lift_allocator_budget()
-        begins = optimizer.register_step_pre_hook(self._guard(self._optimizer_begins))
-        self._pre_hook_id: int = begins.id
+        self._budget_lift.acquire()
+        self._look_at_optimizer = self._guard(self._see_optimizer)
+        begins = optimizer.register_step_pre_hook(torch.compiler.disable(self._optimizer_begins))
+        self._parts.set_hook(begins.id)
         self._undo.append(begins.remove)
 
     # ------------------------------------------------------------------ for the user
@@ -141,6 +156,11 @@ class Manager:
             corrections=self._plans.corrections,
             step_in_backward=self._backward_step is not None and self._backward_step.is_active,
         )
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What is trained; None once nobody else has it."""
+        return self._model()
 
     @property
     def wants_step_in_backward(self) -> bool:
@@ -167,6 +187,13 @@ class Manager:
         """Bytes by class that were asked to live off the device now."""
         return self._runner.away_bytes()
 
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """Call a function before and after what is done where a phase begins; None: no longer.
+
+        It sees what :meth:`away_bytes` says on both sides, and leaves the step as it is.
+        """
+        self._runner.watch = look
+
     @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called."""
@@ -189,45 +216,47 @@ class Manager:
     # ------------------------------------------------------------------ hooks
 
     def _on_call(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._restore_optimizer()  # an error has ended the step before
+        self._parts.restore()  # an error has ended the step before
         if self._state is ManagerState.OFF:
             self._end_recording()  # not in `_fail`, which may run inside the optimizer's hooks
             return
         if (
-            self._is_in_step
-            or torch.compiler.is_compiling()
+            torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
             or torch._C._current_graph_task_id() != -1  # a checkpoint computes again
         ):
             return
+        if self._is_in_step:
+            if self._backward_step is not None and self._follower.backward_failed:
+                self._backward_step.step_begins()
+            return
         self._is_in_step = True
+        self._parts.stay_last()
         self._before_step(call_shapes(args, kwargs))
         if self._backward_step is not None and self._state is not ManagerState.RESIDENT:
-            self._backward_step.step_begins()
+            # Not in the steps that are timed, for it takes time.
+            self._backward_step.step_begins(
+                looks_at_contents=self._steps_seen - self._recording_since < _BEFORE_TIMED
+            )
 
     def _optimizer_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self._restore_optimizer()
+        """What the executor does is guarded; an error of the optimizer's own is the program's."""
+        self._look_at_optimizer(optimizer, args, kwargs)
+        self._parts.run()
+
+    def _see_optimizer(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._parts.restore()
         self._follower.optimizer_begins()
-        if (
-            self._slices is not None
-            and self._runner.needs_slices()
-            and len(args) == 1  # the optimizer itself
-            and not any(value is not None for value in kwargs.values())  # no closure
-            # What hooks after this one do to gradients would come too late.
-            and next(reversed(optimizer._optimizer_step_pre_hooks)) == self._pre_hook_id
-        ):
-            self._slices.run(self._runner.part_begins)
+        self._parts.look(optimizer, args, kwargs, is_wanted=self._runner.needs_slices())
 
-    def _restore_optimizer(self) -> None:
-        if self._slices is not None:
-            self._slices.restore()
-
-    def _optimizer_ends(self, optimizer: Optimizer, *_: object) -> None:
-        self._restore_optimizer()
+    def _optimizer_ends(self, *_: object) -> None:
+        self._parts.restore()
         if self._backward_step is not None:
-            self._backward_step.step_ends(optimizer)
+            self._backward_step.step_ends()
         self._unseen = 0 if self._is_in_step else self._unseen + 1
         self._is_in_step = False
         self._steps_seen += 1
@@ -239,6 +268,11 @@ class Manager:
                 "the module that the program calls"
             )
 
+    def _memory_moves(self, *_: object) -> None:
+        """The addresses that plans name will not be those of the next step."""
+        self._have_moved = True
+        self._load(None)
+
     def _fail(self, error: Exception) -> None:
         _LOG.warning("umem: the executor ends, training goes on: %r", error, exc_info=error)
         self._end(ManagerState.OFF, f"{type(error).__name__}: {error}")
@@ -247,7 +281,7 @@ class Manager:
         self._follower.stop()
         self._load(None)
         self._state, self._reason = state, reason
-        self._machine.restore_allocator_budget()
+        self._budget_lift.release()
 
     # ------------------------------------------------------------------ from step to step
 
@@ -260,8 +294,20 @@ class Manager:
                 self._start_recording()
         elif self._state is ManagerState.RECORDING:
             self._look_at_recording()
+        elif self._parts.is_hopeless and not self._plans.moves_step:
+            self._plans.forget()
+            self._unknown.clear()
+            self._start_recording()
+        if self._have_moved:
+            self._have_moved = False
+            self._plans.find_again()
         if self._state in (ManagerState.RUNNING, ManagerState.RESIDENT):
             self._choose_program(shapes)
+
+    @property
+    def _may_move_step(self) -> bool:
+        """Whether the step may come to be in the backward pass, which is planned in parts."""
+        return self._backward_step is not None and not self._backward_step.obstacle
 
     def _start_recording(self) -> None:
         model, optimizer = self._model(), self._optimizer()
@@ -269,14 +315,15 @@ class Manager:
             return
         self._load(None)
         self._follower.stop()
+        self._parts.start_over()
         # The recorded steps are to be as they are with everything resident.
-        self._machine.lift_allocator_budget()
+        self._budget_lift.acquire()
         self._recording = record(
             model,
             optimizer,
             steps=2,
             warmup=1,
-            optimizer_parts=self._slices is not None,
+            optimizer_parts=self._parts.is_possible or self._may_move_step,
             known=self._plans.shapes,
         )
         self._recording.__enter__()
@@ -321,7 +368,7 @@ class Manager:
             self._end(ManagerState.RESIDENT, "")
         elif self._state is not ManagerState.RUNNING:  # otherwise this is a correction
             self._state = ManagerState.RUNNING
-            self._machine.lift_allocator_budget()
+            self._budget_lift.leave_to_plans()
             self._follower.start()
 
     def _choose_program(self, shapes: CallShapes) -> None:
@@ -332,12 +379,20 @@ class Manager:
         if program is None:
             self._unknown[shapes] += 1
             self._unplanned += 1
-            if self._plans.count < _MOST_PLANS and self._unknown[shapes] == _SEEN_BEFORE_RECORDING:
+            if (
+                shapes not in self._plans.shapes  # otherwise it cannot be planned
+                and len(self._plans.shapes) < _MOST_PLANS
+                and self._unknown[shapes] == _SEEN_BEFORE_RECORDING
+            ):
                 self._start_recording()
                 return
             if self._state is ManagerState.RESIDENT:
                 return
-            program = self._plans.lookahead()
+            try:
+                program = self._plans.lookahead()
+            except UmemError as error:
+                self._give_up(error)
+                return
         elif self._state is ManagerState.RUNNING and self._plans.is_correction_due(
             self._runner.counts.steps
         ):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from umem.executor._machine import SMALLEST_BYTES
+from umem.blocks import PAGE_BYTES, block_bytes
 from umem.recorder import named_tensors
 from umem.trace import Trace
 
@@ -56,17 +56,19 @@ def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
 
 
 def in_blocks(trace: Trace) -> Trace:
-    """The trace with the bytes that umem's allocator hands out for each tensor, and hints move."""
-    blocks = [
-        size if size < SMALLEST_BYTES else whole_blocks(size)
-        for size in trace.tensor_bytes.tolist()
-    ]
-    return replace(trace, tensor_bytes=np.array(blocks, np.int64))
+    """The trace with the bytes that umem's allocator hands out for each tensor, and hints move.
+
+    Temporaries are counted in the same blocks. What is less than a page stays less: a block without
+    pages of its own can be just as long as one, and is not to move.
+    """
+    size = trace.tensor_bytes
+    most = np.where(size < PAGE_BYTES, PAGE_BYTES - 1, np.iinfo(np.int64).max)
+    return replace(trace, tensor_bytes=np.minimum(block_bytes(size), most))
 
 
 def whole_blocks(size_bytes: int) -> int:
-    """Bytes of the block that holds a tensor of :data:`SMALLEST_BYTES` or more: whole pages."""
-    return -(-size_bytes // SMALLEST_BYTES) * SMALLEST_BYTES
+    """Bytes of the block that holds a tensor: whole pages, for one that may move."""
+    return int(block_bytes(size_bytes))
 
 
 def storage_address(tensor: torch.Tensor) -> int:

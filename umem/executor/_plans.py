@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from umem.errors import PlanError
 from umem.executor._backward_step import BackwardStep
 from umem.executor._choice import Choice, choose
 from umem.executor._correction import Correction
@@ -19,7 +20,7 @@ from umem.executor._machine import Machine
 from umem.executor._places import find_places, in_blocks
 from umem.executor._program import Program, build_program
 from umem.policy import PolicyPlanner
-from umem.recorder import CallShapes, FollowedPhase, StepRecording
+from umem.recorder import CallShapes, FollowedPhase, StepRecording, StepSignature
 from umem.trace import OPTIMIZER, Trace, is_optimizer_phase, with_step_in_backward
 from umem.units import format_bytes
 
@@ -76,6 +77,8 @@ class Plans:
         self._fallback: Program | None = None
         self._moves_step = False
         self._has_told_obstacle = False
+        self._told: set[CallShapes] = set()
+        """Shapes of which it was said that they cannot be planned."""
 
     # ------------------------------------------------------------------ what there is
 
@@ -110,7 +113,7 @@ class Plans:
         return self._programs.get(shapes)
 
     def lookahead(self) -> Program:
-        """One for other shapes, made from the last recording.
+        """One for other shapes, made from the last recording that could be planned.
 
         Raises
         ------
@@ -118,7 +121,7 @@ class Plans:
             If there can be none.
         """
         if self._fallback is None:
-            recorded = next(reversed(self._recorded.values()))
+            recorded = self._recorded[next(reversed(self._programs))]
             self._fallback = self._program(recorded, "lookahead")
         return self._fallback
 
@@ -152,18 +155,43 @@ class Plans:
     def make(self) -> None:
         """Plan all recorded steps, with the hardware as it is known by now.
 
+        Shapes that cannot be planned are left to :meth:`lookahead`.
+
         Raises
         ------
         PlanError
-            If one of them cannot be planned.
+            If none of them can be planned.
         """
         self._moves_step = self._can_move_step()
-        self._programs = {
-            shapes: self._program(recorded, self._planner)
-            for shapes, recorded in self._recorded.items()
-        }
-        self._fallback = None
+        self._programs, self._fallback = {}, None
+        errors: dict[CallShapes, PlanError] = {}
+        for shapes, recorded in self._recorded.items():
+            try:
+                self._programs[shapes] = self._program(recorded, self._planner)
+            except PlanError as error:
+                errors[shapes] = error
+        if not self._programs:
+            raise next(iter(errors.values()))
+        for shapes in errors.keys() - self._told:
+            self._told.add(shapes)
+            _LOG.warning(
+                "umem: no plan for batches of %s, which run under a lookahead made for others: %s",
+                StepSignature((shapes,)),
+                errors[shapes],
+            )
         self._tell(next(reversed(self._programs.values())).choice)
+
+    def find_again(self) -> None:
+        """Carry the same plans out where the tensors are now, as after a load of their state."""
+        for shapes, program in self._programs.items():
+            self._programs[shapes] = self._build(self._recorded[shapes], program.choice)
+        self._fallback = None
+
+    def forget(self) -> None:
+        """Let go of all that was recorded."""
+        self._recorded.clear()
+        self._programs.clear()
+        self._fallback = None
 
     def _can_move_step(self) -> bool:
         step = self._backward_step
@@ -184,25 +212,46 @@ class Plans:
         return moved, _renumbered(followed, moved, phases)
 
     def _program(self, recorded: _Recorded, planner: PolicyPlanner) -> Program:
+        trace, _ = self._step_of(recorded)
+        outside_bytes = recorded.recording.outside_bytes
+        try:
+            choice = choose(
+                trace,
+                {entry.tensor for entry in recorded.recording.saved_tensors},
+                self._correction.apply(self._machine.hardware),
+                self._machine_beside(outside_bytes).policy,
+                planner,
+            )
+        except PlanError as error:
+            if not outside_bytes:
+                raise
+            raise PlanError(
+                f"{error} (that is the budget less {format_bytes(outside_bytes)} that other "
+                "tensors of the process held on the device all the recorded step long)"
+            ) from error
+        return self._build(recorded, choice)
+
+    def _machine_beside(self, outside_bytes: int) -> Machine:
+        """The machine with the budget that is left beside what no plan moves."""
+        if not outside_bytes:
+            return self._machine
+        policy = self._machine.policy
+        budget_bytes = policy.device_budget_bytes or self._machine.hardware.device_bytes
+        left_bytes = max(budget_bytes - outside_bytes, 1)  # 0 would be no budget
+        return replace(self._machine, policy=replace(policy, device_budget_bytes=left_bytes))
+
+    def _build(self, recorded: _Recorded, choice: Choice) -> Program:
         model, optimizer = self._model(), self._optimizer()
         assert model is not None
         assert optimizer is not None
-        trace, followed = self._step_of(recorded)
-        saved = recorded.recording.saved_tensors
-        choice = choose(
-            trace,
-            {entry.tensor for entry in saved},
-            self._correction.apply(self._machine.hardware),
-            self._machine.policy,
-            planner,
-        )
+        _, followed = self._step_of(recorded)
         return build_program(
             choice,
-            find_places(trace, model, optimizer),
-            saved,
+            find_places(choice.trace, model, optimizer),
+            recorded.recording.saved_tensors,
             followed,
             self._forward_labels,
-            self._machine,
+            self._machine_beside(recorded.recording.outside_bytes),
         )
 
     def _tell(self, choice: Choice) -> None:

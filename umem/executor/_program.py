@@ -45,10 +45,13 @@ class Hints:
         Of the engine.
     lookups
         Hints whose addresses are of the present step: (number in the batch, what tells it).
+    tensors
+        Number in the trace of each hint's tensor.
     """
 
     batch: HintBatch
     lookups: tuple[tuple[int, Callable[[], int]], ...]
+    tensors: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -74,8 +77,8 @@ class PhaseWork:
         Whether they have to be over before the phase runs. What is not comes by fault otherwise.
     fetches
         Activations to bring back: (group, ordinals).
-    arrives, leaves
-        Tensors whose pages are on the device from now on; whose pages are asked to leave.
+    arrives
+        Tensors whose pages are on the device from now on.
     """
 
     releases: list[GroupPart] = field(default_factory=list)
@@ -87,7 +90,6 @@ class PhaseWork:
     waits: bool = False
     fetches: list[GroupPart] = field(default_factory=list)
     arrives: frozenset[int] = frozenset()
-    leaves: frozenset[int] = frozenset()
 
     @property
     def does_anything(self) -> bool:
@@ -220,7 +222,6 @@ def build_program(
             waits=schedule.waits,
             fetches=_parts(fetches[phase]),
             arrives=frozenset(used_tensors(trace, phase)) | {tensor for _, tensor in coming[phase]},
-            leaves=frozenset(tensor for _, tensor in leaving[phase]),
         )
         for phase in range(trace.phase_count)
     )
@@ -253,7 +254,7 @@ def _hints(
     for number, (_, tensor) in enumerate(row):
         if tensor in places.gradients:
             lookups.append((number, places.gradients[tensor]))
-        elif tensor not in places.fixed:
+        elif not places.fixed.get(tensor):  # also what has lost its memory since it was recorded
             lookups.append((number, _present_address(present, tensor)))
     batch = machine.engine.batch(
         [op for op, _ in row],
@@ -262,7 +263,7 @@ def _hints(
         [_CLASSES[trace.tensor_class[tensor]] for _, tensor in row],
         machine.index,
     )
-    return Hints(batch, tuple(lookups))
+    return Hints(batch, tuple(lookups), tuple(tensor for _, tensor in row))
 
 
 def _present_address(present: Mapping[int, int], tensor: int) -> Callable[[], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from umem.activations import ActivationStore
 from umem.classes import TensorClass
 from umem.executor._machine import Machine
-from umem.executor._places import storage_address
+from umem.executor._places import storage_address, whole_blocks
 from umem.executor._program import MODEL, GroupKey, Hints, PhaseWork, Program
 from umem.hints import Outcome
 from umem.recorder import Block, SavedTensors
@@ -71,6 +72,8 @@ class Runner:
     def __init__(self, machine: Machine, store: ActivationStore, root: Block) -> None:
         self._root = root
         self.counts = RunnerCounts()
+        self.watch: Callable[[], None] | None = None
+        """Called before and after what is done where a phase begins."""
         self._machine = machine
         self._ranges = PhaseRanges()
         self._store = store
@@ -109,6 +112,7 @@ class Runner:
         self._position, self._phase = 0, -1
         self._calls.clear()
         if self._program is not None:
+            self._away = self._away.difference(self._program.present)  # dead since
             self._program.present.clear()
 
     def phase_begins(self, label: str) -> None:
@@ -129,7 +133,7 @@ class Runner:
             # Of phases that were joined, the first one begins them all. A part of the optimizer's
             # step may have begun since.
             self._phase = phase
-            self._begin(program, program.work[phase])
+            self._begin_watched(program, program.work[phase])
 
     def needs_slices(self) -> bool:
         """Whether the optimizer's step, which has just begun, has to be done in parts."""
@@ -157,16 +161,24 @@ class Runner:
             return
         self._phase += 1
         self._ranges.begin(label)
-        self._begin(program, program.work[self._phase])
+        self._begin_watched(program, program.work[self._phase])
+
+    def _begin_watched(self, program: Program, work: PhaseWork) -> None:
+        watch = self.watch
+        if watch is not None:
+            watch()
+        self._begin(program, work)
+        if watch is not None:
+            watch()
 
     def _begin(self, program: Program, work: PhaseWork) -> None:
         for group, ordinals in work.releases:
             self._store.release(group, ordinals)
         for group, ordinals in work.sends:
             self._store.send(group, ordinals)
-        self._away = (self._away - work.arrives) | work.leaves
+        self._away -= work.arrives
         if work.leaving is not None:
-            self._fire(work.leaving)
+            self._away |= self._fire(work.leaving)
         if work.room is not None:
             phase, number = work.room
             self._wait(program.work[phase].leaving, number)
@@ -177,10 +189,18 @@ class Runner:
         for group, ordinals in work.fetches:
             self._store.fetch(group, ordinals)
 
-    def _fire(self, hints: Hints) -> None:
-        for number, address in hints.lookups:
-            hints.batch.set_address(number, address())
-        self._machine.engine.fire(hints.batch, self._machine.stream())
+    def _fire(self, hints: Hints) -> frozenset[int]:
+        """Ask for hints, and tell whose were taken: not those of tensors without an address."""
+        missing = set()
+        for number, find in hints.lookups:
+            address = find()
+            hints.batch.set_address(number, address)
+            if not address:
+                missing.add(number)
+        if not self._machine.engine.fire(hints.batch, self._machine.stream()):
+            return frozenset()
+        asked = [tensor for number, tensor in enumerate(hints.tensors) if number not in missing]
+        return frozenset(asked[: len(hints.batch.tickets)])  # a full queue takes the first ones
 
     def _need(self, program: Program, work: PhaseWork) -> None:
         """Note that a phase needs its prefetches now, and wait for them."""
@@ -215,7 +235,12 @@ class Runner:
         program = self._program
         if program is None:
             return
-        was_whole = self._is_on_track and not is_broken and self._position == len(program.followed)
+        was_whole = (
+            self._is_on_track
+            and not is_broken
+            and self._position == len(program.followed)
+            and not self.needs_slices()  # parts of the optimizer's step that were not done as such
+        )
         self.counts.steps += was_whole
         self.counts.strays += not was_whole
 
@@ -285,7 +310,10 @@ def _ticket(hints: Hints | None, number: int) -> int:
 
 
 def _fills(tensor: torch.Tensor, size_bytes: int) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() >= size_bytes
+    """Whether a tensor's block is as large as the one that a hint was made for."""
+    if tensor.layout is not torch.strided:
+        return False
+    return whole_blocks(tensor.untyped_storage().nbytes()) >= whole_blocks(size_bytes)
 
 
 def _ignore(_tensor: torch.Tensor) -> None:

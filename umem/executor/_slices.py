@@ -42,8 +42,8 @@ def can_slice(optimizer: Optimizer) -> bool:
 class OptimizerSlices:
     """Does an optimizer's step block by block, ahead of the step that the program calls.
 
-    That one then finds no parameters. Where a part raises, what is left of the step is the
-    program's, and so is the error.
+    That one then finds no parameters. Where a part raises, the optimizer has its parameters again,
+    and the error is the program's, as that of the step would be.
 
     Parameters
     ----------
@@ -84,22 +84,20 @@ class OptimizerSlices:
         Parameters
         ----------
         begin
-            Called before each part with its block's name; empty for what belongs to no block.
+            Called before each part with its block's name; empty for what belongs to no block. Must
+            not raise.
         """
         groups = self._known().param_groups
         parts = self.parts(lambda parameter: parameter.grad is not None)
         self._whole = [group["params"] for group in groups]
-        left = dict(parts)
         try:
             for name, part in parts.items():
                 begin(name)
                 self._step(part)
-                del left[name]
-        finally:
-            _set_parameters(
-                groups,
-                [[it for part in left.values() for it in part[n]] for n in range(len(groups))],
-            )
+            _set_parameters(groups, [[] for _ in groups])
+        except BaseException:  # an interrupt too
+            self.restore()
+            raise
 
     def run_part(self, part: Part) -> None:
         """Do the step for one part, and leave the optimizer as it was."""

@@ -15,7 +15,8 @@ class ManagerState(StrEnum):
     """What a manager is at."""
 
     WARMING_UP = "warming up"
-    """Waiting for the optimizer's first step, which makes its state."""
+    """Its first two steps: the optimizer makes its state. Under :func:`umem.enable` the first one
+    of the training has gone by then."""
     RECORDING = "recording"
     RUNNING = "running"
     """Steps are carried out as planned."""

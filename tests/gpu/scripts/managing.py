@@ -1,4 +1,4 @@
-"""A small training in a process of its own, stock or managed: ``managing.py MODE [STEPS]``.
+"""A small training in a process of its own, stock or managed: ``managing.py MODE STEPS [TOKENS]``.
 
 The last line is JSON: what the mode found out.
 """
@@ -18,12 +18,16 @@ import torch
 from torch import nn
 
 import umem
+from umem.classes import TensorClass
 from umem.executor import ManagerState, residency
 from umem.executor._manage import managers
 from umem.hints import HintEngine
 from umem.schedule import HintOp
 
-HIDDEN, WIDE, LAYERS, TOKENS = 512, 2048, 6, 4096
+HIDDEN, WIDE, LAYERS = 512, 2048, 6
+SMALLEST_BYTES = 2 << 20
+"""What moves: smaller tensors have no pages of their own, or are plain device memory."""
+
 MOST_BEFORE_PLANNED = 20
 """Steps in which a plan has to be there."""
 
@@ -56,6 +60,8 @@ class Net(nn.Module):
 class Training:
     """The same model, batches and steps in every process."""
 
+    tokens = 4096
+
     def __init__(self) -> None:
         torch.manual_seed(1)
         self.model = Net().cuda()
@@ -64,7 +70,8 @@ class Training:
 
     def forward(self) -> torch.Tensor:
         torch.manual_seed(100 + len(self.losses))
-        loss: torch.Tensor = self.model(torch.randn(TOKENS, HIDDEN, device="cuda")).square().mean()
+        batch = torch.randn(self.tokens, HIDDEN, device="cuda")
+        loss: torch.Tensor = self.model(batch).square().mean()
         return loss
 
     def step(self) -> None:
@@ -116,6 +123,11 @@ class Training:
                 "failures": [failure.text for failure in statistics.failures],
                 "over_budget_bytes": statistics.over_budget_bytes,
                 "moved_bytes": sum(of.moved_bytes for of in statistics.counts.values()),
+                "moved_activation_bytes": sum(
+                    of.moved_bytes
+                    for (_, tensor_class), of in statistics.counts.items()
+                    if tensor_class is TensorClass.ACTIVATIONS
+                ),
                 "copied_bytes": manager.store.statistics.bytes_out,
                 "late_fetches": manager.store.statistics.late_fetches,
             }
@@ -126,6 +138,14 @@ class Training:
 def plain(steps: int) -> dict[str, Any]:
     training = Training()
     training.steps(steps)
+    return training.facts()
+
+
+def patient(steps: int) -> dict[str, Any]:
+    """The same for a managed run in which a plan is looked for: it is made or refused in time."""
+    training = Training()
+    training.steps_until_planned()
+    training.steps(steps - len(training.losses))
     return training.facts()
 
 
@@ -173,7 +193,7 @@ def disturbed(steps: int) -> dict[str, Any]:
         for parameter in training.model.parameters():
             state = training.optimizer.state[parameter]
             found += [state["exp_avg"], state["exp_avg_sq"]]
-        return [tensor for tensor in found if tensor.nbytes >= 2 << 20]
+        return [tensor for tensor in found if tensor.nbytes >= SMALLEST_BYTES]
 
     def disturb(tensor: torch.Tensor | None = None) -> None:
         engine: HintEngine = manager.engine
@@ -261,7 +281,8 @@ def freed(steps: int) -> dict[str, Any]:
     alive = len(managers())
     torch.cuda.empty_cache()
     second = Training()
-    second.steps(steps)
+    second.steps_until_planned()
+    second.steps(steps - len(second.losses))
     return {**second.facts(), "open_requests": open_requests, "alive": alive}
 
 
@@ -291,7 +312,8 @@ def ended(_steps: int) -> dict[str, Any]:
     assert manager.status().state == "running", manager.status()
     training.forward().backward()
     KEPT.append(training)
-    tensors = [*training.model.parameters()]
+    # The driver refuses hints on plain device memory, and the engine says so on stderr.
+    tensors = [p for p in training.model.parameters() if p.nbytes >= SMALLEST_BYTES]
     for tensor in tensors * 20:
         for op in (HintOp.EVICT, HintOp.PREFETCH):
             manager.engine.submit(op, tensor.data_ptr(), tensor.nbytes)
@@ -303,6 +325,7 @@ KEPT: list[object] = []
 
 MODES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": plain,
+    "patient": patient,
     "sampled": sampled,
     "in_backward": in_backward,
     "disturbed": disturbed,
@@ -316,6 +339,8 @@ MODES: dict[str, Callable[[int], dict[str, Any]]] = {
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     mode, step_count = sys.argv[1], int(sys.argv[2])
+    if len(sys.argv) > 3:
+        Training.tokens = int(sys.argv[3])
     if "UMEM_POLICY" in os.environ:
         assert umem.enable(os.environ["UMEM_POLICY"])
     print(json.dumps(MODES[mode](step_count)))

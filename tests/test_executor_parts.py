@@ -1,0 +1,137 @@
+"""Managed trainings whose optimizer's step goes in parts, or cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import managed_training
+import pytest
+import torch
+from managed_training import MIB, Training
+
+from umem.executor import Manager, ManagerState
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BEFORE_PLANNED = 7
+
+
+class StopError(Exception):
+    """What goes wrong in a step."""
+
+
+def both(train: Callable[[Training], None], budget_bytes: int) -> Manager:
+    """The manager of a run that goes by plan, once the run is known to be bit-equal to stock's."""
+    _, manager = managed_training.both(train, budget_bytes=budget_bytes)
+    assert manager.status().state is ManagerState.RUNNING, manager.status()
+    return manager
+
+
+def has_parts(manager: Manager) -> bool:
+    """Whether the optimizer's step is planned block by block."""
+    assert manager.trace is not None
+    return "optimizer head" in manager.trace.phase_names
+
+
+def test_hooks_that_are_added_later_see_the_whole_step_and_may_change_it() -> None:
+    def train(training: Training) -> None:
+        def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for parameter in optimizer.param_groups[0]["params"]:
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+            seen.append(len(optimizer.param_groups[0]["params"]))
+
+        training.steps(3)
+        training.optimizer.register_step_pre_hook(halve)
+        training.steps(9)
+
+    seen: list[int] = []
+    manager = both(train, budget_bytes=34 * MIB)
+    assert seen == [5] * 18  # the stock run's, too
+    assert has_parts(manager)
+    assert (manager.status().steps, manager.status().strays) == (12 - BEFORE_PLANNED, 0)
+
+
+def test_steps_with_a_closure_are_planned_as_a_whole() -> None:
+    def train(training: Training) -> None:
+        for _ in range(12):
+            loss = training.forward()
+            loss.backward()
+            training.optimizer.step(lambda loss=loss: loss.item())  # type: ignore[misc]
+            training.optimizer.zero_grad()
+            training.losses.append(loss.item())
+
+    manager = both(train, budget_bytes=56 * MIB)
+    assert not has_parts(manager)
+    assert (manager.status().steps, manager.status().strays) == (12 - BEFORE_PLANNED, 0)
+
+
+def test_where_steps_stop_going_in_parts_they_are_planned_anew() -> None:
+    def train(training: Training) -> None:
+        training.steps(BEFORE_PLANNED + 2)
+        for _ in range(14):
+            loss = training.forward()
+            loss.backward()
+            training.optimizer.step(lambda loss=loss: loss.item())  # type: ignore[misc]
+            training.optimizer.zero_grad()
+            training.losses.append(loss.item())
+
+    manager = both(train, budget_bytes=56 * MIB)
+    assert not has_parts(manager)
+    assert manager.status().strays == 3
+    assert manager.status().steps >= 2 + 5
+
+
+@pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
+def test_an_error_in_the_optimizers_step_is_the_programs(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(training: Training) -> None:
+        training.steps(BEFORE_PLANNED + 2)
+        training.forward().backward()
+        calls: list[None] = []
+        whole = torch.Tensor.lerp_
+
+        def stops(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            whole(self, *args, **kwargs)
+            calls.append(None)
+            if len(calls) == 3:
+                raise error
+            return self
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "lerp_", stops)
+            with pytest.raises(error):
+                training.optimizer.step()
+        parameters = list(training.model.parameters())
+        assert training.optimizer.param_groups[0]["params"] == parameters
+        assert len(training.optimizer.state_dict()["state"]) == 5
+        steps = [int(training.optimizer.state[it]["step"]) for it in parameters]
+        assert steps == [10, 10, 10, 9, 9]
+        training.optimizer.zero_grad()
+        training.steps(3)
+
+    manager = both(train, budget_bytes=34 * MIB)
+    assert has_parts(manager)
+    assert (manager.status().steps, manager.status().strays) == (2 + 2, 1)
+
+
+def test_an_error_of_the_executor_between_parts_leaves_the_step_whole() -> None:
+    stock, training = Training(), Training()
+    manager = training.manage(budget_bytes=34 * MIB)
+    training.steps(BEFORE_PLANNED + 1)
+    begin = manager._runner._begin
+
+    def fails(*args: Any) -> None:
+        assert manager.trace is not None
+        if manager.trace.phase_names[manager._runner._phase] == "optimizer layers.2":
+            raise RuntimeError("no more")
+        begin(*args)
+
+    manager._runner._begin = fails  # type: ignore[method-assign, assignment]
+    training.steps(3)
+    assert manager.status().state is ManagerState.OFF
+    assert "RuntimeError: no more" in manager.status().reason
+    stock.steps(BEFORE_PLANNED + 4)
+    assert training.equals(stock)
