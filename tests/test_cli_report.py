@@ -85,7 +85,7 @@ def test_the_tables(run: Run, tmp_path: Path) -> None:
     code, out, err = run(saved(tmp_path / "run.json.gz"))
     assert (code, err) == (0, "")
     assert "finetune on NVIDIA H200, policy sft, measured" in out
-    assert "the median of 2 steps: 1 ms" in out
+    assert "the median step of 2: 1 ms" in out
     assert re.search(r"to device +fault +weights +2 MiB +1 +50 µs", out)
     assert re.search(r"to device +hint +optimizer_state +1 MiB +1", out)
     assert "pages faulted on the device" in out

@@ -221,12 +221,12 @@ def test_the_optimizers_step_may_be_in_the_backward_pass(run: Run, tmp_path: Pat
         })  # fmt: skip
     trace = tmp_path / "sft.json"
     trace.write_text(json.dumps(document), encoding="utf-8")
-    words = ["simulate", "--trace", trace, "--planner", "planned", "--budget", "2GiB", "--json"]
+    words = ["simulate", "--trace", trace, "--planner", "planned", "--budget", "1GiB", "--json"]
     (behind,) = rows_of(run(*words)[1])
     (within,) = rows_of(run(*words, "--step-in-backward")[1])
     assert within["workload"] == f"{behind['workload']}-in-backward"
     assert within["ideal_s"] == pytest.approx(behind["ideal_s"])
-    assert within["exposed_stall_s"] < behind["exposed_stall_s"] / 2
+    assert 0 < within["exposed_stall_s"] < behind["exposed_stall_s"] / 2
 
 
 def test_own_addresses_keep_the_dead(run: Run, layers: Path) -> None:

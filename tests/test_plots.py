@@ -136,6 +136,13 @@ def test_areas_are_the_resident_bytes_of_the_classes_that_there_are() -> None:
     assert axes.get_xlim() == pytest.approx((0, STEP_S * 1e3))
 
 
+def test_pictures_of_a_prediction_say_so(hardware: Hardware) -> None:
+    report = made_up_report()
+    for figure in (residency_figure(report), link_figure(report, hardware)):
+        said = panels(figure)[0].get_title(loc="left")
+        assert said.startswith(f"predicted: {report.workload}, planner ")
+
+
 def test_a_class_has_one_colour_whatever_else_is_drawn() -> None:
     all_of_it = made_up_report()
     assert all_of_it.timeline is not None

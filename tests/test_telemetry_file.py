@@ -231,7 +231,11 @@ def test_samples_are_in_order(tmp_path: Path) -> None:
 
 def test_hints_are_of_the_marked_steps(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
-    save_recording(replace(small(), hints=(None,)), path)
+    save_recording(replace(small(), hints=(None, None)), path)
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    for key in ("hint_refused", "hint_failures", "hint_over_budget_bytes"):
+        data[key] = [-1]
+    path.write_text(json.dumps(data))
     with pytest.raises(UmemError, match="hint_refused: 1 entries for 2 steps"):
         read_recording(path)
 
@@ -263,6 +267,35 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
         read_recording(path)
     with pytest.raises(UmemError, match=r"nsys export --type sqlite run\.nsys-rep"):
         read_recording(tmp_path / "run.nsys-rep")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ((0, 10, 2**60, 4096, 64, 0, 2, 0, 0), "length_ns[0]"),
+        ((0, 10, 20, 4096, 2**60, 0, 2, 0, 0), "bytes[0]"),
+        ((3, 10, 20, 4096, 0, 2**60, 0, 0, 0), "faults[0]"),
+        ((0, -10, 20, 4096, 64, 0, 2, 0, 0), "gap_ns[0]"),
+        ((0, 2**60, 2**60, 4096, 64, 0, 2, 0, 0), "gap_ns[0]"),
+        ((0, 10, 20, 4096, 64, 0, 9, 0, 0), "cause[0]"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(
+    row: tuple[int, ...], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json.gz"
+    save_recording(small(), path)
+    before = path.read_bytes()
+    bad = replace(
+        small(),
+        records=records_of(np.array([row])),
+        tensor_class=np.array([0], np.int8),
+        tensor=np.array([0], np.int32),
+    )
+    with pytest.raises(UmemError) as caught:
+        save_recording(bad, path)
+    assert str(caught.value).startswith(f"{path}: not written: {said}")
+    assert path.read_bytes() == before
 
 
 def test_what_cannot_be_saved_leaves_the_old_file(tmp_path: Path) -> None:

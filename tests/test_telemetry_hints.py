@@ -21,7 +21,6 @@ from umem.telemetry import (
     hint_traffic,
     hints_between,
     measured_row,
-    median_hints,
     records_of,
 )
 
@@ -144,21 +143,6 @@ def use(op: str, moved_bytes: int, **changes: Any) -> HintUse:
     )
 
 
-def test_the_typical_step_has_medians_over_driven_steps() -> None:
-    steps = [
-        None,
-        HintReport((use("prefetch", 10), use("evict", 4)), 5, 1, 0),
-        HintReport((use("prefetch", 30, late=1),), 0, 1, 0),
-        HintReport((use("prefetch", 20, late=1),), 1, 2, 8),
-    ]
-    typical = median_hints(steps)
-    assert typical is not None
-    # An eviction in one step of three is not in the typical one.
-    assert [(it.op, it.moved_bytes, it.late) for it in typical.uses] == [("prefetch", 20, 1)]
-    assert (typical.refused, typical.failures, typical.over_budget_bytes) == (1, 1, 0)
-    assert median_hints([None, None]) is None
-
-
 def test_hints_as_traffic() -> None:
     uses = tuple(use(op, 8) for op in ("evict", "prefetch", "discard", "copy_out", "advise"))
     moved = hint_traffic(HintReport(uses, 0, 0, 0))
@@ -186,7 +170,8 @@ def test_a_profile_reports_the_hints_of_each_step(engine: HintEngine) -> None:
     assert (first.source, first.collected, first.traffic) == ("cupti", True, ())
     row = measured_row(profile.recording)
     assert [step["hints"]["issued"] for step in row["per_step"]] == [1, 1]
-    assert row["hints"]["by_operation"]["prefetch"]["weights"]["moved_bytes"] == BLOCK
+    faster = min(row["per_step"], key=lambda step: float(step["step_s"]))
+    assert row["hints"] == faster["hints"]  # of two steps the lower median
 
 
 def test_without_marks_the_whole_run_is_one(engine: HintEngine) -> None:

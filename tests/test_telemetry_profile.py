@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,14 @@ from umem._native import Allocator, ClassSetting, Config
 from umem.classes import TensorClass
 from umem.errors import UmemError, UnsupportedError
 from umem.inspection import LiveTensor
-from umem.telemetry import MigrationRecords, Profile, RecordKind, concatenated, records_of
+from umem.telemetry import (
+    MigrationRecords,
+    Profile,
+    RecordKind,
+    concatenated,
+    load_recording,
+    records_of,
+)
 from umem.telemetry._records import Row
 
 KIB = 1 << 10
@@ -85,13 +93,17 @@ def test_steps_are_told_apart(allocator: Allocator) -> None:
         collector.moves(weights, 7)  # after the last step
     assert collector.calls == ["start", "stop"]
     reports = profile.step_reports()
-    assert [it.moved_bytes("to_device", "fault") for it in reports] == [4096, 8192, 12288]
+    # What the driver dates before the recording has been seen by the collector: it is not lost.
+    assert [it.moved_bytes("to_device", "fault") for it in reports] == [4096 + 1, 8192, 12288]
     assert {it.tensor_class for report in reports for it in report.traffic} == {TensorClass.WEIGHTS}
     report = profile.report()
     assert (report.step_count, report.moved_bytes()) == (3, 8192)
     assert (report.workload, report.planner, report.policy) == ("steps", "measured", "none")
     assert report.unattributed_bytes == 0
-    assert report.notes == ()
+    assert report.notes == (
+        "1 records (1 B) have times outside of the recording: they count in the first step or in "
+        "the last one",
+    )
     recording = profile.recording
     assert recording.records.start_ns.min() >= 0
     assert (recording.step_start_ns[1:] >= recording.step_end_ns[:-1]).all()
@@ -253,6 +265,76 @@ def test_misuse_is_told(allocator: Allocator) -> None:
         profile.report()
     with profile, pytest.raises(UmemError, match="leave its `with` block"):
         profile.save("nowhere.json.gz")
+    with pytest.raises(UmemError, match="a profile records once"), profile:
+        pytest.fail("it must not begin again")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_records_with_times_that_are_off_count(allocator: Allocator, steps: int) -> None:
+    """The driver's clock may be another one than CUPTI's."""
+    collector = StandInCollector()
+    with Profile(collector) as profile:
+        for _ in range(steps):
+            collector.moves(4096, KIB)
+            profile.step()
+        for off_ns in (-(10**9), 10**9):
+            collector.moves(4096, 1000)
+            kind, start, end, *rest = collector.rows[-1]
+            collector.rows[-1] = (kind, start + off_ns, end + off_ns, *rest)  # type: ignore[assignment]
+    moved = [it.moved_bytes() for it in profile.step_reports()]
+    assert moved == {0: [2000], 1: [KIB + 2000], 2: [KIB + 1000, KIB + 1000]}[steps]
+    assert any(note.startswith("2 records (1.95 KiB)") for note in profile.report().notes)
+
+
+def test_a_transfer_that_is_longer_than_the_recording_has_no_length(
+    allocator: Allocator, tmp_path: Path
+) -> None:
+    collector = StandInCollector()
+    collector.time_ns = 10**18
+    with Profile(collector) as profile:
+        collector.moves(4096, KIB)
+        kind, start, _, *rest = collector.rows[-1]
+        collector.rows[-1] = (kind, start, 2**62, *rest)  # type: ignore[assignment]
+        profile.step()
+    (entry,) = profile.report().traffic
+    assert (entry.bytes, entry.seconds) == (KIB, 0.0)
+    profile.save(tmp_path / "run.json.gz")
+    assert load_recording(tmp_path / "run.json.gz").records.bytes.tolist() == [KIB]
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_device_that_fails_hides_no_error_and_keeps_no_collector(
+    allocator: Allocator, raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    collector = StandInCollector()
+    profile = Profile(collector)
+    with (  # noqa: PT012 - the block is what is tested
+        pytest.raises(
+            RuntimeError, match="of the script" if raised else "illegal memory"
+        ) as caught,
+        profile,
+    ):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", fail)
+        if raised:
+            raise RuntimeError("of the script")
+    assert caught.value.__context__ is None or not raised
+    assert collector.calls == ["start", "stop"]
+    assert any("the device has failed (CUDA error" in it for it in profile.report().notes)
+
+
+def test_a_beginning_that_failed_is_not_repeated(allocator: Allocator) -> None:
+    def fail() -> Any:
+        raise ValueError("no statistics")
+
+    collector = StandInCollector()
+    profile = Profile(collector, hints=fail)
+    with pytest.raises(ValueError, match="no statistics"), profile:
+        pytest.fail("it must not begin")
+    assert collector.calls == ["start", "stop"]
     with pytest.raises(UmemError, match="a profile records once"), profile:
         pytest.fail("it must not begin again")
 

@@ -133,10 +133,6 @@ def report_row(report: MigrationReport) -> dict[str, Any]:
         shares from 0 to 1. ``bytes`` goes from direction to cause to tensor class, and has what
         moved only.
     """
-    moved: dict[str, dict[str, dict[str, int]]] = {}
-    for entry in report.traffic:
-        by_class = moved.setdefault(entry.direction, {}).setdefault(entry.cause, {})
-        by_class[entry.tensor_class.value] = entry.bytes
     return {
         "workload": report.workload,
         "planner": report.planner,
@@ -154,7 +150,7 @@ def report_row(report: MigrationReport) -> dict[str, Any]:
             "to_device": report.moved_bytes("to_device"),
             "to_host": report.moved_bytes("to_host"),
         },
-        "bytes": moved,
+        "bytes": report.bytes_by_cause(),
         "memory_ops": {
             "seconds": report.memory_ops_s,
             "bytes": report.memory_ops_bytes,

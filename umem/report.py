@@ -51,6 +51,10 @@ UM_CAUSES: tuple[Cause, ...] = (*CAUSES[:5], "unknown")
 """Those of unified-memory transfers: what a profiler shows."""
 
 
+_ROUNDING = 1e-12
+"""Of a time that is a sum of many."""
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Transfers of one direction, cause and class in one step."""
@@ -142,6 +146,14 @@ class StepReport:
             if direction in (None, entry.direction) and cause in (None, entry.cause)
         )
 
+    def bytes_by_cause(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Bytes that moved, from direction to cause to tensor class, for JSON."""
+        moved: dict[str, dict[str, dict[str, int]]] = {}
+        for entry in self.traffic:
+            by_class = moved.setdefault(entry.direction, {}).setdefault(entry.cause, {})
+            by_class[entry.tensor_class.value] = entry.bytes
+        return moved
+
     def _um(self) -> list[Traffic]:
         return [entry for entry in self.traffic if entry.cause in UM_CAUSES]
 
@@ -180,12 +192,13 @@ class MigrationReport(StepReport):
     @property
     def regret(self) -> float:
         """Step time over the lower bound, at least 1."""
-        return self.step_s / self.lower_bound_s
+        longer = _beyond(self.step_s, self.lower_bound_s)
+        return self.step_s / self.lower_bound_s if longer else 1.0
 
     @property
     def exposed_stall_s(self) -> float:
-        """Step time beyond that with everything resident."""
-        return self.step_s - self.ideal_s
+        """Step time beyond that with everything resident, at least 0."""
+        return _beyond(self.step_s, self.ideal_s)
 
 
 @dataclass(frozen=True)
@@ -257,7 +270,7 @@ nobody (steps were timed only)."""
 
 @dataclass(frozen=True, eq=False)
 class MeasuredReport(StepReport):
-    """Migration in one step of a real run, or the median over steps, entry by entry.
+    """Migration in one step of a real run: of one step, or the typical one of several.
 
     What a run alone cannot tell, such as a lower bound, has no field here.
 
@@ -268,8 +281,8 @@ class MeasuredReport(StepReport):
         anything, and where `source` is ``hints`` also `traffic`: the hints' part of it, as the
         engine counts it. Shares are then not a number.
     step_count : int
-        Steps that the figures are medians of; 0 where no step was marked, and the figures are those
-        of the whole recording.
+        Steps of which it is the one with the median time; 0 where no step was marked, and the
+        figures are those of the whole recording.
     gpu_faults : int
         Page faults on the device; a page may fault several times.
     cpu_faults : int
@@ -324,6 +337,15 @@ class MeasuredReport(StepReport):
         """Exposed stall's share of the step's time."""
         stall_s = self.exposed_stall_s
         return stall_s / self.step_s if stall_s is not None and self.step_s > 0 else None
+
+
+def _beyond(time_s: float, floor_s: float) -> float:
+    """How much longer a time is than a floor that it cannot be below.
+
+    Both are sums of many times in different orders, which differ by their rounding.
+    """
+    beyond_s = time_s - floor_s
+    return beyond_s if beyond_s > _ROUNDING * floor_s else 0.0
 
 
 def _share(part: float, rest: float) -> float:

@@ -165,7 +165,7 @@ def _print_measured(
 ) -> None:
     what = "the whole recording"
     if report.step_count:
-        what = "one step" if report.step_count == 1 else f"the median of {report.step_count} steps"
+        what = "one step" if report.step_count == 1 else f"the median step of {report.step_count}"
     console.print(
         f"[bold]{_plain(report.workload)}[/bold] on {_plain(report.hardware)}, "
         f"policy {_plain(report.policy)}, measured\n"

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from umem.classes import TensorClass
 from umem.errors import UmemError, UnsupportedError
 from umem.files import replace_file
@@ -16,6 +18,7 @@ from umem.report import MigrationReport, Timeline
 from umem.units import time_unit
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -32,6 +35,8 @@ __all__ = [
     "require_matplotlib",
     "require_timeline",
     "save",
+    "size_unit",
+    "stack_classes",
     "style",
     "title",
 ]
@@ -121,7 +126,7 @@ def title(report: MigrationReport) -> str:
     """What a picture of one report is of."""
     factor, unit = time_unit(report.step_s)
     return (
-        f"{report.workload}, planner {report.planner}, policy {report.policy}, on "
+        f"predicted: {report.workload}, planner {report.planner}, policy {report.policy}, on "
         f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
         f"{report.ideal_s * factor:.3g} {unit}"
     )
@@ -130,6 +135,45 @@ def title(report: MigrationReport) -> str:
 def class_words(tensor_class: TensorClass) -> str:
     """Name of a class as a legend has it."""
     return tensor_class.value.replace("_", " ")
+
+
+def size_unit(size_bytes: int) -> tuple[int, str]:
+    """Bytes of the unit that an axis up to a size is best read in, and the unit's name."""
+    return (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
+
+
+def stack_classes(
+    axes: Axes,
+    times: npt.NDArray[np.float64],
+    resident: npt.NDArray[np.float64],
+    end: float,
+) -> None:
+    """Draw what is on the device over time as areas, stacked by class, the first one lowest.
+
+    Parameters
+    ----------
+    axes
+    times : float64[K]
+        From when on a row holds, in the unit of the axis.
+    resident : float64[K, 6]
+        By class number, in the unit of the axis.
+    end
+        Until when the last row holds.
+    """
+    shown = [member for member in TensorClass if resident[:, member.number].any()]
+    if not shown:
+        return
+    rows = np.vstack([resident, resident[-1:]])
+    axes.stackplot(
+        np.append(times, end),
+        *(rows[:, member.number] for member in shown),
+        labels=[class_words(member) for member in shown],
+        colors=[CLASS_COLOURS[member] for member in shown],
+        step="post",
+        linewidth=0,
+        # Thousands of rows; as paths they would make a vector picture of megabytes.
+        rasterized=True,
+    )
 
 
 def class_legend(figure: Figure, axes: Axes) -> None:

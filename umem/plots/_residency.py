@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from umem.classes import TensorClass
 from umem.plots._figure import (
-    CLASS_COLOURS,
     GREY,
     NOTE_POINTS,
     PAPER,
     TEXT_POINTS,
     class_legend,
-    class_words,
     new_figure,
     require_timeline,
+    size_unit,
+    stack_classes,
     style,
     title,
 )
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
     from umem.trace import Trace
 
 __all__ = ["residency_figure"]
-
-_GIB = 1 << 30
-_MIB = 1 << 20
-
 
 _PARTS = ("forward", "backward", "optimizer")
 """First words of the names of recorded phases."""
@@ -66,25 +61,15 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
     axes = figure.subplots()
     style(axes)
     factor, unit = time_unit(report.step_s)
-    unit_bytes, size_unit = (_GIB, "GiB") if timeline.budget_bytes >= _GIB else (_MIB, "MiB")
+    unit_bytes, unit_name = size_unit(timeline.budget_bytes)
 
     edges = np.append(timeline.phase_start_s, timeline.phase_end_s[-1:]) * factor
-    resident = np.vstack([timeline.resident_bytes, timeline.resident_bytes[-1:]]) / unit_bytes
-    shown = [member for member in TensorClass if resident[:, member.number].any()]
-    axes.stackplot(
-        edges,
-        *(resident[:, member.number] for member in shown),
-        labels=[class_words(member) for member in shown],
-        colors=[CLASS_COLOURS[member] for member in shown],
-        step="post",
-        linewidth=0,
-        # A step has thousands of phases; as paths they would make a vector picture of megabytes.
-        rasterized=True,
-    )
+    resident = timeline.resident_bytes / unit_bytes
+    stack_classes(axes, edges[:-1], resident, edges[-1])
     budget = timeline.budget_bytes / unit_bytes
     axes.axhline(budget, color="black", linewidth=1.2, linestyle=(0, (5, 2)))
     axes.annotate(
-        f"device budget {budget:.4g} {size_unit}",
+        f"device budget {budget:.4g} {unit_name}",
         (0.995, budget),
         xycoords=("axes fraction", "data"),
         xytext=(0, 3),
@@ -99,7 +84,7 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
     if trace is not None:
         _mark_passes(axes, trace, edges)
     axes.set_xlabel(f"time in the step, {unit}", fontsize=TEXT_POINTS)
-    axes.set_ylabel(f"on the device, {size_unit}", fontsize=TEXT_POINTS)
+    axes.set_ylabel(f"on the device, {unit_name}", fontsize=TEXT_POINTS)
     axes.set_title(title(report), fontsize=TEXT_POINTS, loc="left", color=GREY)
     class_legend(figure, axes)
     return figure

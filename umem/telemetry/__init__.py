@@ -7,6 +7,7 @@ what Nsight Systems exported. Both give a :class:`Recording`, from which the rep
 
 from __future__ import annotations
 
+from umem.telemetry._activities import Numbers, copied, numbers_of, read_activities
 from umem.telemetry._aggregate import (
     TensorTraffic,
     measured_row,
@@ -15,10 +16,10 @@ from umem.telemetry._aggregate import (
     tensor_traffic,
 )
 from umem.telemetry._attribution import Snapshot, attribute, blocks_hit, snapshot_of
-from umem.telemetry._cupti import CuptiCollector, Numbers, numbers_of, read_activities
+from umem.telemetry._cupti import CuptiCollector
 from umem.telemetry._entry import profile
 from umem.telemetry._file import PROFILE_FORMAT, load_recording, save_recording
-from umem.telemetry._hints import HINT_COUNTS, hint_traffic, hints_between, median_hints
+from umem.telemetry._hints import HINT_COUNTS, hint_traffic, hints_between
 from umem.telemetry._html import write_html
 from umem.telemetry._nsys import is_nsys_export, read_nsys
 from umem.telemetry._perfetto import lanes, write_perfetto
@@ -53,6 +54,7 @@ __all__ = [
     "blocks_hit",
     "classes_figure",
     "concatenated",
+    "copied",
     "hint_traffic",
     "hints_between",
     "is_nsys_export",
@@ -60,7 +62,6 @@ __all__ = [
     "link_bytes",
     "load_recording",
     "measured_row",
-    "median_hints",
     "numbers_of",
     "nvtx_phases",
     "profile",

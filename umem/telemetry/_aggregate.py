@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from umem.classes import TensorClass
-from umem.report import Cause, Direction, MeasuredReport, Traffic
+from umem.report import MeasuredReport, Traffic
 from umem.telemetry._attribution import UNKNOWN
-from umem.telemetry._hints import hint_row, hint_traffic, median_hints
+from umem.telemetry._hints import hint_row, hint_traffic
 from umem.telemetry._recording import Recording
 from umem.telemetry._records import (
     CAUSE_OF_NUMBER,
@@ -26,10 +24,7 @@ from umem.telemetry._records import (
 __all__ = ["TensorTraffic", "measured_row", "report_of", "step_reports", "tensor_traffic"]
 
 _CLASSES = tuple(TensorClass)
-_CAUSE_ORDER: tuple[Cause, ...] = (*CAUSE_OF_NUMBER, "copy")
 _NS = 1e-9
-_Number = TypeVar("_Number", int, float)
-_Key = tuple[Direction, Cause, TensorClass]
 
 
 @dataclass(frozen=True)
@@ -60,41 +55,15 @@ def step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
 
 
 def report_of(recording: Recording) -> MeasuredReport:
-    """The typical step: the median over the marked steps of every figure, each for itself.
+    """The typical step: the one whose time is the median, as it was.
 
-    Of an even number of steps it is the lower of the two in the middle, so that every figure is one
-    that occurred. A single step, and a recording without steps, are reported as they are.
+    Of an even number of steps it is the lower of the two in the middle, and of several that took as
+    long the first. Because it is a step that occurred, its sums and shares hold. A recording
+    without steps is reported as a whole.
     """
     reports = step_reports(recording)
-    if len(reports) == 1:
-        return reports[0]
-    moved: dict[_Key, list[Traffic]] = {}
-    for report in reports:
-        for entry in report.traffic:
-            key = (entry.direction, entry.cause, entry.tensor_class)
-            moved.setdefault(key, []).append(entry)
-    first = reports[0]
-    return MeasuredReport(
-        workload=first.workload,
-        hardware=first.hardware,
-        policy=first.policy,
-        planner=first.planner,
-        step_s=_median(it.step_s for it in reports),
-        traffic=_median_traffic(moved, len(reports)),
-        memory_ops_s=_median(it.memory_ops_s for it in reports),
-        memory_ops_bytes=_median(it.memory_ops_bytes for it in reports),
-        memory_ops_count=_median(it.memory_ops_count for it in reports),
-        fault_pages=_median(it.fault_pages for it in reports),
-        collected=first.collected,
-        step_count=len(reports),
-        gpu_faults=_median(it.gpu_faults for it in reports),
-        cpu_faults=_median(it.cpu_faults for it in reports),
-        unattributed_bytes=_median(it.unattributed_bytes for it in reports),
-        notes=first.notes,
-        source=first.source,
-        ideal_s=first.ideal_s,
-        hints=median_hints([it.hints for it in reports]),
-    )
+    typical = sorted(reports, key=lambda it: it.step_s)[(len(reports) - 1) // 2]
+    return replace(typical, step_count=recording.step_count)
 
 
 def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
@@ -132,10 +101,6 @@ def measured_row(recording: Recording) -> dict[str, Any]:
         tell, and those that only a run has. ``per_step`` has one entry for each marked step.
     """
     report = report_of(recording)
-    moved: dict[str, dict[str, dict[str, int]]] = {}
-    for entry in report.traffic:
-        by_class = moved.setdefault(entry.direction, {}).setdefault(entry.cause, {})
-        by_class[entry.tensor_class.value] = entry.bytes
     unknown = dict.fromkeys(("lower_bound_s", "regret", "fault_batches", "stall_s"))
     return {
         "workload": report.workload,
@@ -144,7 +109,7 @@ def measured_row(recording: Recording) -> dict[str, Any]:
         "policy": report.policy,
         **unknown,
         **_figures(report),
-        "bytes": None if report.source == "none" else moved,
+        "bytes": None if report.source == "none" else report.bytes_by_cause(),
         "ideal_s": report.ideal_s,
         "source": recording.source,
         "steps": recording.step_count,
@@ -284,35 +249,3 @@ def _sums(
     sums = np.zeros(size, np.int64)
     np.add.at(sums, cell, values)
     return sums
-
-
-def _median(figures: Iterable[_Number]) -> _Number:
-    return statistics.median_low(figures)
-
-
-def _median_traffic(moved: dict[_Key, list[Traffic]], steps: int) -> tuple[Traffic, ...]:
-    """Medians over steps; a step that has no entry counts as one of zeros."""
-    medians = []
-    for (direction, cause, tensor_class), entries in moved.items():
-        none = [0] * (steps - len(entries))
-        entry = Traffic(
-            direction,
-            cause,
-            tensor_class,
-            _median([*(it.bytes for it in entries), *none]),
-            _median([*(it.seconds for it in entries), *none]),
-            _median([*(it.count for it in entries), *none]),
-        )
-        if entry.bytes or entry.count:
-            medians.append(entry)
-    order = tuple(DIRECTION_OF_KIND.values())
-    return tuple(
-        sorted(
-            medians,
-            key=lambda it: (
-                order.index(it.direction),
-                _CAUSE_ORDER.index(it.cause),
-                it.tensor_class.number,
-            ),
-        )
-    )

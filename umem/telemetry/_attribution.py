@@ -124,12 +124,14 @@ def attribute(
     name = np.full(len(records), UNKNOWN, np.int32)
     times = np.array([snapshot.time_ns for snapshot in snapshots], np.int64)
     following = np.searchsorted(times, records.start_ns, side="right")
-    located = records.kind <= RecordKind.CPU_FAULT
+    # In the order of the snapshots, so that those between two of them are a slice.
+    located = np.flatnonzero(records.kind <= RecordKind.CPU_FAULT)
+    located = located[np.argsort(following[located], kind="stable")]
+    begins = np.searchsorted(following[located], np.arange(len(snapshots) + 2))
     # The closer rule last, so that it has the last word.
-    for step in (0, -1):
-        chosen = following + step
+    for later in (0, 1):
         for index, snapshot in enumerate(snapshots):
-            rows = np.flatnonzero(located & (chosen == index))
+            rows = located[begins[index + later] : begins[index + later + 1]]
             hit = blocks_hit(snapshot, records.address[rows], records.bytes[rows])
             _write(tensor_class, name, rows, hit, snapshot)
     return tensor_class, name

@@ -97,7 +97,8 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
     Raises
     ------
     UmemError
-        If the file cannot be written or would be too large; an old file is then as it was.
+        If the file cannot be written, would be too large, or could not be loaded again; an old file
+        is then as it was.
     """
     marks = max(recording.step_count, len(recording.phases))
     if marks > MAX_MARKS:
@@ -129,6 +130,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
         "tensor": recording.tensor.tolist(),
         **extra_columns(recording),
     }
+    _recording_in(Document(f"{os.fspath(path)}: not written", UmemError, data), PROFILE_FORMAT)
     write_document(data, path, UmemError)
 
 
@@ -148,7 +150,11 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
         remedy.
     """
     document = read_document(path, UmemError)
-    said = require_format(document, "a profile of umem", tuple(_SOURCES))
+    return _recording_in(document, require_format(document, "a profile of umem", tuple(_SOURCES)))
+
+
+def _recording_in(document: Document, said: str) -> Recording:
+    """What a document of a format holds; refused where it is no valid recording."""
     extras = EXTRA_KEYS if said == PROFILE_FORMAT else ()
     require_keys(document, "", document.data, (*_KEYS, *extras))
     source, sources = text(document, "source"), _SOURCES[said]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ __all__ = [
     "hint_row",
     "hint_traffic",
     "hints_between",
-    "median_hints",
 ]
 
 HINT_OPS = ("prefetch", "evict", "discard", "copy_in", "copy_out", "advise")
@@ -71,22 +69,6 @@ def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintR
             name: _total(after, name) - (0 if before is None else _total(before, name))
             for name in HINT_TOTALS
         },
-    )
-
-
-def median_hints(reports: Sequence[HintReport | None]) -> HintReport | None:
-    """The typical step: the lower median of each figure, over the steps that an engine drove."""
-    driven = [report for report in reports if report is not None]
-    if not driven:
-        return None
-    uses: dict[_Key, list[HintUse]] = {}
-    for report in driven:
-        for use in report.uses:
-            uses.setdefault((use.op, use.tensor_class), []).append(use)
-    medians = [_median_use(entries, len(driven)) for entries in uses.values()]
-    return HintReport(
-        uses=_in_order(use for use in medians if any(_figures(use).values())),
-        **{name: statistics.median_low(map(attrgetter(name), driven)) for name in HINT_TOTALS},
     )
 
 
@@ -199,18 +181,6 @@ def _difference(use: HintUse, before: HintUse | None) -> HintUse:
     return replace(
         use,
         **{name: max(value - getattr(before, name), 0) for name, value in _figures(use).items()},
-    )
-
-
-def _median_use(entries: Sequence[HintUse], steps: int) -> HintUse:
-    """Medians over steps; a step that has no entry counts as one of zeros."""
-    none = [0] * (steps - len(entries))
-    return replace(
-        entries[0],
-        **{
-            name: statistics.median_low([*map(attrgetter(name), entries), *none])
-            for name in HINT_FIGURES
-        },
     )
 
 

@@ -17,6 +17,8 @@ from umem.plots._figure import (
     class_legend,
     class_words,
     new_figure,
+    size_unit,
+    stack_classes,
     style,
 )
 from umem.report import UM_CAUSES, Cause, Direction, MeasuredReport
@@ -228,28 +230,16 @@ def residency_over_run_figure(recording: Recording) -> Figure:
     style(axes)
     factor, unit = time_unit(recording.duration_ns * 1e-9)
     peak = residency.total_peak_bytes()
-    unit_bytes, size_unit = (1 << 30, "GiB") if peak >= 1 << 30 else (1 << 20, "MiB")
+    unit_bytes, unit_name = size_unit(peak)
     end_ns = max(recording.duration_ns, int(residency.time_ns[-1]))
-    times = np.append(residency.time_ns, end_ns) * 1e-9 * factor
-    # The last sample holds until the end.
-    resident = np.vstack([residency.resident_bytes, residency.resident_bytes[-1:]]) / unit_bytes
-    shown = [member for member in TensorClass if resident[:, member.number].any()]
-    if shown:
-        axes.stackplot(
-            times,
-            *(resident[:, member.number] for member in shown),
-            labels=[class_words(member) for member in shown],
-            colors=[CLASS_COLOURS[member] for member in shown],
-            step="post",
-            linewidth=0,
-            # Thousands of samples; as paths they would make a vector picture of megabytes.
-            rasterized=True,
-        )
+    end = end_ns * 1e-9 * factor
+    times = np.asarray(residency.time_ns * 1e-9 * factor, np.float64)
+    stack_classes(axes, times, residency.resident_bytes / unit_bytes, end)
     _mark_steps(axes, recording, factor)
-    axes.set_xlim(0, max(times[-1], 1e-12))
+    axes.set_xlim(0, max(end, 1e-12))
     axes.set_ylim(0, 1.15 * max(peak / unit_bytes, 1e-9))
     axes.set_xlabel(f"time of the recording, {unit}", fontsize=TEXT_POINTS)
-    axes.set_ylabel(f"on the device, {size_unit}", fontsize=TEXT_POINTS)
+    axes.set_ylabel(f"on the device, {unit_name}", fontsize=TEXT_POINTS)
     axes.set_title(_title(recording), fontsize=TEXT_POINTS, loc="left", color=GREY)
     class_legend(figure, axes)
     return figure

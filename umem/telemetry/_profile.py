@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from umem.errors import UmemError, UnsupportedError
 from umem.report import MeasuredReport
 from umem.telemetry._aggregate import report_of, step_reports
 from umem.telemetry._attribution import Snapshot, attribute, snapshot_of
+from umem.telemetry._cupti import torch_profiles
 from umem.telemetry._file import save_recording
 from umem.telemetry._hints import HintLog
 from umem.telemetry._lookup import (
@@ -32,6 +33,7 @@ from umem.telemetry._phases import nvtx_phases, watched_phases
 from umem.telemetry._recording import Recording
 from umem.telemetry._records import MigrationRecords, RecordKind, records_of
 from umem.telemetry._residency import ResidencySampler
+from umem.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +52,14 @@ class Collector(Protocol):
     def start(self) -> None: ...
     def now_ns(self) -> int: ...
     def stop(self) -> tuple[MigrationRecords, int]: ...
+
+
+@runtime_checkable
+class _KnowsLosses(Collector, Protocol):
+    """A collector that may lose records, and says so."""
+
+    def late(self) -> int: ...
+    def notes(self) -> tuple[str, ...]: ...
 
 
 class Profile:
@@ -90,8 +100,11 @@ class Profile:
         self._residency = ResidencySampler(residency)
         self._ideal_s = ideal_s
         self._wants_nvtx = nvtx
+        self._hardware = ""
         self._begin_ns = 0
+        self._entered = False
         self._running = False
+        self._is_robbed = False
         self._recording: Recording | None = None
         self._installed = ExitStack()
 
@@ -103,8 +116,9 @@ class Profile:
         UnsupportedError
             If nobody can say here what moves, unless that was not required.
         """
-        if self._running or self._recording is not None:
+        if self._entered:
             raise UmemError("a profile records once: call umem.profile() again")
+        self._entered = True
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._start_collector()
@@ -115,6 +129,8 @@ class Profile:
             if self._wants_nvtx:
                 self._installed.enter_context(nvtx_phases())
             self._wait()
+            # Now, because a device that has failed in the block does not tell its name.
+            self._hardware = device_name()
             self._begin_ns = self._now()
             self._look()
             self._hints.mark()
@@ -133,9 +149,16 @@ class Profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End recording."""
-        if self._running:
-            self._finish()
+        """End recording.
+
+        Raises
+        ------
+        RuntimeError
+            If the device has failed in the block, and the block has not raised an error itself.
+        """
+        failure = self._finish() if self._running else None
+        if failure is not None and error is None:
+            raise failure
 
     @property
     def running(self) -> bool:
@@ -155,7 +178,18 @@ class Profile:
             raise UmemError(
                 "the profile has no results yet: leave its `with` block, or mark all its steps"
             )
-        return self._recording
+        late = self._collector.late() if isinstance(self._collector, _KnowsLosses) else 0
+        if not late:
+            return self._recording
+        return replace(
+            self._recording,
+            dropped=self._recording.dropped + late,
+            notes=(
+                *self._recording.notes,
+                f"{late} records came after the end of the recording, so that the figures are too "
+                "low: record fewer steps",
+            ),
+        )
 
     def step(self) -> None:
         """Mark the end of a step; the next one begins. Does nothing after the last one."""
@@ -164,6 +198,7 @@ class Profile:
         self._wait()
         self._marks.end_step(self._now())
         self._hints.mark()
+        self._look_for_torch(len(self._marks.steps) - 1)
         if self._steps is not None and len(self._marks.steps) >= self._steps:
             self._finish()
             return
@@ -187,7 +222,7 @@ class Profile:
             self._look()
 
     def report(self) -> MeasuredReport:
-        """The typical step: medians over the marked ones, each figure for itself.
+        """The typical step: the marked one whose time is the median.
 
         Raises
         ------
@@ -238,24 +273,38 @@ class Profile:
             self._collector = None
             self._now = time.monotonic_ns
 
-    def _finish(self) -> None:
+    def _finish(self) -> RuntimeError | None:
+        """End, and return what the device said if it has failed."""
         self._running = False
         self._installed.close()
-        self._wait()
-        end_ns = self._now()
-        records, dropped = self._stop_collector()
+        self._look_for_torch(len(self._marks.steps))
+        failure = None
+        try:
+            self._wait()
+        except RuntimeError as error:
+            failure = error
+            self._notes.append(
+                f"the device has failed ({error}), so that what moved last may be missing"
+            )
+        try:
+            end_ns = self._now()
+        finally:
+            # Whatever has failed: CUPTI would stay taken.
+            records, dropped = self._stop_collector()
         self._look()
         self._marks.abandon_step()
         if not self._marks.steps:
             self._hints.mark()
         hints = self._hints.reports()
         source: Source = "cupti" if self._collector is not None else "hints" if hints else "none"
-        records = _within(records, self._begin_ns, end_ns)
+        records, moved = _within(records, self._begin_ns, end_ns, self._marks.steps)
+        if moved:
+            self._notes.append(moved)
         tensor_class, tensor = attribute(records, self._snapshots)
         begin_ns = self._begin_ns
         self._recording = Recording(
             workload=self._name,
-            hardware=device_name(),
+            hardware=self._hardware,
             policy=policy_name(),
             source=source,
             duration_ns=end_ns - begin_ns,
@@ -274,6 +323,7 @@ class Profile:
             hints=hints,
             residency=self._residency.series(begin_ns),
         )
+        return failure
 
     def _stop_collector(self) -> tuple[MigrationRecords, int]:
         if self._collector is not None:
@@ -287,6 +337,8 @@ class Profile:
 
     def _all_notes(self, source: Source, dropped: int) -> list[str]:
         notes = list(self._notes)
+        if isinstance(self._collector, _KnowsLosses):
+            notes += self._collector.notes()
         if source == "hints":
             notes.append(
                 "what moved is the hint engine's own count: pages that faulted are not in it, and "
@@ -317,6 +369,15 @@ class Profile:
             self._snapshots.append(snapshot_of(blocks, time_ns, numbers))
         self._sample()
 
+    def _look_for_torch(self, step: int) -> None:
+        if self._collector is not None and not self._is_robbed and torch_profiles():
+            self._is_robbed = True
+            self._notes.append(
+                "the figures are not whole: torch.profiler began inside of the recording, and "
+                f"CUPTI serves one profiler: what moved from step {step} on may be "
+                "missing. Begin umem.profile() outside of torch.profiler, or leave that out"
+            )
+
     def _sample(self) -> None:
         self._residency.take(self._now)
 
@@ -327,16 +388,31 @@ class Profile:
             torch.cuda.synchronize()
 
 
-def _within(records: MigrationRecords, begin_ns: int, end_ns: int) -> MigrationRecords:
-    """Records of a recording, at times within it.
+def _within(
+    records: MigrationRecords, begin_ns: int, end_ns: int, steps: Sequence[tuple[int, int]]
+) -> tuple[MigrationRecords, str]:
+    """Records of a recording, at times within it, and a note if some were not.
 
     Copies and memory sets before the first mark are left out. The driver's times of migrations and
-    faults are not always CUPTI's: one that lies outside is moved to the edge, for the collector has
-    seen it happen.
+    faults are not always CUPTI's: one that lies outside is moved into the first step or the last
+    one, for the collector has seen it happen. What took longer than the recording has no length.
     """
     on_time = records.start_ns >= begin_ns
     of_memory = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
     kept = records.taken(on_time | ~of_memory)
     lasted_ns = kept.end_ns - kept.start_ns
-    start_ns = np.clip(kept.start_ns, begin_ns, end_ns)
-    return replace(kept, start_ns=start_ns, end_ns=start_ns + lasted_ns)
+    lasted_ns[lasted_ns > end_ns - begin_ns] = 0
+    early, late = kept.start_ns < begin_ns, kept.start_ns > end_ns
+    first_ns = steps[0][0] if steps else begin_ns
+    last_ns = max(steps[-1][1] - 1, steps[-1][0]) if steps else end_ns
+    start_ns = np.where(early, first_ns, np.where(late, last_ns, kept.start_ns))
+    order = np.argsort(start_ns, kind="stable")
+    inside = replace(kept, start_ns=start_ns, end_ns=start_ns + lasted_ns).taken(order)
+    if not (early | late).any():
+        return inside, ""
+    moved_bytes = int(kept.bytes[early | late].sum())
+    place = "in the first step or in the last one" if steps else "at its edges"
+    return inside, (
+        f"{int((early | late).sum())} records ({format_bytes(moved_bytes)}) have times outside of "
+        f"the recording: they count {place}"
+    )
