@@ -56,10 +56,13 @@ def test_variants_train_to_the_same_losses_within_a_budget(tmp_path: Path) -> No
         assert planned.plan_running
         assert planned.resident_bytes is not None
         assert 0 < planned.resident_bytes <= planned.budget_bytes
-        assert planned.profile is not None
-        assert planned.profile.predicted_bytes is not None
+        assert planned.hinted is not None
+        assert planned.hinted.predicted_bytes is not None
     mapped = by_variant["umem-optimizer-host"]
     assert mapped.optimizer_state_bytes == stock.optimizer_state_bytes
+    assert mapped.optimizer_state_bytes is not None
+    assert mapped.host_state_bytes is not None
+    assert mapped.host_state_bytes >= mapped.optimizer_state_bytes
     assert mapped.mapped_bytes_per_s is not None
     assert 5e9 < mapped.mapped_bytes_per_s < 1e12
     in_backward = by_variant["backward-step"]
@@ -69,3 +72,10 @@ def test_variants_train_to_the_same_losses_within_a_budget(tmp_path: Path) -> No
     assert in_backward.peak_allocated_bytes <= stock.peak_allocated_bytes
     assert by_variant["save-on-cpu"].peak_allocated_bytes is not None
     assert by_variant["save-on-cpu"].peak_allocated_bytes < stock.peak_allocated_bytes
+    for it in run.outcomes:
+        if it.variant.startswith("umem-") and it.profile is None:
+            (lost,) = (note for note in it.notes if "unified-memory figures are not known" in note)
+            pytest.skip(f"{it.variant}: {lost}")
+    for planned in (by_variant["umem-planned"], by_variant["umem-backward-step"]):
+        assert planned.profile is not None
+        assert planned.profile.predicted_bytes is not None

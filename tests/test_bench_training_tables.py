@@ -24,6 +24,7 @@ from umem.bench.train.results import (
     BUDGETED,
     VARIANTS,
     Outcome,
+    Sitting,
     TrainingModel,
     TrainingRun,
     Variant,
@@ -55,7 +56,7 @@ def table(run: TrainingRun, title: str) -> Grid:
         (outcome("umem-planned", peak_bytes=12 * GIB, percent=60.0), [100, 60]),
         (outcome("umem-planned", percent=60.0, resident_bytes=6 * GIB + 1), []),
         # Nobody counts.
-        (outcome("rmm-managed", peak_bytes=None), []),
+        (outcome("rmm-pool", peak_bytes=None), []),
         (outcome("save-on-cpu", peak_bytes=GIB, state="failed", steps_s=()), []),
     ],
 )
@@ -129,7 +130,7 @@ def test_speeds_are_by_variant_and_budget() -> None:
         "umem-optimizer-host": ("3,333 (33.3 %), 8 GiB", "3,333 (33.3 %)", no, no),
         "save-on-cpu": ("2,000 (20 %), 6 GiB", "2,000 (20 %)", "2,000 (20 %)", no),
         "torchao-offload": ("1,250 (12.5 %), 7 GiB", "1,250 (12.5 %)", no, no),
-        "rmm-managed": ("8,000 (80 %), not counted", no, no, no),
+        "rmm-pool": ("8,000 (80 %), not counted", no, no, no),
     }
 
 
@@ -156,25 +157,25 @@ def test_steps_are_beside_the_stock_variant() -> None:
 
     rows = {(row[0], row[1]): row[2:] for row in grid.rows}
     assert rows["stock", "—"] == (
-        "100 [90 to 120]", "1800", "10,000", "100 %", "10 GiB", "100", "—", "10.2500"
+        "10 GiB", "100 [90 to 120]", "1800", "10,000", "100 %", "10 GiB", "100", "—", "10.2500"
     )  # fmt: skip
     assert rows["umem-planned", "60 %, 6 GiB"] == (
-        "200 [180 to 240]", "1756", "5,000", "50 %", "6 GiB", "100, 60", "190 / 160",
+        "10 GiB", "200 [180 to 240]", "1756", "5,000", "50 %", "6 GiB", "100, 60", "190 / 160",
         "10.2500 same bits",
     )  # fmt: skip
-    assert grid.columns[3] == "SM clock, MHz"
-    assert rows["umem-planned", "30 %, 3 GiB"][:2] == ("400 [360 to 480], without its plan", "—")
-    assert rows["umem-fault", "30 %, 3 GiB"][:2] == (
+    assert grid.columns[2:5] == ("allocated at most", "step, ms", "SM clock, MHz")
+    assert rows["umem-planned", "30 %, 3 GiB"][1:3] == ("400 [360 to 480], without its plan", "—")
+    assert rows["umem-fault", "30 %, 3 GiB"][1:3] == (
         "off: phases[3] uses 8 GiB at once, and the device budget is 3 GiB", "—"
     )  # fmt: skip
-    assert rows["save-on-cpu", "—"][4:6] == ("6 GiB", "100, 60")
-    assert rows["rmm-managed", "—"][4:6] == ("—", "none")
+    assert rows["save-on-cpu", "—"][5:7] == ("6 GiB", "100, 60")
+    assert rows["rmm-pool", "—"][5:7] == ("—", "none")
     # Another optimizer: its losses are not compared.
     assert rows["torchao-offload", "—"][-1] == "10.2500"
     assert [row[0] for row in grid.rows] == sorted(
         (row[0] for row in grid.rows),
         key=["stock", "umem-planned", "umem-fault", "umem-optimizer-host", "save-on-cpu",
-             "torchao-offload", "rmm-managed"].index,
+             "torchao-offload", "rmm-pool"].index,
     )  # fmt: skip
 
 
@@ -192,6 +193,35 @@ def test_other_losses_differ_where_they_must_not(
 
     (grid,) = (it for it in grids(run) if it.title.endswith(": a training step"))
     assert grid.rows[1][-1] == word
+
+
+def test_umem_s_own_peak_is_beside_its_budget() -> None:
+    more = outcome("umem-fault", peak_bytes=12 * GIB, percent=100.0)
+    run = made_up_run(outcome("stock"), more)
+
+    (grid,) = (it for it in grids(run) if it.title.endswith(": a training step"))
+    assert grid.rows[1][1:3] == ("100 %, 10 GiB", "12 GiB")
+
+
+def test_a_run_in_one_sitting_says_nothing_of_sittings() -> None:
+    run = made_up_run().model_copy(update={"sittings": (Sitting(date="2026-01-02", seconds=9.0),)})
+
+    assert "sitting" not in heading(run)
+    assert not [it for it in grids(run) if "sitting" in it.title]
+
+
+def test_sittings_are_named_with_the_drift_of_stock_between_them() -> None:
+    first = Sitting(date="2026-01-02T03:04:05+00:00", seconds=60.0)
+    again = outcome("stock", 0.11, sm_clock_mhz=1700.0, date="2026-01-03T04:05:07+00:00")
+    failed = outcome("stock", method="lora", state="failed", reason="why", steps_s=())
+    second = Sitting(date="2026-01-03T04:05:06+00:00", seconds=60.0, stock=(again, failed))
+    run = made_up_run().model_copy(update={"sittings": (first, second)})
+
+    assert heading(run).endswith("in 2 sittings, the last 2026-01-03T04:05:06+00:00")
+    assert table(run, "Stock in each sitting").rows == (
+        ("long, sft", "2026-01-02T03:04:05+00:00", "100 [90 to 120]", "1800",
+         "2026-01-03T04:05:07+00:00", "110 [99 to 132]", "1700", "+10.0 %"),
+    )  # fmt: skip
 
 
 def test_optimizer_state_off_the_device_is_beside_its_bound() -> None:
@@ -218,8 +248,8 @@ def test_predictions_are_beside_what_was_measured() -> None:
         ("long, sft, umem-planned", "30 %, 3 GiB", "to device", "1 GiB", "2 GiB", "+1 GiB",
          "+100.0 %"),
         ("long, sft, umem-planned", "30 %, 3 GiB", "to host", "1 GiB", "1 GiB", "0 B", "+0.0 %"),
-        ("long, sft, rmm-managed", "—", "to device", "1 GiB", "2 GiB", "+1 GiB", "+100.0 %"),
-        ("long, sft, rmm-managed", "—", "to host", "1 GiB", "1 GiB", "0 B", "+0.0 %"),
+        ("long, sft, rmm-pool", "—", "to device", "1 GiB", "2 GiB", "+1 GiB", "+100.0 %"),
+        ("long, sft, rmm-pool", "—", "to host", "1 GiB", "1 GiB", "0 B", "+0.0 %"),
     )  # fmt: skip
     managers = table(made_up_run(), "What umem's manager said")
     assert managers.rows == (
@@ -234,7 +264,7 @@ def test_migration_names_causes() -> None:
         "long, sft, umem-planned", "30 %, 3 GiB", "250", "50 / 25 / 12.5", "3,456", "12", "512 MiB",
         "2 GiB (hint 1.5 GiB, fault 512 MiB)", "1 GiB (hint 1 GiB)",
     )  # fmt: skip
-    assert [row[0] for row in grid.rows] == ["long, sft, umem-planned", "long, sft, rmm-managed"]
+    assert [row[0] for row in grid.rows] == ["long, sft, umem-planned", "long, sft, rmm-pool"]
 
 
 def test_what_is_missing_is_said_with_its_reason() -> None:
@@ -405,6 +435,34 @@ def test_results_survive_the_file_and_are_shown(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert all(markdown(grid) in as_markdown.stdout for grid in grids(run))
     assert json.loads(as_json.stdout) == json.loads(path.read_text())
+
+
+def test_tables_are_printed_even_where_the_picture_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "results.json"
+    write_training(made_up_run(), path)
+
+    def fail(_: TrainingRun) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("umem.bench.train.picture.training_figure", fail)
+    words = ["training", "--show", str(path), "--plot", str(tmp_path / "picture.png")]
+
+    done = CliRunner().invoke(app, words)
+
+    assert str(done.exception) == "no fonts"
+    assert "Made-up GPU" in done.stdout
+
+
+def test_a_former_name_is_read_as_that_of_today(tmp_path: Path) -> None:
+    run = made_up_run(outcome("stock"), outcome("rmm-pool"), variants=("stock", "rmm-pool"))
+    path = tmp_path / "results.json"
+    write_training(run, path)
+    path.write_text(path.read_text().replace("rmm-pool", "rmm-managed"))
+
+    assert read_training(path) == run
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,7 @@ def test_valid_variables() -> None:
         "UMEM_MANAGED_LIMIT": "8 GiB",
         "UMEM_PLANNER": "lookahead",
         "UMEM_POLICY": "sft",
+        "UMEM_COMMIT": "0123456789ab",
     }
     report = diagnose(replace(HEALTHY, variables=variables))
     assert report.swap_works

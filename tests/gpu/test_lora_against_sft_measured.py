@@ -8,7 +8,8 @@ what it needs itself.
 
 Times are of a machine that others may use as well: what is asserted of them is generous, and the
 table that is printed has the targets beside the figures. Where numba has kept nothing yet, half a
-minute goes by before the first process, for the planner to be compiled.
+minute goes by before the first process, for the planner to be compiled. Where CUPTI loses records,
+what they would show is not asserted, and the tests are skipped: zeros would look like good figures.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def table(found: Runs) -> Grid:
             (
                 name,
                 facts.state,
+                "" if facts.lost is None else "lost",
                 f"{facts.step_s * 1e3:.4g}",
                 f"{(facts.step_s - stock_s) * 1e3:.4g}",
                 " / ".join(f"{100 * share:.3g}" for share in shares),
@@ -114,6 +116,7 @@ def table(found: Runs) -> Grid:
         (
             "run",
             "state",
+            "records",
             "step, ms",
             "stall, ms",
             "share by time / count / bytes, %",
@@ -130,6 +133,12 @@ def table(found: Runs) -> Grid:
     )
 
 
+def skip_where_records_were_lost(*seen: Facts) -> None:
+    for facts in seen:
+        if facts.lost is not None:
+            pytest.skip(facts.lost)
+
+
 def test_plans_run_and_losses_are_stocks_to_the_last_bit(runs: Runs) -> None:
     for name, facts in runs.items():
         stock = runs[f"{name.partition(' ')[0]} stock"]
@@ -137,33 +146,41 @@ def test_plans_run_and_losses_are_stocks_to_the_last_bit(runs: Runs) -> None:
         assert facts.losses_hex == stock.losses_hex, name
         assert facts.reason == "", name
     assert runs["lora planned"].state in ("resident", "running")
+    assert runs["lora planned"].plan_running
     for name in (*PAGED, *PAGED.values()):
         assert runs[name].state == "running", name
+        assert runs[name].plan_running, name
 
 
 def test_the_plan_leaves_lora_next_to_no_unified_memory_traffic(runs: Runs) -> None:
     lora, paged = runs["lora planned"], runs["sft fault"]
+    planned = [runs[name] for name in ("sft planned", "sft in backward")]
+    assert all(lora.hinted_bytes < it.hinted_bytes for it in planned)
+    skip_where_records_were_lost(lora, paged, *planned)
 
     assert lora.um_time_share <= 0.002
     # The published order: full fine-tuning pays under the budget that LoRA fits.
     assert paged.um_time_share > 10 * lora.um_time_share
-    for name in ("sft planned", "sft in backward"):
-        assert runs[name].um_time_share <= paged.um_time_share
+    assert all(it.um_time_share <= paged.um_time_share for it in planned)
 
 
 @pytest.mark.parametrize("name", PAGED)
 def test_what_is_planned_does_not_fault(name: str, runs: Runs) -> None:
     planned, paged = runs[name], runs[PAGED[name]]
+    assert planned.predicted_bytes > 0
+    assert planned.hinted_bytes > 0
+    skip_where_records_were_lost(planned, paged)
 
     assert paged.fault_groups > 100
     assert planned.fault_groups <= 0.01 * paged.fault_groups
-    assert planned.predicted_bytes > 0
     moved_bytes = max(planned.moved_bytes, planned.predicted_bytes)
     assert planned.fault_bytes < 0.01 * moved_bytes
 
 
 def test_frozen_weights_never_go_back_to_the_host(runs: Runs) -> None:
     tight = runs["lora tight planned"]
+    assert tight.hinted_frozen_in_bytes > 0
+    skip_where_records_were_lost(tight, runs["lora planned"])
 
     # They leave, for they come again; and what leaves is only dropped.
     assert tight.frozen_in_bytes > 0

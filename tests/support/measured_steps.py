@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
 
 import umem
 from umem.bench.train.jobs import TrainingJob
+from umem.bench.train.managed import loss_of_known_records, loss_of_records
 from umem.bench.train.step import Training, make_training, place_allocator
+from umem.bench.train.task import timed_as_planned, warm_up
 from umem.classes import TensorClass
 from umem.comparison import moved_figures
 
@@ -22,14 +23,8 @@ KEPT_LOSSES = 14
 """So many steps every process trains at least: under a plan, if there is one, in the last ones."""
 
 PROFILED_STEPS = 2
-PLANNED_STEPS = 3
-"""Before steps are timed: the first ones move what the plan wants elsewhere."""
-
-MOST_STEPS = 40
 PROCESS_LIMIT_S = 120
 """The first process waits for the imports, and for the planner to be compiled."""
-
-_UNDECIDED = ("warming up", "recording")
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,14 @@ class Facts:
         The most that was allocated during the timed steps.
     state, reason
         What umem's manager said before them; empty without one.
+    plan_running
+        Whether each of them went as planned.
     predicted_bytes
         What the plan moves in a step, in whatever way.
+    hinted_bytes, hinted_frozen_in_bytes
+        What the hint engine says it moved as pages, both ways; of frozen weights, to the device.
+    lost
+        Why the figures of unified memory, which follow, cannot be believed; None where they can.
     moved_bytes, fault_bytes
         Unified-memory transfers; those that faults brought, with the driver's speculation.
     fault_groups, faults
@@ -61,7 +62,11 @@ class Facts:
     peak_bytes: int
     state: str = ""
     reason: str = ""
+    plan_running: bool | None = None
     predicted_bytes: int = 0
+    hinted_bytes: int = 0
+    hinted_frozen_in_bytes: int = 0
+    lost: str | None = None
     um_time_share: float = 0.0
     um_ops_share: float = 0.0
     um_bytes_share: float = 0.0
@@ -110,39 +115,46 @@ def _train(job: TrainingJob, answers: Connection) -> None:
 
 
 def _measure(job: TrainingJob, training: Training) -> Facts:
-    manager = training.manager
-    losses = [training.step(), training.step()]
-    if manager is not None:
-        while str(manager.status().state) in _UNDECIDED and len(losses) < MOST_STEPS:
-            losses.append(training.step())
-            float(losses[-1])  # the plan starts between steps: this loop must not run ahead
-    losses += [training.step() for _ in range(PLANNED_STEPS)]
-    before = None if manager is None else manager.status()
-    torch.cuda.reset_peak_memory_stats()
-    steps_s = _time_steps(training, max(job.steps, KEPT_LOSSES - len(losses)), losses)
+    losses: list[torch.Tensor] = []
+    warm_up(training, losses)
+    steps = max(job.steps, KEPT_LOSSES - len(losses))
+    timed = timed_as_planned(
+        training, steps, losses, "torch" if training.manager is None else "umem"
+    )
+    assert timed.allocated_bytes is not None
     facts = Facts(
         losses_hex=tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
-        step_s=statistics.median(steps_s),
-        peak_bytes=torch.cuda.max_memory_allocated(),
+        step_s=statistics.median(timed.steps_s),
+        peak_bytes=timed.allocated_bytes,
     )
-    if before is None:
+    if timed.before is None:
         return facts
+    lost = loss_of_known_records()
     with umem.profile(steps=PROFILED_STEPS, model=training.model) as profile:
         for _ in range(PROFILED_STEPS):
             training.step()
             profile.step()
-    report, predicted = profile.report(), manager.status().predicted
+    report, predicted = profile.report(), training.manager.status().predicted
     moved = moved_figures(
         (it.direction, it.cause, it.tensor_class, it.bytes) for it in report.traffic
     )
-    frozen = TensorClass.FROZEN_WEIGHTS.value
-    return Facts(
-        losses_hex=facts.losses_hex,
-        step_s=facts.step_s,
-        peak_bytes=facts.peak_bytes,
-        state=str(before.state),
-        reason=before.reason,
-        predicted_bytes=predicted.moved_bytes() if predicted else 0,
+    predicted_bytes = predicted.moved_bytes() if predicted else 0
+    is_paged = timed.before.planner == "fault"
+    pages = (
+        [it for it in report.hints.uses if it.op in ("prefetch", "evict")] if report.hints else []
+    )
+    frozen = TensorClass.FROZEN_WEIGHTS
+    return replace(
+        facts,
+        state=str(timed.before.state),
+        reason=timed.before.reason,
+        plan_running=timed.plan_running,
+        predicted_bytes=predicted_bytes,
+        hinted_bytes=sum(it.moved_bytes for it in pages),
+        hinted_frozen_in_bytes=sum(
+            it.moved_bytes for it in pages if (it.op, it.tensor_class) == ("prefetch", frozen)
+        ),
+        lost=lost or loss_of_records(report, predicted_bytes if is_paged else None),
         um_time_share=report.um_time_share,
         um_ops_share=report.um_ops_share,
         um_bytes_share=report.um_bytes_share,
@@ -150,18 +162,6 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
         fault_bytes=moved["fault_bytes"],
         fault_groups=report.fault_pages,
         faults=report.gpu_faults,
-        frozen_in_bytes=moved[f"to_device.{frozen}"],
-        frozen_out_bytes=moved[f"to_host.{frozen}"],
+        frozen_in_bytes=moved[f"to_device.{frozen.value}"],
+        frozen_out_bytes=moved[f"to_host.{frozen.value}"],
     )
-
-
-def _time_steps(training: Training, steps: int, losses: list[torch.Tensor]) -> list[float]:
-    """Times of steps one after the other, by the device's clock."""
-    torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        losses.append(training.step())
-        mark.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]

@@ -157,7 +157,7 @@ def made_up_run(*outcomes: Outcome, **changes: Any) -> TrainingRun:
             outcome(
                 "deepspeed-offload", steps_s=(), state="not installed", reason="no such package"
             ),
-            outcome("rmm-managed", 0.125, None, profile=PROFILE),
+            outcome("rmm-pool", 0.125, None, profile=PROFILE),
         ),
         seconds=70.0,
     )

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from umem import __version__
 from umem.bench.results import Machine
 from umem.doctor import collect
+from umem.errors import UmemError
 
 __all__ = ["current_machine", "git_commit"]
+
+_DIGITS = 12
+_HASH = re.compile(r"[0-9a-f]{7,64}")
 
 
 def current_machine() -> Machine:
@@ -30,14 +37,29 @@ def current_machine() -> Machine:
     )
 
 
-def git_commit() -> str | None:
-    """The commit of the checkout that umem runs from, None where it is not in one."""
+def git_commit(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The commit of the checkout that umem runs from; where it is in none, UMEM_COMMIT, or None.
+
+    Raises
+    ------
+    UmemError
+        If UMEM_COMMIT is asked, and is no commit's hash.
+    """
     package = Path(__file__).resolve().parent
     if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    commit = _git(package, "rev-parse", "--short=12", "HEAD")
+        return _told_commit(environ)
+    commit = _git(package, "rev-parse", f"--short={_DIGITS}", "HEAD")
     changes = _git(package, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}, changed" if commit and changes else commit
+
+
+def _told_commit(environ: Mapping[str, str]) -> str | None:
+    told = environ.get("UMEM_COMMIT")
+    if told is not None and _HASH.fullmatch(told) is None:
+        raise UmemError(
+            f"UMEM_COMMIT: {told!r} is no commit: give what `git rev-parse HEAD` prints"
+        )
+    return told and told[:_DIGITS]
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

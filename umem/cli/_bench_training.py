@@ -83,6 +83,14 @@ def training(
         Path | None,
         typer.Option("--output", "-o", help="Write results to this file as they come, as JSON."),
     ] = None,
+    continued: Annotated[
+        Path | None,
+        typer.Option(
+            "--continue",
+            metavar="FILE",
+            help="Go on with these results: run what they lack, and write it there or to --output.",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the picture, .png or .svg.")
     ] = None,
@@ -95,6 +103,10 @@ def training(
     check: Check = False,
 ) -> None:
     """Train a Llama with less device memory than it needs, umem beside others. Needs a GPU."""
+    if continued is not None and read is not None:
+        raise typer.BadParameter("--continue measures, and --show does not: give one of them")
+    earlier = None if continued is None else read_training(continued)
+    output = output or continued
     for option, path in (("--output", output), ("--plot", plot)):
         if path is not None:
             check_can_write(option, path)
@@ -134,15 +146,16 @@ def training(
             if output is not None:
                 write_training(so_far, output)
 
-        results = run_training(settings, progress(), keep)
-    if read and output is not None:
+        results = run_training(settings, progress(), keep, earlier=earlier)
+    if output is not None:
         write_training(results, output)
-    if plot is not None:
-        save(training_figure(results), plot)
+    # Tables come first: they are there even where the picture cannot be drawn.
     if as_json:
         print(results.model_dump_json(indent=2))
     else:
         print_tables(heading(results), grids(results), as_markdown=as_markdown)
+    if plot is not None:
+        save(training_figure(results), plot)
     if check:
         hold(checks(results))
     if not read and any(outcome.state == "failed" for outcome in results.outcomes):

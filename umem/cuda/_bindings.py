@@ -24,6 +24,7 @@ from umem.errors import CudaError, NativeLibraryError, UnsupportedError
 __all__ = [
     "accessed_by",
     "advise",
+    "allocate_managed",
     "bindings_version",
     "device_attribute",
     "device_count",
@@ -34,6 +35,7 @@ __all__ = [
     "discard_and_prefetch",
     "driver_release",
     "driver_version",
+    "free",
     "is_read_mostly",
     "last_prefetch_location",
     "launch",
@@ -308,6 +310,18 @@ def memory_type(address: int) -> str:
     _start_driver()
     attributes = _call_runtime("cudaPointerGetAttributes", address, subject=f"{address:#x}")
     return str(_runtime().cudaMemoryType(attributes.type).name)
+
+
+def allocate_managed(size_bytes: int) -> int:
+    """Managed memory of the driver's own, which no allocator knows; its address."""
+    every_stream = _runtime().cudaMemAttachGlobal
+    subject = f"{size_bytes} bytes"
+    return int(_call_runtime("cudaMallocManaged", size_bytes, every_stream, subject=subject))
+
+
+def free(address: int) -> None:
+    """Give it back."""
+    _call_runtime("cudaFree", address, subject=f"{address:#x}")
 
 
 def load_function(ptx: str, name: str) -> Any:

@@ -25,6 +25,7 @@ from umem.units import format_bytes
 __all__ = [
     "METHOD_WORDS",
     "NOTHING",
+    "allocated_cell",
     "batches",
     "budget_cell",
     "clock_cell",
@@ -51,7 +52,7 @@ _SAME_LOSSES = (
     "umem-optimizer-host",
     "backward-step",
     "save-on-cpu",
-    "rmm-managed",
+    "rmm-pool",
     "stock-again",
 )
 """Variants that do the same arithmetic as the stock one: only memory differs."""
@@ -74,6 +75,12 @@ def budget_cell(outcome: Outcome) -> str:
         return NOTHING
     text = f"{outcome.budget_percent:g} %"
     return f"{text}, {format_bytes(outcome.budget_bytes)}" if outcome.budget_bytes else text
+
+
+def allocated_cell(outcome: Outcome) -> str:
+    """What its allocator gave out at most; under umem's, part of it is on the host."""
+    size_bytes = outcome.peak_allocated_bytes
+    return NOTHING if size_bytes is None else format_bytes(size_bytes)
 
 
 def step_cell(outcome: Outcome) -> str:
@@ -124,7 +131,7 @@ def device_cell(outcome: Outcome) -> str:
     if size_bytes is None:
         return NOTHING
     text = format_bytes(size_bytes)
-    if outcome.variant == "bnb-paged-adamw":
+    if outcome.variant == "bnb-paged-adamw" and outcome.unseen_bytes is None:
         return f"{text}*"
     if outcome.budget_bytes is not None and size_bytes > outcome.budget_bytes:
         return f"{text}, over its budget"

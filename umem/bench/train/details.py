@@ -31,12 +31,13 @@ __all__ = ["details", "differences"]
 _OFF_DEVICE: tuple[Variant, ...] = (
     "stock",
     "umem-optimizer-host",
-    "bnb-paged-adamw",
     "torchao-offload",
     "deepspeed-offload",
     "save-on-cpu",
 )
-"""Rows of the table about an optimizer's state that is not on the device, and what is beside it."""
+"""Rows of the table about an optimizer's state that is not on the device, and what is beside it.
+That of bitsandbytes is on a device with room for it: every step prefetches it there, and only
+another's need takes it away."""
 
 _MAX_CLOCK_DIFFERENCE = 0.02
 """Of stock's SM clock: times under clocks farther apart differ by what the device did."""
@@ -117,6 +118,9 @@ def differences(outcome: Outcome) -> Iterator[Difference]:
     if profile and profile.predicted_bytes is not None:
         for direction, predicted in profile.predicted_bytes.items():
             yield Difference(direction, predicted, profile.moved_bytes(direction))
+    elif (hinted := outcome.hinted) and hinted.predicted_bytes is not None:
+        for direction, predicted in hinted.predicted_bytes.items():
+            yield Difference(f"hinted_{direction}", predicted, hinted.moved_bytes[direction])
 
 
 def _managers(outcomes: list[Outcome]) -> Grid:
@@ -189,6 +193,12 @@ def _notes(run: TrainingRun, outcomes: list[Outcome]) -> Iterator[tuple[str, str
         subject = subject_cell(outcome), budget_cell(outcome)
         for note in outcome.notes:
             yield *subject, note
+        if outcome.hinted is not None and outcome.profile is None:
+            yield (
+                *subject,
+                "hinted bytes are the hint engine's own count: pages that were there already are "
+                "in it, and pages that faulted are not",
+            )
         stock = stock_of(run, outcome.workload, outcome.method)
         if stock is not None and _clocks_differ(outcome, stock):
             yield (

@@ -75,7 +75,8 @@ def stock_of(run: TrainingRun, workload: WorkloadName, method: Method) -> Outcom
 def device_peak_bytes(outcome: Outcome) -> int | None:
     """The most that a variant has on the device, as far as somebody counts.
 
-    What is allocated, without the optimizer's state where that is on the host; for variants that
+    What is allocated, without the optimizer's state where that is on the host, and with managed
+    memory of a variant's own: nothing keeps that off a device with room for it. For variants that
     are told a budget, what umem meant to have there.
     """
     if outcome.variant in BUDGETED:
@@ -83,8 +84,11 @@ def device_peak_bytes(outcome: Outcome) -> int | None:
     if outcome.peak_allocated_bytes is None:
         return None
     if outcome.variant == "umem-optimizer-host":
-        return outcome.peak_allocated_bytes - (outcome.optimizer_state_bytes or 0)
-    return outcome.peak_allocated_bytes
+        state_bytes = outcome.host_state_bytes
+        if state_bytes is None:  # in files of earlier days
+            state_bytes = outcome.optimizer_state_bytes or 0
+        return outcome.peak_allocated_bytes - state_bytes
+    return outcome.peak_allocated_bytes + (outcome.unseen_bytes or 0)
 
 
 def fits(run: TrainingRun, outcome: Outcome, percent: float) -> bool:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from umem.bench.results_file import Record
 from umem.bench.train.results import (
+    HintedStep,
     ManagerFigures,
     Method,
     ProfiledStep,
@@ -33,7 +34,16 @@ class TrainingJob(Record):
 class TrainingAnswer(Record):
     """A worker's answer; `state` and `reason` say why there are no figures."""
 
-    state: Literal["ready", "measured", "off", "failed", "not installed", "cannot fork"]
+    state: Literal[
+        "ready",
+        "measured",
+        "off",
+        "failed",
+        "not installed",
+        "not comparable",
+        "cannot fork",
+        "no answer",
+    ]
     reason: str | None = None
     parameters: int = 0
     warm_steps: int = 0
@@ -46,8 +56,13 @@ class TrainingAnswer(Record):
     peak_reserved_bytes: int | None = None
     resident_bytes: int | None = None
     optimizer_state_bytes: int | None = None
+    host_state_bytes: int | None = None
+    unseen_bytes: int | None = None
     mapped_bytes_per_s: float | None = None
     profile: ProfiledStep | None = None
+    hinted: HintedStep | None = None
     notes: tuple[str, ...] = ()
     device_flops_per_s: float | None = None
     """Of the stock variant only."""
+    timed_out: bool = False
+    """Whether the process was ended because its time was over."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from umem.bench.train.results import ManagerFigures, ProfiledStep, TransferTotal
+from umem.bench.train.results import HintedStep, ManagerFigures, ProfiledStep, TransferTotal
+from umem.bench.train.scratch import PART_BYTES, moved_scratch
 from umem.bench.train.step import Training
 from umem.comparison import moved_figures
 from umem.report import UM_CAUSES
@@ -16,16 +21,25 @@ if TYPE_CHECKING:
     from umem.executor import ManagerStatus
     from umem.report import MeasuredReport
 
-__all__ = ["loss_of_records", "manager_figures", "profile_step", "resident_bytes", "state_of"]
+__all__ = [
+    "loss_of_known_records",
+    "loss_of_records",
+    "manager_figures",
+    "profile_step",
+    "resident_bytes",
+    "state_of",
+]
 
 _RESIDENCY_STEPS = 2
 
 _DIRECTIONS = ("to_device", "to_host")
-_PAGE_HINTS = ("prefetch", "evict")
+_DIRECTION_OF_HINT = {"prefetch": "to_device", "evict": "to_host"}
 
 _LEAST_SHARE = 0.5
 """Of what is known to have moved. It is well below 1, for the hint engine counts pages too that
 were where they should go, and a prediction is one."""
+
+_NOT_KNOWN = "unified-memory figures are not known: CUPTI handed over records of"
 
 
 def state_of(manager: Any) -> str:
@@ -52,54 +66,124 @@ def manager_figures(before: ManagerStatus, after: ManagerStatus, steps: int) -> 
 
 
 def resident_bytes(training: Training) -> int:
-    """The most that is meant to be on the device, looked at throughout two steps of their own."""
-    from umem.executor import residency
+    """The most that is meant to be on the device in two steps of their own: an upper bound.
 
-    seen: list[int] = []
-
-    def look(*_: object) -> None:
-        seen.append(sum(residency().values()))
+    What lives between two looks only is in no look. So the most that was allocated since the last
+    one counts as if it had been there while the less of the two was away. Looks are at both ends of
+    every layer's passes, at every gradient, around the optimizer's step, and on both sides of
+    what umem does where a phase begins.
+    """
+    looks = _Looks(next(training.model.parameters()).device.index or 0)
 
     def look_now_and_on_the_way_back(_layer: object, _args: object, output: object) -> None:
-        look()
+        looks.look()
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(look)
+                tensor.register_hook(looks.look)
 
     layers = training.model.layers
     undo = [layer.register_forward_hook(look_now_and_on_the_way_back) for layer in layers]
+    # Not the optimizer's own: umem leaves a step whole where such a hook comes after its parts.
+    undo.append(register_optimizer_step_pre_hook(looks.look))
+    undo.append(register_optimizer_step_post_hook(looks.look))
     for optimizer in training.optimizers:
-        undo += [optimizer.register_step_pre_hook(look), optimizer.register_step_post_hook(look)]
         # Where a block's step follows its last gradient, its state is there at that moment only.
         undo += [
-            weight.register_post_accumulate_grad_hook(look)
+            weight.register_post_accumulate_grad_hook(looks.look)
             for group in optimizer.param_groups
             for weight in group["params"]
         ]
+    training.manager.watch(looks.look)
     for _ in range(_RESIDENCY_STEPS):
         training.step()
+    looks.look()
+    training.manager.watch(None)
     for handle in undo:
         handle.remove()
-    return max(seen)
+    return looks.most_bytes
 
 
-def profile_step(training: Training, name: str) -> tuple[ProfiledStep | None, tuple[str, ...]]:
-    """One step under `umem.profile`; None, and why, where nothing was recorded, or too little."""
+class _Looks:
+    """The most that can have been meant to be on a device, from one look to the next."""
+
+    def __init__(self, device: int) -> None:
+        self.most_bytes = 0
+        self._device = device
+        _, self._away_bytes = self._peak_and_away()
+
+    def look(self, *_: object) -> None:
+        """See what has been there since the last look. Arguments are those of hooks."""
+        peak_bytes, away_bytes = self._peak_and_away()
+        there_bytes = peak_bytes - min(away_bytes, self._away_bytes)
+        self.most_bytes = max(self.most_bytes, there_bytes)
+        self._away_bytes = away_bytes
+
+    def _peak_and_away(self) -> tuple[int, int]:
+        """The most that was allocated since the last call, and what is away of what is there now.
+
+        The peak that torch shows is not reset: umem's manager goes by it.
+        """
+        from umem.allocator import runtime
+        from umem.executor import residency
+
+        allocator = runtime().allocator
+        peak_bytes = allocator.take_peak_bytes(self._device)
+        allocated_bytes = allocator.take_peak_bytes(self._device)  # nothing came between
+        return peak_bytes, allocated_bytes - sum(residency(self._device).values())
+
+
+def profile_step(
+    training: Training, name: str
+) -> tuple[ProfiledStep | None, HintedStep | None, tuple[str, ...]]:
+    """One step under `umem.profile`, and what the hint engine says of it.
+
+    Returns
+    -------
+    tuple
+        The step as it was recorded; None where nothing was, or too little. What hints moved in it,
+        which needs no records; None where they move nothing. Why something is missing.
+    """
     import umem
 
+    lost = loss_of_known_records()
     with umem.profile(steps=1, model=training.model, name=name, required=False) as profile:
         training.step()
         profile.step()
     report = profile.report()
+    manager = training.manager
+    predicted_bytes = _predicted_bytes(manager, "")
+    is_paged = manager is not None and manager.status().planner == "fault"
+    hinted = None
+    if predicted_bytes is not None and not is_paged and report.hints is not None:
+        hinted = HintedStep(
+            moved_bytes=_hinted_bytes(report), predicted_bytes=_predicted_bytes(manager, "hinted_")
+        )
     if not report.collected:
-        return None, report.notes
-    predicted_bytes = _predicted_bytes(training.manager)
-    paged_bytes = None
-    if predicted_bytes is not None and training.manager.status().planner == "fault":
-        paged_bytes = sum(predicted_bytes.values())
-    lost = loss_of_records(report, paged_bytes)
+        return None, hinted, report.notes
+    paged_bytes = sum(predicted_bytes.values()) if predicted_bytes and is_paged else None
+    lost = lost or loss_of_records(report, paged_bytes)
     if lost is not None:
-        return None, (*report.notes, lost)
+        return None, hinted, (*report.notes, lost)
+    return (
+        ProfiledStep(
+            step_s=report.step_s,
+            um_time_share=report.um_time_share,
+            um_ops_share=report.um_ops_share,
+            um_bytes_share=report.um_bytes_share,
+            fault_pages=report.fault_pages,
+            gpu_faults=report.gpu_faults,
+            cpu_faults=report.cpu_faults,
+            fault_bytes=report.moved_bytes(cause="fault"),
+            transfers=_transfers(report),
+            notes=report.notes,
+            predicted_bytes=predicted_bytes,
+        ),
+        hinted,
+        (),
+    )
+
+
+def _transfers(report: MeasuredReport) -> tuple[TransferTotal, ...]:
     totals: dict[tuple[str, str], TransferTotal] = {}
     for entry in report.traffic:
         if entry.cause not in UM_CAUSES:
@@ -112,19 +196,30 @@ def profile_step(training: Training, name: str) -> tuple[ProfiledStep | None, tu
             count=entry.count + (known.count if known else 0),
             seconds=entry.seconds + (known.seconds if known else 0.0),
         )
-    return ProfiledStep(
-        step_s=report.step_s,
-        um_time_share=report.um_time_share,
-        um_ops_share=report.um_ops_share,
-        um_bytes_share=report.um_bytes_share,
-        fault_pages=report.fault_pages,
-        gpu_faults=report.gpu_faults,
-        cpu_faults=report.cpu_faults,
-        fault_bytes=report.moved_bytes(cause="fault"),
-        transfers=tuple(totals.values()),
-        notes=report.notes,
-        predicted_bytes=predicted_bytes,
-    ), ()
+    return tuple(totals.values())
+
+
+def loss_of_known_records() -> str | None:
+    """Say so if CUPTI keeps back records of transfers that are known to happen here; else None.
+
+    Where a step is to move nothing, nothing can be held against its zeros: so a block of its own
+    is moved before it. None too where CUPTI cannot be had, which a profile says for itself.
+    """
+    report = moved_scratch()
+    if not report.collected:
+        return None
+    to_device = [
+        it for it in report.traffic if it.direction == "to_device" and it.cause in UM_CAUSES
+    ]
+    hinted_bytes = sum(it.bytes for it in to_device if it.cause == "hint")
+    faulted_bytes = sum(it.bytes for it in to_device) - hinted_bytes
+    if min(hinted_bytes, faulted_bytes) >= _LEAST_SHARE * PART_BYTES:
+        return None
+    return (
+        f"{_NOT_KNOWN} {format_bytes(hinted_bytes)} where {format_bytes(PART_BYTES)} were "
+        f"prefetched, and of {format_bytes(faulted_bytes)} where as much faulted in, before the "
+        "step"
+    )
 
 
 def loss_of_records(report: MeasuredReport, paged_bytes: int | None) -> str | None:
@@ -141,25 +236,33 @@ def loss_of_records(report: MeasuredReport, paged_bytes: int | None) -> str | No
         under other planners, whose transfers the hint engine counts.
     """
     recorded_bytes = sum(it.bytes for it in report.traffic if it.cause in UM_CAUSES)
-    uses = report.hints.uses if report.hints is not None else ()
-    hinted_bytes = sum(it.moved_bytes for it in uses if it.op in _PAGE_HINTS)
     for source, size_bytes in (
-        ("by the hint engine's own count", hinted_bytes),
+        ("by the hint engine's own count", sum(_hinted_bytes(report).values())),
         ("as predicted of demand paging", paged_bytes or 0),
     ):
         if recorded_bytes < _LEAST_SHARE * size_bytes:
             return (
-                "unified-memory figures are not known: CUPTI handed over records of "
-                f"{format_bytes(recorded_bytes)}, and {format_bytes(size_bytes)} moved, {source}"
+                f"{_NOT_KNOWN} {format_bytes(recorded_bytes)}, and {format_bytes(size_bytes)} "
+                f"moved, {source}"
             )
     return None
 
 
-def _predicted_bytes(manager: Any) -> dict[str, int] | None:
+def _hinted_bytes(report: MeasuredReport) -> dict[str, int]:
+    """What the hint engine says it moved as pages, by direction."""
+    moved = dict.fromkeys(_DIRECTIONS, 0)
+    for use in () if report.hints is None else report.hints.uses:
+        if use.op in _DIRECTION_OF_HINT:
+            moved[_DIRECTION_OF_HINT[use.op]] += use.moved_bytes
+    return moved
+
+
+def _predicted_bytes(manager: Any, kind: str) -> dict[str, int] | None:
+    """Unified-memory transfers of the plan by direction: all of them, or with a kind's name."""
     predicted = None if manager is None else manager.status().predicted
     if predicted is None:
         return None
     moved = moved_figures(
         (it.direction, it.cause, it.tensor_class, it.bytes) for it in predicted.traffic
     )
-    return {direction: moved[direction] for direction in _DIRECTIONS}
+    return {direction: moved[f"{kind}{direction}"] for direction in _DIRECTIONS}

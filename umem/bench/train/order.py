@@ -10,6 +10,7 @@ from umem.bench.train.results import (
     PLANNERS,
     VARIANTS,
     Method,
+    Outcome,
     TrainingModel,
     TrainingSettings,
     Variant,
@@ -17,7 +18,7 @@ from umem.bench.train.results import (
     WorkloadName,
 )
 
-__all__ = ["WORKLOADS", "Configuration", "configurations"]
+__all__ = ["WORKLOADS", "Cell", "Configuration", "cell_of", "configurations"]
 
 WORKLOADS: dict[WorkloadName, Workload] = {
     "long": Workload(
@@ -37,12 +38,25 @@ WORKLOADS: dict[WorkloadName, Workload] = {
 }
 """By default."""
 
-_WHOLE_PERCENT = 100.0
+Cell = tuple[WorkloadName, Method, Variant, float | None]
+"""Workload, method, variant, and budget in percent."""
 
-_Cell = tuple[WorkloadName, Method, Variant, float | None]
+_ALTERNATIVES: tuple[Variant, ...] = (
+    "save-on-cpu",
+    "bnb-paged-adamw",
+    "torchao-offload",
+    # By now its optimizer is compiled.
+    "deepspeed-offload",
+    "backward-step",
+)
 
 
-def _activations_first() -> Iterator[_Cell]:
+def _alternatives(method: Method) -> Iterator[Cell]:
+    for variant in _ALTERNATIVES:
+        yield "long", method, variant, None
+
+
+def _activations() -> Iterator[Cell]:
     for method in METHODS:
         yield "activations", method, "stock", None
         for percent in (60.0, 30.0):
@@ -52,31 +66,41 @@ def _activations_first() -> Iterator[_Cell]:
             yield "activations", method, "umem-fault", percent
 
 
-_FIRST: tuple[_Cell, ...] = (
+_FIRST: tuple[Cell, ...] = (
     ("long", "sft", "stock", None),
     ("long", "sft", "umem-planned", 60.0),
-    ("long", "sft", "umem-fault", 60.0),
     ("long", "sft", "umem-backward-step", 60.0),
+    ("long", "sft", "umem-fault", 60.0),
     ("long", "sft", "umem-lookahead", 60.0),
     ("long", "sft", "umem-planned", 30.0),
     ("long", "sft", "umem-backward-step", 30.0),
-    ("long", "sft", "backward-step", None),
+    ("long", "sft", "umem-fault", 30.0),
     ("long", "sft", "umem-optimizer-host", None),
-    ("long", "sft", "bnb-paged-adamw", None),
-    ("long", "sft", "torchao-offload", None),
-    ("long", "sft", "save-on-cpu", None),
+    *_alternatives("sft"),
     ("long", "lora", "stock", None),
     ("long", "lora", "umem-planned", 60.0),
     ("long", "lora", "umem-fault", 60.0),
-    ("long", "lora", "umem-planned", 30.0),
-    *_activations_first(),
+    ("long", "lora", "umem-backward-step", 60.0),
+    *_alternatives("lora"),
     ("long", "sft", "umem-planned", 100.0),
+    ("long", "sft", "umem-backward-step", 100.0),
+    ("long", "sft", "umem-fault", 100.0),
+    ("long", "sft", "umem-lookahead", 100.0),
+    ("long", "sft", "umem-lookahead", 30.0),
+    ("long", "sft", "rmm-pool", None),
+    ("long", "lora", "umem-planned", 30.0),
+    ("long", "lora", "umem-backward-step", 30.0),
+    ("long", "lora", "umem-fault", 30.0),
+    ("long", "lora", "umem-lookahead", 60.0),
+    ("long", "lora", "umem-lookahead", 30.0),
     ("long", "lora", "umem-planned", 100.0),
-    # By now its optimizer is compiled.
-    ("long", "sft", "deepspeed-offload", None),
-    ("long", "sft", "rmm-managed", None),
+    ("long", "lora", "umem-backward-step", 100.0),
+    ("long", "lora", "umem-fault", 100.0),
+    ("long", "lora", "umem-lookahead", 100.0),
+    ("long", "lora", "rmm-pool", None),
+    *_activations(),
 )
-"""What matters most comes first, for what comes last is left out when time is short."""
+"""What targets are about comes first, for what comes last is left out when time is short."""
 
 
 @dataclass(frozen=True)
@@ -88,25 +112,35 @@ class Configuration:
     variant: Variant
     percent: float | None
 
+    @property
+    def key(self) -> Cell:
+        """What tells it from the others, and its outcome from theirs."""
+        return self.workload, self.method, self.variant, self.percent
+
     def __str__(self) -> str:
         words = f"{self.workload}, {self.method}, {self.variant}"
         return words if self.percent is None else f"{words} at {self.percent:g} %"
+
+
+def cell_of(outcome: Outcome) -> Cell:
+    """Which configuration an outcome is of."""
+    return outcome.workload, outcome.method, outcome.variant, outcome.budget_percent
 
 
 def configurations(settings: TrainingSettings) -> list[Configuration]:
     """All that a run consists of, in the order in which it goes.
 
     Budgets are shares of the stock variant's peak, so that this variant always is part of it, and
-    goes before the others; once more, it goes after them. At 100 % everything fits: only the
-    ``planned`` planner is asked to see it. Adapters have next to no optimizer state to be held on
-    the host.
+    goes before the others; once more, it goes after them. Not even 100 % is room enough for every
+    planner: umem's blocks are rounded up, which stock's peak knows nothing of. Adapters have next
+    to no optimizer state to be held on the host.
     """
     rank = {cell: number for number, cell in enumerate(_FIRST)}
 
     def place(it: Configuration) -> int:
         if it.variant == "stock-again":
             return len(rank) + 1
-        return rank.get((it.workload, it.method, it.variant, it.percent), len(rank))
+        return rank.get(it.key, len(rank))
 
     found = [it for workload in settings.workloads for it in _of_workload(workload)]
     return sorted(found, key=place)
@@ -123,9 +157,4 @@ def _of_workload(workload: Workload) -> Iterator[Configuration]:
 
 
 def _budgets(workload: Workload, variant: Variant) -> tuple[float | None, ...]:
-    planner = PLANNERS.get(variant)
-    if planner is None:
-        return (None,)
-    return tuple(
-        it for it in workload.budgets_percent if planner == "planned" or it < _WHOLE_PERCENT
-    )
+    return workload.budgets_percent if variant in PLANNERS else (None,)

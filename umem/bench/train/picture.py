@@ -44,7 +44,7 @@ _COLOURS: dict[Variant, str] = {
     "bnb-paged-adamw": "#E69F00",
     "torchao-offload": "#D55E00",
     "deepspeed-offload": "#CC79A7",
-    "rmm-managed": "#999999",
+    "rmm-pool": "#999999",
 }
 _GROUP_WIDTH = 0.84
 _UNFIT_ALPHA = 0.35

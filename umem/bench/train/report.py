@@ -8,6 +8,7 @@ from umem.bench.report import Grid
 from umem.bench.train.cells import (
     METHOD_WORDS,
     NOTHING,
+    allocated_cell,
     batches,
     budget_cell,
     clock_cell,
@@ -63,6 +64,9 @@ def heading(run: TrainingRun) -> str:
         "deterministic algorithms" if settings.deterministic else "",
         f"medians of {settings.steps} steps [minimum to maximum]",
         run.date,
+        f"in {len(run.sittings)} sittings, the last {run.sittings[-1].date}"
+        if len(run.sittings) > 1
+        else "",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -80,6 +84,8 @@ def grids(run: TrainingRun) -> Iterator[Grid]:
     for workload, method in pairs:
         if shown_of(run, workload.name, method):
             yield _steps(run, workload, method)
+    if grid := _drift(run):
+        yield grid
     if (held := target_grid(run)).rows:
         yield held
     yield from details(run)
@@ -173,11 +179,51 @@ def _intensities(run: TrainingRun) -> Grid | None:
     )
 
 
+def _drift(run: TrainingRun) -> Grid | None:
+    """What a run in several sittings has of stock: what differs is the machine's drift."""
+    rows = []
+    for sitting in run.sittings:
+        for again in sitting.stock:
+            first = stock_of(run, again.workload, again.method)
+            first_s, again_s = (median_s(it) if it else None for it in (first, again))
+            if first is None or first_s is None:
+                continue
+            rows.append(
+                (
+                    f"{again.workload}, {again.method}",
+                    first.date or run.date,
+                    step_cell(first),
+                    clock_cell(first),
+                    again.date or sitting.date,
+                    step_cell(again),
+                    clock_cell(again),
+                    f"{100 * (again_s / first_s - 1):+.1f} %" if again_s else NOTHING,
+                )
+            )
+    if not rows:
+        return None
+    return Grid(
+        "Stock in each sitting: what differs is the machine's drift",
+        (
+            "run",
+            "first",
+            "step, ms",
+            "SM clock, MHz",
+            "again",
+            "step, ms",
+            "SM clock, MHz",
+            "difference",
+        ),
+        tuple(rows),
+    )
+
+
 def _steps(run: TrainingRun, workload: Workload, method: Method) -> Grid:
     rows = [
         (
             outcome.variant,
             budget_cell(outcome),
+            allocated_cell(outcome),
             step_cell(outcome),
             clock_cell(outcome),
             f"{tokens_per_s(run, outcome) or 0:,.0f}" if outcome.steps_s else NOTHING,
@@ -194,6 +240,7 @@ def _steps(run: TrainingRun, workload: Workload, method: Method) -> Grid:
         (
             "variant",
             "budget",
+            "allocated at most",
             "step, ms",
             "SM clock, MHz",
             "tokens/s",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from umem.bench.results import Machine
 from umem.bench.results_file import Record, read_results, write_results
@@ -16,11 +16,13 @@ __all__ = [
     "METHODS",
     "PLANNERS",
     "VARIANTS",
+    "HintedStep",
     "ManagerFigures",
     "Method",
     "Outcome",
     "OutcomeState",
     "ProfiledStep",
+    "Sitting",
     "TrainingModel",
     "TrainingRun",
     "TrainingSettings",
@@ -49,7 +51,7 @@ Variant = Literal[
     "bnb-paged-adamw",
     "torchao-offload",
     "deepspeed-offload",
-    "rmm-managed",
+    "rmm-pool",
     "stock-again",
 ]
 
@@ -65,14 +67,18 @@ PLANNERS: dict[Variant, PolicyPlanner] = {
 """umem's planner, of variants whose memory it moves."""
 
 BUDGETED: tuple[Variant, ...] = tuple(PLANNERS)
-"""Variants that are told a device budget, and keep to it."""
+"""Variants that are told a device budget."""
 
 WorkloadName = Literal["long", "activations"]
 """One long sequence with checkpoints, where computing dominates; a shorter one without checkpoints,
 where what is kept for the backward pass does."""
 
-OutcomeState = Literal["measured", "off", "failed", "not installed", "left out"]
-"""``off``: umem's manager gave up, for instance because a phase does not fit the budget."""
+OutcomeState = Literal["measured", "off", "failed", "not installed", "not comparable", "left out"]
+"""``off``: umem's manager gave up, for instance because a phase does not fit the budget. ``not
+comparable``: it would do other work than the other variants."""
+
+_FORMER_NAMES = {"rmm-managed": "rmm-pool"}
+"""Variants in files of earlier days. Elsewhere in umem the former name means: without a pool."""
 
 
 class TrainingModel(Record):
@@ -104,6 +110,13 @@ class Workload(Record):
     variants: tuple[Variant, ...]
     budgets_percent: tuple[float, ...]
     """Device budgets, of what the stock variant has allocated at its peak."""
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _with_their_names_of_today(cls, names: object) -> object:
+        if not isinstance(names, (list, tuple)):
+            return names
+        return tuple(map(_name_of_today, names))
 
 
 class TrainingSettings(Record):
@@ -151,6 +164,18 @@ class ProfiledStep(Record):
         return sum(it.bytes for it in self.transfers if it.direction == direction)
 
 
+class HintedStep(Record):
+    """What umem's hint engine says of the profiled step, by direction; it needs no records.
+
+    Of planners whose hints move the pages. Those that faulted are not in it, and those that were
+    where they should go are.
+    """
+
+    moved_bytes: dict[str, int]
+    predicted_bytes: dict[str, int] | None
+    """What hints move by the plan of this step."""
+
+
 class ManagerFigures(Record):
     """What umem's manager said after the timed steps; times in seconds."""
 
@@ -189,7 +214,8 @@ class Outcome(Record):
     """Why it was not measured."""
     warm_steps: int = 0
     plan_running: bool | None = None
-    """Whether umem said, before the timed steps, that its plan was running."""
+    """Whether umem said before and after the timed steps that its plan was running, and each of
+    them went as planned."""
     manager: ManagerFigures | None = None
     steps_s: tuple[float, ...] = ()
     sm_clock_mhz: float | None = None
@@ -198,16 +224,40 @@ class Outcome(Record):
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     resident_bytes: int | None = None
-    """The most that umem meant to have on the device, looked at in every layer's passes, at every
-    gradient and at the optimizer's step; of variants that are told a budget."""
+    """The most that umem can have meant to have on the device, of variants that are told a budget:
+    from one look to the next, what was allocated at most, less what was away at least. Looks are in
+    every layer's passes, at every gradient and at every phase and part of the optimizer's step."""
     optimizer_state_bytes: int | None = None
+    host_state_bytes: int | None = None
+    """What is allocated for that state on the host, of ``umem-optimizer-host``: whole blocks."""
+    unseen_bytes: int | None = None
+    """Managed memory of a variant's own, which nobody counts and which may be on the device."""
     mapped_bytes_per_s: float | None = None
     """Reading and writing host memory in place, both counted; of ``umem-optimizer-host`` only."""
     profile: ProfiledStep | None = None
     """None where nothing was recorded, or too little to be believed: then a note says why."""
+    hinted: HintedStep | None = None
     notes: tuple[str, ...] = ()
     process_s: float = 0.0
     """From the start of its process to its end."""
+    timed_out: bool = False
+    """Whether there was no answer within its process's time."""
+    date: str | None = None
+    """When its process was started; None where there was none, and in files of earlier days."""
+
+    @field_validator("variant", mode="before")
+    @classmethod
+    def _with_its_name_of_today(cls, name: object) -> object:
+        return _name_of_today(name)
+
+
+class Sitting(Record):
+    """One call of `umem bench training` of those that a run was made in."""
+
+    date: str
+    seconds: float
+    stock: tuple[Outcome, ...] = ()
+    """Stock once more, in a sitting that went on with an earlier one's run."""
 
 
 class TrainingRun(Record):
@@ -227,6 +277,12 @@ class TrainingRun(Record):
     outcomes: tuple[Outcome, ...]
     seconds: float
     """Of the whole run."""
+    sittings: tuple[Sitting, ...] = ()
+    """None in files of earlier days, whose runs had one each."""
+
+
+def _name_of_today(name: object) -> object:
+    return _FORMER_NAMES.get(name, name) if isinstance(name, str) else name
 
 
 def write_training(run: TrainingRun, path: Path) -> None:

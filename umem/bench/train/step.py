@@ -23,6 +23,7 @@ from umem.errors import UmemError, UnsupportedError
 __all__ = [
     "NotInstalledError",
     "Training",
+    "incomparable",
     "make_training",
     "place_allocator",
     "require_package",
@@ -30,11 +31,15 @@ __all__ = [
 
 LEARNING_RATE = 1e-4
 
+BUCKET_ELEMENTS = 50_000_000
+"""Of DeepSpeed's buckets for gradients. Its own 500 million would hold 0.93 GiB of device memory in
+bfloat16, and one rank has nobody to exchange them with."""
+
 _PACKAGES: dict[Variant, str] = {
     "bnb-paged-adamw": "bitsandbytes",
     "torchao-offload": "torchao.optim",
     "deepspeed-offload": "deepspeed",
-    "rmm-managed": "rmm",
+    "rmm-pool": "rmm",
 }
 
 _OPTIMIZER_ON_HOST = {
@@ -61,6 +66,16 @@ class Training:
     """umem's, where it moves tensors by a plan."""
     around: ExitStack = field(default_factory=ExitStack)
     """What holds while steps run."""
+
+
+def incomparable(job: TrainingJob) -> str | None:
+    """Why a variant would do other work than the others; None where it does the same."""
+    if (job.variant, job.method) == ("deepspeed-offload", "lora"):
+        return (
+            "DeepSpeed's engine in bfloat16 makes the model's parameters bfloat16, and so the "
+            "adapters, which every other variant trains in float32"
+        )
+    return None
 
 
 def require_package(variant: Variant) -> None:
@@ -104,7 +119,7 @@ def place_allocator(job: TrainingJob) -> None:
         os.environ["UMEM_DEVICE_BUDGET"] = str(job.budget_bytes)
         select("umem", job.method, job.managed_limit_bytes)
     else:
-        pooled = job.variant == "rmm-managed"
+        pooled = job.variant == "rmm-pool"
         select("rmm-pool" if pooled else "torch", job.method, job.managed_limit_bytes)
 
 
@@ -215,6 +230,8 @@ def _with_deepspeed(model: CausalLoss, batch: torch.Tensor) -> Training:
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
             "zero_optimization": {
                 "stage": 2,
+                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "allgather_bucket_size": BUCKET_ELEMENTS,
                 "offload_optimizer": {"device": "cpu", "pin_memory": True},
             },
         },

@@ -11,6 +11,7 @@ from umem.bench.report import Check, Grid
 from umem.bench.train.cells import budget_cell, subject_cell
 from umem.bench.train.details import differences
 from umem.bench.train.figures import (
+    device_peak_bytes,
     fits,
     lower_bound_s,
     median_s,
@@ -21,12 +22,14 @@ from umem.bench.train.results import (
     PLANNERS,
     Method,
     Outcome,
+    OutcomeState,
     TrainingRun,
     Variant,
     Workload,
     WorkloadName,
 )
 from umem.bench.train.verdicts import (
+    LEAST_PREDICTED,
     LEAST_SPEED_UP,
     LEAST_STOCK_SHARE,
     MAX_BYTES_ERROR,
@@ -49,7 +52,7 @@ from umem.bench.train.verdicts import (
 
 __all__ = ["checks", "target_grid", "targets"]
 
-_HEAD_PERCENT, _TIGHT_PERCENT = 60.0, 30.0
+_WHOLE_PERCENT, _HEAD_PERCENT, _TIGHT_PERCENT = 100.0, 60.0, 30.0
 _ALL_PLANNED = "all planned runs"
 _COMPUTE_BOUND: WorkloadName = "long"
 _PLANNED = tuple(variant for variant, planner in PLANNERS.items() if planner == "planned")
@@ -59,9 +62,18 @@ _ALTERNATIVES: tuple[Variant, ...] = (
     "bnb-paged-adamw",
     "torchao-offload",
     "deepspeed-offload",
-    "rmm-managed",
+    "rmm-pool",
 )
-_OFFLOADS: tuple[Variant, ...] = ("bnb-paged-adamw", "torchao-offload", "deepspeed-offload")
+_UNCOUNTED: Variant = "rmm-pool"
+"""Nobody counts what it has on the device: it fits nothing, measured or not."""
+
+_NO_MATCH: tuple[OutcomeState, ...] = ("not installed", "not comparable")
+
+_PAGED: Variant = "bnb-paged-adamw"
+"""Its state is managed memory, fetched to the device in each step and evicted by nobody while the
+card has room: it is not off the device."""
+
+_OFFLOADS: tuple[Variant, ...] = ("torchao-offload", "deepspeed-offload")
 
 
 @dataclass(frozen=True)
@@ -112,12 +124,12 @@ def target_grid(run: TrainingRun) -> Grid:
 
 
 def _beside_paging(run: TrainingRun, workload: Workload, method: Method) -> Iterator[Target]:
-    """The plan against demand paging under the same budget."""
+    """The plan against demand paging under the same budget, where that is less than the whole."""
     stock_s = _stock_s(run, workload.name, method)
     for percent, variant in product(workload.budgets_percent, _PLANNED):
         planned = _outcome(run, workload.name, method, variant, percent)
         paged = _outcome(run, workload.name, method, "umem-fault", percent)
-        if planned is None or paged is None:
+        if planned is None or paged is None or percent >= _WHOLE_PERCENT:
             continue
         subject = _subject(planned)
         yield _compared(
@@ -161,14 +173,6 @@ def _beside_alternatives(run: TrainingRun, workload: Workload, method: Method) -
     if not others:
         return
 
-    def compared(ours: Outcome) -> Verdict:
-        if not fits(run, ours, _TIGHT_PERCENT):
-            return False, "the plan itself is over the budget"
-        if not any(it.state == "measured" for it in others):
-            return None, "no alternative was measured"
-        fitting = [it for it in others if fits(run, it, _TIGHT_PERCENT)]
-        return ahead(run, ours, fitting) if fitting else (True, "no alternative fits")
-
     for variant in _PLANNED:
         planned = _outcome(run, workload.name, method, variant, _TIGHT_PERCENT)
         if planned is not None:
@@ -176,8 +180,37 @@ def _beside_alternatives(run: TrainingRun, workload: Workload, method: Method) -
                 "ahead of every alternative that fits the same memory",
                 _subject(planned),
                 (planned,),
-                compared,
+                partial(_ahead_of_all, run, others, lambda it: fits(run, it, _TIGHT_PERCENT)),
             )
+
+
+def _ahead_of_all(
+    run: TrainingRun, others: list[Outcome], may_count: Callable[[Outcome], bool], ours: Outcome
+) -> Verdict:
+    """Speed against that of every alternative; those that are no match are named.
+
+    What does not fit, is not installed or does other work does not count. What was not measured for
+    another reason might have been faster: then it is not known, unless another one is.
+    """
+    measured = [it for it in others if it.state == "measured"]
+    counted = [it for it in measured if may_count(it)]
+    missing = [
+        it for it in others if it.state not in ("measured", *_NO_MATCH) and it.variant != _UNCOUNTED
+    ]
+    held, words = None, "no alternative was measured"
+    if counted:
+        held, words = ahead(run, ours, counted)
+    elif measured:
+        held, words = True, "no alternative fits"
+    named = (
+        ("not measured", missing),
+        ("do not fit", [it for it in measured if it not in counted]),
+        *((state, [it for it in others if it.state == state]) for state in _NO_MATCH),
+    )
+    words = "; ".join(
+        [words, *(f"{why}: {', '.join(it.variant for it in who)}" for why, who in named if who)]
+    )
+    return (None if held and missing else held), words
 
 
 def _optimizer_on_host(run: TrainingRun, workload: Workload) -> Iterator[Target]:
@@ -195,11 +228,14 @@ def _optimizer_on_host(run: TrainingRun, workload: Workload) -> Iterator[Target]
             f"{ms_words(own_s)}, bound {ms_words(bound_s)}: {own_s / bound_s:.2f}x"
         )
 
-    others = [
-        it
-        for it in outcomes_of(run, workload.name, "sft")
-        if it.variant in _OFFLOADS and it.state == "measured"
-    ]
+    rivals = outcomes_of(run, workload.name, "sft")
+    others = [it for it in rivals if it.variant in _OFFLOADS]
+    is_paged = any(it.variant == _PAGED and it.state == "measured" for it in rivals)
+
+    def beside_others(own: Outcome) -> Verdict:
+        held, words = _ahead_of_all(run, others, lambda _: True, own)
+        return held, f"{words}; not off the device: {_PAGED}" if is_paged else words
+
     yield _compared(
         f"step at most {MAX_OVER_BOUND:g} times the lower bound", subject, (ours,), over_bound
     )
@@ -207,7 +243,7 @@ def _optimizer_on_host(run: TrainingRun, workload: Workload) -> Iterator[Target]
         "faster than every alternative",
         subject,
         (ours,),
-        lambda own: ahead(run, own, others) if others else (None, "no alternative was measured"),
+        beside_others,
     )
 
 
@@ -224,11 +260,18 @@ def _shares_of_lora(run: TrainingRun) -> Iterator[Target]:
 
 
 def _predictions(run: TrainingRun) -> Iterator[Target]:
-    """One target for steps and one for bytes, over all that umem planned."""
+    """One target for steps and one for bytes, over all that umem planned.
+
+    Both are about every configuration that was asked for, but for those that umem refused.
+    """
+    asked = [it for it in run.outcomes if it.variant in PLANNERS and it.state != "off"]
     planned = [
         it
-        for it in run.outcomes
-        if it.state == "measured" and it.manager and it.manager.predicted_step_s is not None
+        for it in asked
+        if it.state == "measured"
+        and it.plan_running is not False
+        and it.manager
+        and it.manager.predicted_step_s is not None
     ]
     for what, limit, is_step in (
         ("step", MAX_STEP_ERROR, True),
@@ -239,11 +282,15 @@ def _predictions(run: TrainingRun) -> Iterator[Target]:
             for outcome in planned
             for difference in differences(outcome)
             if (difference.name == "step_s") is is_step
+            # What the engine says of itself is no measurement of what arrived.
+            and not difference.name.startswith("hinted_")
         ]
         name = f"measured {what} within {percent_words(limit)} of the predicted"
         if not found:
             if planned:
                 yield Target(name, _ALL_PLANNED, None, NO_PROFILE)
+            elif any(it.state != "measured" for it in asked):
+                yield Target(name, _ALL_PLANNED, None, "nothing under a plan was measured")
             continue
         near = [it for _, it in found if it is not None and abs(it) <= limit]
         far, error = max(found, key=lambda it: float("inf") if it[1] is None else abs(it[1]))
@@ -252,15 +299,21 @@ def _predictions(run: TrainingRun) -> Iterator[Target]:
             if error is None
             else f"{100 * error:+.1f} %"
         )
-        unknown = len(planned) - len({id(outcome) for outcome, _ in found})
-        held = None if unknown else True
+        measured = len({id(outcome) for outcome, _ in found})
+        unknown = len(asked) - measured
+        held = None if unknown or measured < LEAST_PREDICTED else True
         yield Target(
             name,
             _ALL_PLANNED,
             held if len(near) == len(found) else False,
             f"{len(near)} of {len(found)} figures; farthest: {most}, "
             f"{subject_cell(far)}, {budget_cell(far)}"
-            + (f"; not known of {unknown} of {len(planned)} runs" if unknown else ""),
+            + (
+                f"; {LEAST_PREDICTED} runs at least are asked for"
+                if measured < LEAST_PREDICTED
+                else ""
+            )
+            + (f"; not known of {unknown} of {len(asked)} runs" if unknown else ""),
         )
 
 
@@ -270,13 +323,25 @@ def _compared(
     outcomes: tuple[Outcome, ...],
     compare: Callable[..., Verdict],
 ) -> Target:
-    """A target, if all that it is about was measured under its plan."""
+    """A target, if all that it is about was measured under its plan; the plan's own comes first."""
     for it in outcomes:
         if it.state != "measured":
             return Target(what, subject, None, f"{it.variant}: {it.state}: {it.reason}")
         if it.plan_running is False:
             return Target(what, subject, None, f"{it.variant}: its plan was not running")
-    return Target(what, subject, *compare(*outcomes))
+        if it.manager is not None and it.manager.state == "off":
+            reason = f"{it.variant}: umem's manager was off after the timed steps"
+            return Target(what, subject, None, f"{reason}: {it.manager.reason}")
+    ours = outcomes[0]
+    held, words = compare(*outcomes)
+    if held and ours.budget_bytes is not None:
+        # What takes more than it was given has not done what is asked for.
+        peak_bytes = device_peak_bytes(ours)
+        if peak_bytes is None:
+            held, words = None, f"{words}; what it had on the device is not known"
+        elif peak_bytes > ours.budget_bytes:
+            held, words = False, f"{words}; {ours.variant} was over its own budget"
+    return Target(what, subject, held, words)
 
 
 def _outcome(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,14 +18,21 @@ from umem.bench.results import AllocatorName
 from umem.bench.train.jobs import TrainingAnswer, TrainingJob
 from umem.bench.train.managed import manager_figures, profile_step, resident_bytes, state_of
 from umem.bench.train.results import Variant
-from umem.bench.train.step import Training, make_training, place_allocator, require_package
+from umem.bench.train.step import (
+    Training,
+    incomparable,
+    make_training,
+    place_allocator,
+    require_package,
+)
+from umem.classes import TensorClass
 from umem.cuda import _bindings
 from umem.errors import HardwareError, UmemError
 
 if TYPE_CHECKING:
     from umem.executor import ManagerStatus
 
-__all__ = ["measure"]
+__all__ = ["Timed", "measure", "time_steps", "timed_as_planned", "warm_up"]
 
 WARM_STEPS = 3
 """Kernels are loaded, the optimizer's state is made, and caches fill."""
@@ -36,9 +44,6 @@ PLAN_PATIENCE_S = 30.0
 ARRANGING_STEPS = 2
 """They move what a plan wants elsewhere."""
 
-CORRECTED_STEPS = 9
-"""For the plan to be corrected by measured bandwidths, on which demand paging does not depend."""
-
 KEPT_LOSSES = 8
 
 MAPPED_BYTES = 256 << 20
@@ -47,6 +52,51 @@ MAPPED_PASSES = 5
 FOLLOWED = ("running", "resident")
 _UNDECIDED = ("warming up", "recording")
 """States of umem's manager."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What was measured of the timed steps; None where nobody tells.
+
+    Parameters
+    ----------
+    steps_s
+        Times, seconds.
+    sm_clock_mhz
+        Median.
+    before, after
+        What umem's manager said before and after them.
+    warm_steps
+        Steps before them.
+    reserved_bytes, allocated_bytes
+        Peaks.
+    """
+
+    steps_s: tuple[float, ...]
+    sm_clock_mhz: float | None
+    before: ManagerStatus | None
+    after: ManagerStatus | None
+    warm_steps: int
+    reserved_bytes: int | None
+    allocated_bytes: int | None
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether umem planned anew meanwhile."""
+        if self.before is None or self.after is None:
+            return False
+        return self.after.corrections != self.before.corrections
+
+    @property
+    def plan_running(self) -> bool | None:
+        """Whether each of them went as planned."""
+        if self.before is None or self.after is None:
+            return None
+        return (
+            str(self.before.state) in FOLLOWED
+            and self.after.state == self.before.state
+            and self.after.strays == self.before.strays
+        )
 
 
 def measure(job: TrainingJob) -> TrainingAnswer:
@@ -59,6 +109,9 @@ def measure(job: TrainingJob) -> TrainingAnswer:
     UnsupportedError
         Where the variant does not work on this machine.
     """
+    reason = incomparable(job)
+    if reason is not None:
+        return TrainingAnswer(state="not comparable", reason=reason)
     require_package(job.variant)
     place_allocator(job)
     mapped_bytes_per_s = None
@@ -68,67 +121,80 @@ def measure(job: TrainingJob) -> TrainingAnswer:
     manager = training.manager
     losses: list[torch.Tensor] = []
     with training.around:
-        warm_steps = _warm_up(training, losses)
-        before = None if manager is None else manager.status()
-        if before is not None and state_of(manager) == "off":
+        warm_up(training, losses)
+        if manager is not None and state_of(manager) == "off":
+            status = manager.status()
             return TrainingAnswer(
                 state="off",
-                reason=before.reason or "umem's manager gave no reason",
-                warm_steps=warm_steps,
-                manager=manager_figures(before, before, job.steps),
+                reason=status.reason or "umem's manager gave no reason",
+                warm_steps=len(losses),
+                manager=manager_figures(status, status, job.steps),
             )
         on_gpu = job.device == "cuda"
         allocator = _allocator_of(job.variant)
-        if on_gpu:
-            reset_peaks(allocator)
-        steps_s, sm_clock_mhz = _time_steps(training, job.steps, losses, on_gpu)
-        reserved_bytes, allocated_bytes = peaks(allocator) if on_gpu else (None, None)
-        figures, resident, notes = None, None, _notes(job.variant, before)
-        if before is not None:
-            figures = manager_figures(before, manager.status(), job.steps)
-            resident = resident_bytes(training)
-        profile = None
+        timed = timed_as_planned(training, job.steps, losses, allocator if on_gpu else None)
+        notes = _notes(job.variant, timed)
+        profile, hinted, figures, resident = None, None, None, None
         if allocator != "torch":
-            profile, missing = profile_step(training, f"{job.method} {job.variant}")
+            profile, hinted, missing = profile_step(training, f"{job.method} {job.variant}")
             notes += missing
-        if before is not None and manager.status().corrections != before.corrections:
-            notes += ("planned again, from measured bandwidths, after the warm-up",)
+        if timed.before is not None and timed.after is not None:
+            figures = manager_figures(timed.before, timed.after, job.steps)
+            resident = resident_bytes(training)
+            if manager.status().corrections != timed.after.corrections:
+                notes += ("planned again, from measured bandwidths, after the timed steps",)
     return TrainingAnswer(
         state="measured",
         parameters=sum(weight.numel() for weight in training.model.parameters()),
-        warm_steps=warm_steps,
-        plan_running=None if before is None else str(before.state) in FOLLOWED,
+        warm_steps=timed.warm_steps,
+        plan_running=timed.plan_running,
         manager=figures,
-        steps_s=tuple(steps_s),
-        sm_clock_mhz=sm_clock_mhz,
+        steps_s=timed.steps_s,
+        sm_clock_mhz=timed.sm_clock_mhz,
         losses_hex=tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
-        peak_allocated_bytes=allocated_bytes,
-        peak_reserved_bytes=reserved_bytes,
+        peak_allocated_bytes=timed.allocated_bytes,
+        peak_reserved_bytes=timed.reserved_bytes,
         resident_bytes=resident,
         optimizer_state_bytes=_state_bytes(training.optimizers),
+        host_state_bytes=_host_state_bytes() if job.variant == "umem-optimizer-host" else None,
+        unseen_bytes=_unseen_bytes(training.optimizers),
         mapped_bytes_per_s=mapped_bytes_per_s,
         profile=profile,
+        hinted=hinted,
         notes=notes,
         device_flops_per_s=_device_flops_per_s() if on_gpu and job.variant == "stock" else None,
     )
 
 
 def _allocator_of(variant: Variant) -> AllocatorName:
-    if variant == "rmm-managed":
+    if variant == "rmm-pool":
         return "rmm-pool"
     return "umem" if variant.startswith("umem-") else "torch"
 
 
-def _notes(variant: Variant, status: ManagerStatus | None) -> tuple[str, ...]:
+def _notes(variant: Variant, timed: Timed) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
     if variant == "bnb-paged-adamw":
-        return ("its state is managed memory of its own, which torch does not count",)
+        notes += (
+            "its state is managed memory of its own, which torch does not count; each step "
+            "prefetches it, so that it counts as on the device",
+        )
+    status = timed.after
     if variant == "umem-backward-step" and status is not None and not status.step_in_backward:
-        return ("the optimizer's step stayed behind the backward pass",)
-    return ()
+        notes += ("the optimizer's step stayed behind the backward pass",)
+    if timed.is_corrected:
+        notes += ("planned again, from measured bandwidths, in the timed steps",)
+    return notes
 
 
-def _warm_up(training: Training, losses: list[torch.Tensor]) -> int:
-    """Train until times are those of later steps; the number of steps."""
+def warm_up(training: Training, losses: list[torch.Tensor]) -> None:
+    """Train until times are those of later steps.
+
+    Under every planner a plan runs for as many steps as it can take to be corrected: corrections
+    are looked for under all of them.
+    """
+    from umem.executor import SETTLING_STEPS
+
     losses += [training.step() for _ in range(WARM_STEPS)]
     if training.manager is not None:
         end_s = time.monotonic() + PLAN_PATIENCE_S
@@ -140,15 +206,53 @@ def _warm_up(training: Training, losses: list[torch.Tensor]) -> int:
             losses.append(training.step())
             float(losses[-1])  # the plan starts between steps: this loop must not run ahead
         if state_of(training.manager) == "running":
-            pages_on_demand = training.manager.status().planner == "fault"
-            more = ARRANGING_STEPS + (0 if pages_on_demand else CORRECTED_STEPS)
+            # The last correction comes before the step after these, which arranges anew.
+            more = SETTLING_STEPS + ARRANGING_STEPS
             losses += [training.step() for _ in range(more)]
     float(losses[-1])
-    return len(losses)
 
 
-def _time_steps(
-    training: Training, steps: int, losses: list[torch.Tensor], on_gpu: bool
+def timed_as_planned(
+    training: Training, steps: int, losses: list[torch.Tensor], allocator: AllocatorName | None
+) -> Timed:
+    """Time steps between two answers of umem's manager; anew, once, if it planned anew meanwhile.
+
+    Parameters
+    ----------
+    training, steps, losses
+        As those of :func:`time_steps`.
+    allocator
+        Whose peaks are taken; None on the CPU.
+    """
+    timed = _timed(training, steps, losses, allocator)
+    if timed.is_corrected:
+        losses += [training.step() for _ in range(ARRANGING_STEPS)]
+        timed = _timed(training, steps, losses, allocator)
+    return timed
+
+
+def _timed(
+    training: Training, steps: int, losses: list[torch.Tensor], allocator: AllocatorName | None
+) -> Timed:
+    manager, warm_steps = training.manager, len(losses)
+    before = None if manager is None else manager.status()
+    if allocator is not None:
+        reset_peaks(allocator)
+    steps_s, sm_clock_mhz = time_steps(training, steps, losses, on_gpu=allocator is not None)
+    reserved_bytes, allocated_bytes = (None, None) if allocator is None else peaks(allocator)
+    return Timed(
+        steps_s=tuple(steps_s),
+        sm_clock_mhz=sm_clock_mhz,
+        before=before,
+        after=None if manager is None else manager.status(),
+        warm_steps=warm_steps,
+        reserved_bytes=reserved_bytes,
+        allocated_bytes=allocated_bytes,
+    )
+
+
+def time_steps(
+    training: Training, steps: int, losses: list[torch.Tensor], *, on_gpu: bool
 ) -> tuple[list[float], float | None]:
     """Times of steps one after the other, by the device's clock, and its median SM clock, MHz.
 
@@ -200,6 +304,25 @@ def _state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int | None:
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim()  # not the number of steps
     )
+
+
+def _host_state_bytes() -> int:
+    """What umem has allocated for the optimizer's state: more than the state, by whole blocks."""
+    import umem
+
+    return umem.memory_by_class()[TensorClass.OPTIMIZER_STATE].allocated_bytes
+
+
+def _unseen_bytes(optimizers: Sequence[Any]) -> int | None:
+    """Managed memory of bitsandbytes' paged optimizers, None without one.
+
+    Each step prefetches it to the device, where it stays as long as there is room.
+    """
+    for optimizer in optimizers:
+        if getattr(optimizer, "is_paged", False):
+            paged = optimizer.page_mng.paged_tensors  # of all of them
+            return sum(tensor.nbytes for tensor in paged)
+    return None
 
 
 def _device_flops_per_s() -> float | None:

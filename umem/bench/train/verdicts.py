@@ -6,6 +6,7 @@ from umem.bench.train.figures import median_s, tokens_per_s
 from umem.bench.train.results import Outcome, TrainingRun
 
 __all__ = [
+    "LEAST_PREDICTED",
     "LEAST_SPEED_UP",
     "LEAST_STOCK_SHARE",
     "MAX_BYTES_ERROR",
@@ -49,6 +50,9 @@ MAX_STEP_ERROR = 0.15
 MAX_BYTES_ERROR = 0.1
 """How far a measured figure may be from the predicted one, relative to that."""
 
+LEAST_PREDICTED = 6
+"""Steps under a plan that were measured: fewer say little of all of them."""
+
 NO_PROFILE = "what unified memory did is not known: see the notes"
 
 Verdict = tuple[bool | None, str]
@@ -60,6 +64,8 @@ def faults(ours: Outcome, theirs: Outcome) -> Verdict:
     if ours.profile is None or theirs.profile is None:
         return None, NO_PROFILE
     own, other = ours.profile.fault_pages, theirs.profile.fault_pages
+    if own == other == 0:
+        return None, "0 against 0: nothing faulted, so that nothing is compared"
     return own <= MAX_FAULT_SHARE * other, f"{own:,} against {other:,}"
 
 
@@ -95,7 +101,10 @@ def time_shares(ours: Outcome, theirs: Outcome) -> Verdict:
     if ours.profile is None or theirs.profile is None:
         return None, NO_PROFILE
     own, other = ours.profile.um_time_share, theirs.profile.um_time_share
-    return own <= other, f"{percent_words(own)} against {percent_words(other)}"
+    words = f"{percent_words(own)} against {percent_words(other)}"
+    if own == other == 0:
+        return None, f"{words}: nothing moved, so that nothing is compared"
+    return own <= other, words
 
 
 def stalls(stock_s: float | None, ours: Outcome, theirs: Outcome) -> Verdict:
@@ -106,7 +115,10 @@ def stalls(stock_s: float | None, ours: Outcome, theirs: Outcome) -> Verdict:
     if stock_s is None:
         return None, "stock was not measured"
     own_s, other_s = own_s - stock_s, other_s - stock_s
-    return own_s <= MAX_STALL_SHARE * other_s, f"{ms_words(own_s)} against {ms_words(other_s)}"
+    words = f"{ms_words(own_s)} against {ms_words(other_s)}"
+    if other_s <= 0:
+        return None, f"{words}: demand paging was no slower than stock"
+    return own_s <= MAX_STALL_SHARE * other_s, words
 
 
 def ahead(run: TrainingRun, ours: Outcome, others: list[Outcome]) -> Verdict:

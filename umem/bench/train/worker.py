@@ -6,27 +6,35 @@ of some thirty processes, importing torch and transformers anew would take longe
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import select
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 
 from umem.bench.train.jobs import TrainingAnswer, TrainingJob
 
 __all__ = ["be_ready", "work"]
 
+_STACKS_SHARE = 0.9
+"""Of a process's time: by then what hangs has hung, and there is time left to write where."""
 
-def be_ready(answers: Connection, log: str) -> None:
+
+def be_ready(answers: Connection, log: str, limit_s: float) -> None:
     """Answer that there is a process: then what processes are forked from has its imports.
 
     Arguments as those of :func:`work`.
     """
-    _print_into(log)
-    answers.send(TrainingAnswer(state="ready").model_dump_json())
-    answers.close()
+    with _watched(answers, log, limit_s):
+        answers.send(TrainingAnswer(state="ready").model_dump_json())
 
 
-def work(job_json: str, answers: Connection, log: str) -> None:
+def work(job_json: str, answers: Connection, log: str, limit_s: float) -> None:
     """Train as a job says and send one answer, as JSON.
 
     Parameters
@@ -34,13 +42,14 @@ def work(job_json: str, answers: Connection, log: str) -> None:
     job_json
         A :class:`TrainingJob`.
     answers
-        Where the answer goes.
+        Where the answer goes. Where nobody waits for it any more, the process ends at once.
     log
         File for all that libraries print.
+    limit_s
+        The process is killed after so long: shortly before, the log is told where it is.
     """
-    _print_into(log)
-    answers.send(_answer(TrainingJob.model_validate_json(job_json)).model_dump_json())
-    answers.close()
+    with _watched(answers, log, limit_s):
+        answers.send(_answer(TrainingJob.model_validate_json(job_json)).model_dump_json())
 
 
 def _answer(job: TrainingJob) -> TrainingAnswer:
@@ -60,6 +69,30 @@ def _answer(job: TrainingJob) -> TrainingAnswer:
         return TrainingAnswer(state="failed", reason=f"{type(error).__name__}: {error}")
 
 
+@contextmanager
+def _watched(answers: Connection, log: str, limit_s: float) -> Iterator[None]:
+    _print_into(log)
+    faulthandler.dump_traceback_later(_STACKS_SHARE * limit_s)
+    answered = threading.Event()
+    poller = select.poll()
+    poller.register(answers.fileno(), 0)  # hang-ups and errors are told in any case
+    threading.Thread(target=_end_with_parent, args=(poller, answered), daemon=True).start()
+    yield
+    answered.set()
+    faulthandler.cancel_dump_traceback_later()
+    answers.close()
+
+
+def _end_with_parent(poller: select.poll, answered: threading.Event) -> None:
+    """End this process if the other end of its pipe is closed, which a killed parent's is.
+
+    Otherwise it would train on, and hold the device's memory.
+    """
+    poller.poll()
+    if not answered.is_set():
+        os._exit(1)
+
+
 def _print_into(log: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -67,3 +100,7 @@ def _print_into(log: str) -> None:
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)
+    # What is killed flushes nothing.
+    for text in (sys.stdout, sys.stderr):
+        if isinstance(text, TextIOWrapper):
+            text.reconfigure(line_buffering=True)

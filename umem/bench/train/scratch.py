@@ -1,0 +1,67 @@
+"""A block of managed memory whose transfers are known, to see which of them CUPTI records."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from umem.cuda import Location, Range, _bindings, prefetch
+
+if TYPE_CHECKING:
+    from umem.report import MeasuredReport
+
+__all__ = ["PART_BYTES", "moved_scratch"]
+
+PART_BYTES = 64 << 20
+"""So much is prefetched to the device, and as much faults in there."""
+
+
+class _Array:
+    """Managed memory as an array that torch wraps without a copy."""
+
+    def __init__(self, range_: Range) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (range_.size_bytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "data": (range_.address, False),
+            "version": 3,
+        }
+
+
+def moved_scratch() -> MeasuredReport:
+    """What a profile has of the two transfers."""
+    import umem
+
+    with (
+        _on_the_host() as address,
+        umem.profile(steps=1, name="scratch", required=False) as profile,
+    ):
+        _move(address)
+        profile.step()
+    return profile.report()
+
+
+@contextmanager
+def _on_the_host() -> Iterator[int]:
+    """A managed block of two parts, all of whose pages are on the host; its address."""
+    address = _bindings.allocate_managed(2 * PART_BYTES)
+    try:
+        # Only pages that hold something move.
+        ctypes.memset(address, 1, 2 * PART_BYTES)
+        yield address
+        torch.cuda.synchronize()
+    finally:
+        _bindings.free(address)
+
+
+def _move(address: int) -> None:
+    """Prefetch the first part to the device, and touch every page of the second one there."""
+    device = torch.cuda.current_device()
+    hinted, faulted = Range(address, PART_BYTES), Range(address + PART_BYTES, PART_BYTES)
+    prefetch(hinted, Location.device(device), stream=torch.cuda.current_stream())
+    torch.as_tensor(_Array(faulted), device=torch.device("cuda", device)).add_(1)
