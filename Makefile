@@ -3,6 +3,8 @@
 PYTHON ?= python3
 UMEM_CUDA ?= 13
 JOBS ?= $(shell nproc)
+# One more than cores: tests wait for processes that they start, and for time to pass.
+WORKERS ?= $(shell expr $(JOBS) + 1)
 MARKED ?= slow or not slow
 export UMEM_CUDA
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
@@ -25,7 +27,7 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
 NATIVE_TESTS := plain address thread
 
-.PHONY: help demo test lint native native-test pytest bench wheel clean
+.PHONY: help demo test lint native native-test planner pytest bench wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,7 +47,7 @@ demo: native
 
 # Side by side what waits for downloads and what compiles.
 test:
-	$(MAKE) --jobs=2 --output-sync=line lint native-test
+	$(MAKE) --jobs=2 --output-sync=line lint native-test planner
 	$(MAKE) pytest
 
 lint: native
@@ -53,9 +55,13 @@ lint: native
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Compiled and kept once: the workers of the tests would each do it, at the same time.
+planner: native
+	$(BIN)/python -c 'import umem.bench.train.compile_planner as it; it.compile_planner()'
+
 # Side by side, but for the tests on a GPU, which share its memory.
 pytest: native
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu and ($(MARKED))" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and ($(MARKED))" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(PYTEST_ARGS)
 
 bench: native

@@ -137,8 +137,9 @@ void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
   if (record.ready_ns != 0) of.event_wait_ns += record.ready_ns - record.asked_ns;
   if (record.issued_ns != 0) of.queued_ns += record.issued_ns - record.ready_ns;
   if (record.needed_ns != 0) count_punctuality(record);
+  const Ticket ticket = record.ticket;  // the record goes with what is erased
   keep_record(record);
-  open_.erase(record.ticket);
+  open_.erase(ticket);
 }
 
 void HintBook::keep_record(const HintRecord& record) {
