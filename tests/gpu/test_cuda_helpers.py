@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from umem import cuda as ucuda
+from umem.bench.train.scratch import ManagedBytes
 from umem.capabilities import detect
 from umem.cuda import Advice, Location, Range
 from umem.errors import CudaError
@@ -57,22 +58,9 @@ def needs_discard() -> None:
         pytest.skip("discard and batch prefetch need a driver and a cuda-python of CUDA 13")
 
 
-class Bytes:
-    """A managed range as an array that torch can wrap without a copy."""
-
-    def __init__(self, range_: Range) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (range_.size_bytes,),
-            "strides": None,
-            "typestr": "|u1",
-            "data": (range_.address, False),
-            "version": 3,
-        }
-
-
 def as_tensor(range_: Range) -> torch.Tensor:
     """A tensor over managed memory."""
-    tensor = torch.as_tensor(Bytes(range_), device="cuda")
+    tensor = torch.as_tensor(ManagedBytes(range_), device="cuda")
     assert tensor.data_ptr() == range_.address
     return tensor
 
@@ -108,8 +96,8 @@ class TestPrefetch:
     def test_default_stream_pair_and_array(self, managed: Range) -> None:
         """Every form of target; prefetch takes the default stream."""
         ucuda.prefetch((managed.address, managed.size_bytes), DEVICE, stream=0)
-        assert ucuda.last_prefetch_location(Bytes(managed)) == DEVICE
-        ucuda.prefetch(Bytes(managed), HOST, stream=torch.cuda.current_stream())
+        assert ucuda.last_prefetch_location(ManagedBytes(managed)) == DEVICE
+        ucuda.prefetch(ManagedBytes(managed), HOST, stream=torch.cuda.current_stream())
         assert ucuda.last_prefetch_location(managed) == HOST
 
     def test_parts_that_differ(self, managed: Range, stream: torch.cuda.Stream) -> None:

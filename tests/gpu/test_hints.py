@@ -14,6 +14,7 @@ import torch
 
 from umem import cuda as ucuda
 from umem._native import NO_EVENT
+from umem.bench.train.scratch import ManagedBytes
 from umem.capabilities import detect
 from umem.classes import TensorClass
 from umem.cuda import Location, Range
@@ -66,22 +67,9 @@ def managed(engine: HintEngine) -> Iterator[MakeManaged]:
         assert int(rt.cudaFree(range_.address)[0]) == 0
 
 
-class _Bytes:
-    """A managed range as an array that torch can wrap without a copy."""
-
-    def __init__(self, range_: Range) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (range_.size_bytes,),
-            "strides": None,
-            "typestr": "|u1",
-            "data": (range_.address, False),
-            "version": 3,
-        }
-
-
 def as_tensor(range_: Range) -> torch.Tensor:
     """A tensor of bytes over managed memory."""
-    return torch.as_tensor(_Bytes(range_), device="cuda")
+    return torch.as_tensor(ManagedBytes(range_), device="cuda")
 
 
 def fill(range_: Range) -> torch.Tensor:

@@ -14,13 +14,13 @@ from umem.cuda import Location, Range, _bindings, prefetch
 if TYPE_CHECKING:
     from umem.report import MeasuredReport
 
-__all__ = ["PART_BYTES", "moved_scratch"]
+__all__ = ["PART_BYTES", "ManagedBytes", "moved_scratch"]
 
 PART_BYTES = 64 << 20
 """So much is prefetched to the device, and as much faults in there."""
 
 
-class _Array:
+class ManagedBytes:
     """Managed memory as an array that torch wraps without a copy."""
 
     def __init__(self, range_: Range) -> None:
@@ -64,4 +64,4 @@ def _move(address: int) -> None:
     device = torch.cuda.current_device()
     hinted, faulted = Range(address, PART_BYTES), Range(address + PART_BYTES, PART_BYTES)
     prefetch(hinted, Location.device(device), stream=torch.cuda.current_stream())
-    torch.as_tensor(_Array(faulted), device=torch.device("cuda", device)).add_(1)
+    torch.as_tensor(ManagedBytes(faulted), device=torch.device("cuda", device)).add_(1)
