@@ -39,6 +39,7 @@ from umem.bench.train.step import (
     place_allocator,
     require_package,
 )
+from umem.bench.train.task import KEPT_LOSSES
 from umem.bench.train.worker import _answer, work
 from umem.classes import TensorClass
 from umem.cli.bench import app
@@ -126,7 +127,7 @@ def test_processes_train_the_same_model_and_say_what_they_cannot_do(tmp_path: Pa
         assert len(it.steps_s) == 3
         assert min(it.steps_s) > 0
         assert losses == sorted(losses, reverse=True)
-        assert len(losses) == it.warm_steps + 3
+        assert len(losses) == KEPT_LOSSES > it.warm_steps + 3
         assert it.process_s > sum(it.steps_s)
     # The same seed gives the same bits, with checkpoints too, and adapters begin as the model that
     # they are put on.
@@ -572,7 +573,7 @@ def test_processes_that_cannot_be_forked_are_started_anew() -> None:
     anew = ask(workers, tiny_job("stock", device="cpu"))
 
     assert anew.state == forked.state == "measured"
-    assert len(anew.losses_hex) == len(forked.losses_hex) == 4
+    assert anew.losses_hex == forked.losses_hex
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")

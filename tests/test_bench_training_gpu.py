@@ -48,7 +48,10 @@ def test_variants_train_to_the_same_losses_within_a_budget(tmp_path: Path) -> No
         assert 1e-3 < min(it.steps_s) < 10
         assert it.sm_clock_mhz is not None
         assert 100 < it.sm_clock_mhz < 5000
-        assert it.losses_hex == by_variant["stock"].losses_hex
+        # One that settles for longer has the losses of more steps.
+        pairs = list(zip(it.losses_hex, by_variant["stock"].losses_hex, strict=False))
+        assert len(pairs) >= 6
+        assert [mine for mine, _ in pairs] == [its for _, its in pairs], it.variant
     stock = by_variant["stock"]
     assert stock.peak_allocated_bytes is not None
     for planned in (by_variant["umem-planned"], by_variant["umem-backward-step"]):

@@ -504,26 +504,49 @@ def hinted(op: str, moved_bytes: int) -> HintUse:
 
 
 @pytest.mark.parametrize(
-    ("recorded_bytes", "uses", "paged_bytes", "words"),
+    ("recorded_bytes", "uses", "words"),
     [
-        (0, [hinted("prefetch", 2 * MIB)], None, "records of 0 B, and 2 MiB moved, by the hint"),
-        (MIB - 1, [hinted("prefetch", MIB), hinted("evict", MIB)], None, "and 2 MiB moved, by the"),
-        (MIB, [hinted("prefetch", MIB), hinted("evict", MIB)], None, None),
+        (0, [hinted("prefetch", 2 * MIB)], "records of 0 B, and 2 MiB moved, by the hint"),
+        (MIB - 1, [hinted("prefetch", MIB), hinted("evict", MIB)], "and 2 MiB moved, by the"),
+        (MIB, [hinted("prefetch", MIB), hinted("evict", MIB)], None),
         # Copies, and pages that stay and are mapped, are no transfers to the driver.
-        (0, [hinted("copy_in", MIB), hinted("copy_out", MIB), hinted("advise", MIB)], None, None),
-        (0, [], None, None),
-        (0, [], 0, None),
-        (MIB, [], 2 * MIB, None),
-        (MIB, [], 2 * MIB + 1, "records of 1 MiB, and 2 MiB moved, as predicted of demand paging"),
+        (0, [hinted("copy_in", MIB), hinted("copy_out", MIB), hinted("advise", MIB)], None),
+        (0, [], None),
     ],
 )
 def test_lost_records_are_not_taken_for_zeros(
-    recorded_bytes: int, uses: list[HintUse], paged_bytes: int | None, words: str | None
+    recorded_bytes: int, uses: list[HintUse], words: str | None
 ) -> None:
+    said = managed.loss_of_hinted_records(report_of(recorded_bytes, uses))
+
+    assert (said is None) == (words is None)
+    assert (words or "") in (said or "")
+
+
+@pytest.mark.parametrize(
+    ("recorded_bytes", "paged_bytes", "words"),
+    [
+        (0, None, None),
+        (0, 0, None),
+        (9 * MIB, 10 * MIB, None),
+        (9 * MIB, 10 * MIB + 2, "lower bounds: CUPTI handed over records of 9 MiB, and 10 MiB are"),
+        (0, MIB, "records of 0 B, and 1 MiB are predicted"),
+    ],
+)
+def test_what_faults_at_once_may_be_more_than_was_recorded(
+    recorded_bytes: int, paged_bytes: int | None, words: str | None
+) -> None:
+    said = managed.loss_of_paged_records(report_of(recorded_bytes, []), paged_bytes)
+
+    assert (said is None) == (words is None)
+    assert (words or "") in (said or "")
+
+
+def report_of(recorded_bytes: int, uses: list[HintUse]) -> MeasuredReport:
     def traffic(cause: Cause, moved_bytes: int) -> Traffic:
         return Traffic("to_device", cause, TensorClass.WEIGHTS, moved_bytes, 0.1, 1)
 
-    report = MeasuredReport(
+    return MeasuredReport(
         workload="net", hardware="GPU", policy="sft", planner="measured", step_s=1.0,
         traffic=(traffic("fault", recorded_bytes), traffic("copy", 9 * MIB)),
         memory_ops_s=0.0, memory_ops_bytes=0, memory_ops_count=0, fault_pages=0,
@@ -531,18 +554,14 @@ def test_lost_records_are_not_taken_for_zeros(
         hints=HintReport(tuple(uses), 0, 0, 0) if uses else None,
     )  # fmt: skip
 
-    said = managed.loss_of_records(report, paged_bytes)
-
-    assert (said is None) == (words is None)
-    assert (words or "") in (said or "")
-
 
 @pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
 def test_a_step_whose_records_were_lost_has_no_figures(
     planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", SilentCollector)
-    monkeypatch.setattr(managed, "loss_of_known_records", lambda: None)
+    monkeypatch.setattr(managed, "known_transfers", lambda: nullcontext(lambda: None))
+    monkeypatch.setattr(managed, "loss_of_known_records", lambda _: None)
     inner = Training()
     training: Any = _Managed(inner, inner.manage(planner, 34 * MIB))
     inner.steps(9)
@@ -573,10 +592,12 @@ class KnownCollector(SilentCollector):
     """In place of CUPTI, which has handed over so many bytes that were hinted, and that faulted."""
 
     moved_bytes: tuple[int, int, int] = (0, 0, 0)
+    moves: list[int]
+    """When they moved."""
 
     def stop(self) -> tuple[MigrationRecords, int]:
-        now_ns = self.now_ns()
-        row = (int(RecordKind.TO_DEVICE), now_ns, now_ns, 4096)
+        (moved_ns,) = self.moves
+        row = (int(RecordKind.TO_DEVICE), moved_ns, moved_ns, 4096)
         causes = map(CAUSE_OF_NUMBER.index, ("hint", "fault", "speculation"))
         moved = zip(self.moved_bytes, causes, strict=True)
         return records_of([(*row, size, 0, cause, 0, 0) for size, cause in moved]), 0
@@ -586,35 +607,35 @@ class KnownCollector(SilentCollector):
     ("moved_bytes", "words"),
     [
         ((64 * MIB, 4 * MIB, 60 * MIB), None),
-        ((32 * MIB, 0, 32 * MIB), None),
+        ((58 * MIB, 0, 58 * MIB), None),
         (
             (0, 0, 0),
             "records of 0 B where 64 MiB were prefetched, and of 0 B where as much faulted",
         ),
-        ((32 * MIB - 1, 64 * MIB, 0), "where 64 MiB were prefetched"),
-        ((64 * MIB, 16 * MIB, 16 * MIB - 1), "records of 64 MiB where"),
+        ((57 * MIB, 64 * MIB, 0), "where 64 MiB were prefetched"),
+        ((64 * MIB, 27 * MIB, 30 * MIB), "records of 64 MiB where"),
     ],
 )
 def test_zeros_are_believed_only_of_a_profiler_that_sees_what_is_known(
     moved_bytes: tuple[int, int, int], words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moves: list[int] = []
     monkeypatch.setattr(KnownCollector, "moved_bytes", moved_bytes)
+    monkeypatch.setattr(KnownCollector, "moves", [], raising=False)
     monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", KnownCollector)
     monkeypatch.setattr(scratch, "_on_the_host", lambda: nullcontext(4096))
-    monkeypatch.setattr(scratch, "_move", moves.append)
-
-    said = managed.loss_of_known_records()
-
-    assert moves == [4096]
-    assert (said is None) == (words is None)
-    assert (words or "") in (said or "")
+    monkeypatch.setattr(
+        scratch, "_move", lambda address: KnownCollector.moves.append(time.monotonic_ns())
+    )
     # A step without a hint and without a plan has nothing else to be held against.
     training: Any = SimpleNamespace(model=None, manager=None, step=lambda: None)
+
     profile, hinted, notes = managed.profile_step(training, "net")
+
     assert hinted is None
     assert (profile is None) == (words is not None)
     assert any((words or "none") in note for note in notes) == (words is not None)
+    # What was moved to see whether it is seen is not the step's.
+    assert profile is None or profile.transfers == ()
 
 
 def test_without_cupti_there_is_nothing_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,7 +647,11 @@ def test_without_cupti_there_is_nothing_to_lose(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(scratch, "_on_the_host", lambda: nullcontext(4096))
     monkeypatch.setattr(scratch, "_move", lambda _: None)
 
-    assert managed.loss_of_known_records() is None
+    training: Any = SimpleNamespace(model=None, manager=None, step=lambda: None)
+    profile, _, notes = managed.profile_step(training, "net")
+
+    assert profile is None
+    assert not any("not known" in note for note in notes)
 
 
 # --- what is on the device beside it ---

@@ -268,6 +268,18 @@ def test_a_model_that_nobody_wants_is_let_go(steps: int) -> None:
     assert [reference() for reference in alive] == [None, None, None]
 
 
+@pytest.mark.parametrize("steps", [1, BEFORE_PLANNED + 2])
+def test_an_optimizer_that_stays_does_not_keep_the_model(steps: int) -> None:
+    training = Training()
+    training.manage()
+    training.steps(steps)
+    model, optimizer = weakref.ref(training.model), training.optimizer
+    del training
+    gc.collect()
+    assert model() is None
+    optimizer.step()
+
+
 # ------------------------------------------------------------------------------------ shapes
 
 

@@ -234,7 +234,7 @@ def test_what_was_mapped_comes_back_where_the_card_has_room(
     prefetches = sum(
         sum(of.requests.values()) for (op, _), of in counts.items() if op == "prefetch"
     )
-    assert prefetches == (3 if comes_back else 0)
+    assert prefetches == (2 if comes_back else 0)  # the first one had room
     lift.release()
     for address in blocks:
         allocator.free(address)

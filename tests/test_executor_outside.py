@@ -24,12 +24,21 @@ def test_a_plan_leaves_room_for_what_is_on_the_device_beside_the_step(
     assert 20 * MIB < timeline.resident_bytes.sum(axis=1).max() <= 38 * MIB
 
 
+@pytest.mark.parametrize(
+    ("budget_bytes", "said"),
+    [
+        (61 * MIB, "(that is the budget of 61 MiB less 60 MiB that other tensors of the process"),
+        (60 * MIB, "the device budget is 60 MiB, and 60 MiB of other tensors of the process"),
+        (48 * MIB, "the device budget is 48 MiB, and 60 MiB of other tensors of the process"),
+    ],
+)
 def test_where_the_rest_of_the_process_leaves_too_little_it_is_named(
-    monkeypatch: pytest.MonkeyPatch,
+    budget_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepRecording, "outside_bytes", 60 * MIB)
     training = Training()
-    manager = training.manage()
+    manager = training.manage(budget_bytes=budget_bytes)
     training.steps(10)
     assert manager.status().state is ManagerState.OFF
-    assert "the budget less 60 MiB that other tensors of the process" in manager.status().reason
+    assert said in manager.status().reason
+    assert "raise the budget" in manager.status().reason

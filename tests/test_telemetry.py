@@ -30,6 +30,7 @@ from umem.telemetry import (
     Profile,
     RecordKind,
     Snapshot,
+    _cupti,
     attribute,
     blocks_hit,
     concatenated,
@@ -222,8 +223,12 @@ def read(*records: bytes, gap: int = 0) -> MigrationRecords:
 def cupti(monkeypatch: pytest.MonkeyPatch) -> StandInCupti:
     module = StandInCupti()
     install(monkeypatch, module)
+    monkeypatch.setattr("umem.telemetry._cupti._QUIET_S", 0.3)
+    monkeypatch.setattr("umem.telemetry._cupti._FLUSH_EVERY_S", 1000.0)
     # Undone in the end, so that no test leaves a collector to the next.
-    monkeypatch.setattr("umem.telemetry._cupti._buffers", Buffers())
+    buffers = Buffers()
+    buffers.is_primed = True
+    monkeypatch.setattr("umem.telemetry._cupti._buffers", buffers)
     return module
 
 
@@ -556,12 +561,55 @@ def test_records_that_another_thread_is_reading_are_waited_for(
     assert collector.notes() == ()
 
 
-def test_a_buffer_that_is_out_is_waited_for_longer(cupti: StandInCupti) -> None:
-    """cupti-python makes objects of its records before it calls us, and nobody sees it work."""
+def test_the_first_recording_of_a_process_is_of_nothing(
+    cupti: StandInCupti, caplog: pytest.LogCaptureFixture
+) -> None:
+    _cupti._buffers.is_primed = False
+    cupti.on_disable = [[copy(7, 5, 6)]]
+    first, second = CuptiCollector(), CuptiCollector()
+    with caplog.at_level("WARNING", logger="umem"):
+        first.start()
+    assert "for the first time" in caplog.text
+    kinds = [("enable", 25), ("enable", 1), ("enable", 2)]
+    changes = [it for it in cupti.calls if it[0] in ("enable", "disable")]
+    assert changes == [*kinds, ("disable", 2), ("disable", 1), ("disable", 25), *kinds]
+    # What it was about came to an end before, and is nobody's.
+    assert (len(first.stop()[0]), first.late()) == (0, 0)
+    cupti.calls.clear()
+    second.start()
+    assert [it for it in cupti.calls if it[0] == "disable"] == []
+    second.stop()
+
+
+def test_a_refusal_of_the_first_recording_leaves_nothing_on(cupti: StandInCupti) -> None:
+    _cupti._buffers.is_primed = False
+    cupti.refusal, cupti.refused = "CUPTI_ERROR_INSUFFICIENT_PRIVILEGES", "enable"
+    with pytest.raises(UnsupportedError, match="NVreg_RestrictProfilingToAdminUsers"):
+        CuptiCollector().start()
+    assert [it for it in cupti.calls if it[0] == "disable"] == []
+    assert not _cupti._buffers.is_primed
+
+
+def test_cupti_is_flushed_while_it_records(
+    cupti: StandInCupti, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("umem.telemetry._cupti._FLUSH_EVERY_S", 0.001)
     collector = CuptiCollector()
     collector.start()
-    cupti.wanted()
-    thread = later(0.7, lambda: cupti.full(buffer_of(copy(1, 5, 6))))
+    before = cupti.calls.count(("flush", 0))
+    time.sleep(0.2)
+    assert cupti.calls.count(("flush", 0)) > before + 3
+    collector.stop()
+    after = cupti.calls.count(("flush", 0))
+    time.sleep(0.05)
+    assert cupti.calls.count(("flush", 0)) == after
+
+
+def test_records_may_take_a_while(cupti: StandInCupti, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("umem.telemetry._cupti._QUIET_S", 1.5)
+    collector = CuptiCollector()
+    collector.start()
+    thread = later(1.0, lambda: cupti.full(buffer_of(copy(1, 5, 6))))
     records, _ = collector.stop()
     thread.join()
     assert len(records) == 1

@@ -98,6 +98,8 @@ class Allocator:
         """Of every live block: address, requested bytes, block bytes, class, device, kind."""
     def set_device_budget(self, device: int, bytes: int) -> None:
         """From now on; 0 for no budget. What was spilled before stays where it is until freed."""
+    def unspill(self, device: int) -> list[tuple[int, int, int, int, int, str]]:
+        """Give what was spilled, and has pages of its own, its class's advice; as `live_blocks`."""
     def take_peak_bytes(self, device: int) -> int:
         """Most bytes of live blocks since the last call, whatever `reset_peak_stats` does."""
     def set_release_listener(self, engine: HintEngine | None) -> None:

@@ -8,13 +8,37 @@ from __future__ import annotations
 
 import ctypes
 import os
-import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-__all__ = ["new_event"]
+__all__ = ["LeftToItsProcess", "new_event"]
 
-_events: weakref.WeakSet[torch.cuda.Event] = weakref.WeakSet()
+
+class LeftToItsProcess:
+    """An object that lives for ever in a process that did not make it.
+
+    It has no list of weak references to all of its kind: those of torch's events outlive them and
+    dangle, in versions without https://github.com/pytorch/pytorch/pull/183403.
+    """
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._made_in = os.getpid()
+
+    # What it needs is at hand also when the interpreter has cleared its modules.
+    def __del__(
+        self,
+        process: Callable[[], int] = os.getpid,
+        keep: Any = ctypes.pythonapi.Py_IncRef,
+        reference: Any = ctypes.py_object,
+    ) -> None:
+        if process() != self._made_in:
+            keep(reference(self))
+
+
+class _Event(LeftToItsProcess, torch.cuda.Event):
+    pass
 
 
 def new_event(*, timing: bool = False) -> torch.cuda.Event:
@@ -25,14 +49,4 @@ def new_event(*, timing: bool = False) -> torch.cuda.Event:
     timing
         Whether its time can be read.
     """
-    event = torch.cuda.Event(enable_timing=timing)
-    _events.add(event)
-    return event
-
-
-def _never_destroy() -> None:
-    for event in list(_events):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))
-
-
-os.register_at_fork(after_in_child=_never_destroy)
+    return _Event(enable_timing=timing)

@@ -155,9 +155,9 @@ nb::dict kind_stats(Allocator& allocator, int device) {
   return all;
 }
 
-nb::list live_blocks(const Allocator& allocator) {
+nb::list listed(const std::vector<LiveBlock>& blocks) {
   nb::list all;
-  for (const LiveBlock& block : allocator.live_blocks())
+  for (const LiveBlock& block : blocks)
     all.append(nb::make_tuple(block.address, block.requested_bytes, block.bytes,
                               static_cast<int>(block.tensor_class), block.device,
                               kKindNames[static_cast<std::size_t>(block.kind)]));
@@ -361,7 +361,10 @@ NB_MODULE(_native, module) {
           [](Allocator& self, int device) { self.device(device).reset_accumulated_stats(); },
           "device"_a)
       .def("segments", &segments, "device"_a)
-      .def("live_blocks", &live_blocks)
+      .def("live_blocks", [](const Allocator& self) { return listed(self.live_blocks()); })
+      .def(
+          "unspill", [](Allocator& self, int device) { return listed(self.device(device).unspill()); },
+          "device"_a)
       .def(
           "set_device_budget",
           [](Allocator& self, int device, std::size_t bytes) {

@@ -519,15 +519,34 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   block->tensor_class = tensor_class;
   count_class(*block, true);
 
+  // A spilled block keeps its place: the budget put it there.
+  if (block->advice != spill_profile_) follow_class(block);
+  return true;
+}
+
+// The advice of a block's class, unless the block shares its pages.
+bool DeviceAllocator::follow_class(Block* block) {
   const Heap& heap = *block->segment->heap;
   const std::uint8_t profile =
-      routes_[class_routes_[static_cast<std::size_t>(tensor_class)].large].profile;
-  // A spilled block keeps its place: the budget put it there. So does one that shares its pages.
-  if (heap.tier == Tier::large && heap.profile != spill_profile_ &&
-      profiles_[profile].kind == profiles_[heap.profile].kind &&
-      takes_advice(profiles_[profile].kind) && block->advice != profile)
-    apply_advice(block, profile);
+      routes_[class_routes_[static_cast<std::size_t>(block->tensor_class)].large].profile;
+  if (heap.tier != Tier::large || profiles_[profile].kind != profiles_[heap.profile].kind ||
+      !takes_advice(profiles_[profile].kind))
+    return false;
+  if (block->advice != profile) apply_advice(block, profile);
   return true;
+}
+
+std::vector<LiveBlock> DeviceAllocator::unspill() {
+  const std::lock_guard lock(mutex_);
+  std::vector<LiveBlock> moved;
+  for (auto& [address, segment] : segments_) {
+    if (segment.heap->profile != spill_profile_) continue;
+    for (Block* block = segment.first; block != nullptr; block = block->next)
+      if (block->state == BlockState::live && block->advice == spill_profile_ &&
+          follow_class(block))
+        moved.push_back(live(*block));
+  }
+  return moved;
 }
 
 void DeviceAllocator::empty_cache() {
@@ -705,9 +724,12 @@ void DeviceAllocator::append_live_blocks(std::vector<LiveBlock>& to) const {
   const std::lock_guard lock(mutex_);
   for (const auto& [address, segment] : segments_)
     for (const Block* block = segment.first; block != nullptr; block = block->next)
-      if (block->state == BlockState::live)
-        to.push_back({block->address, block->requested_bytes, block->bytes, block->tensor_class,
-                      device_, profiles_[segment.heap->profile].kind});
+      if (block->state == BlockState::live) to.push_back(live(*block));
+}
+
+LiveBlock DeviceAllocator::live(const Block& block) const {
+  return {block.address,      block.requested_bytes, block.bytes,
+          block.tensor_class, device_,               profiles_[block.segment->heap->profile].kind};
 }
 
 void DeviceAllocator::throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,

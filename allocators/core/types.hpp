@@ -42,6 +42,14 @@ struct Advice {
   bool operator==(const Advice&) const = default;
 };
 
+// The preferred location of a range with this advice. Read-mostly pages have none on the device: of
+// pages that are no longer read-mostly the driver keeps the copy at the preferred location, and
+// otherwise the host's, which lets those of the device go for nothing.
+constexpr Placement preferred_location(const Advice& advice) {
+  return advice.read_mostly && advice.placement == Placement::device ? Placement::any
+                                                                     : advice.placement;
+}
+
 // One tensor class's rule, as a policy resolves it.
 struct ClassSetting {
   MemoryKind kind = MemoryKind::managed;

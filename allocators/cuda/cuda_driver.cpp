@@ -92,11 +92,12 @@ bool CudaDriver::advise(int device, Range range, Advice advice) noexcept {
         cudaMemAdvise(reinterpret_cast<void*>(range.address), range.bytes, what, location));
   };
   const auto here = device_location(device);
+  const Placement preferred = preferred_location(advice);
   const bool placed =
-      advice.placement == Placement::any
+      preferred == Placement::any
           ? give(cudaMemAdviseUnsetPreferredLocation, here)
           : give(cudaMemAdviseSetPreferredLocation,
-                 advice.placement == Placement::device ? here : host_location());
+                 preferred == Placement::device ? here : host_location());
   const bool accessed = give(advice.accessed_by_device ? cudaMemAdviseSetAccessedBy
                                                        : cudaMemAdviseUnsetAccessedBy,
                              here);

@@ -49,6 +49,7 @@ CudaCalls::CudaCalls() {
   require(address_range, "cuMemGetAddressRange", 3020);
   require(prefetch, "cuMemPrefetchAsync", 8000);
   require(advise, "cuMemAdvise", 8000);
+  require(range_attribute, "cuMemRangeGetAttribute", 8000);
   require(load_module, "cuModuleLoadData", 2000);
   require(unload_module, "cuModuleUnload", 2000);
   require(get_function, "cuModuleGetFunction", 2000);
@@ -222,10 +223,28 @@ int CudaHintDriver::prefetch(Lane lane, int device, Range range) noexcept {
   });
 }
 
+// A prefetch to the host leaves the device's copies of read-mostly pages where they are. They go when
+// the pages are read-mostly no longer; those that the host has no copy of are moved meanwhile.
 int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
-  Station& own = seat(lane, device).own;
+  Seat& mine = seat(lane, device);
+  Station& own = mine.own;
   return move(own, range, [&](Range part) {
-    return cuda_.prefetch(part.address, part.bytes, CU_DEVICE_CPU, own.stream);
+    int read_mostly = 0;
+    if (const CUresult error = cuda_.range_attribute(&read_mostly, sizeof read_mostly,
+                                                     CU_MEM_RANGE_ATTRIBUTE_READ_MOSTLY,
+                                                     part.address, part.bytes))
+      return error;
+    const auto give = [&](CUmem_advise advice) {
+      return cuda_.advise(part.address, part.bytes, advice, mine.device);
+    };
+    if (read_mostly != 0)
+      if (const CUresult error = give(CU_MEM_ADVISE_UNSET_READ_MOSTLY)) return error;
+    const CUresult moved = cuda_.prefetch(part.address, part.bytes, CU_DEVICE_CPU, own.stream);
+    if (read_mostly == 0) return moved;
+    const CUresult results[] = {moved, wait(own), give(CU_MEM_ADVISE_SET_READ_MOSTLY)};
+    for (const CUresult result : results)
+      if (result != CUDA_SUCCESS) return result;
+    return CUDA_SUCCESS;
   });
 }
 
@@ -262,11 +281,12 @@ int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) no
     });
   };
   const CUdevice here = mine.device;
-  const bool host = advice.placement == Placement::host;
+  const Placement preferred = preferred_location(advice);
   const CUresult results[] = {
-      advice.placement == Placement::any
+      preferred == Placement::any
           ? give(CU_MEM_ADVISE_UNSET_PREFERRED_LOCATION, here)
-          : give(CU_MEM_ADVISE_SET_PREFERRED_LOCATION, host ? CU_DEVICE_CPU : here),
+          : give(CU_MEM_ADVISE_SET_PREFERRED_LOCATION,
+                 preferred == Placement::host ? CU_DEVICE_CPU : here),
       give(advice.accessed_by_device ? CU_MEM_ADVISE_SET_ACCESSED_BY
                                      : CU_MEM_ADVISE_UNSET_ACCESSED_BY,
            here),

@@ -35,6 +35,7 @@ struct CudaCalls {
   PFN_cuMemGetAddressRange_v3020 address_range;
   PFN_cuMemPrefetchAsync_v8000 prefetch;
   PFN_cuMemAdvise_v8000 advise;
+  PFN_cuMemRangeGetAttribute_v8000 range_attribute;
   PFN_cuModuleLoadData_v2000 load_module;
   PFN_cuModuleUnload_v2000 unload_module;
   PFN_cuModuleGetFunction_v2000 get_function;

@@ -101,11 +101,14 @@ def test_checkpointing_keeps_fewer_activations(run: Run) -> None:
     assert checkpointed < plain
 
 
-@pytest.mark.parametrize(("planner", "share"), [("none", 4), ("planned", 2)])
-def test_a_budget_below_the_working_set_changes_no_loss(run: Run, planner: str, share: int) -> None:
+@pytest.mark.parametrize(("planner", "share"), [("none", 0.25), ("planned", 0.8)])
+def test_a_budget_below_the_working_set_changes_no_loss(
+    run: Run, planner: str, share: float
+) -> None:
     stock = run("sft", "--policy", "stock")
-    # Not all of the working set is managed: tensors below the policy's min_bytes are not.
-    budget_bytes = stock["memory"]["peak_allocated_bytes"] // share
+    # Not all of the working set is managed: tensors below the policy's min_bytes are not. A plan
+    # needs room for the largest phase, the loss, beside the libraries' workspaces.
+    budget_bytes = int(share * stock["memory"]["peak_allocated_bytes"])
     tight = run("sft", "--budget", str(budget_bytes), planner=planner)
     # Without a planner the allocator keeps the budget, by what it maps on the host.
     assert ("over the budget" in tight["output"]) is (planner == "none")

@@ -8,8 +8,9 @@ what it needs itself.
 
 Times are of a machine that others may use as well: what is asserted of them is generous, and the
 table that is printed has the targets beside the figures. Where numba has kept nothing yet, half a
-minute goes by before the first process, for the planner to be compiled. Where CUPTI loses records,
-what they would show is not asserted, and the tests are skipped: zeros would look like good figures.
+minute goes by before the first process, for the planner to be compiled. Where CUPTI loses records
+that are known, what they would show is not asserted, and the tests are skipped: zeros would look
+like good figures. Of demand paging it may lose a part: those figures are lower bounds.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def table(found: Runs) -> Grid:
             (
                 name,
                 facts.state,
-                "" if facts.lost is None else "lost",
+                "lost" if facts.lost else "in part" if facts.is_lower_bound else "",
                 f"{facts.step_s * 1e3:.4g}",
                 f"{(facts.step_s - stock_s) * 1e3:.4g}",
                 " / ".join(f"{100 * share:.3g}" for share in shares),
@@ -155,7 +156,8 @@ def test_plans_run_and_losses_are_stocks_to_the_last_bit(runs: Runs) -> None:
 def test_the_plan_leaves_lora_next_to_no_unified_memory_traffic(runs: Runs) -> None:
     lora, paged = runs["lora planned"], runs["sft fault"]
     planned = [runs[name] for name in ("sft planned", "sft in backward")]
-    assert all(lora.hinted_bytes < it.hinted_bytes for it in planned)
+    assert all(lora.predicted_bytes < it.predicted_bytes for it in planned)
+    assert lora.hinted_bytes == 0
     skip_where_records_were_lost(lora, paged, *planned)
 
     assert lora.um_time_share <= 0.002
@@ -167,8 +169,7 @@ def test_the_plan_leaves_lora_next_to_no_unified_memory_traffic(runs: Runs) -> N
 @pytest.mark.parametrize("name", PAGED)
 def test_what_is_planned_does_not_fault(name: str, runs: Runs) -> None:
     planned, paged = runs[name], runs[PAGED[name]]
-    assert planned.predicted_bytes > 0
-    assert planned.hinted_bytes > 0
+    assert planned.predicted_bytes > 0  # as pages, by copies, or used in place on the host
     skip_where_records_were_lost(planned, paged)
 
     assert paged.fault_groups > 100

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -168,9 +167,12 @@ def test_whole_blocks_are_computed_again_in_autograds_thread(reentrant: bool) ->
 
 
 def test_durations_are_the_devices() -> None:
-    """Phases add up to the time of the step between CUDA events of our own."""
-    model = llama(hidden=1024).cuda()
-    optimizer, step = training(model, batch=16)
+    """Phases add up to the time of the step between CUDA events of our own.
+
+    Of a step that keeps the device busy: the host's times vary more than that.
+    """
+    model = llama(hidden=2048).cuda()
+    optimizer, step = training(model, batch=48)
     trace = recorded(model, optimizer, step)
     for _ in range(3):
         step()
@@ -246,7 +248,7 @@ def test_recording_does_not_wait_for_the_gpu() -> None:
 
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_recording_costs_under_three_percent(size: str) -> None:
-    """Timed steps only, each round between two of plain steps; medians of the rounds.
+    """Timed steps only, in turns with plain ones; the shortest of each, as others use the machine.
 
     Small: launches are the bottleneck. transformers waits for the GPU once in each forward pass, so
     that what the host does after it is seen in large models too.
@@ -265,7 +267,7 @@ def test_recording_costs_under_three_percent(size: str) -> None:
 
     step_s(10)
     plain, timed, after = [step_s()], [], []
-    for _ in range(9):
+    for _ in range(12):
         with umem.record(model, optimizer, steps=6, warmup=1) as recording:
             step_s(2)  # a warm-up, and the step that is looked at
             timed.append(step_s())
@@ -274,11 +276,10 @@ def test_recording_costs_under_three_percent(size: str) -> None:
             assert recording.done
             after.append(step_s())
         plain.append(step_s())
-    base = np.array([(first + second) / 2 for first, second in pairwise(plain)])
-    shares = [float(np.median(np.array(part) / base)) - 1 for part in (timed, after)]
+    shares = [min(part) / min(plain) - 1 for part in (timed, after)]
     print(
-        f"\n{size}: {np.median(base) * 1e3:.2f} ms a step, timed {shares[0]:+.2%}, then "
-        f"{shares[1]:+.2%}; plain steps from {min(plain) * 1e3:.2f} to {max(plain) * 1e3:.2f} ms"
+        f"\n{size}: {min(plain) * 1e3:.2f} ms a step (up to {max(plain) * 1e3:.2f}), timed "
+        f"{shares[0]:+.2%}, then {shares[1]:+.2%}"
     )
     assert shares[0] < 0.03
     assert shares[1] < 0.02

@@ -17,7 +17,7 @@ from torch import nn
 
 import umem
 from umem import TensorClass
-from umem.cuda import Advice, Location
+from umem.cuda import Location
 from umem.hints import HintEngine, Outcome
 from umem.report import MeasuredReport
 from umem.schedule import HintOp
@@ -144,30 +144,6 @@ def test_heavy_faulting_is_counted_whole() -> None:
     print(f"faulted in at {GIB / seconds / 1e9:.1f} GB/s of link time, step {report.step_s:.3f} s")
 
 
-def test_frozen_weights_leave_without_a_byte_to_the_host() -> None:
-    """Read-mostly pages keep their copy on the host: to drop those of the device moves nothing."""
-    tensor = managed("frozen_weights", 4 * SIZE)
-    stream = torch.cuda.current_stream()
-    umem.cuda.prefetch(tensor, Location.host(), stream=stream)
-    umem.cuda.advise(tensor, Advice.READ_MOSTLY)
-    torch.cuda.synchronize()
-    try:
-        with umem.profile(steps=3, name="frozen") as profile:
-            for _ in range(3):
-                umem.cuda.prefetch(tensor, Location.device(0), stream=stream)
-                assert int(tensor.view(torch.int64).amax()) == ONES
-                umem.cuda.prefetch(tensor, Location.host(), stream=stream)
-                profile.step()
-    finally:
-        umem.cuda.unadvise(tensor, Advice.READ_MOSTLY)
-    for report in profile.step_reports():
-        print(report)
-        assert report.moved_bytes("to_host") == 0
-        moved = bytes_of(report, "to_device", TensorClass.FROZEN_WEIGHTS)
-        assert moved == pytest.approx(4 * SIZE, rel=0.02)
-        assert report.moved_bytes("to_device", "fault") == 0
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[HintEngine]:
     """One engine for all tests: a second context takes a while to make."""
@@ -185,6 +161,34 @@ def rounds(engine: HintEngine, tensor: torch.Tensor, profile: Profile, count: in
             ticket = engine.submit(op, *place, tensor_class=TensorClass.OPTIMIZER_STATE)
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
         profile.step()
+
+
+def test_frozen_weights_leave_without_a_byte_to_the_host(engine: HintEngine) -> None:
+    """Read-mostly pages keep their copy on the host: to drop those of the device moves nothing."""
+    tensor = managed("frozen_weights", 4 * SIZE)
+    place = tensor.data_ptr(), tensor.nbytes
+    engine.advise(*place, placement="device", read_mostly=True)
+    ticket = engine.submit(HintOp.EVICT, *place)
+    assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+    try:
+        with umem.profile(steps=3, name="frozen") as profile:
+            for _ in range(3):
+                ticket = engine.submit(HintOp.PREFETCH, *place)
+                assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+                assert int(tensor.view(torch.int64).amax()) == ONES
+                ticket = engine.submit(HintOp.EVICT, *place)
+                assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+                profile.step()
+    finally:
+        ticket = engine.advise(*place, placement="device")
+        assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+        assert engine.forget(*place)
+    for report in profile.step_reports():
+        print(report)
+        assert report.moved_bytes("to_host") == 0
+        moved = bytes_of(report, "to_device", TensorClass.FROZEN_WEIGHTS)
+        assert moved == pytest.approx(4 * SIZE, rel=0.02)
+        assert report.moved_bytes("to_device", "fault") == 0
 
 
 def test_the_engines_count_is_the_drivers(engine: HintEngine) -> None:

@@ -182,6 +182,35 @@ void over_budget_managed_memory_is_mapped_on_the_host() {
   check_consistent(machine.device);
 }
 
+void spilled_blocks_follow_their_class_when_they_are_let() {
+  Config config = budget_config(32 * MiB);
+  config.classes[static_cast<std::size_t>(TensorClass::frozen_weights)].advice.read_mostly = true;
+  Machine machine({.config = config});
+  const std::uintptr_t resident = machine.allocate(30 * MiB);
+  const std::uintptr_t spilled = machine.allocate(30 * MiB);
+  machine.allocate(64 * KiB);  // spilled too, and no page is its own
+
+  const std::vector<LiveBlock> moved = machine.device.unspill();
+  CHECK_EQUAL(moved.size(), 1U);
+  CHECK_EQUAL(moved.front().address, spilled);
+  CHECK_EQUAL(machine.driver.advice().back().range.address, spilled);
+  CHECK(machine.driver.advice().back().advice == Advice{.placement = Placement::device});
+  CHECK(machine.device.unspill().empty());
+
+  CHECK(machine.device.retag(spilled, TensorClass::frozen_weights));
+  CHECK(machine.driver.advice().back().advice ==
+        (Advice{.placement = Placement::device, .read_mostly = true}));
+
+  // The next block in that memory is a spilled one again.
+  machine.free(spilled);
+  CHECK_EQUAL(machine.allocate(30 * MiB), spilled);
+  CHECK(machine.driver.advice().back().advice ==
+        (Advice{.placement = Placement::host, .accessed_by_device = true}));
+  CHECK_EQUAL(machine.device.unspill().size(), 1U);
+  CHECK(machine.device.retag(resident, TensorClass::frozen_weights));
+  check_consistent(machine.device);
+}
+
 void small_blocks_spill_too() {
   Machine machine({.config = budget_config(4 * MiB)});
   machine.allocate(4 * MiB);
@@ -297,6 +326,7 @@ int main() {
   RUN(the_managed_cap_takes_the_cache_back);
   RUN(the_managed_cap_is_for_managed_memory);
   RUN(over_budget_managed_memory_is_mapped_on_the_host);
+  RUN(spilled_blocks_follow_their_class_when_they_are_let);
   RUN(small_blocks_spill_too);
   RUN(small_device_blocks_of_a_managed_class_spill_too);
   RUN(the_cache_goes_before_the_tensor);

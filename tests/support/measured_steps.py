@@ -11,7 +11,12 @@ import torch
 
 import umem
 from umem.bench.train.jobs import TrainingJob
-from umem.bench.train.managed import loss_of_known_records, loss_of_records
+from umem.bench.train.managed import (
+    loss_of_hinted_records,
+    loss_of_known_records,
+    loss_of_paged_records,
+)
+from umem.bench.train.scratch import known_transfers
 from umem.bench.train.step import Training, make_training, place_allocator
 from umem.bench.train.task import timed_as_planned, warm_up
 from umem.classes import TensorClass
@@ -49,6 +54,8 @@ class Facts:
         What the hint engine says it moved as pages, both ways; of frozen weights, to the device.
     lost
         Why the figures of unified memory, which follow, cannot be believed; None where they can.
+    is_lower_bound
+        Whether records of demand paging are missing, so that more moved and faulted.
     moved_bytes, fault_bytes
         Unified-memory transfers; those that faults brought, with the driver's speculation.
     fault_groups, faults
@@ -67,6 +74,7 @@ class Facts:
     hinted_bytes: int = 0
     hinted_frozen_in_bytes: int = 0
     lost: str | None = None
+    is_lower_bound: bool = False
     um_time_share: float = 0.0
     um_ops_share: float = 0.0
     um_bytes_share: float = 0.0
@@ -129,12 +137,18 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
     )
     if timed.before is None:
         return facts
-    lost = loss_of_known_records()
-    with umem.profile(steps=PROFILED_STEPS, model=training.model) as profile:
+    with (
+        known_transfers() as move_known,
+        umem.profile(steps=1 + PROFILED_STEPS, model=training.model) as profile,
+    ):
+        move_known()
+        profile.step()
         for _ in range(PROFILED_STEPS):
             training.step()
             profile.step()
-    report, predicted = profile.report(), training.manager.status().predicted
+    known, *trained = profile.step_reports()
+    report = min(trained, key=lambda it: it.step_s)
+    predicted = training.manager.status().predicted
     moved = moved_figures(
         (it.direction, it.cause, it.tensor_class, it.bytes) for it in report.traffic
     )
@@ -154,7 +168,8 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
         hinted_frozen_in_bytes=sum(
             it.moved_bytes for it in pages if (it.op, it.tensor_class) == ("prefetch", frozen)
         ),
-        lost=lost or loss_of_records(report, predicted_bytes if is_paged else None),
+        lost=loss_of_known_records(known) or loss_of_hinted_records(report),
+        is_lower_bound=is_paged and loss_of_paged_records(report, predicted_bytes) is not None,
         um_time_share=report.um_time_share,
         um_ops_share=report.um_ops_share,
         um_bytes_share=report.um_bytes_share,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from umem.blocks import PAGE_BYTES
 from umem.classes import TensorClass
 from umem.executor._machine import Machine
 from umem.schedule import HintOp
@@ -127,26 +126,18 @@ def _bring_back(machine: Machine, bound_bytes: int) -> None:
     if not allocator.kind_stats(index)["managed"]["spilled_bytes"]:
         return
     allocator.empty_cache()
-    blocks = [
-        (address, block_bytes, number)
-        for address, requested_bytes, block_bytes, number, device, kind in allocator.live_blocks()
+    held_bytes = sum(
+        block_bytes
+        for _, _, block_bytes, number, device, kind in allocator.live_blocks()
         if device == index
         and kind == "managed"
-        and requested_bytes >= PAGE_BYTES
         and machine.policy.rules[number].placement != "host"
-    ]
-    if sum(block_bytes for _, block_bytes, _ in blocks) > bound_bytes:
+    )
+    if held_bytes > bound_bytes:
         return
-    for address, block_bytes, number in blocks:
-        tensor_class, rule = _CLASSES[number], machine.policy.rules[number]
-        machine.engine.advise(
-            address,
-            block_bytes,
-            placement=rule.placement,
-            read_mostly=rule.read_mostly,
-            device=index,
-            tensor_class=tensor_class,
-        )
-        machine.engine.submit(
-            HintOp.PREFETCH, address, block_bytes, device=index, tensor_class=tensor_class
-        )
+    # At once, so that no class that changes from now on is overtaken by older advice.
+    for address, _, block_bytes, number, _, _ in allocator.unspill(index):
+        if machine.policy.rules[number].placement != "host":
+            machine.engine.submit(
+                HintOp.PREFETCH, address, block_bytes, device=index, tensor_class=_CLASSES[number]
+            )

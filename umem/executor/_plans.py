@@ -213,7 +213,13 @@ class Plans:
 
     def _program(self, recorded: _Recorded, planner: PolicyPlanner) -> Program:
         trace, _ = self._step_of(recorded)
-        outside_bytes = recorded.recording.outside_bytes
+        outside_bytes, budget_bytes = recorded.recording.outside_bytes, self._budget_bytes
+        if outside_bytes >= budget_bytes:
+            raise PlanError(
+                f"trace {trace.name!r}: the device budget is {format_bytes(budget_bytes)}, and "
+                f"{format_bytes(outside_bytes)} of other tensors of the process, which no plan "
+                "moves, were on the device all the recorded step long: raise the budget"
+            )
         try:
             choice = choose(
                 trace,
@@ -226,8 +232,9 @@ class Plans:
             if not outside_bytes:
                 raise
             raise PlanError(
-                f"{error} (that is the budget less {format_bytes(outside_bytes)} that other "
-                "tensors of the process held on the device all the recorded step long)"
+                f"{error} (that is the budget of {format_bytes(budget_bytes)} less "
+                f"{format_bytes(outside_bytes)} that other tensors of the process held on the "
+                "device all the recorded step long)"
             ) from error
         return self._build(recorded, choice)
 
@@ -235,10 +242,14 @@ class Plans:
         """The machine with the budget that is left beside what no plan moves."""
         if not outside_bytes:
             return self._machine
-        policy = self._machine.policy
-        budget_bytes = policy.device_budget_bytes or self._machine.hardware.device_bytes
-        left_bytes = max(budget_bytes - outside_bytes, 1)  # 0 would be no budget
-        return replace(self._machine, policy=replace(policy, device_budget_bytes=left_bytes))
+        policy = replace(
+            self._machine.policy, device_budget_bytes=self._budget_bytes - outside_bytes
+        )
+        return replace(self._machine, policy=policy)
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self._machine.policy.device_budget_bytes or self._machine.hardware.device_bytes
 
     def _build(self, recorded: _Recorded, choice: Choice) -> Program:
         model, optimizer = self._model(), self._optimizer()

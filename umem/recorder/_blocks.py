@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -14,19 +14,37 @@ from umem.layer_chains import find_chains, main_chain, members
 __all__ = ["Block", "find_blocks"]
 
 
-@dataclass(frozen=True, eq=False)
 class Block:
-    """A module whose passes are phases of their own, and what these are called."""
+    """A module whose passes are phases of their own, and what these are called.
 
-    name: str
-    module: nn.Module
-    forward: str = field(init=False)
-    backward: str = field(init=False)
-    recompute: str = field(init=False)
+    Parameters
+    ----------
+    name
+        The module's in the model.
+    module
+        Only a weak reference is kept: hooks on an optimizer, which may live longer, lead here.
+    """
 
-    def __post_init__(self) -> None:
-        for kind in ("forward", "backward", "recompute"):
-            object.__setattr__(self, kind, f"{kind} {self.name}")
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.forward = f"forward {name}"
+        self.backward = f"backward {name}"
+        self.recompute = f"recompute {name}"
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module.
+
+        Raises
+        ------
+        TraceError
+            If nobody else has it any more.
+        """
+        module = self._module()
+        if module is None:
+            raise TraceError(f"{self.name} is gone: keep the model for as long as it is recorded")
+        return module
 
 
 def find_blocks(model: nn.Module, chosen: Iterable[str | nn.Module] | None) -> tuple[Block, ...]:

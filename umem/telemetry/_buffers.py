@@ -20,10 +20,6 @@ _BUFFER_BYTES = 2**20
 can see it work: buffers are small so that this is over soon."""
 
 _BETWEEN_FLUSHES_S = 0.02
-_QUIET_S = 0.2
-"""Without a new buffer for so long, there is none any more."""
-_QUIET_WHILE_OUT_S = 1.5
-"""The same while CUPTI has a buffer of ours: it may be on its way, or wait for records to come."""
 LONGEST_DRAIN_S = 20.0
 """In all: other threads of the process may go on making records."""
 _NOTICE_S = 2.0
@@ -43,6 +39,8 @@ class Buffers:
     def __init__(self) -> None:
         self.taker: Taker | None = None
         """Stays when its recording has ended, so that what comes late is counted as lost there."""
+        self.is_primed = False
+        """Whether CUPTI has recorded in this process before."""
         self._lock = threading.Lock()
         self._out = 0
         self._inside = 0
@@ -74,15 +72,15 @@ class Buffers:
                 self._out = max(self._out - 1, 0)
                 self._returned += 1
 
-    def drain(self, flush: Callable[[], object], end_s: float) -> bool:
+    def drain(self, flush: Callable[[], object], quiet_s: float, end_s: float) -> bool:
         """Ask for buffers until none come any more and no callback is at work.
-
-        The driver hands over records of unified memory some time after the device is done.
 
         Parameters
         ----------
         flush
             Asks CUPTI for what it has.
+        quiet_s
+            Without a new buffer for so long, there is none any more.
         end_s
             When to give up, by :func:`time.monotonic`.
 
@@ -99,7 +97,6 @@ class Buffers:
             with self._lock:
                 if self._inside or self._returned != returned:
                     last_s, returned = now_s, self._returned
-                quiet_s = _QUIET_WHILE_OUT_S if self._out else _QUIET_S
             if now_s - last_s >= quiet_s:
                 return True
             if now_s >= end_s:

@@ -9,13 +9,14 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from umem.errors import UnsupportedError
+from umem.notices import notify
 from umem.telemetry._activities import (
     Numbers,
     RawActivities,
@@ -29,7 +30,19 @@ from umem.telemetry._records import MAX_RECORDS, MigrationRecords
 __all__ = ["CuptiCollector", "torch_profiles"]
 
 _INSTALL = "pip install 'umem[telemetry]'"
+_FLUSH_COMPLETE = 0
 _FLUSH_FORCED = 1
+
+_FIRST_S = 0.3
+"""CUPTI is asked to record for so long, once in a process, before it is relied on: without that,
+the first recording of a process lacks most of its records. docs/telemetry.md has the figures."""
+_FLUSH_EVERY_S = 0.01
+"""CUPTI reads the driver's queue when it is flushed, and what comes to a full queue is lost.
+docs/telemetry.md has how much that was, on one machine."""
+_QUIET_S = 1.5
+"""Without a new buffer for so long there is none any more; once CUPTI was told to stop, it is
+`_QUIET_AFTER_S`."""
+_QUIET_AFTER_S = 0.2
 
 
 class CuptiCollector:
@@ -52,6 +65,7 @@ class CuptiCollector:
         self._failure: Exception | None = None
         self._numbers: Numbers | None = None
         self._cupti: Any = None
+        self._flusher = _Flusher(lambda: self._cupti.activity_flush_all(_FLUSH_COMPLETE))
         self.running = False
 
     def start(self) -> None:
@@ -75,11 +89,14 @@ class CuptiCollector:
             try:
                 cupti.activity_register_callbacks(_buffers.wanted, _buffers.full)
                 self._discard()
+                if not _buffers.is_primed:
+                    self._prime(kinds)
                 _buffers.taker, self.running = self, True
                 _configure_counters(cupti, self._numbers)
                 for kind in kinds:
                     cupti.activity_enable(kind)
                     started.append(kind)
+                self._flusher.start()
             except BaseException:
                 self.running = False
                 for kind in started:
@@ -108,12 +125,13 @@ class CuptiCollector:
         try:
             with _explained(cupti):
                 try:
-                    _buffers.drain(self._flush, end_s)
+                    self._flusher.stop()
+                    _buffers.drain(self._flush, _QUIET_S, end_s)
                 finally:
                     for kind in reversed(self._kinds()):
                         cupti.activity_disable(kind)
                 # The driver completes its last records when it is told to stop.
-                if not _buffers.drain(self._flush, end_s):
+                if not _buffers.drain(self._flush, _QUIET_AFTER_S, end_s):
                     self._notes.append(
                         "the recording is incomplete, and its figures are too low: CUPTI was still "
                         f"handing over records after {LONGEST_DRAIN_S:.0f} s; record fewer steps"
@@ -164,11 +182,54 @@ class CuptiCollector:
         """Let the taker before us have what is left of its recording."""
         self._flush()
         if _buffers.out:
-            _buffers.drain(self._flush, time.monotonic() + LONGEST_DRAIN_S)
+            _buffers.drain(self._flush, _QUIET_AFTER_S, time.monotonic() + LONGEST_DRAIN_S)
+
+    def _prime(self, kinds: Sequence[Any]) -> None:
+        """Let CUPTI have its first recording of the process, of nothing."""
+        assert self._numbers is not None
+        _buffers.taker = None
+        _configure_counters(self._cupti, self._numbers)
+        notify("CUPTI records for the first time in this process: some 2 s before it begins")
+        enabled = []
+        try:
+            for kind in kinds:
+                self._cupti.activity_enable(kind)
+                enabled.append(kind)
+            time.sleep(_FIRST_S)
+            self._flush()
+        finally:
+            for kind in reversed(enabled):
+                self._cupti.activity_disable(kind)
+        self._flush()
+        _buffers.is_primed = True
 
     def _kinds(self) -> list[Any]:
         kinds = self._cupti.ActivityKind
         return [kinds.UNIFIED_MEMORY_COUNTER, kinds.MEMCPY, kinds.MEMSET]
+
+
+class _Flusher:
+    """Has CUPTI read the driver's queue again and again, in a thread, between start and stop."""
+
+    def __init__(self, flush: Callable[[], object]) -> None:
+        self._flush = flush
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="umem flusher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(_FLUSH_EVERY_S):
+            try:
+                self._flush()
+            except Exception:  # the collector flushes too when it ends, and tells
+                return
 
 
 _buffers = Buffers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -297,7 +297,7 @@ class Profile:
             self._hints.mark()
         hints = self._hints.reports()
         source: Source = "cupti" if self._collector is not None else "hints" if hints else "none"
-        records, moved = _within(records, self._begin_ns, end_ns, self._marks.steps)
+        records, moved = _within(records, self._begin_ns, end_ns)
         if moved:
             self._notes.append(moved)
         tensor_class, tensor = attribute(records, self._snapshots)
@@ -388,31 +388,21 @@ class Profile:
             torch.cuda.synchronize()
 
 
-def _within(
-    records: MigrationRecords, begin_ns: int, end_ns: int, steps: Sequence[tuple[int, int]]
-) -> tuple[MigrationRecords, str]:
-    """Records of a recording, at times within it, and a note if some were not.
+def _within(records: MigrationRecords, begin_ns: int, end_ns: int) -> tuple[MigrationRecords, str]:
+    """Records that start in a recording, and a note of migrations and faults that do not.
 
-    Copies and memory sets before the first mark are left out. The driver's times of migrations and
-    faults are not always CUPTI's: one that lies outside is moved into the first step or the last
-    one, for the collector has seen it happen. What took longer than the recording has no length.
+    Such are what an earlier recording of the process has left with CUPTI. What is said to have
+    taken longer than the recording has no length.
     """
-    on_time = records.start_ns >= begin_ns
+    inside = (records.start_ns >= begin_ns) & (records.start_ns <= end_ns)
     of_memory = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
-    kept = records.taken(on_time | ~of_memory)
-    lasted_ns = kept.end_ns - kept.start_ns
-    lasted_ns[lasted_ns > end_ns - begin_ns] = 0
-    early, late = kept.start_ns < begin_ns, kept.start_ns > end_ns
-    first_ns = steps[0][0] if steps else begin_ns
-    last_ns = max(steps[-1][1] - 1, steps[-1][0]) if steps else end_ns
-    start_ns = np.where(early, first_ns, np.where(late, last_ns, kept.start_ns))
-    order = np.argsort(start_ns, kind="stable")
-    inside = replace(kept, start_ns=start_ns, end_ns=start_ns + lasted_ns).taken(order)
-    if not (early | late).any():
-        return inside, ""
-    moved_bytes = int(kept.bytes[early | late].sum())
-    place = "in the first step or in the last one" if steps else "at its edges"
-    return inside, (
-        f"{int((early | late).sum())} records ({format_bytes(moved_bytes)}) have times outside of "
-        f"the recording: they count {place}"
+    strange = ~inside & ~of_memory
+    kept = records.taken(inside)
+    is_possible = kept.end_ns - kept.start_ns <= end_ns - begin_ns
+    kept = replace(kept, end_ns=np.where(is_possible, kept.end_ns, kept.start_ns))
+    if not strange.any():
+        return kept, ""
+    return kept, (
+        f"{int(strange.sum())} records ({format_bytes(int(records.bytes[strange].sum()))}) that "
+        "CUPTI handed over start outside of the recording, and are left out"
     )

@@ -45,6 +45,9 @@ METHOD_WORDS: dict[Method, str] = {"sft": "Full fine-tuning (SFT)", "lora": "LoR
 
 NOTHING = "—"
 
+SHOWN_LOSS = 8
+"""Number of the step whose loss is shown, or the last one before it that a variant has."""
+
 _REASON_CHARACTERS = 80
 
 _SAME_LOSSES = (
@@ -154,14 +157,15 @@ def predicted_cell(outcome: Outcome) -> str:
 
 
 def losses_cell(run: TrainingRun, outcome: Outcome) -> str:
-    """Loss of the last step that was kept, and whether the stock variant's had the same bits."""
+    """Loss of an early step, and whether all that both kept have the stock variant's bits."""
     if not outcome.losses_hex:
         return NOTHING
-    text = f"{float.fromhex(outcome.losses_hex[-1]):.4f}"
+    text = f"{float.fromhex(outcome.losses_hex[:SHOWN_LOSS][-1]):.4f}"
     stock = stock_of(run, outcome.workload, outcome.method)
     if stock is None or outcome is stock or outcome.variant not in _SAME_LOSSES:
         return text
-    if outcome.losses_hex == stock.losses_hex:
+    pairs = zip(outcome.losses_hex, stock.losses_hex, strict=False)
+    if stock.losses_hex and all(mine == its for mine, its in pairs):
         return f"{text} same bits"
     return f"{text} differs" if run.settings.deterministic else text
 

@@ -115,7 +115,7 @@ def differences(outcome: Outcome) -> Iterator[Difference]:
     manager, profile, step_s = outcome.manager, outcome.profile, median_s(outcome)
     if manager and manager.predicted_step_s is not None and step_s is not None:
         yield Difference("step_s", manager.predicted_step_s, step_s)
-    if profile and profile.predicted_bytes is not None:
+    if profile and profile.predicted_bytes is not None and not profile.is_lower_bound:
         for direction, predicted in profile.predicted_bytes.items():
             yield Difference(direction, predicted, profile.moved_bytes(direction))
     elif (hinted := outcome.hinted) and hinted.predicted_bytes is not None:
@@ -155,7 +155,7 @@ def _managers(outcomes: list[Outcome]) -> Grid:
 def _migration(outcomes: list[Outcome]) -> Grid:
     rows = [
         (
-            subject_cell(outcome),
+            subject_cell(outcome) + (" (lower bounds)" if step.is_lower_bound else ""),
             budget_cell(outcome),
             f"{step.step_s * 1e3:.4g}",
             " / ".join(

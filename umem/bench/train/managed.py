@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
 )
 
 from umem.bench.train.results import HintedStep, ManagerFigures, ProfiledStep, TransferTotal
-from umem.bench.train.scratch import PART_BYTES, moved_scratch
+from umem.bench.train.scratch import PART_BYTES, known_transfers
 from umem.bench.train.step import Training
 from umem.comparison import moved_figures
 from umem.report import UM_CAUSES
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from umem.report import MeasuredReport
 
 __all__ = [
+    "loss_of_hinted_records",
     "loss_of_known_records",
-    "loss_of_records",
+    "loss_of_paged_records",
     "manager_figures",
     "profile_step",
     "resident_bytes",
@@ -36,8 +37,9 @@ _DIRECTIONS = ("to_device", "to_host")
 _DIRECTION_OF_HINT = {"prefetch": "to_device", "evict": "to_host"}
 
 _LEAST_SHARE = 0.5
-"""Of what is known to have moved. It is well below 1, for the hint engine counts pages too that
-were where they should go, and a prediction is one."""
+"""Of what the hint engine has moved, which counts pages too that were where they should go."""
+_LEAST_KNOWN_SHARE = 0.9
+"""Of what is known to have moved, or what is predicted to."""
 
 _NOT_KNOWN = "unified-memory figures are not known: CUPTI handed over records of"
 
@@ -145,11 +147,15 @@ def profile_step(
     """
     import umem
 
-    lost = loss_of_known_records()
-    with umem.profile(steps=1, model=training.model, name=name, required=False) as profile:
+    with (
+        known_transfers() as move_known,
+        umem.profile(steps=2, model=training.model, name=name, required=False) as profile,
+    ):
+        move_known()
+        profile.step()
         training.step()
         profile.step()
-    report = profile.report()
+    known, report = profile.step_reports()
     manager = training.manager
     predicted_bytes = _predicted_bytes(manager, "")
     is_paged = manager is not None and manager.status().planner == "fault"
@@ -161,9 +167,10 @@ def profile_step(
     if not report.collected:
         return None, hinted, report.notes
     paged_bytes = sum(predicted_bytes.values()) if predicted_bytes and is_paged else None
-    lost = lost or loss_of_records(report, paged_bytes)
+    lost = loss_of_known_records(known) or loss_of_hinted_records(report)
     if lost is not None:
         return None, hinted, (*report.notes, lost)
+    less = loss_of_paged_records(report, paged_bytes)
     return (
         ProfiledStep(
             step_s=report.step_s,
@@ -177,9 +184,10 @@ def profile_step(
             transfers=_transfers(report),
             notes=report.notes,
             predicted_bytes=predicted_bytes,
+            is_lower_bound=less is not None,
         ),
         hinted,
-        (),
+        () if less is None else (less,),
     )
 
 
@@ -199,13 +207,17 @@ def _transfers(report: MeasuredReport) -> tuple[TransferTotal, ...]:
     return tuple(totals.values())
 
 
-def loss_of_known_records() -> str | None:
-    """Say so if CUPTI keeps back records of transfers that are known to happen here; else None.
+def loss_of_known_records(report: MeasuredReport) -> str | None:
+    """Say so if CUPTI kept back records of transfers that are known to have happened; else None.
 
     Where a step is to move nothing, nothing can be held against its zeros: so a block of its own
     is moved before it. None too where CUPTI cannot be had, which a profile says for itself.
+
+    Parameters
+    ----------
+    report
+        Of a step of the profile that is nothing but :func:`known_transfers`.
     """
-    report = moved_scratch()
     if not report.collected:
         return None
     to_device = [
@@ -213,7 +225,7 @@ def loss_of_known_records() -> str | None:
     ]
     hinted_bytes = sum(it.bytes for it in to_device if it.cause == "hint")
     faulted_bytes = sum(it.bytes for it in to_device) - hinted_bytes
-    if min(hinted_bytes, faulted_bytes) >= _LEAST_SHARE * PART_BYTES:
+    if min(hinted_bytes, faulted_bytes) >= _LEAST_KNOWN_SHARE * PART_BYTES:
         return None
     return (
         f"{_NOT_KNOWN} {format_bytes(hinted_bytes)} where {format_bytes(PART_BYTES)} were "
@@ -222,30 +234,45 @@ def loss_of_known_records() -> str | None:
     )
 
 
-def loss_of_records(report: MeasuredReport, paged_bytes: int | None) -> str | None:
-    """Say why a step's unified-memory figures cannot be believed; None where they can.
+def loss_of_hinted_records(report: MeasuredReport) -> str | None:
+    """Say so if there are few records of what hints moved in a step; else None.
 
     CUPTI loses records of unified memory without a word, and zeros would look as if measured.
+    """
+    recorded_bytes = _recorded_bytes(report)
+    hinted_bytes = sum(_hinted_bytes(report).values())
+    if recorded_bytes >= _LEAST_SHARE * hinted_bytes:
+        return None
+    return (
+        f"{_NOT_KNOWN} {format_bytes(recorded_bytes)}, and {format_bytes(hinted_bytes)} moved, by "
+        "the hint engine's own count"
+    )
+
+
+def loss_of_paged_records(report: MeasuredReport, paged_bytes: int | None) -> str | None:
+    """Say so if there are fewer records of demand paging than it is predicted to take; else None.
+
+    Where much faults at once CUPTI loses some records: then the figures are lower bounds.
 
     Parameters
     ----------
     report
-        Of a step whose memory operations were recorded.
+        Of the step.
     paged_bytes
-        What the step is predicted to move by demand paging, which no hint asks for; None for steps
-        under other planners, whose transfers the hint engine counts.
+        What it is predicted to move; None for steps under other planners.
     """
-    recorded_bytes = sum(it.bytes for it in report.traffic if it.cause in UM_CAUSES)
-    for source, size_bytes in (
-        ("by the hint engine's own count", sum(_hinted_bytes(report).values())),
-        ("as predicted of demand paging", paged_bytes or 0),
-    ):
-        if recorded_bytes < _LEAST_SHARE * size_bytes:
-            return (
-                f"{_NOT_KNOWN} {format_bytes(recorded_bytes)}, and {format_bytes(size_bytes)} "
-                f"moved, {source}"
-            )
-    return None
+    recorded_bytes = _recorded_bytes(report)
+    if paged_bytes is None or recorded_bytes >= _LEAST_KNOWN_SHARE * paged_bytes:
+        return None
+    return (
+        f"unified-memory figures are lower bounds: CUPTI handed over records of "
+        f"{format_bytes(recorded_bytes)}, and {format_bytes(paged_bytes)} are predicted of demand "
+        "paging"
+    )
+
+
+def _recorded_bytes(report: MeasuredReport) -> int:
+    return sum(it.bytes for it in report.traffic if it.cause in UM_CAUSES)
 
 
 def _hinted_bytes(report: MeasuredReport) -> dict[str, int]:

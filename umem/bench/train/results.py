@@ -158,6 +158,8 @@ class ProfiledStep(Record):
     notes: tuple[str, ...]
     predicted_bytes: dict[str, int] | None = None
     """Unified-memory transfers by direction, as the plan of this step has them."""
+    is_lower_bound: bool = False
+    """Whether records of demand paging are missing, so that more moved and faulted."""
 
     def moved_bytes(self, direction: str) -> int:
         """Bytes that moved in one direction."""

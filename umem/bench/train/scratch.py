@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
 from umem.cuda import Location, Range, _bindings, prefetch
 
-if TYPE_CHECKING:
-    from umem.report import MeasuredReport
-
-__all__ = ["PART_BYTES", "ManagedBytes", "moved_scratch"]
+__all__ = ["PART_BYTES", "ManagedBytes", "known_transfers"]
 
 PART_BYTES = 64 << 20
 """So much is prefetched to the device, and as much faults in there."""
@@ -33,17 +30,11 @@ class ManagedBytes:
         }
 
 
-def moved_scratch() -> MeasuredReport:
-    """What a profile has of the two transfers."""
-    import umem
-
-    with (
-        _on_the_host() as address,
-        umem.profile(steps=1, name="scratch", required=False) as profile,
-    ):
-        _move(address)
-        profile.step()
-    return profile.report()
+@contextmanager
+def known_transfers() -> Iterator[Callable[[], None]]:
+    """Memory on the host, and a function that moves it to the device, half of it by faults."""
+    with _on_the_host() as address:
+        yield partial(_move, address)
 
 
 @contextmanager

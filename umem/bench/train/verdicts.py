@@ -66,7 +66,7 @@ def faults(ours: Outcome, theirs: Outcome) -> Verdict:
     own, other = ours.profile.fault_pages, theirs.profile.fault_pages
     if own == other == 0:
         return None, "0 against 0: nothing faulted, so that nothing is compared"
-    return own <= MAX_FAULT_SHARE * other, f"{own:,} against {other:,}"
+    return _below(own <= MAX_FAULT_SHARE * other, f"{own:,}", f"{other:,}", theirs)
 
 
 def speed_up(ours: Outcome, theirs: Outcome) -> Verdict:
@@ -101,10 +101,18 @@ def time_shares(ours: Outcome, theirs: Outcome) -> Verdict:
     if ours.profile is None or theirs.profile is None:
         return None, NO_PROFILE
     own, other = ours.profile.um_time_share, theirs.profile.um_time_share
-    words = f"{percent_words(own)} against {percent_words(other)}"
+    words = percent_words(own), percent_words(other)
     if own == other == 0:
-        return None, f"{words}: nothing moved, so that nothing is compared"
-    return own <= other, words
+        return None, f"{' against '.join(words)}: nothing moved, so that nothing is compared"
+    return _below(own <= other, *words, theirs)
+
+
+def _below(held: bool, own: str, other: str, theirs: Outcome) -> Verdict:
+    """The verdict where what is not to be passed may be a lower bound."""
+    assert theirs.profile is not None
+    if theirs.profile.is_lower_bound:
+        return held or None, f"{own} against at least {other}"
+    return held, f"{own} against {other}"
 
 
 def stalls(stock_s: float | None, ours: Outcome, theirs: Outcome) -> Verdict:
