@@ -435,6 +435,10 @@ void DeviceAllocator::settle(Block* block) {
   const Heap& heap = *block->segment->heap;
   stats_.active.decrease(heap.tier, 1);
   stats_.active_bytes.decrease(heap.tier, block->bytes);
+  if (unspilled(*block)) {  // its room is on the host again
+    count_spilled(static_cast<std::ptrdiff_t>(block->bytes));
+    apply_advice(block, spill_profile_);
+  }
   if (Block* next = block->next; next != nullptr && next->state == BlockState::cached) {
     uncache(next);
     merge(block, next);
@@ -543,10 +547,23 @@ std::vector<LiveBlock> DeviceAllocator::unspill() {
     if (segment.heap->profile != spill_profile_) continue;
     for (Block* block = segment.first; block != nullptr; block = block->next)
       if (block->state == BlockState::live && block->advice == spill_profile_ &&
-          follow_class(block))
+          follow_class(block)) {
+        count_spilled(-static_cast<std::ptrdiff_t>(block->bytes));
         moved.push_back(live(*block));
+      }
   }
   return moved;
+}
+
+bool DeviceAllocator::unspilled(const Block& block) const {
+  return block.segment->heap->profile == spill_profile_ && block.advice != spill_profile_;
+}
+
+// What is spilled is not on the device. The numbers wrap around as unsigned ones do.
+void DeviceAllocator::count_spilled(std::ptrdiff_t bytes) {
+  const auto change = static_cast<std::size_t>(bytes);
+  kind_stats_[static_cast<std::size_t>(MemoryKind::managed)].spilled_bytes += change;
+  resident_bytes_ -= change;
 }
 
 void DeviceAllocator::empty_cache() {

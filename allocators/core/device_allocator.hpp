@@ -99,7 +99,7 @@ struct PoolStats {
 
 struct KindStats {
   std::size_t reserved_bytes = 0;
-  std::size_t spilled_bytes = 0;  // managed segments placed on the host because of the budget
+  std::size_t spilled_bytes = 0;  // managed memory placed on the host because of the budget
 };
 
 struct BlockSnapshot {
@@ -204,6 +204,8 @@ class DeviceAllocator {
   bool reserve(MemoryKind kind, std::size_t bytes, Shortage& shortage);
   bool over_budget(const Profile& profile, std::size_t bytes) const;
   bool follow_class(Block* block);
+  bool unspilled(const Block& block) const;
+  void count_spilled(std::ptrdiff_t bytes);
   LiveBlock live(const Block& block) const;
 
   void cut(Block* block, std::size_t bytes);

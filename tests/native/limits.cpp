@@ -186,13 +186,14 @@ void spilled_blocks_follow_their_class_when_they_are_let() {
   Config config = budget_config(32 * MiB);
   config.classes[static_cast<std::size_t>(TensorClass::frozen_weights)].advice.read_mostly = true;
   Machine machine({.config = config});
-  const std::uintptr_t resident = machine.allocate(30 * MiB);
+  const std::uintptr_t resident = machine.allocate(32 * MiB);
   const std::uintptr_t spilled = machine.allocate(30 * MiB);
   machine.allocate(64 * KiB);  // spilled too, and no page is its own
 
   const std::vector<LiveBlock> moved = machine.device.unspill();
   CHECK_EQUAL(moved.size(), 1U);
   CHECK_EQUAL(moved.front().address, spilled);
+  CHECK_EQUAL(managed_stats(machine).spilled_bytes, 2 * MiB);  // the small one's
   CHECK_EQUAL(machine.driver.advice().back().range.address, spilled);
   CHECK(machine.driver.advice().back().advice == Advice{.placement = Placement::device});
   CHECK(machine.device.unspill().empty());
@@ -203,6 +204,9 @@ void spilled_blocks_follow_their_class_when_they_are_let() {
 
   // The next block in that memory is a spilled one again.
   machine.free(spilled);
+  CHECK_EQUAL(managed_stats(machine).spilled_bytes, 32 * MiB);
+  CHECK(machine.driver.advice().back().advice ==
+        (Advice{.placement = Placement::host, .accessed_by_device = true}));
   CHECK_EQUAL(machine.allocate(30 * MiB), spilled);
   CHECK(machine.driver.advice().back().advice ==
         (Advice{.placement = Placement::host, .accessed_by_device = true}));
