@@ -26,7 +26,7 @@ from umem.bench.train.model import build_llama
 from umem.bench.train.order import WORKLOADS, configurations
 from umem.bench.train.results import BUDGETED, Method, Outcome, TrainingSettings, Variant
 from umem.classes import TensorClass
-from umem.cuda import _bindings
+from umem.cuda import Range, _bindings
 from umem.errors import UnsupportedError
 from umem.executor import SETTLING_STEPS
 from umem.executor._correction import Correction
@@ -622,9 +622,10 @@ def test_zeros_are_believed_only_of_a_profiler_that_sees_what_is_known(
     monkeypatch.setattr(KnownCollector, "moved_bytes", moved_bytes)
     monkeypatch.setattr(KnownCollector, "moves", [], raising=False)
     monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", KnownCollector)
-    monkeypatch.setattr(scratch, "_on_the_host", lambda: nullcontext(4096))
+    block = Range(4096, 2 * scratch.PART_BYTES)
+    monkeypatch.setattr(scratch, "managed_on_host", lambda _: nullcontext(block))
     monkeypatch.setattr(
-        scratch, "_move", lambda address: KnownCollector.moves.append(time.monotonic_ns())
+        scratch, "_move", lambda _: KnownCollector.moves.append(time.monotonic_ns())
     )
     # A step without a hint and without a plan has nothing else to be held against.
     training: Any = SimpleNamespace(model=None, manager=None, step=lambda: None)
@@ -644,7 +645,8 @@ def test_without_cupti_there_is_nothing_to_lose(monkeypatch: pytest.MonkeyPatch)
             raise UnsupportedError("no CUPTI here")
 
     monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", NoCollector)
-    monkeypatch.setattr(scratch, "_on_the_host", lambda: nullcontext(4096))
+    block = Range(4096, 2 * scratch.PART_BYTES)
+    monkeypatch.setattr(scratch, "managed_on_host", lambda _: nullcontext(block))
     monkeypatch.setattr(scratch, "_move", lambda _: None)
 
     training: Any = SimpleNamespace(model=None, manager=None, step=lambda: None)

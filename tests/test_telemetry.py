@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from umem._native import Allocator, ClassSetting, Config
 from umem.classes import TensorClass
+from umem.cuda import Range
 from umem.errors import UnsupportedError
 from umem.inspection import LiveTensor
 from umem.telemetry import (
@@ -219,10 +220,14 @@ def read(*records: bytes, gap: int = 0) -> MigrationRecords:
     return read_activities([copied(buffer_of(*records, gap=gap), numbers)], numbers)
 
 
+_ANSWERS = CuptiCollector._answers
+
+
 @pytest.fixture
 def cupti(monkeypatch: pytest.MonkeyPatch) -> StandInCupti:
     module = StandInCupti()
     install(monkeypatch, module)
+    monkeypatch.setattr(CuptiCollector, "_answers", lambda _: True)
     monkeypatch.setattr("umem.telemetry._cupti._QUIET_S", 0.3)
     monkeypatch.setattr("umem.telemetry._cupti._FLUSH_EVERY_S", 1000.0)
     # Undone in the end, so that no test leaves a collector to the next.
@@ -588,6 +593,48 @@ def test_a_refusal_of_the_first_recording_leaves_nothing_on(cupti: StandInCupti)
         CuptiCollector().start()
     assert [it for it in cupti.calls if it[0] == "disable"] == []
     assert not _cupti._buffers.is_primed
+
+
+@pytest.mark.parametrize("tries", [1, 3, 9])
+def test_cupti_is_started_until_it_hands_over_what_is_known(
+    cupti: StandInCupti, monkeypatch: pytest.MonkeyPatch, tries: int
+) -> None:
+    monkeypatch.setattr(CuptiCollector, "_answers", _ANSWERS)
+    monkeypatch.setattr("umem.telemetry._cupti._ANSWER_S", 0.05)
+    moved: list[int] = []
+
+    def move(size_bytes: int) -> Range:
+        moved.append(size_bytes)
+        record = counter(1, size_bytes, 5, 6, 4096 + (size_bytes if len(moved) < tries else 0), 1)
+        cupti.buffers.append([record])
+        return Range(4096, size_bytes)
+
+    monkeypatch.setattr("umem.telemetry._cupti.moved_block", move)
+    collector = CuptiCollector()
+    collector.start()
+    assert len(moved) == min(tries, 4)
+    stops = cupti.calls.count(("disable", 25))
+    assert stops == (tries - 1 if tries <= 4 else 4)
+    cupti.buffers.append([counter(1, 8, 7, 8, 0, 1)])
+    records, dropped = collector.stop()
+    # What was moved to ask is not in the recording.
+    assert (records.bytes.tolist(), dropped) == ([8], 0)
+    assert any("not to be believed" in note for note in collector.notes()) == (tries > 4)
+
+
+def test_where_nothing_can_be_moved_nothing_is_asked(
+    cupti: StandInCupti, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CuptiCollector, "_answers", _ANSWERS)
+
+    def refuse(_: int) -> Range:
+        raise UnsupportedError("no managed memory")
+
+    monkeypatch.setattr("umem.telemetry._cupti.moved_block", refuse)
+    collector = CuptiCollector()
+    collector.start()
+    collector.stop()
+    assert collector.notes() == ()
 
 
 def test_cupti_is_flushed_while_it_records(

@@ -99,7 +99,10 @@ class Allocator:
     def set_device_budget(self, device: int, bytes: int) -> None:
         """From now on; 0 for no budget. What was spilled before stays where it is until freed."""
     def unspill(self, device: int) -> list[tuple[int, int, int, int, int, str]]:
-        """Give what was spilled, and has pages of its own, its class's advice; as `live_blocks`."""
+        """Advise what was spilled as its class is, and tell of it as `live_blocks` does.
+
+        Of what has pages of its own, and of classes that are placed on the device.
+        """
     def take_peak_bytes(self, device: int) -> int:
         """Most bytes of live blocks since the last call, whatever `reset_peak_stats` does."""
     def set_release_listener(self, engine: HintEngine | None) -> None:

@@ -523,34 +523,34 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   block->tensor_class = tensor_class;
   count_class(*block, true);
 
-  // A spilled block keeps its place: the budget put it there.
-  if (block->advice != spill_profile_) follow_class(block);
+  // A spilled block keeps its place: the budget put it there. So does one that shares its pages.
+  const Heap& heap = *block->segment->heap;
+  const std::uint8_t profile = profile_of_class(*block);
+  if (heap.tier == Tier::large && block->advice != spill_profile_ &&
+      profiles_[profile].kind == profiles_[heap.profile].kind &&
+      takes_advice(profiles_[profile].kind) && block->advice != profile)
+    apply_advice(block, profile);
   return true;
 }
 
-// The advice of a block's class, unless the block shares its pages.
-bool DeviceAllocator::follow_class(Block* block) {
-  const Heap& heap = *block->segment->heap;
-  const std::uint8_t profile =
-      routes_[class_routes_[static_cast<std::size_t>(block->tensor_class)].large].profile;
-  if (heap.tier != Tier::large || profiles_[profile].kind != profiles_[heap.profile].kind ||
-      !takes_advice(profiles_[profile].kind))
-    return false;
-  if (block->advice != profile) apply_advice(block, profile);
-  return true;
+std::uint8_t DeviceAllocator::profile_of_class(const Block& block) const {
+  return routes_[class_routes_[static_cast<std::size_t>(block.tensor_class)].large].profile;
 }
 
 std::vector<LiveBlock> DeviceAllocator::unspill() {
   const std::lock_guard lock(mutex_);
   std::vector<LiveBlock> moved;
   for (auto& [address, segment] : segments_) {
-    if (segment.heap->profile != spill_profile_) continue;
-    for (Block* block = segment.first; block != nullptr; block = block->next)
-      if (block->state == BlockState::live && block->advice == spill_profile_ &&
-          follow_class(block)) {
-        count_spilled(-static_cast<std::ptrdiff_t>(block->bytes));
-        moved.push_back(live(*block));
-      }
+    if (segment.heap->profile != spill_profile_ || segment.heap->tier != Tier::large) continue;
+    for (Block* block = segment.first; block != nullptr; block = block->next) {
+      const std::uint8_t profile = profile_of_class(*block);
+      if (block->state != BlockState::live || block->advice != spill_profile_ ||
+          profiles_[profile].kind != MemoryKind::managed || !resides_on_device(profiles_[profile]))
+        continue;
+      apply_advice(block, profile);
+      count_spilled(-static_cast<std::ptrdiff_t>(block->bytes));
+      moved.push_back(live(*block));
+    }
   }
   return moved;
 }

@@ -143,7 +143,8 @@ class DeviceAllocator {
   // 0: no budget. What was spilled before stays where it is until it is freed.
   void set_device_budget(std::size_t bytes);
   // Gives spilled blocks with pages of their own the advice of their classes, as if there had been
-  // room from the start, and says which they are: their bytes are on the host still.
+  // room from the start, and says which they are: their bytes are on the host still. Not those of
+  // classes that belong there.
   std::vector<LiveBlock> unspill();
   void set_release_listener(std::shared_ptr<ReleaseListener> listener);
   void set_memory_fraction(double fraction);
@@ -203,7 +204,7 @@ class DeviceAllocator {
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
   bool reserve(MemoryKind kind, std::size_t bytes, Shortage& shortage);
   bool over_budget(const Profile& profile, std::size_t bytes) const;
-  bool follow_class(Block* block);
+  std::uint8_t profile_of_class(const Block& block) const;
   bool unspilled(const Block& block) const;
   void count_spilled(std::ptrdiff_t bytes);
   LiveBlock live(const Block& block) const;

@@ -137,7 +137,6 @@ def _bring_back(machine: Machine, bound_bytes: int) -> None:
         return
     # At once, so that no class that changes from now on is overtaken by older advice.
     for address, _, block_bytes, number, _, _ in allocator.unspill(index):
-        if machine.policy.rules[number].placement != "host":
-            machine.engine.submit(
-                HintOp.PREFETCH, address, block_bytes, device=index, tensor_class=_CLASSES[number]
-            )
+        machine.engine.submit(
+            HintOp.PREFETCH, address, block_bytes, device=index, tensor_class=_CLASSES[number]
+        )

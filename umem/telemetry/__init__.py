@@ -21,6 +21,7 @@ from umem.telemetry._entry import profile
 from umem.telemetry._file import PROFILE_FORMAT, load_recording, save_recording
 from umem.telemetry._hints import HINT_COUNTS, hint_traffic, hints_between
 from umem.telemetry._html import write_html
+from umem.telemetry._known import managed_on_host
 from umem.telemetry._nsys import is_nsys_export, read_nsys
 from umem.telemetry._perfetto import lanes, write_perfetto
 from umem.telemetry._phases import PhaseRanges, nvtx_phases
@@ -61,6 +62,7 @@ __all__ = [
     "lanes",
     "link_bytes",
     "load_recording",
+    "managed_on_host",
     "measured_row",
     "numbers_of",
     "nvtx_phases",

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from umem.errors import UnsupportedError
+from umem.cuda import Range
+from umem.errors import UmemError, UnsupportedError
 from umem.notices import notify
 from umem.telemetry._activities import (
     Numbers,
@@ -25,7 +26,8 @@ from umem.telemetry._activities import (
     read_activities,
 )
 from umem.telemetry._buffers import LONGEST_DRAIN_S, Buffers
-from umem.telemetry._records import MAX_RECORDS, MigrationRecords
+from umem.telemetry._known import moved_block
+from umem.telemetry._records import MAX_RECORDS, MigrationRecords, RecordKind
 
 __all__ = ["CuptiCollector", "torch_profiles"]
 
@@ -36,6 +38,12 @@ _FLUSH_FORCED = 1
 _FIRST_S = 0.3
 """CUPTI is asked to record for so long, once in a process, before it is relied on: without that,
 the first recording of a process lacks most of its records. docs/telemetry.md has the figures."""
+_KNOWN_BYTES = 4 << 20
+_ANSWER_S = 0.5
+_BETWEEN_LOOKS_S = 0.02
+_MOST_STARTS = 4
+"""A block of so many bytes is moved when a recording begins, and CUPTI has so long to hand over a
+record of it; otherwise it is stopped, which takes 2 s, and started again."""
 _FLUSH_EVERY_S = 0.01
 """CUPTI reads the driver's queue when it is flushed, and what comes to a full queue is lost.
 docs/telemetry.md has how much that was, on one machine."""
@@ -65,6 +73,7 @@ class CuptiCollector:
         self._failure: Exception | None = None
         self._numbers: Numbers | None = None
         self._cupti: Any = None
+        self._enabled: list[Any] = []
         self._flusher = _Flusher(lambda: self._cupti.activity_flush_all(_FLUSH_COMPLETE))
         self.running = False
 
@@ -84,24 +93,18 @@ class CuptiCollector:
         self._cupti = cupti = _load()
         with _explained(cupti):
             self._numbers = numbers_of(cupti)
-            kinds = self._kinds()
-            started = []
+            cupti.activity_register_callbacks(_buffers.wanted, _buffers.full)
+            self._discard()
             try:
-                cupti.activity_register_callbacks(_buffers.wanted, _buffers.full)
-                self._discard()
                 if not _buffers.is_primed:
-                    self._prime(kinds)
+                    self._prime()
                 _buffers.taker, self.running = self, True
-                _configure_counters(cupti, self._numbers)
-                for kind in kinds:
-                    cupti.activity_enable(kind)
-                    started.append(kind)
-                self._flusher.start()
+                self._begin()
             except BaseException:
                 self.running = False
-                for kind in started:
-                    cupti.activity_disable(kind)
+                self._disable()
                 raise
+            self._flusher.start()
 
     def now_ns(self) -> int:
         """The time on the clock of the records."""
@@ -128,8 +131,7 @@ class CuptiCollector:
                     self._flusher.stop()
                     _buffers.drain(self._flush, _QUIET_S, end_s)
                 finally:
-                    for kind in reversed(self._kinds()):
-                        cupti.activity_disable(kind)
+                    self._disable()
                 # The driver completes its last records when it is told to stop.
                 if not _buffers.drain(self._flush, _QUIET_AFTER_S, end_s):
                     self._notes.append(
@@ -184,24 +186,67 @@ class CuptiCollector:
         if _buffers.out:
             _buffers.drain(self._flush, _QUIET_AFTER_S, time.monotonic() + LONGEST_DRAIN_S)
 
-    def _prime(self, kinds: Sequence[Any]) -> None:
+    def _prime(self) -> None:
         """Let CUPTI have its first recording of the process, of nothing."""
-        assert self._numbers is not None
         _buffers.taker = None
-        _configure_counters(self._cupti, self._numbers)
         notify("CUPTI records for the first time in this process: some 2 s before it begins")
-        enabled = []
-        try:
-            for kind in kinds:
-                self._cupti.activity_enable(kind)
-                enabled.append(kind)
-            time.sleep(_FIRST_S)
-            self._flush()
-        finally:
-            for kind in reversed(enabled):
-                self._cupti.activity_disable(kind)
+        self._enable()
+        time.sleep(_FIRST_S)
+        self._flush()
+        self._disable()
         self._flush()
         _buffers.is_primed = True
+
+    def _begin(self) -> None:
+        """Have CUPTI record, anew as long as it does not hand over what is known to have moved."""
+        for _ in range(_MOST_STARTS):
+            self._enable()
+            if self._answers():
+                break
+            self._disable()
+        else:
+            self._enable()
+            self._notes.append(
+                "the figures of unified memory are not to be believed: CUPTI handed over no record "
+                "of a block that was moved when the recording began"
+            )
+        with self._lock:
+            self._raw.clear()
+            self._kept = self._dropped = 0
+
+    def _answers(self) -> bool:
+        """Whether there is a record of a block that is moved now."""
+        try:
+            block = moved_block(_KNOWN_BYTES)
+        except UmemError:  # nothing can be told of it
+            return True
+        end_s = time.monotonic() + _ANSWER_S
+        while not self._has_record_in(block):
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(_BETWEEN_LOOKS_S)
+            self._flush()
+        return True
+
+    def _has_record_in(self, block: Range) -> bool:
+        assert self._numbers is not None
+        with self._lock:
+            raw = list(self._raw)
+        records = read_activities(raw, self._numbers)
+        offset = records.address - block.address
+        inside = (offset >= 0) & (offset < block.size_bytes)
+        return bool((inside & (records.kind == RecordKind.TO_DEVICE)).any())
+
+    def _enable(self) -> None:
+        assert self._numbers is not None
+        _configure_counters(self._cupti, self._numbers)
+        for kind in self._kinds():
+            self._cupti.activity_enable(kind)
+            self._enabled.append(kind)
+
+    def _disable(self) -> None:
+        while self._enabled:
+            self._cupti.activity_disable(self._enabled.pop())
 
     def _kinds(self) -> list[Any]:
         kinds = self._cupti.ActivityKind

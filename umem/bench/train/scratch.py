@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from umem.cuda import Location, Range, _bindings, prefetch
+from umem.cuda import Location, Range, prefetch
+from umem.telemetry import managed_on_host
 
 __all__ = ["PART_BYTES", "ManagedBytes", "known_transfers"]
 
@@ -33,26 +33,15 @@ class ManagedBytes:
 @contextmanager
 def known_transfers() -> Iterator[Callable[[], None]]:
     """Memory on the host, and a function that moves it to the device, half of it by faults."""
-    with _on_the_host() as address:
-        yield partial(_move, address)
+    with managed_on_host(2 * PART_BYTES) as block:
+        yield partial(_move, block)
 
 
-@contextmanager
-def _on_the_host() -> Iterator[int]:
-    """A managed block of two parts, all of whose pages are on the host; its address."""
-    address = _bindings.allocate_managed(2 * PART_BYTES)
-    try:
-        # Only pages that hold something move.
-        ctypes.memset(address, 1, 2 * PART_BYTES)
-        yield address
-        torch.cuda.synchronize()
-    finally:
-        _bindings.free(address)
-
-
-def _move(address: int) -> None:
+def _move(block: Range) -> None:
     """Prefetch the first part to the device, and touch every page of the second one there."""
     device = torch.cuda.current_device()
-    hinted, faulted = Range(address, PART_BYTES), Range(address + PART_BYTES, PART_BYTES)
+    hinted, faulted = (
+        Range(block.address + start, PART_BYTES) for start in (0, block.size_bytes - PART_BYTES)
+    )
     prefetch(hinted, Location.device(device), stream=torch.cuda.current_stream())
     torch.as_tensor(ManagedBytes(faulted), device=torch.device("cuda", device)).add_(1)
