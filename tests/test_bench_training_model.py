@@ -560,7 +560,7 @@ def test_a_step_whose_records_were_lost_has_no_figures(
     planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", SilentCollector)
-    monkeypatch.setattr(managed, "known_transfers", lambda: nullcontext(lambda: None))
+    monkeypatch.setattr(managed, "move_known", lambda: None)
     monkeypatch.setattr(managed, "loss_of_known_records", lambda _: None)
     inner = Training()
     training: Any = _Managed(inner, inner.manage(planner, 34 * MIB))

@@ -363,7 +363,15 @@ NB_MODULE(_native, module) {
       .def("segments", &segments, "device"_a)
       .def("live_blocks", [](const Allocator& self) { return listed(self.live_blocks()); })
       .def(
-          "unspill", [](Allocator& self, int device) { return listed(self.device(device).unspill()); },
+          "unspill",
+          [](Allocator& self, int device) {
+            std::vector<LiveBlock> moved;
+            {
+              const nb::gil_scoped_release no_gil;  // the driver is called for each block
+              moved = self.device(device).unspill();
+            }
+            return listed(moved);
+          },
           "device"_a)
       .def(
           "set_device_budget",

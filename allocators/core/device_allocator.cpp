@@ -435,7 +435,7 @@ void DeviceAllocator::settle(Block* block) {
   const Heap& heap = *block->segment->heap;
   stats_.active.decrease(heap.tier, 1);
   stats_.active_bytes.decrease(heap.tier, block->bytes);
-  if (unspilled(*block)) {  // its room is on the host again
+  if (unspilled(*block)) {  // what takes its room next is spilled again
     count_spilled(static_cast<std::ptrdiff_t>(block->bytes));
     apply_advice(block, spill_profile_);
   }

@@ -150,11 +150,14 @@ bool HintBook::overtakes(const Chunk& chunk, Ticket ticket) const {
 // Neighbours that are asked the same go with the chunk: one call moves them faster than many.
 void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes,
                     std::int64_t now_ns) {
+  const TensorClass tensor_class = open_.at(chunk.parts.front().ticket).request.tensor_class;
   const auto joins = [&](const Piece& piece) {
     if (!piece.ready || piece.direction != direction) return false;
     const HintRequest& request = open_.at(piece.ticket).request;
-    return request.op == chunk.op && request.device == chunk.device && !blocked(piece) &&
-           !overtakes(chunk, piece.ticket);
+    if (request.op != chunk.op || request.device != chunk.device || blocked(piece)) return false;
+    // A driver evicts read-mostly pages in another way, and a class has them or has not.
+    if (chunk.op == HintOp::evict && request.tensor_class != tensor_class) return false;
+    return !overtakes(chunk, piece.ticket);
   };
   const auto take_one_of = [&](const std::vector<Piece>& pieces, bool before) {
     for (const Piece& piece : pieces) {

@@ -248,7 +248,7 @@ def test_recording_does_not_wait_for_the_gpu() -> None:
 
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_recording_costs_under_three_percent(size: str) -> None:
-    """Timed steps only, in turns with plain ones; the shortest of each, as others use the machine.
+    """Timed steps only, in turns with plain ones. Short steps of each: others use the machine too.
 
     Small: launches are the bottleneck. transformers waits for the GPU once in each forward pass, so
     that what the host does after it is seen in large models too.
@@ -257,28 +257,31 @@ def test_recording_costs_under_three_percent(size: str) -> None:
     model = llama(layers, hidden).cuda()
     optimizer, step = training(model, batch)
 
-    def step_s(steps: int = 5) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    def steps_s(steps: int = 5) -> list[float]:
+        found = []
         for _ in range(steps):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
             step()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / steps
+            torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return found
 
-    step_s(10)
-    plain, timed, after = [step_s()], [], []
-    for _ in range(12):
+    steps_s(10)
+    plain, timed, after = steps_s(), [], []
+    for _ in range(15):
         with umem.record(model, optimizer, steps=6, warmup=1) as recording:
-            step_s(2)  # a warm-up, and the step that is looked at
-            timed.append(step_s())
+            steps_s(2)  # a warm-up, and the step that is looked at
+            timed += steps_s()
             step()
             torch.cuda.synchronize()
             assert recording.done
-            after.append(step_s())
-        plain.append(step_s())
-    shares = [min(part) / min(plain) - 1 for part in (timed, after)]
+            after += steps_s()
+        plain += steps_s()
+    short_s, *others_s = (float(np.quantile(part, 0.1)) for part in (plain, timed, after))
+    shares = [other_s / short_s - 1 for other_s in others_s]
     print(
-        f"\n{size}: {min(plain) * 1e3:.2f} ms a step (up to {max(plain) * 1e3:.2f}), timed "
+        f"\n{size}: {short_s * 1e3:.2f} ms a step (up to {max(plain) * 1e3:.2f}), timed "
         f"{shares[0]:+.2%}, then {shares[1]:+.2%}"
     )
     assert shares[0] < 0.03

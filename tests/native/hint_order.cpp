@@ -82,6 +82,27 @@ void neighbours_go_together() {
   CHECK_EQUAL(machine.requests(HintOp::prefetch, Outcome::done), 7U);
 }
 
+void evictions_go_with_those_of_their_class() {
+  HintMachine machine(kOneLane);
+  machine.driver.hold("evict");
+  const Ticket first = machine.evict(blocks(50, 1));
+  machine.driver.wait_until_held("evict");
+  std::vector<Ticket> tickets{first};
+  for (const auto& [block, tensor_class] :
+       {std::pair{10U, TensorClass::frozen_weights}, std::pair{11U, TensorClass::frozen_weights},
+        std::pair{12U, TensorClass::weights}})
+    tickets.push_back(machine.engine.submit(
+        {.op = HintOp::evict, .range = blocks(block, 1), .tensor_class = tensor_class}));
+  machine.driver.let_go("evict");
+  for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::done);
+  std::vector<Range> evictions;
+  for (const HintCall& call : machine.driver.calls())
+    if (call.name == "evict") evictions.push_back(call.range);
+  CHECK_EQUAL(evictions.size(), 3U);
+  CHECK(evictions[1] == blocks(10, 2));
+  CHECK(evictions[2] == blocks(12, 1));
+}
+
 void a_neighbour_gives_a_part_of_itself() {
   HintMachine machine(kOneLane);
   machine.driver.hold("prefetch");
@@ -189,6 +210,7 @@ int main() {
   RUN(long_ranges_go_in_chunks_that_end_on_block_boundaries);
   RUN(one_request_is_shared_between_workers);
   RUN(neighbours_go_together);
+  RUN(evictions_go_with_those_of_their_class);
   RUN(a_neighbour_gives_a_part_of_itself);
   RUN(each_direction_has_its_workers);
   RUN(directions_do_not_wait_for_each_other);

@@ -16,7 +16,7 @@ from umem.bench.train.managed import (
     loss_of_known_records,
     loss_of_paged_records,
 )
-from umem.bench.train.scratch import known_transfers
+from umem.bench.train.scratch import move_known
 from umem.bench.train.step import Training, make_training, place_allocator
 from umem.bench.train.task import timed_as_planned, warm_up
 from umem.classes import TensorClass
@@ -137,10 +137,7 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
     )
     if timed.before is None:
         return facts
-    with (
-        known_transfers() as move_known,
-        umem.profile(steps=1 + PROFILED_STEPS, model=training.model) as profile,
-    ):
+    with umem.profile(steps=1 + PROFILED_STEPS, model=training.model) as profile:
         move_known()
         profile.step()
         for _ in range(PROFILED_STEPS):

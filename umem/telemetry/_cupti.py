@@ -100,11 +100,11 @@ class CuptiCollector:
                     self._prime()
                 _buffers.taker, self.running = self, True
                 self._begin()
+                self._flusher.start()
             except BaseException:
                 self.running = False
                 self._disable()
                 raise
-            self._flusher.start()
 
     def now_ns(self) -> int:
         """The time on the clock of the records."""
@@ -128,7 +128,7 @@ class CuptiCollector:
         try:
             with _explained(cupti):
                 try:
-                    self._flusher.stop()
+                    self._flusher.stop(LONGEST_DRAIN_S)
                     _buffers.drain(self._flush, _QUIET_S, end_s)
                 finally:
                     self._disable()
@@ -199,42 +199,48 @@ class CuptiCollector:
 
     def _begin(self) -> None:
         """Have CUPTI record, anew as long as it does not hand over what is known to have moved."""
-        for _ in range(_MOST_STARTS):
-            self._enable()
-            if self._answers():
+        self._enable()
+        starts = 1
+        while not self._answers():
+            if starts == _MOST_STARTS:
+                self._notes.append(
+                    "the figures of unified memory are not to be believed: CUPTI handed over no "
+                    "record of a block that was moved when the recording began"
+                )
                 break
             self._disable()
-        else:
             self._enable()
-            self._notes.append(
-                "the figures of unified memory are not to be believed: CUPTI handed over no record "
-                "of a block that was moved when the recording began"
-            )
+            starts += 1
         with self._lock:
             self._raw.clear()
             self._kept = self._dropped = 0
 
     def _answers(self) -> bool:
         """Whether there is a record of a block that is moved now."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return True  # nothing can be told of it
+        since_ns = self.now_ns()  # an earlier block may have been in the same place
         try:
             block = moved_block(_KNOWN_BYTES)
-        except UmemError:  # nothing can be told of it
+        except UmemError:
             return True
         end_s = time.monotonic() + _ANSWER_S
-        while not self._has_record_in(block):
+        while not self._has_record_in(block, since_ns):
             if time.monotonic() >= end_s:
                 return False
             time.sleep(_BETWEEN_LOOKS_S)
             self._flush()
         return True
 
-    def _has_record_in(self, block: Range) -> bool:
+    def _has_record_in(self, block: Range, since_ns: int) -> bool:
         assert self._numbers is not None
         with self._lock:
             raw = list(self._raw)
         records = read_activities(raw, self._numbers)
         offset = records.address - block.address
-        inside = (offset >= 0) & (offset < block.size_bytes)
+        inside = (offset >= 0) & (offset < block.size_bytes) & (records.start_ns >= since_ns)
         return bool((inside & (records.kind == RecordKind.TO_DEVICE)).any())
 
     def _enable(self) -> None:
@@ -264,10 +270,10 @@ class _Flusher:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float) -> None:
         self._end.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._end.wait(_FLUSH_EVERY_S):

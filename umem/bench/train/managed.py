@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
 )
 
 from umem.bench.train.results import HintedStep, ManagerFigures, ProfiledStep, TransferTotal
-from umem.bench.train.scratch import PART_BYTES, known_transfers
+from umem.bench.train.scratch import PART_BYTES, move_known
 from umem.bench.train.step import Training
 from umem.comparison import moved_figures
 from umem.report import UM_CAUSES
@@ -147,10 +147,7 @@ def profile_step(
     """
     import umem
 
-    with (
-        known_transfers() as move_known,
-        umem.profile(steps=2, model=training.model, name=name, required=False) as profile,
-    ):
+    with umem.profile(steps=2, model=training.model, name=name, required=False) as profile:
         move_known()
         profile.step()
         training.step()
@@ -216,7 +213,7 @@ def loss_of_known_records(report: MeasuredReport) -> str | None:
     Parameters
     ----------
     report
-        Of a step of the profile that is nothing but :func:`known_transfers`.
+        Of a step of the profile that is nothing but :func:`move_known`.
     """
     if not report.collected:
         return None

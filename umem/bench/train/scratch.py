@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-
 import torch
 
 from umem.cuda import Location, Range, prefetch
 from umem.telemetry import managed_on_host
 
-__all__ = ["PART_BYTES", "ManagedBytes", "known_transfers"]
+__all__ = ["PART_BYTES", "ManagedBytes", "move_known"]
 
 PART_BYTES = 64 << 20
 """So much is prefetched to the device, and as much faults in there."""
@@ -30,11 +26,10 @@ class ManagedBytes:
         }
 
 
-@contextmanager
-def known_transfers() -> Iterator[Callable[[], None]]:
-    """Memory on the host, and a function that moves it to the device, half of it by faults."""
+def move_known() -> None:
+    """Move memory of its own to the device, half of it by faults, and give it back."""
     with managed_on_host(2 * PART_BYTES) as block:
-        yield partial(_move, block)
+        _move(block)
 
 
 def _move(block: Range) -> None:
