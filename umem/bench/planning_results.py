@@ -116,7 +116,7 @@ class GrowthPoint(Record):
     blocks: int
     planner: str
     times_s: tuple[float, ...]
-    """Planning and one simulation, by round."""
+    """Planning and one simulation, by round: time of the processor."""
     simulations: int
     """In all, that one included."""
 
