@@ -23,6 +23,9 @@ from torch import nn
 
 from umem.activations import ActivationStore, HostMover, OffloadError
 
+# The last bit of a function may depend on how threads share its numbers.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(params=[HostMover, LazyMover])
 def store(request: pytest.FixtureRequest) -> ActivationStore:
