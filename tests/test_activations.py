@@ -17,6 +17,7 @@ from activation_chain import (
     chain,
     gradient,
     make_input,
+    released,
     saved,
 )
 from torch import nn
@@ -131,9 +132,7 @@ class TestVerbs:
         self, store: ActivationStore, expected: torch.Tensor
     ) -> None:
         x = make_input()
-        first = saved(store, "a", x)
-        store.send("a")
-        store.release("a")
+        first = released(store, "a", x)
         second = saved(store, "a", x)
         assert store.fetch("a") == 0
         assert torch.equal(gradient(first, x), expected)
@@ -374,9 +373,7 @@ def test_waits_once_for_copies_of_one_send() -> None:
     mover = LazyMover()
     store = ActivationStore("cpu", mover, min_bytes=KIB)
     x = make_input()
-    y = saved(store, "a", x)
-    store.send("a")
-    store.release("a")
+    y = released(store, "a", x)
     assert mover.waits == 1
     assert y.requires_grad
 

@@ -16,6 +16,7 @@ from activation_chain import (
     chain,
     gradient,
     make_input,
+    released,
     saved,
 )
 from torch.utils.checkpoint import checkpoint
@@ -82,9 +83,7 @@ class TestAutograd:
 
         x = make_input()
         wanted = second(chain(x), x)
-        y = saved(store, "a", x)
-        store.send("a")
-        store.release("a")
+        y = released(store, "a", x)
         assert torch.equal(second(y, x), wanted)
 
     def test_custom_functions(self, store: ActivationStore) -> None:
@@ -113,9 +112,7 @@ class TestAutograd:
         self, store: ActivationStore, expected: torch.Tensor
     ) -> None:
         x = make_input()
-        y = saved(store, "a", x)
-        store.send("a")
-        store.release("a")
+        y = released(store, "a", x)
         found: list[torch.Tensor] = []
         thread = threading.Thread(target=lambda: found.append(gradient(y, x)))
         thread.start()
@@ -206,9 +203,7 @@ class TestEnds:
 
     def test_memory_goes_as_the_backward_pass_goes(self, store: ActivationStore) -> None:
         x = make_input()
-        y = saved(store, "a", x)
-        store.send("a")
-        store.release("a")
+        y = released(store, "a", x)
         store.fetch("a")
         gradient(y, x)
         # The graph is there, and has nothing any more.
@@ -236,9 +231,7 @@ class TestEnds:
     def test_buffers_are_used_from_step_to_step(self, store: ActivationStore) -> None:
         x = make_input()
         for step in range(4):
-            y = saved(store, step, x)
-            store.send(step)
-            store.release(step)
+            y = released(store, step, x)
             gradient(y, x)
         assert store.statistics.pinned_bytes == 3 * 2 * MIB
 
@@ -246,9 +239,7 @@ class TestEnds:
         self, store: ActivationStore, expected: torch.Tensor
     ) -> None:
         x = make_input()
-        y = saved(store, "a", x)
-        store.send("a")
-        store.release("a")
+        y = released(store, "a", x)
         store.close()
         assert store.statistics.pinned_bytes == 3 * 2 * MIB
         assert torch.equal(gradient(y, x), expected)
@@ -258,9 +249,7 @@ class TestEnds:
     def test_the_graph_outlives_the_store(self, expected: torch.Tensor) -> None:
         store = ActivationStore("cpu", LazyMover(), min_bytes=KIB)
         x = make_input()
-        y = saved(store, "a", x)
-        store.send("a")
-        store.release("a")
+        y = released(store, "a", x)
         store.close()
         del store
         assert torch.equal(gradient(y, x), expected)

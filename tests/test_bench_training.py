@@ -23,6 +23,7 @@ from umem.bench.provenance import git_commit
 from umem.bench.train.jobs import TrainingAnswer, TrainingJob
 from umem.bench.train.order import WORKLOADS, Configuration, configurations
 from umem.bench.train.results import (
+    BUDGETED,
     METHODS,
     PLANNERS,
     Method,
@@ -383,7 +384,8 @@ def test_no_process_is_started_beside_one_that_cannot_be_ended(
 def test_what_targets_are_about_comes_first() -> None:
     asked = settings().model_copy(update={"workloads": tuple(WORKLOADS.values())})
 
-    order = [str(it) for it in configurations(asked)]
+    every = configurations(asked)
+    order = [str(it) for it in every]
 
     assert order[:15] == [
         "long, sft, stock",
@@ -407,9 +409,21 @@ def test_what_targets_are_about_comes_first() -> None:
     assert min(whole) > order.index("long, lora, backward-step")
     first = next(n for n, words in enumerate(order) if words.startswith("activations"))
     assert max(whole) < first
-    assert all("stock-again" in words for words in order[-4:])
     assert all("activations" in words for words in order[first:-4])
-    assert len(set(order)) == len(order)
+    assert len(set(order)) == len(order) == 55
+    for name in WORKLOADS:
+        for method in METHODS:
+            own = [words for words in order if words.startswith(f"{name}, {method}")]
+            assert own[0] == f"{name}, {method}, stock"
+    at_most = [it for it in every if it.percent == 100]
+    assert {(it.workload, it.method, it.variant) for it in at_most} == {
+        ("long", method, variant) for method in METHODS for variant in BUDGETED
+    }
+    assert not any("lora, umem-optimizer-host" in words for words in order)
+    # Only what was measured long after the first can show that the machine drifts.
+    assert sorted(order[-4:]) == sorted(
+        f"{name}, {method}, stock-again" for name in WORKLOADS for method in METHODS
+    )
 
 
 # --- how processes end ---

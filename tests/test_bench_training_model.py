@@ -23,8 +23,8 @@ from umem.bench.train.details import details, differences
 from umem.bench.train.figures import device_peak_bytes, fits, lower_bound_s
 from umem.bench.train.jobs import TrainingJob
 from umem.bench.train.model import build_llama
-from umem.bench.train.order import WORKLOADS, configurations
-from umem.bench.train.results import BUDGETED, Method, Outcome, TrainingSettings, Variant
+from umem.bench.train.order import configurations
+from umem.bench.train.results import Method, Outcome, TrainingSettings, Variant
 from umem.classes import TensorClass
 from umem.cuda import Range, _bindings
 from umem.errors import UnsupportedError
@@ -797,39 +797,6 @@ def test_a_build_that_is_not_ready_is_ended_with_its_lock(
     assert not (tmp_path / "lock").exists()
     with building_deepspeed(wanted=False):
         assert not (tmp_path / "lock").exists()
-
-
-def test_a_run_begins_with_what_matters_most() -> None:
-    every = configurations(settings(name="long").model_copy(update={
-        "workloads": tuple(WORKLOADS.values())
-    }))  # fmt: skip
-
-    assert [str(it) for it in every[:9]] == [
-        "long, sft, stock",
-        "long, sft, umem-planned at 60 %",
-        "long, sft, umem-backward-step at 60 %",
-        "long, sft, umem-fault at 60 %",
-        "long, sft, umem-lookahead at 60 %",
-        "long, sft, umem-planned at 30 %",
-        "long, sft, umem-backward-step at 30 %",
-        "long, sft, umem-fault at 30 %",
-        "long, sft, umem-optimizer-host",
-    ]
-    words = list(map(str, every))
-    assert len(set(words)) == len(words) == 55
-    for name in WORKLOADS:
-        for method in ("sft", "lora"):
-            own = [it for it in words if it.startswith(f"{name}, {method}")]
-            assert own[0] == f"{name}, {method}, stock"
-    at_most = [it for it in every if it.percent == 100]
-    assert {(it.workload, it.method, it.variant) for it in at_most} == {
-        ("long", method, variant) for method in ("sft", "lora") for variant in BUDGETED
-    }
-    assert not any("lora, umem-optimizer-host" in it for it in words)
-    # Only what was measured long after the first can show that the machine drifts.
-    assert sorted(words[-4:]) == sorted(
-        f"{name}, {method}, stock-again" for name in WORKLOADS for method in ("sft", "lora")
-    )
 
 
 def test_other_budgets_and_variants_keep_stock_first() -> None:

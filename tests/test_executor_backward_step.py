@@ -244,16 +244,21 @@ def kept(training: Training) -> None:
     training.steps(12, gradients_stay=True)
 
 
-def replaced(training: Training) -> None:
+def steps_with(training: Training, change: Callable[[nn.Parameter, torch.Tensor], object]) -> None:
+    """Steps before each of which something is done to every parameter's gradient."""
     for _ in range(12):
         loss = training.forward()
         loss.backward()
         for parameter in training.model.parameters():
             assert parameter.grad is not None
-            parameter.grad = parameter.grad * 0.5
+            change(parameter, parameter.grad)
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.losses.append(loss.item())
+
+
+def replaced(training: Training) -> None:
+    steps_with(training, lambda it, gradient: setattr(it, "grad", gradient * 0.5))
 
 
 def hooked(training: Training) -> None:
@@ -269,15 +274,7 @@ def hooked(training: Training) -> None:
 
 def clamped_unseen(training: Training) -> None:
     """Torch does not count what is done to `.data`."""
-    for _ in range(12):
-        loss = training.forward()
-        loss.backward()
-        for parameter in training.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.clamp_(-1e-9, 1e-9)
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        training.losses.append(loss.item())
+    steps_with(training, lambda _, gradient: gradient.data.clamp_(-1e-9, 1e-9))
 
 
 def scaled(training: Training, scale: float = 4.0) -> None:

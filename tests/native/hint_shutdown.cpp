@@ -56,38 +56,43 @@ void requests_that_wait_for_events_are_dropped() {
   CHECK_EQUAL(machine.driver.events(), 0U);
 }
 
+// An engine whose shutdown has waited in vain for a call.
+struct Stuck {
+  Stuck() {
+    auto owner = std::make_unique<FakeHintDriver>();
+    driver = owner.get();
+    engine = std::make_unique<HintEngine>(HintSettings{}, std::move(owner));
+    driver->hold("evict");
+    driver->hold("close");
+    engine->submit({.op = HintOp::evict, .range = blocks(0, 1)});
+    driver->wait_until_held("evict");
+    CHECK(!engine->shutdown(kSoonNs));
+  }
+
+  void let_go() const {
+    driver->let_go("evict");
+    driver->wait_until_held("close", 3);
+    driver->let_go("close");
+  }
+
+  FakeHintDriver* driver = nullptr;
+  std::unique_ptr<HintEngine> engine;
+};
+
 // A call that never returns keeps nobody: its thread goes when it can.
 void a_stuck_call_is_left_to_itself() {
-  auto owner = std::make_unique<FakeHintDriver>();
-  FakeHintDriver& driver = *owner;
-  auto engine = std::make_unique<HintEngine>(HintSettings{}, std::move(owner));
-  driver.hold("evict");
-  driver.hold("close");
-  engine->submit({.op = HintOp::evict, .range = blocks(0, 1)});
-  driver.wait_until_held("evict");
-  CHECK(!engine->shutdown(kSoonNs));
-  driver.let_go("evict");
-  driver.wait_until_held("close", 3);
-  driver.let_go("close");
-  CHECK(engine->shutdown(kPatienceNs));
+  const Stuck stuck;
+  stuck.let_go();
+  CHECK(stuck.engine->shutdown(kPatienceNs));
 }
 
 // Whoever has waited in vain has waited enough: the engine's own end does not wait again.
 void a_stuck_call_is_waited_for_once() {
-  auto owner = std::make_unique<FakeHintDriver>();
-  FakeHintDriver& driver = *owner;
-  auto engine = std::make_unique<HintEngine>(HintSettings{}, std::move(owner));
-  driver.hold("evict");
-  driver.hold("close");
-  engine->submit({.op = HintOp::evict, .range = blocks(0, 1)});
-  driver.wait_until_held("evict");
-  CHECK(!engine->shutdown(kSoonNs));
+  Stuck stuck;
   const auto before = std::chrono::steady_clock::now();
-  engine.reset();
+  stuck.engine.reset();
   CHECK(std::chrono::steady_clock::now() - before < std::chrono::seconds(5));  // of 10
-  driver.let_go("evict");
-  driver.wait_until_held("close", 3);
-  driver.let_go("close");
+  stuck.let_go();
 }
 
 void ending_while_others_submit() {

@@ -64,6 +64,24 @@ void queued_hints_are_forgotten() {
   both.hints.driver.finish(0, 3);
 }
 
+// Gives the cache back in a thread, and has seen that it waits.
+class Releasing {
+ public:
+  explicit Releasing(Allocator& allocator)
+      : thread_([this, &allocator] {
+          allocator.empty_cache();
+          returned_ = true;
+        }) {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
+    CHECK(!returned_);
+  }
+  void join() { thread_.join(); }
+
+ private:
+  std::atomic<bool> returned_{false};
+  std::thread thread_;
+};
+
 void a_running_call_ends_first() {
   Both both;
   const Range range = both.allocate(32 * MiB);
@@ -71,13 +89,7 @@ void a_running_call_ends_first() {
   both.hints.evict(range);
   both.hints.driver.wait_until_held("evict");
   both.allocator.device(0).free(range.address);
-  std::atomic<bool> returned{false};
-  std::thread releasing([&] {
-    both.allocator.empty_cache();
-    returned = true;
-  });
-  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
-  CHECK(!returned);
+  Releasing releasing(both.allocator);
   // Other threads' hints and statistics need none of the allocator's locks.
   both.hints.expect(both.hints.prefetch(blocks(0, 1)), Outcome::done);
   both.hints.driver.let_go("evict");
@@ -119,13 +131,7 @@ void a_host_block_is_waited_for() {
       {.op = HintOp::copy_out, .range = blocks(0, 16), .host_address = block.address});
   both.hints.driver.wait_until_held("copy");
   both.allocator.device(0).free(block.address);
-  std::atomic<bool> returned{false};
-  std::thread releasing([&] {
-    both.allocator.empty_cache();
-    returned = true;
-  });
-  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
-  CHECK(!returned);
+  Releasing releasing(both.allocator);
   both.hints.driver.let_go("copy");
   releasing.join();
   both.hints.expect(ticket, Outcome::done);

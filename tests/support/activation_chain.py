@@ -10,7 +10,17 @@ import torch
 
 from umem.activations import ActivationStore, HostBuffer, HostMover
 
-__all__ = ["KIB", "SIDE", "TENSOR_BYTES", "LazyMover", "chain", "gradient", "make_input", "saved"]
+__all__ = [
+    "KIB",
+    "SIDE",
+    "TENSOR_BYTES",
+    "LazyMover",
+    "chain",
+    "gradient",
+    "make_input",
+    "released",
+    "saved",
+]
 
 KIB = 1 << 10
 SIDE = 64
@@ -84,6 +94,14 @@ def saved(
         return chain(x)
     finally:
         store.close_group()
+
+
+def released(store: ActivationStore, key: object, x: torch.Tensor) -> torch.Tensor:
+    """The same, with all that was saved on the host."""
+    y = saved(store, key, x)
+    store.send(key)
+    store.release(key)
+    return y
 
 
 def gradient(y: torch.Tensor, x: torch.Tensor, **options: Any) -> torch.Tensor:

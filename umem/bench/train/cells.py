@@ -45,7 +45,7 @@ METHOD_WORDS: dict[Method, str] = {"sft": "Full fine-tuning (SFT)", "lora": "LoR
 
 NOTHING = "—"
 
-SHOWN_LOSS = 8
+_SHOWN_LOSS = 8
 """Number of the step whose loss is shown, or the last one before it that a variant has."""
 
 _REASON_CHARACTERS = 80
@@ -160,7 +160,7 @@ def losses_cell(run: TrainingRun, outcome: Outcome) -> str:
     """Loss of an early step, and whether all that both kept have the stock variant's bits."""
     if not outcome.losses_hex:
         return NOTHING
-    text = f"{float.fromhex(outcome.losses_hex[:SHOWN_LOSS][-1]):.4f}"
+    text = f"{float.fromhex(outcome.losses_hex[:_SHOWN_LOSS][-1]):.4f}"
     stock = stock_of(run, outcome.workload, outcome.method)
     if stock is None or outcome is stock or outcome.variant not in _SAME_LOSSES:
         return text

@@ -35,8 +35,7 @@ def move_known() -> None:
 def _move(block: Range) -> None:
     """Prefetch the first part to the device, and touch every page of the second one there."""
     device = torch.cuda.current_device()
-    hinted, faulted = (
-        Range(block.address + start, PART_BYTES) for start in (0, block.size_bytes - PART_BYTES)
-    )
+    hinted = Range(block.address, PART_BYTES)
+    faulted = Range(block.address + PART_BYTES, PART_BYTES)
     prefetch(hinted, Location.device(device), stream=torch.cuda.current_stream())
     torch.as_tensor(ManagedBytes(faulted), device=torch.device("cuda", device)).add_(1)
