@@ -32,7 +32,7 @@ from umem.executor import SETTLING_STEPS
 from umem.executor._correction import Correction
 from umem.executor._slices import OptimizerSlices
 from umem.hardware import load_hardware
-from umem.report import Cause, HintReport, HintUse, MeasuredReport, Traffic
+from umem.report import Cause, HintReport, HintUse, MeasuredReport, Source, Traffic
 from umem.simulator import _engine
 from umem.telemetry import MigrationRecords, RecordKind, records_of
 from umem.telemetry._records import CAUSE_OF_NUMBER
@@ -486,6 +486,8 @@ def test_a_step_that_stayed_where_it_was_is_noted(
 class SilentCollector:
     """In place of CUPTI, which has handed over nothing where gigabytes moved."""
 
+    source: Source = "cupti"
+
     def start(self) -> None:
         pass
 
@@ -529,7 +531,7 @@ def test_lost_records_are_not_taken_for_zeros(
         (0, None, None),
         (0, 0, None),
         (9 * MIB, 10 * MIB, None),
-        (9 * MIB, 10 * MIB + 2, "lower bounds: CUPTI handed over records of 9 MiB, and 10 MiB are"),
+        (9 * MIB, 10 * MIB + 2, "lower bounds: there are records of 9 MiB, and 10 MiB are"),
         (0, MIB, "records of 0 B, and 1 MiB are predicted"),
     ],
 )
@@ -549,7 +551,7 @@ def report_of(recorded_bytes: int, uses: list[HintUse]) -> MeasuredReport:
     return MeasuredReport(
         workload="net", hardware="GPU", policy="sft", planner="measured", step_s=1.0,
         traffic=(traffic("fault", recorded_bytes), traffic("copy", 9 * MIB)),
-        memory_ops_s=0.0, memory_ops_bytes=0, memory_ops_count=0, fault_pages=0,
+        memory_ops_s=0.0, memory_ops_bytes=0, memory_ops_count=0, fault_batches=0,
         collected=True, step_count=1, gpu_faults=0, cpu_faults=0, unattributed_bytes=0, notes=(),
         hints=HintReport(tuple(uses), 0, 0, 0) if uses else None,
     )  # fmt: skip
@@ -559,7 +561,7 @@ def report_of(recorded_bytes: int, uses: list[HintUse]) -> MeasuredReport:
 def test_a_step_whose_records_were_lost_has_no_figures(
     planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", SilentCollector)
+    monkeypatch.setattr("umem.telemetry._entry.LiveCollector", SilentCollector)
     monkeypatch.setattr(managed, "move_known", lambda: None)
     monkeypatch.setattr(managed, "loss_of_known_records", lambda _: None)
     inner = Training()
@@ -571,7 +573,7 @@ def test_a_step_whose_records_were_lost_has_no_figures(
 
     training.manager.close()
     assert profile is None
-    assert any("unified-memory figures are not known: CUPTI handed" in note for note in notes)
+    assert any("unified-memory figures are not known: there are" in note for note in notes)
     if planner == "fault":
         assert hinted is None
         return
@@ -621,7 +623,7 @@ def test_zeros_are_believed_only_of_a_profiler_that_sees_what_is_known(
 ) -> None:
     monkeypatch.setattr(KnownCollector, "moved_bytes", moved_bytes)
     monkeypatch.setattr(KnownCollector, "moves", [], raising=False)
-    monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", KnownCollector)
+    monkeypatch.setattr("umem.telemetry._entry.LiveCollector", KnownCollector)
     block = Range(4096, 2 * scratch.PART_BYTES)
     monkeypatch.setattr(scratch, "managed_on_host", lambda _: nullcontext(block))
     monkeypatch.setattr(
@@ -644,7 +646,7 @@ def test_without_cupti_there_is_nothing_to_lose(monkeypatch: pytest.MonkeyPatch)
         def start(self) -> None:
             raise UnsupportedError("no CUPTI here")
 
-    monkeypatch.setattr("umem.telemetry._entry.CuptiCollector", NoCollector)
+    monkeypatch.setattr("umem.telemetry._entry.LiveCollector", NoCollector)
     block = Range(4096, 2 * scratch.PART_BYTES)
     monkeypatch.setattr(scratch, "managed_on_host", lambda _: nullcontext(block))
     monkeypatch.setattr(scratch, "_move", lambda _: None)

@@ -22,9 +22,9 @@ LORA_SHARE = "unified memory's share of time at most 0.2 %"
 
 
 def under_a_plan(
-    variant: Variant, step_s: float, percent: float, fault_pages: int, **more: Any
+    variant: Variant, step_s: float, percent: float, fault_batches: int, **more: Any
 ) -> Outcome:
-    profile = PROFILE.model_copy(update={"fault_pages": fault_pages, "predicted_bytes": None})
+    profile = PROFILE.model_copy(update={"fault_batches": fault_batches, "predicted_bytes": None})
     asked: dict[str, Any] = {"percent": percent, "plan_running": True, "profile": profile}
     return outcome(variant, step_s, **(asked | more))
 
@@ -165,7 +165,7 @@ def test_state_on_the_host_is_compared_with_everyone_or_not_at_all() -> None:
 
 
 def test_nothing_against_nothing_is_not_known() -> None:
-    nothing = PROFILE.model_copy(update={"fault_pages": 0, "um_time_share": 0.0})
+    nothing = PROFILE.model_copy(update={"fault_batches": 0, "um_time_share": 0.0})
     own = under_a_plan("umem-planned", 0.11, 60.0, 0, profile=nothing)
     paged = under_a_plan("umem-fault", 0.4, 60.0, 0, profile=nothing)
     some = under_a_plan("umem-planned", 0.11, 60.0, 1)

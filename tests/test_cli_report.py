@@ -88,7 +88,7 @@ def test_the_tables(run: Run, tmp_path: Path) -> None:
     assert "the median step of 2: 1 ms" in out
     assert re.search(r"to device +fault +weights +2 MiB +1 +50 µs", out)
     assert re.search(r"to device +hint +optimizer_state +1 MiB +1", out)
-    assert "pages faulted on the device" in out
+    assert "faults on the device, in" in out
     assert re.search(r"model\.layers\.0\.weight +weights +4 MiB +2", out)
     assert max(map(len, out.splitlines())) <= 80
 

@@ -71,7 +71,7 @@ def measured(**changes: Any) -> MeasuredReport:
         memory_ops_s=0.01,
         memory_ops_bytes=4 * MIB,
         memory_ops_count=5,
-        fault_pages=100,
+        fault_batches=100,
         collected=True,
         step_count=3,
         gpu_faults=120,
@@ -138,10 +138,18 @@ def test_each_figure_beside_the_other() -> None:
 
 
 def test_equal_nothings_do_not_differ() -> None:
-    nothing = Difference("fault_pages", 0, 0)
+    nothing = Difference("fault_batches", 0, 0)
     assert (nothing.absolute, nothing.relative) == (0, 0.0)
-    unknown = Difference("fault_pages", 0, None)
+    unknown = Difference("fault_batches", 0, None)
     assert (unknown.absolute, unknown.relative) == (None, None)
+
+
+def test_shares_are_not_known_without_copies() -> None:
+    report = measured(source="driver_only")
+    values = figures_of(report).values
+    unknown = {name for name, value in values.items() if value is None}
+    assert unknown == {"um_time_share", "um_ops_share", "um_bytes_share"}
+    assert values["to_device"] == 68 * MIB
 
 
 def test_what_was_not_recorded_is_not_known() -> None:
@@ -172,7 +180,7 @@ def test_the_table() -> None:
     assert "| step | 160 ms | 200 ms | +40 ms | +25.0 % |" in lines
     assert "| to device | 64 MiB | 68 MiB | +4 MiB | +6.2 % |" in lines
     assert "| hinted to host | 8 MiB | 0 B | -8 MiB | -100.0 % |" in lines
-    assert "| fault pages | 0 | 100 | +100 |  |" in lines
+    assert "| fault batches | 0 | 100 | +100 |  |" in lines
     assert "| UM ops share | 50.00 % | 96.43 % | +46.43 % | +92.9 % |" in lines
     assert "| exposed stall | 20 ms | unknown |  |  |" in second
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
@@ -230,7 +238,7 @@ def set_to(key: str, value: Any) -> Change:
         (set_to("measured_step_s", [None]), "measured_step_s[0]: null is not a number"),
         (set_to("predicted_to_host", [1.5]), "predicted_to_host[0]: 1.5 is not a whole number"),
         (set_to("predicted_planner", [5]), "predicted_planner[0]: 5 is not text"),
-        (set_to("measured_fault_pages", [2**63]), "measured_fault_pages[0]"),
+        (set_to("measured_fault_batches", [2**63]), "measured_fault_batches[0]"),
         (set_to("measured_um_time_share", [True]), "measured_um_time_share[0]: true is not"),
     ],
 )

@@ -41,9 +41,10 @@ def paged(step_s: float, percent: float = 60.0, **more: Any) -> Outcome:
     return outcome("umem-fault", step_s, **(asked | more))
 
 
-def profile(fault_pages: int, share: float, **more: Any) -> Any:
+def profile(fault_batches: int, share: float, **more: Any) -> Any:
     return PROFILE.model_copy(
-        update={"fault_pages": fault_pages, "um_time_share": share, "predicted_bytes": None} | more
+        update={"fault_batches": fault_batches, "um_time_share": share, "predicted_bytes": None}
+        | more
     )
 
 

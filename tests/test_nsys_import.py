@@ -156,7 +156,7 @@ def test_steps_and_figures(tmp_path: Path) -> None:
     assert first.moved_bytes("to_device", "hint") == 1 << 20
     assert first.moved_bytes("to_host", "eviction") == 1 << 16
     assert first.moved_bytes("between_devices", "counter") == 4096
-    assert (first.fault_pages, first.gpu_faults, first.cpu_faults) == (2, 4, 0)
+    assert (first.fault_batches, first.gpu_faults, first.cpu_faults) == (2, 4, 0)
     # As um_sum and cuda_gpu_mem_time_sum would add them up: 260 ns of 420 ns.
     assert first.um_time_share == pytest.approx(260 / 420)
     assert first.um_ops_share == pytest.approx(4 / 7)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from umem.classes import TensorClass
 from umem.errors import UmemError
-from umem.report import HintReport, HintUse
+from umem.report import HintReport, HintUse, Source
 from umem.telemetry import (
     MigrationRecords,
     NamedRange,
@@ -84,7 +84,7 @@ def recordings(draw: st.DrawFn) -> Recording:
         workload=draw(st.text(max_size=10)),
         hardware="H200",
         policy="sft",
-        source=draw(st.sampled_from(("cupti", "nsys", "hints", "none"))),
+        source=draw(st.sampled_from(get_args(Source))),
         duration_ns=draw(TIMES),
         records=records,
         tensor_class=np.array(
@@ -173,7 +173,10 @@ def set_to(key: str, value: Any) -> Change:
         (set_to("format", "umem-plan/1"), "is not a profile of umem"),
         (lambda data: data.pop("cause"), "cause: missing"),
         (set_to("extra", 1), "extra: unknown key"),
-        (set_to("source", "guess"), "source: 'guess' is none of cupti, nsys, hints, none"),
+        (
+            set_to("source", "guess"),
+            "source: 'guess' is none of driver, driver_only, cupti, nsys, hints, none",
+        ),
         (set_to("kind", "7"), "kind[0]: '7' is not a digit from 0 to 6"),
         (set_to("kind", "0"), "cause: 2 entries, and kind has 1"),
         (set_to("cause", "29"), "cause[1]"),

@@ -13,7 +13,7 @@ import umem
 from umem.classes import TensorClass
 from umem.errors import UnsupportedError
 from umem.hints import HintEngine, HintSettings, Outcome
-from umem.report import HintReport, HintUse
+from umem.report import HintReport, HintUse, Source
 from umem.schedule import HintOp
 from umem.telemetry import (
     MigrationRecords,
@@ -39,6 +39,8 @@ def engine() -> Iterator[HintEngine]:
 
 class NoCollector:
     """In the place of CUPTI where it cannot be had, at once or in the end."""
+
+    source: Source = "cupti"
 
     def __init__(self, at: str) -> None:
         self.at = at
@@ -206,7 +208,7 @@ def test_the_engines_counts_stand_in_for_cupti(engine: HintEngine, at: str) -> N
         "to_host": BLOCK,
         "between_devices": 0,
     }
-    assert row["um_time_share"] is row["fault_pages"] is row["memory_ops"] is None
+    assert row["um_time_share"] is row["fault_batches"] is row["memory_ops"] is None
 
 
 def test_cupti_that_breaks_without_an_engine_ends_no_training() -> None:

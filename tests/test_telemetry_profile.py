@@ -17,6 +17,7 @@ from umem._native import Allocator, ClassSetting, Config
 from umem.classes import TensorClass
 from umem.errors import UmemError, UnsupportedError
 from umem.inspection import LiveTensor
+from umem.report import Source
 from umem.telemetry import (
     MigrationRecords,
     Profile,
@@ -32,6 +33,8 @@ KIB = 1 << 10
 
 class StandInCollector:
     """In place of CUPTI: a clock that ticks at every look, and records that the test writes."""
+
+    source: Source = "cupti"
 
     def __init__(self, refusal: str = "", dropped: int = 0) -> None:
         self.refusal, self.dropped = refusal, dropped

@@ -81,11 +81,11 @@ def test_a_record_belongs_to_the_step_in_which_it_starts() -> None:
         ("to_host", "hint", "other", 2048),
     }
     assert first.unattributed_bytes == 2048
-    assert (first.fault_pages, first.gpu_faults, first.cpu_faults) == (2, 4, 0)
+    assert (first.fault_batches, first.gpu_faults, first.cpu_faults) == (2, 4, 0)
     assert (first.memory_ops_bytes, first.memory_ops_count) == (1024, 2)
     assert first.memory_ops_s == pytest.approx(200e-9)
     assert second.moved_bytes() == 1024
-    assert (second.fault_pages, second.cpu_faults) == (0, 1)
+    assert (second.fault_batches, second.cpu_faults) == (0, 1)
 
 
 def test_shares_are_of_all_memory_operations() -> None:
@@ -183,7 +183,7 @@ def test_rows_have_the_keys_of_predictions() -> None:
     assert row["planner"] == "measured"
     assert row["lower_bound_s"] is None
     assert row["bytes"] == {"to_device": {"fault": {"weights": 1024}}}
-    assert [step["fault_pages"] for step in row["per_step"]] == [2, 0]
+    assert [step["fault_batches"] for step in row["per_step"]] == [2, 0]
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert measured_row(recording(ROWS, []))["per_step"] == []
 
@@ -192,7 +192,7 @@ def test_what_was_not_recorded_is_not_zero() -> None:
     row = measured_row(recording([], STEPS, source="none"))
     assert row["step_s"] == pytest.approx(1e-6)
     assert row["um_time_share"] is None
-    assert row["fault_pages"] is None
+    assert row["fault_batches"] is None
     assert row["bytes"] is None
     assert row["per_step"][0]["moved_bytes"] is None
 

@@ -13,6 +13,7 @@ import pytest
 
 from umem.classes import TensorClass
 from umem.errors import UmemError
+from umem.report import Source
 from umem.telemetry import (
     MigrationRecords,
     PhaseRanges,
@@ -33,6 +34,8 @@ WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
 
 class Clock:
     """A clock that ticks at every look, and records nothing."""
+
+    source: Source = "cupti"
 
     def __init__(self) -> None:
         self.time_ns = 0

@@ -31,13 +31,12 @@ Unit = Literal["s", "bytes", "share", "count"]
 
 _WAYS: tuple[Direction, ...] = ("to_device", "to_host")
 _FAULT_CAUSES: tuple[Cause, ...] = ("fault", "speculation")
+_SHARES = ("um_time_share", "um_ops_share", "um_bytes_share")
 _REPORTED: dict[str, Unit] = {
     "step_s": "s",
     "exposed_stall_s": "s",
-    "um_time_share": "share",
-    "um_ops_share": "share",
-    "um_bytes_share": "share",
-    "fault_pages": "count",
+    **dict.fromkeys(_SHARES, "share"),
+    "fault_batches": "count",
 }
 
 FIGURES: Mapping[str, Unit] = MappingProxyType(
@@ -161,6 +160,8 @@ def figures_of(report: MigrationReport | MeasuredReport) -> StepFigures:
         (it.direction, it.cause, it.tensor_class, it.bytes) for it in report.traffic
     )
     values = {**reported, **moved}
+    if isinstance(report, MeasuredReport) and not report.has_copies:
+        values |= dict.fromkeys(_SHARES)
     if isinstance(report, MeasuredReport) and not report.collected:
         known = ["step_s", "exposed_stall_s"]
         if report.source == "hints":

@@ -107,8 +107,8 @@ class StepReport:
         Non-zero entries, by direction, cause and class.
     memory_ops_s, memory_ops_bytes, memory_ops_count : float, int, int
         The step's own memcpy and memset, without unified-memory transfers.
-    fault_pages : int
-        Pages that faulted on the device.
+    fault_batches : int
+        Batches that the driver served faults of the device in.
     """
 
     workload: str
@@ -120,7 +120,7 @@ class StepReport:
     memory_ops_s: float
     memory_ops_bytes: int
     memory_ops_count: int
-    fault_pages: int
+    fault_batches: int
 
     @property
     def um_time_share(self) -> float:
@@ -168,8 +168,8 @@ class MigrationReport(StepReport):
         Time with everything resident.
     lower_bound_s : float
         max(ideal, unavoidable traffic / link bandwidth): no schedule is faster.
-    fault_batches : int
-        Batches that the faults came in.
+    fault_pages : int
+        Pages that faulted on the device.
     hints_late, hints_wasted : int
         Hints that a phase had to wait for; hints that found nothing to do.
     hint_count : int
@@ -182,7 +182,7 @@ class MigrationReport(StepReport):
 
     ideal_s: float
     lower_bound_s: float
-    fault_batches: int
+    fault_pages: int
     hint_count: int
     hints_late: int
     hints_wasted: int
@@ -263,9 +263,10 @@ class HintReport:
     over_budget_bytes: int
 
 
-Source = Literal["cupti", "nsys", "hints", "none"]
-"""Who counted what moved: CUPTI in the process, Nsight Systems, the hint engine for itself, or
-nobody (steps were timed only)."""
+Source = Literal["driver", "driver_only", "cupti", "nsys", "hints", "none"]
+"""Who counted what moved: the driver in its event queue, with copies and memory sets counted by
+CUPTI or by nobody; CUPTI in the process; Nsight Systems; the hint engine for itself; or nobody
+(steps were timed only)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,9 +278,9 @@ class MeasuredReport(StepReport):
     Parameters
     ----------
     collected : bool
-        Whether memory operations were recorded. If not, only `step_s`, `ideal_s` and `hints` mean
+        Whether migrations were recorded. If not, only `step_s`, `ideal_s` and `hints` mean
         anything, and where `source` is ``hints`` also `traffic`: the hints' part of it, as the
-        engine counts it. Shares are then not a number.
+        engine counts it.
     step_count : int
         Steps of which it is the one with the median time; 0 where no step was marked, and the
         figures are those of the whole recording.
@@ -310,19 +311,24 @@ class MeasuredReport(StepReport):
     hints: HintReport | None = None
 
     @property
+    def has_copies(self) -> bool:
+        """Whether copies and memory sets were recorded too: shares are of all of these together."""
+        return self.collected and self.source != "driver_only"
+
+    @property
     def um_time_share(self) -> float:
-        """As in a prediction; not a number where memory operations were not recorded."""
-        return super().um_time_share if self.collected else math.nan
+        """As in a prediction; not a number where :attr:`has_copies` is false."""
+        return super().um_time_share if self.has_copies else math.nan
 
     @property
     def um_ops_share(self) -> float:
         """The same share, by count."""
-        return super().um_ops_share if self.collected else math.nan
+        return super().um_ops_share if self.has_copies else math.nan
 
     @property
     def um_bytes_share(self) -> float:
         """The same share, by bytes."""
-        return super().um_bytes_share if self.collected else math.nan
+        return super().um_bytes_share if self.has_copies else math.nan
 
     @property
     def exposed_stall_s(self) -> float | None:

@@ -8,9 +8,10 @@ what it needs itself.
 
 Times are of a machine that others may use as well: what is asserted of them is generous, and the
 table that is printed has the targets beside the figures. Where numba has kept nothing yet, half a
-minute goes by before the first process, for the planner to be compiled. Where CUPTI loses records
-that are known, what they would show is not asserted, and the tests are skipped: zeros would look
-like good figures. Of demand paging it may lose a part: those figures are lower bounds.
+minute goes by before the first process, for the planner to be compiled. Where records are missing
+that are known, as CUPTI alone loses them, what they would show is not asserted, and the tests are
+skipped: zeros would look like good figures. Of demand paging a part may be lost: those figures are
+lower bounds.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def table(found: Runs) -> Grid:
                 f"{facts.step_s * 1e3:.4g}",
                 f"{(facts.step_s - stock_s) * 1e3:.4g}",
                 " / ".join(f"{100 * share:.3g}" for share in shares),
-                f"{facts.fault_groups:,}",
+                f"{facts.fault_batches:,}",
                 f"{facts.faults:,}",
                 *map(
                     format_bytes,
@@ -121,7 +122,7 @@ def table(found: Runs) -> Grid:
             "step, ms",
             "stall, ms",
             "share by time / count / bytes, %",
-            "fault groups",
+            "fault batches",
             "faults",
             "by faults",
             "moved",
@@ -172,8 +173,8 @@ def test_what_is_planned_does_not_fault(name: str, runs: Runs) -> None:
     assert planned.predicted_bytes > 0  # as pages, by copies, or used in place on the host
     skip_where_records_were_lost(planned, paged)
 
-    assert paged.fault_groups > 100
-    assert planned.fault_groups <= 0.01 * paged.fault_groups
+    assert paged.fault_batches > 100
+    assert planned.fault_batches <= 0.01 * paged.fault_batches
     moved_bytes = max(planned.moved_bytes, planned.predicted_bytes)
     assert planned.fault_bytes < 0.01 * moved_bytes
 

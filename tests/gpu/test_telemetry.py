@@ -1,22 +1,26 @@
-"""`umem.profile` on a real card: what CUPTI says of transfers that the test causes itself."""
+"""`umem.profile` on a real card: what is recorded of transfers that the test causes itself."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from known_moves import COPIED_BYTES, known_moves
 from torch import nn
 
 import umem
 from umem import TensorClass
+from umem.bench.train.scratch import PART_BYTES
 from umem.cuda import Location
 from umem.hints import HintEngine, Outcome
 from umem.report import MeasuredReport
@@ -76,8 +80,8 @@ def test_faults_are_counted_and_attributed() -> None:
     assert bytes_of(out, "to_host", TensorClass.OPTIMIZER_STATE) == pytest.approx(SIZE, rel=0.02)
     assert bytes_of(back, "to_device", TensorClass.OPTIMIZER_STATE) == pytest.approx(SIZE, rel=0.02)
     assert out.cpu_faults > 0
-    assert back.fault_pages > 0
-    assert back.gpu_faults >= back.fault_pages
+    assert back.fault_batches > 0
+    assert back.gpu_faults >= back.fault_batches
     assert back.moved_bytes("to_device", "hint") == 0
     assert back.moved_bytes("to_device", "fault") > 0
     assert 0.5 < back.um_bytes_share <= 1
@@ -100,7 +104,7 @@ def test_what_is_asked_for_is_a_hint() -> None:
     assert back.moved_bytes("to_device", "hint") == pytest.approx(SIZE, rel=0.02)
     assert bytes_of(back, "to_device", TensorClass.WEIGHTS) == back.moved_bytes("to_device")
     assert back.moved_bytes("to_device", "fault") == 0
-    assert back.fault_pages == 0
+    assert back.fault_batches == 0
 
 
 def test_copies_and_memory_sets_are_the_rest_of_the_memory_operations() -> None:
@@ -121,8 +125,22 @@ def test_copies_and_memory_sets_are_the_rest_of_the_memory_operations() -> None:
     assert 24 * MIB / 200e9 < report.memory_ops_s < report.step_s
 
 
+def test_a_forked_process_is_recorded() -> None:
+    """One that has torch from the process that it was forked from, as `umem bench` makes them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "umem.telemetry"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        source, hinted_bytes, faulted_bytes, copied_bytes = pool.submit(known_moves).result(120)
+    print(source, hinted_bytes, faulted_bytes, copied_bytes)
+    if source == "cupti":
+        pytest.skip("CUPTI alone has no records in a forked process")
+    assert source in ("driver", "driver_only")
+    assert hinted_bytes == faulted_bytes == PART_BYTES
+    assert source == "driver_only" or copied_bytes >= COPIED_BYTES
+
+
 def test_heavy_faulting_is_counted() -> None:
-    """A kernel reads 1 GiB that lies on the host. CUPTI loses a part of such records."""
+    """A kernel reads 1 GiB that lies on the host. CUPTI alone loses a part of such records."""
     tensor = managed("activations", GIB)
     stream = torch.cuda.current_stream()
     umem.cuda.prefetch(tensor, Location.host(), stream=stream)
@@ -133,13 +151,14 @@ def test_heavy_faulting_is_counted() -> None:
     print(report)
     assert profile.recording.dropped == 0
     brought = [it for it in report.traffic if it.direction == "to_device"]
-    assert 0.1 * GIB < sum(it.bytes for it in brought) <= 1.05 * GIB
+    least = 0.99 if report.source == "driver" else 0.1
+    assert least * GIB < sum(it.bytes for it in brought) <= 1.01 * GIB
     of_tensor = bytes_of(report, "to_device", TensorClass.ACTIVATIONS)
     assert of_tensor >= 0.95 * sum(it.bytes for it in brought)
     assert {it.cause for it in brought} <= {"fault", "speculation"}
     assert report.moved_bytes("to_device", "fault") > 0
-    assert report.fault_pages > 0
-    assert report.gpu_faults >= report.fault_pages
+    assert report.fault_batches > 0
+    assert report.gpu_faults >= report.fault_batches
     assert report.unattributed_bytes <= 0.05 * GIB
     seconds = sum(it.seconds for it in brought)
     print(f"faulted in at {GIB / seconds / 1e9:.1f} GB/s of link time, step {report.step_s:.3f} s")
@@ -204,7 +223,7 @@ def test_the_engines_count_is_the_drivers(engine: HintEngine) -> None:
     assert engine.forget(tensor.data_ptr(), tensor.nbytes)
     for report in profile.step_reports():
         print(report)
-        assert report.source == "cupti"
+        assert report.source in ("driver", "cupti")
         assert report.hints is not None
         moved = {use.op: use.moved_bytes for use in report.hints.uses}
         assert moved == {"prefetch": 4 * SIZE, "evict": 4 * SIZE}
@@ -216,7 +235,7 @@ def test_the_engines_count_is_the_drivers(engine: HintEngine) -> None:
 
 
 def test_a_profiler_that_has_cupti_keeps_it(engine: HintEngine) -> None:
-    """Beside torch.profiler the engine's own counts stand in, and torch's records are whole."""
+    """Beside torch.profiler the driver is asked alone, and torch's records are whole."""
     tensor = managed("optimizer_state")
     copied = torch.zeros(MIB, device="cuda")
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -230,11 +249,12 @@ def test_a_profiler_that_has_cupti_keeps_it(engine: HintEngine) -> None:
         torch.cuda.synchronize()
     report = profile.report()
     print(report)
-    assert (report.source, report.collected) == ("hints", False)
+    assert report.source in ("driver_only", "hints")
+    assert not report.has_copies
     assert any("torch.profiler is recording" in note for note in report.notes)
     assert bytes_of(report, "to_host", TensorClass.OPTIMIZER_STATE) == SIZE
     assert bytes_of(report, "to_device", TensorClass.OPTIMIZER_STATE) == SIZE
-    assert without.report().source == "none"
+    assert without.report().source in ("driver_only", "none")
     kernels = [it.name for it in torchs.events() if "elementwise" in it.name]
     assert len(kernels) >= 2, [it.name for it in torchs.events()]
     # What torch has let go of may be had again, or a reason is given; no run ends for it.
@@ -243,7 +263,7 @@ def test_a_profiler_that_has_cupti_keeps_it(engine: HintEngine) -> None:
     assert engine.forget(tensor.data_ptr(), tensor.nbytes)
     report = profile.report()
     print(f"after torch.profiler: recorded by {report.source}, notes {report.notes}")
-    assert report.source in ("cupti", "hints")
+    assert report.source in ("driver", "cupti", "hints")
     moved = bytes_of(report, "to_device", TensorClass.OPTIMIZER_STATE)
     assert moved == pytest.approx(SIZE, rel=0.05)
 

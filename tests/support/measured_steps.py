@@ -58,8 +58,8 @@ class Facts:
         Whether records of demand paging are missing, so that more moved and faulted.
     moved_bytes, fault_bytes
         Unified-memory transfers; those that faults brought, with the driver's speculation.
-    fault_groups, faults
-        Groups of page faults on the device, as CUPTI reports them; faults in them.
+    fault_batches, faults
+        Batches that the driver served faults of the device in; faults in them.
     frozen_in_bytes, frozen_out_bytes
         Of frozen weights: to the device, to the host.
     """
@@ -80,7 +80,7 @@ class Facts:
     um_bytes_share: float = 0.0
     moved_bytes: int = 0
     fault_bytes: int = 0
-    fault_groups: int = 0
+    fault_batches: int = 0
     faults: int = 0
     frozen_in_bytes: int = 0
     frozen_out_bytes: int = 0
@@ -172,7 +172,7 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
         um_bytes_share=report.um_bytes_share,
         moved_bytes=moved["to_device"] + moved["to_host"],
         fault_bytes=moved["fault_bytes"],
-        fault_groups=report.fault_pages,
+        fault_batches=report.fault_batches,
         faults=report.gpu_faults,
         frozen_in_bytes=moved[f"to_device.{frozen.value}"],
         frozen_out_bytes=moved[f"to_host.{frozen.value}"],

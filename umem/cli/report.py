@@ -194,16 +194,17 @@ def _print_measured(
 
 
 def _print_recorded(console: Console, report: MeasuredReport) -> None:
-    shares = (report.um_time_share, report.um_ops_share, report.um_bytes_share)
-    time, count, size = (f"{100 * share:.1f} %" for share in shares)
-    console.print(
-        f"unified memory's share of memory operations: {time} of time, {count} of operations, "
-        f"{size} of bytes",
-        highlight=False,
-    )
+    if report.has_copies:
+        shares = (report.um_time_share, report.um_ops_share, report.um_bytes_share)
+        time, count, size = (f"{100 * share:.1f} %" for share in shares)
+        console.print(
+            f"unified memory's share of memory operations: {time} of time, {count} of operations, "
+            f"{size} of bytes",
+            highlight=False,
+        )
     _print_moved(console, report)
     console.print(
-        f"{report.fault_pages:,} pages faulted on the device, in {report.gpu_faults:,} faults; "
+        f"{report.gpu_faults:,} faults on the device, in {report.fault_batches:,} batches; "
         f"{report.cpu_faults:,} faults on the host",
         highlight=False,
     )

@@ -1,7 +1,8 @@
 """Migration in real runs: recorded live or by Nsight Systems, attributed, reported.
 
-:func:`profile` records this process through CUPTI; :func:`read_recording` reads what it saved, or
-what Nsight Systems exported. Both give a :class:`Recording`, from which the reports come.
+:func:`profile` records this process, through the driver's own event queue and CUPTI;
+:func:`read_recording` reads what it saved, or what Nsight Systems exported. Both give a
+:class:`Recording`, from which the reports come.
 :class:`PhaseRanges` is how the code that runs a step tells profilers of its phases.
 """
 
@@ -17,11 +18,14 @@ from umem.telemetry._aggregate import (
 )
 from umem.telemetry._attribution import Snapshot, attribute, blocks_hit, snapshot_of
 from umem.telemetry._cupti import CuptiCollector
+from umem.telemetry._driver_events import DriverEvents
+from umem.telemetry._driver_queue import DriverQueue
 from umem.telemetry._entry import profile
 from umem.telemetry._file import PROFILE_FORMAT, load_recording, save_recording
 from umem.telemetry._hints import HINT_COUNTS, hint_traffic, hints_between
 from umem.telemetry._html import write_html
 from umem.telemetry._known import managed_on_host
+from umem.telemetry._live import LiveCollector
 from umem.telemetry._nsys import is_nsys_export, read_nsys
 from umem.telemetry._perfetto import lanes, write_perfetto
 from umem.telemetry._phases import PhaseRanges, nvtx_phases
@@ -41,6 +45,9 @@ __all__ = [
     "HINT_COUNTS",
     "PROFILE_FORMAT",
     "CuptiCollector",
+    "DriverEvents",
+    "DriverQueue",
+    "LiveCollector",
     "MigrationRecords",
     "NamedRange",
     "Numbers",

@@ -101,7 +101,7 @@ def measured_row(recording: Recording) -> dict[str, Any]:
         tell, and those that only a run has. ``per_step`` has one entry for each marked step.
     """
     report = report_of(recording)
-    unknown = dict.fromkeys(("lower_bound_s", "regret", "fault_batches", "stall_s"))
+    unknown = dict.fromkeys(("lower_bound_s", "regret", "fault_pages", "stall_s"))
     return {
         "workload": report.workload,
         "planner": report.planner,
@@ -135,17 +135,19 @@ def _figures(report: MeasuredReport) -> dict[str, Any]:
             direction: report.moved_bytes(direction) for direction in DIRECTION_OF_KIND.values()
         },
     }
-    recorded: dict[str, Any] = {
+    of_copies: dict[str, Any] = {
         "um_time_share": report.um_time_share,
         "um_ops_share": report.um_ops_share,
         "um_bytes_share": report.um_bytes_share,
-        "unattributed_bytes": report.unattributed_bytes,
         "memory_ops": {
             "seconds": report.memory_ops_s,
             "bytes": report.memory_ops_bytes,
             "count": report.memory_ops_count,
         },
-        "fault_pages": report.fault_pages,
+    }
+    recorded: dict[str, Any] = {
+        "unattributed_bytes": report.unattributed_bytes,
+        "fault_batches": report.fault_batches,
         "gpu_faults": report.gpu_faults,
         "cpu_faults": report.cpu_faults,
     }
@@ -153,6 +155,7 @@ def _figures(report: MeasuredReport) -> dict[str, Any]:
         "step_s": report.step_s,
         "exposed_stall_s": report.exposed_stall_s,
         **(dict.fromkeys(moved) if report.source == "none" else moved),
+        **(of_copies if report.has_copies else dict.fromkeys(of_copies)),
         **(recorded if report.collected else dict.fromkeys(recorded)),
         "hints": None if report.hints is None else hint_row(report.hints),
     }
@@ -203,7 +206,7 @@ def _report(
         memory_ops_s=int((records.end_ns - records.start_ns)[others].sum()) * _NS,
         memory_ops_bytes=int(records.bytes[others].sum()),
         memory_ops_count=int(others.sum()),
-        fault_pages=int(on_device.sum()),
+        fault_batches=int(on_device.sum()),
         collected=recording.is_collected,
         step_count=step_count,
         gpu_faults=int(records.faults[on_device].sum()),

@@ -18,6 +18,7 @@ import numpy as np
 from umem.cuda import Range
 from umem.errors import UmemError, UnsupportedError
 from umem.notices import notify
+from umem.report import Source
 from umem.telemetry._activities import (
     Numbers,
     RawActivities,
@@ -60,10 +61,16 @@ class CuptiCollector:
     ----------
     limit
         Most records that are kept. What comes later is counted as dropped.
+    unified_memory
+        Whether to ask for migrations and faults too, and not for copies and memory sets alone. They
+        take preparation, and time in the end.
     """
 
-    def __init__(self, limit: int = MAX_RECORDS) -> None:
+    source: Source = "cupti"
+
+    def __init__(self, limit: int = MAX_RECORDS, *, unified_memory: bool = True) -> None:
         self._limit = limit
+        self._has_unified_memory = unified_memory
         self._lock = threading.Lock()  # buffers come in threads of CUPTI's
         self._raw: list[RawActivities] = []
         self._kept = 0
@@ -86,9 +93,7 @@ class CuptiCollector:
             Where CUPTI is missing, does not fit, or is in another profiler's hands.
         """
         if _buffers.taker is not None and _buffers.taker.running:
-            raise UnsupportedError(
-                "another umem.profile() is recording in this process: end it first"
-            )
+            raise UnsupportedError("another collector has CUPTI in this process: end it first")
         _refuse_beside_torch()
         self._cupti = cupti = _load()
         with _explained(cupti):
@@ -96,11 +101,14 @@ class CuptiCollector:
             cupti.activity_register_callbacks(_buffers.wanted, _buffers.full)
             self._discard()
             try:
-                if not _buffers.is_primed:
+                if self._has_unified_memory and not _buffers.is_primed:
                     self._prime()
                 _buffers.taker, self.running = self, True
-                self._begin()
-                self._flusher.start()
+                if self._has_unified_memory:
+                    self._begin()
+                    self._flusher.start()
+                else:
+                    self._enable()
             except BaseException:
                 self.running = False
                 self._disable()
@@ -129,7 +137,8 @@ class CuptiCollector:
             with _explained(cupti):
                 try:
                     self._flusher.stop(LONGEST_DRAIN_S)
-                    _buffers.drain(self._flush, _QUIET_S, end_s)
+                    quiet_s = _QUIET_S if self._has_unified_memory else _QUIET_AFTER_S
+                    _buffers.drain(self._flush, quiet_s, end_s)
                 finally:
                     self._disable()
                 # The driver completes its last records when it is told to stop.
@@ -245,7 +254,8 @@ class CuptiCollector:
 
     def _enable(self) -> None:
         assert self._numbers is not None
-        _configure_counters(self._cupti, self._numbers)
+        if self._has_unified_memory:
+            _configure_counters(self._cupti, self._numbers)
         for kind in self._kinds():
             self._cupti.activity_enable(kind)
             self._enabled.append(kind)
@@ -256,7 +266,8 @@ class CuptiCollector:
 
     def _kinds(self) -> list[Any]:
         kinds = self._cupti.ActivityKind
-        return [kinds.UNIFIED_MEMORY_COUNTER, kinds.MEMCPY, kinds.MEMSET]
+        copies = [kinds.MEMCPY, kinds.MEMSET]
+        return [kinds.UNIFIED_MEMORY_COUNTER, *copies] if self._has_unified_memory else copies
 
 
 class _Flusher:

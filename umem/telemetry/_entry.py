@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from umem.telemetry._cupti import CuptiCollector
+from umem.telemetry._live import LiveCollector
 from umem.telemetry._lookup import current_residency, current_statistics
 from umem.telemetry._profile import Profile
 
@@ -43,9 +43,10 @@ def profile(
     name
         Of the workload; the script's name when none is given.
     required
-        Whether it is an error that nobody can say here what moves: CUPTI is missing or in another
-        profiler's hands, and no hint engine is at work. If not, steps are timed and the report says
-        what is missing. With a hint engine its own counts stand in, and the report says so too.
+        Whether it is an error that nobody can say here what moves: the driver's event queue cannot
+        be had, CUPTI is missing or in another profiler's hands, and no hint engine is at work. If
+        not, steps are timed and the report says what is missing. With a hint engine its own counts
+        stand in, and the report says so too.
     synchronize
         Wait for the device at the marks of steps, so that a step's work counts with that step.
         Without it a step ends when the host is done with it.
@@ -85,7 +86,7 @@ def profile(
     if ideal_s is not None and not 0 < ideal_s < float("inf"):
         raise ValueError(f"ideal_s={ideal_s!r}: give a time above 0 in seconds, or None")
     return Profile(
-        CuptiCollector(),
+        LiveCollector(),
         steps=steps,
         model=model,
         name=name or Path(sys.argv[0]).stem or "run",

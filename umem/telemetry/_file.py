@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ MAX_MARKS = 2**16
 
 _SOURCES = {
     _FIRST_FORMAT: ("cupti", "nsys", "none"),
-    PROFILE_FORMAT: ("cupti", "nsys", "hints", "none"),
+    PROFILE_FORMAT: get_args(Source),
 }
 _NO_CLASS = len(TensorClass)
 """Digit of a class that is unknown."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["write_html"]
 
 _SOURCE_WORDS: dict[Source, str] = {
+    "driver": "recorded by the driver, copies and memory sets by CUPTI",
+    "driver_only": "recorded by the driver, copies and memory sets not recorded",
     "cupti": "recorded by CUPTI",
     "nsys": "recorded by Nsight Systems",
     "hints": "memory operations not recorded, hints as the hint engine counts them",
@@ -120,16 +122,19 @@ def _summary(report: MeasuredReport) -> list[tuple[str, ...]]:
             ("moved to the device by hints", format_bytes(report.moved_bytes("to_device"))),
             ("moved to the host by hints", format_bytes(report.moved_bytes("to_host"))),
         ]
+    if report.has_copies:
+        rows += [
+            ("unified memory, % of the time of memory operations", _percent(report.um_time_share)),
+            ("the same by count, %", _percent(report.um_ops_share)),
+            ("the same by bytes, %", _percent(report.um_bytes_share)),
+        ]
     return [
         *rows,
-        ("unified memory, % of the time of memory operations", _percent(report.um_time_share)),
-        ("the same by count, %", _percent(report.um_ops_share)),
-        ("the same by bytes, %", _percent(report.um_bytes_share)),
         ("moved to the device", format_bytes(report.moved_bytes("to_device"))),
         ("moved to the host", format_bytes(report.moved_bytes("to_host"))),
         ("moved between devices", format_bytes(report.moved_bytes("between_devices"))),
         ("of unknown tensors", format_bytes(report.unattributed_bytes)),
-        ("pages faulted on the device", f"{report.fault_pages:,}"),
+        ("batches of faults on the device", f"{report.fault_batches:,}"),
         ("faults on the device", f"{report.gpu_faults:,}"),
         ("faults on the host", f"{report.cpu_faults:,}"),
         ("copies and memory sets", f"{report.memory_ops_count:,}"),
@@ -197,8 +202,8 @@ def _details(recording: Recording) -> list[str]:
                 f"{step.step_s * 1e3:,.3f}",
                 format_bytes(step.moved_bytes("to_device")),
                 format_bytes(step.moved_bytes("to_host")),
-                _percent(step.um_time_share) if step.collected else "",
-                f"{step.fault_pages:,}" if step.collected else "",
+                _percent(step.um_time_share) if step.has_copies else "",
+                f"{step.fault_batches:,}" if step.collected else "",
                 str(sum(use.late for use in step.hints.uses)) if step.hints else "",
             )
             for number, step in enumerate(step_reports(recording)[:_MOST_ROWS])
@@ -209,7 +214,7 @@ def _details(recording: Recording) -> list[str]:
             "to device",
             "to host",
             "UM, % of time",
-            "pages faulted",
+            "fault batches",
             "hints late",
         )
         parts.append(_table(heading, steps, numbers=6))

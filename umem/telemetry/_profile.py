@@ -47,8 +47,10 @@ __all__ = ["Collector", "Profile"]
 
 
 class Collector(Protocol):
-    """Records memory operations; see :class:`umem.telemetry.CuptiCollector`."""
+    """Records memory operations; see :class:`umem.telemetry.LiveCollector`."""
 
+    @property
+    def source(self) -> Source: ...
     def start(self) -> None: ...
     def now_ns(self) -> int: ...
     def stop(self) -> tuple[MigrationRecords, int]: ...
@@ -296,10 +298,12 @@ class Profile:
         if not self._marks.steps:
             self._hints.mark()
         hints = self._hints.reports()
-        source: Source = "cupti" if self._collector is not None else "hints" if hints else "none"
-        records, moved = _within(records, self._begin_ns, end_ns)
-        if moved:
-            self._notes.append(moved)
+        source: Source = "hints" if hints else "none"
+        if self._collector is not None:
+            source = self._collector.source
+        records, strange = _within(records, self._begin_ns, end_ns)
+        if strange and source == "cupti":
+            self._notes.append(strange)
         tensor_class, tensor = attribute(records, self._snapshots)
         begin_ns = self._begin_ns
         self._recording = Recording(
@@ -347,7 +351,7 @@ class Profile:
         notes += self._hints.notes()
         if not self._marks.steps:
             notes.append("no step was marked: the figures are of the whole recording")
-        if source == "cupti" and not self._snapshots:
+        if self._collector is not None and not self._snapshots:
             notes.append("umem is not enabled: all traffic is of class other")
         if dropped:
             notes.append(
@@ -372,9 +376,10 @@ class Profile:
     def _look_for_torch(self, step: int) -> None:
         if self._collector is not None and not self._is_robbed and torch_profiles():
             self._is_robbed = True
+            of_what = "figures" if self._collector.source == "cupti" else "copies and memory sets"
             self._notes.append(
-                "the figures are not whole: torch.profiler began inside of the recording, and "
-                f"CUPTI serves one profiler: what moved from step {step} on may be "
+                f"the {of_what} are not whole: torch.profiler began inside of the recording, and "
+                f"CUPTI serves one profiler: what it recorded from step {step} on may be "
                 "missing. Begin umem.profile() outside of torch.profiler, or leave that out"
             )
 
@@ -391,8 +396,9 @@ class Profile:
 def _within(records: MigrationRecords, begin_ns: int, end_ns: int) -> tuple[MigrationRecords, str]:
     """Records that start in a recording, and a note of migrations and faults that do not.
 
-    Such are what an earlier recording of the process has left with CUPTI. What is said to have
-    taken longer than the recording has no length.
+    Those of CUPTI are what an earlier recording of the process has left there; those of the driver
+    are of what was at work in other threads before the first mark and after the last. What is said
+    to have taken longer than the recording has no length.
     """
     inside = (records.start_ns >= begin_ns) & (records.start_ns <= end_ns)
     of_memory = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))

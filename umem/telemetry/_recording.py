@@ -80,7 +80,7 @@ class Recording:
     @property
     def is_collected(self) -> bool:
         """Whether memory operations were recorded."""
-        return self.source in ("cupti", "nsys")
+        return self.source in ("driver", "driver_only", "cupti", "nsys")
 
     @property
     def step_count(self) -> int:

@@ -159,11 +159,11 @@ def _migration(outcomes: list[Outcome]) -> Grid:
             budget_cell(outcome),
             f"{step.step_s * 1e3:.4g}",
             " / ".join(
-                f"{100 * share:.3g}"
+                "?" if share is None else f"{100 * share:.3g}"
                 for share in (step.um_time_share, step.um_ops_share, step.um_bytes_share)
             ),
             f"{step.gpu_faults:,}",
-            f"{step.fault_pages:,}",
+            f"{step.fault_batches:,}",
             format_bytes(step.fault_bytes),
             moved_cell(step, "to_device"),
             moved_cell(step, "to_host"),
@@ -179,7 +179,7 @@ def _migration(outcomes: list[Outcome]) -> Grid:
             "step, ms",
             "share by time / count / bytes, %",
             "faults on the device",
-            "pages faulted",
+            "fault batches",
             "moved by faults",
             "to the device",
             "to the host",

@@ -41,7 +41,7 @@ _LEAST_SHARE = 0.5
 _LEAST_KNOWN_SHARE = 0.9
 """Of what is known to have moved, or what is predicted to."""
 
-_NOT_KNOWN = "unified-memory figures are not known: CUPTI handed over records of"
+_NOT_KNOWN = "unified-memory figures are not known: there are records of"
 
 
 def state_of(manager: Any) -> str:
@@ -171,13 +171,13 @@ def profile_step(
     return (
         ProfiledStep(
             step_s=report.step_s,
-            um_time_share=report.um_time_share,
-            um_ops_share=report.um_ops_share,
-            um_bytes_share=report.um_bytes_share,
-            fault_pages=report.fault_pages,
+            um_time_share=report.um_time_share if report.has_copies else None,
+            um_ops_share=report.um_ops_share if report.has_copies else None,
+            um_bytes_share=report.um_bytes_share if report.has_copies else None,
+            fault_batches=report.fault_batches,
             gpu_faults=report.gpu_faults,
             cpu_faults=report.cpu_faults,
-            fault_bytes=report.moved_bytes(cause="fault"),
+            fault_bytes=report.moved_bytes(cause="fault") + report.moved_bytes(cause="speculation"),
             transfers=_transfers(report),
             notes=report.notes,
             predicted_bytes=predicted_bytes,
@@ -205,10 +205,10 @@ def _transfers(report: MeasuredReport) -> tuple[TransferTotal, ...]:
 
 
 def loss_of_known_records(report: MeasuredReport) -> str | None:
-    """Say so if CUPTI kept back records of transfers that are known to have happened; else None.
+    """Say so if records of transfers are missing that are known to have happened; else None.
 
     Where a step is to move nothing, nothing can be held against its zeros: so a block of its own
-    is moved before it. None too where CUPTI cannot be had, which a profile says for itself.
+    is moved before it. None too where nothing is recorded, which a profile says for itself.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ def loss_of_hinted_records(report: MeasuredReport) -> str | None:
 def loss_of_paged_records(report: MeasuredReport, paged_bytes: int | None) -> str | None:
     """Say so if there are fewer records of demand paging than it is predicted to take; else None.
 
-    Where much faults at once CUPTI loses some records: then the figures are lower bounds.
+    Where much faults at once, CUPTI alone loses some records: then the figures are lower bounds.
 
     Parameters
     ----------
@@ -262,7 +262,7 @@ def loss_of_paged_records(report: MeasuredReport, paged_bytes: int | None) -> st
     if paged_bytes is None or recorded_bytes >= _LEAST_KNOWN_SHARE * paged_bytes:
         return None
     return (
-        f"unified-memory figures are lower bounds: CUPTI handed over records of "
+        f"unified-memory figures are lower bounds: there are records of "
         f"{format_bytes(recorded_bytes)}, and {format_bytes(paged_bytes)} are predicted of demand "
         "paging"
     )

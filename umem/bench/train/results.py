@@ -147,10 +147,11 @@ class ProfiledStep(Record):
     """One step as :func:`umem.profile` saw it, after the timed ones."""
 
     step_s: float
-    um_time_share: float
-    um_ops_share: float
-    um_bytes_share: float
-    fault_pages: int
+    um_time_share: float | None
+    """This and the next two are None where copies and memory sets were not recorded."""
+    um_ops_share: float | None
+    um_bytes_share: float | None
+    fault_batches: int
     gpu_faults: int
     cpu_faults: int
     fault_bytes: int

@@ -1,4 +1,4 @@
-"""A block of managed memory whose transfers are known, to see which of them CUPTI records."""
+"""A block of managed memory whose transfers are known, to see which of them are recorded."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ LEAST_PREDICTED = 6
 """Steps under a plan that were measured: fewer say little of all of them."""
 
 NO_PROFILE = "what unified memory did is not known: see the notes"
+NO_COPIES = "shares are not known, because copies and memory sets were not recorded"
 
 Verdict = tuple[bool | None, str]
 """Whether it holds, None where that is not known, and the figures, or why there are none."""
@@ -63,7 +64,7 @@ def faults(ours: Outcome, theirs: Outcome) -> Verdict:
     """Page faults on the device, of the plan and of demand paging."""
     if ours.profile is None or theirs.profile is None:
         return None, NO_PROFILE
-    own, other = ours.profile.fault_pages, theirs.profile.fault_pages
+    own, other = ours.profile.fault_batches, theirs.profile.fault_batches
     if own == other == 0:
         return None, "0 against 0: nothing faulted, so that nothing is compared"
     return _below(own <= MAX_FAULT_SHARE * other, f"{own:,}", f"{other:,}", theirs)
@@ -93,6 +94,8 @@ def time_share(ours: Outcome) -> Verdict:
     if ours.profile is None:
         return None, NO_PROFILE
     share = ours.profile.um_time_share
+    if share is None:
+        return None, NO_COPIES
     return share <= MAX_LORA_TIME_SHARE, percent_words(share)
 
 
@@ -101,6 +104,8 @@ def time_shares(ours: Outcome, theirs: Outcome) -> Verdict:
     if ours.profile is None or theirs.profile is None:
         return None, NO_PROFILE
     own, other = ours.profile.um_time_share, theirs.profile.um_time_share
+    if own is None or other is None:
+        return None, NO_COPIES
     words = percent_words(own), percent_words(other)
     if own == other == 0:
         return None, f"{' against '.join(words)}: nothing moved, so that nothing is compared"

@@ -1,0 +1,204 @@
+"""Entries of the driver's event queue, read as records.
+
+Layouts are those of ``uvm_types.h`` in NVIDIA's open kernel modules (``UvmEventMigrationInfo_V2``
+and so on). Causes and kinds of access have the numbers that CUPTI hands on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.telemetry._driver_queue import ENTRY_BYTES, Entries, EventType
+from umem.telemetry._records import (
+    CAUSE_OF_NUMBER,
+    MigrationRecords,
+    RecordKind,
+    concatenated,
+    records_of,
+)
+
+__all__ = ["CPU_FAULT", "GPU_FAULT", "GPU_FAULT_REPLAY", "MIGRATION", "DriverEvents"]
+
+
+def _layout(**fields: tuple[str, int]) -> np.dtype[np.void]:
+    """A layout of an entry from its fields' types and offsets."""
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": [kind for kind, _ in fields.values()],
+            "offsets": [offset for _, offset in fields.values()],
+            "itemsize": ENTRY_BYTES,
+        }
+    )
+
+
+CPU_FAULT = _layout(type=("u1", 0), access=("u1", 1), address=("<u8", 8), time=("<i8", 16))
+MIGRATION = _layout(
+    type=("u1", 0),
+    cause=("u1", 1),
+    source=("<u2", 4),
+    destination=("<u2", 6),
+    address=("<u8", 16),
+    bytes=("<u8", 24),
+    begin=("<i8", 32),
+    end=("<i8", 40),
+    begin_on_device=("<i8", 56),
+    end_on_device=("<i8", 64),
+)
+GPU_FAULT = _layout(
+    type=("u1", 0),
+    device=("<u2", 2),
+    address=("<u8", 8),
+    time=("<i8", 16),
+    batch=("<u4", 32),
+    client=("u1", 36),
+    access=("u1", 37),
+)
+GPU_FAULT_REPLAY = _layout(
+    type=("u1", 0), client=("u1", 1), device=("<u2", 2), batch=("<u4", 4), time=("<i8", 8)
+)
+
+_HOST = 0
+"""Index of the host among the processors."""
+_ACCESS_KINDS = 5
+
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Faults:
+    """GPU faults: enough of each to make one record of those that were served together."""
+
+    batch: npt.NDArray[np.uint64]
+    address: _Integers
+    time_ns: _Integers
+    access: npt.NDArray[np.uint8]
+
+
+class DriverEvents:
+    """Events as they come, kept small until they are asked for as records."""
+
+    def __init__(self) -> None:
+        self._migrations: list[npt.NDArray[np.void]] = []
+        self._faults: list[_Faults] = []
+        self._replays: list[tuple[npt.NDArray[np.uint64], _Integers]] = []
+        self._cpu_faults: list[npt.NDArray[np.void]] = []
+        self.count = 0
+
+    def add(self, entries: Entries) -> None:
+        """Keep entries, in the order of the queue."""
+        kinds = entries.view(np.uint8).reshape(-1, ENTRY_BYTES)[:, 0]
+        self.count += len(entries)
+        if (of_kind := entries[kinds == EventType.MIGRATION]).size:
+            self._migrations.append(of_kind.view(MIGRATION))
+        if (of_kind := entries[kinds == EventType.CPU_FAULT]).size:
+            self._cpu_faults.append(of_kind.view(CPU_FAULT))
+        if (of_kind := entries[kinds == EventType.GPU_FAULT]).size:
+            self._faults.append(_faults(of_kind.view(GPU_FAULT)))
+        if (of_kind := entries[kinds == EventType.GPU_FAULT_REPLAY]).size:
+            replays = of_kind.view(GPU_FAULT_REPLAY)
+            self._replays.append((_batches(replays), replays["time"].copy()))
+
+    def records(self) -> MigrationRecords:
+        """All of them by start, on the host's raw monotonic clock.
+
+        A record of GPU faults is of those that the driver served in one batch: it has the address
+        of the first, and lasts until the driver told the device to go on. CUPTI makes its records
+        so too, but lets them begin at the fault.
+        """
+        return concatenated((self._moved(), self._faulted(), self._faulted_on_host()))
+
+    def _moved(self) -> MigrationRecords:
+        moves = np.concatenate([np.empty(0, MIGRATION), *self._migrations])
+        from_host, to_host = moves["source"] == _HOST, moves["destination"] == _HOST
+        start_ns, end_ns = _on_host(moves)
+        table = np.zeros((len(moves), 9), np.int64)
+        table[:, 0] = np.where(
+            to_host,
+            RecordKind.TO_HOST,
+            np.where(from_host, RecordKind.TO_DEVICE, RecordKind.BETWEEN_DEVICES),
+        )
+        table[:, 1], table[:, 2] = start_ns, end_ns
+        table[:, 3] = moves["address"].astype(np.int64)
+        table[:, 4] = moves["bytes"].astype(np.int64)
+        table[:, 6] = np.where(moves["cause"] < len(CAUSE_OF_NUMBER), moves["cause"], 0)
+        # Between the host's own nodes nothing crosses the link.
+        return records_of(table[~(from_host & to_host)])
+
+    def _faulted(self) -> MigrationRecords:
+        if not self._faults:
+            return records_of([])
+        batch = np.concatenate([it.batch for it in self._faults])
+        _, first, faults = np.unique(batch, return_index=True, return_counts=True)
+        batches = batch[first]
+        table = np.zeros((len(first), 9), np.int64)
+        table[:, 0] = RecordKind.GPU_FAULT
+        table[:, 1] = np.concatenate([it.time_ns for it in self._faults])[first]
+        table[:, 2] = np.maximum(table[:, 1], self._replayed_ns(batches))
+        table[:, 3] = np.concatenate([it.address for it in self._faults])[first]
+        table[:, 5] = faults
+        table[:, 7] = np.concatenate([it.access for it in self._faults])[first]
+        return records_of(table)
+
+    def _replayed_ns(self, batches: npt.NDArray[np.uint64]) -> _Integers:
+        """When each batch was done; 0 where that is not known."""
+        if not self._replays:
+            return np.zeros(len(batches), np.int64)
+        replayed = np.concatenate([batch for batch, _ in self._replays])
+        time_ns = np.concatenate([time_ns for _, time_ns in self._replays])
+        # Batches of other processes are told too.
+        order = np.argsort(replayed, kind="stable")
+        at = np.minimum(np.searchsorted(replayed, batches, sorter=order), len(order) - 1)
+        found = order[at]
+        return np.where(replayed[found] == batches, time_ns[found], 0)
+
+    def _faulted_on_host(self) -> MigrationRecords:
+        faults = np.concatenate([np.empty(0, CPU_FAULT), *self._cpu_faults])
+        table = np.zeros((len(faults), 9), np.int64)
+        table[:, 0] = RecordKind.CPU_FAULT
+        table[:, 1] = table[:, 2] = faults["time"]
+        table[:, 3] = faults["address"].astype(np.int64)
+        table[:, 5] = 1
+        table[:, 7] = _known_access(faults["access"])
+        return records_of(table)
+
+
+def _faults(entries: npt.NDArray[np.void]) -> _Faults:
+    return _Faults(
+        batch=_batches(entries),
+        address=entries["address"].astype(np.int64),
+        time_ns=entries["time"].copy(),
+        access=_known_access(entries["access"]),
+    )
+
+
+def _batches(entries: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+    """One number for a batch: devices and kinds of client count theirs for themselves."""
+    device, client = entries["device"].astype(np.uint64), entries["client"].astype(np.uint64)
+    return (device << np.uint64(40)) | (client << np.uint64(32)) | entries["batch"]
+
+
+def _known_access(access: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return np.where(access < _ACCESS_KINDS, access, 0).astype(np.uint8)
+
+
+def _on_host(moves: npt.NDArray[np.void]) -> tuple[_Integers, _Integers]:
+    """When transfers began and ended, by the host's clock.
+
+    The device's clock says it to the nanosecond, the host's only between which moments: it takes
+    the time when it queues a transfer, and when it learns that it is done. So the device's clock is
+    set by the transfer that began soonest after it was queued, as if that had taken no time: what
+    took some 15 us there, every time is too early by, and none is before the call that asked.
+    """
+    start_ns, end_ns = moves["begin"].copy(), moves["end"].copy()
+    device = np.where(moves["source"] == _HOST, moves["destination"], moves["source"])
+    timed = (moves["begin_on_device"] > 0) & (moves["end_on_device"] >= moves["begin_on_device"])
+    for number in np.unique(device[timed]):
+        which = timed & (device == number)
+        ahead_ns = int((moves["begin_on_device"][which] - moves["begin"][which]).min())
+        start_ns[which] = moves["begin_on_device"][which] - ahead_ns
+        end_ns[which] = moves["end_on_device"][which] - ahead_ns
+    return start_ns, np.maximum(start_ns, end_ns)

@@ -1,0 +1,225 @@
+"""The driver's queue of unified-memory events of this process.
+
+The kernel module writes every migration and every fault of an address space into a ring in the
+memory of whoever asks for one at ``/dev/nvidia-uvm-tools``, as CUPTI does. Numbers and layouts are
+those of NVIDIA's open kernel modules, ``kernel-open/nvidia-uvm``: ``uvm_ioctl.h``, ``uvm_types.h``
+and ``uvm_tools.c``, where `create_event_tracker` and `enqueue_event` are this file's other side.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.cuda import _bindings
+from umem.errors import UnsupportedError
+
+__all__ = ["ENTRY_BYTES", "DriverQueue", "Entries", "EventType", "Kernel"]
+
+_KNOWN_RELEASES = (580, 590, 595)
+"""Whose headers are known to have these numbers and layouts, by the first part of the release. In
+another one the kernel might write entries of another length."""
+
+_TOOLS_PATH = "/dev/nvidia-uvm-tools"
+_SPACE_PATH = "/dev/nvidia-uvm"
+
+_INIT_EVENT_TRACKER_V2 = 76
+_ENABLE_EVENTS = 58
+_FLUSH_EVENTS = 67
+_TRACKER = struct.Struct("<QQQ16sIII4x")
+"""queueBuffer, queueBufferSize (in entries), controlBuffer, processor, allProcessors, uvmFd,
+rmStatus."""
+_TRACKER_STATUS = 48
+_EVENTS = struct.Struct("<QI4x")
+"""eventTypeFlags, rmStatus."""
+_EVENTS_STATUS = 8
+_FLUSH = struct.Struct("<I")
+"""rmStatus."""
+_SPARE_BYTES = 64
+"""Behind the parameters, so that no release reads what is not ours."""
+
+ENTRY_BYTES = 72
+"""``UvmEventEntry_V2``."""
+_CONTROL_BYTES = 4096
+_GET_AHEAD, _GET_BEHIND, _PUT_BEHIND = 0, 1, 3
+"""Of the 32-bit fields of ``UvmToolsEventControlData``."""
+_DROPPED_AT = 16
+_EVENT_TYPES = 64
+
+
+class EventType(IntEnum):
+    """``UvmEventType``: those that are asked for."""
+
+    CPU_FAULT = 1
+    MIGRATION = 2
+    GPU_FAULT = 3
+    GPU_FAULT_REPLAY = 4
+
+
+Entries = npt.NDArray[np.void]
+"""Entries as they are, of :data:`ENTRY_BYTES` each."""
+
+
+class Kernel(Protocol):
+    """What is asked of the driver's kernel module."""
+
+    def release(self) -> str | None:
+        """The driver's release; None where there is no driver."""
+
+    def spaces(self) -> list[int]:
+        """Open files of this process that may be its address space on the device."""
+
+    def open(self) -> int:
+        """Open the tools' file."""
+
+    def call(self, file: int, request: int, parameters: bytearray) -> None:
+        """Make a request of a file; the answer is written into the parameters."""
+
+    def close(self, file: int) -> None:
+        """Close a file that was opened here."""
+
+
+class _LinuxKernel:
+    def release(self) -> str | None:
+        return _bindings.driver_release()
+
+    def spaces(self) -> list[int]:
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}") == _SPACE_PATH:
+                    found.append(int(name))
+            except OSError:  # closed meanwhile
+                continue
+        return sorted(found)
+
+    def open(self) -> int:
+        return os.open(_TOOLS_PATH, os.O_RDWR | os.O_CLOEXEC)
+
+    def call(self, file: int, request: int, parameters: bytearray) -> None:
+        fcntl.ioctl(file, request, parameters, True)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+
+class DriverQueue:
+    """A ring that the driver fills until it is closed.
+
+    Parameters
+    ----------
+    entry_count
+        Of the ring, a power of two. What comes to a full ring is dropped, and counted.
+    kernel
+        Linux's, unless a test has one of its own.
+
+    Raises
+    ------
+    UnsupportedError
+        If the driver is of an unknown release, or refuses.
+    """
+
+    def __init__(self, entry_count: int = 2**18, kernel: Kernel | None = None) -> None:
+        self._kernel = kernel or _LinuxKernel()
+        self._entry_count = entry_count
+        self._fence = threading.Lock()
+        self._require_known_release()
+        # Shared, so that the kernel and this process keep the same pages when the process forks.
+        self._ring_memory = mmap.mmap(-1, entry_count * ENTRY_BYTES)
+        self._control_memory = mmap.mmap(-1, _CONTROL_BYTES)
+        self._ring = np.frombuffer(self._ring_memory, np.dtype((np.void, ENTRY_BYTES)))
+        self._control = np.frombuffer(self._control_memory, np.uint32)
+        self._dropped = np.frombuffer(
+            self._control_memory, np.uint64, _EVENT_TYPES, offset=_DROPPED_AT
+        )
+        self._file, self._space = self._attached()
+
+    def take(self) -> Entries:
+        """The entries since the last call, which leave the ring."""
+        begin = int(self._control[_GET_BEHIND])
+        end = int(self._control[_PUT_BEHIND])
+        with self._fence:  # entries must not be read before the mark that says they are written
+            count = (end - begin) % self._entry_count
+            places = (begin + np.arange(count)) % self._entry_count
+            taken: Entries = self._ring[places]
+        self._control[_GET_AHEAD] = self._control[_GET_BEHIND] = end
+        return taken
+
+    def dropped(self) -> int:
+        """How many entries the driver has dropped because the ring was full."""
+        return int(self._dropped.sum())
+
+    def flush(self) -> None:
+        """Have the driver write what has happened: a migration is written some time after it ended.
+
+        Raises
+        ------
+        UnsupportedError
+            If the driver refuses.
+        """
+        self._call(self._space, _FLUSH_EVENTS, _FLUSH.pack(0), 0)
+
+    def close(self) -> None:
+        """End; the driver lets go of the ring."""
+        self._kernel.close(self._file)
+
+    def _require_known_release(self) -> None:
+        release = self._kernel.release()
+        if release is None:
+            raise UnsupportedError("there is no NVIDIA driver here")
+        if release.partition(".")[0] not in map(str, _KNOWN_RELEASES):
+            known = ", ".join(map(str, _KNOWN_RELEASES))
+            raise UnsupportedError(
+                f"driver {release} may lay out its events otherwise than {known}, which are known"
+            )
+
+    def _attached(self) -> tuple[int, int]:
+        """The tools' file, with events enabled, and the file of the address space."""
+        refusals = []
+        for space in self._kernel.spaces():
+            try:
+                file = self._kernel.open()
+            except OSError as error:
+                raise UnsupportedError(f"{_TOOLS_PATH} does not open ({error.strerror})") from error
+            try:
+                self._attach(file, space)
+            except UnsupportedError as error:
+                # The other file that CUDA opens is no address space.
+                refusals.append(str(error))
+                self._kernel.close(file)
+            else:
+                return file, space
+        why = "; ".join(refusals) or f"{_SPACE_PATH} is not open: CUDA has not started"
+        raise UnsupportedError(f"the driver's event queue cannot be had ({why})")
+
+    def _attach(self, file: int, space: int) -> None:
+        tracker = _TRACKER.pack(
+            self._ring.ctypes.data,
+            self._entry_count,
+            self._control.ctypes.data,
+            b"",
+            1,
+            space,
+            0,
+        )
+        self._call(file, _INIT_EVENT_TRACKER_V2, tracker, _TRACKER_STATUS)
+        flags = sum(1 << kind for kind in EventType)
+        self._call(file, _ENABLE_EVENTS, _EVENTS.pack(flags, 0), _EVENTS_STATUS)
+
+    def _call(self, file: int, request: int, parameters: bytes, status_at: int) -> None:
+        answer = bytearray(parameters + bytes(_SPARE_BYTES))
+        try:
+            self._kernel.call(file, request, answer)
+        except OSError as error:
+            raise UnsupportedError(f"request {request}: {error.strerror}") from error
+        (status,) = struct.unpack_from("<I", answer, status_at)
+        if status:
+            raise UnsupportedError(f"request {request}: NV_STATUS {status:#x}")
