@@ -13,16 +13,27 @@ import mmap
 import os
 import struct
 import threading
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from umem.cuda import _bindings
-from umem.errors import UnsupportedError
+from umem.cuda import Range, _bindings
+from umem.errors import UmemError, UnsupportedError
+from umem.telemetry._known import moved_block
 
-__all__ = ["ENTRY_BYTES", "DriverQueue", "Entries", "EventType", "Kernel"]
+__all__ = [
+    "ENTRY_BYTES",
+    "HOST",
+    "MIGRATION",
+    "DriverQueue",
+    "Entries",
+    "EventType",
+    "Kernel",
+    "layout_of",
+]
 
 _KNOWN_RELEASES = (580, 590, 595)
 """Whose headers are known to have these numbers and layouts, by the first part of the release. In
@@ -49,6 +60,7 @@ _SPARE_BYTES = 64
 ENTRY_BYTES = 72
 """``UvmEventEntry_V2``."""
 _CONTROL_BYTES = 4096
+_KNOWN_BYTES = 4 << 20
 _GET_AHEAD, _GET_BEHIND, _PUT_BEHIND = 0, 1, 3
 """Of the 32-bit fields of ``UvmToolsEventControlData``."""
 _DROPPED_AT = 16
@@ -66,6 +78,36 @@ class EventType(IntEnum):
 
 Entries = npt.NDArray[np.void]
 """Entries as they are, of :data:`ENTRY_BYTES` each."""
+
+HOST = 0
+"""Index of the host among the processors."""
+
+
+def layout_of(**fields: tuple[str, int]) -> np.dtype[np.void]:
+    """A layout of an entry, from the types and offsets of its fields."""
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": [kind for kind, _ in fields.values()],
+            "offsets": [offset for _, offset in fields.values()],
+            "itemsize": ENTRY_BYTES,
+        }
+    )
+
+
+MIGRATION = layout_of(
+    type=("u1", 0),
+    cause=("u1", 1),
+    source=("<u2", 4),
+    destination=("<u2", 6),
+    address=("<u8", 16),
+    bytes=("<u8", 24),
+    begin=("<i8", 32),
+    end=("<i8", 40),
+    begin_on_device=("<i8", 56),
+    end_on_device=("<i8", 64),
+)
+"""``UvmEventMigrationInfo_V2``. Times of the host are its raw monotonic clock's."""
 
 
 class Kernel(Protocol):
@@ -114,20 +156,31 @@ class _LinuxKernel:
 class DriverQueue:
     """A ring that the driver fills until it is closed.
 
+    A process has several files of the driver's that look like its address space. So a block is
+    moved, and the ring is of that one which tells of it: which also shows that its entries are
+    where they are looked for.
+
     Parameters
     ----------
     entry_count
         Of the ring, a power of two. What comes to a full ring is dropped, and counted.
     kernel
         Linux's, unless a test has one of its own.
+    move
+        Moves a block of so many bytes to the device, and says where it was.
 
     Raises
     ------
     UnsupportedError
-        If the driver is of an unknown release, or refuses.
+        If the driver is of an unknown release, refuses, or does not tell of the block.
     """
 
-    def __init__(self, entry_count: int = 2**18, kernel: Kernel | None = None) -> None:
+    def __init__(
+        self,
+        entry_count: int = 2**18,
+        kernel: Kernel | None = None,
+        move: Callable[[int], Range] = moved_block,
+    ) -> None:
         self._kernel = kernel or _LinuxKernel()
         self._entry_count = entry_count
         self._fence = threading.Lock()
@@ -140,7 +193,7 @@ class DriverQueue:
         self._dropped = np.frombuffer(
             self._control_memory, np.uint64, _EVENT_TYPES, offset=_DROPPED_AT
         )
-        self._file, self._space = self._attached()
+        self._file, self._space = self._attached(move)
 
     def take(self) -> Entries:
         """The entries since the last call, which leave the ring."""
@@ -181,7 +234,7 @@ class DriverQueue:
                 f"driver {release} may lay out its events otherwise than {known}, which are known"
             )
 
-    def _attached(self) -> tuple[int, int]:
+    def _attached(self, move: Callable[[int], Range]) -> tuple[int, int]:
         """The tools' file, with events enabled, and the file of the address space."""
         refusals = []
         for space in self._kernel.spaces():
@@ -189,30 +242,45 @@ class DriverQueue:
                 file = self._kernel.open()
             except OSError as error:
                 raise UnsupportedError(f"{_TOOLS_PATH} does not open ({error.strerror})") from error
+            self._file, self._space = file, space
             try:
-                self._attach(file, space)
-            except UnsupportedError as error:
-                # The other file that CUDA opens is no address space.
-                refusals.append(str(error))
-                self._kernel.close(file)
+                self._attach()
+                self._require_told(move)
+            except UmemError as error:
+                refusals.append(f"file {space}: {error}")
+                self.close()
+                self._control[:] = 0
+            except BaseException:
+                self.close()
+                raise
             else:
                 return file, space
         why = "; ".join(refusals) or f"{_SPACE_PATH} is not open: CUDA has not started"
         raise UnsupportedError(f"the driver's event queue cannot be had ({why})")
 
-    def _attach(self, file: int, space: int) -> None:
+    def _attach(self) -> None:
         tracker = _TRACKER.pack(
             self._ring.ctypes.data,
             self._entry_count,
             self._control.ctypes.data,
             b"",
             1,
-            space,
+            self._space,
             0,
         )
-        self._call(file, _INIT_EVENT_TRACKER_V2, tracker, _TRACKER_STATUS)
+        self._call(self._file, _INIT_EVENT_TRACKER_V2, tracker, _TRACKER_STATUS)
         flags = sum(1 << kind for kind in EventType)
-        self._call(file, _ENABLE_EVENTS, _EVENTS.pack(flags, 0), _EVENTS_STATUS)
+        self._call(self._file, _ENABLE_EVENTS, _EVENTS.pack(flags, 0), _EVENTS_STATUS)
+
+    def _require_told(self, move: Callable[[int], Range]) -> None:
+        block = move(_KNOWN_BYTES)
+        self.flush()
+        moves = self.take().view(MIGRATION)
+        moves = moves[moves["type"] == EventType.MIGRATION]
+        offset = moves["address"].astype(np.int64) - block.address
+        inside = (offset >= 0) & (offset < block.size_bytes) & (moves["source"] == HOST)
+        if int(moves["bytes"][inside].sum()) != block.size_bytes:
+            raise UnsupportedError("it does not tell of a block that was moved")
 
     def _call(self, file: int, request: int, parameters: bytes, status_at: int) -> None:
         answer = bytearray(parameters + bytes(_SPARE_BYTES))
