@@ -338,10 +338,10 @@ class TestErrors:
         class Broken(HostMover):
             is_broken = True
 
-            def copy_out(self, pairs: Any, stream: Any) -> None:
+            def copy_out(self, pairs: Any, stream: Any) -> Any:
                 if self.is_broken:
                     raise RuntimeError("refused")
-                super().copy_out(pairs, stream)
+                return super().copy_out(pairs, stream)
 
         mover = Broken()
         store = ActivationStore("cpu", mover, min_bytes=KIB)

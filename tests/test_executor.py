@@ -8,7 +8,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from managed_training import (
 
 from umem.classes import TensorClass
 from umem.errors import PlanError
-from umem.executor import Manager, ManagerState
+from umem.executor import Manager, ManagerState, _program
 from umem.executor._manage import manage_on, managers
 from umem.executor._plans import Plans
 from umem.executor._program import Hints, Program
@@ -135,6 +137,56 @@ def test_activations_leave_and_come_back_in_time() -> None:
     assert after.bytes_in - before.bytes_in == 3 * step_bytes
     assert after.late_fetches == 0
     assert after.kept_for_lack_of_host_bytes == 0
+
+
+def test_a_phase_that_waits_for_room_lets_go_of_what_leaves_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One tensor after the other, of the same block too: not a phase later, when all of it left."""
+    asked: list[tuple[Any, ...]] = []
+    made = _program._releases
+
+    def noted(*given: Any) -> Any:
+        asked.append(given)
+        return made(*given)
+
+    monkeypatch.setattr(_program, "_releases", noted)
+    training = Training()
+    manager = training.manage("planned", 34 * MIB)
+    training.steps(BEFORE_PLANNED)
+    manager.close()
+    choice, _, sends, saved, followed, forward_labels, machine = asked[-1]
+    key = ("layers.1", 0)
+    large = choice.trace.tensor_bytes == 4 * MIB
+    ordinals = [it.ordinal for it in saved if (it.block, it.call) == key and large[it.tensor]]
+    assert len(ordinals) == 2
+    trace = choice.trace
+    sent = next(it.phase for it in followed if it.label == forward_labels[key[0]]) + 1
+
+    def phases(computes_s: list[float]) -> list[int]:
+        """When each tensor goes, if it takes a second to leave and phases begin once a second."""
+        start_s = np.arange(trace.phase_count, dtype=np.float64)
+        end_s = start_s + durations_s
+        end_s[sent : sent + len(computes_s)] = durations_s[0] + np.array(computes_s) + sent
+        timeline = replace(choice.predicted.timeline, phase_start_s=start_s, phase_end_s=end_s)
+        slow = replace(machine.hardware, copy_to_host_bytes_per_s=float(4 * MIB))
+        found = made(
+            replace(choice, trace=trace_, predicted=replace(choice.predicted, timeline=timeline)),
+            {key: frozenset(ordinals)},
+            [[] for _ in sends],
+            saved,
+            followed,
+            forward_labels,
+            replace(machine, hardware=slow),
+        )
+        gone = {it: phase for phase, parts in found.items() for _, row in parts for it in row}
+        return [gone[it] - sent for it in ordinals]
+
+    durations_s = np.full(trace.phase_count, 0.5)
+    trace_ = replace(trace, duration_s=durations_s)
+    assert phases([0.0, 1.0, 2.0, 3.0]) == [1, 2]
+    assert phases([0.0, 2.1, 2.5, 3.0]) == [1, 1]
+    assert phases([1.5, 2.1, 2.5, 3.0]) == [0, 1]
 
 
 @pytest.mark.parametrize("planner", ["lookahead", "fault"])

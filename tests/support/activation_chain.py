@@ -40,12 +40,14 @@ class LazyMover(HostMover):
 
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
-    ) -> Any:
-        mark: Mark = []
+    ) -> Sequence[Any]:
+        marks: list[Mark] = []
         for storage, buffer in pairs:
-            before, buffer.mark = buffer.mark, mark
-            mark.append((weakref.ref(storage), storage._cdata, buffer.memory, before))
-        return mark
+            copy = (weakref.ref(storage), storage._cdata, buffer.memory, buffer.mark)
+            # They are over in this order.
+            buffer.mark = [copy, (marks[-1],)] if marks else [copy]
+            marks.append(buffer.mark)
+        return marks
 
     def copy_in(
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: Any
@@ -67,6 +69,8 @@ class LazyMover(HostMover):
             *what, before = mark.pop()
             if before:
                 self.finish(before)
+            if not what:
+                continue
             if isinstance(what[0], torch.Tensor):
                 what[0].copy_(what[1])
             else:

@@ -53,9 +53,9 @@ class CudaMover:
 
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: torch.cuda.Stream
-    ) -> torch.cuda.Event:
+    ) -> list[torch.cuda.Event]:
         """Copy storages into buffers, behind what the stream holds now."""
-        mark = new_event()
+        marks = []
         self._outward.wait_stream(stream)
         with torch.cuda.stream(self._outward):
             for storage, buffer in pairs:
@@ -63,9 +63,10 @@ class CudaMover:
                     self._outward.wait_event(buffer.mark)
                 memory = buffer.memory[: storage.nbytes()]
                 self._copy(memory, bytes_of(storage), storage, BLOCKS_OUT, self._outward)
-                buffer.mark = mark
-        mark.record(self._outward)
-        return mark
+                buffer.mark = mark = new_event()
+                mark.record(self._outward)
+                marks.append(mark)
+        return marks
 
     def copy_in(
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: torch.cuda.Stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,8 +42,11 @@ class Entry:
         The host's copy, once it was asked for.
     mark
         The last copy that the device's memory is part of.
+    sent_with
+        All marks of the copies that left together with it, in order; None where the last copy is
+        one to the device.
     is_arriving
-        Whether that copy is one to the device.
+        Whether the last copy is one to the device.
     is_settled
         Whether `stream` has waited for the mark.
     is_kept
@@ -61,6 +65,7 @@ class Entry:
         "is_kept",
         "is_settled",
         "mark",
+        "sent_with",
         "size_bytes",
         "storage",
         "stream",
@@ -82,6 +87,7 @@ class Entry:
         self.stream = stream
         self.buffer: HostBuffer | None = None
         self.mark: Any = None
+        self.sent_with: Sequence[Any] | None = None
         self.is_arriving = False
         self.is_settled = True
         self.is_kept = False
@@ -94,11 +100,15 @@ class Entry:
         """Whether a group that is still there has not released it."""
         return any(group() is not None for group in self.wanted_by)
 
-    def under_way(self, mark: Any, *, arriving: bool) -> None:
-        """A copy of it was asked for."""
-        self.mark = mark
-        self.is_arriving = arriving
-        self.is_settled = mark is None
+    def leaves(self, mark: Any, sent_with: Sequence[Any]) -> None:
+        """A copy to the host was asked for."""
+        self.mark, self.sent_with = mark, sent_with
+        self.is_arriving, self.is_settled = False, mark is None
+
+    def arrives(self, mark: Any) -> None:
+        """A copy to the device was asked for."""
+        self.mark, self.sent_with = mark, None
+        self.is_arriving, self.is_settled = True, mark is None
 
     def let_go(self) -> None:
         """Hold the device's copy no more."""

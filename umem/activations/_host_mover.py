@@ -29,10 +29,11 @@ class HostMover:
 
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
-    ) -> None:
+    ) -> Sequence[Any]:
         """Copy storages into buffers."""
         for storage, buffer in pairs:
             buffer.memory[: storage.nbytes()].copy_(bytes_of(storage))
+        return [None] * len(pairs)
 
     def copy_in(
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: Any

@@ -28,10 +28,11 @@ class Mover(Protocol):
 
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
-    ) -> Any:
-        """Copy storages into buffers, behind what the stream holds now; a mark for all of them.
+    ) -> Sequence[Any]:
+        """Copy storages into buffers, behind what the stream holds now.
 
-        Each buffer's own mark is waited for first, and becomes the new one.
+        In order, a mark for each. Each buffer's own mark is waited for first, and becomes the new
+        one.
         """
 
     def copy_in(

@@ -224,14 +224,14 @@ class ActivationStore:
             try:
                 self._find_buffers(group.entries(ordinals), leaving)
                 pairs = [(storage, buffer) for _, storage, buffer in leaving]
-                mark = self._mover.copy_out(pairs, group.stream) if pairs else None
+                marks = self._mover.copy_out(pairs, group.stream) if pairs else ()
             except BaseException:  # everything stays
                 for _, _, buffer in leaving:
                     self._pool.give_back(buffer)
                 raise
-            for entry, _, buffer in leaving:
+            for (entry, _, buffer), mark in zip(leaving, marks, strict=True):
                 entry.buffer = buffer
-                entry.under_way(mark, arriving=False)
+                entry.leaves(mark, marks)
                 self._out.add(entry.size_bytes)
             return sum(entry.size_bytes for entry, _, _ in leaving)
 
@@ -270,14 +270,14 @@ class ActivationStore:
             if group is None:
                 return 0
             waited: Any = None
-            for entry in group.entries(ordinals):
+            for entry in reversed(list(group.entries(ordinals))):
                 entry.wanted_by.discard(group.reference)
                 if entry.storage is None or entry.buffer is None or entry.is_wanted():
                     continue
-                if entry.mark is not waited:  # one send's tensors have one mark
+                if entry.sent_with is None or entry.sent_with is not waited:
                     self._settle(entry)
-                    waited = entry.mark
-                entry.is_settled = True
+                    waited = entry.sent_with
+                entry.is_settled = True  # what was sent with a later one has left before it
                 self._resident.pop(entry.storage._cdata, None)
                 entry.let_go()
                 released += entry.size_bytes
@@ -315,7 +315,7 @@ class ActivationStore:
         for entry, (storage, mark) in zip(entries, moved, strict=True):
             entry.storage = storage
             entry.stream = stream
-            entry.under_way(mark, arriving=True)
+            entry.arrives(mark)
             self._in.add(entry.size_bytes)
 
     def _settle(self, entry: Entry) -> None:

@@ -18,7 +18,7 @@ from umem.executor._room import HintRow, HintRows, room_waits, used_tensors
 from umem.hints import HintBatch
 from umem.recorder import FollowedPhase, SavedTensor
 from umem.schedule import HintOp
-from umem.trace import Trace, phase_of_access
+from umem.trace import Trace, phase_of_access, require_durations
 
 __all__ = ["MODEL", "GroupKey", "Hints", "PhaseWork", "Program", "build_program"]
 
@@ -301,9 +301,10 @@ def _releases(
     forward_labels: Mapping[str, str],
     machine: Machine,
 ) -> dict[int, list[GroupPart]]:
-    """The activations whose copies have left when a phase begins, by the plan's own times.
+    """The activations whose copies have left when a phase computes, by the plan's own times.
 
-    They leave one after the other, in the order in which they are sent.
+    They leave one after the other, in the order in which they are saved. A phase that waits for
+    room waits for them too, so that what counts is when it computes and not when it begins.
     """
     trace, timeline = choice.trace, choice.predicted.timeline
     assert timeline is not None
@@ -317,15 +318,21 @@ def _releases(
         if key[0] != MODEL
     ]
     parts += [(phase, part) for phase, sent in enumerate(sends) for part in sent]
-    releases: dict[int, list[GroupPart]] = defaultdict(list)
-    gone_s = 0.0
+    releases: dict[int, dict[GroupKey, set[int]]] = defaultdict(lambda: defaultdict(set))
+    computes_s = np.maximum(timeline.phase_start_s, timeline.phase_end_s - require_durations(trace))
+    gone_s, last = 0.0, trace.phase_count - 1
     for phase, (key, ordinals) in sorted(parts, key=lambda part: part[0]):
-        leaving = {tensors[key, ordinal] for ordinal in ordinals}
-        size_bytes = sum(int(trace.tensor_bytes[tensor]) for tensor in leaving)
-        sent_s = float(timeline.phase_start_s[min(phase, trace.phase_count - 1)])
-        gone_s = max(gone_s, sent_s) + size_bytes / machine.hardware.copy_to_host_bytes_per_s
-        gone = int(np.searchsorted(timeline.phase_start_s, gone_s))
+        gone_s = max(gone_s, float(timeline.phase_start_s[min(phase, last)]))
         # What is sent when a phase begins is let go of when a later one does.
         later = phase + 1 if key[0] == MODEL else phase
-        releases[min(max(gone, later), trace.phase_count - 1)].append((key, ordinals))
-    return releases
+        counted = set()
+        for ordinal in sorted(ordinals):
+            tensor = tensors[key, ordinal]
+            if tensor not in counted:
+                counted.add(tensor)
+                gone_s += (
+                    int(trace.tensor_bytes[tensor]) / machine.hardware.copy_to_host_bytes_per_s
+                )
+            gone = int(np.searchsorted(computes_s, gone_s))
+            releases[min(max(gone, later), last)][key].add(ordinal)
+    return {phase: _parts(groups) for phase, groups in releases.items()}
