@@ -29,7 +29,7 @@ from managed_training import (
 
 from umem.classes import TensorClass
 from umem.errors import PlanError
-from umem.executor import Manager, ManagerState, _program
+from umem.executor import Manager, ManagerState, _program, _room
 from umem.executor._manage import manage_on, managers
 from umem.executor._plans import Plans
 from umem.executor._program import Hints, Program
@@ -187,6 +187,39 @@ def test_a_phase_that_waits_for_room_lets_go_of_what_leaves_meanwhile(
     assert phases([0.0, 1.0, 2.0, 3.0]) == [1, 2]
     assert phases([0.0, 2.1, 2.5, 3.0]) == [1, 1]
     assert phases([1.5, 2.1, 2.5, 3.0]) == [0, 1]
+
+
+def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sooner than planned, no later than they are used, and each once."""
+    asked: list[tuple[Any, ...]] = []
+
+    def noted(*given: Any) -> Any:
+        asked.append(given)
+        return _room.make_room(*given)
+
+    monkeypatch.setattr(_program, "make_room", noted)
+    training = Training()
+    manager = training.manage("planned", 34 * MIB)
+    training.steps(BEFORE_PLANNED)
+    manager.close()
+    choice, _, leaving, coming, released, fetched = asked[-1]
+    planned = {tensor: phase for phase, row in enumerate(fetched) for tensor in row}
+    assert len(planned) >= 3
+
+    def phases(budget_bytes: int) -> dict[int, int]:
+        room = _room.make_room(choice, budget_bytes, leaving, coming, released, fetched)
+        assert sum(map(len, room.fetches)) == len(planned)
+        return {tensor: phase for phase, row in enumerate(room.fetches) for tensor in row}
+
+    def next_use(tensor: int) -> int:
+        uses = (it for it in range(planned[tensor], choice.trace.phase_count))
+        return next(it for it in uses if tensor in _room.used_tensors(choice.trace, it))
+
+    assert phases(400 * MIB) == planned
+    tight = phases(28 * MIB)
+    assert all(planned[it] <= tight[it] <= next_use(it) for it in planned)
+    assert any(planned[it] < tight[it] for it in planned)
+    assert phases(0) == {it: next_use(it) for it in planned}
 
 
 @pytest.mark.parametrize("planner", ["lookahead", "fault"])

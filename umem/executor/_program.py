@@ -14,7 +14,7 @@ from umem.executor._choice import Choice
 from umem.executor._machine import Machine
 from umem.executor._mapped import MappedBlock
 from umem.executor._places import Places, whole_blocks
-from umem.executor._room import HintRow, HintRows, room_waits, used_tensors
+from umem.executor._room import HintRow, HintRows, make_room, used_tensors
 from umem.hints import HintBatch
 from umem.recorder import FollowedPhase, SavedTensor
 from umem.schedule import HintOp
@@ -176,7 +176,7 @@ def build_program(
     copied: dict[GroupKey, set[int]] = defaultdict(set)
     paged: dict[GroupKey, dict[int, int]] = defaultdict(dict)
     sends: list[dict[GroupKey, set[int]]] = [defaultdict(set) for _ in range(trace.phase_count)]
-    fetches: list[dict[GroupKey, set[int]]] = [defaultdict(set) for _ in range(trace.phase_count)]
+    fetched: list[list[int]] = [[] for _ in range(trace.phase_count)]
     hints = zip(schedule.hint_phase, schedule.hint_op, schedule.hint_tensor, strict=True)
     for phase, op, tensor in ((int(p), HintOp(o), int(t)) for p, o, t in hints):
         if op == HintOp.COPY_OUT:
@@ -185,8 +185,7 @@ def build_program(
                 if entry.block == MODEL:
                     sends[phase][entry.block, entry.call].add(entry.ordinal)
         elif op == HintOp.COPY_IN:
-            for entry in groups[tensor]:
-                fetches[phase][entry.block, entry.call].add(entry.ordinal)
+            fetched[phase].append(tensor)
         elif op in _PAGE_OPS:  # memory of dead activations is the allocator's, and is not dropped
             (leaving if op == HintOp.EVICT else coming)[phase].append((op, tensor))
             for entry in groups[tensor]:
@@ -196,7 +195,7 @@ def build_program(
     sent = [_parts(found) for found in sends]
     releases = _releases(choice, chosen, sent, saved, followed, forward_labels, machine)
     tensors = {(entry.block, entry.call, entry.ordinal): entry.tensor for entry in saved}
-    waits = room_waits(
+    room = make_room(
         choice,
         machine.policy.device_budget_bytes or machine.hardware.device_bytes,
         leaving,
@@ -205,10 +204,7 @@ def build_program(
             phase: {tensors[*key, ordinal] for key, ordinals in parts for ordinal in ordinals}
             for phase, parts in releases.items()
         },
-        {
-            phase: {tensors[*key, ordinal] for key, it in found.items() for ordinal in it}
-            for phase, found in enumerate(fetches)
-        },
+        fetched,
     )
     needs = _first_uses(trace, coming)
     work = tuple(
@@ -216,11 +212,11 @@ def build_program(
             releases=releases.get(phase, []),
             sends=sent[phase],
             leaving=_hints(leaving[phase], trace, places, present, machine),
-            room=waits[phase],
+            room=room.waits[phase],
             coming=_hints(coming[phase], trace, places, present, machine),
             needs=needs[phase],
             waits=schedule.waits,
-            fetches=_parts(fetches[phase]),
+            fetches=_parts_of(room.fetches[phase], groups),
             arrives=frozenset(used_tensors(trace, phase)) | {tensor for _, tensor in coming[phase]},
         )
         for phase in range(trace.phase_count)
@@ -239,6 +235,17 @@ def build_program(
 
 def _parts(groups: Mapping[GroupKey, set[int]]) -> list[GroupPart]:
     return [(key, frozenset(ordinals)) for key, ordinals in groups.items()]
+
+
+def _parts_of(
+    tensors: Iterable[int], groups: Mapping[int, Sequence[SavedTensor]]
+) -> list[GroupPart]:
+    """The parts of groups that these tensors are."""
+    parts: dict[GroupKey, set[int]] = defaultdict(set)
+    for tensor in tensors:
+        for entry in groups[tensor]:
+            parts[entry.block, entry.call].add(entry.ordinal)
+    return _parts(parts)
 
 
 def _hints(

@@ -1,9 +1,10 @@
-"""Which evictions have to be over before a phase begins, so that the budget holds."""
+"""What waits for what at a phase's begin, so that the budget holds."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from umem.executor._choice import Choice
 from umem.schedule import HintOp, Home
 from umem.trace import Trace
 
-__all__ = ["HintRow", "HintRows", "room_waits", "used_tensors"]
+__all__ = ["HintRow", "HintRows", "Room", "make_room", "used_tensors"]
 
 HintRow = tuple[HintOp, int]
 """A page hint: what to do, and the tensor's number in the trace."""
@@ -27,20 +28,38 @@ def used_tensors(trace: Trace, phase: int) -> list[int]:
     return numbers
 
 
-def room_waits(
+@dataclass(frozen=True)
+class Room:
+    """How each phase keeps the budget.
+
+    Parameters
+    ----------
+    waits
+        The eviction that it has to wait for: (phase of the eviction, its number there), or None.
+    fetches
+        The activations to bring back when it begins, by number in the trace.
+    """
+
+    waits: tuple[tuple[int, int] | None, ...]
+    fetches: tuple[tuple[int, ...], ...]
+
+
+def make_room(
     choice: Choice,
     budget_bytes: int,
     leaving: HintRows,
     coming: HintRows,
     released: Mapping[int, set[int]],
-    fetched: Mapping[int, set[int]],
-) -> list[tuple[int, int] | None]:
-    """Find the eviction that each phase has to wait for.
+    fetched: Sequence[Sequence[int]],
+) -> Room:
+    """Find the evictions that phases have to wait for, and the copies that have to wait.
 
     A plan reckons with the link's speed; where it is slower, memory is still taken that the plan
     counts as free. So a step is gone through with what each phase holds, and with every eviction
     taking memory until somebody has waited for it. Where that is too much, the oldest are waited
-    for: evictions are carried out in order.
+    for: evictions are carried out in order. An activation takes memory as soon as it is asked
+    for, where a plan lets it come when there is room: so it is asked for in the phase that has
+    room, or that uses it.
 
     Parameters
     ----------
@@ -50,13 +69,10 @@ def room_waits(
         What may be resident.
     leaving, coming
         Evictions and prefetches of each phase.
-    released, fetched
-        Activations whose memory goes, and is taken again, at a phase's begin.
-
-    Returns
-    -------
-    list
-        For each phase (phase of the eviction, its number there), or None.
+    released
+        Activations whose memory goes at a phase's begin.
+    fetched
+        Activations that the plan asks for at each phase's begin.
     """
     trace = choice.trace
     size = trace.tensor_bytes.tolist()
@@ -67,10 +83,12 @@ def room_waits(
     pending: deque[tuple[int, int, int]] = deque()  # bytes, and which eviction
     pending_bytes = 0
     waits: list[tuple[int, int] | None] = [None] * trace.phase_count
+    fetches: list[tuple[int, ...]] = [()] * trace.phase_count
+    waiting: list[int] = []
     for phase in (*range(trace.phase_count), *range(trace.phase_count)):  # the second one settles
         gone = {tensor for _, tensor in leaving[phase]} | released.get(phase, set())
-        comes = set(born[phase]) | {tensor for _, tensor in coming[phase]}
-        comes |= fetched.get(phase, set()) | set(used_tensors(trace, phase))
+        used = set(used_tensors(trace, phase))
+        comes = set(born[phase]) | {tensor for _, tensor in coming[phase]} | used
         for entry, (_, tensor) in enumerate(leaving[phase]):
             if tensor in resident:
                 pending.append((size[tensor], phase, entry))
@@ -79,6 +97,16 @@ def room_waits(
         comes = {tensor for tensor in comes if on_device[tensor]} - (resident - gone)
         held += sum(size[tensor] for tensor in comes) - sum(size[tensor] for tensor in gone)
         resident = (resident - gone) | comes
+        waiting += fetched[phase]
+        now: list[int] = []
+        for tensor in waiting:
+            is_there = tensor in resident
+            if is_there or held + size[tensor] <= budget_bytes or phase == trace.phase_count - 1:
+                now.append(tensor)
+                held += 0 if is_there else size[tensor]
+                resident.add(tensor)
+        waiting = [tensor for tensor in waiting if tensor not in now]
+        fetches[phase] = tuple(now)
         last = None
         while pending and held + pending_bytes > budget_bytes:
             freed, *last_eviction = pending.popleft()
@@ -88,7 +116,7 @@ def room_waits(
         dead = resident & set(dying[phase])
         resident -= dead
         held -= sum(size[tensor] for tensor in dead)
-    return waits
+    return Room(tuple(waits), tuple(fetches))
 
 
 def _lives(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
