@@ -27,14 +27,17 @@ from managed_training import (
     host_machine,
 )
 
+import umem
 from umem.classes import TensorClass
 from umem.errors import PlanError
 from umem.executor import Manager, ManagerState, _program, _room
+from umem.executor._lingering import with_lingering
 from umem.executor._manage import manage_on, managers
 from umem.executor._plans import Plans
 from umem.executor._program import Hints, Program
 from umem.hints import Outcome
 from umem.schedule import HintOp
+from umem.trace import check_trace, is_optimizer_phase, phase_of_access
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -220,6 +223,54 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
     assert all(planned[it] <= tight[it] <= next_use(it) for it in planned)
     assert any(planned[it] < tight[it] for it in planned)
     assert phases(0) == {it: next_use(it) for it in planned}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_nobody_uses_any_more_is_counted(planner: str) -> None:
+    """Gradients that the optimizer has used are there until the program drops them."""
+    training = Training()
+    manager = training.manage(planner, 40 * MIB)
+    training.steps(BEFORE_PLANNED)
+    program, trace = program_of(manager), manager.trace
+    assert trace is not None
+    assert not (program.choice.schedule.hint_op == HintOp.DISCARD).any()
+    there: list[int] = []
+
+    def look() -> None:
+        phase = manager._runner._phase
+        lives = (trace.first_phase <= phase) & (trace.last_phase >= phase)
+        there.append(int(trace.tensor_bytes[lives].sum()) - sum(manager.away_bytes().values()))
+
+    manager.watch(look)
+    training.step()
+    manager.watch(None)
+    parts = [it for it, name in enumerate(trace.phase_names) if is_optimizer_phase(name)]
+    assert len(there) >= 2 * trace.phase_count > 2 * len(parts) > 8
+    # Behind what each phase asks for: in front of it, memory that it frees is there still.
+    assert max(there[1::2][-len(parts) :]) <= 40 * MIB
+
+
+def test_what_lingers_is_in_use() -> None:
+    training = Training()
+    with umem.record(training.model, training.optimizer, steps=1, warmup=1) as recording:
+        training.steps(3)
+    trace = recording.trace
+    made = with_lingering(trace)
+    check_trace(made, "what lingers")
+    assert with_lingering(made) is made
+    for phase in range(trace.phase_count):
+        lives = [(it.first_phase <= phase) & (it.last_phase >= phase) for it in (trace, made)]
+        before, after = (
+            int(it.tensor_bytes[row].sum()) for it, row in zip((trace, made), lives, strict=True)
+        )
+        assert before == after
+    old = made.access_tensor < trace.tensor_count
+    assert made.access_tensor[old].tolist() == trace.access_tensor.tolist()
+    assert phase_of_access(made)[old].tolist() == phase_of_access(trace).tolist()
+    gradients = trace.tensor_class == TensorClass.GRADIENTS.number
+    assert int(made.tensor_bytes[trace.tensor_count :].sum()) >= int(
+        trace.tensor_bytes[gradients].sum()
+    ) - int(trace.tensor_bytes[gradients].max())
 
 
 @pytest.mark.parametrize("planner", ["lookahead", "fault"])

@@ -16,6 +16,7 @@ from umem.errors import PlanError
 from umem.executor._backward_step import BackwardStep
 from umem.executor._choice import Choice, choose
 from umem.executor._correction import Correction
+from umem.executor._lingering import with_lingering
 from umem.executor._machine import Machine
 from umem.executor._places import find_places, in_blocks
 from umem.executor._program import Program, build_program
@@ -222,7 +223,7 @@ class Plans:
             )
         try:
             choice = choose(
-                trace,
+                with_lingering(trace),
                 {entry.tensor for entry in recorded.recording.saved_tensors},
                 self._correction.apply(self._machine.hardware),
                 self._machine_beside(outside_bytes).policy,

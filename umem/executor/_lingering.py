@@ -1,0 +1,66 @@
+"""Memory that outlives its contents, which a plan could drop and a running program keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.classes import TensorClass
+from umem.trace import Access, Trace, first_and_last_use, phase_of_access
+
+__all__ = ["with_lingering"]
+
+
+def with_lingering(trace: Trace) -> Trace:
+    """The trace with what lingers as tensors of their own, which every phase uses.
+
+    A gradient is there from the optimizer's part that has used it to the end of the step. A plan
+    that discards it counts with its memory, but the program may still look at it, so that nobody
+    discards it: to be kept in use is what holds its memory. Numbers of tensors stay, and those that
+    are new follow them.
+    """
+    _, last_use = first_and_last_use(trace)
+    lingers = np.flatnonzero(~trace.persistent & (last_use >= 0) & (last_use < trace.last_phase))
+    if not len(lingers):
+        return trace
+    spans, which = np.unique(
+        np.stack([last_use[lingers] + 1, trace.last_phase[lingers]], axis=1),
+        axis=0,
+        return_inverse=True,
+    )
+    size = np.zeros(len(spans), np.int64)
+    np.add.at(size, which.ravel(), trace.tensor_bytes[lingers])
+    last_phase = trace.last_phase.copy()
+    last_phase[lingers] = last_use[lingers]
+    return _with_tensors(replace(trace, last_phase=last_phase), spans, size)
+
+
+def _with_tensors(trace: Trace, spans: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Trace:
+    """The trace with tensors that are used in all phases of their spans, first and last."""
+    first, last = spans[:, 0], spans[:, 1]
+    counts = last - first + 1
+    new = np.repeat(np.arange(len(spans)), counts)
+    # Phases of each span, one after the other.
+    phase = np.arange(len(new)) - np.repeat(np.cumsum(counts) - counts, counts) + first[new]
+    mode = np.where(phase == first[new], Access.WRITE, Access.READ)
+    phases = np.concatenate([phase_of_access(trace), phase])
+    order = np.argsort(phases, kind="stable")
+    none = np.zeros(len(spans), np.bool_)
+    return replace(
+        trace,
+        tensor_names=(*trace.tensor_names, *(f"lingers from {a} to {b}" for a, b in spans)),
+        tensor_bytes=np.concatenate([trace.tensor_bytes, size]),
+        tensor_class=np.concatenate(
+            [trace.tensor_class, np.full(len(spans), TensorClass.OTHER.number, np.uint8)]
+        ),
+        persistent=np.concatenate([trace.persistent, none]),
+        first_phase=np.concatenate([trace.first_phase, first.astype(np.int32)]),
+        last_phase=np.concatenate([trace.last_phase, last.astype(np.int32)]),
+        access_start=np.searchsorted(phases[order], np.arange(trace.phase_count + 1)),
+        access_tensor=np.concatenate(
+            [trace.access_tensor, (trace.tensor_count + new).astype(np.int32)]
+        )[order],
+        access_mode=np.concatenate([trace.access_mode, mode.astype(np.uint8)])[order],
+    )
