@@ -372,6 +372,26 @@ class TestFeatures:
         assert feature(report, "numba").remedy == "pip install 'umem[numba]'"
         assert feature(report, "CUPTI").remedy == "pip install 'umem[telemetry]'"
 
+    @pytest.mark.parametrize(
+        ("release", "verdict", "words"),
+        [
+            ("580.159", Verdict.YES, "has all of them"),
+            (
+                "570.211.01",
+                Verdict.PARTLY,
+                "driver 570.211.01 is not known to umem; CUPTI is asked",
+            ),
+            (None, Verdict.PARTLY, "driver of unknown release"),
+        ],
+    )
+    def test_who_counts_migrations(self, release: str | None, verdict: Verdict, words: str) -> None:
+        """The driver, if the layout of its events is known."""
+        assert HEALTHY.devices is not None
+        device = replace(HEALTHY.devices[0], driver_release=release)
+        found = feature(diagnose(replace(HEALTHY, devices=(device,))), "migrations and faults")
+        assert found.verdict is verdict
+        assert words in found.why
+
     def test_cupti_newer_than_the_driver(self) -> None:
         """The release that fits is named."""
         packages = {**HEALTHY.packages, "cupti-python": "13.2.0"}

@@ -7,6 +7,7 @@ from umem.doctor._facts import Environment
 from umem.doctor._remedies import install_cupy, install_umem
 from umem.doctor._report import Check, Feature, Verdict
 from umem.doctor._versions import dotted, version_numbers
+from umem.telemetry import knows_release
 
 __all__ = ["features"]
 
@@ -94,7 +95,8 @@ _DISCARD = "discard and batch prefetch"
 _SYSTEM = "system memory (ATS or HMM): kind system"
 _NUMBA = "numba arrays in the same memory: share: [numba]"
 _CUPY = "CuPy arrays in the same memory: share: [cupy]"
-_TELEMETRY = "migration telemetry through CUPTI"
+_EVENTS = "migrations and faults in umem.profile()"
+_COPIES = "copies in umem.profile(), through CUPTI"
 
 
 def features(environment: Environment, failures: tuple[Check, ...]) -> tuple[Feature, ...]:
@@ -112,7 +114,8 @@ def features(environment: Environment, failures: tuple[Check, ...]) -> tuple[Fea
         _swap(failures),
         *(_without_swap(feature) if failures else feature for feature in under_swap),
         *_device_features(environment.devices or ()),
-        _telemetry(environment),
+        _events(environment),
+        _copies(environment),
     )
 
 
@@ -185,16 +188,26 @@ def _system(devices: tuple[Capabilities, ...]) -> Feature:
     return Feature(_SYSTEM, Verdict.NO, why, "use kind managed or pinned")
 
 
-def _telemetry(environment: Environment) -> Feature:
+def _events(environment: Environment) -> Feature:
+    if not environment.devices:
+        return Feature(_EVENTS, Verdict.NO, "no usable GPU")
+    release = environment.devices[0].driver_release
+    if release is not None and knows_release(release):
+        return Feature(_EVENTS, Verdict.YES, "the driver's own event queue has all of them")
+    why = f"the event queue of driver {release or 'of unknown release'} is not known to umem"
+    return Feature(_EVENTS, Verdict.PARTLY, f"{why}; CUPTI is asked, which may lose records")
+
+
+def _copies(environment: Environment) -> Feature:
     version = environment.packages["cupti-python"]
     if version is None:
         why = "cupti-python is not installed"
-        return Feature(_TELEMETRY, Verdict.NO, why, "pip install 'umem[telemetry]'")
+        return Feature(_COPIES, Verdict.NO, why, "pip install 'umem[telemetry]'")
     if not environment.devices:
-        return Feature(_TELEMETRY, Verdict.NO, "no usable GPU")
+        return Feature(_COPIES, Verdict.NO, "no usable GPU")
     serves = environment.devices[0].driver_version
     if version_numbers(version) > serves:
         why = f"cupti-python {version} is newer than the driver, which serves {dotted(serves)}"
         remedy = f"pip install 'cupti-python=={dotted(serves)}.*'"
-        return Feature(_TELEMETRY, Verdict.PARTLY, why, remedy)
-    return Feature(_TELEMETRY, Verdict.YES, f"cupti-python {version}")
+        return Feature(_COPIES, Verdict.PARTLY, why, remedy)
+    return Feature(_COPIES, Verdict.YES, f"cupti-python {version}")

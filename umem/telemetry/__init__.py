@@ -19,7 +19,7 @@ from umem.telemetry._aggregate import (
 from umem.telemetry._attribution import Snapshot, attribute, blocks_hit, snapshot_of
 from umem.telemetry._cupti import CuptiCollector
 from umem.telemetry._driver_events import DriverEvents
-from umem.telemetry._driver_queue import DriverQueue
+from umem.telemetry._driver_queue import DriverQueue, knows_release
 from umem.telemetry._entry import profile
 from umem.telemetry._file import PROFILE_FORMAT, load_recording, save_recording
 from umem.telemetry._hints import HINT_COUNTS, hint_traffic, hints_between
@@ -66,6 +66,7 @@ __all__ = [
     "hint_traffic",
     "hints_between",
     "is_nsys_export",
+    "knows_release",
     "lanes",
     "link_bytes",
     "load_recording",

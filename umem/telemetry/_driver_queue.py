@@ -32,6 +32,7 @@ __all__ = [
     "Entries",
     "EventType",
     "Kernel",
+    "knows_release",
     "layout_of",
 ]
 
@@ -65,6 +66,11 @@ _GET_AHEAD, _GET_BEHIND, _PUT_BEHIND = 0, 1, 3
 """Of the 32-bit fields of ``UvmToolsEventControlData``."""
 _DROPPED_AT = 16
 _EVENT_TYPES = 64
+
+
+def knows_release(release: str) -> bool:
+    """Whether the layout of a driver's events is known, such as of release "580.159.04"."""
+    return release.partition(".")[0] in map(str, _KNOWN_RELEASES)
 
 
 class EventType(IntEnum):
@@ -228,7 +234,7 @@ class DriverQueue:
         release = self._kernel.release()
         if release is None:
             raise UnsupportedError("there is no NVIDIA driver here")
-        if release.partition(".")[0] not in map(str, _KNOWN_RELEASES):
+        if not knows_release(release):
             known = ", ".join(map(str, _KNOWN_RELEASES))
             raise UnsupportedError(
                 f"driver {release} may lay out its events otherwise than {known}, which are known"
