@@ -212,6 +212,10 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
     def phases(budget_bytes: int) -> dict[int, int]:
         room = _room.make_room(choice, budget_bytes, leaving, coming, released, fetched)
         assert sum(map(len, room.fetches)) == len(planned)
+        # Prefetches as well, in this step or, if it is late in it, in the next one.
+        assert sorted(it for row in room.coming for it in row) == sorted(
+            it for row in coming for it in row
+        )
         return {tensor: phase for phase, row in enumerate(room.fetches) for tensor in row}
 
     def next_use(tensor: int) -> int:
@@ -223,6 +227,12 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
     assert all(planned[it] <= tight[it] <= next_use(it) for it in planned)
     assert any(planned[it] < tight[it] for it in planned)
     assert phases(0) == {it: next_use(it) for it in planned}
+    none = _room.make_room(choice, 0, leaving, coming, released, fetched)
+    assert all(
+        tensor in _room.used_tensors(choice.trace, phase)
+        for phase, row in enumerate(none.coming)
+        for _, tensor in row
+    )
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

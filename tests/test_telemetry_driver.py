@@ -489,6 +489,19 @@ def test_what_is_over_the_limit_counts_as_dropped(
     assert (found.address.tolist(), dropped) == ([1, 2, 3], 2)
 
 
+def test_events_are_not_kept_without_end(
+    kernel: StandInKernel, collector: LiveCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("umem.telemetry._live._MOST_EVENTS", 3)
+    in_the_place_of_cupti(monkeypatch, Copies("start"))
+    collector.start()
+    for turn in range(4):
+        kernel.write(*(migration(10 * turn + n, 1, 100 * n, 100 * n + 1) for n in (1, 2)))
+        time.sleep(0.03)
+    found, dropped = collector.stop()
+    assert (sorted(found.address.tolist()), dropped) == ([1, 2, 11], 5)
+
+
 def test_a_driver_that_fails_in_the_end_ends_no_training(
     kernel: StandInKernel, collector: LiveCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

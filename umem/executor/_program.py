@@ -206,18 +206,18 @@ def build_program(
         },
         fetched,
     )
-    needs = _first_uses(trace, coming)
+    needs = _first_uses(trace, room.coming)
     work = tuple(
         PhaseWork(
             releases=releases.get(phase, []),
             sends=sent[phase],
             leaving=_hints(leaving[phase], trace, places, present, machine),
             room=room.waits[phase],
-            coming=_hints(coming[phase], trace, places, present, machine),
+            coming=_hints(room.coming[phase], trace, places, present, machine),
             needs=needs[phase],
             waits=schedule.waits,
             fetches=_parts_of(room.fetches[phase], groups),
-            arrives=frozenset(used_tensors(trace, phase)) | {tensor for _, tensor in coming[phase]},
+            arrives=frozenset(used_tensors(trace, phase)) | {it for _, it in room.coming[phase]},
         )
         for phase in range(trace.phase_count)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,12 +37,23 @@ class Room:
     ----------
     waits
         The eviction that it has to wait for: (phase of the eviction, its number there), or None.
+    coming
+        The prefetches to ask for when it begins.
     fetches
-        The activations to bring back when it begins, by number in the trace.
+        The activations to copy back when it begins, by number in the trace.
     """
 
     waits: tuple[tuple[int, int] | None, ...]
+    coming: tuple[tuple[HintRow, ...], ...]
     fetches: tuple[tuple[int, ...], ...]
+
+
+class _Coming(NamedTuple):
+    """A tensor that the plan asks for."""
+
+    tensor: int
+    row: HintRow | None = None
+    """None for an activation that is copied back."""
 
 
 def make_room(
@@ -52,14 +64,14 @@ def make_room(
     released: Mapping[int, set[int]],
     fetched: Sequence[Sequence[int]],
 ) -> Room:
-    """Find the evictions that phases have to wait for, and the copies that have to wait.
+    """Find the evictions that phases have to wait for, and when there is room for what comes.
 
     A plan reckons with the link's speed; where it is slower, memory is still taken that the plan
     counts as free. So a step is gone through with what each phase holds, and with every eviction
     taking memory until somebody has waited for it. Where that is too much, the oldest are waited
-    for: evictions are carried out in order. An activation takes memory as soon as it is asked
-    for, where a plan lets it come when there is room: so it is asked for in the phase that has
-    room, or that uses it.
+    for: evictions are carried out in order. And what comes takes memory as soon as it is asked
+    for, where a plan asks early and lets it come when there is room: so it is asked for in the
+    first phase that has room, or that uses it.
 
     Parameters
     ----------
@@ -68,7 +80,7 @@ def make_room(
     budget_bytes
         What may be resident.
     leaving, coming
-        Evictions and prefetches of each phase.
+        Evictions and prefetches of each phase, by the plan.
     released
         Activations whose memory goes at a phase's begin.
     fetched
@@ -83,12 +95,11 @@ def make_room(
     pending: deque[tuple[int, int, int]] = deque()  # bytes, and which eviction
     pending_bytes = 0
     waits: list[tuple[int, int] | None] = [None] * trace.phase_count
-    fetches: list[tuple[int, ...]] = [()] * trace.phase_count
-    waiting: list[int] = []
+    asked: list[list[_Coming]] = [[] for _ in range(trace.phase_count)]
+    waiting: list[_Coming] = []
     for phase in (*range(trace.phase_count), *range(trace.phase_count)):  # the second one settles
         gone = {tensor for _, tensor in leaving[phase]} | released.get(phase, set())
-        used = set(used_tensors(trace, phase))
-        comes = set(born[phase]) | {tensor for _, tensor in coming[phase]} | used
+        comes = set(born[phase]) | set(used_tensors(trace, phase))
         for entry, (_, tensor) in enumerate(leaving[phase]):
             if tensor in resident:
                 pending.append((size[tensor], phase, entry))
@@ -97,16 +108,19 @@ def make_room(
         comes = {tensor for tensor in comes if on_device[tensor]} - (resident - gone)
         held += sum(size[tensor] for tensor in comes) - sum(size[tensor] for tensor in gone)
         resident = (resident - gone) | comes
-        waiting += fetched[phase]
-        now: list[int] = []
-        for tensor in waiting:
-            is_there = tensor in resident
-            if is_there or held + size[tensor] <= budget_bytes or phase == trace.phase_count - 1:
-                now.append(tensor)
-                held += 0 if is_there else size[tensor]
-                resident.add(tensor)
-        waiting = [tensor for tensor in waiting if tensor not in now]
-        fetches[phase] = tuple(now)
+        waiting += [_Coming(row[1], row) for row in coming[phase]]
+        waiting += [_Coming(tensor) for tensor in fetched[phase]]
+        late: list[_Coming] = []
+        asked[phase] = []
+        for it in waiting:
+            more_bytes = 0 if it.tensor in resident else size[it.tensor]
+            if more_bytes and held + more_bytes > budget_bytes:
+                late.append(it)
+                continue
+            asked[phase].append(it)
+            held += more_bytes
+            resident.add(it.tensor)
+        waiting = late
         last = None
         while pending and held + pending_bytes > budget_bytes:
             freed, *last_eviction = pending.popleft()
@@ -116,7 +130,11 @@ def make_room(
         dead = resident & set(dying[phase])
         resident -= dead
         held -= sum(size[tensor] for tensor in dead)
-    return Room(tuple(waits), tuple(fetches))
+    return Room(
+        waits=tuple(waits),
+        coming=tuple(tuple(it.row for it in row if it.row is not None) for row in asked),
+        fetches=tuple(tuple(it.tensor for it in row if it.row is None) for row in asked),
+    )
 
 
 def _lives(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:

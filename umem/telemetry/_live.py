@@ -23,6 +23,10 @@ _TAKE_EVERY_S = 0.01
 """Where much faults at once, 300,000 events a second were seen: so a queue of 2^18 lasts for the
 better part of a second in which this thread does not come to run."""
 
+_MOST_EVENTS = 2**23
+"""That are kept of one recording: 0.6 GiB where all of them are migrations. What comes later counts
+as dropped."""
+
 _CLOCK_LOOKS = 9
 
 _recording_process: int | None = None
@@ -169,6 +173,7 @@ class _DriverCollector:
     def __init__(self, queue: DriverQueue) -> None:
         self._queue = queue
         self._events = DriverEvents()
+        self._dropped = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="umem events", daemon=True)
         self._thread.start()
@@ -179,14 +184,20 @@ class _DriverCollector:
         self._thread.join()
         try:
             self._queue.flush()
-            self._events.add(self._queue.take())
-            return self._events.records(), self._queue.dropped()
+            self._take()
+            return self._events.records(), self._dropped + self._queue.dropped()
         finally:
             self._queue.close()
 
     def _run(self) -> None:
         while not self._end.wait(_TAKE_EVERY_S):
-            self._events.add(self._queue.take())
+            self._take()
+
+    def _take(self) -> None:
+        entries = self._queue.take()
+        room = max(_MOST_EVENTS - self._events.count, 0)
+        self._events.add(entries[:room])
+        self._dropped += max(len(entries) - room, 0)
 
 
 def _now_ns() -> int:
