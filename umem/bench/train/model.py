@@ -83,7 +83,9 @@ class CausalLoss(nn.Module):
 
 
 def _summed_loss(head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = head(hidden).float().flatten(0, 1)
+    # As rows: of a batch, torch may multiply a frozen weight in another way when the checkpoint
+    # computes it again, and the checkpoint refuses that.
+    logits = head(hidden.flatten(0, 1)).float()
     return functional.cross_entropy(
         logits, targets.flatten(), ignore_index=_IGNORED, reduction="sum"
     )
