@@ -79,11 +79,11 @@ def test_logits_are_there_for_one_chunk_at_a_time() -> None:
         return tensor
 
     rows: list[int] = []
-    model.network.lm_head.register_forward_hook(lambda *it: rows.append(it[2].shape[1]))
+    model.network.lm_head.register_forward_hook(lambda *it: rows.append(it[2].shape[0]))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
         model(tokens, tokens)
 
-    assert rows == [TINY.loss_chunk_tokens] * 2
+    assert rows == [2 * TINY.loss_chunk_tokens] * 2
     assert not any(TINY.vocabulary in shape[-1:] for shape in saved)
 
 
