@@ -26,8 +26,14 @@ from umem.telemetry import (
     measured_row,
     records_of,
 )
-from umem.telemetry._driver_events import CPU_FAULT, GPU_FAULT, GPU_FAULT_REPLAY
-from umem.telemetry._driver_queue import ENTRY_BYTES, MIGRATION, EventType
+from umem.telemetry._driver_events import (
+    CPU_FAULT,
+    ENTRY_BYTES,
+    GPU_FAULT,
+    GPU_FAULT_REPLAY,
+    MIGRATION,
+    EventType,
+)
 
 MIB = 1 << 20
 BLOCK = 0x7F0000000000

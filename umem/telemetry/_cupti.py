@@ -27,8 +27,8 @@ from umem.telemetry._activities import (
     read_activities,
 )
 from umem.telemetry._buffers import LONGEST_DRAIN_S, Buffers
-from umem.telemetry._known import moved_block
-from umem.telemetry._records import MAX_RECORDS, MigrationRecords, RecordKind
+from umem.telemetry._known import KNOWN_BYTES, moved_block, told_bytes
+from umem.telemetry._records import MAX_RECORDS, MigrationRecords
 
 __all__ = ["CuptiCollector", "torch_profiles"]
 
@@ -39,12 +39,11 @@ _FLUSH_FORCED = 1
 _FIRST_S = 0.3
 """CUPTI is asked to record for so long, once in a process, before it is relied on: without that,
 the first recording of a process lacks most of its records. docs/telemetry.md has the figures."""
-_KNOWN_BYTES = 4 << 20
 _ANSWER_S = 0.5
 _BETWEEN_LOOKS_S = 0.02
 _MOST_STARTS = 4
-"""A block of so many bytes is moved when a recording begins, and CUPTI has so long to hand over a
-record of it; otherwise it is stopped, which takes 2 s, and started again."""
+"""A block is moved when a recording begins, and CUPTI has so long to hand over a record of it;
+otherwise it is stopped, which takes 2 s, and started again."""
 _FLUSH_EVERY_S = 0.01
 """CUPTI reads the driver's queue when it is flushed, and what comes to a full queue is lost.
 docs/telemetry.md has how much that was, on one machine."""
@@ -232,7 +231,7 @@ class CuptiCollector:
             return True  # nothing can be told of it
         since_ns = self.now_ns()  # an earlier block may have been in the same place
         try:
-            block = moved_block(_KNOWN_BYTES)
+            block = moved_block(KNOWN_BYTES)
         except UmemError:
             return True
         end_s = time.monotonic() + _ANSWER_S
@@ -248,9 +247,7 @@ class CuptiCollector:
         with self._lock:
             raw = list(self._raw)
         records = read_activities(raw, self._numbers)
-        offset = records.address - block.address
-        inside = (offset >= 0) & (offset < block.size_bytes) & (records.start_ns >= since_ns)
-        return bool((inside & (records.kind == RecordKind.TO_DEVICE)).any())
+        return told_bytes(records.taken(records.start_ns >= since_ns), block) > 0
 
     def _enable(self) -> None:
         assert self._numbers is not None

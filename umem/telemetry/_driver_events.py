@@ -7,18 +7,11 @@ and so on). Causes and kinds of access have the numbers that CUPTI hands on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from umem.telemetry._driver_queue import (
-    ENTRY_BYTES,
-    HOST,
-    MIGRATION,
-    Entries,
-    EventType,
-    layout_of,
-)
 from umem.telemetry._records import (
     CAUSE_OF_NUMBER,
     MigrationRecords,
@@ -27,11 +20,64 @@ from umem.telemetry._records import (
     records_of,
 )
 
-__all__ = ["CPU_FAULT", "GPU_FAULT", "GPU_FAULT_REPLAY", "DriverEvents"]
+__all__ = [
+    "CPU_FAULT",
+    "ENTRY_BYTES",
+    "GPU_FAULT",
+    "GPU_FAULT_REPLAY",
+    "MIGRATION",
+    "DriverEvents",
+    "Entries",
+    "EventType",
+]
+
+ENTRY_BYTES = 72
+"""``UvmEventEntry_V2``."""
 
 
-CPU_FAULT = layout_of(type=("u1", 0), access=("u1", 1), address=("<u8", 8), time=("<i8", 16))
-GPU_FAULT = layout_of(
+class EventType(IntEnum):
+    """``UvmEventType``: those that are asked for."""
+
+    CPU_FAULT = 1
+    MIGRATION = 2
+    GPU_FAULT = 3
+    GPU_FAULT_REPLAY = 4
+
+
+Entries = npt.NDArray[np.void]
+"""Entries as they are, of :data:`ENTRY_BYTES` each."""
+
+_HOST = 0
+"""Index of the host among the processors."""
+
+
+def _layout(**fields: tuple[str, int]) -> np.dtype[np.void]:
+    """A layout of an entry, from the types and offsets of its fields."""
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": [kind for kind, _ in fields.values()],
+            "offsets": [offset for _, offset in fields.values()],
+            "itemsize": ENTRY_BYTES,
+        }
+    )
+
+
+MIGRATION = _layout(
+    type=("u1", 0),
+    cause=("u1", 1),
+    source=("<u2", 4),
+    destination=("<u2", 6),
+    address=("<u8", 16),
+    bytes=("<u8", 24),
+    begin=("<i8", 32),
+    end=("<i8", 40),
+    begin_on_device=("<i8", 56),
+    end_on_device=("<i8", 64),
+)
+"""``UvmEventMigrationInfo_V2``. Times of the host are its raw monotonic clock's."""
+CPU_FAULT = _layout(type=("u1", 0), access=("u1", 1), address=("<u8", 8), time=("<i8", 16))
+GPU_FAULT = _layout(
     type=("u1", 0),
     device=("<u2", 2),
     address=("<u8", 8),
@@ -40,7 +86,7 @@ GPU_FAULT = layout_of(
     client=("u1", 36),
     access=("u1", 37),
 )
-GPU_FAULT_REPLAY = layout_of(
+GPU_FAULT_REPLAY = _layout(
     type=("u1", 0), client=("u1", 1), device=("<u2", 2), batch=("<u4", 4), time=("<i8", 8)
 )
 
@@ -94,7 +140,7 @@ class DriverEvents:
 
     def _moved(self) -> MigrationRecords:
         moves = np.concatenate([np.empty(0, MIGRATION), *self._migrations])
-        from_host, to_host = moves["source"] == HOST, moves["destination"] == HOST
+        from_host, to_host = moves["source"] == _HOST, moves["destination"] == _HOST
         start_ns, end_ns = _on_host(moves)
         table = np.zeros((len(moves), 9), np.int64)
         table[:, 0] = np.where(
@@ -175,7 +221,7 @@ def _on_host(moves: npt.NDArray[np.void]) -> tuple[_Integers, _Integers]:
     took some 15 us there, every time is too early by, and none is before the call that asked.
     """
     start_ns, end_ns = moves["begin"].copy(), moves["end"].copy()
-    device = np.where(moves["source"] == HOST, moves["destination"], moves["source"])
+    device = np.where(moves["source"] == _HOST, moves["destination"], moves["source"])
     timed = (moves["begin_on_device"] > 0) & (moves["end_on_device"] >= moves["begin_on_device"])
     for number in np.unique(device[timed]):
         which = timed & (device == number)

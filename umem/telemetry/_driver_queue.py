@@ -14,27 +14,16 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from umem.cuda import Range, _bindings
 from umem.errors import UmemError, UnsupportedError
-from umem.telemetry._known import moved_block
+from umem.telemetry._driver_events import ENTRY_BYTES, DriverEvents, Entries, EventType
+from umem.telemetry._known import KNOWN_BYTES, moved_block, told_bytes
 
-__all__ = [
-    "ENTRY_BYTES",
-    "HOST",
-    "MIGRATION",
-    "DriverQueue",
-    "Entries",
-    "EventType",
-    "Kernel",
-    "knows_release",
-    "layout_of",
-]
+__all__ = ["DriverQueue", "Kernel", "knows_release"]
 
 _KNOWN_RELEASES = (580, 590, 595)
 """Whose headers are known to have these numbers and layouts, by the first part of the release. In
@@ -58,10 +47,7 @@ _FLUSH = struct.Struct("<I")
 _SPARE_BYTES = 64
 """Behind the parameters, so that no release reads what is not ours."""
 
-ENTRY_BYTES = 72
-"""``UvmEventEntry_V2``."""
 _CONTROL_BYTES = 4096
-_KNOWN_BYTES = 4 << 20
 _GET_AHEAD, _GET_BEHIND, _PUT_BEHIND = 0, 1, 3
 """Of the 32-bit fields of ``UvmToolsEventControlData``."""
 _DROPPED_AT = 16
@@ -71,49 +57,6 @@ _EVENT_TYPES = 64
 def knows_release(release: str) -> bool:
     """Whether the layout of a driver's events is known, such as of release "580.159.04"."""
     return release.partition(".")[0] in map(str, _KNOWN_RELEASES)
-
-
-class EventType(IntEnum):
-    """``UvmEventType``: those that are asked for."""
-
-    CPU_FAULT = 1
-    MIGRATION = 2
-    GPU_FAULT = 3
-    GPU_FAULT_REPLAY = 4
-
-
-Entries = npt.NDArray[np.void]
-"""Entries as they are, of :data:`ENTRY_BYTES` each."""
-
-HOST = 0
-"""Index of the host among the processors."""
-
-
-def layout_of(**fields: tuple[str, int]) -> np.dtype[np.void]:
-    """A layout of an entry, from the types and offsets of its fields."""
-    return np.dtype(
-        {
-            "names": list(fields),
-            "formats": [kind for kind, _ in fields.values()],
-            "offsets": [offset for _, offset in fields.values()],
-            "itemsize": ENTRY_BYTES,
-        }
-    )
-
-
-MIGRATION = layout_of(
-    type=("u1", 0),
-    cause=("u1", 1),
-    source=("<u2", 4),
-    destination=("<u2", 6),
-    address=("<u8", 16),
-    bytes=("<u8", 24),
-    begin=("<i8", 32),
-    end=("<i8", 40),
-    begin_on_device=("<i8", 56),
-    end_on_device=("<i8", 64),
-)
-"""``UvmEventMigrationInfo_V2``. Times of the host are its raw monotonic clock's."""
 
 
 class Kernel(Protocol):
@@ -279,13 +222,11 @@ class DriverQueue:
         self._call(self._file, _ENABLE_EVENTS, _EVENTS.pack(flags, 0), _EVENTS_STATUS)
 
     def _require_told(self, move: Callable[[int], Range]) -> None:
-        block = move(_KNOWN_BYTES)
+        block = move(KNOWN_BYTES)
         self.flush()
-        moves = self.take().view(MIGRATION)
-        moves = moves[moves["type"] == EventType.MIGRATION]
-        offset = moves["address"].astype(np.int64) - block.address
-        inside = (offset >= 0) & (offset < block.size_bytes) & (moves["source"] == HOST)
-        if int(moves["bytes"][inside].sum()) != block.size_bytes:
+        events = DriverEvents()
+        events.add(self.take())
+        if told_bytes(events.records(), block) != block.size_bytes:
             raise UnsupportedError("it does not tell of a block that was moved")
 
     def _call(self, file: int, request: int, parameters: bytes, status_at: int) -> None:

@@ -1,4 +1,4 @@
-"""Managed memory whose transfers are known, to see whether CUPTI records them."""
+"""Managed memory whose transfers are known, to see whether they are recorded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from umem.cuda import Location, Range, _bindings, prefetch
+from umem.telemetry._records import MigrationRecords, RecordKind
 
-__all__ = ["managed_on_host", "moved_block"]
+__all__ = ["KNOWN_BYTES", "managed_on_host", "moved_block", "told_bytes"]
+
+KNOWN_BYTES = 4 << 20
+"""Enough to move, to see whether somebody tells of it."""
 
 
 @contextmanager
@@ -34,3 +38,10 @@ def moved_block(size_bytes: int) -> Range:
         device = Location.device(torch.cuda.current_device())
         prefetch(block, device, stream=torch.cuda.current_stream())
     return block
+
+
+def told_bytes(records: MigrationRecords, block: Range) -> int:
+    """Bytes that came from the host to a block, by some records."""
+    offset = records.address - block.address
+    inside = (offset >= 0) & (offset < block.size_bytes)
+    return int(records.bytes[inside & (records.kind == RecordKind.TO_DEVICE)].sum())

@@ -15,7 +15,7 @@ from umem.report import Source
 from umem.telemetry._cupti import CuptiCollector
 from umem.telemetry._driver_events import DriverEvents
 from umem.telemetry._driver_queue import DriverQueue
-from umem.telemetry._records import MAX_RECORDS, MigrationRecords, concatenated
+from umem.telemetry._records import MAX_RECORDS, MigrationRecords, concatenated, records_of
 
 __all__ = ["LiveCollector"]
 
@@ -111,12 +111,12 @@ class LiveCollector:
             assert self._cupti is not None
             return self._cupti.stop()
         try:
-            copies = self._stopped_copies()
+            copies, dropped = self._stopped_copies()
         finally:
-            moved, dropped = self._driver.stop()
-        records = concatenated((moved, *(it for it, _ in copies)))
-        dropped += sum(it for _, it in copies) + max(len(records) - self._limit, 0)
-        return records.taken(np.arange(min(len(records), self._limit))), dropped
+            moved, lost = self._driver.stop()
+        records = concatenated((moved, copies))
+        over = max(len(records) - self._limit, 0)
+        return records.taken(np.arange(len(records) - over)), dropped + lost + over
 
     def late(self) -> int:
         """Records that came after the end, so far: they are lost too."""
@@ -149,22 +149,22 @@ class LiveCollector:
         self._cupti = cupti
         self._notes.append(f"recorded by CUPTI alone, which may lose records: {why}")
 
-    def _stopped_copies(self) -> list[tuple[MigrationRecords, int]]:
-        """CUPTI's records on the host's clock, and how many it dropped; empty if it has failed."""
+    def _stopped_copies(self) -> tuple[MigrationRecords, int]:
+        """CUPTI's records on the host's clock, and how many it dropped; none if it has failed."""
         if self._cupti is None:
-            return []
+            return records_of([]), 0
         try:
             records, dropped = self._cupti.stop()
         except UnsupportedError as error:
             self._notes.append(f"copies and memory sets were lost: {error}")
             self._cupti = None
-            return []
+            return records_of([]), 0
         shifted = replace(
             records,
             start_ns=records.start_ns - self._cupti_ahead_ns,
             end_ns=records.end_ns - self._cupti_ahead_ns,
         )
-        return [(shifted, dropped)]
+        return shifted, dropped
 
 
 class _DriverCollector:
