@@ -66,11 +66,9 @@ def test_bandwidth(facts: dict[str, Any], policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["stock", "sft"])
 def test_compute_beside_sending(facts: dict[str, Any], policy: str) -> None:
-    """A kernel takes SMs from the products: 2 to 8 ms a GiB were measured, beside some 40 ms."""
     told = facts[policy]["beside_compute"]
     print(policy, told)
-    most = {"stock": 1.05, "sft": 1.2}[policy]
-    assert told["beside"] <= most * told["alone"]
+    assert told["beside"] <= 1.05 * told["alone"]
 
 
 @pytest.mark.parametrize("policy", ["stock", "sft"])

@@ -246,8 +246,8 @@ def test_recording_does_not_wait_for_the_gpu() -> None:
     assert max(shares) < 0.5
 
 
-@pytest.mark.parametrize(("size", "most"), [("small", 0.1), ("large", 0.03)])
-def test_recording_costs_little(size: str, most: float) -> None:
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_recording_costs_under_three_percent(size: str) -> None:
     """Timed steps only, in turns with plain ones. Short steps of each: others use the machine too.
 
     Small: launches are the bottleneck, and all that the host does is seen. transformers waits for
@@ -285,7 +285,7 @@ def test_recording_costs_little(size: str, most: float) -> None:
         f"\n{size}: {short_s * 1e3:.2f} ms a step (up to {max(plain) * 1e3:.2f}), timed "
         f"{shares[0]:+.2%}, then {shares[1]:+.2%}"
     )
-    assert shares[0] < most
+    assert shares[0] < 0.03
     assert shares[1] < 0.02
 
 

@@ -133,7 +133,7 @@ def test_a_forked_process_is_recorded() -> None:
         source, hinted_bytes, faulted_bytes, copied_bytes = pool.submit(known_moves).result(120)
     print(source, hinted_bytes, faulted_bytes, copied_bytes)
     if source == "cupti":
-        pytest.skip("CUPTI alone has no records in a forked process")
+        pytest.skip("CUPTI alone may have no records in a forked process")
     assert source in ("driver", "driver_only")
     assert hinted_bytes == faulted_bytes == PART_BYTES
     assert source == "driver_only" or copied_bytes >= COPIED_BYTES
