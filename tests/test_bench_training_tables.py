@@ -94,18 +94,18 @@ def test_flops_follow_the_formula() -> None:
     model = TrainingModel(checkpoint=False)
     layer = 4 * 1280**2 + 3 * 1280 * 3456
     weights, head = 24 * layer + 1280 * 32_000, 1280 * 32_000
-    attention = 24 * 1280 * 16_384**2 / 2
+    attention = 24 * 1280 * 8192**2 / 2
 
-    whole = 6 * weights * 16_384 + 12 * attention
-    again = 2 * 24 * layer * 16_384 + 4 * attention
-    of_head = 2 * head * 16_384
+    whole = 6 * weights * 8192 + 12 * attention
+    again = 2 * 24 * layer * 8192 + 4 * attention
+    of_head = 2 * head * 8192
 
     assert step_flops(model, "sft") == pytest.approx(whole + of_head)
     assert step_flops(TrainingModel(), "sft") == pytest.approx(whole + of_head + again)
     assert step_flops(TrainingModel(batch=3), "sft") == 3 * step_flops(TrainingModel(), "sft")
     # With checkpoints, all is computed four times in place of three.
     assert step_flops(TrainingModel(), "sft") == pytest.approx(whole * 4 / 3)
-    frozen = 4 * weights * 16_384 + 12 * attention
+    frozen = 4 * weights * 8192 + 12 * attention
     assert step_flops(model, "lora") == pytest.approx(frozen + of_head)
 
 
@@ -380,7 +380,7 @@ def test_the_picture_has_a_panel_for_each_workload_and_method() -> None:
     figure = training_figure(run.model_copy(update={"settings": settings}))
 
     assert [axes.get_title() for axes in figure.axes if axes.axison] == [
-        "Full fine-tuning (SFT)\nbatches of 1 x 16,384 tokens, checkpoints at every layer",
+        "Full fine-tuning (SFT)\nbatches of 1 x 8,192 tokens, checkpoints at every layer",
         "Full fine-tuning (SFT)\nbatches of 1 x 4,096 tokens, no checkpoints",
         "LoRA\nbatches of 1 x 4,096 tokens, no checkpoints",
     ]

@@ -176,7 +176,8 @@ class MigrationReport(StepReport):
         Hints issued.
     stall_s : mapping of str to float
         Where the time above `ideal_s` went, by cause: ``fault``, ``prefetch`` (waiting for what was
-        asked for), ``room`` (waiting for evictions), ``mapped``, ``copy``.
+        asked for), ``room`` (waiting for evictions), ``mapped``, ``copy`` (computing beside what
+        moves).
     timeline : Timeline or None
     """
 

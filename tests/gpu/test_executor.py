@@ -114,6 +114,19 @@ def test_tensors_of_odd_sizes_move_as_others_do(odd: tuple[Job, Job], budget_byt
     assert facts["peak_resident_bytes"] <= 1.05 * budget_bytes
 
 
+def test_state_in_place_is_updated_beside_the_backward_pass(start: Callable[..., Job]) -> None:
+    jobs = [
+        start("managing.py", mode, str(STEPS), **DETERMINISTIC) for mode in ("fused", "in_place")
+    ]
+    stock, facts = (job.facts() for job in jobs)
+    assert facts["losses"] == stock["losses"]
+    assert facts["checksum"] == stock["checksum"]
+    assert (facts["state"], facts["strays"]) == ("running", 0)
+    assert facts["step_in_backward"]
+    assert facts["beside"] == [f"layers.{number}" for number in range(6)]  # the head is small
+    assert facts["failures"] == []
+
+
 def test_activations_come_back_in_time(managed: dict[str, Job]) -> None:
     facts = managed["planned"].facts()
     assert facts["late_fetches"] == 0

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from umem.errors import PlanError
 from umem.executor._contents import contents
 from umem.executor._slices import OptimizerSlices, Part
+from umem.executor._step_beside import StepBeside
 
 __all__ = ["BackwardStep"]
 
@@ -38,15 +39,20 @@ class BackwardStep:
         to the step that the program calls.
     begin
         Called before each part with its name, in autograd's thread. Must not raise.
+    beside
+        Does those parts that run beside the backward pass.
     """
 
-    def __init__(self, slices: OptimizerSlices, begin: Callable[[str], None]) -> None:
+    def __init__(
+        self, slices: OptimizerSlices, begin: Callable[[str], None], beside: StepBeside
+    ) -> None:
         self.order: tuple[str, ...] = ()
         """Names of the parts in the order in which the last step completed their gradients."""
         self.obstacle = ""
         """Why the step has to stay where it is; empty while nothing speaks against moving it."""
         self._slices = slices
         self._begin = begin
+        self._beside = beside
         self._is_active = False
         self._hooks = WeakIdKeyDictionary()
         this = weakref.ref(self)
@@ -84,6 +90,7 @@ class BackwardStep:
         if self._is_active:
             self._made.clear()  # the step in flight has let gradients go
         self._is_active = False
+        self._beside.join_all()
 
     def close(self) -> None:
         """Stop, and take the hooks away. Not from inside of a hook."""
@@ -104,6 +111,7 @@ class BackwardStep:
             Compare what gradients hold, too, which takes the time of reading them twice.
         """
         self._forget()
+        self._beside.join_all()  # a backward pass that failed has not
         self._looks_at_contents = looks_at_contents and not self._is_active and not self.obstacle
         self._parts = self._slices.parts(lambda it: it.requires_grad and it.is_leaf)
         for name, part in self._parts.items():
@@ -195,7 +203,8 @@ class BackwardStep:
     def _run(self, name: str) -> None:
         part = self._parts[name]
         self._begin(name)
-        self._slices.run_part(part)
+        if not self._beside.run(name, part):
+            self._slices.run_part(part)
         for parameter in chain.from_iterable(part):
             parameter.grad = None
 

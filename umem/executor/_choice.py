@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from umem.classes import TensorClass
 from umem.errors import PlanError
 from umem.executor._machine import SMALLEST_BYTES
+from umem.executor._parts_beside import with_parts_beside
 from umem.hardware import Hardware
 from umem.planner import page_out, plan
 from umem.policy import ClassRule, PolicyPlanner, ResolvedPolicy
@@ -28,6 +29,11 @@ _MAPPED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 link's time around it."""
 
 
+_IN_PLACE_SLOWDOWN = 0.4
+"""What a byte that is used in place costs the computation beside it, of what a copied one does: on
+one H200 1.6 to 2.4 ms a GiB, against 5 (benchmarks/results/h200-step-beside.txt)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Choice:
     """A plan, what it is for and what is expected of it."""
@@ -38,6 +44,9 @@ class Choice:
     """With its timeline."""
     mapped: npt.NDArray[np.bool_]
     """Tensors that live on the host by choice of the planner and not by the policy's advice."""
+    beside: Mapping[str, int]
+    """Parts of the optimizer's step that run beside the backward pass, each with the last phase
+    that it runs beside."""
 
     @property
     def moves_nothing(self) -> bool:
@@ -51,6 +60,8 @@ def choose(
     hardware: Hardware,
     policy: ResolvedPolicy,
     planner: PolicyPlanner,
+    *,
+    runs_beside: bool = False,
 ) -> Choice:
     """Plan a recorded step.
 
@@ -64,6 +75,9 @@ def choose(
         The machine and the rules.
     planner
         ``planned``, ``lookahead`` or ``fault``.
+    runs_beside
+        Whether parts of the optimizer's step, which are in the backward pass, run beside it where
+        they use their state in place on the host.
 
     Returns
     -------
@@ -79,22 +93,64 @@ def choose(
     """
     found: list[Choice] = []
     first_error: PlanError | None = None
-    for rules, mapped in _ways(trace, hardware, policy, planner):
-        fixed = _fixed_homes(trace, saved, rules, mapped)
+    placed = _placed_on_host(trace, policy)
+    ways = (
+        (rules, mapped, *step)
+        for rules, mapped in _ways(trace, hardware, policy, planner)
+        for step in _steps(trace, placed | mapped, hardware, runs_beside=runs_beside)
+    )
+    for rules, mapped, step, beside in ways:
+        fixed = _fixed_homes(step, saved, rules, mapped)
         try:
             if planner == "fault":
-                schedule = page_out(trace, hardware, rules, fixed=fixed)
+                schedule = page_out(step, hardware, rules, fixed=fixed)
             else:
-                schedule = plan(trace, hardware, rules, planner, fixed=fixed, may_fault=False)
-            predicted = simulate(trace, schedule, hardware, rules, timeline=True)
+                schedule = plan(step, hardware, rules, planner, fixed=fixed, may_fault=False)
+            predicted = simulate(step, schedule, hardware, rules, timeline=True)
         except PlanError as error:
             first_error = first_error or error
             continue
-        found.append(Choice(trace, schedule, predicted, mapped))
+        if planner != "fault":  # which waits for what it moves
+            predicted = _slowed_by_pages(predicted, hardware)
+        found.append(Choice(step, schedule, predicted, mapped, beside))
     if not found:
         assert first_error is not None
         raise first_error
     return min(found, key=lambda choice: choice.predicted.step_s)
+
+
+def _steps(
+    trace: Trace, in_place: npt.NDArray[np.bool_], hardware: Hardware, *, runs_beside: bool
+) -> Iterator[tuple[Trace, dict[str, int]]]:
+    """The step with parts beside others, where there are any; and as it is, which needs less."""
+    if runs_beside:
+        slowdown_s_per_byte = _IN_PLACE_SLOWDOWN * hardware.copy_slowdown_s_per_byte
+        step, beside = with_parts_beside(trace, in_place, slowdown_s_per_byte)
+        if beside:
+            yield step, beside
+    yield trace, {}
+
+
+def _slowed_by_pages(predicted: MigrationReport, hardware: Hardware) -> MigrationReport:
+    """The prediction with what pages cost the computation that they move beside.
+
+    A simulation reckons with the link alone. On one H200 a step took 521 ms that was predicted to
+    take 499: 5.2 GB went to and fro, and each byte had cost about what a byte of the copy kernel
+    does (benchmarks/results/h200-step-beside.txt).
+    """
+    slowed_s = predicted.moved_bytes(cause="hint") * hardware.copy_slowdown_s_per_byte
+    stall_s = {**predicted.stall_s, "copy": predicted.stall_s["copy"] + slowed_s}
+    return replace(predicted, step_s=predicted.step_s + slowed_s, stall_s=stall_s)
+
+
+def _placed_on_host(trace: Trace, policy: ResolvedPolicy) -> npt.NDArray[np.bool_]:
+    """The optimizer's state, where the policy has it on the host: by advice to its allocator."""
+    rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
+    if rule.kind == "managed" and rule.placement == "host":
+        return _of_class(trace, TensorClass.OPTIMIZER_STATE) & (
+            trace.tensor_bytes >= SMALLEST_BYTES
+        )
+    return np.zeros(trace.tensor_count, np.bool_)
 
 
 def _ways(

@@ -25,6 +25,7 @@ from umem.executor._program import Program
 from umem.executor._runner import Runner
 from umem.executor._slices import OptimizerSlices, can_slice
 from umem.executor._status import ManagerState, ManagerStatus
+from umem.executor._step_beside import StepBeside
 from umem.executor._step_in_parts import StepInParts
 from umem.hints import HintEngine
 from umem.policy import PolicyPlanner
@@ -98,14 +99,15 @@ class Manager:
         self._guard = Guard(self._fail)
         root = Block(type(model).__name__, model)
         blocks = find_blocks(model, None)
-        self._runner = Runner(machine, self._store, root)
+        self._beside = StepBeside(optimizer, machine.device)
+        self._runner = Runner(machine, self._store, root, self._beside.join)
         self._follower = Follower(root, blocks, self._guard, self._runner)
         slices = OptimizerSlices(optimizer, blocks) if can_slice(optimizer) else None
         begin_part = self._guard(self._runner.part_begins)
         self._parts = StepInParts(optimizer, slices, begin_part)
         self._backward_step: BackwardStep | None = None
         if step_in_backward and slices is not None:
-            self._backward_step = BackwardStep(slices, begin_part)
+            self._backward_step = BackwardStep(slices, begin_part, self._beside)
         labels = {block.name: block.forward for block in blocks}
         self._plans = Plans(model, optimizer, machine, planner, labels, self._backward_step)
         self._recording: StepRecording | None = None
@@ -288,7 +290,7 @@ class Manager:
     def _before_step(self, shapes: CallShapes) -> None:
         """Before a step's first forward pass: hooks may come and go here."""
         if self._state is ManagerState.WARMING_UP and self._steps_seen >= _WARM_UP:
-            if self._machine.everything_fits():
+            if self._machine.everything_fits() and not self._hides_state:
                 self._end(ManagerState.RESIDENT, "")
             else:
                 self._start_recording()
@@ -308,6 +310,12 @@ class Manager:
     def _may_move_step(self) -> bool:
         """Whether the step may come to be in the backward pass, which is planned in parts."""
         return self._backward_step is not None and not self._backward_step.obstacle
+
+    @property
+    def _hides_state(self) -> bool:
+        """Whether the policy has the optimizer's state on the host, and its step may be moved."""
+        rule = self._machine.policy.rules[TensorClass.OPTIMIZER_STATE.number]
+        return self._may_move_step and rule.placement == "host"
 
     def _start_recording(self) -> None:
         model, optimizer = self._model(), self._optimizer()
@@ -407,6 +415,7 @@ class Manager:
         self._mapped.hold(() if program is None else program.mapped)
         if self._backward_step is not None:
             if program is not None and self._plans.moves_step:
+                self._beside.names = frozenset(program.choice.beside)
                 self._backward_step.start()
             else:
                 self._backward_step.stop()

@@ -20,6 +20,7 @@ from umem.executor._lingering import with_lingering
 from umem.executor._machine import Machine
 from umem.executor._places import find_places, in_blocks
 from umem.executor._program import Program, build_program
+from umem.executor._step_beside import can_run_beside
 from umem.policy import PolicyPlanner
 from umem.recorder import CallShapes, FollowedPhase, StepRecording, StepSignature
 from umem.trace import OPTIMIZER, Trace, is_optimizer_phase, with_step_in_backward
@@ -228,6 +229,7 @@ class Plans:
                 self._correction.apply(self._machine.hardware),
                 self._machine_beside(outside_bytes).policy,
                 planner,
+                runs_beside=self._can_run_beside(),
             )
         except PlanError as error:
             if not outside_bytes:
@@ -238,6 +240,10 @@ class Plans:
                 "device all the recorded step long)"
             ) from error
         return self._build(recorded, choice)
+
+    def _can_run_beside(self) -> bool:
+        optimizer = self._optimizer()
+        return self._moves_step and optimizer is not None and can_run_beside(optimizer)
 
     def _machine_beside(self, outside_bytes: int) -> Machine:
         """The machine with the budget that is left beside what no plan moves."""

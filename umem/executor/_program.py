@@ -60,6 +60,9 @@ class PhaseWork:
 
     Parameters
     ----------
+    joins
+        Parts of the optimizer's step beside the backward pass that have to be over: what they use
+        may leave, and their gradients' memory goes.
     releases
         Activations whose device memory goes: (group, ordinals).
     sends
@@ -81,6 +84,7 @@ class PhaseWork:
         Tensors whose pages are on the device from now on.
     """
 
+    joins: tuple[str, ...] = ()
     releases: list[GroupPart] = field(default_factory=list)
     sends: list[GroupPart] = field(default_factory=list)
     leaving: Hints | None = None
@@ -209,6 +213,7 @@ def build_program(
     needs = _first_uses(trace, room.coming)
     work = tuple(
         PhaseWork(
+            joins=tuple(name for name, beside in choice.beside.items() if beside == phase - 1),
             releases=releases.get(phase, []),
             sends=sent[phase],
             leaving=_hints(leaving[phase], trace, places, present, machine),

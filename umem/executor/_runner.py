@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -67,10 +67,20 @@ class Runner:
         Takes activations away and brings them back.
     root
         The model.
+    join
+        Lets the stream wait for parts of the optimizer's step that run beside the backward pass, by
+        name.
     """
 
-    def __init__(self, machine: Machine, store: ActivationStore, root: Block) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        store: ActivationStore,
+        root: Block,
+        join: Callable[[Iterable[str]], None],
+    ) -> None:
         self._root = root
+        self._join = join
         self.counts = RunnerCounts()
         self.watch: Callable[[], None] | None = None
         """Called before and after what is done where a phase begins."""
@@ -172,6 +182,7 @@ class Runner:
             watch()
 
     def _begin(self, program: Program, work: PhaseWork) -> None:
+        self._join(work.joins)
         for group, ordinals in work.releases:
             self._store.release(group, ordinals)
         for group, ordinals in work.sends:

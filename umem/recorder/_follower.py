@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from umem.recorder._blocks import Block
 from umem.recorder._guard import Guard
 from umem.recorder._listener import StepListener
 from umem.recorder._look import Look
-from umem.recorder._tensors import tensors_with_history
+from umem.recorder._tensors import nodes_of
 from umem.trace import OPTIMIZER
 
 __all__ = ["AFTER_BACKWARD", "BACKWARD_LOSS", "FORWARD_LOSS", "Follower"]
@@ -52,14 +52,9 @@ class _Step:
     is_broken: bool = False
 
 
-class _Call(NamedTuple):
-    """A hooked module that runs."""
-
-    block: Block
-    following: str
-    """The phase after it."""
-    first_node: int
-    """Number of the next autograd node when it began."""
+_Call = tuple[Block, str, int]
+"""A hooked module that runs, the phase after it, and the number of the next autograd node when it
+began. Not a named tuple: one is made in every call, and that takes several times as long."""
 
 
 class Follower:
@@ -150,7 +145,11 @@ class Follower:
         if block is self._root and self._open:
             self._clear_open()
         in_backward = _graph_task() != -1
-        if not self._is_wanted(block, in_backward):
+        if self._open:
+            is_wanted = self._open[-1] is not None
+        else:
+            is_wanted = self._begins_following(block, in_backward)
+        if not is_wanted:
             self._open.append(None)
             return
         step = self._step
@@ -163,7 +162,8 @@ class Follower:
             label, following = block.forward, FORWARD_LOSS if is_outermost else step.label
         if step.look is not None:
             step.look.call_begins(args, kwargs, is_outermost=is_outermost)
-        if not is_outermost and not in_backward and _next_node() != step.left_at:
+        next_node = _next_node()
+        if not is_outermost and not in_backward and next_node != step.left_at:
             # Tells when the backward pass leaves the block for what lies before it.
             self._hook(step, (*args, *kwargs.values()), 0, self._root.backward)
         self._begin_phase(step, label)
@@ -174,12 +174,11 @@ class Follower:
             step.look.call_runs(
                 name, args, kwargs, is_outermost=is_outermost, recomputed_for=recomputed_for
             )
-        self._open.append(_Call(block, following, _next_node()))
+        self._open.append((block, following, next_node))
         self._listener.block_begins(block, in_backward)
 
-    def _is_wanted(self, block: Block, in_backward: bool) -> bool:
-        if self._open:
-            return self._open[-1] is not None
+    def _begins_following(self, block: Block, in_backward: bool) -> bool:
+        """Whether to follow a call that is no part of another."""
         if self._step is None and (in_backward or block is not self._root):
             return False  # such as a call of the model that began before the following
         return in_backward or torch.is_grad_enabled()  # otherwise an evaluation
@@ -197,7 +196,7 @@ class Follower:
         """An interrupt has left calls behind."""
         for call in reversed(self._open):
             if call is not None:
-                self._listener.block_ends(call.block)
+                self._listener.block_ends(call[0])
         self._open.clear()
         if self._step is not None:
             self._step.is_broken = True
@@ -207,58 +206,43 @@ class Follower:
         call = self._open.pop() if self._open else None
         if call is None:
             return
+        _, following, first_node = call
         is_root = block is self._root
         self._listener.block_ends(block)
         step = self._step
         if step is None:
             return
-        in_backward = _graph_task() != -1
         # A checkpoint ends the computation in this way when it has all it needs.
-        step.is_broken |= failed and not in_backward
+        if failed and _graph_task() == -1:
+            step.is_broken = True
         if not is_root:
-            self._hook(step, (output,), call.first_node, block.backward)
+            self._hook(step, output, first_node, block.backward)
             step.left_at = _next_node()
         if step.look is not None:
             step.look.call_ends(
                 None if is_root else block.name,
                 output,
-                is_recomputed=in_backward,
+                is_recomputed=_graph_task() != -1,
                 is_abandoned=failed and not self._open,
             )
-        self._begin_phase(step, call.following)
+        self._begin_phase(step, following)
 
     # ------------------------------------------------------------------ the backward pass
 
-    def _hook(self, step: _Step, values: Iterable[object], first_node: int, label: str) -> None:
+    def _hook(self, step: _Step, value: object, first_node: int, label: str) -> None:
         """Begin a phase when the backward pass reaches what has made these tensors.
 
         Only nodes made since `first_node`: an earlier one belongs to the block before.
         """
-        for tensor in tensors_with_history(values):
-            node: Any = tensor.grad_fn
-            key = (get_ident(), node._sequence_nr())  # nodes are numbered thread by thread
-            if key[1] >= first_node and key not in step.hooked:
+        for node in nodes_of(value):
+            number = node._sequence_nr()
+            if number < first_node:
+                continue
+            key = (get_ident(), number)  # nodes are numbered thread by thread
+            if key not in step.hooked:
                 step.hooked.add(key)
-                node.register_prehook(self._reaching(step.number, label))
-
-    def _reaching(self, number: int, label: str) -> Callable[[Any], None]:
-        this = self._reference  # the graph, which holds this, may live on
-
-        def reached(gradients: Any) -> None:
-            follower = this()
-            step = None if follower is None else follower._step
-            if follower is None or step is None or step.number != number or step.label == label:
-                return
-            try:
-                if step.look is not None:
-                    step.look.hand_on(gradients, "gradient")
-                follower._begin_phase(step, label)
-                if step.look is not None:
-                    step.look.take(gradients)
-            except Exception as error:
-                follower._guard.on_error(error)
-
-        return reached
+                # The graph, which holds this, may live on.
+                node.register_prehook(partial(_reached, self._reference, step.number, label))
 
     def _backward_begins(self, roots: object) -> None:
         """A backward pass begins; within another one, it is a checkpoint's."""
@@ -311,3 +295,21 @@ class Follower:
         self._listener.phase_begins(label)
         if step.look is not None:
             step.look.memory.begin_phase(label)
+
+
+def _reached(
+    reference: weakref.ref[Follower], number: int, label: str, gradients: Sequence[Any]
+) -> None:
+    """The backward pass of a step has come to a node that a phase begins with."""
+    follower = reference()
+    step = None if follower is None else follower._step
+    if follower is None or step is None or step.number != number or step.label == label:
+        return
+    try:
+        if step.look is not None:
+            step.look.hand_on(gradients, "gradient")
+        follower._begin_phase(step, label)
+        if step.look is not None:
+            step.look.take(gradients)
+    except Exception as error:
+        follower._guard.on_error(error)

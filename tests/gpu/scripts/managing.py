@@ -62,10 +62,10 @@ class Training:
 
     tokens = 4096
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused: bool = False) -> None:
         torch.manual_seed(1)
         self.model = Net().cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
         self.losses: list[torch.Tensor] = []
 
     def forward(self) -> torch.Tensor:
@@ -139,6 +139,27 @@ def plain(steps: int) -> dict[str, Any]:
     training = Training()
     training.steps(steps)
     return training.facts()
+
+
+def fused(steps: int) -> dict[str, Any]:
+    """Plain, with torch's fused optimizer."""
+    training = Training(fused=True)
+    training.steps(steps)
+    return training.facts()
+
+
+def in_place(steps: int) -> dict[str, Any]:
+    """The same with its state on the host, and updated there beside the backward pass."""
+    host = {"optimizer_state": {"placement": "host", "mechanism": "map"}}
+    policy = {"name": "in-place", "extends": "sft", "device_budget": None, "classes": host}
+    assert umem.enable(umem.load_policy(policy))
+    training = Training(fused=True)
+    manager = umem.manage(training.model, training.optimizer, step_in_backward=True)
+    training.steps_until_planned()
+    training.steps(steps - len(training.losses))
+    program = manager._runner.program
+    assert program is not None
+    return {**training.facts(), "beside": sorted(program.choice.beside)}
 
 
 def patient(steps: int) -> dict[str, Any]:
@@ -325,6 +346,8 @@ KEPT: list[object] = []
 
 MODES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": plain,
+    "fused": fused,
+    "in_place": in_place,
     "patient": patient,
     "sampled": sampled,
     "in_backward": in_backward,

@@ -93,7 +93,7 @@ class TrainingModel(Record):
     """Whether the embedding's weights are also the head's."""
     lora_rank: int = 16
     batch: int = Field(default=1, ge=1)
-    tokens: int = Field(default=16_384, ge=2)
+    tokens: int = Field(default=8192, ge=2)
     """In each sequence."""
     checkpoint: bool = True
     """Keep only each layer's input, and compute the rest again in the backward pass."""

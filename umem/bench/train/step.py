@@ -42,6 +42,8 @@ _PACKAGES: dict[Variant, str] = {
     "rmm-pool": "rmm",
 }
 
+_IN_BACKWARD: tuple[Variant, ...] = ("umem-backward-step", "umem-optimizer-host")
+
 _OPTIMIZER_ON_HOST = {
     "name": "sft-optimizer-host",
     "extends": "sft",
@@ -112,7 +114,6 @@ def place_allocator(job: TrainingJob) -> None:
     elif job.variant == "umem-optimizer-host":
         import umem
 
-        os.environ["UMEM_PLANNER"] = "none"
         umem.enable(umem.load_policy(_OPTIMIZER_ON_HOST))
     elif job.variant in PLANNERS:
         os.environ["UMEM_PLANNER"] = PLANNERS[job.variant]
@@ -142,13 +143,12 @@ def make_training(job: TrainingJob) -> Training:
         training = _with_steps_in_backward(model, batch)
     else:
         training = _with_torch(job, model, batch)
-    if job.variant in PLANNERS:
+    is_in_backward = job.variant in _IN_BACKWARD
+    if is_in_backward or job.variant in PLANNERS:
         import umem
 
         (optimizer,) = training.optimizers
-        training.manager = umem.manage(
-            model, optimizer, step_in_backward=job.variant == "umem-backward-step"
-        )
+        training.manager = umem.manage(model, optimizer, step_in_backward=is_in_backward)
     if device.type == "cuda":
         # The fastest everywhere, and with a backward pass that can be deterministic.
         training.around.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))

@@ -1,0 +1,242 @@
+"""Parts of the optimizer's step beside the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from managed_training import TIGHT, both
+from torch import nn
+
+from umem.classes import TensorClass
+from umem.executor import ManagerState
+from umem.executor._parts_beside import with_parts_beside
+from umem.executor._step_beside import (
+    _CHUNK,
+    _CHUNKS_AT_ONCE,
+    StepBeside,
+    _pieces,
+    can_run_beside,
+)
+from umem.policy import Policy, load_policy
+from umem.trace import Access, Trace, check_trace
+
+MIB = 1 << 20
+SLOWDOWN = 1e-9
+
+fused = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+MakeTrace = Callable[..., Trace]
+
+
+# ------------------------------------------------------------------------------------ values
+
+
+def parameters() -> list[torch.Tensor]:
+    """More than one launch's, a small one, an empty one, and one of another type."""
+    torch.manual_seed(0)
+    numbers = torch.randn(_CHUNKS_AT_ONCE + 3, _CHUNK), torch.randn(5), torch.empty(0, 3)
+    return [nn.Parameter(it) for it in (*numbers, torch.randn(70_000).bfloat16())]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("extra", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.1}])
+def test_values_are_those_of_the_optimizers_own_step(kind: Any, extra: Any) -> None:
+    results = []
+    for is_beside in (False, True):
+        mine = parameters()
+        groups = [{"params": mine[:2], "lr": 1e-2}, {"params": mine[2:], "betas": (0.8, 0.99)}]
+        optimizer = kind(groups, fused=True, **extra)
+        beside = StepBeside(optimizer, torch.device("cpu"))
+        beside.names = frozenset({"a"})
+        for step in range(4):
+            torch.manual_seed(step)
+            for parameter in mine:
+                parameter.grad = torch.randn_like(parameter)
+            if is_beside and step:  # the first step makes the state
+                assert beside.run("a", [mine[:2], mine[2:]])
+            else:
+                optimizer.step()
+        states = [optimizer.state[parameter] for parameter in mine]
+        results.append([*mine, *chain.from_iterable(state.values() for state in states)])
+    assert len(results[0]) == len(results[1]) >= 4 * len(parameters())
+    assert all(map(torch.equal, *results))
+
+
+def test_a_launch_updates_few_chunks_of_one_type() -> None:
+    rows = [
+        (parameter.detach().view(-1), torch.tensor(float(number)))
+        for number, parameter in enumerate(parameters())
+    ]
+    pieces = list(_pieces(rows))
+    for piece in pieces:
+        chunks = sum(-(-len(numbers) // _CHUNK) for numbers, _ in piece)
+        assert 0 < chunks <= _CHUNKS_AT_ONCE
+        assert len({numbers.dtype for numbers, _ in piece}) == 1
+    for number, (whole, step) in enumerate(rows):
+        found = [part for piece in pieces for part, its in piece if its is step]
+        assert torch.equal(torch.cat([*found, whole[:0]]), whole), number
+        begins = [part.storage_offset() for part in found]
+        assert all(begin % _CHUNK == 0 for begin in begins)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda optimizer, _: optimizer.state.clear(),
+        lambda optimizer, _: optimizer.param_groups[0].update(lr=torch.tensor(1e-3)),
+        lambda optimizer, _: optimizer.param_groups[0].update(fused=False),
+        lambda _, weight: setattr(weight, "grad", None),
+        lambda _, weight: setattr(weight, "grad", weight.grad.to_sparse()),
+        lambda optimizer, weight: optimizer.state[weight].update(exp_avg=torch.zeros(4, 8).t()),
+        lambda optimizer, weight: optimizer.state[weight].update(exp_avg=torch.zeros(4)),
+    ],
+    ids=["state", "tensor", "unfused", "gradient", "sparse", "strides", "shape"],
+)
+def test_what_cannot_be_cut_is_left_alone(spoil: Callable[..., object]) -> None:
+    weight = nn.Parameter(torch.ones(8, 4))
+    optimizer = fused([weight])
+    weight.grad = torch.ones(8, 4)
+    optimizer.step()
+    beside = StepBeside(optimizer, torch.device("cpu"))
+    beside.names = frozenset({"a"})
+    assert not beside.run("b", [[weight]])
+    spoil(optimizer, weight)
+    before = weight.detach().clone()
+    assert not beside.run("a", [[weight]])
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "may"),
+    [
+        (torch.optim.AdamW, {"fused": True}, True),
+        (torch.optim.Adam, {"fused": True}, True),
+        (torch.optim.AdamW, {}, False),
+        (torch.optim.AdamW, {"foreach": True}, False),
+        (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(1e-3)}, False),
+        (torch.optim.SGD, {"fused": True}, False),
+    ],
+)
+def test_only_fused_adam_runs_beside(kind: Any, settings: Any, may: bool) -> None:
+    assert can_run_beside(kind([nn.Parameter(torch.ones(4))], **settings)) == may
+
+
+# ------------------------------------------------------------------------------------ plans
+
+
+@pytest.fixture
+def moved(make_trace: MakeTrace) -> Trace:
+    """A step whose parts are in the backward pass; the last one has nothing behind it."""
+    names = ("a", "b")
+    trace = make_trace(
+        {
+            **dict.fromkeys(names, (MIB, TensorClass.WEIGHTS)),
+            **{f"{name}.m": (4 * MIB, TensorClass.OPTIMIZER_STATE) for name in names},
+            **{f"{name}.grad": (MIB, TensorClass.GRADIENTS, False) for name in names},
+        },
+        [
+            (1e-3, ["a", "b"], []),
+            (2e-3, ["b"], ["b.grad"]),
+            (3e-3, ["b", "b.m", "b.grad"], ["b", "b.m"]),
+            (1e-3, ["a"], []),
+            (5e-3, ["a"], ["a.grad"]),
+            (4e-3, ["a", "a.m", "a.grad"], ["a", "a.m"]),
+        ],
+    )
+    phases = ("forward", "backward b", "optimizer b", "backward x", "backward a", "optimizer a")
+    return replace(trace, phase_names=phases)
+
+
+def used(trace: Trace, phase: int) -> dict[str, Access]:
+    span = slice(*trace.access_start[phase : phase + 2])
+    return {
+        trace.tensor_names[tensor]: Access(mode)
+        for tensor, mode in zip(trace.access_tensor[span], trace.access_mode[span], strict=True)
+    }
+
+
+def test_a_part_counts_with_the_longest_phase_behind_it(moved: Trace) -> None:
+    in_place = moved.tensor_class == TensorClass.OPTIMIZER_STATE.number
+    trace, names = with_parts_beside(moved, in_place, SLOWDOWN)
+    check_trace(trace, "beside")
+    assert names == {"b": 4}
+    assert trace.phase_names == moved.phase_names
+    both_ways = Access.READ | Access.WRITE
+    assert "b.m" not in used(trace, 2)
+    assert set(used(trace, 2)) == {"b", "b.grad"}
+    assert used(trace, 4) == {
+        "a": Access.READ, "a.grad": Access.WRITE, "b": both_ways, "b.grad": Access.READ,
+        "b.m": both_ways,
+    }  # fmt: skip
+    assert used(trace, 5) == used(moved, 5)
+    assert trace.last_phase[trace.tensor_names.index("b.grad")] == 4
+    assert trace.duration_s is not None
+    expected = [1e-3, 2e-3, 0, 1e-3, 5e-3 + 8 * MIB * SLOWDOWN, 4e-3]
+    assert trace.duration_s == pytest.approx(expected)
+
+
+def test_without_anything_in_place_nothing_changes(moved: Trace) -> None:
+    trace, names = with_parts_beside(moved, np.zeros(moved.tensor_count, np.bool_), SLOWDOWN)
+    assert trace is moved
+    assert not names
+
+
+# ------------------------------------------------------------------------------------ trainings
+
+
+def on_host() -> Policy:
+    state = {"optimizer_state": {"placement": "host", "mechanism": "map"}}
+    return load_policy({"name": "x", "extends": "sft", "device_budget": None, "classes": state})
+
+
+@pytest.fixture
+def state_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("managed_training.load_policy", lambda _: on_host())
+
+
+ALL = frozenset({"head", *(f"layers.{number}" for number in range(4))})
+
+
+@pytest.mark.usefixtures("one_thread", "state_on_host")
+@pytest.mark.parametrize("budget_bytes", [TIGHT, 100 * TIGHT])
+def test_state_that_the_policy_places_is_updated_beside(budget_bytes: int) -> None:
+    _, manager = both(
+        lambda it: it.steps(12), budget_bytes=budget_bytes, step_in_backward=True,
+        make_optimizer=fused,
+    )  # fmt: skip
+    status, program = manager.status(), manager._runner.program
+    assert (status.state, status.strays) == (ManagerState.RUNNING, 0)
+    assert status.step_in_backward
+    assert program is not None
+    assert set(program.choice.beside) == ALL
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_state_that_the_planner_maps_is_updated_beside() -> None:
+    _, manager = both(lambda it: it.steps(12), step_in_backward=True, make_optimizer=fused)
+    program = manager._runner.program
+    assert program is not None
+    assert set(program.choice.beside) == ALL
+    mapped = program.choice.trace.tensor_class[program.choice.mapped]
+    assert set(mapped) == {TensorClass.OPTIMIZER_STATE.number}
+    # Each is waited for behind the phase that it runs beside.
+    joined = {name: phase for phase, work in enumerate(program.work) for name in work.joins}
+    last = program.choice.trace.phase_count - 1
+    assert joined == {name: n + 1 for name, n in program.choice.beside.items() if n < last}
+    assert joined
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("make_optimizer", [partial(torch.optim.AdamW, lr=1e-3), fused])
+def test_behind_the_backward_pass_nothing_runs_beside_it(make_optimizer: Any) -> None:
+    _, manager = both(lambda it: it.steps(12), make_optimizer=make_optimizer)
+    program = manager._runner.program
+    assert program is not None
+    assert not program.choice.beside

@@ -1,0 +1,194 @@
+"""Parts of an optimizer's step beside the backward pass, for state that is used on the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from umem.cuda_events import new_event
+from umem.executor._slices import Part
+
+__all__ = ["StepBeside", "can_run_beside"]
+
+_CHUNK = 65_536
+"""Numbers that one block of threads of torch's fused optimizers updates."""
+
+_CHUNKS_AT_ONCE = 16
+"""On one H200 a step with its state on the host took 505 ms in this way, 513 ms with 8 chunks at
+once, 514 ms with 32, and 543 ms with whole blocks' parameters, as long as behind the backward pass
+(0.56 B parameters, 489 ms without the optimizer; benchmarks/results/h200-step-beside.txt)."""
+
+_OWN_STATE = ("exp_avg", "exp_avg_sq")
+
+_Row = tuple[torch.Tensor, ...]
+"""A parameter, its gradient, its moments, and its number of steps last; all but that one flat."""
+
+_Work = tuple[dict[str, Any], Sequence[_Row]]
+"""One of the optimizer's groups, and what of it is updated."""
+
+
+def can_run_beside(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's parts may run beside the backward pass: fused Adam or AdamW.
+
+    Other kernels than torch's fused ones would read and write what is on the host several times.
+    """
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        _is_plain_group(group) for group in optimizer.param_groups
+    )
+
+
+class StepBeside:
+    """Updates blocks' parameters on a stream of its own while the backward pass goes on.
+
+    A kernel that uses memory on the host waits for the link, and meanwhile holds the
+    multiprocessors that it runs on. So few chunks are updated at once: enough to fill the link, and
+    the rest of the device is the backward pass's. Values are those of the optimizer's own step,
+    which runs the same kernel on all chunks.
+
+    Parameters
+    ----------
+    optimizer
+        For which :func:`can_run_beside` holds wherever there are names. Only a weak reference is
+        kept.
+    device
+        Of its parameters. On the CPU there is no stream, and parts run where they are asked for.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.names: frozenset[str] = frozenset()
+        """Parts that run beside the backward pass."""
+        self._optimizer = weakref.ref(optimizer)
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._running: dict[str, tuple[torch.cuda.Event, Sequence[_Work]]] = {}
+        """Their ends, and what they use: memory that is let go is the current stream's at once."""
+
+    def run(self, name: str, part: Part) -> bool:
+        """Begin a part behind what the current stream holds now, inside of a backward pass.
+
+        Returns
+        -------
+        bool
+            False where the part cannot run so, and nothing was done.
+        """
+        optimizer = self._optimizer()
+        if name not in self.names or optimizer is None:
+            return False
+        work: list[_Work] = []
+        for group, parameters in zip(optimizer.param_groups, part, strict=True):
+            rows = [_row(optimizer, it, amsgrad=group["amsgrad"]) for it in parameters]
+            known = [row for row in rows if row is not None]
+            if (known and not _is_plain_group(group)) or len(known) < len(rows):
+                return False
+            work.append((group, known))
+        if self._device.type == "cuda":
+            self._update_on_stream(name, work)
+        else:
+            _update(work)
+        return True
+
+    def _update_on_stream(self, name: str, work: Sequence[_Work]) -> None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if not self._running:
+            # Whoever looks at a weight behind the backward pass finds it updated.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.join_all)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            _update(work)
+        end = new_event()
+        end.record(self._stream)
+        self._running[name] = end, work
+
+    def join(self, names: Iterable[str]) -> None:
+        """Let the current stream wait for these parts, as far as they have begun."""
+        for name in names:
+            known = self._running.pop(name, None)
+            if known is not None:
+                torch.cuda.current_stream(self._device).wait_event(known[0])
+
+    def join_all(self) -> None:
+        """Let the current stream wait for all parts that have begun."""
+        self.join(list(self._running))
+
+
+def _is_plain_group(group: dict[str, Any]) -> bool:
+    numbers = (group["lr"], *group["betas"])
+    return (
+        bool(group["fused"])
+        and not group["differentiable"]
+        and not any(isinstance(it, torch.Tensor) for it in numbers)
+    )
+
+
+def _row(optimizer: Optimizer, parameter: torch.Tensor, *, amsgrad: bool) -> _Row | None:
+    """What the update of a parameter needs; None where pieces of it cannot be taken."""
+    state = optimizer.state.get(parameter, {})
+    names = (*_OWN_STATE, "max_exp_avg_sq") if amsgrad else _OWN_STATE
+    found = [parameter.detach(), parameter.grad, *(state.get(name) for name in names)]
+    tensors = [it for it in found if isinstance(it, torch.Tensor)]
+    step = state.get("step")
+    if len(tensors) < len(found) or not isinstance(step, torch.Tensor):
+        return None
+    if any(
+        type(it) is not torch.Tensor
+        or it.layout is not torch.strided
+        or it.is_complex()
+        or not it.is_contiguous()
+        or (it.dtype, it.device, it.shape) != (parameter.dtype, parameter.device, parameter.shape)
+        for it in tensors
+    ):
+        return None
+    return (*(it.view(-1) for it in tensors), step)
+
+
+@torch.no_grad()
+def _update(work: Sequence[_Work]) -> None:
+    for group, rows in work:
+        if not rows:
+            continue
+        torch._foreach_add_([row[-1] for row in rows], 1)
+        is_decoupled = group["decoupled_weight_decay"]
+        kernel: Callable[..., None] = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+        for piece in _pieces(rows):
+            weights, gradients, first, second, *most, steps = map(list, zip(*piece, strict=True))
+            kernel(
+                weights,
+                gradients,
+                first,
+                second,
+                most[0] if most else [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=group["amsgrad"],
+                maximize=group["maximize"],
+                grad_scale=None,
+                found_inf=None,
+            )
+
+
+def _pieces(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+    """Rows cut into what one launch updates, all of one type. A small tensor fills a chunk."""
+    piece: list[_Row] = []
+    room = _CHUNKS_AT_ONCE
+    for *tensors, step in rows:
+        size, begin = tensors[0].numel(), 0
+        while begin < size:
+            if piece and (room == 0 or piece[0][0].dtype != tensors[0].dtype):
+                yield piece
+                piece, room = [], _CHUNKS_AT_ONCE
+            end = min(size, begin + room * _CHUNK)
+            piece.append((*(it[begin:end] for it in tensors), step))
+            room -= -(-(end - begin) // _CHUNK)
+            begin = end
+    if piece:
+        yield piece
