@@ -16,6 +16,7 @@ from torch import nn
 
 from umem.classes import TensorClass
 from umem.executor import ManagerState
+from umem.executor._lingering import with_lingering, with_open_blocks
 from umem.executor._parts_beside import with_parts_beside
 from umem.executor._step_beside import (
     _CHUNK,
@@ -186,6 +187,35 @@ def test_without_anything_in_place_nothing_changes(moved: Trace) -> None:
     trace, names = with_parts_beside(moved, np.zeros(moved.tensor_count, np.bool_), SLOWDOWN)
     assert trace is moved
     assert not names
+
+
+def test_a_block_is_open_until_the_part_behind_it_is_over(make_trace: MakeTrace) -> None:
+    trace = make_trace(
+        {
+            **{f"{name}.m": (MIB, TensorClass.OPTIMIZER_STATE) for name in ("a", "b")},
+            **{f"saved {name}": (MIB, TensorClass.ACTIVATIONS, False) for name in ("a", "b")},
+        },
+        [
+            (1e-3, [], ["saved a", "saved b"]),
+            (1e-3, ["saved b"], []),
+            (1e-3, ["b.m"], ["b.m"]),
+            (1e-3, ["saved a"], []),
+            (1e-3, ["a.m"], ["a.m"]),
+        ],
+    )
+    phases = ("forward", "backward b", "optimizer b", "backward a", "optimizer a")
+    trace = replace(trace, phase_names=phases)
+    opened = with_open_blocks(trace)
+    check_trace(opened, "open")
+    names = trace.tensor_names
+    assert opened.last_phase[names.index("saved b")] == 2
+    assert opened.last_phase[names.index("saved a")] == 3  # nothing comes behind its part
+    lingering = with_lingering(opened)
+    in_place = lingering.tensor_class == TensorClass.OPTIMIZER_STATE.number
+    moved, parts = with_parts_beside(lingering, in_place, SLOWDOWN)
+    assert parts == {"b": 3}
+    assert set(used(moved, 2)) == {"lingers from 2 to 2"}
+    assert set(used(moved, 3)) == {"saved a", "b.m"}
 
 
 # ------------------------------------------------------------------------------------ trainings

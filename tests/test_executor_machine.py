@@ -310,6 +310,29 @@ def test_a_bandwidth_is_moved_bytes_by_the_links_time(engine: CountingEngine) ->
     assert correction.count == 1
 
 
+def test_a_link_that_was_slow_at_first_is_believed_again(engine: CountingEngine) -> None:
+    correction, hardware = correction_of(engine)
+    engine.move("evict", 1 * GIB, GIB / 10e9)
+    assert correction.is_due(4, hardware)
+    assert correction.apply(hardware).to_host_bytes_per_s == pytest.approx(10e9)
+    engine.move("evict", 1 * GIB, GIB / 11e9)
+    assert not correction.is_due(8, hardware)
+    engine.move("evict", 1 * GIB, GIB / 20e9)
+    assert correction.is_due(12, hardware)
+    assert correction.apply(hardware).to_host_bytes_per_s == pytest.approx(20e9)
+
+
+def test_no_link_is_believed_to_be_faster_than_the_hardware_says(engine: CountingEngine) -> None:
+    correction, hardware = correction_of(engine)
+    engine.move("evict", 4 * GIB, 4 * GIB / 100e9)  # of which most was there already
+    assert not correction.is_due(4, hardware)
+    engine.move("evict", 1 * GIB, GIB / 10e9)
+    assert correction.is_due(8, hardware)
+    engine.move("evict", 4 * GIB, 4 * GIB / 100e9)
+    assert correction.is_due(12, hardware)
+    assert correction.apply(hardware).to_host_bytes_per_s == 25e9
+
+
 def test_a_direction_is_slow_below_its_part_of_the_link(engine: CountingEngine) -> None:
     correction, hardware = correction_of(engine)
     engine.move("prefetch", 1 * GIB, GIB / 40e9)  # 60 of 75: both have 0.8 of their own

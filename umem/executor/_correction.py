@@ -20,7 +20,7 @@ SETTLING_STEPS = _STEPS * _MOST
 """Planned steps after which there is no correction more, where every look has led to one."""
 
 _WORTH_IT = 0.15
-"""Share by which a bandwidth has to fall short."""
+"""Share by which a bandwidth has to be off."""
 
 _LEAST_BYTES = 256 << 20
 """Moved in one direction before its bandwidth is believed: as much as the engine has in driver
@@ -37,6 +37,8 @@ class Correction:
     A direction's bandwidth is its moved bytes by the time that its link was busy, however many
     workers share it. Both directions share a link too, so that one is slow only below its part of
     what both have together. What has moved too little for a judgement counts in the next look.
+    One that was slow at first, such as while the host's pages were new, may turn out to be as fast
+    as expected.
 
     Parameters
     ----------
@@ -79,15 +81,22 @@ class Correction:
         to_device, to_host = known.to_device_bytes_per_s, known.to_host_bytes_per_s
         share = min(1.0, known.link_bytes_per_s / (to_device + to_host))
         found: dict[str, float] = {}
-        rates: tuple[tuple[OpName, float], ...] = (("prefetch", to_device), ("evict", to_host))
-        for op, known_rate in rates:
+        rates: tuple[tuple[OpName, float, float], ...] = (
+            ("prefetch", to_device, hardware.to_device_bytes_per_s),
+            ("evict", to_host, hardware.to_host_bytes_per_s),
+        )
+        for op, known_rate, usual_rate in rates:
             moved, seconds = _difference(self._before[op], now, op)
             if moved < _LEAST_BYTES or seconds < _LEAST_S:
                 continue
             self._before[op] = now
-            # Pages that were there already count as moved, so that no link looks too slow.
-            if moved / seconds < share * known_rate * (1 - _WORTH_IT):
-                found[op] = moved / seconds
+            # Pages that were there already count as moved, so that no link looks too slow. Nor is
+            # one believed to be faster than the hardware's own figure.
+            measured, expected = moved / seconds, share * known_rate
+            if measured < expected * (1 - _WORTH_IT):
+                found[op] = measured
+            elif measured > expected * (1 + _WORTH_IT) and known_rate < usual_rate:
+                found[op] = min(usual_rate, measured / share)
         if not found:
             return False
         self._rates |= found

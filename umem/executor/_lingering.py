@@ -8,9 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from umem.classes import TensorClass
-from umem.trace import Access, Trace, first_and_last_use, phase_of_access
+from umem.trace import (
+    Access,
+    Trace,
+    first_and_last_use,
+    is_optimizer_phase,
+    phase_of_access,
+)
 
-__all__ = ["with_lingering"]
+__all__ = ["with_lingering", "with_open_blocks"]
 
 
 def with_lingering(trace: Trace) -> Trace:
@@ -35,6 +41,26 @@ def with_lingering(trace: Trace) -> Trace:
     last_phase = trace.last_phase.copy()
     last_phase[lingers] = last_use[lingers]
     return _with_tensors(replace(trace, last_phase=last_phase), spans, size)
+
+
+def with_open_blocks(trace: Trace) -> Trace:
+    """The trace with what a block's backward pass holds until the optimizer's part behind it ends.
+
+    A part begins when the last gradient of its block is complete. Autograd is still in the block
+    then: a norm has made its weight's gradient before it computes that of its input.
+
+    Parameters
+    ----------
+    trace
+        With parts of the optimizer's step in the backward pass; those behind it change nothing.
+    """
+    own = np.array([is_optimizer_phase(name) for name in trace.phase_names])
+    passes = np.flatnonzero(~own)
+    is_open = np.zeros(trace.phase_count, np.bool_)
+    is_open[:-1] = ~own[:-1] & own[1:]
+    is_open[passes[-1:]] = False
+    stays = ~trace.persistent & is_open[trace.last_phase]
+    return replace(trace, last_phase=trace.last_phase + stays.astype(np.int32))
 
 
 def _with_tensors(trace: Trace, spans: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Trace:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from umem.classes import TensorClass
 from umem.trace import (
     OPTIMIZER,
     Access,
@@ -18,6 +19,12 @@ from umem.trace import (
 )
 
 __all__ = ["with_parts_beside"]
+
+
+_OF_PARTS = [
+    it.number for it in (TensorClass.WEIGHTS, TensorClass.GRADIENTS, TensorClass.OPTIMIZER_STATE)
+]
+"""What a part uses. Others are of the block's backward pass, which it begins in."""
 
 
 def with_parts_beside(
@@ -60,7 +67,8 @@ def with_parts_beside(
     target = np.arange(trace.phase_count)
     target[list(beside)] = list(beside.values())
     is_part = target[phase] != phase
-    moves, stays = is_part & in_place[tensor], is_part & ~in_place[tensor]
+    moves = is_part & in_place[tensor]
+    stays = is_part & ~in_place[tensor] & np.isin(trace.tensor_class[tensor], _OF_PARTS)
     ways = ((trace.access_mode & Access.READ) > 0) + ((trace.access_mode & Access.WRITE) > 0) * 1
     moved_bytes = np.where(moves, trace.tensor_bytes[tensor] * ways, 0)
     np.add.at(duration_s, target[phase], moved_bytes * slowdown_s_per_byte)

@@ -16,7 +16,7 @@ from umem.errors import PlanError
 from umem.executor._backward_step import BackwardStep
 from umem.executor._choice import Choice, choose
 from umem.executor._correction import Correction
-from umem.executor._lingering import with_lingering
+from umem.executor._lingering import with_lingering, with_open_blocks
 from umem.executor._machine import Machine
 from umem.executor._places import find_places, in_blocks
 from umem.executor._program import Program, build_program
@@ -211,7 +211,7 @@ class Plans:
             return trace, followed
         order = [f"{OPTIMIZER} {name}".rstrip() for name in recorded.backward_order]
         moved, phases = with_step_in_backward(trace, order)
-        return moved, _renumbered(followed, moved, phases)
+        return with_open_blocks(moved), _renumbered(followed, moved, phases)
 
     def _program(self, recorded: _Recorded, planner: PolicyPlanner) -> Program:
         trace, _ = self._step_of(recorded)
