@@ -498,11 +498,12 @@ class SilentCollector:
         return records_of([]), 0
 
 
-def hinted(op: str, moved_bytes: int) -> HintUse:
+FROZEN = TensorClass.FROZEN_WEIGHTS
+
+
+def hinted(op: str, moved_bytes: int, tensor_class: TensorClass = TensorClass.WEIGHTS) -> HintUse:
     none: dict[str, Any] = {it.name: 0 for it in fields(HintUse)}
-    return replace(
-        HintUse(**none), op=op, tensor_class=TensorClass.WEIGHTS, moved_bytes=moved_bytes
-    )
+    return replace(HintUse(**none), op=op, tensor_class=tensor_class, moved_bytes=moved_bytes)
 
 
 @pytest.mark.parametrize(
@@ -511,6 +512,12 @@ def hinted(op: str, moved_bytes: int) -> HintUse:
         (0, [hinted("prefetch", 2 * MIB)], "records of 0 B, and 2 MiB moved, by the hint"),
         (MIB - 1, [hinted("prefetch", MIB), hinted("evict", MIB)], "and 2 MiB moved, by the"),
         (MIB, [hinted("prefetch", MIB), hinted("evict", MIB)], None),
+        # Frozen weights come, and are dropped.
+        (
+            MIB,
+            [hinted(op, 2 * MIB, FROZEN) for op in ("prefetch", "evict")],
+            None,
+        ),
         # Copies, and pages that stay and are mapped, are no transfers to the driver.
         (0, [hinted("copy_in", MIB), hinted("copy_out", MIB), hinted("advise", MIB)], None),
         (0, [], None),

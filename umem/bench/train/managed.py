@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 from umem.bench.train.results import HintedStep, ManagerFigures, ProfiledStep, TransferTotal
 from umem.bench.train.scratch import PART_BYTES, move_known
 from umem.bench.train.step import Training
+from umem.classes import TensorClass
 from umem.comparison import moved_figures
 from umem.report import UM_CAUSES
 from umem.units import format_bytes
@@ -276,7 +277,9 @@ def _hinted_bytes(report: MeasuredReport) -> dict[str, int]:
     """What the hint engine says it moved as pages, by direction."""
     moved = dict.fromkeys(_DIRECTIONS, 0)
     for use in () if report.hints is None else report.hints.uses:
-        if use.op in _DIRECTION_OF_HINT:
+        # Frozen weights keep a copy on the host, so that leaving moves nothing.
+        is_dropped = use.op == "evict" and use.tensor_class is TensorClass.FROZEN_WEIGHTS
+        if use.op in _DIRECTION_OF_HINT and not is_dropped:
             moved[_DIRECTION_OF_HINT[use.op]] += use.moved_bytes
     return moved
 
