@@ -25,7 +25,6 @@ from umem.executor._step_beside import (
     _pieces,
     can_run_beside,
 )
-from umem.policy import Policy, load_policy
 from umem.trace import Access, Trace, check_trace
 
 MIB = 1 << 20
@@ -221,25 +220,21 @@ def test_a_block_is_open_until_the_part_behind_it_is_over(make_trace: MakeTrace)
 # ------------------------------------------------------------------------------------ trainings
 
 
-def on_host() -> Policy:
-    state = {"optimizer_state": {"placement": "host", "mechanism": "map"}}
-    return load_policy({"name": "x", "extends": "sft", "device_budget": None, "classes": state})
-
-
-@pytest.fixture
-def state_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("managed_training.load_policy", lambda _: on_host())
-
-
+ON_HOST = {
+    "name": "on-host",
+    "extends": "sft",
+    "device_budget": None,
+    "classes": {"optimizer_state": {"placement": "host", "mechanism": "map"}},
+}
 ALL = frozenset({"head", *(f"layers.{number}" for number in range(4))})
 
 
-@pytest.mark.usefixtures("one_thread", "state_on_host")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("budget_bytes", [TIGHT, 100 * TIGHT])
 def test_state_that_the_policy_places_is_updated_beside(budget_bytes: int) -> None:
     _, manager = both(
         lambda it: it.steps(12), budget_bytes=budget_bytes, step_in_backward=True,
-        make_optimizer=fused,
+        make_optimizer=fused, policy=ON_HOST,
     )  # fmt: skip
     status, program = manager.status(), manager._runner.program
     assert (status.state, status.strays) == (ManagerState.RUNNING, 0)

@@ -64,8 +64,11 @@ class Net(nn.Module):
         return y
 
 
-def host_machine(budget_bytes: int | str, policy: str = "sft", **hints: Any) -> Machine:
-    """The CPU with a hint engine over host memory; further keywords are the engine's."""
+def host_machine(budget_bytes: int | str, policy: Any = "sft", **hints: Any) -> Machine:
+    """The CPU with a hint engine over host memory; further keywords are the engine's.
+
+    The policy is what :func:`umem.load_policy` takes.
+    """
     rules = resolve(load_policy(policy), 150 << 30, {"UMEM_DEVICE_BUDGET": str(budget_bytes)})
     return Machine(
         device=torch.device("cpu"),
@@ -174,7 +177,7 @@ def both(
     planner: str = "planned",
     budget_bytes: int = TIGHT,
     *,
-    policy: str = "sft",
+    policy: Any = "sft",
     step_in_backward: bool = False,
     **made: Any,
 ) -> tuple[Training, Manager]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -29,6 +29,16 @@ _Row = tuple[torch.Tensor, ...]
 
 _Work = tuple[dict[str, Any], Sequence[_Row]]
 """One of the optimizer's groups, and what of it is updated."""
+
+
+class _Running(NamedTuple):
+    """A part that has begun."""
+
+    end: torch.cuda.Event
+    asking: torch.cuda.Stream
+    """Whose memory the gradients are: once they are let go, its next kernels may have it."""
+    work: Sequence[_Work]
+    """Held until then."""
 
 
 def can_run_beside(optimizer: Optimizer) -> bool:
@@ -64,8 +74,7 @@ class StepBeside:
         self._optimizer = weakref.ref(optimizer)
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._running: dict[str, tuple[torch.cuda.Event, Sequence[_Work]]] = {}
-        """Their ends, and what they use: memory that is let go is the current stream's at once."""
+        self._running: dict[str, _Running] = {}
 
     def run(self, name: str, part: Part) -> bool:
         """Begin a part behind what the current stream holds now, inside of a backward pass.
@@ -98,19 +107,23 @@ class StepBeside:
             # Whoever looks at a weight behind the backward pass finds it updated.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.join_all)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        asking = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(asking)
         with torch.cuda.stream(self._stream):
             _update(work)
         end = new_event()
         end.record(self._stream)
-        self._running[name] = end, work
+        self._running[name] = _Running(end, asking, work)
 
     def join(self, names: Iterable[str]) -> None:
         """Let the current stream wait for these parts, as far as they have begun."""
         for name in names:
-            known = self._running.pop(name, None)
-            if known is not None:
-                torch.cuda.current_stream(self._device).wait_event(known[0])
+            part = self._running.pop(name, None)
+            if part is not None:
+                part.asking.wait_event(part.end)
+                current = torch.cuda.current_stream(self._device)
+                if current != part.asking:
+                    current.wait_event(part.end)
 
     def join_all(self) -> None:
         """Let the current stream wait for all parts that have begun."""
