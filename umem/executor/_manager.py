@@ -315,7 +315,7 @@ class Manager:
     def _hides_state(self) -> bool:
         """Whether the policy has the optimizer's state on the host, and its step may be moved."""
         rule = self._machine.policy.rules[TensorClass.OPTIMIZER_STATE.number]
-        return self._may_move_step and rule.placement == "host"
+        return self._may_move_step and rule.kind == "managed" and rule.placement == "host"
 
     def _start_recording(self) -> None:
         model, optimizer = self._model(), self._optimizer()

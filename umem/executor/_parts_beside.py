@@ -20,7 +20,6 @@ from umem.trace import (
 
 __all__ = ["with_parts_beside"]
 
-
 _OF_PARTS = [
     it.number for it in (TensorClass.WEIGHTS, TensorClass.GRADIENTS, TensorClass.OPTIMIZER_STATE)
 ]
@@ -69,9 +68,9 @@ def with_parts_beside(
     is_part = target[phase] != phase
     moves = is_part & in_place[tensor]
     stays = is_part & ~in_place[tensor] & np.isin(trace.tensor_class[tensor], _OF_PARTS)
-    ways = ((trace.access_mode & Access.READ) > 0) + ((trace.access_mode & Access.WRITE) > 0) * 1
-    moved_bytes = np.where(moves, trace.tensor_bytes[tensor] * ways, 0)
-    np.add.at(duration_s, target[phase], moved_bytes * slowdown_s_per_byte)
+    for way in (Access.READ, Access.WRITE):
+        moved_bytes = np.where(moves & (trace.access_mode & way > 0), trace.tensor_bytes[tensor], 0)
+        np.add.at(duration_s, target[phase], moved_bytes * slowdown_s_per_byte)
     duration_s[list(beside)] = 0.0
     # What a part uses on the device is used by both phases.
     phases = np.concatenate([np.where(moves, target[phase], phase), target[phase[stays]]])

@@ -103,10 +103,9 @@ class StepBeside:
     def _update_on_stream(self, name: str, work: Sequence[_Work]) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        if not self._running:
-            # Whoever looks at a weight behind the backward pass finds it updated.
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self.join_all)
+        # Whoever looks at a weight behind the backward pass finds it updated.
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self.join_all)
         asking = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(asking)
         with torch.cuda.stream(self._stream):
