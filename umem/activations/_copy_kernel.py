@@ -3,7 +3,9 @@
 On one H200, driver 580.159, CUDA 13.0, 2026-11-21, a ``cudaMemcpyAsync`` of 1 GiB between managed
 memory and pinned memory kept kernels from running beside it: 24 and 32 large matrix products took
 15 to 20 ms longer, nearly the time of the copy. This kernel cost them 0 to 3 ms, at 52 GB/s out
-with 2 blocks and 50 GB/s in with 4. Plain device memory goes by the copy engines, at no such cost.
+with 2 blocks and 50 GB/s in with 4; a day later 3 and 5 ms, and 2 to 8 ms with other numbers
+of blocks and threads (benchmarks/results/h200-step-beside.txt). Plain device memory goes by the
+copy engines, at no such cost.
 """
 
 from __future__ import annotations

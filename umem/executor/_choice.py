@@ -20,7 +20,7 @@ from umem.schedule import Home, Schedule
 from umem.simulator import simulate
 from umem.trace import Trace
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "choose", "places_state_on_host"]
 
 _BY_POLICY = -1
 
@@ -28,10 +28,9 @@ _MAPPED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the optimizer's state: what is used in place costs time in its step, what migrates costs the
 link's time around it."""
 
-
 _IN_PLACE_SLOWDOWN = 0.4
 """What a byte that is used in place costs the computation beside it, of what a copied one does: on
-one H200 1.6 to 2.4 ms a GiB, against 5 (benchmarks/results/h200-step-beside.txt)."""
+one H200 1.8 to 2.4 ms a GiB, against 5 (benchmarks/results/h200-step-beside.txt)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +133,7 @@ def _steps(
 def _slowed_by_pages(predicted: MigrationReport, hardware: Hardware) -> MigrationReport:
     """The prediction with what pages cost the computation that they move beside.
 
-    A simulation reckons with the link alone. On one H200 a step took 521 ms that was predicted to
+    A simulation reckons with the link alone. On one H200 a step took 520 ms that was predicted to
     take 499: 5.2 GB went to and fro, and each byte had cost about what a byte of the copy kernel
     does (benchmarks/results/h200-step-beside.txt).
     """
@@ -143,10 +142,15 @@ def _slowed_by_pages(predicted: MigrationReport, hardware: Hardware) -> Migratio
     return replace(predicted, step_s=predicted.step_s + slowed_s, stall_s=stall_s)
 
 
-def _placed_on_host(trace: Trace, policy: ResolvedPolicy) -> npt.NDArray[np.bool_]:
-    """The optimizer's state, where the policy has it on the host: by advice to its allocator."""
+def places_state_on_host(policy: ResolvedPolicy) -> bool:
+    """Whether a policy has the optimizer's state on the host, by advice to its allocator."""
     rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
-    if rule.kind == "managed" and rule.placement == "host":
+    return rule.kind == "managed" and rule.placement == "host"
+
+
+def _placed_on_host(trace: Trace, policy: ResolvedPolicy) -> npt.NDArray[np.bool_]:
+    """The optimizer's state, where the policy has it on the host."""
+    if places_state_on_host(policy):
         return _of_class(trace, TensorClass.OPTIMIZER_STATE) & (
             trace.tensor_bytes >= SMALLEST_BYTES
         )

@@ -14,6 +14,7 @@ from umem.trace import (
     first_and_last_use,
     is_optimizer_phase,
     phase_of_access,
+    with_accesses,
 )
 
 __all__ = ["with_lingering", "with_open_blocks"]
@@ -71,10 +72,8 @@ def _with_tensors(trace: Trace, spans: npt.NDArray[np.int64], size: npt.NDArray[
     # Phases of each span, one after the other.
     phase = np.arange(len(new)) - np.repeat(np.cumsum(counts) - counts, counts) + first[new]
     mode = np.where(phase == first[new], Access.WRITE, Access.READ)
-    phases = np.concatenate([phase_of_access(trace), phase])
-    order = np.argsort(phases, kind="stable")
     none = np.zeros(len(spans), np.bool_)
-    return replace(
+    larger = replace(
         trace,
         tensor_names=(*trace.tensor_names, *(f"lingers from {a} to {b}" for a, b in spans)),
         tensor_bytes=np.concatenate([trace.tensor_bytes, size]),
@@ -84,9 +83,10 @@ def _with_tensors(trace: Trace, spans: npt.NDArray[np.int64], size: npt.NDArray[
         persistent=np.concatenate([trace.persistent, none]),
         first_phase=np.concatenate([trace.first_phase, first.astype(np.int32)]),
         last_phase=np.concatenate([trace.last_phase, last.astype(np.int32)]),
-        access_start=np.searchsorted(phases[order], np.arange(trace.phase_count + 1)),
-        access_tensor=np.concatenate(
-            [trace.access_tensor, (trace.tensor_count + new).astype(np.int32)]
-        )[order],
-        access_mode=np.concatenate([trace.access_mode, mode.astype(np.uint8)])[order],
+    )
+    return with_accesses(
+        larger,
+        np.concatenate([phase_of_access(trace), phase]),
+        np.concatenate([trace.access_tensor, (trace.tensor_count + new).astype(np.int32)]),
+        np.concatenate([trace.access_mode, mode.astype(np.uint8)]),
     )

@@ -18,6 +18,7 @@ from umem.classes import TensorClass
 from umem.errors import UmemError
 from umem.executor._backward_step import BackwardStep
 from umem.executor._budget_lift import BudgetLift
+from umem.executor._choice import places_state_on_host
 from umem.executor._machine import Machine
 from umem.executor._mapped import MappedBlocks
 from umem.executor._plans import Plans
@@ -314,8 +315,7 @@ class Manager:
     @property
     def _hides_state(self) -> bool:
         """Whether the policy has the optimizer's state on the host, and its step may be moved."""
-        rule = self._machine.policy.rules[TensorClass.OPTIMIZER_STATE.number]
-        return self._may_move_step and rule.kind == "managed" and rule.placement == "host"
+        return self._may_move_step and places_state_on_host(self._machine.policy)
 
     def _start_recording(self) -> None:
         model, optimizer = self._model(), self._optimizer()

@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from umem.classes import TensorClass
+from umem.executor._slices import part_name
 from umem.trace import (
-    OPTIMIZER,
     Access,
     Trace,
     is_optimizer_phase,
     phase_of_access,
     require_durations,
+    with_accesses,
 )
 
 __all__ = ["with_parts_beside"]
@@ -79,14 +80,6 @@ def with_parts_beside(
     _, kept = np.unique(phases * trace.tensor_count + tensors, return_index=True)
     last_phase = trace.last_phase.copy()
     np.maximum.at(last_phase, tensor[stays], target[phase[stays]].astype(np.int32))
-    return replace(
-        trace,
-        duration_s=duration_s,
-        last_phase=last_phase,
-        access_start=np.searchsorted(phases[kept], np.arange(trace.phase_count + 1)),
-        access_tensor=tensors[kept],
-        access_mode=modes[kept],
-    ), {
-        trace.phase_names[part].removeprefix(OPTIMIZER).lstrip(): last
-        for part, last in beside.items()
-    }
+    changed = replace(trace, duration_s=duration_s, last_phase=last_phase)
+    names = {part_name(trace.phase_names[part]): last for part, last in beside.items()}
+    return with_accesses(changed, phases[kept], tensors[kept], modes[kept]), names

@@ -20,10 +20,11 @@ from umem.executor._lingering import with_lingering, with_open_blocks
 from umem.executor._machine import Machine
 from umem.executor._places import find_places, in_blocks
 from umem.executor._program import Program, build_program
+from umem.executor._slices import part_label
 from umem.executor._step_beside import can_run_beside
 from umem.policy import PolicyPlanner
 from umem.recorder import CallShapes, FollowedPhase, StepRecording, StepSignature
-from umem.trace import OPTIMIZER, Trace, is_optimizer_phase, with_step_in_backward
+from umem.trace import Trace, is_optimizer_phase, with_step_in_backward
 from umem.units import format_bytes
 
 __all__ = ["Plans"]
@@ -209,7 +210,7 @@ class Plans:
         trace, followed = recorded.trace, recorded.recording.phases
         if not self._moves_step:
             return trace, followed
-        order = [f"{OPTIMIZER} {name}".rstrip() for name in recorded.backward_order]
+        order = list(map(part_label, recorded.backward_order))
         moved, phases = with_step_in_backward(trace, order)
         return with_open_blocks(moved), _renumbered(followed, moved, phases)
 

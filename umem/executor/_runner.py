@@ -14,10 +14,10 @@ from umem.classes import TensorClass
 from umem.executor._machine import Machine
 from umem.executor._places import storage_address, whole_blocks
 from umem.executor._program import MODEL, GroupKey, Hints, PhaseWork, Program
+from umem.executor._slices import part_label
 from umem.hints import Outcome
 from umem.recorder import Block, SavedTensors
 from umem.telemetry import PhaseRanges
-from umem.trace import OPTIMIZER
 
 __all__ = ["Runner", "RunnerCounts"]
 
@@ -163,7 +163,7 @@ class Runner:
         if program is None or not self._is_on_track:
             return
         names = program.choice.trace.phase_names
-        label = f"{OPTIMIZER} {name}".rstrip()
+        label = part_label(name)
         if names[self._phase] == label:
             return
         if self._phase + 1 >= len(names) or names[self._phase + 1] != label:

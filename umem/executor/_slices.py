@@ -11,8 +11,9 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.recorder import Block
+from umem.trace import OPTIMIZER
 
-__all__ = ["OptimizerSlices", "Part", "can_slice"]
+__all__ = ["OptimizerSlices", "Part", "can_slice", "part_label", "part_name"]
 
 Part = list[list[torch.Tensor]]
 """Some of an optimizer's parameters, by its groups."""
@@ -32,6 +33,16 @@ _EACH_BY_ITSELF = (
 )
 """Optimizers that update each parameter from its own gradient and state alone: the order and the
 company of the others make no difference to a bit."""
+
+
+def part_label(name: str) -> str:
+    """Label of a part's phase, from the name of its block; empty for what belongs to none."""
+    return f"{OPTIMIZER} {name}".rstrip()
+
+
+def part_name(label: str) -> str:
+    """The name of a part's block, from the label of its phase."""
+    return label.removeprefix(OPTIMIZER).lstrip()
 
 
 def can_slice(optimizer: Optimizer) -> bool:

@@ -23,7 +23,12 @@ from umem.trace._model import (
     require_durations,
 )
 from umem.trace._step_in_backward import is_optimizer_phase, with_step_in_backward
-from umem.trace._uses import first_and_last_use, phase_of_access, written_tensors
+from umem.trace._uses import (
+    first_and_last_use,
+    phase_of_access,
+    with_accesses,
+    written_tensors,
+)
 
 if TYPE_CHECKING:
     from umem.trace._models import MODELS, MODES, model_trace
@@ -54,6 +59,7 @@ __all__ = [
     "save_trace",
     "script_trace",
     "trace_fingerprint",
+    "with_accesses",
     "with_step_in_backward",
     "written_tensors",
 ]

@@ -1,18 +1,39 @@
-"""Facts about a trace's accesses that several readers need."""
+"""What several readers need of a trace's accesses."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from umem.trace._model import Access, Trace
 
-__all__ = ["first_and_last_use", "phase_of_access", "written_tensors"]
+__all__ = ["first_and_last_use", "phase_of_access", "with_accesses", "written_tensors"]
 
 
 def phase_of_access(trace: Trace) -> npt.NDArray[np.int64]:
     """Phase of each access, int64[A]."""
     return np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
+
+
+def with_accesses(
+    trace: Trace,
+    phase: npt.NDArray[np.int64],
+    tensor: npt.NDArray[np.int32],
+    mode: npt.NDArray[np.uint8],
+) -> Trace:
+    """The trace with these accesses in place of its own: the phase, tensor and mode of each.
+
+    They come in any order; those of one phase stay in theirs.
+    """
+    order = np.argsort(phase, kind="stable")
+    return replace(
+        trace,
+        access_start=np.searchsorted(phase[order], np.arange(trace.phase_count + 1)),
+        access_tensor=tensor[order],
+        access_mode=mode[order],
+    )
 
 
 def first_and_last_use(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
