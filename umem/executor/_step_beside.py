@@ -18,8 +18,8 @@ _CHUNK = 65_536
 """Numbers that one block of threads of torch's fused optimizers updates."""
 
 _CHUNKS_AT_ONCE = 16
-"""On one H200 a step with its state on the host took 505 ms in this way, 513 ms with 8 chunks at
-once, 514 ms with 32, and 543 ms with whole blocks' parameters, as long as behind the backward pass
+"""On one H200 a step with its state on the host took 506 ms in this way, 513 ms with 8 chunks at
+once, 515 ms with 32, and 543 ms with whole blocks' parameters, as long as behind the backward pass
 (0.56 B parameters, 489 ms without the optimizer; benchmarks/results/h200-step-beside.txt)."""
 
 _OWN_STATE = ("exp_avg", "exp_avg_sq")
