@@ -15,15 +15,6 @@ RMM_VERSION: str
 CUDA_VERSION: str
 """CUDA runtime's version at build time ("13.0"), "" without it."""
 
-COPY_KERNEL: str
-"""PTX of ``umem_copy(to, from, bytes)``, a copy by a few multiprocessors."""
-
-COPY_THREADS: int
-"""Threads of each of its blocks."""
-
-COPY_ALIGNMENT: int
-"""Of both addresses, in bytes."""
-
 class ClassSetting:
     """Where the blocks of one tensor class come from, and their advice."""
 
@@ -211,3 +202,22 @@ class HintEngine:
         Calls under way together in one direction share the time in its `driver_s`."""
     def shutdown(self, timeout_s: float) -> bool:
         """False when a call did not end in time. The destructor then waits for it no more."""
+
+class StagedCopy:
+    """Copies between managed memory of a device and pinned host memory, in one direction.
+
+    Not in a build without CUDA. Of one thread at a time, with the device current. Raises
+    RuntimeError where the driver refuses: then nothing, or the first part, is copied.
+    """
+
+    def __init__(self, device: int, leaves: bool) -> None: ...
+    def fits(self, to: int, source: int) -> bool:
+        """Whether it can copy between these addresses."""
+
+    def copy(self, to: int, source: int, size_bytes: int, pages: int, link: int) -> None:
+        """Ask for a copy; nobody waits.
+
+        The kernel that copies between managed memory and the device's own runs on the stream
+        `pages`, the copies over the link on `link`. A copy to the host begins behind what `pages`
+        holds and ends on `link`; one to the device the other way round.
+        """

@@ -6,11 +6,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "binding/copies.hpp"
 #include "binding/hints.hpp"
 #include "binding/names.hpp"
 #include "core/allocator.hpp"
 #include "core/host.hpp"
-#include "cuda/copy_kernel.hpp"
 #include "hints/hint_engine.hpp"
 #ifdef UMEM_HAS_CUDA
 #include <cuda_runtime_api.h>
@@ -396,10 +396,7 @@ NB_MODULE(_native, module) {
       .def("device_count", &Allocator::device_count);
 
   bind_hints(module);
-
-  module.attr("COPY_KERNEL") = kCopyKernel;
-  module.attr("COPY_THREADS") = kCopyThreads;
-  module.attr("COPY_ALIGNMENT") = kCopyAlignment;
+  bind_copies(module);
 
   module.def(
       "gradient_hook",

@@ -1,94 +1,30 @@
-// A copy by a few multiprocessors, as text that the driver compiles for the GPU at hand.
+// A copy by multiprocessors, compiled by the driver for the GPU at hand.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+
+#include "cuda/cuda_calls.hpp"
 
 namespace umem {
 
-// One H200: 4 blocks of 512 threads fill the link, where cudaMemcpyAsync reaches 7 to 20 GB/s
-// between the device and mapped host memory.
-inline constexpr unsigned kCopyBlocks = 4;
-inline constexpr unsigned kCopyThreads = 512;
-inline constexpr std::size_t kCopyAlignment = 16;  // of both addresses
+// Needs the context that it was opened in to be current. Calls return the driver's error, or 0.
+class CopyKernel {
+ public:
+  explicit CopyKernel(const CudaCalls& cuda) : cuda_(cuda) {}
 
-// umem_copy(to, from, bytes): 16 bytes a thread at a time, four loads in flight; whoever reaches
-// the last, shorter piece copies it byte by byte.
-inline constexpr char kCopyKernel[] = R"(
-.version 6.0
-.target sm_60
-.address_size 64
+  CUresult open() noexcept;
+  void close() noexcept;
 
-.visible .entry umem_copy(.param .u64 to, .param .u64 from, .param .u64 bytes)
-{
-  .reg .pred %p;
-  .reg .b16 %byte;
-  .reg .b32 %x<16>, %block, %blocks, %thread, %threads;
-  .reg .b64 %to, %from, %bytes, %i, %step, %step3, %step4, %last, %a, %b;
+  // Whether it can copy between these addresses.
+  bool fits(std::uintptr_t to, std::uintptr_t from) const noexcept;
+  CUresult launch(unsigned blocks, std::uintptr_t to, std::uintptr_t from, std::size_t bytes,
+                  CUstream stream) const noexcept;
 
-  ld.param.u64 %to, [to];
-  ld.param.u64 %from, [from];
-  ld.param.u64 %bytes, [bytes];
-  cvta.to.global.u64 %to, %to;
-  cvta.to.global.u64 %from, %from;
-  mov.u32 %block, %ctaid.x;
-  mov.u32 %blocks, %nctaid.x;
-  mov.u32 %thread, %tid.x;
-  mov.u32 %threads, %ntid.x;
-  mul.wide.u32 %step, %blocks, %threads;
-  shl.b64 %step, %step, 4;
-  mul.lo.u64 %step3, %step, 3;
-  shl.b64 %step4, %step, 2;
-  mad.lo.u32 %thread, %block, %threads, %thread;
-  mul.wide.u32 %i, %thread, 16;
-
-four:
-  add.u64 %last, %i, %step3;
-  add.u64 %last, %last, 16;
-  setp.gt.u64 %p, %last, %bytes;
-  @%p bra one;
-  add.u64 %a, %from, %i;
-  ld.global.v4.u32 {%x0, %x1, %x2, %x3}, [%a];
-  add.u64 %a, %a, %step;
-  ld.global.v4.u32 {%x4, %x5, %x6, %x7}, [%a];
-  add.u64 %a, %a, %step;
-  ld.global.v4.u32 {%x8, %x9, %x10, %x11}, [%a];
-  add.u64 %a, %a, %step;
-  ld.global.v4.u32 {%x12, %x13, %x14, %x15}, [%a];
-  add.u64 %b, %to, %i;
-  st.global.v4.u32 [%b], {%x0, %x1, %x2, %x3};
-  add.u64 %b, %b, %step;
-  st.global.v4.u32 [%b], {%x4, %x5, %x6, %x7};
-  add.u64 %b, %b, %step;
-  st.global.v4.u32 [%b], {%x8, %x9, %x10, %x11};
-  add.u64 %b, %b, %step;
-  st.global.v4.u32 [%b], {%x12, %x13, %x14, %x15};
-  add.u64 %i, %i, %step4;
-  bra four;
-
-one:
-  add.u64 %last, %i, 16;
-  setp.gt.u64 %p, %last, %bytes;
-  @%p bra rest;
-  add.u64 %a, %from, %i;
-  ld.global.v4.u32 {%x0, %x1, %x2, %x3}, [%a];
-  add.u64 %b, %to, %i;
-  st.global.v4.u32 [%b], {%x0, %x1, %x2, %x3};
-  add.u64 %i, %i, %step;
-  bra one;
-
-rest:
-  setp.ge.u64 %p, %i, %bytes;
-  @%p bra end;
-  add.u64 %a, %from, %i;
-  ld.global.u8 %byte, [%a];
-  add.u64 %b, %to, %i;
-  st.global.u8 [%b], %byte;
-  add.u64 %i, %i, 1;
-  bra rest;
-
-end:
-  ret;
-}
-)";
+ private:
+  const CudaCalls& cuda_;
+  CUmodule module_ = nullptr;
+  CUfunction function_ = nullptr;
+};
 
 }  // namespace umem

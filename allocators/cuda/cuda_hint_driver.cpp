@@ -3,68 +3,23 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/copy_kernel.hpp"
 #include "cuda/scopes.hpp"
 #include "cuda/succeeded.hpp"
 
 namespace umem {
 namespace {
 
-template <class Function>
-bool find(Function& function, const char* name, unsigned version) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  const bool asked = succeeded(
-      cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableLegacyStream, &found));
-  function = reinterpret_cast<Function>(address);
-  return asked && found == cudaDriverEntryPointSuccess && address != nullptr;
-}
-
-template <class Function>
-void require(Function& function, const char* name, unsigned version) {
-  if (!find(function, name, version))
-    throw std::runtime_error(std::string("no entry point ") + name + " of CUDA " +
-                             std::to_string(version / 1000) + "." +
-                             std::to_string(version % 1000 / 10) +
-                             ": there is no NVIDIA driver here, or one that is too old");
-}
+// For host memory that is not pinned, which the copy engines are slow with: the kernel copies over the
+// link itself. One H200: so many blocks fill it.
+constexpr unsigned kLinkBlocks = 4;
 
 }  // namespace
-
-CudaCalls::CudaCalls() {
-  require(device_get, "cuDeviceGet", 2000);
-  require(retain_primary, "cuDevicePrimaryCtxRetain", 7000);
-  require(release_primary, "cuDevicePrimaryCtxRelease", 11000);
-  require(create_context, "cuCtxCreate", 3020);
-  require(destroy_context, "cuCtxDestroy", 4000);
-  require(set_current, "cuCtxSetCurrent", 4000);
-  require(create_stream, "cuStreamCreate", 2000);
-  require(destroy_stream, "cuStreamDestroy", 4000);
-  require(create_event, "cuEventCreate", 2000);
-  require(destroy_event, "cuEventDestroy", 4000);
-  require(record_event, "cuEventRecord", 2000);
-  require(query_event, "cuEventQuery", 2000);
-  require(synchronize_event, "cuEventSynchronize", 2000);
-  require(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", 10010);
-  require(address_range, "cuMemGetAddressRange", 3020);
-  require(prefetch, "cuMemPrefetchAsync", 8000);
-  require(advise, "cuMemAdvise", 8000);
-  require(range_attribute, "cuMemRangeGetAttribute", 8000);
-  require(load_module, "cuModuleLoadData", 2000);
-  require(unload_module, "cuModuleUnload", 2000);
-  require(get_function, "cuModuleGetFunction", 2000);
-  require(launch, "cuLaunchKernel", 4000);
-  require(copy, "cuMemcpyAsync", 4000);
-  require(error_name, "cuGetErrorName", 6000);
-  require(error_string, "cuGetErrorString", 6000);
-  if (!find(discard, "cuMemDiscardBatchAsync", 13000)) discard = nullptr;
-}
 
 CudaHintDriver::CudaHintDriver(int lanes) {
   if (const cudaError_t error = cudaGetDeviceCount(&devices_); !succeeded(error))
     throw std::runtime_error(std::string("cudaGetDeviceCount: ") + cudaGetErrorString(error));
-  seats_.assign(static_cast<std::size_t>(lanes),
-                std::vector<Seat>(static_cast<std::size_t>(devices_)));
+  seats_.resize(static_cast<std::size_t>(lanes));
+  for (std::vector<Seat>& row : seats_) row.resize(static_cast<std::size_t>(devices_));
   idle_events_.resize(static_cast<std::size_t>(devices_));
 }
 
@@ -148,12 +103,14 @@ int CudaHintDriver::open(Lane lane, int device) noexcept {
   return furnish(mine.own);
 }
 
-// Without the kernel, copies go through cuMemcpyAsync, which is slower.
+// Without it, copies go through cuMemcpyAsync, which is slower.
 int CudaHintDriver::load(Lane lane, int device) noexcept {
   Seat& mine = seat(lane, device);
-  if (const CUresult error = enter(mine.primary)) return error;
-  if (const CUresult error = cuda_.load_module(&mine.module, kCopyKernel)) return error;
-  return cuda_.get_function(&mine.copy, mine.module, "umem_copy");
+  mine.link.context = mine.primary.context;
+  if (const CUresult error = furnish(mine.link)) return error;
+  if (mine.staged == nullptr)
+    mine.staged = std::make_unique<StagedCopy>(cuda_, lane.direction);
+  return mine.staged->open(mine.device);
 }
 
 void CudaHintDriver::close(Lane lane) noexcept {
@@ -164,7 +121,8 @@ void CudaHintDriver::close(Lane lane) noexcept {
     }
     if (mine.primary.context != nullptr) {
       leave(mine.primary);
-      if (mine.module != nullptr) cuda_.unload_module(mine.module);
+      if (mine.link.context != nullptr) leave(mine.link);
+      if (mine.staged != nullptr) mine.staged->close();
       cuda_.set_current(nullptr);
       cuda_.release_primary(mine.device);
     }
@@ -262,14 +220,17 @@ int CudaHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_
                          std::size_t bytes) noexcept {
   Seat& mine = seat(lane, device);
   if (const CUresult error = enter(mine.primary)) return error;
-  mine.primary.busy = true;
-  if (mine.copy == nullptr || to % kCopyAlignment != 0 || from % kCopyAlignment != 0)
+  mine.primary.busy = mine.link.busy = true;
+  if (mine.staged == nullptr || !mine.staged->fits(to, from))
     return cuda_.copy(to, from, bytes, mine.primary.stream);
-  CUdeviceptr destination = to, source = from;
-  unsigned long long length = bytes;
-  void* parameters[] = {&destination, &source, &length};
-  return cuda_.launch(mine.copy, kCopyBlocks, 1, 1, kCopyThreads, 1, 1, 0, mine.primary.stream,
-                      parameters, nullptr);
+  unsigned is_managed = 0;
+  const CUdeviceptr host = lane.direction == Direction::to_host ? to : from;
+  // The driver knows nothing of memory that it has not pinned.
+  const CUresult asked =
+      cuda_.pointer_attribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, host);
+  if (asked != CUDA_SUCCESS || is_managed != 0)
+    return mine.staged->kernel().launch(kLinkBlocks, to, from, bytes, mine.primary.stream);
+  return mine.staged->copy(to, from, bytes, mine.primary.stream, mine.link.stream);
 }
 
 int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) noexcept {
@@ -299,9 +260,10 @@ int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) no
 
 int CudaHintDriver::synchronize(Lane lane, int device) noexcept {
   Seat& mine = seat(lane, device);
-  const CUresult primary = wait(mine.primary);
-  const CUresult own = wait(mine.own);
-  return primary != CUDA_SUCCESS ? primary : own;
+  const CUresult results[] = {wait(mine.primary), wait(mine.link), wait(mine.own)};
+  for (const CUresult result : results)
+    if (result != CUDA_SUCCESS) return result;
+  return CUDA_SUCCESS;
 }
 
 CUresult CudaHintDriver::wait(Station& station) noexcept {

@@ -1,52 +1,17 @@
 // The hint engine's driver over CUDA.
 #pragma once
 
-#include <cuda.h>
-#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "cuda/cuda_calls.hpp"
+#include "cuda/staged_copy.hpp"
 #include "hints/hint_driver.hpp"
 
 namespace umem {
-
-// The driver's functions, through the runtime's entry-point query: nothing links libcuda. They are
-// the oldest forms that serve, which every driver that umem runs under still has.
-struct CudaCalls {
-  CudaCalls();  // throws std::runtime_error where one is missing
-
-  PFN_cuDeviceGet_v2000 device_get;
-  PFN_cuDevicePrimaryCtxRetain_v7000 retain_primary;
-  PFN_cuDevicePrimaryCtxRelease_v11000 release_primary;
-  PFN_cuCtxCreate_v3020 create_context;
-  PFN_cuCtxDestroy_v4000 destroy_context;
-  PFN_cuCtxSetCurrent_v4000 set_current;
-  PFN_cuStreamCreate_v2000 create_stream;
-  PFN_cuStreamDestroy_v4000 destroy_stream;
-  PFN_cuEventCreate_v2000 create_event;
-  PFN_cuEventDestroy_v4000 destroy_event;
-  PFN_cuEventRecord_v2000 record_event;
-  PFN_cuEventQuery_v2000 query_event;
-  PFN_cuEventSynchronize_v2000 synchronize_event;
-  PFN_cuThreadExchangeStreamCaptureMode_v10010 exchange_capture_mode;
-  PFN_cuMemGetAddressRange_v3020 address_range;
-  PFN_cuMemPrefetchAsync_v8000 prefetch;
-  PFN_cuMemAdvise_v8000 advise;
-  PFN_cuMemRangeGetAttribute_v8000 range_attribute;
-  PFN_cuModuleLoadData_v2000 load_module;
-  PFN_cuModuleUnload_v2000 unload_module;
-  PFN_cuModuleGetFunction_v2000 get_function;
-  PFN_cuLaunchKernel_v4000 launch;
-  PFN_cuMemcpyAsync_v4000 copy;
-  PFN_cuGetErrorName_v6000 error_name;
-  PFN_cuGetErrorString_v6000 error_string;
-  // From CUDA 13 on; nullptr before.
-  CUresult (*discard)(CUdeviceptr*, std::size_t*, std::size_t, unsigned long long,
-                      CUstream) = nullptr;
-};
 
 // Prefetches and copies go through the primary context, beside torch's work. What takes pages from
 // the device goes through a context of its own: from the primary one it would hold up every kernel
@@ -84,8 +49,8 @@ class CudaHintDriver final : public HintDriver {
   struct Seat {
     CUdevice device = 0;
     Station primary, own;
-    CUmodule module = nullptr;
-    CUfunction copy = nullptr;
+    Station link;  // in the primary context: what of a copy goes by the copy engines
+    std::unique_ptr<StagedCopy> staged;
   };
   struct Event {
     cudaEvent_t handle;

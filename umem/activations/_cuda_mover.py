@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from umem.activations._copy_kernel import BLOCKS_IN, BLOCKS_OUT, CopyKernel, is_managed
 from umem.activations._host_pool import HostBuffer
+from umem.activations._link import Link
 from umem.activations._mover import bytes_of
-from umem.allocator import is_enabled
-from umem.cuda_events import new_event
 
 __all__ = ["CudaMover"]
 
@@ -26,7 +24,7 @@ _WIPE_ON_FORK = 18
 
 
 class CudaMover:
-    """Moves tensors of one GPU, one stream for each direction.
+    """Moves tensors of one GPU, on streams of its own for each direction.
 
     Parameters
     ----------
@@ -36,12 +34,9 @@ class CudaMover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._outward = torch.cuda.Stream(device)
-        self._inward = torch.cuda.Stream(device)
+        self._outward = Link(device, leaves=True)
+        self._inward = Link(device, leaves=False)
         self._process = os.getpid()
-        self._kernel: CopyKernel | None = None
-        # torch's own allocator gives plain device memory only.
-        self._may_be_managed = is_enabled()
 
     def is_ready(self) -> bool:
         """Not while a graph is captured, which would be captured with the copies in it."""
@@ -57,15 +52,12 @@ class CudaMover:
         """Copy storages into buffers, behind what the stream holds now."""
         marks = []
         self._outward.wait_stream(stream)
-        with torch.cuda.stream(self._outward):
-            for storage, buffer in pairs:
-                if buffer.mark is not None:  # an earlier step may still read from it
-                    self._outward.wait_event(buffer.mark)
-                memory = buffer.memory[: storage.nbytes()]
-                self._copy(memory, bytes_of(storage), storage, BLOCKS_OUT, self._outward)
-                buffer.mark = mark = new_event()
-                mark.record(self._outward)
-                marks.append(mark)
+        for storage, buffer in pairs:
+            if buffer.mark is not None:  # an earlier step may still read from it
+                self._outward.wait_event(buffer.mark)
+            memory = buffer.memory[: storage.nbytes()]
+            buffer.mark = mark = self._outward.copy(memory, bytes_of(storage))
+            marks.append(mark)
         return marks
 
     def copy_in(
@@ -80,31 +72,11 @@ class CudaMover:
         # The allocator hands out memory that the stream may still be using.
         self._inward.wait_stream(stream)
         moved: list[tuple[torch.UntypedStorage, Any]] = []
-        with torch.cuda.stream(self._inward):
-            for block, (buffer, size_bytes) in zip(blocks, buffers, strict=True):
-                self._inward.wait_event(buffer.mark)
-                memory = buffer.memory[:size_bytes]
-                self._copy(block, memory, block.untyped_storage(), BLOCKS_IN, self._inward)
-                buffer.mark = mark = new_event()
-                mark.record(self._inward)
-                moved.append((block.untyped_storage(), mark))
+        for block, (buffer, size_bytes) in zip(blocks, buffers, strict=True):
+            self._inward.wait_event(buffer.mark)
+            buffer.mark = mark = self._inward.copy(block, buffer.memory[:size_bytes])
+            moved.append((block.untyped_storage(), mark))
         return moved
-
-    def _copy(
-        self,
-        to: torch.Tensor,
-        source: torch.Tensor,
-        on_device: torch.UntypedStorage,
-        blocks: int,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        addresses = to.data_ptr(), source.data_ptr()
-        if self._may_be_managed and is_managed(on_device.data_ptr()):
-            self._kernel = self._kernel or CopyKernel(self._device)
-            if self._kernel.fits(*addresses):
-                self._kernel.copy(*addresses, source.nbytes, blocks, stream)
-                return
-        to.copy_(source, non_blocking=True)
 
     def wait(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
         """Let what the stream is given from now on wait for a mark."""

@@ -20,7 +20,7 @@ from umem.activations._host_pool import HostBuffer, HostPool
 from umem.activations._mover import Mover
 from umem.activations._statistics import ActivationStatistics
 from umem.errors import OffloadError
-from umem.saved_tensor_hooks import Kept, unpack_kept
+from umem.saved_tensor_hooks import Kept, may_leave, unpack_kept
 
 __all__ = ["MIN_BYTES", "ActivationStore"]
 
@@ -146,19 +146,13 @@ class ActivationStore:
         self._hooks.pop()
 
     def _admit(self, group: Group, tensor: torch.Tensor) -> Handle | None:
-        if tensor.layout is not torch.strided or tensor.device != self.device:
-            return None
-        if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        if tensor.device != self.device or not may_leave(tensor):
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata
         if storage.nbytes() < max(self._min_bytes, 1):  # an empty one holds no memory
             return None
         if address in self._stays or address in self._always_stays:
-            return None
-        base = tensor if tensor._base is None else tensor._base
-        # The program has a leaf in its hands: a parameter, or an input that gradients are taken of.
-        if type(base) is not torch.Tensor or (base.is_leaf and base.requires_grad):
             return None
         if self._mover.stream() != group.stream:
             return None  # neither the copy nor the memory's next user would wait for this stream

@@ -38,8 +38,6 @@ __all__ = [
     "free",
     "is_read_mostly",
     "last_prefetch_location",
-    "launch",
-    "load_function",
     "memory_type",
     "nvml_memory_bytes",
     "nvml_nvlink_c2c",
@@ -322,19 +320,6 @@ def allocate_managed(size_bytes: int) -> int:
 def free(address: int) -> None:
     """Give it back."""
     _call_runtime("cudaFree", address, subject=f"{address:#x}")
-
-
-def load_function(ptx: str, name: str) -> Any:
-    """Compile PTX for the current device, in its primary context; the function of that name."""
-    module = _call_driver("cuModuleLoadData", ptx.encode(), subject=name)
-    return _call_driver("cuModuleGetFunction", module, name.encode(), subject=name)
-
-
-def launch(function: Any, blocks: int, threads: int, stream: int, numbers: Sequence[int]) -> None:
-    """Start a function of 64-bit arguments on a stream."""
-    arguments = (tuple(numbers), (ctypes.c_uint64,) * len(numbers))
-    grid = blocks, 1, 1, threads, 1, 1
-    _call_driver("cuLaunchKernel", function, *grid, 0, stream, arguments, 0)
 
 
 def prefetch(range_: Range, location: Location, stream: int) -> None:

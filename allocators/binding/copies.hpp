@@ -1,0 +1,11 @@
+// The Python side of copies between managed and pinned memory.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace umem {
+
+// Nothing in a build without CUDA.
+void bind_copies(nanobind::module_& module);
+
+}  // namespace umem

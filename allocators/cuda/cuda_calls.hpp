@@ -1,0 +1,51 @@
+// What umem calls of CUDA's driver.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include <cstddef>
+
+namespace umem {
+
+// The driver's functions, through the runtime's entry-point query: nothing links libcuda. They are
+// the oldest forms that serve, which every driver that umem runs under still has.
+struct CudaCalls {
+  CudaCalls();  // throws std::runtime_error where one is missing
+
+  PFN_cuDeviceGet_v2000 device_get;
+  PFN_cuDeviceGetAttribute_v2000 device_attribute;
+  PFN_cuDevicePrimaryCtxRetain_v7000 retain_primary;
+  PFN_cuDevicePrimaryCtxRelease_v11000 release_primary;
+  PFN_cuCtxCreate_v3020 create_context;
+  PFN_cuCtxDestroy_v4000 destroy_context;
+  PFN_cuCtxSetCurrent_v4000 set_current;
+  PFN_cuStreamCreate_v2000 create_stream;
+  PFN_cuStreamDestroy_v4000 destroy_stream;
+  PFN_cuEventCreate_v2000 create_event;
+  PFN_cuEventDestroy_v4000 destroy_event;
+  PFN_cuEventRecord_v2000 record_event;
+  PFN_cuEventQuery_v2000 query_event;
+  PFN_cuEventSynchronize_v2000 synchronize_event;
+  PFN_cuStreamWaitEvent_v3020 wait_event;
+  PFN_cuThreadExchangeStreamCaptureMode_v10010 exchange_capture_mode;
+  PFN_cuMemAlloc_v3020 allocate;
+  PFN_cuMemFree_v3020 free;
+  PFN_cuMemGetAddressRange_v3020 address_range;
+  PFN_cuPointerGetAttribute_v4000 pointer_attribute;
+  PFN_cuMemPrefetchAsync_v8000 prefetch;
+  PFN_cuMemAdvise_v8000 advise;
+  PFN_cuMemRangeGetAttribute_v8000 range_attribute;
+  PFN_cuModuleLoadData_v2000 load_module;
+  PFN_cuModuleUnload_v2000 unload_module;
+  PFN_cuModuleGetFunction_v2000 get_function;
+  PFN_cuLaunchKernel_v4000 launch;
+  PFN_cuMemcpyAsync_v4000 copy;
+  PFN_cuGetErrorName_v6000 error_name;
+  PFN_cuGetErrorString_v6000 error_string;
+  // From CUDA 13 on; nullptr before.
+  CUresult (*discard)(CUdeviceptr*, std::size_t*, std::size_t, unsigned long long,
+                      CUstream) = nullptr;
+};
+
+}  // namespace umem

@@ -1,0 +1,59 @@
+// Copies between managed memory and pinned host memory beside the training's kernels.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/copy_kernel.hpp"
+#include "cuda/cuda_calls.hpp"
+#include "hints/request.hpp"
+
+namespace umem {
+
+// cudaMemcpyAsync keeps kernels from running while it copies managed memory, and a kernel that
+// copies over the link holds multiprocessors all the time. So a kernel copies between the managed
+// memory and a few MiB of plain device memory, which is short, and the copy engines between that
+// and the host, which takes no multiprocessor.
+//
+// One direction on one device. Every call needs the context that it was opened in to be current,
+// and returns the driver's error, or 0.
+class StagedCopy {
+ public:
+  StagedCopy(const CudaCalls& cuda, Direction direction)
+      : cuda_(cuda), kernel_(cuda), direction_(direction) {}
+
+  CUresult open(CUdevice device) noexcept;
+  // When nothing that it was asked for is under way.
+  void close() noexcept;
+
+  // Whether it is open, and can copy between these addresses.
+  bool fits(std::uintptr_t to, std::uintptr_t from) const noexcept {
+    return is_open_ && kernel_.fits(to, from);
+  }
+  const CopyKernel& kernel() const noexcept { return kernel_; }
+
+  // The kernel runs on `pages` and the copy engines' part on `link`. A copy to the host begins
+  // behind what `pages` holds and ends on `link`; one to the device the other way round.
+  CUresult copy(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, CUstream pages,
+                CUstream link) noexcept;
+
+ private:
+  struct Stage {
+    CUdeviceptr memory = 0;
+    CUevent full = nullptr;
+    CUevent free = nullptr;
+  };
+  CUresult through(const Stage& stage, std::uintptr_t to, std::uintptr_t from, std::size_t bytes,
+                   CUstream pages, CUstream link) noexcept;
+
+  const CudaCalls& cuda_;
+  CopyKernel kernel_;
+  const Direction direction_;
+  unsigned blocks_ = 0;
+  bool is_open_ = false;
+  std::array<Stage, 3> stages_;
+  std::size_t next_ = 0;
+};
+
+}  // namespace umem
