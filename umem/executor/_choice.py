@@ -29,8 +29,8 @@ _MAPPED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 link's time around it."""
 
 _IN_PLACE_SLOWDOWN = 0.4
-"""What a byte that is used in place costs the computation beside it, of what a copied one does: on
-one H200 1.8 to 2.4 ms a GiB, against 5 (benchmarks/results/h200-step-beside.txt)."""
+"""What a byte that is used in place costs the computation beside it, of what one of a page that
+moves does: on one H200 1.8 to 2.4 ms a GiB, against 5 (benchmarks/results/h200-step-beside.txt)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ def _steps(
 ) -> Iterator[tuple[Trace, dict[str, int]]]:
     """The step with parts beside others, where there are any; and as it is, which needs less."""
     if runs_beside:
-        slowdown_s_per_byte = _IN_PLACE_SLOWDOWN * hardware.copy_slowdown_s_per_byte
+        slowdown_s_per_byte = _IN_PLACE_SLOWDOWN * hardware.page_slowdown_s_per_byte
         step, beside = with_parts_beside(trace, in_place, slowdown_s_per_byte)
         if beside:
             yield step, beside
@@ -133,11 +133,9 @@ def _steps(
 def _slowed_by_pages(predicted: MigrationReport, hardware: Hardware) -> MigrationReport:
     """The prediction with what pages cost the computation that they move beside.
 
-    A simulation reckons with the link alone. On one H200 a step took 520 ms that was predicted to
-    take 499: 5.2 GB went to and fro, and each byte had cost about what a byte of the copy kernel
-    does (benchmarks/results/h200-step-beside.txt).
+    A simulation reckons with the link alone.
     """
-    slowed_s = predicted.moved_bytes(cause="hint") * hardware.copy_slowdown_s_per_byte
+    slowed_s = predicted.moved_bytes(cause="hint") * hardware.page_slowdown_s_per_byte
     stall_s = {**predicted.stall_s, "copy": predicted.stall_s["copy"] + slowed_s}
     return replace(predicted, step_s=predicted.step_s + slowed_s, stall_s=stall_s)
 

@@ -45,6 +45,7 @@ _KINDS: dict[str, Quantity] = {
     "copy_to_device_bytes_per_s": RATE,
     "copy_to_host_bytes_per_s": RATE,
     "copy_slowdown_s_per_byte": SLOWDOWN,
+    "page_slowdown_s_per_byte": SLOWDOWN,
     "mapped_read_bytes_per_s": RATE,
     "mapped_write_bytes_per_s": RATE,
     "mapped_bytes_per_s": RATE,

@@ -57,9 +57,11 @@ class Hardware:
     call_bytes : int
         Size that long ranges are split into, one call each.
     copy_to_device_bytes_per_s, copy_to_host_bytes_per_s : float
-        The copy kernel between device and host blocks, each direction alone.
+        Explicit copies between device and host blocks, each direction alone.
     copy_slowdown_s_per_byte : float
-        What a byte copied by the kernel costs the computation beside it.
+        What a byte that is copied costs the computation beside it.
+    page_slowdown_s_per_byte : float
+        What a byte of pages that move costs the computation beside them.
     mapped_read_bytes_per_s, mapped_write_bytes_per_s : float
         Host memory used in place by kernels, each direction alone.
     mapped_bytes_per_s : float
@@ -100,6 +102,7 @@ class Hardware:
     copy_to_device_bytes_per_s: float
     copy_to_host_bytes_per_s: float
     copy_slowdown_s_per_byte: float
+    page_slowdown_s_per_byte: float
     mapped_read_bytes_per_s: float
     mapped_write_bytes_per_s: float
     mapped_bytes_per_s: float
