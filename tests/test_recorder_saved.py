@@ -81,7 +81,7 @@ def recorded(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], None], **options: Any
 ) -> tuple[Trace, tuple[SavedTensor, ...]]:
     with umem.record(model, optimizer, **options) as recording:
-        for _ in range(6):
+        for _ in range(12):
             step()
     return recording.trace, recording.saved_tensors
 
@@ -158,6 +158,25 @@ def test_saved_tensors_are_found_again_by_counting(accumulate: int) -> None:
 def test_what_a_checkpoint_puts_away_is_not_saved() -> None:
     saved = recorded(*training(is_checkpointed=True))[1]
     assert [entry for entry in saved if entry.block.startswith("layers")] == []
+
+
+def test_a_result_that_gradients_are_taken_of_is_not_among_them() -> None:
+    """As adapters make of the embedding's: the program may hold it, and nobody can put it away."""
+    model, optimizer, step = training(is_checkpointed=True)
+    first = "forward first: result"
+    assert first in saved_names(model, optimizer, step)
+    model.first.requires_grad_(False)
+    model.first.register_forward_hook(lambda _module, _args, result: result.requires_grad_())
+    others = saved_names(model, optimizer, step)
+    assert first not in others
+    assert "forward layers.0: result" in others
+
+
+def saved_names(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], None]
+) -> set[str]:
+    trace, saved = recorded(model, optimizer, step)
+    return {trace.tensor_names[entry.tensor].partition(" 512x")[0] for entry in saved}
 
 
 def test_a_saved_tensor_that_was_modified_in_place_raises() -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "check_version",
     "innermost",
     "keep",
+    "may_leave",
     "pop_if_innermost",
     "push",
     "unpack_kept",
@@ -55,6 +56,20 @@ def pop_if_innermost(hooks: Hooks) -> bool:
         return False
     _autograd._pop_saved_tensors_default_hooks()
     return True
+
+
+def may_leave(tensor: torch.Tensor) -> bool:
+    """Whether something else may stand for a saved tensor, so that its memory can go meanwhile.
+
+    Not for a leaf that gradients are taken of, which the program has in its hands: a parameter, or
+    an input. Nor for kinds of tensors that bytes alone do not make up.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    base = tensor if tensor._base is None else tensor._base
+    return type(base) is torch.Tensor and not (base.is_leaf and base.requires_grad)
 
 
 def keep(tensor: torch.Tensor) -> Kept:

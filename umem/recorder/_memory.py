@@ -14,6 +14,7 @@ from umem.recorder._blocks import Block
 from umem.recorder._guard import Guard
 from umem.recorder._saved_tensor import Save, SaveLog
 from umem.recorder._tensors import named_tensors, plain_tensors
+from umem.saved_tensor_hooks import may_leave
 from umem.trace import Access
 from umem.trace._storages import BEFORE, Storage, Storages
 
@@ -242,7 +243,7 @@ class StepMemory:
         """Autograd keeps a tensor for the backward pass."""
         self._see(tensor, "saved")
         numbers = self._numbers(tensor)
-        self.saves.note(numbers)
+        self.saves.note(numbers if may_leave(tensor) else [])
         if self._is_recomputing:
             self._recomputed.setdefault(self._is_recomputing, []).extend(numbers)
 
