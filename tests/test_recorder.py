@@ -131,7 +131,7 @@ class Silent(Training):
         pass
 
 
-def recorded(training: Training, steps: int = 7, **options: Any) -> Trace:
+def recorded(training: Training, steps: int = 13, **options: Any) -> Trace:
     with umem.record(training.model, training.optimizer, **options) as recording:
         for _ in range(steps):
             training.step()
@@ -168,7 +168,7 @@ def test_a_step_small_enough_to_check_by_hand() -> None:
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
     inputs = torch.randn(16, 8)
-    with umem.record(model, optimizer, name="by hand", clock=CountingClock()) as recording:
+    with umem.record(model, optimizer, steps=3, name="by hand", clock=CountingClock()) as recording:
         for _ in range(6):
             model(inputs).sum().backward()
             optimizer.step()
@@ -244,7 +244,10 @@ def test_durations_are_medians() -> None:
 
     clock = Slowing()
     training = Training(Language(1))
-    trace = recorded(training, clock=clock)
+    with umem.record(training.model, training.optimizer, steps=3, clock=clock) as recording:
+        for _ in range(6):
+            training.step()
+    trace = recording.trace
     assert trace.duration_s is not None
     # Three steps are timed, each with as many marks: the middle one counts.
     assert trace.duration_s[0] == clock.marks // 3 + 1
@@ -362,7 +365,7 @@ def test_llama_agrees_with_operators(mode: str, checkpointing: bool) -> None:
     exact = record_step(lambda: make()[2], name=mode, source="test")
     model, optimizer, step = make()
     with umem.record(model, optimizer) as recording:
-        for _ in range(6):
+        for _ in range(12):
             step()
     trace = recording.trace
     compare(trace, exact)
@@ -425,7 +428,7 @@ def test_shared_modules_have_a_phase_for_each_call() -> None:
     model = Albert()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with umem.record(model, optimizer) as recording:
-        for _ in range(6):
+        for _ in range(12):
             model(torch.randn(4, 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -256,7 +256,7 @@ def test_blocks_called_alone_begin_no_step() -> None:
 
 def recording_of(training: Training, **options: Any) -> StepRecording:
     with umem.record(training.model, training.optimizer, **options) as recording:
-        for _ in range(6):
+        for _ in range(12):
             training.step()
     return recording
 

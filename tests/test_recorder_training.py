@@ -76,7 +76,7 @@ def make(
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 7, batch: int = 4
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 13, batch: int = 4
 ) -> list[float]:
     losses = []
     for step in range(steps):
@@ -134,7 +134,7 @@ def test_bits_are_those_of_an_unrecorded_run(reentrant: bool | None) -> None:
         recording = umem.record(model, optimizer) if is_recorded else nullcontext()
         with recording:
             torch.manual_seed(1)  # of the dropout
-            losses = train(model, optimizer, 8)
+            losses = train(model, optimizer, 14)
         results.append((losses, [parameter.detach().clone() for parameter in model.parameters()]))
         check_no_trace_left(model, optimizer)
     assert results[0][0] == results[1][0]
@@ -197,10 +197,10 @@ def test_copies_made_while_recording_are_not_recorded() -> None:
         file = io.BytesIO()
         torch.save(model, file)
         assert hook_count(model, optimizer) > 0
-        for step in range(5):
+        for step in range(11):
             averaged(torch.randn(3, WIDTH)).sum().backward()
             train(model, optimizer, 1)
-            assert recording.done == (step >= 3)
+            assert recording.done == (step >= 9)
     expected = recorded(*make())
     assert trace_fingerprint(recording.trace) == expected
     file.seek(0)
@@ -216,7 +216,7 @@ def test_evaluation_is_not_recorded() -> None:
     def fingerprint(evaluate: Callable[[nn.Module], object]) -> str:
         model, optimizer = make()
         with umem.record(model, optimizer, clock=Ticks()) as recording:
-            for _ in range(7):
+            for _ in range(13):
                 evaluate(model)
                 loss = model(torch.randn(4, WIDTH)).square().mean()
                 evaluate(model)
@@ -246,7 +246,7 @@ def test_two_models_are_recorded_side_by_side() -> None:
         umem.record(*first, clock=Ticks()) as one,
         umem.record(*second, clock=Ticks()) as other,
     ):
-        for _ in range(7):
+        for _ in range(13):
             train(*first, 1)
             train(*second, 1)
     assert [trace_fingerprint(recording.trace) for recording in (one, other)] == expected
@@ -283,13 +283,13 @@ def test_a_wrapper_around_backward_stays(is_polite: bool) -> None:
         if is_polite:  # it has all attributes of what it is around
             functools.update_wrapper(counting, replaced)
         torch.autograd.backward = counting
-        train(model, optimizer, 6)
+        train(model, optimizer, 12)
     assert torch.autograd.backward is counting
     train(model, optimizer, 1)
-    assert len(calls) == 7
+    assert len(calls) == 13
     torch.autograd.backward = replaced
     with umem.record(model, optimizer) as recording:  # the one that stayed serves again
-        train(model, optimizer, 6)
+        train(model, optimizer, 12)
     assert recording.done
     assert torch.autograd.backward is original
 
@@ -302,7 +302,7 @@ def test_a_wrapper_around_backward_takes_ours_away() -> None:
         torch.autograd.backward = lambda *args, **kwargs: original(*args, **kwargs)
         theirs = torch.autograd.backward
     with umem.record(model, optimizer) as recording:
-        train(model, optimizer, 6)
+        train(model, optimizer, 12)
     assert "backward loss" in recording.trace.phase_names
     assert torch.autograd.backward is theirs
     torch.autograd.backward = original
@@ -335,7 +335,7 @@ def test_an_exception_ends_the_recording_and_nothing_else(place: str, step_of_fa
     check_no_trace_left(model, optimizer)
     assert not recording.done
     timed = max(step_of_fault - 3, 0)
-    with pytest.raises(TraceError, match=f"Net: {timed} of 3 steps are recorded after"):
+    with pytest.raises(TraceError, match=f"Net: {timed} of 9 steps are recorded after"):
         _ = recording.trace
     train(model, optimizer, 1)
 
@@ -350,7 +350,7 @@ def test_a_step_that_failed_and_was_skipped_is_left_out(place: str, step_of_faul
         with pytest.raises(FaultError):
             faulty_step(model, optimizer, place, FaultError())
         optimizer.zero_grad()
-        train(model, optimizer, 8)
+        train(model, optimizer, 14)
         assert recording.done
     assert trace_fingerprint(recording.trace) == expected
 
@@ -401,11 +401,11 @@ def test_a_fault_of_the_recorder_does_not_reach_the_training() -> None:
                 raise OSError("no clock any more")
             return 0
 
-    plain, (model, optimizer) = train(*make(), 7), make()
+    plain, (model, optimizer) = train(*make(), 13), make()
     with umem.record(model, optimizer, clock=Broken()) as recording:
         torch.manual_seed(0)
         make()  # the same random numbers as before the plain run
-        losses = train(model, optimizer, 7)
+        losses = train(model, optimizer, 13)
         assert hook_count(model, optimizer) == WATCHING
     assert losses == plain
     with pytest.raises(TraceError, match="recording ended with OSError: no clock any more"):
@@ -450,7 +450,7 @@ def test_a_run_is_recorded_again_among_other_hooks() -> None:
 
     handle = model.layers[1].register_forward_hook(lambda *_: None)
     with umem.record(model, optimizer, clock=Ticks()) as recording:
-        for step in range(8):
+        for step in range(14):
             train(model, optimizer, 1)
             with torch.no_grad():
                 model(torch.randn(9, WIDTH))  # an evaluation in between
@@ -462,7 +462,7 @@ def test_a_run_is_recorded_again_among_other_hooks() -> None:
         umem.record(model, optimizer, clock=Ticks()) as again,
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
-        train(model, optimizer, 7)
+        train(model, optimizer, 13)
     # Hooks of others take what autograd saves, so that all the rest is as before.
     assert packed
     assert again.saved_tensors == ()
@@ -510,7 +510,7 @@ def test_a_step_of_other_shapes_is_told_before_it_runs() -> None:
 
     handle = model.first.register_forward_pre_hook(tell)
     with recording:
-        train(model, optimizer, 6)
+        train(model, optimizer, 12)
         assert recording.signature == recording.step_signature
         assert str(recording.signature) == "0 4x16 float32"
         told.clear()
@@ -564,14 +564,14 @@ def test_steps_that_cannot_be_kept_are_not_timed() -> None:
         for step in range(10, 15):
             train(model, optimizer, 1, batch=step + 1)
         assert clock.count == count
-        train(model, optimizer, 3, batch=5)
+        train(model, optimizer, 9, batch=5)
     assert recording.done, "one of the steps that were looked at comes round"
 
 
 def test_a_signature_lists_every_call_of_a_step() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer) as recording:
-        for _ in range(6):
+        for _ in range(12):
             for batch in (2, 3):
                 model(torch.randn(batch, WIDTH)).sum().backward()
             optimizer.step()
@@ -592,8 +592,8 @@ def test_hooks_of_others_are_called_as_before() -> None:
         layer.register_forward_hook(lambda *_: calls.append("after"))
         layer.register_full_backward_hook(lambda *_: calls.append("backward"))
     with umem.record(model, optimizer) as recording:
-        train(model, optimizer, 6)
-    assert calls == (["before", "after"] * 3 + ["backward"] * 3) * 6
+        train(model, optimizer, 12)
+    assert calls == (["before", "after"] * 3 + ["backward"] * 3) * 12
     assert "backward layers.1" in recording.trace.phase_names
 
 
@@ -618,7 +618,7 @@ def test_offloaded_activations_stay_offloaded(around: str) -> None:
         model, optimizer = make()
         recording = umem.record(model, optimizer) if is_recorded else nullcontext()
         with recording, place("loop"):
-            for _ in range(6):
+            for _ in range(12):
                 with place("forward"):
                     output = model(torch.randn(4, WIDTH))
                 with place("loss"):
@@ -644,7 +644,7 @@ def test_a_closure_runs_the_model_inside_the_optimizer() -> None:
         return loss
 
     with umem.record(model, optimizer) as recording:
-        for _ in range(6):
+        for _ in range(12):
             optimizer.step(closure)
     trace = recording.trace
     check_trace(trace, "test")
@@ -662,7 +662,7 @@ def test_a_compiled_model_is_recorded_as_a_whole() -> None:
     model, optimizer = make()
     compiled: Any = torch.compile(model, backend="eager")
     with umem.record(compiled, optimizer) as recording:
-        train(compiled, optimizer, 7)
+        train(compiled, optimizer, 13)
     check_trace(recording.trace, "test")
     assert "forward OptimizedModule" in recording.trace.phase_names
 
@@ -688,7 +688,7 @@ def test_a_compiled_optimizer_ends_steps() -> None:
     model, optimizer = make()
     compiled = torch.compile(lambda: optimizer.step(), backend="eager")
     with umem.record(model, optimizer) as recording:
-        for step in range(7):
+        for step in range(13):
             model(torch.full((4, WIDTH), float(step))).square().mean().backward()
             compiled()
             optimizer.zero_grad()
@@ -701,7 +701,7 @@ def test_a_graph_is_used_after_its_step() -> None:
     model, optimizer = make()
     head = nn.Linear(WIDTH, 1)
     with umem.record(model, optimizer) as recording:
-        for _ in range(7):
+        for _ in range(13):
             hidden = model(torch.ones(4, WIDTH))
             value = head(hidden.exp())
             hidden.square().sum().backward(retain_graph=True)
@@ -715,7 +715,7 @@ def test_a_graph_is_used_after_its_step() -> None:
 def test_gradients_taken_by_hand_are_followed_too() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer) as recording:
-        for _ in range(6):
+        for _ in range(12):
             loss = model(torch.randn(4, WIDTH)).square().mean()
             parameters = list(model.parameters())
             for parameter, gradient in zip(

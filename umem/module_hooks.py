@@ -6,31 +6,88 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
+from torch.compiler import is_compiling
 
-__all__ = ["Hook", "Undo", "hook_calls"]
+__all__ = ["Hook", "OnError", "Undo", "hook_calls"]
 
 Undo = Callable[[], None]
+OnError = Callable[[Exception], None]
 
 
-class Hook:
-    """Calls a function. A copy of it, such as in a copied or pickled model, does nothing."""
+def _raise(error: Exception) -> None:
+    raise error
 
-    __slots__ = ("_function",)
 
-    def __init__(self, function: Callable[..., None]) -> None:
+class _Copyable:
+    """Has a function to call. A copy of it, such as in a copied or pickled model, does nothing.
+
+    What calls it is one function without layers in it: it runs around every call of a module.
+    """
+
+    __slots__ = ("_function", "_on_error")
+
+    def __init__(self, function: Callable[..., None], on_error: OnError = _raise) -> None:
         self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        """Call the function; torch takes what a hook returns for another result."""
-        self._function(*args)
+        self._on_error = on_error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_idle,)
+        return type(self), (_idle,)
 
 
-def _idle(*_args: object) -> None:
+class Hook(_Copyable):
+    """Calls a function. A copy of it, such as in a copied or pickled model, does nothing.
+
+    Parameters
+    ----------
+    function
+        What it returns is dropped: torch takes what a hook returns for another result.
+    on_error
+        Called with what the function raises. By default that is raised to the caller.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function."""
+        try:
+            self._function(*args)
+        except Exception as error:
+            self._on_error(error)
+
+
+# Neither of the two does anything where a compiler traces the call: they are no part of the
+# program.
+
+
+class _Before(_Copyable):
+    __slots__ = ()
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # Where it was taken away since the call began, torch still calls it, without keywords.
+        if kwargs is None or is_compiling():
+            return
+        try:
+            self._function(args, kwargs)
+        except Exception as error:
+            self._on_error(error)
+
+
+class _After(_Copyable):
+    __slots__ = ()
+
+    def __call__(self, _module: nn.Module, _args: object, output: Any) -> None:
+        if is_compiling():
+            return
+        try:
+            self._function(output, failed=output is None and sys.exc_info()[0] is not None)
+        except Exception as error:
+            self._on_error(error)
+
+
+def _idle(*_args: object, **_kwargs: object) -> None:
     pass
 
 
@@ -38,7 +95,7 @@ def hook_calls(
     module: nn.Module,
     enter: Callable[[tuple[Any, ...], dict[str, Any]], None],
     leave: Callable[..., None] | None = None,
-    make_hook: Callable[[Callable[..., None]], Hook] = Hook,
+    on_error: OnError = _raise,
 ) -> list[Undo]:
     """Call functions at both ends of every call of one module.
 
@@ -50,28 +107,15 @@ def hook_calls(
         Called with the arguments of the call, by position and by keyword.
     leave
         Called with what the call returns, and with ``failed``: whether an exception has ended it.
-    make_hook
-        Makes hooks of functions.
+    on_error
+        Called with what they raise. By default that goes through the call.
     """
     if module._compiled_call_impl is not None:
-        return [_hook_compiled(module, enter, leave, make_hook)]
-
-    # Not where a compiler traces the call: the hooks are no part of the program.
-    # Nor where it was taken away since the call began: torch still calls it, without keywords.
-    def before(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
-        if kwargs is not None and not torch.compiler.is_compiling():
-            enter(args, kwargs)
-
-    undo = [module.register_forward_pre_hook(make_hook(before), with_kwargs=True).remove]
+        return [_hook_compiled(module, enter, leave, on_error)]
+    undo = [module.register_forward_pre_hook(_Before(enter, on_error), with_kwargs=True).remove]
     if leave is not None:
-
-        def after(_module: nn.Module, _args: object, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                leave(output, failed=output is None and sys.exc_info()[0] is not None)
-
-        undo.append(module.register_forward_hook(make_hook(after), always_call=True).remove)
+        after = _After(leave, on_error)
+        undo.append(module.register_forward_hook(after, always_call=True).remove)
     return undo
 
 
@@ -91,7 +135,7 @@ class _CompiledCall:
         self.hooks: list[tuple[Hook, Hook | None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # as a part of something larger
+        if is_compiling():  # as a part of something larger
             return self.compiled(*args, **kwargs)
         hooks = list(self.hooks)
         output, failed = None, True
@@ -111,15 +155,15 @@ def _hook_compiled(
     module: nn.Module,
     enter: Callable[[tuple[Any, ...], dict[str, Any]], None],
     leave: Callable[..., None] | None,
-    make_hook: Callable[[Callable[..., None]], Hook],
+    on_error: OnError,
 ) -> Undo:
     owner: Any = module
     found = owner._compiled_call_impl
     call = found if isinstance(found, _CompiledCall) else _CompiledCall(found)
     after = None
     if leave is not None:
-        after = make_hook(lambda output, failed: leave(output, failed=failed))
-    pair = make_hook(enter), after
+        after = Hook(lambda output, failed: leave(output, failed=failed), on_error)
+    pair = Hook(enter, on_error), after
     call.hooks.append(pair)
     owner._compiled_call_impl = call
 

@@ -37,7 +37,8 @@ def checks(report: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 def test_finds_the_gpu() -> None:
     """Every device that torch sees, with its name and managed memory."""
-    _, report = run_doctor()
+    name = "CUDA_VISIBLE_DEVICES"
+    _, report = run_doctor(**{name: os.environ[name]} if name in os.environ else {})
     found = checks(report)
     assert len(report["devices"]) == torch.cuda.device_count()
     for index in range(torch.cuda.device_count()):

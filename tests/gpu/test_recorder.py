@@ -64,7 +64,7 @@ def training(
 
 def recorded(model: Any, optimizer: Any, step: Callable[[], object], **options: Any) -> Trace:
     with umem.record(model, optimizer, **options) as recording:
-        for _ in range(7):
+        for _ in range(12):
             step()
     check_trace(recording.trace, "test")
     return recording.trace
@@ -248,7 +248,7 @@ def test_recording_does_not_wait_for_the_gpu() -> None:
 
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_recording_costs_under_three_percent(size: str) -> None:
-    """Timed steps only, in turns with plain ones. Short steps of each: others use the machine too.
+    """Timed steps only, in turns with plain ones; medians, as steps vary by a tenth and more.
 
     Small: launches are the bottleneck, and all that the host does is seen. transformers waits for
     the GPU once in each forward pass, so that what the host does after it is seen in large models
@@ -258,7 +258,7 @@ def test_recording_costs_under_three_percent(size: str) -> None:
     model = llama(layers, hidden).cuda()
     optimizer, step = training(model, batch)
 
-    def steps_s(steps: int = 5) -> list[float]:
+    def steps_s(steps: int = 8) -> list[float]:
         found = []
         for _ in range(steps):
             torch.cuda.synchronize()
@@ -268,23 +268,21 @@ def test_recording_costs_under_three_percent(size: str) -> None:
             found.append(time.perf_counter() - start)
         return found
 
-    steps_s(10)
-    plain, timed, after = steps_s(), [], []
-    for _ in range(15):
-        with umem.record(model, optimizer, steps=6, warmup=1) as recording:
+    steps_s(15)
+    plain, timed, after = [], [], []
+    for _ in range(20):
+        plain += steps_s()
+        with umem.record(model, optimizer, warmup=1) as recording:
             steps_s(2)  # a warm-up, and the step that is looked at
             timed += steps_s()
             step()
             torch.cuda.synchronize()
             assert recording.done
             after += steps_s()
-        plain += steps_s()
-    short_s, *others_s = (float(np.quantile(part, 0.1)) for part in (plain, timed, after))
-    shares = [other_s / short_s - 1 for other_s in others_s]
-    print(
-        f"\n{size}: {short_s * 1e3:.2f} ms a step (up to {max(plain) * 1e3:.2f}), timed "
-        f"{shares[0]:+.2%}, then {shares[1]:+.2%}"
-    )
+    plain_s, *others_s = (statistics.median(part) for part in (plain, timed, after))
+    shares = [other_s / plain_s - 1 for other_s in others_s]
+    quarters = ", ".join(f"{quarter * 1e3:.2f}" for quarter in statistics.quantiles(plain))
+    print(f"\n{size}: quarters {quarters} ms a step, timed {shares[0]:+.2%}, then {shares[1]:+.2%}")
     assert shares[0] < 0.03
     assert shares[1] < 0.02
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import compress, cycle, islice, pairwise
+from operator import not_
 from typing import Any
 
 from umem.recorder._blocks import Block
@@ -12,6 +13,7 @@ from umem.recorder._clock import Clock
 from umem.recorder._memory import StepLook, StepMemory
 from umem.recorder._phases import JoinedPhases, join_phases
 from umem.recorder._signature import CallShapes, SignatureWatch, StepSignature
+from umem.recorder._windows import Window, find_windows
 
 __all__ = ["MOST_LOOKS", "RecordedSteps", "StepCollector"]
 
@@ -26,18 +28,34 @@ class RecordedSteps:
 
     look: StepLook
     joined: JoinedPhases
-    labels: list[str]
-    """Of the phases that are followed."""
-    starts: list[bool]
-    """Of each of them, whether a phase of the trace begins with it."""
-    pending: list[list[Any]] = field(default_factory=list)
+    whole: Window
+    """All of a step."""
+    windows: tuple[Window, ...]
+    """What steps time by turns."""
+    seconds: list[list[float]]
+    """Of each phase of the trace, how long it took in the steps that have timed it."""
+    pending: list[tuple[Window, list[Any]]] = field(default_factory=list)
     """Marks that the device may not have come to, where phases of the trace begin, and of the
-    last one's end."""
-    seconds: list[list[float]] = field(default_factory=list)
+    step's end."""
+    totals: list[float] = field(default_factory=list)
+    """Seconds from begin to end of each timed step."""
+
+    @property
+    def timed_count(self) -> int:
+        """Steps that were timed, though the device may not have done them."""
+        return len(self.pending) + len(self.totals)
+
+    @property
+    def next_window(self) -> Window:
+        """What the next step is to time."""
+        return self.windows[self.timed_count % len(self.windows)]
 
 
 class StepCollector:
     """A listener that looks at the memory of one step of each signature, and times others.
+
+    Timed steps take turns at the windows of the step. Where one of them is told of other phases
+    than its window has, the next ones are followed as a whole.
 
     Parameters
     ----------
@@ -47,8 +65,8 @@ class StepCollector:
         Tells time where phases begin.
     steps
         How many of one signature are timed.
-    gaps
-        Labels of what lies between blocks.
+    root, blocks
+        The model, and the modules in it whose passes are phases.
     known
         Steps whose first call has these shapes are let pass.
     make_memory
@@ -62,7 +80,8 @@ class StepCollector:
         watch: SignatureWatch,
         clock: Clock,
         steps: int,
-        gaps: Collection[str],
+        root: Block,
+        blocks: Iterable[Block],
         *,
         known: Collection[CallShapes],
         make_memory: Callable[[], StepMemory],
@@ -72,7 +91,12 @@ class StepCollector:
         self._watch = watch
         self._clock = clock
         self._steps = steps
-        self._gaps = gaps
+        self._gaps = (root.forward, root.backward)
+        self._block_names = {
+            label: block.name
+            for block in blocks
+            for label in (block.forward, block.backward, block.recompute)
+        }
         self._known = known
         self._make_memory = make_memory
         self._on_enough = on_enough
@@ -84,12 +108,13 @@ class StepCollector:
         self._labels: list[str] = []
         self._marks: list[Any] = []
         self._is_usable = False
-        self._starts: list[bool] = []
+        # None where nothing is known of the step, and all is marked.
+        self._window: Window | None = None
 
     @property
     def timed_count(self) -> int:
         """Steps of one signature that were timed."""
-        return max(map(_timed, self._found.values()), default=0)
+        return max((found.timed_count for found in self._found.values()), default=0)
 
     def complete(self, *, wait: bool) -> RecordedSteps | None:
         """Steps of which there are enough.
@@ -100,9 +125,9 @@ class StepCollector:
             For the device to have done them.
         """
         for found in self._found.values():
-            if _timed(found) >= self._steps:
+            if found.timed_count >= self._steps:
                 self._read_marks(found, wait=wait)
-                if len(found.seconds) >= self._steps:
+                if len(found.totals) >= self._steps:
                     return found
         return None
 
@@ -110,23 +135,22 @@ class StepCollector:
         clock = self._clock
         if not (wait or clock.is_usable()):
             return
-        while found.pending and (wait or clock.is_past(found.pending[0][-1])):
-            marks = found.pending.pop(0)
-            found.seconds.append(
-                [clock.seconds(first, second) for first, second in pairwise(marks)]
-            )
-            self._release(marks)
-
-    def _release(self, marks: Iterable[Any]) -> None:
-        self._clock.release(mark for mark in marks if mark is not None)
+        while found.pending and (wait or clock.is_past(found.pending[0][1][-1])):
+            window, marks = found.pending.pop(0)
+            numbers = [*window.marked, len(found.seconds)]
+            for (first, begin), (following, end) in pairwise(zip(numbers, marks, strict=True)):
+                if following == first + 1:  # otherwise others lie between them
+                    found.seconds[first].append(clock.seconds(begin, end))
+            found.totals.append(clock.seconds(marks[0], marks[-1]))
+            clock.release(marks)
 
     # ------------------------------------------------------------------ what the follower tells
 
-    def step_begins(self) -> StepMemory | None:
+    def step_begins(self) -> StepMemory | Window | None:
         """Look at its memory, or take its time only."""
-        self._release(self._marks)  # of a step that was given up
-        self._labels, self._marks, self._starts = [], [], []
-        self._memory = None
+        self._clock.release(self._marks)  # of a step that was given up
+        self._labels, self._marks = [], []
+        self._memory = self._window = None
         first = tuple(self._watch.calls[:1])
         self._is_usable = self._clock.is_usable() and not any(map(self._known.__contains__, first))
         if not self._is_usable:
@@ -138,18 +162,21 @@ class StepCollector:
             self.looks += 1
             self._memory = self._make_memory()
         elif len(like) == 1:
-            self._starts = like[0].starts
-        return self._memory
+            self._window = like[0].next_window
+        return self._memory or self._window
 
     def phase_begins(self, label: str) -> None:
         """Mark the time, unless the trace has no phase that begins here."""
         if not self._is_usable:
             return
-        number = len(self._labels)
-        self._labels.append(label)
-        if self._memory is None:
-            is_start = number >= len(self._starts) or self._starts[number]
-            self._marks.append(self._clock.mark() if is_start else None)
+        labels, window = self._labels, self._window
+        if window is not None:
+            begins, number = window.begins, len(labels)
+            if number < len(begins) and begins[number] is not None:
+                self._marks.append(self._clock.mark())
+        elif self._memory is None:
+            self._marks.append(self._clock.mark())
+        labels.append(label)
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
         """Nothing to note."""
@@ -167,23 +194,37 @@ class StepCollector:
             return
         self._marks.append(self._clock.mark())
         found = self._found.get(signature)
-        if found is None or found.labels != self._labels:
+        if found is None:
             self._unlike.add(signature.calls[:1])
             return
+        window = self._window or found.whole
+        if window.labels != tuple(self._labels):
+            if window.skipped:
+                # The step may be like the others all the same: followed as a whole, it shows.
+                found.windows = (found.whole,)
+            else:
+                self._unlike.add(signature.calls[:1])
+            return
         marks, self._marks = self._marks, []
-        starts = [*found.starts, True]
-        found.pending.append([m for m, is_start in zip(marks, starts, strict=True) if is_start])
-        self._release(m for m, is_start in zip(marks, starts, strict=True) if not is_start)
-        if _timed(found) >= self._steps:
+        if self._window is None:
+            is_wanted = [*(number is not None for number in window.begins), True]
+            self._clock.release(compress(marks, map(not_, is_wanted)))
+            marks = list(compress(marks, is_wanted))
+        found.pending.append((window, marks))
+        if found.timed_count >= self._steps:
             self._on_enough(signature)
 
     def _keep_look(self, signature: StepSignature, look: StepLook) -> None:
         joined = join_phases(look, self._gaps)
-        starts = joined.starts.tolist()
-        self._found[signature] = RecordedSteps(look, joined, list(look.labels), starts)
+        begins = joined.begins
+        windows = find_windows(look.labels, begins, self._block_names, self._gaps, self._steps)
+        self._found[signature] = RecordedSteps(
+            look,
+            joined,
+            Window(frozenset(), look.labels, begins),
+            windows,
+            seconds=[[] for _ in joined.labels],
+        )
         self._unlike.discard(signature.calls[:1])
-        self._clock.reserve((sum(starts) + 1) * self._steps)
-
-
-def _timed(found: RecordedSteps) -> int:
-    return len(found.pending) + len(found.seconds)
+        timed = islice(cycle(windows), self._steps)
+        self._clock.reserve(sum(len(window.marked) + 1 for window in timed))

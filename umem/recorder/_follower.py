@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
@@ -17,7 +18,9 @@ from umem.recorder._blocks import Block
 from umem.recorder._guard import Guard
 from umem.recorder._listener import StepListener
 from umem.recorder._look import Look
-from umem.recorder._tensors import nodes_of
+from umem.recorder._memory import StepMemory
+from umem.recorder._tensors import computed_tensors
+from umem.recorder._windows import Window
 from umem.trace import OPTIMIZER
 
 __all__ = ["AFTER_BACKWARD", "BACKWARD_LOSS", "FORWARD_LOSS", "Follower"]
@@ -43,12 +46,17 @@ class _Step:
     number: int
     look: Look | None
     """None where nobody looks at its memory."""
+    skipped: frozenset[str]
+    """Names of the blocks that are let pass."""
     label: str = ""
-    hooked: set[tuple[int, int]] = field(default_factory=set)
-    """Threads and numbers of the autograd nodes that tell when they are reached."""
+    hooked: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Phases that begin when the backward pass reaches an autograd node, by its thread and
+    number."""
     left_at: int = -1
     """Number of the next autograd node when a block was left last: if it is the next one still,
     there is nothing of the model's own between that block and the one that is called."""
+    skipped_nodes: list[int] = field(default_factory=list)
+    """Numbers of the next autograd node at both ends of each skipped block's forward pass."""
     is_broken: bool = False
 
 
@@ -97,7 +105,10 @@ class Follower:
         """Follow from now on. Modules that are no blocks cost nothing by it."""
         for block in (self._root, *self._blocks):
             self._hooks += hook_calls(
-                block.module, partial(self._enter, block), partial(self._leave, block), self._guard
+                block.module,
+                partial(self._enter, block),
+                partial(self._leave, block),
+                self._guard.on_error,
             )
         leave = follow_backward(
             self._unowned(Follower._backward_begins), self._unowned(Follower._backward_ends)
@@ -142,6 +153,11 @@ class Follower:
         """A module is called."""
         if not self._hooks:
             return  # torch calls hooks that were taken away since the call began
+        step = self._step
+        if step is not None and block.name in step.skipped:
+            if _graph_task() == -1:
+                step.skipped_nodes.append(_next_node())
+            return
         if block is self._root and self._open:
             self._clear_open()
         in_backward = _graph_task() != -1
@@ -152,7 +168,6 @@ class Follower:
         if not is_wanted:
             self._open.append(None)
             return
-        step = self._step
         if step is None:
             step = self._step = self._begin()
         is_outermost = not self._open and not in_backward
@@ -165,7 +180,7 @@ class Follower:
         next_node = _next_node()
         if not is_outermost and not in_backward and next_node != step.left_at:
             # Tells when the backward pass leaves the block for what lies before it.
-            self._hook(step, (*args, *kwargs.values()), 0, self._root.backward)
+            self._hook(step, (*args, *kwargs.values()), None, self._root.backward)
         self._begin_phase(step, label)
         is_root = block is self._root
         if step.look is not None:
@@ -184,13 +199,15 @@ class Follower:
         return in_backward or torch.is_grad_enabled()  # otherwise an evaluation
 
     def _begin(self) -> _Step:
-        memory = self._listener.step_begins()
+        wanted = self._listener.step_begins()
         look = None
-        if memory is not None:
-            look = Look(memory, self._blocks, self._guard, is_running=lambda: bool(self._open))
+        if isinstance(wanted, StepMemory):
+            look = Look(wanted, self._blocks, self._guard, is_running=lambda: bool(self._open))
+        skipped = wanted.skipped if isinstance(wanted, Window) else frozenset[str]()
+        skipped -= {self._root.name}
         self._step_count += 1
         self._backward_failed = False
-        return _Step(self._step_count, look)
+        return _Step(self._step_count, look, skipped)
 
     def _clear_open(self) -> None:
         """An interrupt has left calls behind."""
@@ -203,14 +220,20 @@ class Follower:
 
     def _leave(self, block: Block, output: Any, *, failed: bool) -> None:
         """A module returns, or an exception goes through it."""
+        step = self._step
+        if step is not None and block.name in step.skipped:
+            if _graph_task() == -1:
+                step.is_broken |= failed
+                step.left_at = _next_node()
+                step.skipped_nodes.append(step.left_at)
+            return
         call = self._open.pop() if self._open else None
         if call is None:
             return
         _, following, first_node = call
         is_root = block is self._root
         self._listener.block_ends(block)
-        step = self._step
-        if step is None:
+        if step is None or step is not self._step:
             return
         # A checkpoint ends the computation in this way when it has all it needs.
         if failed and _graph_task() == -1:
@@ -229,20 +252,28 @@ class Follower:
 
     # ------------------------------------------------------------------ the backward pass
 
-    def _hook(self, step: _Step, value: object, first_node: int, label: str) -> None:
+    def _hook(self, step: _Step, value: object, first_node: int | None, label: str) -> None:
         """Begin a phase when the backward pass reaches what has made these tensors.
 
-        Only nodes made since `first_node`: an earlier one belongs to the block before.
+        Only nodes made since `first_node`: an earlier one belongs to the block before. Where that
+        is None, all but those that a skipped block has made.
         """
-        for node in nodes_of(value):
+        for tensor, node in computed_tensors(value):
             number = node._sequence_nr()
-            if number < first_node:
+            if first_node is not None:
+                is_others = number < first_node
+            else:
+                is_others = bisect_right(step.skipped_nodes, number) % 2 == 1
+            if is_others:
                 continue
             key = (get_ident(), number)  # nodes are numbered thread by thread
-            if key not in step.hooked:
-                step.hooked.add(key)
-                # The graph, which holds this, may live on.
-                node.register_prehook(partial(_reached, self._reference, step.number, label))
+            # A node has a gradient for each of its results; only a look wants to see them all.
+            if key in step.hooked and (step.look is None or step.hooked[key] != label):
+                continue
+            step.hooked[key] = label
+            # The graph, which holds this, may live on.
+            reached = partial(_reached, self._reference, step.number, label)
+            _hook_gradient(tensor, node, reached)
 
     def _backward_begins(self, roots: object) -> None:
         """A backward pass begins; within another one, it is a checkpoint's."""
@@ -297,19 +328,36 @@ class Follower:
             step.look.memory.begin_phase(label)
 
 
-def _reached(
-    reference: weakref.ref[Follower], number: int, label: str, gradients: Sequence[Any]
-) -> None:
-    """The backward pass of a step has come to a node that a phase begins with."""
+def _hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) -> None:
+    """Call a function with the gradient of a tensor, before the node that made it runs.
+
+    As ``Tensor.register_hook`` does, which takes several times as long: it makes an ordered
+    dictionary, and a handle to take the hook away. The tensor keeps the hooks that it has.
+    """
+    others = tensor._backward_hooks
+    tensor._backward_hooks = {0: hook}
+    node._register_hook_dict(tensor)  # the node holds the dictionary from now on
+    tensor._backward_hooks = others
+
+
+def _reached(reference: weakref.ref[Follower], number: int, label: str, gradient: Any) -> None:
+    """The backward pass of a step has come to a node that a phase begins with.
+
+    The gradient is None where the node goes on with those of its other results only.
+    """
     follower = reference()
     step = None if follower is None else follower._step
-    if follower is None or step is None or step.number != number or step.label == label:
+    if follower is None or step is None or step.number != number:
+        return
+    is_new = step.label != label
+    if not is_new and step.look is None:
         return
     try:
+        if is_new:
+            if step.look is not None:
+                step.look.hand_on(gradient, "gradient")
+            follower._begin_phase(step, label)
         if step.look is not None:
-            step.look.hand_on(gradients, "gradient")
-        follower._begin_phase(step, label)
-        if step.look is not None:
-            step.look.take(gradients)
+            step.look.take(gradient)
     except Exception as error:
         follower._guard.on_error(error)

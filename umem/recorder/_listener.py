@@ -6,6 +6,7 @@ from typing import Protocol
 
 from umem.recorder._blocks import Block
 from umem.recorder._memory import StepMemory
+from umem.recorder._windows import Window
 
 __all__ = ["StepListener"]
 
@@ -18,13 +19,14 @@ class StepListener(Protocol):
     the training.
     """
 
-    def step_begins(self) -> StepMemory | None:
+    def step_begins(self) -> StepMemory | Window | None:
         """The model is called for the first time in a step.
 
         Returns
         -------
-        StepMemory or None
-            What is to follow the step's memory, which is slow; None in a step that only runs.
+        StepMemory, Window or None
+            What is to follow the step's memory, which is slow; or the only part of the step that
+            is to be told of. None in a step that is told of as a whole.
         """
 
     def phase_begins(self, label: str) -> None:

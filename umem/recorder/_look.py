@@ -49,7 +49,7 @@ class Look:
             enter, leave = partial(self._enter_inner, block), self._leave_inner
             for module in block.module.modules():
                 if module is not block.module:
-                    self._hooks += hook_calls(module, enter, leave, guard)
+                    self._hooks += hook_calls(module, enter, leave, guard.on_error)
 
     def close(self) -> None:
         """Take its hooks away, and forget the memory."""

@@ -39,9 +39,11 @@ class JoinedPhases:
     """Of the joined phases."""
 
     @property
-    def starts(self) -> NDArray[np.bool_]:
-        """Whether a joined phase begins with the one that was followed."""
-        return np.diff(self.numbers, prepend=-1) > 0
+    def begins(self) -> tuple[int | None, ...]:
+        """Of each phase that was followed, the number of the joined phase that begins with it."""
+        is_first = np.diff(self.numbers, prepend=-1) > 0
+        numbers = zip(self.numbers.tolist(), is_first.tolist(), strict=True)
+        return tuple(number if begins else None for number, begins in numbers)
 
 
 def join_phases(look: StepLook, gaps: Collection[str]) -> JoinedPhases:

@@ -20,7 +20,7 @@ def record(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    steps: int = 3,
+    steps: int = 9,
     warmup: int = 2,
     blocks: Iterable[str | nn.Module] | None = None,
     name: str | None = None,
@@ -33,7 +33,8 @@ def record(
 
     Nothing else has to be called: a step ends with ``optimizer.step()``. After `warmup` steps the
     memory of one is looked at, then `steps` are timed, and the rest of the block runs as if there
-    was no recording, but for one look at the shapes of each batch.
+    was no recording, but for one look at the shapes of each batch. Where `steps` are 6 or more,
+    each of them times only a part of the model's blocks, by turns.
 
     Parameters
     ----------
@@ -42,7 +43,8 @@ def record(
     optimizer
         Its steps are the steps.
     steps
-        How many are timed; durations are their medians.
+        How many are timed; durations are their medians. Each phase is timed in 3 of them or more,
+        if there are so many.
     warmup
         How many are let pass first: 1 or more, for the first one makes the optimizer's state.
     blocks
@@ -78,7 +80,7 @@ def record(
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> with umem.record(model, optimizer) as recording:
-    ...     for _ in range(6):
+    ...     for _ in range(12):
     ...         model(torch.randn(4, 8)).sum().backward()
     ...         optimizer.step()
     ...         optimizer.zero_grad()

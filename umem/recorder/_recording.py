@@ -107,7 +107,8 @@ class StepRecording:
     def saved_tensors(self) -> tuple[SavedTensor, ...]:
         """The activations that autograd saved in the forward calls of blocks, in order.
 
-        Those that hooks of the program put away, as a checkpoint does, are not among them.
+        Those that hooks of the program put away, as a checkpoint does, are not among them, nor are
+        leaves that gradients are taken of, which the program may hold.
 
         Raises
         ------
@@ -206,14 +207,15 @@ class StepRecording:
             self._watch,
             self._clock or clock_for(self._device),
             self._steps,
-            (self._root.forward, self._root.backward),
+            self._root,
+            self._blocks,
             known=self._known,
             make_memory=self._make_memory,
             on_enough=self._on_enough,
         )
         optimizer, uncompiled = self._optimizer, self._guard.uncompiled
         self._watch_hooks = [
-            *hook_calls(model, self._on_call, make_hook=self._guard),
+            *hook_calls(model, self._on_call, on_error=self._guard.on_error),
             optimizer.register_step_pre_hook(uncompiled(self._on_optimizer_begin)).remove,
             optimizer.register_step_post_hook(uncompiled(self._on_optimizer_end)).remove,
         ]
@@ -287,7 +289,6 @@ class StepRecording:
         if self._built is not None:
             return self._built
         recorded = self._require()
-        totals = [sum(phases) for phases in recorded.seconds]
         self._built = build_trace(
             recorded.look,
             recorded.joined,
@@ -296,9 +297,9 @@ class StepRecording:
             source=f"recorded in training with torch {torch.__version__} on {self._device_name}",
             metadata={
                 "warmup": self._warmup,
-                "steps": len(totals),
+                "steps": len(recorded.totals),
                 "blocks": self._block_count,
-                "median_step_s": float(np.median(totals)),
+                "median_step_s": float(np.median(recorded.totals)),
                 "signature": str(self._signature)[:_MOST_METADATA_TEXT],
             },
             optimizer_parts=self._optimizer_parts,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["named_tensors", "nodes_of", "plain_tensors"]
+__all__ = ["computed_tensors", "named_tensors", "plain_tensors"]
 
 _DEEPEST = 8
 """Containers within containers are looked into so far; one may hold itself."""
@@ -50,35 +50,39 @@ def _named_tensors(value: object, name: str, depth: int) -> Iterator[tuple[str, 
             yield from _named_tensors(part, f"{name}.{key}" if name else str(key), depth + 1)
 
 
-def nodes_of(value: object) -> list[Any]:
-    """The autograd nodes that have made tensors; without names, as it runs in every step.
+def computed_tensors(value: object) -> list[tuple[torch.Tensor, Any]]:
+    """Tensors that autograd can go back from, and the nodes that have made them.
+
+    Without names, as it runs in every step.
 
     Parameters
     ----------
     value
         As for :func:`named_tensors`.
     """
-    found: list[Any] = []
-    _add_nodes((value,), found, 0)
+    found: list[tuple[torch.Tensor, Any]] = []
+    _add_computed((value,), found, 0)
     return found
 
 
-def _add_nodes(values: Iterable[object], found: list[Any], depth: int) -> None:
+def _add_computed(
+    values: Iterable[object], found: list[tuple[torch.Tensor, Any]], depth: int
+) -> None:
     value: Any
     for value in values:
         kind = type(value)
         if kind is torch.Tensor or isinstance(value, torch.Tensor):
             node = value.grad_fn
             if node is not None:
-                found.append(node)
+                found.append((value, node))
         elif kind in _PLAIN or depth == _DEEPEST:
             continue
         elif isinstance(value, _SEQUENCES):
-            _add_nodes(value, found, depth + 1)
+            _add_computed(value, found, depth + 1)
         elif isinstance(value, dict | Mapping):  # a dictionary is told sooner
-            _add_nodes(value.values(), found, depth + 1)
+            _add_computed(value.values(), found, depth + 1)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            _add_nodes(vars(value).values(), found, depth + 1)
+            _add_computed(vars(value).values(), found, depth + 1)
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

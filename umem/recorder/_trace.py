@@ -51,7 +51,7 @@ def build_trace(
     joined
         Which of them are one.
     seconds
-        Durations of the joined phases in each of the timed steps; the medians count.
+        Of each joined phase, its durations in the steps that have timed it; the medians count.
     name, source, metadata
         For :class:`umem.trace.Trace`.
     optimizer_parts
@@ -84,7 +84,7 @@ def build_trace(
         for column in _find_temporaries(look, joined, columns, labels):
             all_accesses[column.first].append((len(columns), Access.WRITE))
             columns.append(column)
-    medians = np.median(np.array(seconds, np.float64), axis=0)
+    medians = np.array([np.median(durations) for durations in seconds])
     shares = touched[count:] / touched[count:].sum() if touched[count:].any() else np.ones(1)
     trace = Trace(
         name=name,
