@@ -29,10 +29,10 @@ class Copier {
     succeeded(cudaFree(nullptr));  // makes the context current in a thread that is new to CUDA
     CUdevice handle = 0;
     check(calls().device_get(&handle, device_));
-    if (const CUresult error = copy_.open(handle)) {
-      copy_.close();
-      check(error);
-    }
+    CUresult error = copy_.open(handle);
+    if (error == CUDA_SUCCESS) error = copy_.furnish();
+    if (error != CUDA_SUCCESS) copy_.close();
+    check(error);
   }
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;

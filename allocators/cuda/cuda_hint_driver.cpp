@@ -9,8 +9,8 @@
 namespace umem {
 namespace {
 
-// For host memory that is not pinned, which the copy engines are slow with: the kernel copies over the
-// link itself. One H200: so many blocks fill it.
+// The kernel copies over the link itself where host memory is not pinned, which copy engines are
+// slow with, and where the card has no memory left to go through. One H200: so many blocks fill it.
 constexpr unsigned kLinkBlocks = 4;
 
 }  // namespace
@@ -228,9 +228,10 @@ int CudaHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_
   // The driver knows nothing of memory that it has not pinned.
   const CUresult asked =
       cuda_.pointer_attribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, host);
-  if (asked != CUDA_SUCCESS || is_managed != 0)
-    return mine.staged->kernel().launch(kLinkBlocks, to, from, bytes, mine.primary.stream);
-  return mine.staged->copy(to, from, bytes, mine.primary.stream, mine.link.stream);
+  const bool is_pinned = asked == CUDA_SUCCESS && is_managed == 0;
+  if (is_pinned && mine.staged->furnish() == CUDA_SUCCESS)
+    return mine.staged->copy(to, from, bytes, mine.primary.stream, mine.link.stream);
+  return mine.staged->kernel().launch(kLinkBlocks, to, from, bytes, mine.primary.stream);
 }
 
 int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) noexcept {

@@ -18,6 +18,11 @@ CUresult StagedCopy::open(CUdevice device) noexcept {
           &multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device))
     return error;
   blocks_ = static_cast<unsigned>(kBlocksPerMultiprocessor * multiprocessors);
+  is_open_ = true;
+  return CUDA_SUCCESS;
+}
+
+CUresult StagedCopy::furnish() noexcept {
   for (Stage& stage : stages_) {
     for (CUevent* event : {&stage.full, &stage.free})
       if (*event == nullptr)
@@ -25,7 +30,6 @@ CUresult StagedCopy::open(CUdevice device) noexcept {
     if (stage.memory == 0)
       if (const CUresult error = cuda_.allocate(&stage.memory, kStageBytes)) return error;
   }
-  is_open_ = true;
   return CUDA_SUCCESS;
 }
 

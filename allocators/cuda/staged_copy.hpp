@@ -23,11 +23,14 @@ class StagedCopy {
   StagedCopy(const CudaCalls& cuda, Direction direction)
       : cuda_(cuda), kernel_(cuda), direction_(direction) {}
 
+  // Loads the kernel. Takes no device memory.
   CUresult open(CUdevice device) noexcept;
+  // Takes the memory that copies go through, unless it has it: before the first copy.
+  CUresult furnish() noexcept;
   // When nothing that it was asked for is under way.
   void close() noexcept;
 
-  // Whether it is open, and can copy between these addresses.
+  // Whether it is open, and its kernel can copy between these addresses.
   bool fits(std::uintptr_t to, std::uintptr_t from) const noexcept {
     return is_open_ && kernel_.fits(to, from);
   }
