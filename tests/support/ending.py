@@ -12,8 +12,8 @@ from managed_training import MIB, Training
 def main(how: str) -> None:
     torch.set_num_threads(1)
     training = Training()
-    # A hint of 2 MiB takes a tenth of a second: some are always under way.
-    manager = training.manage("lookahead", 34 * MIB, bytes_per_s=20e6)
+    # A hint of 2 MiB takes a twentieth of a second: some are always under way.
+    manager = training.manage("lookahead", 34 * MIB, bytes_per_s=40e6)
     training.steps(8)
     assert manager.status().state == "running"
     training.forward().backward()
