@@ -2,7 +2,6 @@
 
 #ifdef UMEM_HAS_CUDA
 #include <stdexcept>
-#include <string>
 
 #include "cuda/cuda_calls.hpp"
 #include "cuda/fork.hpp"
@@ -57,11 +56,7 @@ class Copier {
     return found;
   }
   static void check(CUresult error) {
-    if (error == CUDA_SUCCESS) return;
-    const char* name = nullptr;
-    calls().error_name(error, &name);
-    throw std::runtime_error(std::string("staged copy: ") +
-                             (name == nullptr ? "unknown error" : name));
+    if (error != CUDA_SUCCESS) throw std::runtime_error("staged copy: " + calls().describe(error));
   }
 
   const int device_;

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <stdexcept>
-#include <string>
 
 #include "cuda/succeeded.hpp"
 
@@ -63,6 +62,15 @@ CudaCalls::CudaCalls() {
   require(error_name, "cuGetErrorName", 6000);
   require(error_string, "cuGetErrorString", 6000);
   if (!find(discard, "cuMemDiscardBatchAsync", 13000)) discard = nullptr;
+}
+
+std::string CudaCalls::describe(CUresult error) const {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  error_name(error, &name);
+  error_string(error, &text);
+  return std::string(name == nullptr ? "unknown error" : name) + ": " +
+         (text == nullptr ? "no description" : text);
 }
 
 }  // namespace umem

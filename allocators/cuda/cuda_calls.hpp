@@ -5,6 +5,7 @@
 #include <cudaTypedefs.h>
 
 #include <cstddef>
+#include <string>
 
 namespace umem {
 
@@ -12,6 +13,9 @@ namespace umem {
 // the oldest forms that serve, which every driver that umem runs under still has.
 struct CudaCalls {
   CudaCalls();  // throws std::runtime_error where one is missing
+
+  // An error's name and meaning.
+  std::string describe(CUresult error) const;
 
   PFN_cuDeviceGet_v2000 device_get;
   PFN_cuDeviceGetAttribute_v2000 device_attribute;

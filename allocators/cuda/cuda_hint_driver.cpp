@@ -276,12 +276,7 @@ CUresult CudaHintDriver::wait(Station& station) noexcept {
 }
 
 std::string CudaHintDriver::describe(int error) const {
-  const char* name = nullptr;
-  const char* text = nullptr;
-  cuda_.error_name(static_cast<CUresult>(error), &name);
-  cuda_.error_string(static_cast<CUresult>(error), &text);
-  return std::string(name == nullptr ? "unknown error" : name) + ": " +
-         (text == nullptr ? "no description" : text);
+  return cuda_.describe(static_cast<CUresult>(error));
 }
 
 }  // namespace umem

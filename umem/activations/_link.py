@@ -47,8 +47,10 @@ class Link:
 
     def wait_stream(self, stream: torch.cuda.Stream) -> None:
         """Let copies from now on wait for what a stream holds now."""
-        self._link.wait_stream(stream)
-        self._pages.wait_stream(stream)
+        mark = new_event()
+        mark.record(stream)
+        self._link.wait_event(mark)
+        self._pages.wait_event(mark)
 
     def wait_event(self, event: torch.cuda.Event) -> None:
         """Let copies from now on wait for an event before they use host memory."""
