@@ -54,7 +54,7 @@ FIGURES: Mapping[str, Unit] = MappingProxyType(
 """Names and units of what is compared. Bytes are those of unified-memory transfers, by direction,
 in all and by class; ``fault_bytes`` are those that faults brought, with the neighbours that the
 driver brought unasked; ``hinted_...`` are those that somebody asked for. Host memory used in place,
-and the copy kernel's copies, are not among them: no profiler shows them."""
+and explicit copies, are not among them: no profiler shows them as such transfers."""
 
 REPORTED = tuple(_REPORTED)
 """Those that are fields of a report, and keys of its row."""

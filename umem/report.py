@@ -33,7 +33,7 @@ Direction = Literal["to_device", "to_host", "between_devices"]
 Cause = Literal["hint", "fault", "speculation", "eviction", "counter", "mapped", "copy", "unknown"]
 """Why bytes crossed the link. The first five are unified-memory transfers, as CUPTI names them:
 asked for, faulted, the driver's speculation, the driver's eviction, access counters. ``mapped`` are
-host pages used in place, ``copy`` the copy kernel's; a profiler shows neither as a transfer.
+host pages used in place, ``copy`` explicit copies; a profiler shows neither as such a transfer.
 ``unknown`` is a unified-memory transfer that the driver gave no cause for: measured only."""
 
 CAUSES: tuple[Cause, ...] = (

@@ -36,9 +36,9 @@ class HintOp(IntEnum):
     DISCARD = 2
     """The contents are dead: free the device pages and any host copy without moving them."""
     COPY_IN = 3
-    """Copy the contents from a host block with the copy kernel."""
+    """Copy the contents from a host block by an explicit copy."""
     COPY_OUT = 4
-    """Copy the contents to a host block with the copy kernel, and free the device pages."""
+    """Copy the contents to a host block by an explicit copy, and free the device pages."""
 
 
 @dataclass(frozen=True, eq=False)

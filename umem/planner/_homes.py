@@ -32,7 +32,7 @@ class Holding:
     movable : bool[T]
         The planner may send the tensor away by hint.
     copied : bool[T]
-        By the copy kernel and not by page migration.
+        By explicit copies and not by page migration.
     kept_copy : bool[T]
         A copy stays on the host, so that what was not written since leaves without moving.
     first : bool[T]
