@@ -4,6 +4,7 @@ Class numbers are `umem.TensorClass.number`; streams are `cudaStream_t` addresse
 (0 is the default stream); sizes are bytes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 HAS_CUDA: bool
@@ -183,7 +184,7 @@ class HintEngine:
     def batch(
         ops: list[int], addresses: list[int], sizes: list[int], classes: list[int], device: int
     ) -> HintBatch: ...
-    def fire(self, batch: HintBatch, stream: int) -> int:
+    def fire(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
         """The last ticket of consecutive ones; 0 when nothing was taken."""
     def mark_needed(self, tickets: tuple[int, ...]) -> None: ...
     def record(self, device: int, stream: int) -> int: ...

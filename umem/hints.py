@@ -316,7 +316,7 @@ class HintEngine:
             )
         )
 
-    def fire(self, batch: HintBatch, stream: int) -> int:
+    def fire(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
         """Make all requests of a batch, behind the work that a stream holds now.
 
         One driver call, which records an event, and one lock.
@@ -326,6 +326,11 @@ class HintEngine:
         batch : HintBatch
         stream : int
             A handle, on the batch's device.
+        after : sequence of int, shape (n,)
+            For each entry, skipped ones included, the ticket of an eviction or discard on the same
+            device; 0 for none. A prefetch waits until it and all of these that were asked for
+            before it have ended, whatever became of them, so that nobody else has to wait for the
+            room that they make. Later prefetches do not overtake it.
 
         Returns
         -------
@@ -333,8 +338,13 @@ class HintEngine:
             The last ticket: those of one firing are consecutive (:attr:`HintBatch.tickets`). 0 when
             nothing was taken. What a full queue refuses is counted; it is the end of the batch.
             Requests may end in another order, so :meth:`wait` for each that is needed.
+
+        Raises
+        ------
+        ValueError
+            For another number of tickets in `after` than there are entries.
         """
-        return self._native.fire(batch._native, stream)
+        return self._native.fire(batch._native, stream, after)
 
     def mark_needed(self, *tickets: int) -> None:
         """Say that the phase that needs these requests begins now. Tickets of 0 are passed over."""

@@ -202,11 +202,12 @@ void bind_hints(nb::module_& module) {
       .def_static("batch", &make_batch, "ops"_a, "addresses"_a, "sizes"_a, "classes"_a, "device"_a)
       .def(
           "fire",
-          [](HintEngine& self, HintBatch& batch, StreamId stream) -> Ticket {
-            const TicketSpan span = self.fire(batch, stream);
+          [](HintEngine& self, HintBatch& batch, StreamId stream,
+             const std::vector<Ticket>& after) -> Ticket {
+            const TicketSpan span = self.fire(batch, stream, after);
             return span.last < span.first ? 0 : span.last;
           },
-          "batch"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
+          "batch"_a, "stream"_a, "after"_a = nb::list(), nb::call_guard<nb::gil_scoped_release>())
       .def("mark_needed", &HintEngine::mark_needed, "tickets"_a)
       .def("record", &HintEngine::record, "device"_a, "stream"_a,
            nb::call_guard<nb::gil_scoped_release>())

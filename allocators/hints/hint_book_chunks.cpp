@@ -115,33 +115,35 @@ std::size_t HintBook::needed_room(const Device& device, Range range) const {
   return range.bytes - device.resident.covered_bytes(range);
 }
 
-// Beside `beside_bytes` that the same chunk needs already. Only what was asked for before can make
-// room: a thread that waits for this very request asks for nothing until it has ended.
+// Until what it comes after has left; or beside `beside_bytes` that the same chunk needs already.
+// Only what was asked for before can make room: a thread that waits for this very request asks for
+// nothing until it has ended.
 bool HintBook::must_wait_for_room(const HintRecord& record, Range range,
                                   std::size_t beside_bytes) const {
   const HintRequest& request = record.request;
   const Device& device = devices_.at(request.device);
-  if (direction_of(request.op) == Direction::to_host || device.budget_bytes == 0) return false;
+  if (direction_of(request.op) == Direction::to_host || device.leaving.empty()) return false;
+  const Ticket first_leaving = *device.leaving.begin();
+  if (first_leaving <= request.after) return true;
   const std::size_t used = device.resident.bytes() + device.reserved_bytes + beside_bytes;
-  return used + needed_room(device, range) > device.budget_bytes &&
-         !device.leaving.empty() && *device.leaving.begin() < record.ticket;
+  return device.budget_bytes != 0 && used + needed_room(device, range) > device.budget_bytes &&
+         first_leaving < record.ticket;
 }
 
 // Whether a request with this ticket, in the chunk, would pass one that waits for room on its
 // device. Those older than the chunk's first do not: it would not have been taken.
 bool HintBook::overtakes(const Chunk& chunk, Ticket ticket) const {
   const Device& device = devices_.at(chunk.device);
-  if (direction_of(chunk.op) == Direction::to_host || device.budget_bytes == 0 ||
-      device.leaving.empty())
-    return false;
+  if (direction_of(chunk.op) == Direction::to_host || device.leaving.empty()) return false;
   const HintQueue::Order& ready = queue_.ready(Direction::to_device);
   for (auto next = ready.upper_bound({chunk.parts.front().ticket, UINTPTR_MAX});
        next != ready.end() && next->first < ticket; ++next) {
     const Piece piece = queue_.piece(next->first, next->second);
     const HintRecord& record = open_.at(piece.ticket);
-    if (record.request.device == chunk.device && !blocked(piece) &&
+    if (record.request.device == chunk.device &&
         must_wait_for_room(record, first_chunk(record.request, piece.range),
-                           chunk.reserved_bytes))
+                           chunk.reserved_bytes) &&
+        !blocked(piece))
       return true;
   }
   return false;

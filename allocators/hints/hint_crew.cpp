@@ -89,7 +89,7 @@ Ticket HintCrew::submit(const HintRequest& request) {
   return ticket;
 }
 
-TicketSpan HintCrew::fire(HintBatch& batch, StreamId stream) {
+TicketSpan HintCrew::fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after) {
   return batch.fire_with([&](const std::vector<HintRequest>& requests) {
     const std::uint64_t wanted = batch.wanted();
     TicketSpan span;
@@ -98,8 +98,8 @@ TicketSpan HintCrew::fire(HintBatch& batch, StreamId stream) {
       const EventId event = driver_->record(device, stream);
       if (event == kNoEvent) note_no_event();
       std::size_t unread = 0;
-      span = inbox_.submit_all(requests, event, device, stream, monotonic_ns(), ended_.load(),
-                               settings_.capacity, unread);
+      span = inbox_.submit_all(requests, after, event, device, stream, monotonic_ns(),
+                               ended_.load(), settings_.capacity, unread);
       bound_unread(unread);
     }
     refused_ += wanted - (span.last + 1 - span.first);

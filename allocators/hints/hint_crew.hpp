@@ -27,7 +27,7 @@ class HintCrew final : public ReleaseListener, public std::enable_shared_from_th
 
   void start(int device);
   Ticket submit(const HintRequest& request);
-  TicketSpan fire(HintBatch& batch, StreamId stream);
+  TicketSpan fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after);
   void tell(Message message);
   EventId record(int device, StreamId stream);
   bool forget(std::span<const Range> ranges, std::int64_t timeout_ns);

@@ -57,8 +57,9 @@ void HintEngine::mark_needed(std::vector<Ticket> tickets) {
                .now_ns = monotonic_ns()});
 }
 
-TicketSpan HintEngine::fire(HintBatch& batch, StreamId stream) {
-  if (!forked()) return crew_->fire(batch, stream);
+TicketSpan HintEngine::fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after) {
+  require(after.empty() || after.size() == batch.size(), "after: one ticket for each entry, or none");
+  if (!forked()) return crew_->fire(batch, stream, after);
   refused_in_child_ += batch.wanted();
   return {};
 }

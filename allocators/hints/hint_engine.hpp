@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "core/driver.hpp"
@@ -34,8 +35,9 @@ class HintEngine {
   Ticket submit(const HintRequest& request);
   // Takes all entries of the batch that have an address, as if they were submitted one by one to
   // wait for the work that `stream` holds now: one driver call, one lock. Those that a full queue
-  // refuses are the last ones.
-  TicketSpan fire(HintBatch& batch, StreamId stream);
+  // refuses are the last ones. `after`, of each entry or of none, is HintRequest::after. Throws
+  // std::invalid_argument for another number of them.
+  TicketSpan fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after = {});
   // The phase that needs the requests begins now. Tickets of 0 are passed over.
   void mark_needed(std::vector<Ticket> tickets);
 

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -53,10 +54,11 @@ class Inbox {
   }
 
   // Numbers as many of the requests as there is room for, those without an address left out. All
-  // wait for `event`, recorded on `stream`, which is released behind them.
-  TicketSpan submit_all(const std::vector<HintRequest>& requests, EventId event, int device,
-                        StreamId stream, std::int64_t now_ns, std::uint64_t ended,
-                        std::size_t capacity, std::size_t& unread) {
+  // wait for `event`, recorded on `stream`, which is released behind them. `after` is empty, or has
+  // as many entries as `requests`.
+  TicketSpan submit_all(const std::vector<HintRequest>& requests, std::span<const Ticket> after,
+                        EventId event, int device, StreamId stream, std::int64_t now_ns,
+                        std::uint64_t ended, std::size_t capacity, std::size_t& unread) {
     std::unique_lock lock(mutex_);
     const std::size_t before = messages_.size();
     TicketSpan span{.first = last_ticket_ + 1, .last = last_ticket_};
@@ -64,14 +66,15 @@ class Inbox {
     message.now_ns = now_ns;
     message.kind = Message::Kind::recorded;
     if (event != kNoEvent) messages_.push_back(message);
-    for (const HintRequest& request : requests) {
-      if (request.range.address == 0) continue;
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      if (requests[i].range.address == 0) continue;
       if (last_ticket_ - ended >= capacity) break;
       span.last = ++last_ticket_;
       Message& submitted = messages_.emplace_back();
       submitted.ticket = last_ticket_;
-      submitted.request = request;
+      submitted.request = requests[i];
       submitted.request.event = event;
+      if (!after.empty()) submitted.request.after = after[i];
       submitted.now_ns = now_ns;
     }
     message.kind = Message::Kind::release;

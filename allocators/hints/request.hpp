@@ -45,6 +45,7 @@ struct HintRequest {
   Range range{};
   int device = 0;
   EventId event = 0;  // from HintEngine::record; 0: nothing to wait for
+  Ticket after = 0;   // prefetch: begins when what makes room, up to this ticket, has ended
   TensorClass tensor_class = TensorClass::other;
   std::uintptr_t host_address = 0;  // copy_in, copy_out: the host-resident block
   Advice advice{};                  // advise

@@ -225,6 +225,37 @@ void no_neighbour_overtakes_who_waits_for_room() {
   for (const Ticket ticket : {out, waits, later}) machine.expect(ticket, Outcome::done);
 }
 
+// Without a budget: each entry as soon as what it comes after has ended, in whatever way.
+void a_prefetch_comes_after_what_it_names() {
+  HintMachine machine({.chunk_bytes = 8 * MiB, .prefetch_workers = 1});
+  machine.driver.hold("evict");
+  const Ticket first = machine.evict(blocks(0, 1)), second = machine.evict(blocks(4, 1));
+  const Ticket third = machine.evict(blocks(8, 1));
+  machine.driver.wait_until_held("evict");
+  HintBatch batch(0, {{.op = HintOp::prefetch, .range = blocks(100, 1)},
+                      {.op = HintOp::prefetch, .range = blocks(101, 1)},
+                      {.op = HintOp::prefetch, .range = blocks(104, 1)},
+                      {.op = HintOp::prefetch, .range = blocks(108, 1)}});
+  const std::vector<Ticket> after{0, first, first, third};
+  const TicketSpan in = machine.engine.fire(batch, 7, after);
+  machine.expect(in.first, Outcome::done);
+  machine.expect_open(in.first + 1);  // its neighbour is not brought in with it
+  const Ticket later = machine.prefetch(blocks(200, 1));
+  machine.expect_open(later);  // nor does anything else pass
+  machine.driver.let_one_go("evict");
+  machine.expect(first, Outcome::done);
+  for (Ticket ticket = in.first + 1; ticket < in.last; ++ticket)
+    machine.expect(ticket, Outcome::done);
+  machine.expect_open(in.last);
+  CHECK(machine.engine.forget(blocks(8, 1), kPatienceNs));
+  machine.expect(third, Outcome::forgotten);
+  machine.expect_open(in.last);  // the second one is older, and not over
+  machine.driver.let_go("evict");
+  machine.expect(second, Outcome::done);
+  machine.expect(in.last, Outcome::done);
+  machine.expect(later, Outcome::done);
+}
+
 void a_page_is_on_one_device() {
   HintMachine machine;
   const auto resident = [&](int device) {
@@ -283,6 +314,7 @@ int main() {
   RUN(a_full_device_holds_up_no_other);
   RUN(nobody_overtakes_who_waits_for_room);
   RUN(no_neighbour_overtakes_who_waits_for_room);
+  RUN(a_prefetch_comes_after_what_it_names);
   RUN(a_page_is_on_one_device);
   RUN(a_failed_prefetch_gives_its_room_back);
   RUN(a_step_never_passes_its_budget);

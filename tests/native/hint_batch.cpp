@@ -70,6 +70,14 @@ void a_full_queue_refuses_the_last_ones() {
   CHECK_EQUAL(machine.driver.events(), 0U);
 }
 
+void what_entries_come_after_is_told_of_each_or_of_none() {
+  HintMachine machine;
+  HintBatch batch(0, apart(2));
+  const std::vector<Ticket> too_few{1};
+  CHECK_THROWS(std::invalid_argument, machine.engine.fire(batch, 7, too_few));
+  CHECK_EQUAL(machine.driver.count("record"), 0U);
+}
+
 void without_an_event_all_are_dropped() {
   HintMachine machine;
   machine.driver.fail("record", 1);
@@ -129,6 +137,7 @@ int main() {
   RUN(one_event_and_consecutive_tickets);
   RUN(an_entry_without_an_address_is_skipped);
   RUN(a_full_queue_refuses_the_last_ones);
+  RUN(what_entries_come_after_is_told_of_each_or_of_none);
   RUN(without_an_event_all_are_dropped);
   RUN(after_the_end_all_are_refused);
   RUN(what_cannot_be_meant_is_refused);

@@ -14,7 +14,7 @@ from umem.executor._choice import Choice
 from umem.executor._machine import Machine
 from umem.executor._mapped import MappedBlock
 from umem.executor._places import Places, whole_blocks
-from umem.executor._room import HintRow, HintRows, make_room, used_tensors
+from umem.executor._room import Eviction, HintRow, HintRows, make_room, used_tensors
 from umem.hints import HintBatch
 from umem.recorder import FollowedPhase, SavedTensor
 from umem.schedule import HintOp
@@ -47,11 +47,14 @@ class Hints:
         Hints whose addresses are of the present step: (number in the batch, what tells it).
     tensors
         Number in the trace of each hint's tensor.
+    after
+        The eviction that each hint comes after, or None.
     """
 
     batch: HintBatch
     lookups: tuple[tuple[int, Callable[[], int]], ...]
     tensors: tuple[int, ...] = ()
+    after: tuple[Eviction | None, ...] = ()
 
 
 @dataclass(eq=False)
@@ -71,7 +74,7 @@ class PhaseWork:
     leaving
         Evictions.
     room
-        The eviction that has to be over before anything comes, as (its phase, its number), or None.
+        The eviction that has to be over before the phase makes anything, or None.
     coming
         Prefetches.
     needs
@@ -88,7 +91,7 @@ class PhaseWork:
     releases: list[GroupPart] = field(default_factory=list)
     sends: list[GroupPart] = field(default_factory=list)
     leaving: Hints | None = None
-    room: tuple[int, int] | None = None
+    room: Eviction | None = None
     coming: Hints | None = None
     needs: tuple[tuple[int, int], ...] = ()
     waits: bool = False
@@ -218,7 +221,7 @@ def build_program(
             sends=sent[phase],
             leaving=_hints(leaving[phase], trace, places, present, machine),
             room=room.waits[phase],
-            coming=_hints(room.coming[phase], trace, places, present, machine),
+            coming=_hints(room.coming[phase], trace, places, present, machine, room.after[phase]),
             needs=needs[phase],
             waits=schedule.waits,
             fetches=_parts_of(room.fetches[phase], groups),
@@ -259,6 +262,7 @@ def _hints(
     places: Places,
     present: Mapping[int, int],
     machine: Machine,
+    after: tuple[Eviction | None, ...] = (),
 ) -> Hints | None:
     if not row:
         return None
@@ -275,7 +279,7 @@ def _hints(
         [_CLASSES[trace.tensor_class[tensor]] for _, tensor in row],
         machine.index,
     )
-    return Hints(batch, tuple(lookups), tuple(tensor for _, tensor in row))
+    return Hints(batch, tuple(lookups), tuple(tensor for _, tensor in row), after)
 
 
 def _present_address(present: Mapping[int, int], tensor: int) -> Callable[[], int]:

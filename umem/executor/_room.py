@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,13 +12,21 @@ from umem.executor._choice import Choice
 from umem.schedule import HintOp, Home
 from umem.trace import Trace
 
-__all__ = ["HintRow", "HintRows", "Room", "make_room", "used_tensors"]
+__all__ = ["Eviction", "HintRow", "HintRows", "Room", "make_room", "used_tensors"]
 
 HintRow = tuple[HintOp, int]
 """A page hint: what to do, and the tensor's number in the trace."""
 
 HintRows = Sequence[Sequence[HintRow]]
 """Page hints of each phase, in order."""
+
+
+class Eviction(NamedTuple):
+    """Which eviction of a step."""
+
+    phase: int
+    number: int
+    """Among the evictions of its phase."""
 
 
 def used_tensors(trace: Trace, phase: int) -> list[int]:
@@ -36,24 +43,19 @@ class Room:
     Parameters
     ----------
     waits
-        The eviction that it has to wait for: (phase of the eviction, its number there), or None.
+        The eviction that has to be over before the phase makes anything, or None.
     coming
         The prefetches to ask for when it begins.
+    after
+        For each of them the eviction that has to be over before it begins, or None.
     fetches
         The activations to copy back when it begins, by number in the trace.
     """
 
-    waits: tuple[tuple[int, int] | None, ...]
+    waits: tuple[Eviction | None, ...]
     coming: tuple[tuple[HintRow, ...], ...]
+    after: tuple[tuple[Eviction | None, ...], ...]
     fetches: tuple[tuple[int, ...], ...]
-
-
-class _Coming(NamedTuple):
-    """A tensor that the plan asks for."""
-
-    tensor: int
-    row: HintRow | None = None
-    """None for an activation that is copied back."""
 
 
 def make_room(
@@ -64,14 +66,17 @@ def make_room(
     released: Mapping[int, set[int]],
     fetched: Sequence[Sequence[int]],
 ) -> Room:
-    """Find the evictions that phases have to wait for, and when there is room for what comes.
+    """Find the evictions that have to be waited for, and when there is room for what comes.
 
     A plan reckons with the link's speed; where it is slower, memory is still taken that the plan
     counts as free. So a step is gone through with what each phase holds, and with every eviction
-    taking memory until somebody has waited for it. Where that is too much, the oldest are waited
-    for: evictions are carried out in order. And what comes takes memory as soon as it is asked
-    for, where a plan asks early and lets it come when there is room: so it is asked for in the
-    first phase that has room, or that uses it.
+    taking memory until somebody has waited for it. What a phase makes itself is there as soon as it
+    runs: where that is too much, the training thread waits for the oldest evictions, which are
+    carried out in order. Prefetches wait for them in the engine, where they hold up nobody, and
+    rather than that the training thread has to.
+
+    What comes takes memory as soon as it is asked for, where a plan asks early and lets it come
+    when there is room: so it is asked for in the first phase that has room, or that uses it.
 
     Parameters
     ----------
@@ -86,55 +91,202 @@ def make_room(
     fetched
         Activations that the plan asks for at each phase's begin.
     """
-    trace = choice.trace
-    size = trace.tensor_bytes.tolist()
-    on_device = choice.schedule.home != Home.MAP
-    born, dying = _lives(trace)
-    resident = set(np.flatnonzero(trace.persistent & on_device).tolist())
-    held = sum(size[tensor] for tensor in resident)
-    pending: deque[tuple[int, int, int]] = deque()  # bytes, and which eviction
-    pending_bytes = 0
-    waits: list[tuple[int, int] | None] = [None] * trace.phase_count
-    asked: list[list[_Coming]] = [[] for _ in range(trace.phase_count)]
-    waiting: list[_Coming] = []
-    for phase in (*range(trace.phase_count), *range(trace.phase_count)):  # the second one settles
-        gone = {tensor for _, tensor in leaving[phase]} | released.get(phase, set())
-        comes = set(born[phase]) | set(used_tensors(trace, phase))
-        for entry, (_, tensor) in enumerate(leaving[phase]):
-            if tensor in resident:
-                pending.append((size[tensor], phase, entry))
-                pending_bytes += size[tensor]
-        gone &= resident
-        comes = {tensor for tensor in comes if on_device[tensor]} - (resident - gone)
-        held += sum(size[tensor] for tensor in comes) - sum(size[tensor] for tensor in gone)
-        resident = (resident - gone) | comes
-        waiting += [_Coming(row[1], row) for row in coming[phase]]
-        waiting += [_Coming(tensor) for tensor in fetched[phase]]
-        late: list[_Coming] = []
-        asked[phase] = []
-        for it in waiting:
-            more_bytes = 0 if it.tensor in resident else size[it.tensor]
-            if more_bytes and held + more_bytes > budget_bytes:
-                late.append(it)
-                continue
-            asked[phase].append(it)
-            held += more_bytes
-            resident.add(it.tensor)
-        waiting = late
-        last = None
-        while pending and held + pending_bytes > budget_bytes:
-            freed, *last_eviction = pending.popleft()
-            pending_bytes -= freed
-            last = (last_eviction[0], last_eviction[1])
-        waits[phase] = last
-        dead = resident & set(dying[phase])
-        resident -= dead
-        held -= sum(size[tensor] for tensor in dead)
+    phases = range(choice.trace.phase_count)
+    walk = _Walk(choice, budget_bytes)
+    for _ in range(2):  # the second one settles
+        steps = [
+            walk.go_through(
+                phase, leaving[phase], coming[phase], released.get(phase, set()), fetched[phase]
+            )
+            for phase in phases
+        ]
+        walk.keep_what_was_asked()
     return Room(
-        waits=tuple(waits),
-        coming=tuple(tuple(it.row for it in row if it.row is not None) for row in asked),
-        fetches=tuple(tuple(it.tensor for it in row if it.row is None) for row in asked),
+        waits=tuple(step.wait for step in steps),
+        coming=tuple(tuple(it.row for it in step.prefetches) for step in steps),
+        after=tuple(tuple(it.after for it in step.prefetches) for step in steps),
+        fetches=tuple(tuple(step.fetches) for step in steps),
     )
+
+
+@dataclass
+class _Prefetch:
+    """A prefetch that was asked for."""
+
+    row: HintRow
+    more_bytes: int
+    """What it adds to what is there."""
+    evictions: int
+    """How many evictions were asked for before it, which are those that it can come after."""
+    behind: int = 0
+    """How many of them it comes after."""
+    after: Eviction | None = None
+    """The last of these, if it may be pending."""
+
+
+@dataclass
+class _Boundary:
+    """What is done when a phase begins."""
+
+    wait: Eviction | None
+    prefetches: list[_Prefetch]
+    fetches: list[int]
+
+
+class _Pending:
+    """Evictions that may not be over yet, numbered as they are asked for. They end in order.
+
+    When so many of them are over, what is there beyond what is there in the end are the bytes of
+    the others, less those of the prefetches that begin after them.
+    """
+
+    def __init__(self) -> None:
+        self._evictions: list[Eviction] = []
+        self._beyond: list[int] = []
+        self.over = 0
+        """How many are known to be over."""
+
+    @property
+    def count(self) -> int:
+        """How many there have been."""
+        return self.over + len(self._evictions)
+
+    def add(self, eviction: Eviction, size_bytes: int) -> None:
+        """Note an eviction that is asked for."""
+        self._evictions.append(eviction)
+        self._beyond.append(size_bytes)
+
+    def least_over(self, free_bytes: int) -> int:
+        """How many have to be over for what is there beyond the end to fit from then on."""
+        beyond, count = 0, len(self._beyond)
+        while count and beyond <= free_bytes:
+            beyond += self._beyond[count - 1]
+            count -= beyond <= free_bytes
+        return self.over + count
+
+    def put_behind(self, prefetch: _Prefetch, behind: int) -> None:
+        """Let a prefetch come after so many evictions."""
+        for number, more_bytes in (
+            (prefetch.behind, prefetch.more_bytes),
+            (behind, -prefetch.more_bytes),
+        ):
+            if number > self.over:
+                self._beyond[number - self.over - 1] += more_bytes
+        prefetch.behind = behind
+        if behind > self.over:
+            prefetch.after = self._evictions[behind - self.over - 1]
+
+    def wait(self, over: int) -> Eviction | None:
+        """Note that somebody waits until so many are over. The last of them, if it was pending."""
+        count = max(0, over - self.over)
+        last = self._evictions[count - 1] if count else None
+        del self._evictions[:count], self._beyond[:count]
+        self.over += count
+        return last
+
+
+class _Walk:
+    """Goes through a plan's step, phase by phase, with what is on the device."""
+
+    def __init__(self, choice: Choice, budget_bytes: int) -> None:
+        trace = choice.trace
+        self._trace = trace
+        self._waits_for_pages = choice.schedule.waits
+        self._budget_bytes = budget_bytes
+        self._size = trace.tensor_bytes.tolist()
+        self._on_device = choice.schedule.home != Home.MAP
+        self._born, self._dying = _lives(trace)
+        self._resident = set(np.flatnonzero(trace.persistent & self._on_device).tolist())
+        self._held = sum(self._size[tensor] for tensor in self._resident)
+        """Bytes, when all evictions are over and all prefetches have come."""
+        self._pending = _Pending()
+        self._waiting: list[tuple[int, HintRow | None]] = []
+        """What the plan has asked for: tensors, with the prefetch or, for a copy, None."""
+        self._unused: dict[int, _Prefetch] = {}
+        """Prefetches by tensor, those asked for first in front, until a phase uses it."""
+        self._kept: set[int] = set()
+        """Tensors of those whose place is settled."""
+
+    def keep_what_was_asked(self) -> None:
+        """Leave the prefetches that are under way where they are."""
+        self._kept = set(self._unused)
+
+    def go_through(
+        self,
+        phase: int,
+        leaving: Sequence[HintRow],
+        coming: Sequence[HintRow],
+        released: set[int],
+        fetched: Sequence[int],
+    ) -> _Boundary:
+        """Find what to do when the next phase begins, and take note of what it does itself."""
+        used = used_tensors(self._trace, phase)
+        for number, (_, tensor) in enumerate(leaving):
+            if tensor in self._resident:
+                self._pending.add(Eviction(phase, number), self._size[tensor])
+        self._lose((released | {tensor for _, tensor in leaving}) & self._resident)
+        comes = {tensor for tensor in (*self._born[phase], *used) if self._on_device[tensor]}
+        self._gain(comes - self._resident)
+        self._waiting += [(row[1], row) for row in coming]
+        self._waiting += [(tensor, None) for tensor in fetched]
+        prefetches, fetches = self._ask()
+        needed = [self._unused.pop(tensor) for tensor in used if tensor in self._unused]
+        wait = self._pending.wait(self._make_way())
+        self._place(prefetches)
+        needed += [self._unused.pop(tensor) for tensor in used if tensor in self._unused]
+        if self._waits_for_pages:  # and so for what makes room for them
+            self._pending.wait(max((prefetch.behind for prefetch in needed), default=0))
+        self._lose(self._resident & set(self._dying[phase]))
+        return _Boundary(wait, prefetches, fetches)
+
+    def _gain(self, tensors: set[int]) -> None:
+        self._held += sum(self._size[tensor] for tensor in tensors)
+        self._resident |= tensors
+
+    def _lose(self, tensors: set[int]) -> None:
+        self._held -= sum(self._size[tensor] for tensor in tensors)
+        self._resident -= tensors
+
+    def _ask(self) -> tuple[list[_Prefetch], list[int]]:
+        """What waits and has room now: prefetches, which hold nothing yet, and copies."""
+        room_bytes = max(0, self._budget_bytes - self._held)
+        prefetches, fetches, late = [], [], []
+        for tensor, row in self._waiting:
+            more_bytes = 0 if tensor in self._resident else self._size[tensor]
+            if more_bytes > room_bytes:
+                late.append((tensor, row))
+                continue
+            room_bytes -= more_bytes
+            self._resident.add(tensor)
+            if row is None:
+                fetches.append(tensor)
+                self._held += more_bytes
+            else:
+                prefetches.append(_Prefetch(row, more_bytes, self._pending.count))
+        self._waiting = late
+        return prefetches, fetches
+
+    def _make_way(self) -> int:
+        """How many evictions the thread waits for, when as many prefetches as can be come later."""
+        free_bytes = self._budget_bytes - self._held
+        over = self._pending.least_over(free_bytes)
+        for tensor, prefetch in reversed(self._unused.items()):
+            if over <= self._pending.over:
+                break
+            behind = min(over, prefetch.evictions)
+            if behind > prefetch.behind and prefetch.more_bytes and tensor not in self._kept:
+                self._pending.put_behind(prefetch, behind)
+                over = self._pending.least_over(free_bytes)
+        return over
+
+    def _place(self, prefetches: Sequence[_Prefetch]) -> None:
+        """Let each prefetch come when there is room for it."""
+        for prefetch in prefetches:
+            self._unused[prefetch.row[1]] = prefetch
+            self._held += prefetch.more_bytes
+            if prefetch.more_bytes:
+                over = self._pending.least_over(self._budget_bytes - self._held)
+                self._pending.put_behind(prefetch, over)
 
 
 def _lives(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:

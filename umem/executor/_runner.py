@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from umem.classes import TensorClass
 from umem.executor._machine import Machine
 from umem.executor._places import storage_address, whole_blocks
 from umem.executor._program import MODEL, GroupKey, Hints, PhaseWork, Program
+from umem.executor._room import Eviction
 from umem.executor._slices import part_label
 from umem.hints import Outcome
 from umem.recorder import Block, SavedTensors
@@ -191,16 +192,15 @@ class Runner:
         if work.leaving is not None:
             self._away |= self._fire(work.leaving)
         if work.room is not None:
-            phase, number = work.room
-            self._wait(program.work[phase].leaving, number)
+            self._wait(program.work[work.room.phase].leaving, work.room.number)
         if work.coming is not None:
-            self._fire(work.coming)
+            self._fire(work.coming, _tickets_before(program, work.coming))
         if work.needs:
             self._need(program, work)
         for group, ordinals in work.fetches:
             self._store.fetch(group, ordinals)
 
-    def _fire(self, hints: Hints) -> frozenset[int]:
+    def _fire(self, hints: Hints, after: Sequence[int] = ()) -> frozenset[int]:
         """Ask for hints, and tell whose were taken: not those of tensors without an address."""
         missing = set()
         for number, find in hints.lookups:
@@ -208,7 +208,7 @@ class Runner:
             hints.batch.set_address(number, address)
             if not address:
                 missing.add(number)
-        if not self._machine.engine.fire(hints.batch, self._machine.stream()):
+        if not self._machine.engine.fire(hints.batch, self._machine.stream(), after):
             return frozenset()
         asked = [tensor for number, tensor in enumerate(hints.tensors) if number not in missing]
         return frozenset(asked[: len(hints.batch.tickets)])  # a full queue takes the first ones
@@ -308,6 +308,15 @@ class Runner:
         # A batch of other shapes has other sizes: a hint must not reach beyond a smaller block.
         if number is not None and _fills(tensor, self._program.choice.trace.tensor_bytes[number]):
             self._program.present[number] = storage_address(tensor)
+
+
+def _tickets_before(program: Program, coming: Hints) -> list[int]:
+    """The tickets of the evictions that prefetches come after; 0 for none."""
+    tickets: dict[Eviction | None, int] = {None: 0}
+    for eviction in set(coming.after):
+        if eviction is not None:
+            tickets[eviction] = _ticket(program.work[eviction.phase].leaving, eviction.number)
+    return [tickets[eviction] for eviction in coming.after]
 
 
 def _ticket(hints: Hints | None, number: int) -> int:
