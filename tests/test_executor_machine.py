@@ -353,3 +353,12 @@ def test_little_is_believed_once_it_is_enough(engine: CountingEngine) -> None:
     assert correction.is_due(12, hardware)
     assert correction.apply(hardware).to_device_bytes_per_s == pytest.approx(600 * MIB / 0.024)
     assert correction.apply(hardware).to_host_bytes_per_s == 25e9
+
+
+def test_a_link_that_is_used_in_place_too_is_not_slow_for_that(engine: CountingEngine) -> None:
+    correction, hardware = correction_of(engine)
+    engine.move("prefetch", 1 * GIB, 4 * 0.02 + GIB / 40e9)
+    assert not correction.is_due(4, hardware, in_place_s=0.02)
+    engine.move("prefetch", 1 * GIB, 4 * 0.02 + GIB / 20e9)
+    assert correction.is_due(8, hardware, in_place_s=0.02)
+    assert correction.apply(hardware).to_device_bytes_per_s == pytest.approx(20e9)

@@ -38,7 +38,8 @@ class Correction:
     workers share it. Both directions share a link too, so that one is slow only below its part of
     what both have together. What has moved too little for a judgement counts in the next look.
     One that was slow at first, such as while the host's pages were new, may turn out to be as fast
-    as expected.
+    as expected. What is used in place on the host takes the link's time too, and nobody tells how
+    much of it at the same time as pages move: a link that may be slow for that alone is not.
 
     Parameters
     ----------
@@ -52,7 +53,10 @@ class Correction:
         self._engine = engine
         self._steps = 0
         now = engine.statistics()
-        self._before: dict[OpName, HintStatistics] = {"prefetch": now, "evict": now}
+        self._before: dict[OpName, tuple[HintStatistics, int]] = {
+            "prefetch": (now, 0),
+            "evict": (now, 0),
+        }
         self._rates: dict[str, float] = {}
 
     def apply(self, hardware: Hardware) -> Hardware:
@@ -63,7 +67,7 @@ class Correction:
             to_host_bytes_per_s=self._rates.get("evict", hardware.to_host_bytes_per_s),
         )
 
-    def is_due(self, steps: int, hardware: Hardware) -> bool:
+    def is_due(self, steps: int, hardware: Hardware, in_place_s: float = 0.0) -> bool:
         """Whether to plan anew; asked before each step.
 
         Parameters
@@ -72,6 +76,8 @@ class Correction:
             Steps carried out as planned so far.
         hardware
             As it was before any correction.
+        in_place_s
+            How long in each step accesses in place have the link, in both directions.
         """
         if self.count >= _MOST or steps - self._steps < _STEPS:
             return False
@@ -86,15 +92,17 @@ class Correction:
             ("evict", to_host, hardware.to_host_bytes_per_s),
         )
         for op, known_rate, usual_rate in rates:
-            moved, seconds = _difference(self._before[op], now, op)
+            before, steps_before = self._before[op]
+            moved, seconds = _difference(before, now, op)
             if moved < _LEAST_BYTES or seconds < _LEAST_S:
                 continue
-            self._before[op] = now
+            self._before[op] = now, steps
+            alone_s = seconds - in_place_s * (steps - steps_before)
             # Pages that were there already count as moved, so that no link looks too slow. Nor is
             # one believed to be faster than the hardware's own figure.
             measured, expected = moved / seconds, share * known_rate
-            if measured < expected * (1 - _WORTH_IT):
-                found[op] = measured
+            if moved < expected * (1 - _WORTH_IT) * alone_s:
+                found[op] = moved / alone_s
             elif measured > expected * (1 + _WORTH_IT) and known_rate < usual_rate:
                 found[op] = min(usual_rate, measured / share)
         if not found:

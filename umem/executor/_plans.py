@@ -153,7 +153,14 @@ class Plans:
         steps
             Steps carried out as planned so far.
         """
-        return self._correction.is_due(steps, self._machine.hardware)
+        hardware = self._machine.hardware
+        in_place_bytes = max(
+            program.choice.predicted.moved_bytes(cause="mapped")
+            for program in self._programs.values()
+        )
+        return self._correction.is_due(
+            steps, hardware, in_place_bytes / hardware.mapped_bytes_per_s
+        )
 
     def make(self) -> None:
         """Plan all recorded steps, with the hardware as it is known by now.

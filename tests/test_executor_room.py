@@ -1,0 +1,224 @@
+"""What waits for what, so that a budget holds however slow evictions are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from umem.executor._choice import Choice
+from umem.executor._room import Eviction, HintRow, Room, make_room, used_tensors
+from umem.hardware import Hardware
+from umem.policy import load_policy, resolve
+from umem.schedule import HintOp, Home, Schedule
+from umem.simulator import simulate
+from umem.trace import Trace
+
+MIB = 1 << 20
+Moves = Mapping[int, Sequence[str]]
+
+
+@pytest.fixture(scope="session")
+def choice_of(machine: Hardware) -> Callable[..., Choice]:
+    """A plan without hints for a trace: what moves is given to make_room() beside it."""
+
+    def build(trace: Trace, *, waits: bool = True) -> Choice:
+        rules = resolve(load_policy("sft"), machine.device_bytes, {})
+        none = np.zeros(0, np.int32)
+        schedule = Schedule(
+            "by hand",
+            np.full(trace.tensor_count, Home.MIGRATE, np.uint8),
+            none,
+            none.astype(np.uint8),
+            none,
+            waits,
+        )
+        predicted = simulate(trace, schedule, machine, rules)
+        return Choice(trace, schedule, predicted, np.zeros(trace.tensor_count, np.bool_), {})
+
+    return build
+
+
+def rows(trace: Trace, moves: Moves, op: HintOp) -> list[list[HintRow]]:
+    """The hints of each phase."""
+    number = {name: tensor for tensor, name in enumerate(trace.tensor_names)}
+    return [
+        [(op, number[name]) for name in moves.get(phase, ())] for phase in range(trace.phase_count)
+    ]
+
+
+def room_of(
+    choice: Choice, budget_bytes: int, leaving: Moves, coming: Moves, fetched: Moves | None = None
+) -> Room:
+    trace = choice.trace
+    fetches = rows(trace, fetched or {}, HintOp.COPY_IN)
+    return make_room(
+        choice,
+        budget_bytes,
+        rows(trace, leaving, HintOp.EVICT),
+        rows(trace, coming, HintOp.PREFETCH),
+        {},
+        [[tensor for _, tensor in row] for row in fetches],
+    )
+
+
+@pytest.fixture
+def two_layers(make_trace: Callable[..., Trace]) -> Trace:
+    """Two weights of 8 MiB, used one after the other, and what the later phases make: 4 MiB."""
+    return make_trace(
+        {
+            "a": (8 * MIB, "weights"),
+            "b": (8 * MIB, "weights"),
+            "made": (4 * MIB, "activations", False),
+        },
+        [(1e-3, ["a"], []), (1e-3, [], []), (1e-3, [], ["made"]), (1e-3, ["b"], [])],
+    )
+
+
+def test_a_prefetch_comes_after_the_eviction_that_makes_room(
+    two_layers: Trace, choice_of: Callable[..., Choice]
+) -> None:
+    leaving, coming = {1: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
+    tight = room_of(choice_of(two_layers), 12 * MIB, leaving, coming)
+    assert tight.after[1] == (Eviction(1, 0),)
+    assert tight.waits == (Eviction(0, 0), None, None, None)  # which uses at once what it asks for
+    wide = room_of(choice_of(two_layers), 48 * MIB, leaving, coming)
+    assert wide.after[1] == (None,)
+
+
+def test_what_a_phase_makes_has_the_first_claim(
+    two_layers: Trace, choice_of: Callable[..., Choice]
+) -> None:
+    """There is room for both weights, but not beside what phase 2 makes: b comes after a went."""
+    leaving, coming = {1: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
+    room = room_of(choice_of(two_layers), 16 * MIB, leaving, coming)
+    assert room.after[1] == (Eviction(1, 0),)
+    assert room.waits[2] == Eviction(0, 0)  # b, which may be there still from the step before
+
+
+def test_the_thread_waits_where_no_prefetch_can_come_later(
+    two_layers: Trace, choice_of: Callable[..., Choice]
+) -> None:
+    """The eviction is asked for after the prefetch."""
+    leaving, coming = {2: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
+    room = room_of(choice_of(two_layers), 16 * MIB, leaving, coming)
+    assert room.after[1] == (Eviction(0, 0),)
+    assert room.waits[2] == Eviction(2, 0)
+
+
+def test_copies_have_no_engine_to_wait_in(
+    two_layers: Trace, choice_of: Callable[..., Choice]
+) -> None:
+    leaving, coming = {1: ["a"], 0: ["b"]}, {0: ["a"]}
+    room = room_of(choice_of(two_layers), 12 * MIB, leaving, coming, {1: ["b"]})
+    assert room.fetches[1] == (1,)
+    assert room.waits[1] == Eviction(1, 0)
+
+
+def test_whoever_waits_for_pages_has_waited_for_their_room(
+    choice_of: Callable[..., Choice], make_trace: Callable[..., Trace]
+) -> None:
+    trace = make_trace(
+        {
+            "a": (8 * MIB, "weights"),
+            "b": (6 * MIB, "weights"),
+            "made": (6 * MIB, "activations", False),
+        },
+        [(1e-3, ["a"], []), *[(1e-3, [], [])] * 2, (1e-3, ["b"], []), (1e-3, [], ["made"])],
+    )
+    leaving, coming = {1: ["a"], 0: ["b"]}, {2: ["b"], 0: ["a"]}
+    waiting = room_of(choice_of(trace), 12 * MIB, leaving, coming)
+    faulting = room_of(choice_of(trace, waits=False), 12 * MIB, leaving, coming)
+    assert waiting.after[2] == faulting.after[2] == (Eviction(1, 0),)
+    assert waiting.waits[4] is None
+    assert faulting.waits[4] == Eviction(1, 0)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[str]]], int]:
+    """Sizes of weights, what each phase makes and which of them it uses, and how many may stay."""
+    sizes = draw(st.lists(st.integers(1, 8), min_size=2, max_size=6))
+    names = st.sampled_from([f"w{number}" for number in range(len(sizes))])
+    phases = draw(
+        st.lists(
+            st.tuples(st.integers(0, 6), st.lists(names, max_size=2, unique=True)),
+            min_size=2,
+            max_size=8,
+        )
+    )
+    return sizes, phases, draw(st.integers(0, 12))
+
+
+@given(plans())
+@settings(max_examples=150, deadline=None)
+def test_the_budget_holds_whenever_evictions_end(
+    make_trace: Callable[..., Trace],
+    choice_of: Callable[..., Choice],
+    plan: tuple[list[int], list[tuple[int, list[str]]], int],
+) -> None:
+    """Each weight leaves behind its use, and is asked for one phase ahead of the next."""
+    sizes, phases, spare = plan
+    made = {f"made{number}": size for number, (size, _) in enumerate(phases) if size}
+    trace = make_trace(
+        {f"w{number}": (size * MIB, "weights") for number, size in enumerate(sizes)}
+        | {name: (size * MIB, "activations", False) for name, size in made.items()},
+        [
+            (1e-3, uses, [f"made{number}"] if size else [])
+            for number, (size, uses) in enumerate(phases)
+        ],
+    )
+    leaving: dict[int, list[str]] = {}
+    coming: dict[int, list[str]] = {}
+    for name in trace.tensor_names:
+        used = [phase for phase, (_, uses) in enumerate(phases) if name in uses]
+        for phase, following in zip(used, [*used[1:], *used[:1]], strict=True):
+            if (following - phase - 1) % len(phases) >= 1:  # not of the next phase, nor again
+                leaving.setdefault((phase + 1) % len(phases), []).append(name)
+                coming.setdefault((following - 1) % len(phases), []).append(name)
+    choice = choice_of(trace)
+    used_bytes = [
+        int(trace.tensor_bytes[used_tensors(trace, phase)].sum()) for phase in range(len(phases))
+    ]
+    unused = set(trace.tensor_names) - made.keys() - {it for _, uses in phases for it in uses}
+    stays = sum(sizes[int(name[1:])] for name in unused) * MIB
+    budget_bytes = stays + max(used_bytes) + spare * MIB
+    room = room_of(choice, budget_bytes, leaving, coming)
+
+    def most(over: int) -> int:
+        """Bytes there when so many of the evictions so far are over: sets, where room has sums."""
+        there = set(begun)
+        for kind, tensor, number in log:
+            if kind == "leaves" and number < over:
+                there.discard(tensor)
+            if kind == "comes" and number <= over:
+                there.add(tensor)
+            if kind == "dies":
+                there.discard(tensor)
+        return int(trace.tensor_bytes[sorted(there)].sum())
+
+    begun = {it for it, lives in enumerate(trace.persistent.tolist()) if lives}
+    log: list[tuple[str, int, int]] = []
+    count, known = 0, 0
+    places: dict[Eviction, int] = {}
+    behind: dict[int, int] = {}
+    for step in range(3):
+        for phase in range(len(phases)):
+            for number, (_, tensor) in enumerate(rows(trace, leaving, HintOp.EVICT)[phase]):
+                log.append(("leaves", tensor, count))
+                count += 1
+                places[Eviction(phase, number)] = count
+            wait = room.waits[phase]
+            if wait is not None:
+                known = max(known, places.get(wait, 0))
+            for (_, tensor), after in zip(room.coming[phase], room.after[phase], strict=True):
+                behind[tensor] = places.get(after, 0) if after is not None else 0
+                log.append(("comes", tensor, behind[tensor]))
+            used = used_tensors(trace, phase)
+            known = max([known, *(behind.pop(it) for it in used if it in behind)])
+            log += [("comes", tensor, 0) for tensor in used]
+            if step == 2 and known < count:
+                assert max(most(over) for over in range(known, count + 1)) <= budget_bytes
+            log += [("dies", tensor, 0) for tensor in used if not trace.persistent[tensor]]
