@@ -323,6 +323,24 @@ class TestBatches:
             assert batch.tickets == range(1, 4)
             assert engine.statistics().refused == 2
 
+    def test_prefetches_come_after_what_makes_room_for_them(self) -> None:
+        settings = HintSettings(chunk_bytes=BLOCK)
+        with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.05) as engine:
+            out = [engine.submit(HintOp.EVICT, at(2 * number), BLOCK) for number in range(3)]
+            batch = batch_of(engine, 3)
+            for index in range(3):
+                batch.set_address(index, at(100 + 2 * index))
+            engine.fire(batch, 0, [0, out[0], out[2]])
+            for ticket in batch.tickets:
+                assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            left = [engine.times(ticket) for ticket in out]
+            came = [engine.times(ticket) for ticket in batch.tickets]
+            assert came[0].issued_ns < left[0].done_ns
+            assert left[0].done_ns <= came[1].issued_ns < left[2].done_ns
+            assert left[2].done_ns <= came[2].issued_ns
+            with pytest.raises(ValueError, match="after: one ticket for each entry"):
+                engine.fire(batch, 0, out[:2])
+
     def test_what_cannot_be_meant(self) -> None:
         with HintEngine.on_host() as engine:
             with pytest.raises(ValueError, match="of the same length"):
