@@ -13,7 +13,7 @@ import pytest
 from managed_training import MIB, WIDTH, Training, host_machine
 
 from umem._library import native
-from umem.blocks import PAGE_BYTES, block_bytes
+from umem.blocks import LARGE_BYTES, block_bytes
 from umem.classes import TensorClass
 from umem.executor import Manager, ManagerState
 from umem.executor._budget_lift import BudgetLift, lifted_bytes
@@ -127,9 +127,9 @@ def test_only_what_the_engine_takes_was_asked_for() -> None:
     engine = HintEngine.on_host(HintSettings(capacity=2))
     training = Training()
     manager = managed(training, replace(host_machine(BUDGET), engine=engine))
-    addresses = [(1 << 40) + number * PAGE_BYTES for number in range(4)]
+    addresses = [(1 << 40) + number * LARGE_BYTES for number in range(4)]
     classes = [TensorClass.WEIGHTS] * 4
-    batch = engine.batch([HintOp.EVICT] * 4, addresses, [PAGE_BYTES] * 4, classes)
+    batch = engine.batch([HintOp.EVICT] * 4, addresses, [LARGE_BYTES] * 4, classes)
     hints = Hints(batch, ((1, lambda: 0),), (40, 41, 42, 43))
     assert manager._runner._fire(hints) == {40, 42}
     engine.shutdown()
@@ -143,14 +143,15 @@ def test_a_trace_is_in_the_allocators_blocks(allocator: CountingAllocator) -> No
     training.steps(BEFORE_PLANNED + 1)
     trace = manager.trace
     assert trace is not None
-    sizes = [1, 513, PAGE_BYTES - 513, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 7 * MIB]
+    sizes = [1, 513, LARGE_BYTES - 513, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 7 * MIB]
     count = len(sizes)
     told = np.concatenate([sizes, trace.tensor_bytes[count:]]).astype(np.int64)
     found = in_blocks(replace(trace, tensor_bytes=told)).tensor_bytes[:count].tolist()
     blocks = block_bytes(sizes).tolist()
-    assert blocks[3] == PAGE_BYTES  # as long as a page, and without pages of its own
-    assert found == [*blocks[:3], PAGE_BYTES - 1, *blocks[4:]]
-    assert found[:3] == [512, 1024, PAGE_BYTES - 512]
+    assert blocks[3] == LARGE_BYTES  # as long as a large one, and shares pages
+    assert found == [*blocks[:3], LARGE_BYTES - 1, *blocks[4:]]
+    assert found[:3] == [512, 1024, LARGE_BYTES - 512]
+    assert found[5] == LARGE_BYTES + (64 << 10)
 
 
 # ------------------------------------------------------------------------------------ budget
@@ -223,7 +224,7 @@ def test_what_was_mapped_comes_back_where_the_card_has_room(
     allocator = native().Allocator.on_host(config, device_total_bytes=card_bytes)
     blocks = [allocator.malloc(16 * MIB) for _ in range(3)]
     # A request without pages of its own must not move its neighbours.
-    blocks.append(allocator.malloc(PAGE_BYTES - 1))
+    blocks.append(allocator.malloc(LARGE_BYTES - 1))
     assert allocator.kind_stats(0)["managed"]["spilled_bytes"] >= 32 * MIB
     machine = machine_with(allocator, 20 * MIB)
     machine = replace(machine, hardware=replace(machine.hardware, device_bytes=card_bytes))

@@ -317,7 +317,7 @@ def test_small_temporaries_are_left_out() -> None:
 
 def test_blocks_are_rounded_as_the_allocator_does() -> None:
     allocator = native.Allocator.on_host(native.Config([native.ClassSetting()] * len(TensorClass)))
-    sizes = [1, 512, 513, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, 7 << 20]
+    sizes = [1, 512, 513, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, (2 << 20) + (64 << 10), 7 << 20]
     blocks = []
     for size in sizes:
         address = allocator.malloc(size)

@@ -22,8 +22,10 @@ from umem.telemetry import (
     NamedRange,
     Recording,
     Residency,
+    Shares,
     concatenated,
     load_recording,
+    no_shares,
     read_recording,
     records_of,
     save_recording,
@@ -80,6 +82,8 @@ def recordings(draw: st.DrawFn) -> Recording:
     step_start, step_end = marks[0 : len(marks) // 2 * 2 : 2], marks[1::2]
     count = len(records)
     driven = max(len(step_start), 1) if draw(st.booleans()) else 0
+    moved = np.flatnonzero(records.is_transfer() & (records.bytes > 0))
+    shared = sorted(draw(st.sets(st.sampled_from(moved.tolist())))) if len(moved) else []
     return Recording(
         workload=draw(st.text(max_size=10)),
         hardware="H200",
@@ -106,6 +110,12 @@ def recordings(draw: st.DrawFn) -> Recording:
         ideal_s=draw(st.none() | st.floats(1e-9, 1e6)),
         hints=tuple(draw(st.lists(REPORTS, min_size=driven, max_size=driven))),
         residency=draw(residencies()),
+        shares=Shares(
+            np.array(shared, np.int64),
+            np.array([draw(st.integers(1, int(records.bytes[row]))) for row in shared], np.int64),
+            np.array([draw(st.integers(-1, 5)) for _ in shared], np.int8),
+            np.array([draw(st.integers(-1, len(names) - 1)) for _ in shared], np.int32),
+        ),
     )
 
 
@@ -114,7 +124,7 @@ def plain(value: Any) -> Any:
     return {
         field.name: (
             plain(it)
-            if isinstance(it, MigrationRecords | Residency)
+            if isinstance(it, MigrationRecords | Residency | Shares)
             else (str(it.dtype), it.tolist())
             if isinstance(it, np.ndarray)
             else it
@@ -155,6 +165,7 @@ def small() -> Recording:
         ideal_s=1e-7,
         hints=(None, HintReport((HintUse("evict", TensorClass.WEIGHTS, *[1] * 12),), *[0] * 3)),
         residency=Residency(np.array([5]), np.arange(6, dtype=np.int64).reshape(1, 6)),
+        shares=Shares(np.array([0]), np.array([4]), np.array([3], np.int8), np.array([-1])),
     )
 
 
@@ -208,6 +219,14 @@ def set_to(key: str, value: Any) -> Change:
         (set_to("residency_ns", [-5]), "residency_ns[0]: -5 is not from 0"),
         (set_to("residency_ns", []), "resident_bytes: 6 entries for 0 samples"),
         (set_to("resident_bytes", [0] * 5 + [-1]), "resident_bytes[5]: -1 is not from 0"),
+        (lambda data: data.pop("share_class"), "share_class: missing"),
+        (set_to("share_bytes", [4, 4]), "share_bytes: 2 entries, and share_record has 1"),
+        (set_to("share_record", [2]), "share_record[0]: 2 is not from 0 to 1"),
+        (set_to("share_record", [1]), "share_record[0]: 1 is a record of no transfer"),
+        (set_to("share_bytes", [0]), "share_bytes[0]: 0 is not from 1"),
+        (set_to("share_bytes", [65]), "share_bytes[0]: 65 is more than its transfer has"),
+        (set_to("share_class", "7"), "share_class[0]"),
+        (set_to("share_tensor", [1]), "share_tensor[0]: 1 is not from -1 to 0"),
     ],
 )
 def test_files_that_contradict_themselves(change: Change, said: str, tmp_path: Path) -> None:
@@ -232,6 +251,27 @@ def test_samples_are_in_order(tmp_path: Path) -> None:
         read_recording(path)
 
 
+def test_shares_are_in_the_order_of_their_records(tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    save_recording(small(), path)
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    data |= {"share_record": [1, 0], "share_bytes": [1, 1]}
+    data |= {"share_class": "00", "share_tensor": [0, 0]}
+    path.write_text(json.dumps(data))
+    with pytest.raises(UmemError, match=r"share_record\[1\]: 0 is before the record in front"):
+        read_recording(path)
+
+
+def test_files_from_before_shares(tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    alone = replace(small(), shares=no_shares())
+    save_recording(alone, path)
+    assert not any(
+        key.startswith("share_") for key in json.loads(gzip.decompress(path.read_bytes()))
+    )
+    assert plain(read_recording(path)) == plain(alone)
+
+
 def test_hints_are_of_the_marked_steps(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
     save_recording(replace(small(), hints=(None, None)), path)
@@ -245,7 +285,7 @@ def test_hints_are_of_the_marked_steps(tmp_path: Path) -> None:
 
 def test_files_of_the_first_format(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
-    plainly = replace(small(), ideal_s=None, hints=(), residency=None)
+    plainly = replace(small(), ideal_s=None, hints=(), residency=None, shares=no_shares())
     save_recording(plainly, path)
     data = json.loads(gzip.decompress(path.read_bytes()))
     added = [key for key in data if key.startswith("hint_")]
@@ -294,6 +334,7 @@ def test_what_could_not_be_loaded_is_not_saved(
         records=records_of(np.array([row])),
         tensor_class=np.array([0], np.int8),
         tensor=np.array([0], np.int32),
+        shares=no_shares(),
     )
     with pytest.raises(UmemError) as caught:
         save_recording(bad, path)

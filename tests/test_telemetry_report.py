@@ -15,6 +15,8 @@ from umem.report import MigrationReport, StepReport
 from umem.telemetry import (
     NamedRange,
     Recording,
+    Shares,
+    TensorTraffic,
     measured_row,
     records_of,
     report_of,
@@ -86,6 +88,52 @@ def test_a_record_belongs_to_the_step_in_which_it_starts() -> None:
     assert first.memory_ops_s == pytest.approx(200e-9)
     assert second.moved_bytes() == 1024
     assert (second.fault_batches, second.cpu_faults) == (0, 1)
+
+
+SHARES = Shares(
+    np.array([0, 0, 6]),
+    np.array([1024, 512, 1000]),
+    np.array([STATE, -1, WEIGHTS], np.int8),
+    np.array([1, -1, 0], np.int32),
+)
+"""Of two transfers in the first step: of class weights, and of no known tensor."""
+
+
+def test_a_transfer_of_several_tensors_is_of_each_by_its_bytes() -> None:
+    whole = step_reports(recording(ROWS, STEPS))
+    first, second = step_reports(recording(ROWS, STEPS, shares=SHARES))
+    found = {
+        f"{it.direction} {it.cause} {it.tensor_class.value}": (
+            it.bytes,
+            it.count,
+            round(it.seconds * 1e9),
+        )
+        for it in first.traffic
+    }
+    assert found == {
+        "to_device fault weights": (2560, 1, 63),
+        "to_device fault optimizer_state": (1024, 0, 25),
+        "to_device fault other": (512, 0, 12),
+        "to_device hint optimizer_state": (8192, 1, 200),
+        "to_host hint weights": (1000, 0, 244),
+        "to_host hint other": (1048, 1, 256),
+    }
+    assert first.unattributed_bytes == 512 + 1048
+    for name in ("um_time_share", "um_ops_share", "um_bytes_share"):
+        assert getattr(first, name) == pytest.approx(getattr(whole[0], name))
+    assert first.moved_bytes() == whole[0].moved_bytes()
+    assert second.traffic == whole[1].traffic
+
+
+def test_names_are_of_parts_too() -> None:
+    steps = [(0, 1000)]
+    weight, state = sorted(tensor_traffic(recording(ROWS, steps, shares=SHARES)), key=_name)
+    assert (weight.bytes, weight.count) == (2560 + 1000, 2)
+    assert (state.bytes, state.count) == (8192 + 1024, 2)
+
+
+def _name(entry: TensorTraffic) -> str:
+    return entry.name
 
 
 def test_shares_are_of_all_memory_operations() -> None:

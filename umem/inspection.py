@@ -32,7 +32,7 @@ class LiveTensor:
     bytes: int
     """As asked for."""
     block_bytes: int
-    """As handed out: rounded to 512 bytes, or 2 MiB from 2 MiB on."""
+    """As handed out: rounded to 512 bytes, or 64 KiB from 2 MiB on."""
     tensor_class: TensorClass
     device: int
     memory_kind: str

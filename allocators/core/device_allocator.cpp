@@ -142,8 +142,7 @@ void* DeviceAllocator::serve(std::size_t bytes, StreamId stream, TensorClass ten
   if (bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding it up would wrap
   if (!pending_events_.empty() || !deferred_.empty()) process_events();
   const std::uint8_t route = route_for(tensor_class, bytes);
-  const std::size_t block_bytes =
-      round_up(bytes, routes_[route].tier == Tier::small ? kMinBlockBytes : kPageBytes);
+  const std::size_t block_bytes = round_up(bytes, step_bytes(routes_[route].tier));
   Pool* pool = active_pools_.empty() ? nullptr : pool_for(stream);
   Block* block = take_cached(heap_for(route, stream, pool), block_bytes);
   if (block == nullptr) block = grow(tensor_class, route, stream, pool, block_bytes, shortage);
@@ -185,8 +184,7 @@ Block* DeviceAllocator::grow(TensorClass tensor_class, std::uint8_t route, Strea
     return may_spill ? spill(heap.tier, stream, pool, bytes, shortage) : nullptr;
   };
 
-  // No segment is smaller than a page, however small the request.
-  const std::size_t least_bytes = round_up(bytes, kPageBytes);
+  const std::size_t least_bytes = least_segment_bytes(bytes);
   Block* block = nullptr;
   if (!over_budget(profile, least_bytes)) {
     block = new_segment(heap, bytes, shortage);
@@ -241,11 +239,17 @@ bool DeviceAllocator::reserve(MemoryKind kind, std::size_t bytes, Shortage& shor
   return true;
 }
 
+// Segments that blocks are cut from are whole pages, however small the request.
+std::size_t DeviceAllocator::least_segment_bytes(std::size_t bytes) const {
+  return config_.caching ? round_up(bytes, kPageBytes) : bytes;
+}
+
 Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& shortage) {
   const Profile& profile = profiles_[heap.profile];
+  const std::size_t least_bytes = least_segment_bytes(bytes);
   std::size_t segment_bytes =
-      config_.caching ? segment_bytes_for(heap.tier, bytes) : bytes;
-  if (over_budget(profile, segment_bytes)) segment_bytes = round_up(bytes, kPageBytes);
+      config_.caching ? segment_bytes_for(heap.tier, bytes) : least_bytes;
+  if (over_budget(profile, segment_bytes)) segment_bytes = least_bytes;
 
   const auto give_back_limit = [&](std::size_t bytes_taken) {
     if (profile.kind == MemoryKind::managed) managed_limit_.give_back(bytes_taken);
@@ -265,9 +269,8 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
     }
     return raw;
   };
-  // Sources promise 256 bytes; blocks with pages of their own need a segment on a page boundary.
-  const std::size_t alignment =
-      config_.caching || heap.tier == Tier::large ? kPageBytes : kMinBlockBytes;
+  // Sources promise 256 bytes.
+  const std::size_t alignment = config_.caching ? kPageBytes : step_bytes(heap.tier);
   std::size_t raw_bytes = 0;
   const auto take_aligned = [&](std::size_t wanted_bytes) -> void* {
     raw_bytes = wanted_bytes;
@@ -280,8 +283,8 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   };
 
   void* raw = take_aligned(segment_bytes);
-  if (raw == nullptr && segment_bytes > bytes) {  // no room to spare: only what was asked for
-    segment_bytes = bytes;
+  if (raw == nullptr && segment_bytes > least_bytes) {  // no room to spare: what was asked for
+    segment_bytes = least_bytes;
     raw = take_aligned(segment_bytes);
   }
   if (raw == nullptr) return nullptr;

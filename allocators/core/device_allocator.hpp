@@ -48,6 +48,11 @@ struct Profile {
   bool operator==(const Profile&) const = default;
 };
 
+// What blocks of a tier are multiples of, in size and address.
+constexpr std::size_t step_bytes(Tier tier) {
+  return tier == Tier::small ? kMinBlockBytes : kLargeStepBytes;
+}
+
 struct Pool;
 
 // The cached blocks of one stream that may serve the same requests. Blocks of 2 MiB or more own
@@ -59,7 +64,7 @@ struct Heap {
         tier(tier),
         stream(stream),
         pool(pool),
-        index(tier == Tier::small ? kMinBlockBytes : kPageBytes) {}
+        index(step_bytes(tier)) {}
 
   const std::uint8_t profile;
   const Tier tier;
@@ -130,7 +135,7 @@ class DeviceAllocator {
   DeviceAllocator& operator=(const DeviceAllocator&) = delete;
   ~DeviceAllocator();  // gives all segments back, live blocks' too
 
-  // A block of at least `bytes`, aligned to 512 bytes; to 2 MiB, with pages of its own, from 2 MiB
+  // A block of at least `bytes`, aligned to 512 bytes; to 64 KiB, with pages of its own, from 2 MiB
   // on. nullptr for 0 bytes. Throws OutOfMemory.
   void* allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
   // The same, but nullptr where there is no room, which does not count as an out-of-memory.
@@ -201,6 +206,7 @@ class DeviceAllocator {
   Block* grow(TensorClass tensor_class, std::uint8_t route, StreamId stream, Pool* pool,
               std::size_t bytes, Shortage& shortage);
   Block* spill(Tier tier, StreamId stream, Pool* pool, std::size_t bytes, Shortage& shortage);
+  std::size_t least_segment_bytes(std::size_t bytes) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
   bool reserve(MemoryKind kind, std::size_t bytes, Shortage& shortage);
   bool over_budget(const Profile& profile, std::size_t bytes) const;

@@ -85,8 +85,8 @@ def live_peak(trace: Trace, chosen: Any) -> int:
 
 
 def block_bytes(nbytes: Any) -> Any:
-    """What the allocator hands out: whole pages of 2 MiB from there on."""
-    step = np.where(nbytes < 2 << 20, 512, 2 << 20)
+    """What the allocator hands out: multiples of 64 KiB from 2 MiB on."""
+    step = np.where(nbytes < 2 << 20, 512, 64 << 10)
     return -(-nbytes // step) * step
 
 

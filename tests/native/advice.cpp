@@ -28,7 +28,7 @@ std::map<std::uintptr_t, Advice> advice_by_page(const Machine& machine) {
   std::map<std::uintptr_t, Advice> by_page;
   for (const auto& [range, advice] : machine.driver.advice())
     for (std::uintptr_t page = range.address; page < range.address + range.bytes;
-         page += kPageBytes)
+         page += kLargeStepBytes)
       by_page[page] = advice;
   return by_page;
 }
@@ -81,13 +81,13 @@ void system_memory_takes_advice_and_others_do_not() {
 
 void a_retagged_block_is_advised_and_its_next_owner_too() {
   Machine machine({.config = mixed_config()});
-  const std::uintptr_t address = machine.allocate(3 * MiB, 0, TensorClass::weights);
+  const std::uintptr_t address = machine.allocate(3 * MiB + 1, 0, TensorClass::weights);
   CHECK(machine.device.retag(address, TensorClass::frozen_weights));
   CHECK(machine.device.retag(address, TensorClass::frozen_weights));
   std::vector<AdviceCall> calls = machine.driver.advice();
   CHECK_EQUAL(calls.size(), 2U);  // the segment's, and one for the change
   CHECK_EQUAL(calls[1].range.address, address);
-  CHECK_EQUAL(calls[1].range.bytes, 4 * MiB);
+  CHECK_EQUAL(calls[1].range.bytes, 3 * MiB + 64 * KiB);
   CHECK(calls[1].advice == kDuplicated);
   CHECK(machine.allocator.live_blocks().at(0).tensor_class == TensorClass::frozen_weights);
 
@@ -136,10 +136,10 @@ void parts_of_a_merged_block_are_advised_anew() {
   machine.free(left);
   machine.free(right);
   const std::size_t before = machine.driver.advice().size();
-  CHECK_EQUAL(machine.allocate(6 * MiB), left);
+  CHECK_EQUAL(machine.allocate(6 * MiB - 64 * KiB), left);
   CHECK_EQUAL(machine.driver.advice().size(), before + 1);
-  CHECK_EQUAL(machine.driver.advice().back().range.bytes, 6 * MiB);
-  CHECK_EQUAL(machine.allocate(2 * MiB), left + 6 * MiB);  // the rest was mixed too
+  CHECK_EQUAL(machine.driver.advice().back().range.bytes, 6 * MiB - 64 * KiB);
+  CHECK_EQUAL(machine.allocate(2 * MiB + 1), left + 6 * MiB - 64 * KiB);  // the rest was mixed too
   CHECK_EQUAL(machine.driver.advice().size(), before + 2);
   for (const auto& [page, advice] : advice_by_page(machine))
     if (page < left + 8 * MiB) CHECK(advice == kOnDevice);
@@ -174,7 +174,7 @@ void every_live_page_carries_its_class_advice() {
     CHECK(live.at(block.address) == block.tensor_class);
     const Advice& expected = config.classes[static_cast<std::size_t>(block.tensor_class)].advice;
     for (std::uintptr_t page = block.address; page < block.address + block.bytes;
-         page += kPageBytes)
+         page += kLargeStepBytes)
       CHECK(by_page.at(page) == expected);
   }
 }

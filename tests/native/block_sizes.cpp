@@ -8,16 +8,17 @@ namespace umem {
 namespace {
 
 std::size_t block_bytes_for(std::size_t bytes) {
-  return round_up(bytes, bytes < kPageBytes ? kMinBlockBytes : kPageBytes);
+  return round_up(bytes, bytes < 2 * MiB ? 512 : 64 * KiB);
 }
 
 void blocks_are_rounded_and_aligned() {
   Machine machine;
   for (const std::size_t bytes :
        {std::size_t{1}, std::size_t{511}, std::size_t{512}, std::size_t{513}, MiB - 1, MiB, MiB + 1,
-        2 * MiB - 1, 2 * MiB, 2 * MiB + 1, 10 * MiB - 1, 10 * MiB, 33 * MiB + 5, 5 * GiB}) {
+        2 * MiB - 1, 2 * MiB, 2 * MiB + 1, 2 * MiB + 64 * KiB, 10 * MiB - 1, 10 * MiB, 33 * MiB + 5,
+        5 * GiB}) {
     const std::uintptr_t address = machine.allocate(bytes);
-    CHECK_EQUAL(address % (bytes < kPageBytes ? kMinBlockBytes : kPageBytes), 0U);
+    CHECK_EQUAL(address % (bytes < 2 * MiB ? 512 : 64 * KiB), 0U);
     const std::vector<LiveBlock> live = machine.allocator.live_blocks();
     CHECK_EQUAL(live.size(), 1U);
     CHECK_EQUAL(live[0].address, address);
@@ -45,9 +46,9 @@ void segments_leave_room_for_more() {
   CHECK_EQUAL(segment_bytes_for(2 * MiB - 1), 8 * MiB);
   CHECK_EQUAL(segment_bytes_for(2 * MiB), 20 * MiB);
   CHECK_EQUAL(segment_bytes_for(8 * MiB), 20 * MiB);
-  CHECK_EQUAL(segment_bytes_for(9 * MiB), 10 * MiB);
+  CHECK_EQUAL(segment_bytes_for(10 * MiB - 64 * KiB), 20 * MiB);
   CHECK_EQUAL(segment_bytes_for(10 * MiB), 10 * MiB);
-  CHECK_EQUAL(segment_bytes_for(11 * MiB), 12 * MiB);
+  CHECK_EQUAL(segment_bytes_for(10 * MiB + 1), 12 * MiB);
   CHECK_EQUAL(segment_bytes_for(100 * MiB), 100 * MiB);
 }
 
@@ -67,22 +68,36 @@ void large_blocks_own_their_pages() {
       addresses.pop_back();
     }
   }
-  std::map<std::uintptr_t, std::vector<LiveBlock>> by_page;
-  for (const LiveBlock& block : machine.allocator.live_blocks())
-    for (std::uintptr_t page = block.address / kPageBytes;
-         page <= (block.address + block.bytes - 1) / kPageBytes; ++page)
-      by_page[page].push_back(block);
-  std::size_t large = 0;
-  for (const auto& [page, blocks] : by_page) {
+  const std::vector<LiveBlock> live = machine.allocator.live_blocks();
+  const auto by_page = [&live](std::size_t page_bytes) {
+    std::map<std::uintptr_t, std::vector<LiveBlock>> found;
+    for (const LiveBlock& block : live)
+      for (std::uintptr_t page = block.address / page_bytes;
+           page <= (block.address + block.bytes - 1) / page_bytes; ++page)
+        found[page].push_back(block);
+    return found;
+  };
+  const auto is_large = [](const LiveBlock& block) { return block.requested_bytes >= 2 * MiB; };
+  CHECK(std::any_of(live.begin(), live.end(), is_large));
+  for (const auto& [page, blocks] : by_page(64 * KiB))
+    for (const LiveBlock& block : blocks) CHECK(!is_large(block) || blocks.size() == 1);
+  // Nor do classes of smaller ones share 2 MiB, with each other or with large ones.
+  for (const auto& [page, blocks] : by_page(2 * MiB))
     for (const LiveBlock& block : blocks) {
-      CHECK(block.tensor_class == blocks[0].tensor_class);  // nor do classes share a page
-      if (block.requested_bytes >= kPageBytes) {
-        CHECK_EQUAL(blocks.size(), 1U);
-        ++large;
-      }
+      CHECK_EQUAL(is_large(block), is_large(blocks[0]));
+      CHECK(is_large(block) || block.tensor_class == blocks[0].tensor_class);
     }
-  }
-  CHECK(large > 0);
+  check_consistent(machine.device);
+}
+
+// Neighbours of sizes a little above a multiple of 2 MiB lie close to each other.
+void large_blocks_are_packed() {
+  Machine machine;
+  const std::uintptr_t first = machine.allocate(2 * MiB + 1);
+  CHECK_EQUAL(first % (2 * MiB), 0U);
+  CHECK_EQUAL(machine.allocate(4 * MiB + 64 * KiB), first + 2 * MiB + 64 * KiB);
+  CHECK_EQUAL(machine.allocate(2 * MiB), first + 6 * MiB + 128 * KiB);
+  CHECK_EQUAL(machine.source.held_bytes(), 20 * MiB);
   check_consistent(machine.device);
 }
 
@@ -155,7 +170,7 @@ void only_the_start_of_a_live_block_can_be_freed() {
   const std::uintptr_t large = machine.allocate(5 * MiB);
   CHECK(!machine.device.free(small + 512));
   CHECK(!machine.device.free(small + 1024));  // the cached rest of the segment
-  CHECK(!machine.device.free(large + kPageBytes));
+  CHECK(!machine.device.free(large + 64 * KiB));
   CHECK(!machine.device.free(0));
   CHECK(!machine.allocator.device(1).free(small));
   for (const std::uintptr_t address : {small, large}) {
@@ -193,6 +208,7 @@ int main() {
   RUN(blocks_are_rounded_and_aligned);
   RUN(segments_leave_room_for_more);
   RUN(large_blocks_own_their_pages);
+  RUN(large_blocks_are_packed);
   RUN(classes_share_large_memory_only);
   RUN(kinds_without_advice_share_large_memory);
   RUN(blocks_below_the_minimum_are_device_memory);

@@ -61,7 +61,7 @@ void random_operations(std::size_t granule_bytes, std::size_t max_granules, std:
 void small_blocks() { random_operations(kMinBlockBytes, 4096, 200); }
 void few_blocks_of_many_sizes() { random_operations(kMinBlockBytes, 4096, 3); }
 void beyond_the_lists() { random_operations(kMinBlockBytes, 20000, 200); }
-void large_blocks() { random_operations(kPageBytes, 8192, 200); }
+void large_blocks() { random_operations(kLargeStepBytes, 8192, 200); }
 
 // Warm in the caches, and the order that torch's users are used to.
 void last_freed_first() {

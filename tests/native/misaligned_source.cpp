@@ -11,9 +11,9 @@ void blocks_are_aligned() {
     Config config;
     config.caching = caching;
     Machine machine({.config = config, .offset_bytes = kOffsetBytes});
-    for (const std::size_t bytes : {std::size_t{1}, MiB + 1, 2 * MiB, 30 * MiB}) {
+    for (const std::size_t bytes : {std::size_t{1}, MiB + 1, 2 * MiB, 3 * MiB + 1, 30 * MiB}) {
       const std::uintptr_t address = machine.allocate(bytes);
-      const std::size_t alignment = bytes < kPageBytes ? kMinBlockBytes : kPageBytes;
+      const std::size_t alignment = bytes < kPageBytes ? kMinBlockBytes : kLargeStepBytes;
       CHECK_EQUAL(address % alignment, 0U);
       CHECK(machine.source.holds(address, round_up(bytes, alignment)));
       const auto base = machine.allocator.base_allocation(address);

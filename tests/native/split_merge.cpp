@@ -33,6 +33,9 @@ void check_all_orders(std::size_t block_bytes, std::size_t segment_bytes) {
 
 void every_order_of_frees_joins_small_blocks() { check_all_orders(1024, 2 * MiB); }
 void every_order_of_frees_joins_large_blocks() { check_all_orders(4 * MiB, 20 * MiB); }
+void every_order_of_frees_joins_packed_blocks() {
+  check_all_orders(2 * MiB + 64 * KiB, 20 * MiB);
+}
 
 void the_best_hole_is_taken() {
   Machine machine;
@@ -42,11 +45,42 @@ void the_best_hole_is_taken() {
   for (const std::size_t i : {0U, 2U, 4U}) machine.free(addresses[i]);
 
   // Behind the last block the segment had 2 MiB left, so its hole is as large as the middle one.
-  CHECK_EQUAL(machine.allocate(5 * MiB), addresses[0]);
+  CHECK_EQUAL(machine.allocate(6 * MiB - 1), addresses[0]);
   CHECK_EQUAL(machine.allocate(2 * MiB), addresses[0] + 6 * MiB);  // exactly what the cut left
   const std::uintptr_t middle_or_last = machine.allocate(4 * MiB);
   CHECK(middle_or_last == addresses[2] || middle_or_last == addresses[4]);
   CHECK_EQUAL(machine.source.held_segments(), 1U);
+  check_consistent(machine.device);
+}
+
+// Less than 2 MiB serves no large request, until the block beside it is free too.
+void a_sliver_merges_back() {
+  Machine machine;
+  std::array<std::uintptr_t, 4> addresses{};
+  for (std::uintptr_t& address : addresses) address = machine.allocate(4 * MiB + 640 * KiB);
+  const auto sliver = machine.device.segments().at(0).blocks.back();
+  CHECK_EQUAL(sliver.bytes, MiB + 512 * KiB);
+  const std::uintptr_t elsewhere = machine.allocate(2 * MiB);
+  CHECK_EQUAL(machine.source.held_segments(), 2U);
+  machine.free(elsewhere);
+
+  machine.free(addresses[3]);
+  check_consistent(machine.device);
+  CHECK_EQUAL(machine.allocate(6 * MiB), addresses[3]);
+  check_consistent(machine.device);
+  CHECK_EQUAL(machine.source.held_segments(), 2U);
+}
+
+// A block that is a little smaller than its hole leaves a sliver, which goes with the block.
+void a_hole_is_whole_again() {
+  Machine machine;
+  const std::uintptr_t hole = machine.allocate(5 * MiB);
+  machine.allocate(5 * MiB);
+  machine.free(hole);
+  CHECK_EQUAL(machine.allocate(5 * MiB - 64 * KiB), hole);
+  check_consistent(machine.device);
+  machine.free(hole);
+  CHECK_EQUAL(machine.allocate(5 * MiB), hole);
   check_consistent(machine.device);
 }
 
@@ -83,7 +117,10 @@ int main() {
   using namespace umem;
   RUN(every_order_of_frees_joins_small_blocks);
   RUN(every_order_of_frees_joins_large_blocks);
+  RUN(every_order_of_frees_joins_packed_blocks);
   RUN(the_best_hole_is_taken);
+  RUN(a_sliver_merges_back);
+  RUN(a_hole_is_whole_again);
   RUN(segments_never_merge);
   RUN(only_whole_segments_go_back);
 }

@@ -27,7 +27,7 @@ constexpr StreamId kFirstPrivateStream = 1000;  // one for each thread, for its 
 
 // The part of a block's memory that nobody else may have.
 std::size_t extent_bytes(std::size_t bytes) {
-  return round_up(bytes, bytes < kPageBytes ? kMinBlockBytes : kPageBytes);
+  return round_up(bytes, bytes < kPageBytes ? kMinBlockBytes : kLargeStepBytes);
 }
 
 struct Held {
@@ -272,7 +272,8 @@ class Worker {
       while (held_.size() > kMaxHeldBlocks / 2) free(take_any());
       return;
     }
-    CHECK_EQUAL(block.address % (block.bytes < kPageBytes ? kMinBlockBytes : kPageBytes), 0U);
+    CHECK_EQUAL(block.address % (block.bytes < kPageBytes ? kMinBlockBytes : kLargeStepBytes),
+                0U);
     shadow_.add(block);
     held_.push_back(std::move(block));
   }

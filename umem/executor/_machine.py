@@ -11,7 +11,7 @@ import torch
 
 from umem.activations import Mover
 from umem.allocator import runtime
-from umem.blocks import PAGE_BYTES
+from umem.blocks import LARGE_BYTES
 from umem.hardware import Hardware
 from umem.hints import HintEngine
 from umem.host import host_memory_bytes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST_BYTES", "Machine", "cuda_machine", "within_host"]
 
-SMALLEST_BYTES = PAGE_BYTES
+SMALLEST_BYTES = LARGE_BYTES
 """What moves has pages of its own; moving a smaller tensor would move its neighbours."""
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from umem.blocks import PAGE_BYTES, block_bytes
+from umem.blocks import LARGE_BYTES, block_bytes
 from umem.recorder import named_tensors
 from umem.trace import Trace
 
@@ -58,16 +58,16 @@ def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
 def in_blocks(trace: Trace) -> Trace:
     """The trace with the bytes that umem's allocator hands out for each tensor, and hints move.
 
-    Temporaries are counted in the same blocks. What is less than a page stays less: a block without
-    pages of its own can be just as long as one, and is not to move.
+    Temporaries are counted in the same blocks. What is small stays small: a block that shares pages
+    can be just as long as the smallest that does not, and is not to move.
     """
     size = trace.tensor_bytes
-    most = np.where(size < PAGE_BYTES, PAGE_BYTES - 1, np.iinfo(np.int64).max)
+    most = np.where(size < LARGE_BYTES, LARGE_BYTES - 1, np.iinfo(np.int64).max)
     return replace(trace, tensor_bytes=np.minimum(block_bytes(size), most))
 
 
 def whole_blocks(size_bytes: int) -> int:
-    """Bytes of the block that holds a tensor: whole pages, for one that may move."""
+    """Bytes of the block that holds a tensor: whole pages of 64 KiB, for one that may move."""
     return int(block_bytes(size_bytes))
 
 

@@ -16,7 +16,14 @@ from umem.telemetry._aggregate import (
     step_reports,
     tensor_traffic,
 )
-from umem.telemetry._attribution import Snapshot, attribute, blocks_hit, snapshot_of
+from umem.telemetry._attribution import (
+    Shares,
+    Snapshot,
+    attribute,
+    blocks_hit,
+    no_shares,
+    snapshot_of,
+)
 from umem.telemetry._cupti import CuptiCollector
 from umem.telemetry._driver_events import DriverEvents
 from umem.telemetry._driver_queue import DriverQueue, knows_release
@@ -56,6 +63,7 @@ __all__ = [
     "RecordKind",
     "Recording",
     "Residency",
+    "Shares",
     "Snapshot",
     "TensorTraffic",
     "attribute",
@@ -72,6 +80,7 @@ __all__ = [
     "load_recording",
     "managed_on_host",
     "measured_row",
+    "no_shares",
     "numbers_of",
     "nvtx_phases",
     "profile",

@@ -12,12 +12,11 @@ from umem.classes import TensorClass
 from umem.report import MeasuredReport, Traffic
 from umem.telemetry._attribution import UNKNOWN
 from umem.telemetry._hints import hint_row, hint_traffic
-from umem.telemetry._recording import Recording
+from umem.telemetry._recording import Parts, Recording
 from umem.telemetry._records import (
     CAUSE_OF_NUMBER,
     DIRECTION_OF_KIND,
     TRANSFERS,
-    MigrationRecords,
     RecordKind,
 )
 
@@ -29,7 +28,7 @@ _NS = 1e-9
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Unified-memory transfers of one named tensor, over all steps or the whole recording."""
+    """Unified-memory transfers with parts of one named tensor, over all steps or the recording."""
 
     name: str
     tensor_class: TensorClass
@@ -43,13 +42,14 @@ def step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
     A record belongs to the step in which it starts. What starts outside of all steps is in no
     report.
     """
+    parts = recording.parts()
     if not recording.step_count:
-        everything = np.zeros(len(recording.records), np.int64)
-        return (_report(recording, everything == 0, recording.duration_ns, 0, 0),)
+        everything = np.ones(len(recording.records), np.bool_)
+        return (_report(recording, parts, everything, recording.duration_ns, 0, 0),)
     step = _step_of(recording)
     times_ns = recording.step_end_ns - recording.step_start_ns
     return tuple(
-        _report(recording, step == number, int(time_ns), 1, number)
+        _report(recording, parts, step == number, int(time_ns), 1, number)
         for number, time_ns in enumerate(times_ns)
     )
 
@@ -71,14 +71,16 @@ def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
 
     Over all marked steps, or the whole recording where none is marked.
     """
-    records = recording.records
-    inside = _step_of(recording) != UNKNOWN if recording.step_count else True
-    rows = np.flatnonzero(records.is_transfer() & (recording.tensor != UNKNOWN) & inside)
+    counted = recording.records.is_transfer()
+    if recording.step_count:
+        counted &= _step_of(recording) != UNKNOWN
+    parts = recording.parts()
+    parts = parts.taken(counted[parts.record] & (parts.tensor != UNKNOWN))
     names = len(recording.tensor_names)
-    size_bytes = _sums(records.bytes[rows], recording.tensor[rows], names)
-    count = np.bincount(recording.tensor[rows], minlength=names)
+    size_bytes = _sums(parts.bytes, parts.tensor, names)
+    count = np.bincount(parts.tensor, minlength=names)
     found = np.full(names, TensorClass.OTHER.number)
-    found[recording.tensor[rows]] = recording.tensor_class[rows]
+    found[parts.tensor] = parts.tensor_class
     return tuple(
         TensorTraffic(
             recording.tensor_names[name],
@@ -182,6 +184,7 @@ def _step_of(recording: Recording) -> npt.NDArray[np.int64]:
 
 def _report(
     recording: Recording,
+    parts: Parts,
     which: npt.NDArray[np.bool_],
     time_ns: int,
     step_count: int,
@@ -189,11 +192,10 @@ def _report(
 ) -> MeasuredReport:
     hints = recording.hints[number] if recording.hints else None
     records = recording.records.taken(which)
-    tensor_class = recording.tensor_class[which]
-    transfers = records.is_transfer()
+    moved = parts.taken((which & recording.records.is_transfer())[parts.record])
     others = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
     on_device = records.kind == RecordKind.GPU_FAULT
-    traffic = _traffic(records, tensor_class)
+    traffic = _traffic(recording, moved)
     if recording.source == "hints" and hints is not None:
         traffic = hint_traffic(hints)
     return MeasuredReport(
@@ -211,7 +213,7 @@ def _report(
         step_count=step_count,
         gpu_faults=int(records.faults[on_device].sum()),
         cpu_faults=int(records.faults[records.kind == RecordKind.CPU_FAULT].sum()),
-        unattributed_bytes=int(records.bytes[transfers & (tensor_class == UNKNOWN)].sum()),
+        unattributed_bytes=int(moved.bytes[moved.tensor_class == UNKNOWN].sum()),
         notes=recording.notes,
         source=recording.source,
         ideal_s=recording.ideal_s,
@@ -219,16 +221,19 @@ def _report(
     )
 
 
-def _traffic(records: MigrationRecords, tensor_class: npt.NDArray[np.int8]) -> tuple[Traffic, ...]:
-    rows = np.flatnonzero(records.is_transfer())
-    classes = np.where(tensor_class == UNKNOWN, TensorClass.OTHER.number, tensor_class)[rows]
+def _traffic(recording: Recording, parts: Parts) -> tuple[Traffic, ...]:
+    """Sums of the parts of transfers. One with several parts is counted with its record's."""
+    records = recording.records
+    classes = np.where(parts.tensor_class == UNKNOWN, TensorClass.OTHER.number, parts.tensor_class)
     causes = len(CAUSE_OF_NUMBER)
     shape = (len(TRANSFERS), causes, len(_CLASSES))
-    cell = np.ravel_multi_index((records.kind[rows], records.cause[rows], classes), shape)
+    cell = np.ravel_multi_index(
+        (records.kind[parts.record], records.cause[parts.record], classes), shape
+    )
     size = len(TRANSFERS) * causes * len(_CLASSES)
-    moved = _sums(records.bytes[rows], cell, size).reshape(shape)
-    spent_ns = _sums((records.end_ns - records.start_ns)[rows], cell, size).reshape(shape)
-    count = np.bincount(cell, minlength=size).reshape(shape)
+    moved = _sums(parts.bytes, cell, size).reshape(shape)
+    spent_ns = _sums(parts.time_ns, cell, size).reshape(shape)
+    count = np.bincount(cell[parts.is_own], minlength=size).reshape(shape)
     return tuple(
         Traffic(
             DIRECTION_OF_KIND[kind],
@@ -241,7 +246,7 @@ def _traffic(records: MigrationRecords, tensor_class: npt.NDArray[np.int8]) -> t
         for kind in TRANSFERS
         for i, cause in enumerate(CAUSE_OF_NUMBER)
         for number in range(len(_CLASSES))
-        if count[kind, i, number]
+        if count[kind, i, number] or moved[kind, i, number]
     )
 
 

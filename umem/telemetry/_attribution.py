@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from umem.blocks import LARGE_BYTES
 from umem.telemetry._records import MigrationRecords, RecordKind
 
 if TYPE_CHECKING:
     from umem.inspection import LiveTensor
 
-__all__ = ["UNKNOWN", "Snapshot", "attribute", "blocks_hit", "snapshot_of"]
+__all__ = [
+    "UNKNOWN",
+    "Shares",
+    "Snapshot",
+    "attribute",
+    "blocks_hit",
+    "no_shares",
+    "snapshot_of",
+]
 
 UNKNOWN = -1
 """Class and name of what hit no known tensor."""
@@ -41,6 +50,40 @@ class Snapshot:
     end: npt.NDArray[np.int64]
     tensor_class: npt.NDArray[np.int8]
     name: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """What transfers carried of other tensors than the one that their record is of. M shares.
+
+    A record is of up to 2 MiB of addresses, and the ends of large blocks lie anywhere in them.
+
+    Parameters
+    ----------
+    record : int64[M]
+        Index of the transfer, ascending.
+    bytes : int64[M]
+        Of the transfer's bytes, at least 1. What its shares leave is of the record's own tensor.
+    tensor_class : int8[M]
+        :attr:`umem.TensorClass.number`, or :data:`UNKNOWN` for what was no tensor's.
+    tensor : int32[M]
+        Index of a tensor's name, or :data:`UNKNOWN`.
+    """
+
+    record: npt.NDArray[np.int64]
+    bytes: npt.NDArray[np.int64]
+    tensor_class: npt.NDArray[np.int8]
+    tensor: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+
+def no_shares() -> Shares:
+    """Of records each of which is of one tensor."""
+    return Shares(
+        np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.int32)
+    )
 
 
 def snapshot_of(
@@ -99,12 +142,15 @@ def blocks_hit(
 
 def attribute(
     records: MigrationRecords, snapshots: Sequence[Snapshot]
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:
-    """Class and name of what each record touched.
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32], Shares]:
+    """Class and name of what each record touched first, and what transfers carried besides.
 
     A record is looked up in the last snapshot before it; where it hits nothing there, or a block of
     the same class that has no name yet, in the next one after it. What was born and died between
     two snapshots stays unknown, as do copies and memory sets, whose records have no address.
+
+    A transfer across the ends of large blocks is looked up part by part. Small blocks share their
+    pages, which move for the sake of any of them: the first one that a transfer hits has all.
 
     Parameters
     ----------
@@ -119,28 +165,102 @@ def attribute(
         :attr:`umem.TensorClass.number`, or :data:`UNKNOWN`.
     name : int32[N]
         Index of a name, or :data:`UNKNOWN`.
+    shares : Shares
+        Parts of transfers that are of another tensor.
     """
+    tensor_class, name = _first_hits(records, snapshots)
+    parts, record = _parts_at_edges(records, snapshots)
+    part_class, part_name = _first_hits(parts, snapshots)
+    is_other = (part_class != tensor_class[record]) | (part_name != name[record])
+    rest = Shares(
+        record[is_other], parts.bytes[is_other], part_class[is_other], part_name[is_other]
+    )
+    return tensor_class, name, _joined(rest)
+
+
+def _first_hits(
+    records: MigrationRecords, snapshots: Sequence[Snapshot]
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:
     tensor_class = np.full(len(records), UNKNOWN, np.int8)
     name = np.full(len(records), UNKNOWN, np.int32)
-    times = np.array([snapshot.time_ns for snapshot in snapshots], np.int64)
-    following = np.searchsorted(times, records.start_ns, side="right")
-    # In the order of the snapshots, so that those between two of them are a slice.
-    located = np.flatnonzero(records.kind <= RecordKind.CPU_FAULT)
-    located = located[np.argsort(following[located], kind="stable")]
-    begins = np.searchsorted(following[located], np.arange(len(snapshots) + 2))
+    between = _between(records, np.flatnonzero(records.kind <= RecordKind.CPU_FAULT), snapshots)
     # The closer rule last, so that it has the last word.
     for later in (0, 1):
         for index, snapshot in enumerate(snapshots):
-            rows = located[begins[index + later] : begins[index + later + 1]]
+            rows = between[index + later]
             hit = blocks_hit(snapshot, records.address[rows], records.bytes[rows])
             _write(tensor_class, name, rows, hit, snapshot)
     return tensor_class, name
 
 
+def _between(
+    records: MigrationRecords, rows: npt.NDArray[np.intp], snapshots: Sequence[Snapshot]
+) -> list[npt.NDArray[np.intp]]:
+    """Those of the rows that are before the first snapshot, between two, and after the last."""
+    times = np.array([snapshot.time_ns for snapshot in snapshots], np.int64)
+    following = np.searchsorted(times, records.start_ns[rows], side="right")
+    order = np.argsort(following, kind="stable")
+    begins = np.searchsorted(following[order], np.arange(1, len(snapshots) + 1))
+    return np.split(rows[order], begins)
+
+
+def _parts_at_edges(
+    records: MigrationRecords, snapshots: Sequence[Snapshot]
+) -> tuple[MigrationRecords, npt.NDArray[np.intp]]:
+    """Parts of the transfers in which a large block begins or ends, and the record of each.
+
+    Blocks are those of the snapshots before and after the transfer. Parts are by record and
+    address.
+    """
+    edges = [_large_edges(snapshot) for snapshot in snapshots]
+    record, begin = [np.zeros(0, np.intp)], [np.zeros(0, np.int64)]
+    between = _between(records, np.flatnonzero(records.is_transfer()), snapshots)
+    for index, rows in enumerate(between):
+        if not len(rows) or not edges:
+            continue
+        near = np.unique(np.concatenate(edges[max(index - 1, 0) : index + 1]))
+        address = records.address[rows]
+        first = np.searchsorted(near, address, side="right")
+        count = np.searchsorted(near, address + records.bytes[rows], side="left") - first
+        count = np.maximum(count, 0)  # what carried nothing ends before the edge it is at
+        within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+        is_cut = count > 0
+        record += [rows[is_cut], np.repeat(rows, count)]
+        begin += [address[is_cut], near[np.repeat(first, count) + within]]
+    of, start = np.concatenate(record), np.concatenate(begin)
+    order = np.lexsort((start, of))
+    of, start = of[order], start[order]
+    end = records.address[of] + records.bytes[of]
+    goes_on = of[1:] == of[:-1]
+    end[:-1][goes_on] = start[1:][goes_on]
+    return replace(records.taken(of), address=start, bytes=end - start), of
+
+
+def _large_edges(snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    is_large = snapshot.end - snapshot.start >= LARGE_BYTES
+    return np.concatenate([snapshot.start[is_large], snapshot.end[is_large]])
+
+
+def _joined(shares: Shares) -> Shares:
+    """Shares with neighbours of one record and one tensor as one."""
+    if not len(shares):
+        return no_shares()
+    columns = (shares.record, shares.tensor_class, shares.tensor)
+    is_new = np.ones(len(shares), np.bool_)
+    is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    first = np.flatnonzero(is_new)
+    return Shares(
+        shares.record[first],
+        np.add.reduceat(shares.bytes, first),
+        shares.tensor_class[first],
+        shares.tensor[first],
+    )
+
+
 def _write(
     tensor_class: npt.NDArray[np.int8],
     name: npt.NDArray[np.int32],
-    rows: npt.NDArray[Any],
+    rows: npt.NDArray[np.intp],
     hit: npt.NDArray[np.intp],
     snapshot: Snapshot,
 ) -> None:

@@ -26,7 +26,7 @@ from umem.documents import (
 )
 from umem.errors import UmemError
 from umem.report import Source
-from umem.telemetry._attribution import UNKNOWN
+from umem.telemetry._attribution import UNKNOWN, Shares, no_shares
 from umem.telemetry._file_checks import refuse_outside, refuse_where, require_lengths
 from umem.telemetry._file_extras import EXTRA_KEYS, extra_columns, read_extras
 from umem.telemetry._recording import NamedRange, Recording
@@ -69,6 +69,12 @@ _RECORD_KEYS = (
     "tensor_class",
     "tensor",
 )
+_SHARE_KEYS = ("share_record", "share_bytes", "share_class", "share_tensor")
+"""Optional keys of the second format: :class:`umem.telemetry.Shares` by column."""
+
+_MAX_SHARES = 4 * MAX_RECORDS
+"""Of the 2 MiB of a transfer at most one large block ends and one begins, before and after it."""
+
 _KEYS = (
     "format",
     *_TEXTS,
@@ -104,7 +110,6 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
     if marks > MAX_MARKS:
         raise UmemError(f"{path}: not written: {marks} steps or phases; at most {MAX_MARKS} fit")
     records = recording.records
-    known = recording.tensor_class != UNKNOWN
     data = {
         "format": PROFILE_FORMAT,
         **{key: getattr(recording, key) for key in _TEXTS},
@@ -126,9 +131,10 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
         "cause": digits_text(records.cause),
         "access": digits_text(records.access),
         "copy_kind": records.copy_kind.tolist(),
-        "tensor_class": digits_text(np.where(known, recording.tensor_class, _NO_CLASS)),
+        "tensor_class": _class_digits(recording.tensor_class),
         "tensor": recording.tensor.tolist(),
         **extra_columns(recording),
+        **_share_columns(recording.shares),
     }
     _recording_in(Document(f"{os.fspath(path)}: not written", UmemError, data), PROFILE_FORMAT)
     write_document(data, path, UmemError)
@@ -156,7 +162,10 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
 def _recording_in(document: Document, said: str) -> Recording:
     """What a document of a format holds; refused where it is no valid recording."""
     extras = EXTRA_KEYS if said == PROFILE_FORMAT else ()
-    require_keys(document, "", document.data, (*_KEYS, *extras))
+    has_shares = extras and any(key in document.data for key in _SHARE_KEYS)
+    require_keys(
+        document, "", document.data, (*_KEYS, *extras, *(_SHARE_KEYS if has_shares else ()))
+    )
     source, sources = text(document, "source"), _SOURCES[said]
     if source not in sources:
         refuse(document, "source", f"{shown(source)} is none of {', '.join(sources)}")
@@ -186,7 +195,52 @@ def _recording_in(document: Document, said: str) -> Recording:
         dropped=_count(document, "dropped"),
         notes=texts(document, "notes", MAX_MARKS),
         **(read_extras(document, len(step_start)) if extras else {}),
+        shares=_shares(document, records, len(names)) if has_shares else no_shares(),
     )
+
+
+def _share_columns(shares: Shares) -> dict[str, Any]:
+    if not len(shares):
+        return {}
+    return {
+        "share_record": shares.record.tolist(),
+        "share_bytes": shares.bytes.tolist(),
+        "share_class": _class_digits(shares.tensor_class),
+        "share_tensor": shares.tensor.tolist(),
+    }
+
+
+def _class_digits(tensor_class: npt.NDArray[np.int8]) -> str:
+    return digits_text(np.where(tensor_class == UNKNOWN, _NO_CLASS, tensor_class))
+
+
+def _classes(document: Document, key: str, most: int) -> npt.NDArray[np.int8]:
+    found = digits(document, key, most, _NO_CLASS).astype(np.int8)
+    return np.where(found == _NO_CLASS, UNKNOWN, found).astype(np.int8)
+
+
+def _shares(document: Document, records: MigrationRecords, names: int) -> Shares:
+    shares = Shares(
+        integers(document, "share_record", _MAX_SHARES, np.int64),
+        integers(document, "share_bytes", _MAX_SHARES, np.int64),
+        _classes(document, "share_class", _MAX_SHARES),
+        integers(document, "share_tensor", _MAX_SHARES, np.int32),
+    )
+    columns = (shares.record, shares.bytes, shares.tensor_class, shares.tensor)
+    require_lengths(document, dict(zip(_SHARE_KEYS, columns, strict=True)))
+    refuse_outside(document, "share_record", shares.record, 0, len(records) - 1)
+    back = np.diff(shares.record, prepend=0) < 0
+    refuse_where(document, "share_record", back, "before the record in front of it")
+    refuse_where(
+        document, "share_record", ~records.is_transfer()[shares.record], "a record of no transfer"
+    )
+    refuse_outside(document, "share_bytes", shares.bytes, 1, _LARGEST)
+    refuse_outside(document, "share_tensor", shares.tensor, UNKNOWN, names - 1)
+    # Floats are exact as far as a transfer can be long, and do not wrap around beyond.
+    together = np.bincount(shares.record, shares.bytes, len(records))
+    too_much = (together > records.bytes)[shares.record]
+    refuse_where(document, "share_bytes", too_much, "more than its transfer has, with its others")
+    return shares
 
 
 def _records(
@@ -198,7 +252,7 @@ def _records(
     for key in ("gap_ns", "length_ns", "address", "bytes", "faults"):
         column[key] = integers(document, key, MAX_RECORDS, np.int64)
     column["copy_kind"] = integers(document, "copy_kind", MAX_RECORDS, np.uint8)
-    tensor_class = digits(document, "tensor_class", MAX_RECORDS, _NO_CLASS)
+    tensor_class = _classes(document, "tensor_class", MAX_RECORDS)
     tensor = integers(document, "tensor", MAX_RECORDS, np.int32)
     require_lengths(document, {**column, "tensor_class": tensor_class, "tensor": tensor})
     refuse_outside(document, "tensor", tensor, UNKNOWN, names - 1)
@@ -210,8 +264,7 @@ def _records(
     column["start_ns"] = np.cumsum(column.pop("gap_ns"))
     column["end_ns"] = column["start_ns"] + column.pop("length_ns")
     records = MigrationRecords(*(column[it.name] for it in fields(MigrationRecords)))
-    classes = np.where(tensor_class == _NO_CLASS, UNKNOWN, tensor_class.astype(np.int8))
-    return records, classes.astype(np.int8), tensor
+    return records, tensor_class, tensor
 
 
 def _ranges(document: Document, what: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -304,7 +304,7 @@ class Profile:
         records, strange = _within(records, self._begin_ns, end_ns)
         if strange and source == "cupti":
             self._notes.append(strange)
-        tensor_class, tensor = attribute(records, self._snapshots)
+        tensor_class, tensor, shares = attribute(records, self._snapshots)
         begin_ns = self._begin_ns
         self._recording = Recording(
             workload=self._name,
@@ -326,6 +326,7 @@ class Profile:
             ideal_s=ideal_step_s() if self._ideal_s is None else self._ideal_s,
             hints=hints,
             residency=self._residency.series(begin_ns),
+            shares=shares,
         )
         return failure
 

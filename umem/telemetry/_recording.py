@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from umem.report import HintReport, Source
-from umem.telemetry._attribution import UNKNOWN
+from umem.telemetry._attribution import UNKNOWN, Shares, no_shares
 from umem.telemetry._records import MigrationRecords
 from umem.telemetry._residency import Residency
 
-__all__ = ["NamedRange", "Recording", "unattributed"]
+__all__ = ["NamedRange", "Parts", "Recording", "unattributed"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Recording:
         hint engine drove. Empty where there was no engine at all.
     residency : Residency or None
         What was on the device over time, where somebody kept books.
+    shares : Shares
+        What transfers carried of other tensors than `tensor_class` and `tensor` tell.
     """
 
     workload: str
@@ -76,6 +78,7 @@ class Recording:
     ideal_s: float | None = None
     hints: tuple[HintReport | None, ...] = ()
     residency: Residency | None = None
+    shares: Shares = field(default_factory=no_shares)
 
     @property
     def is_collected(self) -> bool:
@@ -86,6 +89,54 @@ class Recording:
     def step_count(self) -> int:
         """Number of marked steps."""
         return len(self.step_start_ns)
+
+    def parts(self) -> Parts:
+        """The records tensor by tensor: bytes and times add up to theirs."""
+        records, shares = self.records, self.shares
+        own_bytes, own_ns = records.bytes.copy(), records.end_ns - records.start_ns
+        share_of_time = shares.bytes / records.bytes[shares.record]
+        share_ns = (own_ns[shares.record] * share_of_time).astype(np.int64)
+        np.subtract.at(own_bytes, shares.record, shares.bytes)
+        np.subtract.at(own_ns, shares.record, share_ns)
+        return Parts(
+            np.concatenate([np.arange(len(records)), shares.record]),
+            np.arange(len(records) + len(shares)) < len(records),
+            np.concatenate([own_bytes, shares.bytes]),
+            np.concatenate([own_ns, share_ns]),
+            np.concatenate([self.tensor_class, shares.tensor_class]),
+            np.concatenate([self.tensor, shares.tensor]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What records carried of each tensor: N records' own part, then their shares. P parts.
+
+    Parameters
+    ----------
+    record : int64[P]
+        Index of the record.
+    is_own : bool[P]
+        Whether the part is of the record's own tensor.
+    bytes : int64[P]
+    time_ns : int64[P]
+        Of the record's time, by bytes.
+    tensor_class : int8[P]
+        :attr:`umem.TensorClass.number`, or -1.
+    tensor : int32[P]
+        Index of a name, or -1.
+    """
+
+    record: npt.NDArray[np.int64]
+    is_own: npt.NDArray[np.bool_]
+    bytes: npt.NDArray[np.int64]
+    time_ns: npt.NDArray[np.int64]
+    tensor_class: npt.NDArray[np.int8]
+    tensor: npt.NDArray[np.int32]
+
+    def taken(self, which: npt.NDArray[np.bool_]) -> Parts:
+        """Those that a mask picks."""
+        return Parts(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
 def unattributed(count: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:
