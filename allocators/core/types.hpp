@@ -86,12 +86,12 @@ class OutOfMemory : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// 2 MiB is the driver's largest migration block and a GPU's large page. Segments are multiples of it,
-// and requests from here on get blocks that move alone.
+// 2 MiB is the driver's largest migration block and a GPU's large page. Segments that blocks are
+// cut from are multiples of it, and requests from here on get blocks that move alone.
 inline constexpr std::size_t kPageBytes = std::size_t{2} << 20;
 // Those blocks begin and end on multiples of this. It is the largest page by which the driver keeps
-// track of where memory is (4 KiB on x86 hosts, 64 KiB on GH200), so that advice and migration touch
-// no neighbour. Blocks of whole kPageBytes move no faster (docs/allocator.md).
+// track of where memory is (4 KiB on x86 hosts, 64 KiB on GH200), so that advice and migration
+// touch no neighbour. Blocks of whole kPageBytes move no faster (docs/allocator.md).
 inline constexpr std::size_t kLargeStepBytes = std::size_t{64} << 10;
 // torch promises 512-byte alignment; some kernels rely on it.
 inline constexpr std::size_t kMinBlockBytes = 512;
