@@ -579,6 +579,25 @@ def test_every_prefetch_is_seen_to_be_early_or_late(planner: str) -> None:
 # ------------------------------------------------------------------------------------ corrections
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_is_away_stays_so_when_the_plan_is_made_anew(planner: str) -> None:
+    training = Training()
+    manager = training.manage(planner, 34 * MIB)
+    training.steps(BEFORE_PLANNED + 3)
+    before = manager.away_bytes()
+    assert sum(before.values()) > 0
+    program = program_of(manager)
+    manager._plans.make()
+    manager._load(next(iter(manager._plans._programs.values())))
+    assert program_of(manager) is not program
+    activations = TensorClass.ACTIVATIONS  # which die with the step
+    assert {**manager.away_bytes(), activations: 0} == {**before, activations: 0}
+    training.steps(2)
+    assert manager.status().strays == 0
+    manager._load(None)
+    assert not any(manager.away_bytes().values())
+
+
 def test_a_slower_link_than_known_is_planned_for_anew() -> None:
     steps = BEFORE_PLANNED + 20
     stock, training = Training(lambda: Net(10)), Training(lambda: Net(10))

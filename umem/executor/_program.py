@@ -121,6 +121,8 @@ class Program:
         Activations that are copied away: ordinals by group.
     paged
         Activations that move as pages: numbers in the trace by ordinal, by group.
+    addresses
+        Of the tensors that live from step to step, by number in the trace; 0 where there is none.
     present
         Addresses of the present step's paged activations, by number in the trace.
     mapped
@@ -132,8 +134,18 @@ class Program:
     work: tuple[PhaseWork, ...]
     copied: Mapping[GroupKey, frozenset[int]]
     paged: Mapping[GroupKey, Mapping[int, int]]
+    addresses: Mapping[int, int]
     present: dict[int, int]
     mapped: tuple[MappedBlock, ...]
+
+    def away_after(self, other: Program, away: Iterable[int]) -> frozenset[int]:
+        """What is away when this program takes over from another one that has moved it."""
+        addresses = {other.addresses.get(tensor, 0) for tensor in away} - {0}
+        return frozenset(
+            tensor
+            for tensor, address in self.addresses.items()
+            if address in addresses and not self.choice.mapped[tensor]
+        )
 
     def away_bytes(self, away: Iterable[int]) -> dict[TensorClass, int]:
         """Bytes by class of what is mapped, and of these tensors besides."""
@@ -238,7 +250,9 @@ def build_program(
         for tensor, address in places.fixed.items()
         if choice.mapped[tensor] and address
     )
-    return Program(choice, tuple(followed), work, chosen, dict(paged), present, mapped)
+    return Program(
+        choice, tuple(followed), work, chosen, dict(paged), places.fixed, present, mapped
+    )
 
 
 def _parts(groups: Mapping[GroupKey, set[int]]) -> list[GroupPart]:

@@ -107,9 +107,12 @@ class Runner:
         """Run another program from the next step on."""
         while self._open:  # an interrupt or a failure has left them
             self._leave(self._open.pop())
-        self._program = program
+        before, self._program = self._program, program
         self._is_on_track = False
-        self._away = frozenset()
+        if program is None or before is None:
+            self._away = frozenset()
+        else:
+            self._away = program.away_after(before, self._away)
 
     def away_bytes(self) -> dict[TensorClass, int]:
         """Bytes by class that were asked to live off the device now."""
