@@ -237,7 +237,7 @@ def test_warming_up_ends_when_the_manager_has_decided(
     assert status.state == figures.state == state
     if state == "running":
         # Under every planner alike, past the last correction and what it moves.
-        assert figures.steps + figures.strays == SETTLING_STEPS + task.ARRANGING_STEPS
+        assert figures.steps + figures.strays == SETTLING_STEPS + managed.ARRANGING_STEPS
         assert figures.predicted_step_s is not None
         assert figures.wait_s == 0
     else:
@@ -310,6 +310,25 @@ def test_no_correction_falls_into_the_timed_steps(
     assert timed.plan_running
     words = "planned again, from measured bandwidths, in the timed steps"
     assert task._notes("umem-planned", timed) == ((words,) if is_noted else ())
+
+
+@pytest.mark.parametrize(
+    ("corrected", "looks"), [((), 1), ((1,), 1), ((2,), 2), ((3, 5), 1), ((2, 5), 3)]
+)
+def test_what_is_looked_at_goes_by_one_plan(corrected: Sequence[int], looks: int) -> None:
+    manager = _Planner(corrected=corrected)
+    training: Any = SimpleNamespace(manager=manager, step=manager.step)
+    manager.step()
+    seen = []
+
+    def look() -> int:
+        manager.step()
+        seen.append(manager.steps)
+        return len(seen)
+
+    assert managed.under_one_plan(training, look) == looks == len(seen)
+    training.manager = None
+    assert managed.under_one_plan(training, look) == looks + 1
 
 
 def test_a_plan_was_running_only_if_every_timed_step_followed_it() -> None:

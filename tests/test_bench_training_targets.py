@@ -82,7 +82,7 @@ def test_torchs_own_steps_in_the_backward_pass_are_an_alternative_where_they_fit
         return found[AHEAD, "long, sft, 30 %"]
 
     assert ahead(3 * GIB) is False
-    assert ahead(3 * GIB + 1) is True
+    assert ahead(3 * GIB + (64 << 10)) is True
 
 
 def test_state_off_the_device_is_not_compared_with_state_that_is_on_it() -> None:
@@ -218,6 +218,9 @@ def test_predictions_hold_of_six_runs_and_of_all_that_were_asked_for() -> None:
 
     assert found_of(PREDICTED, *runs)[0] is True
     assert found_of(PREDICTED, *runs, refused)[0] is True
+    idle = MANAGER.model_copy(update={"state": "resident", "predicted_step_s": None})
+    unmoved = outcome("umem-planned", 0.1, percent=100.0, manager=idle)
+    assert found_of(PREDICTED, *runs, unmoved) == found_of(PREDICTED, *runs)
     few, words = found_of(PREDICTED, *runs[1:])
     assert few is None
     assert words.endswith("; 6 runs at least are asked for")

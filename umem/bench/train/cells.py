@@ -7,6 +7,7 @@ from textwrap import shorten
 from umem.bench.train.figures import (
     device_peak_bytes,
     fits,
+    is_over,
     lower_bound_s,
     median_s,
     stock_of,
@@ -136,7 +137,7 @@ def device_cell(outcome: Outcome) -> str:
     text = format_bytes(size_bytes)
     if outcome.variant == "bnb-paged-adamw" and outcome.unseen_bytes is None:
         return f"{text}*"
-    if outcome.budget_bytes is not None and size_bytes > outcome.budget_bytes:
+    if outcome.budget_bytes is not None and is_over(size_bytes, outcome.budget_bytes):
         return f"{text}, over its budget"
     return text
 

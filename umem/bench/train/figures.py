@@ -19,6 +19,7 @@ __all__ = [
     "FLOPS_FORMULA",
     "device_peak_bytes",
     "fits",
+    "is_over",
     "lower_bound_s",
     "median_s",
     "outcomes_of",
@@ -33,6 +34,10 @@ FLOPS_FORMULA = (
     "gradients) + 12 x layers x hidden x tokens² / 2 for each sequence's causal attention + the "
     "forward pass of what is computed again: layers with checkpoints, and always the head"
 )
+
+
+_PAGE_BYTES = 64 << 10
+"""The most that umem's allocator and the driver round a tensor up by."""
 
 
 def step_flops(model: TrainingModel, method: Method) -> float:
@@ -91,6 +96,14 @@ def device_peak_bytes(outcome: Outcome) -> int | None:
     return outcome.peak_allocated_bytes + (outcome.unseen_bytes or 0)
 
 
+def is_over(size_bytes: int, budget_bytes: float) -> bool:
+    """Whether so much is over a budget: by a page, for less is nothing but rounding.
+
+    At 100 % the budget is what stock has allocated, to the byte.
+    """
+    return size_bytes - budget_bytes >= _PAGE_BYTES
+
+
 def fits(run: TrainingRun, outcome: Outcome, percent: float) -> bool:
     """Whether a measured variant has no more on the device than a budget, in percent.
 
@@ -102,11 +115,11 @@ def fits(run: TrainingRun, outcome: Outcome, percent: float) -> bool:
     if outcome.variant in BUDGETED:
         assert outcome.budget_percent is not None
         assert outcome.budget_bytes is not None
-        return outcome.budget_percent <= percent and peak_bytes <= outcome.budget_bytes
+        return outcome.budget_percent <= percent and not is_over(peak_bytes, outcome.budget_bytes)
     stock = stock_of(run, outcome.workload, outcome.method)
     if stock is None or stock.peak_allocated_bytes is None:
         return False
-    return peak_bytes <= percent / 100 * stock.peak_allocated_bytes
+    return not is_over(peak_bytes, percent / 100 * stock.peak_allocated_bytes)
 
 
 def lower_bound_s(run: TrainingRun, workload: WorkloadName) -> float | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim.optimizer import (
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from umem.report import MeasuredReport
 
 __all__ = [
+    "ARRANGING_STEPS",
     "loss_of_hinted_records",
     "loss_of_known_records",
     "loss_of_paged_records",
@@ -30,9 +33,16 @@ __all__ = [
     "profile_step",
     "resident_bytes",
     "state_of",
+    "under_one_plan",
 ]
 
+Found = TypeVar("Found")
+
+ARRANGING_STEPS = 2
+"""They move what a plan wants elsewhere."""
+
 _RESIDENCY_STEPS = 2
+_HINT_PATIENCE_S = 5.0
 
 _DIRECTIONS = ("to_device", "to_host")
 _DIRECTION_OF_HINT = {"prefetch": "to_device", "evict": "to_host"}
@@ -48,6 +58,24 @@ _NOT_KNOWN = "unified-memory figures are not known: there are records of"
 def state_of(manager: Any) -> str:
     """What umem's manager is at."""
     return str(manager.status().state)
+
+
+def under_one_plan(training: Training, look: Callable[[], Found]) -> Found:
+    """What is seen in steps of one plan: looked at anew where umem planned anew meanwhile.
+
+    It does so a few times at most.
+    """
+    while True:
+        before = _corrections(training)
+        found = look()
+        if _corrections(training) == before:
+            return found
+        for _ in range(ARRANGING_STEPS):
+            training.step()
+
+
+def _corrections(training: Training) -> int:
+    return 0 if training.manager is None else int(training.manager.status().corrections)
 
 
 def manager_figures(before: ManagerStatus, after: ManagerStatus, steps: int) -> ManagerFigures:
@@ -140,6 +168,8 @@ def profile_step(
 ) -> tuple[ProfiledStep | None, HintedStep | None, tuple[str, ...]]:
     """One step under `umem.profile`, and what the hint engine says of it.
 
+    With all that is asked for in it: what the next step needs first comes when this one is over.
+
     Returns
     -------
     tuple
@@ -150,8 +180,10 @@ def profile_step(
 
     with umem.profile(steps=2, model=training.model, name=name, required=False) as profile:
         move_known()
+        _wait_for_hints(training)
         profile.step()
         training.step()
+        _wait_for_hints(training)
         profile.step()
     known, report = profile.step_reports()
     manager = training.manager
@@ -187,6 +219,17 @@ def profile_step(
         hinted,
         () if less is None else (less,),
     )
+
+
+def _wait_for_hints(training: Training) -> None:
+    """Wait until nothing that umem's manager has asked for is under way."""
+    if training.manager is None:
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # hints wait for what was launched before them
+    end_s = time.monotonic() + _HINT_PATIENCE_S
+    while training.manager.engine.statistics().open_requests and time.monotonic() < end_s:
+        time.sleep(1e-3)
 
 
 def _transfers(report: MeasuredReport) -> tuple[TransferTotal, ...]:

@@ -13,6 +13,7 @@ from umem.bench.train.details import differences
 from umem.bench.train.figures import (
     device_peak_bytes,
     fits,
+    is_over,
     lower_bound_s,
     median_s,
     outcomes_of,
@@ -262,9 +263,16 @@ def _shares_of_lora(run: TrainingRun) -> Iterator[Target]:
 def _predictions(run: TrainingRun) -> Iterator[Target]:
     """One target for steps and one for bytes, over all that umem planned.
 
-    Both are about every configuration that was asked for, but for those that umem refused.
+    Both are about every configuration that was asked for, but for those that umem refused, and
+    those in which all stays where it is.
     """
-    asked = [it for it in run.outcomes if it.variant in PLANNERS and it.state != "off"]
+    asked = [
+        it
+        for it in run.outcomes
+        if it.variant in PLANNERS
+        and it.state != "off"
+        and not (it.manager is not None and it.manager.state == "resident")
+    ]
     planned = [
         it
         for it in asked
@@ -339,7 +347,7 @@ def _compared(
         peak_bytes = device_peak_bytes(ours)
         if peak_bytes is None:
             held, words = None, f"{words}; what it had on the device is not known"
-        elif peak_bytes > ours.budget_bytes:
+        elif is_over(peak_bytes, ours.budget_bytes):
             held, words = False, f"{words}; {ours.variant} was over its own budget"
     return Target(what, subject, held, words)
 

@@ -16,7 +16,14 @@ from umem.bench._allocators import peaks, reset_peaks
 from umem.bench._timing import no_garbage_collection
 from umem.bench.results import AllocatorName
 from umem.bench.train.jobs import TrainingAnswer, TrainingJob
-from umem.bench.train.managed import manager_figures, profile_step, resident_bytes, state_of
+from umem.bench.train.managed import (
+    ARRANGING_STEPS,
+    manager_figures,
+    profile_step,
+    resident_bytes,
+    state_of,
+    under_one_plan,
+)
 from umem.bench.train.results import Variant
 from umem.bench.train.step import (
     Training,
@@ -40,9 +47,6 @@ WARM_STEPS = 3
 MAX_WARM_STEPS = 40
 PLAN_PATIENCE_S = 30.0
 """umem's manager has so long, and so many steps, to decide."""
-
-ARRANGING_STEPS = 2
-"""They move what a plan wants elsewhere."""
 
 KEPT_LOSSES = 24
 """A plan runs in the last of them."""
@@ -137,11 +141,14 @@ def measure(job: TrainingJob) -> TrainingAnswer:
         notes = _notes(job.variant, timed)
         profile, hinted, figures, resident = None, None, None, None
         if allocator != "torch":
-            profile, hinted, missing = profile_step(training, f"{job.method} {job.variant}")
+            name = f"{job.method} {job.variant}"
+            profile, hinted, missing = under_one_plan(
+                training, lambda: profile_step(training, name)
+            )
             notes += missing
         if timed.before is not None and timed.after is not None:
             figures = manager_figures(timed.before, timed.after, job.steps)
-            resident = resident_bytes(training)
+            resident = under_one_plan(training, lambda: resident_bytes(training))
             if manager.status().corrections != timed.after.corrections:
                 notes += ("planned again, from measured bandwidths, after the timed steps",)
         if job.variant == "stock":  # others train for longer before they are timed
