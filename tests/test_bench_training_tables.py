@@ -34,7 +34,6 @@ from umem.bench.train.results import (
 from umem.cli.bench import app
 from umem.errors import UmemError
 
-
 PAGE = 64 << 10
 
 
