@@ -138,8 +138,8 @@ def test_whoever_waits_for_pages_has_waited_for_their_room(
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[str]]], int]:
-    """Sizes of weights, what each phase makes and which of them it uses, and how many may stay."""
+def plans(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[str]]], int, int]:
+    """Sizes of weights, what each phase makes and uses, what may stay, phases to ask ahead."""
     sizes = draw(st.lists(st.integers(1, 8), min_size=2, max_size=6))
     names = st.sampled_from([f"w{number}" for number in range(len(sizes))])
     phases = draw(
@@ -149,18 +149,18 @@ def plans(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[str]]], int]
             max_size=8,
         )
     )
-    return sizes, phases, draw(st.integers(0, 12))
+    return sizes, phases, draw(st.integers(0, 12)), draw(st.integers(1, 4))
 
 
 @given(plans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_the_budget_holds_whenever_evictions_end(
     make_trace: Callable[..., Trace],
     choice_of: Callable[..., Choice],
-    plan: tuple[list[int], list[tuple[int, list[str]]], int],
+    plan: tuple[list[int], list[tuple[int, list[str]]], int, int],
 ) -> None:
-    """Each weight leaves behind its use, and is asked for one phase ahead of the next."""
-    sizes, phases, spare = plan
+    """Each weight leaves behind its use, and is asked for some phases ahead of the next."""
+    sizes, phases, spare, ahead = plan
     made = {f"made{number}": size for number, (size, _) in enumerate(phases) if size}
     trace = make_trace(
         {f"w{number}": (size * MIB, "weights") for number, size in enumerate(sizes)}
@@ -175,9 +175,9 @@ def test_the_budget_holds_whenever_evictions_end(
     for name in trace.tensor_names:
         used = [phase for phase, (_, uses) in enumerate(phases) if name in uses]
         for phase, following in zip(used, [*used[1:], *used[:1]], strict=True):
-            if (following - phase - 1) % len(phases) >= 1:  # not of the next phase, nor again
+            if (following - phase - 1) % len(phases) >= ahead:  # else it has no time to leave
                 leaving.setdefault((phase + 1) % len(phases), []).append(name)
-                coming.setdefault((following - 1) % len(phases), []).append(name)
+                coming.setdefault((following - ahead) % len(phases), []).append(name)
     choice = choice_of(trace)
     used_bytes = [
         int(trace.tensor_bytes[used_tensors(trace, phase)].sum()) for phase in range(len(phases))
@@ -222,3 +222,19 @@ def test_the_budget_holds_whenever_evictions_end(
             if step == 2 and known < count:
                 assert max(most(over) for over in range(known, count + 1)) <= budget_bytes
             log += [("dies", tensor, 0) for tensor in used if not trace.persistent[tensor]]
+
+
+def test_what_was_asked_for_in_the_step_before_stays_where_it_is(
+    choice_of: Callable[..., Choice], make_trace: Callable[..., Trace]
+) -> None:
+    """The last phase asks for b without a wait: the first one cannot count on its coming later."""
+    trace = make_trace(
+        {
+            "a": (8 * MIB, "weights"),
+            "b": (8 * MIB, "weights"),
+            "made": (8 * MIB, "activations", False),
+        },
+        [(1e-3, [], ["made"]), (1e-3, ["b"], []), (1e-3, ["a"], []), (1e-3, [], [])],
+    )
+    room = room_of(choice_of(trace), 20 * MIB, {3: ["a"], 2: ["b"]}, {3: ["b"], 1: ["a"]})
+    assert room.waits[0] == Eviction(3, 0)

@@ -100,7 +100,7 @@ def make_room(
             )
             for phase in phases
         ]
-        walk.keep_what_was_asked()
+        walk.end_step()
     return Room(
         waits=tuple(step.wait for step in steps),
         coming=tuple(tuple(it.row for it in step.prefetches) for step in steps),
@@ -122,6 +122,8 @@ class _Prefetch:
     """How many of them it comes after."""
     after: Eviction | None = None
     """The last of these, if it may be pending."""
+    is_settled: bool = False
+    """It is of a step that was gone through before, and stays where it is."""
 
 
 @dataclass
@@ -204,12 +206,11 @@ class _Walk:
         """What the plan has asked for: tensors, with the prefetch or, for a copy, None."""
         self._unused: dict[int, _Prefetch] = {}
         """Prefetches by tensor, those asked for first in front, until a phase uses it."""
-        self._kept: set[int] = set()
-        """Tensors of those whose place is settled."""
 
-    def keep_what_was_asked(self) -> None:
-        """Leave the prefetches that are under way where they are."""
-        self._kept = set(self._unused)
+    def end_step(self) -> None:
+        """Go on from here with the first phase."""
+        for prefetch in self._unused.values():
+            prefetch.is_settled = True
 
     def go_through(
         self,
@@ -270,11 +271,11 @@ class _Walk:
         """How many evictions the thread waits for, when as many prefetches as can be come later."""
         free_bytes = self._budget_bytes - self._held
         over = self._pending.least_over(free_bytes)
-        for tensor, prefetch in reversed(self._unused.items()):
+        for prefetch in reversed(self._unused.values()):
             if over <= self._pending.over:
                 break
             behind = min(over, prefetch.evictions)
-            if behind > prefetch.behind and prefetch.more_bytes and tensor not in self._kept:
+            if behind > prefetch.behind and prefetch.more_bytes and not prefetch.is_settled:
                 self._pending.put_behind(prefetch, behind)
                 over = self._pending.least_over(free_bytes)
         return over
