@@ -417,7 +417,7 @@ def test_small_tensors_stay(machine: Hardware, training: Trace) -> None:
 
 
 def test_the_mechanism_that_is_fastest_is_chosen(machine: Hardware, training: Trace) -> None:
-    """Where the driver is slow to the host, the copy kernel, which is not, is taken."""
+    """Where the driver is slow to the host, a copy, which is not, is taken."""
     slow = dataclasses.replace(machine, to_host_bytes_per_s=machine.to_host_bytes_per_s / 8)
     policy = policy_of(slow, TIGHT)
     schedule = plan(training, slow, policy)

@@ -15,7 +15,7 @@ _STALLS = {
     "prefetch": "waiting for prefetches",
     "fault": "waiting for faults",
     "mapped": "slowed by memory used in place",
-    "copy": "slowed by the copy kernel",
+    "copy": "slowed by copies",
 }
 
 

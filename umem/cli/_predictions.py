@@ -20,7 +20,7 @@ _STALL_WORDS = {
     "prefetch": "waiting for what was asked for",
     "room": "waiting for evictions",
     "mapped": "host memory used in place",
-    "copy": "the copy kernel",
+    "copy": "computing beside copies",
 }
 
 

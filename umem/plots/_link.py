@@ -95,7 +95,7 @@ def _limits(
     if report.moved_bytes(direction, "mapped"):
         limits.append((mapped, "used in place", 0.66))
     if report.moved_bytes(direction, "copy"):
-        limits.append((copied, "copy kernel", 0.33))
+        limits.append((copied, "copies", 0.33))
     by_others = report.moved_bytes(direction, "mapped") + report.moved_bytes(direction, "copy")
     if not by_others or report.moved_bytes(direction) > by_others:
         limits.append((pages, "prefetch" if inward else "eviction", 0.995))
