@@ -107,7 +107,7 @@ def test_alternatives_count_where_they_fit(others: list[Outcome], expected: bool
 
 
 def test_a_plan_over_its_budget_is_ahead_of_nobody() -> None:
-    over = planned(0.11, 30.0, resident_bytes=3 * GIB + 1)
+    over = planned(0.11, 30.0, resident_bytes=3 * GIB + (64 << 10))
 
     run = made_up_run(outcome("stock"), over, outcome("save-on-cpu", 0.5, GIB))
 
