@@ -124,10 +124,10 @@ bool HintBook::must_wait_for_room(const HintRecord& record, Range range,
   const Device& device = devices_.at(request.device);
   if (direction_of(request.op) == Direction::to_host || device.leaving.empty()) return false;
   const Ticket first_leaving = *device.leaving.begin();
+  if (first_leaving > record.ticket) return false;
   if (first_leaving <= request.after) return true;
   const std::size_t used = device.resident.bytes() + device.reserved_bytes + beside_bytes;
-  return device.budget_bytes != 0 && used + needed_room(device, range) > device.budget_bytes &&
-         first_leaving < record.ticket;
+  return device.budget_bytes != 0 && used + needed_room(device, range) > device.budget_bytes;
 }
 
 // Whether a request with this ticket, in the chunk, would pass one that waits for room on its

@@ -58,7 +58,8 @@ void HintEngine::mark_needed(std::vector<Ticket> tickets) {
 }
 
 TicketSpan HintEngine::fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after) {
-  require(after.empty() || after.size() == batch.size(), "after: one ticket for each entry, or none");
+  require(after.empty() || after.size() == batch.size(),
+          "after: one ticket for each entry, or none");
   if (!forked()) return crew_->fire(batch, stream, after);
   refused_in_child_ += batch.wanted();
   return {};

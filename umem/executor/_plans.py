@@ -78,6 +78,8 @@ class Plans:
         self._recorded: dict[CallShapes, _Recorded] = {}
         self._programs: dict[CallShapes, Program] = {}
         self._fallback: Program | None = None
+        self._in_place_s = 0.0
+        """How long accesses in place have the link, in the step that has most of them."""
         self._moves_step = False
         self._has_told_obstacle = False
         self._told: set[CallShapes] = set()
@@ -153,14 +155,7 @@ class Plans:
         steps
             Steps carried out as planned so far.
         """
-        hardware = self._machine.hardware
-        in_place_bytes = max(
-            program.choice.predicted.moved_bytes(cause="mapped")
-            for program in self._programs.values()
-        )
-        return self._correction.is_due(
-            steps, hardware, in_place_bytes / hardware.mapped_bytes_per_s
-        )
+        return self._correction.is_due(steps, self._machine.hardware, self._in_place_s)
 
     def make(self) -> None:
         """Plan all recorded steps, with the hardware as it is known by now.
@@ -182,6 +177,11 @@ class Plans:
                 errors[shapes] = error
         if not self._programs:
             raise next(iter(errors.values()))
+        in_place_bytes = max(
+            program.choice.predicted.moved_bytes(cause="mapped")
+            for program in self._programs.values()
+        )
+        self._in_place_s = in_place_bytes / self._machine.hardware.mapped_bytes_per_s
         for shapes in errors.keys() - self._told:
             self._told.add(shapes)
             _LOG.warning(

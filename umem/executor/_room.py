@@ -205,7 +205,7 @@ class _Walk:
         self._waiting: list[tuple[int, HintRow | None]] = []
         """What the plan has asked for: tensors, with the prefetch or, for a copy, None."""
         self._unused: dict[int, _Prefetch] = {}
-        """Prefetches by tensor, those asked for first in front, until a phase uses it."""
+        """Prefetches that bring something, by tensor, until a phase uses it; in order."""
 
     def end_step(self) -> None:
         """Go on from here with the first phase."""
@@ -234,7 +234,6 @@ class _Walk:
         needed = [self._unused.pop(tensor) for tensor in used if tensor in self._unused]
         wait = self._pending.wait(self._make_way())
         self._place(prefetches)
-        needed += [self._unused.pop(tensor) for tensor in used if tensor in self._unused]
         if self._waits_for_pages:  # and so for what makes room for them
             self._pending.wait(max((prefetch.behind for prefetch in needed), default=0))
         self._lose(self._resident & set(self._dying[phase]))
@@ -275,7 +274,7 @@ class _Walk:
             if over <= self._pending.over:
                 break
             behind = min(over, prefetch.evictions)
-            if behind > prefetch.behind and prefetch.more_bytes and not prefetch.is_settled:
+            if behind > prefetch.behind and not prefetch.is_settled:
                 self._pending.put_behind(prefetch, behind)
                 over = self._pending.least_over(free_bytes)
         return over
@@ -283,11 +282,12 @@ class _Walk:
     def _place(self, prefetches: Sequence[_Prefetch]) -> None:
         """Let each prefetch come when there is room for it."""
         for prefetch in prefetches:
+            if prefetch.more_bytes == 0:  # it is there, or the phase that asks for it uses it
+                continue
             self._unused[prefetch.row[1]] = prefetch
             self._held += prefetch.more_bytes
-            if prefetch.more_bytes:
-                over = self._pending.least_over(self._budget_bytes - self._held)
-                self._pending.put_behind(prefetch, over)
+            over = self._pending.least_over(self._budget_bytes - self._held)
+            self._pending.put_behind(prefetch, over)
 
 
 def _lives(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from umem.report import HintReport, Source
 from umem.telemetry._attribution import UNKNOWN, Shares, no_shares
-from umem.telemetry._records import MigrationRecords
+from umem.telemetry._records import Columns, MigrationRecords
 from umem.telemetry._residency import Residency
 
 __all__ = ["NamedRange", "Parts", "Recording", "unattributed"]
@@ -109,7 +109,7 @@ class Recording:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class Parts(Columns):
     """What records carried of each tensor: N records' own part, then their shares. P parts.
 
     Parameters
@@ -133,10 +133,6 @@ class Parts:
     time_ns: npt.NDArray[np.int64]
     tensor_class: npt.NDArray[np.int8]
     tensor: npt.NDArray[np.int32]
-
-    def taken(self, which: npt.NDArray[np.bool_]) -> Parts:
-        """Those that a mask picks."""
-        return Parts(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
 def unattributed(count: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:

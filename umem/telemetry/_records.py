@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ __all__ = [
     "DIRECTION_OF_KIND",
     "MAX_RECORDS",
     "TRANSFERS",
+    "Columns",
     "MigrationRecords",
     "RecordKind",
     "Row",
@@ -62,7 +63,16 @@ which Nsight Systems exports as it is."""
 
 
 @dataclass(frozen=True, eq=False)
-class MigrationRecords:
+class Columns:
+    """Base of tables, whose fields are columns of one length."""
+
+    def taken(self, which: npt.NDArray[Any]) -> Self:
+        """The rows that an index or a mask picks, in its order."""
+        return type(self)(*(getattr(self, column.name)[which] for column in fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class MigrationRecords(Columns):
     """Unified-memory transfers, page faults, copies and memory sets. N records.
 
     Parameters
@@ -99,10 +109,6 @@ class MigrationRecords:
 
     def __len__(self) -> int:
         return len(self.kind)
-
-    def taken(self, which: npt.NDArray[Any]) -> MigrationRecords:
-        """The records that an index or a mask picks, in its order."""
-        return MigrationRecords(*(getattr(self, column.name)[which] for column in fields(self)))
 
     def is_transfer(self) -> npt.NDArray[np.bool_]:
         """Which records are unified-memory transfers."""

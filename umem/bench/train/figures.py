@@ -14,6 +14,7 @@ from umem.bench.train.results import (
     TrainingRun,
     WorkloadName,
 )
+from umem.blocks import LARGE_STEP_BYTES
 
 __all__ = [
     "FLOPS_FORMULA",
@@ -34,10 +35,6 @@ FLOPS_FORMULA = (
     "gradients) + 12 x layers x hidden x tokens² / 2 for each sequence's causal attention + the "
     "forward pass of what is computed again: layers with checkpoints, and always the head"
 )
-
-
-_PAGE_BYTES = 64 << 10
-"""The most that umem's allocator and the driver round a tensor up by."""
 
 
 def step_flops(model: TrainingModel, method: Method) -> float:
@@ -97,11 +94,11 @@ def device_peak_bytes(outcome: Outcome) -> int | None:
 
 
 def is_over(size_bytes: int, budget_bytes: float) -> bool:
-    """Whether so much is over a budget: by a page, for less is nothing but rounding.
+    """Whether so much is over a budget: by a step of large blocks, for less is mere rounding.
 
     At 100 % the budget is what stock has allocated, to the byte.
     """
-    return size_bytes - budget_bytes >= _PAGE_BYTES
+    return size_bytes - budget_bytes >= LARGE_STEP_BYTES
 
 
 def fits(run: TrainingRun, outcome: Outcome, percent: float) -> bool:

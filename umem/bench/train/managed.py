@@ -36,7 +36,7 @@ __all__ = [
     "under_one_plan",
 ]
 
-Found = TypeVar("Found")
+_Found = TypeVar("_Found")
 
 ARRANGING_STEPS = 2
 """They move what a plan wants elsewhere."""
@@ -60,7 +60,7 @@ def state_of(manager: Any) -> str:
     return str(manager.status().state)
 
 
-def under_one_plan(training: Training, look: Callable[[], Found]) -> Found:
+def under_one_plan(training: Training, look: Callable[[], _Found]) -> _Found:
     """What is seen in steps of one plan: looked at anew where umem planned anew meanwhile.
 
     It does so a few times at most.
