@@ -256,6 +256,25 @@ void a_prefetch_comes_after_what_it_names() {
   machine.expect(later, Outcome::done);
 }
 
+// A thread that waits for the prefetch would never ask for it.
+void nothing_comes_after_what_is_not_asked_for_yet() {
+  HintMachine machine({.chunk_bytes = 8 * MiB, .prefetch_workers = 1});
+  machine.driver.launch(0, 7);
+  const EventId event = machine.engine.record(0, 7);
+  HintBatch batch(0, {{.op = HintOp::prefetch, .range = blocks(100, 1)}});
+  const std::vector<Ticket> after{1000};
+  const TicketSpan in = machine.engine.fire(batch, 7, after);
+  const Ticket out = machine.evict(blocks(0, 1), event);
+  machine.driver.hold("evict");
+  machine.driver.finish(0, 7);
+  machine.driver.wait_until_held("evict");
+  machine.expect(in.first, Outcome::done);
+  machine.expect_open(out);
+  machine.driver.let_go("evict");
+  machine.expect(out, Outcome::done);
+  machine.engine.release(event);
+}
+
 void a_page_is_on_one_device() {
   HintMachine machine;
   const auto resident = [&](int device) {
@@ -315,6 +334,7 @@ int main() {
   RUN(nobody_overtakes_who_waits_for_room);
   RUN(no_neighbour_overtakes_who_waits_for_room);
   RUN(a_prefetch_comes_after_what_it_names);
+  RUN(nothing_comes_after_what_is_not_asked_for_yet);
   RUN(a_page_is_on_one_device);
   RUN(a_failed_prefetch_gives_its_room_back);
   RUN(a_step_never_passes_its_budget);
