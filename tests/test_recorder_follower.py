@@ -17,6 +17,7 @@ import umem
 from umem import saved_tensor_hooks
 from umem.recorder import Block, Follower, Guard, StepRecording, find_blocks
 from umem.recorder._memory import StepMemory
+from umem.recorder._parameters import find_parameters
 
 WIDTH = 8
 
@@ -199,8 +200,8 @@ def test_a_fault_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
 
     class Faulty(Log):
         def step_begins(self) -> Any:
-            model, optimizer = training.model, training.optimizer
-            return StepMemory(model, blocks, optimizer, torch.device("cpu"), (), guard)
+            known = find_parameters(training.model, blocks, training.optimizer)
+            return StepMemory(known, training.optimizer, torch.device("cpu"), (), guard)
 
         def phase_begins(self, label: str) -> None:
             if label == "backward layers.1":

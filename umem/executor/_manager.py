@@ -121,7 +121,10 @@ class Manager:
         self._unseen = 0
         self._mapped = MappedBlocks(machine, optimizer)
         self._undo = [
-            model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True).remove,
+            # First: FSDP's own hook puts gathered parameters in the place of the optimizer's.
+            model.register_forward_pre_hook(
+                self._guard(self._on_call), prepend=True, with_kwargs=True
+            ).remove,
             # A compiler that has the step calls these two outside of what it makes.
             optimizer.register_step_post_hook(self._guard.uncompiled(self._optimizer_ends)).remove,
             # Before: what it holds on the host is brought back while the memory is still its own.

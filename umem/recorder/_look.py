@@ -10,7 +10,8 @@ from torch import _C
 from umem.module_hooks import Undo, hook_calls
 from umem.recorder._blocks import Block
 from umem.recorder._guard import Guard
-from umem.recorder._memory import OUTSIDE, StepMemory
+from umem.recorder._memory import StepMemory
+from umem.recorder._parameters import OUTSIDE
 from umem.recorder._saved import SavedTensors
 
 __all__ = ["Look"]

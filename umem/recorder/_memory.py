@@ -6,22 +6,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.classes import TensorClass
-from umem.recorder._blocks import Block
 from umem.recorder._guard import Guard
+from umem.recorder._parameters import OUTSIDE, Parameters
 from umem.recorder._saved_tensor import Save, SaveLog
 from umem.recorder._tensors import named_tensors, plain_tensors
 from umem.saved_tensor_hooks import may_leave
 from umem.trace import Access
 from umem.trace._storages import BEFORE, Storage, Storages
 
-__all__ = ["OUTSIDE", "OptimizerPart", "StepLook", "StepMemory", "note_access"]
-
-OUTSIDE = ""
-"""The block of parameters that belong to none."""
+__all__ = ["OptimizerPart", "StepLook", "StepMemory", "note_access"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,10 @@ class StepMemory:
 
     Parameters
     ----------
-    model, blocks, optimizer
-        What is trained.
+    known
+        Parameters and buffers of the model and the optimizer.
+    optimizer
+        Its step ends the step.
     device
         Tensors elsewhere are not looked at.
     kept
@@ -86,8 +84,7 @@ class StepMemory:
 
     def __init__(
         self,
-        model: nn.Module,
-        blocks: Iterable[Block],
+        known: Parameters,
         optimizer: Optimizer,
         device: torch.device,
         kept: Collection[int],
@@ -105,49 +102,33 @@ class StepMemory:
         self._accesses: list[dict[int, Access]] = []
         self._label = ""
         self._storages = Storages(lambda: len(self._accesses))
-        self._names: dict[torch.Tensor, str] = {}
-        self._owner: dict[torch.Tensor, str] = {}
-        self._block_tensors: dict[str, list[torch.Tensor]] = {OUTSIDE: []}
+        self._names = dict(known.names)
+        self._owner = dict(known.owner)
+        self._block_tensors = dict(known.held)
         self._gradients: set[int] = set()
         # What a checkpoint made again, by the label of the backward pass that uses it.
         self._recomputed: dict[str, list[int]] = {}
         self._is_recomputing = ""
         self._versions: dict[torch.Tensor, int] = {}
         self._undo: list[Callable[[], None]] = []
-        self._find_known(model, blocks)
+        self._tag_known(known)
 
     # ------------------------------------------------------------------ what is there
 
-    def _find_known(self, model: nn.Module, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            held = self._block_tensors[block.name] = []
-            held += [*block.module.parameters(), *block.module.buffers()]
-            for tensor in held:
-                self._owner.setdefault(tensor, block.name)
-        self._names.update((parameter, name) for name, parameter in model.named_parameters())
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                self._names.setdefault(parameter, f"parameter {len(self._names)}")
-        for name, buffer in model.named_buffers():
+    def _tag_known(self, known: Parameters) -> None:
+        for buffer, name in known.buffers.items():
             self._tag(buffer, name, TensorClass.OTHER)
             self._versions[buffer] = buffer._version
-            self._note_owner(buffer)
         # Where a trained and a frozen parameter share a storage, it is trained.
-        for parameter, name in sorted(self._names.items(), key=lambda item: item[0].requires_grad):
+        for parameter, name in sorted(known.names.items(), key=lambda item: item[0].requires_grad):
             is_trained = parameter.requires_grad
             tensor_class = TensorClass.WEIGHTS if is_trained else TensorClass.FROZEN_WEIGHTS
             self._tag(parameter, name, tensor_class)
-            self._note_owner(parameter)
             if parameter.is_leaf and parameter.grad is not None:
                 self._tag(parameter.grad, f"{name}.grad", TensorClass.GRADIENTS)
             if parameter.is_leaf and is_trained:
                 handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._undo.append(handle.remove)
-
-    def _note_owner(self, tensor: torch.Tensor) -> None:
-        if tensor not in self._owner:
-            self._owner[tensor] = OUTSIDE
-            self._block_tensors[OUTSIDE].append(tensor)
 
     def _tag(self, tensor: torch.Tensor, name: str, tensor_class: TensorClass) -> None:
         for number in self._add(tensor, name, tensor_class, BEFORE):

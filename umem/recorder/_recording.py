@@ -23,6 +23,7 @@ from umem.recorder._follower import Follower
 from umem.recorder._guard import Guard
 from umem.recorder._memory import StepMemory
 from umem.recorder._outside import outside_bytes
+from umem.recorder._parameters import Parameters, find_parameters
 from umem.recorder._phases import FollowedPhase
 from umem.recorder._saved_tensor import SavedTensor
 from umem.recorder._signature import CallShapes, SignatureWatch, StepSignature
@@ -57,6 +58,7 @@ class StepRecording:
         known: Collection[CallShapes],
     ) -> None:
         self._optimizer: Optimizer | None = optimizer
+        self._parameters: Parameters | None = None
         self._blocks = find_blocks(model, blocks)
         self._block_count = len(self._blocks)
         self._steps = steps
@@ -203,6 +205,7 @@ class StepRecording:
         model = self._root.module
         self._device = _main_device(model)
         self._device_name = _device_name(self._device)
+        self._parameters = find_parameters(model, self._blocks, self._optimizer)
         self._collector = StepCollector(
             self._watch,
             self._clock or clock_for(self._device),
@@ -232,7 +235,7 @@ class StepRecording:
             undo()
         self._watch_hooks.clear()
         self._watch.forget_storages()
-        self._root = self._optimizer = None
+        self._root = self._optimizer = self._parameters = None
         self._blocks = ()
 
     def _stop(self) -> None:
@@ -254,11 +257,10 @@ class StepRecording:
         self._watch.add(args, kwargs, note_storages=self._signature is None)
 
     def _make_memory(self) -> StepMemory:
-        assert self._root is not None
+        assert self._parameters is not None
         assert self._optimizer is not None
         return StepMemory(
-            self._root.module,
-            self._blocks,
+            self._parameters,
             self._optimizer,
             self._device,
             self._watch.kept_storages(),

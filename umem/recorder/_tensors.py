@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from umem.tensor_wrappers import wrapped_tensors
 
 __all__ = ["computed_tensors", "named_tensors", "plain_tensors"]
 
@@ -90,9 +91,9 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:  # nearly all
         yield tensor
         return
-    wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
-        for attribute in wrapper.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(wrapper, attribute))
+    wrapped = wrapped_tensors(tensor)
+    if wrapped is not None:
+        for part in wrapped:
+            yield from plain_tensors(part)
     elif tensor.layout is torch.strided:
         yield tensor

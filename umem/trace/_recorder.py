@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from umem.classes import TensorClass
 from umem.errors import TraceError
+from umem.tensor_wrappers import wrapped_tensors
 from umem.trace._flops import operator_flops, operator_precision
 from umem.trace._model import OPTIMIZER, Access, PhaseKind, Precision
 from umem.trace._operators import (
@@ -290,9 +291,9 @@ class Recorder(TorchDispatchMode):
 
 def _without_wrappers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that a tensor subclass wraps; a plain tensor itself."""
-    wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
-        for attribute in wrapper.__tensor_flatten__()[0]:
-            yield from _without_wrappers(getattr(wrapper, attribute))
-    else:
+    wrapped = wrapped_tensors(tensor)
+    if wrapped is None:
         yield tensor
+        return
+    for part in wrapped:
+        yield from _without_wrappers(part)

@@ -1,0 +1,185 @@
+"""Trainings of several processes, a manager in each: DDP and FSDP2, with CPUs for devices."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from managed_training import MIB, WIDTH, Training
+from torch import distributed, nn
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not distributed.is_available() or not distributed.is_gloo_available(),
+        reason="this torch has no gloo",
+    ),
+]
+
+RANKS = 2
+NUMBERS = RANKS * WIDTH
+"""In a weight, so that what each rank has of it can still move."""
+
+STEPS = 12
+BUDGETS = {"DDP": 60 * MIB, "FSDP2": 50 * MIB}
+"""Below what a step needs at once, above what any of its phases does."""
+
+WAYS = ("alone", "planned", "in backward")
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.randn(NUMBERS) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x * self.weight)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(4))
+        self.head = Scale()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Ranked(Training):
+    """Each rank has its own batches."""
+
+    def batch(self, _rows: int = 2) -> torch.Tensor:
+        torch.manual_seed(100 + len(self.losses) + 1000 * distributed.get_rank())
+        return torch.randn(1, NUMBERS)
+
+
+def data_parallel() -> Ranked:
+    training = Ranked(Net)
+    training.model = nn.parallel.DistributedDataParallel(training.model)
+    return training
+
+
+def sharded() -> Ranked:
+    from torch.distributed.fsdp import fully_shard
+
+    training = Ranked(Net)
+    for layer in training.model.get_submodule("layers").children():
+        fully_shard(layer)
+    fully_shard(training.model)
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3)
+    return training
+
+
+MAKERS: dict[str, Callable[[], Ranked]] = {"DDP": data_parallel, "FSDP2": sharded}
+
+
+class Said(logging.Handler):
+    """The warnings of umem."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train(wrapper: str, way: str) -> dict[str, Any]:
+    said = Said()
+    logging.getLogger("umem").addHandler(said)
+    training = MAKERS[wrapper]()
+    manager = None
+    if way != "alone":
+        manager = training.manage(
+            budget_bytes=BUDGETS[wrapper], step_in_backward=way == "in backward"
+        )
+    training.steps(STEPS)
+    logging.getLogger("umem").removeHandler(said)
+    found: dict[str, Any] = {"losses": training.losses, "warnings": said.lines}
+    if manager is not None:
+        status, hints = manager.status(), manager.engine.statistics()
+        found |= {
+            "state": status.state,
+            "reason": status.reason,
+            "steps": status.steps,
+            "strays": status.strays,
+            "step_in_backward": status.step_in_backward,
+            "moved_bytes": manager.store.statistics.bytes_out
+            + sum(it.moved_bytes for it in hints.counts.values()),
+        }
+        manager.close()
+    return found
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """A process of its own: all runs, one after the other."""
+    torch.set_num_threads(1)
+    meeting = (folder / "meeting").as_uri()
+    distributed.init_process_group(
+        "gloo", meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    found = {wrapper: {way: train(wrapper, way) for way in WAYS} for wrapper in MAKERS}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+Runs = dict[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, ...]:
+    """What each rank has to say: by wrapper and way."""
+    folder = tmp_path_factory.mktemp("ranks")
+    spawning = multiprocessing.get_context("spawn")
+    processes = [spawning.Process(target=run_rank, args=(rank, folder)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * RANKS
+    return tuple(json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS))
+
+
+@pytest.mark.parametrize("wrapper", MAKERS)
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_each_rank_trains_as_it_does_alone_within_its_budget(
+    wrapper: str, way: str, ranks: tuple[Runs, ...]
+) -> None:
+    for runs in ranks:
+        alone, run = runs[wrapper]["alone"], runs[wrapper][way]
+        assert run["state"] == "running", run
+        assert run["strays"] == 0
+        assert run["steps"] > 0
+        assert run["moved_bytes"] > 0
+        assert len(run["losses"]) == STEPS
+        assert run["losses"] == alone["losses"]
+    assert ranks[0][wrapper][way]["losses"] != ranks[1][wrapper][way]["losses"]
+
+
+def test_ddp_changes_gradients_and_so_the_step_stays_behind_the_backward_pass(
+    ranks: tuple[Runs, ...],
+) -> None:
+    for runs in ranks:
+        run = runs["DDP"]["in backward"]
+        assert not run["step_in_backward"]
+        assert ["data parallel" in line for line in run["warnings"]] == [True]
+
+
+def test_fsdp2_tells_when_a_gradient_is_complete_and_so_the_step_goes_there(
+    ranks: tuple[Runs, ...],
+) -> None:
+    for runs in ranks:
+        run = runs["FSDP2"]["in backward"]
+        assert run["step_in_backward"]
+        assert run["warnings"] == []
