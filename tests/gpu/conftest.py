@@ -64,11 +64,20 @@ def class_of() -> Callable[[torch.Tensor], umem.TensorClass | None]:
 class Job:
     """A script in a process of its own: started at once, waited for when its result is asked."""
 
-    def __init__(self, script: str, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
+    def __init__(
+        self,
+        script: str,
+        arguments: tuple[str, ...],
+        variables: dict[str, str],
+        launcher: tuple[str, ...] = (),
+    ) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("UMEM_")}
         self.command = " ".join([script, *arguments])
         self.process = subprocess.Popen(
-            [sys.executable, "-W", FORK_WARNING, str(SCRIPTS / script), *arguments],
+            [
+                *(sys.executable, "-W", FORK_WARNING, *launcher),
+                *(str(SCRIPTS / script), *arguments),
+            ],
             env={**kept, "UMEM_MANAGED_LIMIT": "2GiB", **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -101,11 +110,16 @@ class Job:
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Job]]:
-    """Start scripts from ``scripts/``; keywords are environment variables."""
+    """Start scripts from ``scripts/``; keywords are environment variables.
+
+    But `launcher` is what stands before the script, as options of Python's.
+    """
     jobs: list[Job] = []
 
-    def start_one(script: str, *arguments: str, **variables: str) -> Job:
-        jobs.append(Job(script, arguments, variables))
+    def start_one(
+        script: str, *arguments: str, launcher: tuple[str, ...] = (), **variables: str
+    ) -> Job:
+        jobs.append(Job(script, arguments, variables, launcher))
         return jobs[-1]
 
     yield start_one

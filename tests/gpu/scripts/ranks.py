@@ -1,0 +1,83 @@
+"""A training with a process for each GPU, for torchrun: ``ranks.py WRAPPER STEPS [MODE]``.
+
+With ``in_backward`` the optimizer's step is to be in the backward pass. The last line is JSON: what
+each rank found out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from managing import HIDDEN, Net
+from torch import distributed, nn
+
+import umem
+from umem.executor._manage import managers
+
+TOKENS = 4096
+
+
+def wrapped(wrapper: str, device: torch.device) -> nn.Module:
+    torch.manual_seed(1)
+    model = Net().to(device)
+    if wrapper == "ddp":
+        return nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def train(wrapper: str, steps: int, *, in_backward: bool) -> dict[str, Any]:
+    rank = distributed.get_rank()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    model = wrapped(wrapper, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if in_backward:
+        umem.manage(model, optimizer, step_in_backward=True)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 + step + 1000 * rank)
+        loss = model(torch.randn(TOKENS, HIDDEN, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found: dict[str, Any] = {
+        "losses": losses,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "swapped": torch.cuda.get_allocator_backend() == "pluggable",
+    }
+    for manager in managers():
+        status, statistics = manager.status(), manager.engine.statistics()
+        found |= {
+            "state": str(status.state),
+            "reason": status.reason,
+            "budget_bytes": status.budget_bytes,
+            "steps": status.steps,
+            "strays": status.strays,
+            "gave_up": status.gave_up,
+            "step_in_backward": status.step_in_backward,
+            "failures": [failure.text for failure in statistics.failures],
+            "moved_bytes": manager.store.statistics.bytes_out
+            + sum(of.moved_bytes for of in statistics.counts.values()),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    distributed.init_process_group("cpu:gloo,cuda:nccl")
+    wrapper, step_count, *mode = sys.argv[1:]
+    mine = train(wrapper, int(step_count), in_backward=mode == ["in_backward"])
+    ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(ranks, mine)
+    if distributed.get_rank() == 0:
+        print(json.dumps(ranks))
+    distributed.destroy_process_group()

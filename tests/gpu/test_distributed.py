@@ -1,0 +1,86 @@
+"""A process for each GPU under torchrun: DDP and FSDP2, swapped and managed within a budget."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+RANKS = 2
+STEPS = 24
+SHARE = 0.6
+WRAPPERS = ("ddp", "fsdp2")
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+UMEM_RUN = ("--no-python", str(Path(sys.executable).with_name("umem")), "run", "--policy", "sft")
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def stock(start: Callable[..., Job]) -> dict[str, Any]:
+    """What each rank of a stock run says, by wrapper."""
+    jobs = {
+        wrapper: start("ranks.py", wrapper, str(STEPS), launcher=TORCHRUN, **DETERMINISTIC)
+        for wrapper in WRAPPERS
+    }
+    return {wrapper: job.facts() for wrapper, job in jobs.items()}
+
+
+@pytest.fixture(scope="module")
+def managed(start: Callable[..., Job], stock: dict[str, Any]) -> dict[tuple[str, str], Job]:
+    """The same under umem, by wrapper and mode, all at once."""
+    return {
+        (wrapper, mode): start(
+            "ranks.py",
+            wrapper,
+            str(STEPS),
+            *([mode] if mode else []),
+            launcher=(*TORCHRUN, *UMEM_RUN),
+            UMEM_DEVICE_BUDGET=str(int(SHARE * max(it["peak_bytes"] for it in stock[wrapper]))),
+            UMEM_MANAGED_LIMIT="1536MiB",
+            **DETERMINISTIC,
+        )
+        for wrapper in WRAPPERS
+        for mode in ("", "in_backward")
+    }
+
+
+@pytest.mark.parametrize("mode", ["", "in_backward"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_each_rank_trains_within_its_budget(
+    wrapper: str, mode: str, stock: dict[str, Any], managed: dict[tuple[str, str], Job]
+) -> None:
+    ranks = managed[wrapper, mode].facts()
+    assert len(ranks) == RANKS
+    for run, alone in zip(ranks, stock[wrapper], strict=True):
+        assert run["swapped"]
+        assert not alone["swapped"]
+        assert run["state"] == "running", run["reason"]
+        assert run["steps"] > 0
+        assert run["strays"] == 0
+        assert run["gave_up"] == 0
+        assert run["failures"] == []
+        assert run["moved_bytes"] > 0
+        assert run["losses"] == alone["losses"]
+    assert ranks[0]["losses"] != ranks[1]["losses"]
+
+
+@pytest.mark.parametrize(("wrapper", "moves"), [("ddp", False), ("fsdp2", True)])
+def test_the_step_is_in_the_backward_pass_where_gradients_are_complete_there(
+    wrapper: str, moves: bool, managed: dict[tuple[str, str], Job]
+) -> None:
+    """DDP changes them later, and FSDP2 tells when they are."""
+    ranks = managed[wrapper, "in_backward"].facts()
+    assert [run["step_in_backward"] for run in ranks] == [moves] * RANKS
