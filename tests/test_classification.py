@@ -11,17 +11,19 @@ import copy
 import ctypes
 import threading
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
+from torch.testing._internal.two_tensor import TwoTensor
 
 from umem._library import native
 from umem.classes import TensorClass
-from umem.classification import Classifier
+from umem.classification import Classifier, gradient_hook
 
 WIDTH = 8
 CLASSES = tuple(TensorClass)
@@ -35,7 +37,7 @@ class Witness:
         settings = [library.ClassSetting() for _ in CLASSES]
         self.allocator = library.Allocator.on_host(library.Config(settings))
         self.gradients: list[torch.Tensor] = []
-        self._tag_gradient = library.gradient_hook(self.allocator)
+        self._tag_gradient = gradient_hook(self.allocator)
         self.classifier = Classifier(self.allocator, self._on_gradient)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -393,6 +395,22 @@ class TestGradientHook:
         layer(torch.ones(WIDTH)).backward()
         assert bucket.sum().item() == WIDTH
         assert witness.class_at(bucket.data_ptr()) is TensorClass.GRADIENTS
+
+    def test_tags_what_a_wrapper_wraps(self, witness: Witness) -> None:
+        """FSDP2's gradients are DTensors, which have no address."""
+        parts = [witness.tensor(WIDTH) for _ in range(2)]
+        gradient_hook(witness.allocator)(cast(Any, SimpleNamespace(grad=TwoTensor(*parts))))
+        assert [witness.class_at(part.data_ptr()) for part in parts] == [TensorClass.GRADIENTS] * 2
+
+    def test_other_errors_are_not_hidden(self, witness: Witness) -> None:
+        class Broken:
+            is_sparse = False
+
+            def data_ptr(self) -> int:
+                raise KeyError("no")
+
+        with pytest.raises(KeyError, match="no"):
+            gradient_hook(witness.allocator)(cast(Any, SimpleNamespace(grad=Broken())))
 
     def test_sparse_gradients_have_no_block(self, witness: Witness) -> None:
         table = nn.Embedding(4, WIDTH, sparse=True)

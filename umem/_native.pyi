@@ -4,7 +4,7 @@ Class numbers are `umem.TensorClass.number`; streams are `cudaStream_t` addresse
 (0 is the default stream); sizes are bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 HAS_CUDA: bool
@@ -111,8 +111,9 @@ def torch_entry_points() -> dict[str, int]:
     """Addresses of torch's pluggable-allocator functions: malloc, free, record_stream,
     empty_cache, memory_fraction, base_allocation, begin_pool, end_pool, release_pool."""
 
-def gradient_hook(allocator: Allocator) -> Any:
-    """A callable for `register_post_accumulate_grad_hook`: tags `param.grad` as gradients."""
+def gradient_hook(allocator: Allocator, wrapped: Callable[[Any], object]) -> Any:
+    """A callable for `register_post_accumulate_grad_hook`: tags `param.grad` as gradients. One that
+    has no memory of its own is given to `wrapped`."""
 
 # ---- the hint engine ----
 

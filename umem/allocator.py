@@ -12,7 +12,7 @@ import torch
 from umem._library import native
 from umem.automatic import manage_automatically
 from umem.capabilities import Capabilities, detect_all
-from umem.classification import Classifier
+from umem.classification import Classifier, gradient_hook
 from umem.errors import CudaError, EnableError, NativeLibraryError, UnsupportedError
 from umem.host import host_memory_bytes
 from umem.parity import install_parity
@@ -181,7 +181,7 @@ def _enable(policy: Policy) -> Runtime:
         ) from error
     _swap(library)
     install_parity(allocator)
-    classifier = Classifier(allocator, library.gradient_hook(allocator))
+    classifier = Classifier(allocator, gradient_hook(allocator))
     classifier.install()
     share_with(resolved.share, allocator)
     if resolved.planner != "none":

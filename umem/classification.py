@@ -22,12 +22,25 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from umem._library import native
 from umem.classes import TensorClass
+from umem.tensor_memory import storage_addresses
 
 if TYPE_CHECKING:
     from umem._native import Allocator
 
-__all__ = ["Classifier"]
+__all__ = ["Classifier", "gradient_hook"]
+
+
+def gradient_hook(allocator: Allocator) -> Callable[[torch.Tensor], object]:
+    """What tags the gradient of each parameter that it is called with."""
+
+    def tag_parts(gradient: torch.Tensor) -> None:
+        for address in storage_addresses(gradient):
+            allocator.retag(address, TensorClass.GRADIENTS.number)
+
+    hook: Callable[[torch.Tensor], object] = native().gradient_hook(allocator, tag_parts)
+    return hook
 
 
 class Classifier:
@@ -41,15 +54,13 @@ class Classifier:
     ----------
     allocator
         Told of phases (`set_phase`), overrides (`enter_class`, `leave_class`) and tags (`retag`).
-    gradient_hook
-        Called with each parameter whose gradient has been accumulated.
+    on_gradient
+        Called with each parameter whose gradient has been accumulated: :func:`gradient_hook`'s.
     """
 
-    def __init__(
-        self, allocator: Allocator, gradient_hook: Callable[[torch.Tensor], object]
-    ) -> None:
+    def __init__(self, allocator: Allocator, on_gradient: Callable[[torch.Tensor], object]) -> None:
         self._allocator = allocator
-        self._gradient_hook = gradient_hook
+        self._on_gradient = on_gradient
         self._forward_hook: Any = None
         self._walked_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._walked_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -193,21 +204,21 @@ class Classifier:
         # Where a trained and a frozen parameter share a storage, it is trained.
         classes: dict[int, TensorClass] = {}
         for parameter in parameters:
-            address = _storage_address(parameter)
+            addresses = _cuda_addresses(parameter)
             if parameter.requires_grad:
-                classes[address] = TensorClass.WEIGHTS
+                classes.update(dict.fromkeys(addresses, TensorClass.WEIGHTS))
                 if parameter.is_leaf and parameter not in self._hooked_parameters:
-                    parameter.register_post_accumulate_grad_hook(self._gradient_hook)
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
                     self._hooked_parameters[parameter] = True
             else:
-                classes.setdefault(address, TensorClass.FROZEN_WEIGHTS)
+                for address in addresses:
+                    classes.setdefault(address, TensorClass.FROZEN_WEIGHTS)
         for address, tensor_class in classes.items():
-            if address:
-                self._allocator.retag(address, tensor_class.number)
+            self._allocator.retag(address, tensor_class.number)
 
     def _tag(self, tensors: Iterable[torch.Tensor], tensor_class: TensorClass) -> None:
         for tensor in tensors:
-            if address := _storage_address(tensor):
+            for address in _cuda_addresses(tensor):
                 self._allocator.retag(address, tensor_class.number)
 
 
@@ -227,9 +238,6 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
-    """Address of the CUDA memory that holds a tensor, 0 for none."""
-    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
-    if not tensor.is_cuda or tensor.layout is not torch.strided:
-        return 0
-    return tensor.untyped_storage().data_ptr()
+def _cuda_addresses(tensor: torch.Tensor) -> list[int]:
+    """Addresses of the CUDA memory that holds a tensor."""
+    return storage_addresses(tensor) if tensor.is_cuda else []

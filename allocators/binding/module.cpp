@@ -173,7 +173,7 @@ nb::object checked(PyObject* result) {
 }
 
 // Called once for every parameter in every backward pass, hence in C++.
-void tag_gradient(Allocator& allocator, nb::handle parameter) {
+void tag_gradient(Allocator& allocator, nb::handle parameter, nb::handle wrapped) {
   static PyObject* const grad = interned("grad");
   static PyObject* const is_sparse = interned("is_sparse");
   static PyObject* const data_ptr = interned("data_ptr");
@@ -188,11 +188,20 @@ void tag_gradient(Allocator& allocator, nb::handle parameter) {
   const auto address_of = [](nb::handle object) {
     return nb::cast<std::uintptr_t>(checked(PyObject_CallMethodNoArgs(object.ptr(), data_ptr)));
   };
-  const std::uintptr_t address = address_of(gradient);
-  if (address == 0 || allocator.retag(address, TensorClass::gradients)) return;
-  // A view into a larger buffer (DDP's buckets): the buffer is the block.
-  allocator.retag(address_of(checked(PyObject_CallMethodNoArgs(gradient.ptr(), untyped_storage))),
-                  TensorClass::gradients);
+  // A wrapper around other tensors (FSDP2's sharded gradients) has no address: 0, or an error.
+  try {
+    if (const std::uintptr_t address = address_of(gradient); address != 0) {
+      // A view into a larger buffer (DDP's buckets): the buffer is the block.
+      if (!allocator.retag(address, TensorClass::gradients))
+        allocator.retag(
+            address_of(checked(PyObject_CallMethodNoArgs(gradient.ptr(), untyped_storage))),
+            TensorClass::gradients);
+      return;
+    }
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+  }
+  wrapped(gradient);
 }
 
 }  // namespace
@@ -400,14 +409,16 @@ NB_MODULE(_native, module) {
 
   module.def(
       "gradient_hook",
-      [](nb::object allocator) {
+      [](nb::object allocator, nb::object wrapped) {
         auto& native = nb::cast<Allocator&>(allocator);
         // The closure keeps the Python object, and with it the allocator, alive.
         return nb::cpp_function(
-            [allocator, &native](nb::handle parameter) { tag_gradient(native, parameter); },
+            [allocator, &native, wrapped](nb::handle parameter) {
+              tag_gradient(native, parameter, wrapped);
+            },
             "parameter"_a);
       },
-      "allocator"_a);
+      "allocator"_a, "wrapped"_a);
 
 #ifdef UMEM_HAS_CUDA
   module.def("install", &install, "config"_a, nb::rv_policy::reference);

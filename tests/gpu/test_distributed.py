@@ -77,6 +77,17 @@ def test_each_rank_trains_within_its_budget(
     assert ranks[0]["losses"] != ranks[1]["losses"]
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_each_rank_knows_its_part_by_class(
+    wrapper: str, managed: dict[tuple[str, str], Job]
+) -> None:
+    for run in managed[wrapper, ""].facts():
+        trained_bytes, found = run["trained_bytes"], run["by_class"]
+        assert found["weights"] >= trained_bytes > 0
+        assert found["gradients"] >= trained_bytes
+        assert found["optimizer_state"] >= 2 * trained_bytes
+
+
 @pytest.mark.parametrize(("wrapper", "moves"), [("ddp", False), ("fsdp2", True)])
 def test_the_step_is_in_the_backward_pass_where_gradients_are_complete_there(
     wrapper: str, moves: bool, managed: dict[tuple[str, str], Job]

@@ -56,6 +56,7 @@ def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
     """
     from umem._library import native
     from umem.allocator import native_config
+    from umem.classification import gradient_hook
     from umem.policy import load_policy, resolve
 
     config = native_config(resolve(load_policy(policy), DEVICE_BYTES))
@@ -67,7 +68,7 @@ def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
         "20 MiB, 1 thread": (_fixed_loop(allocator, 20 << 20), 1),
         "random sizes, 1 thread": (_random_loop(allocator), 1),
         "random sizes, 8 threads": (_random_loop(allocator), 8),
-        "gradient hook": (_hook_loop(allocator, native().gradient_hook(allocator)), 1),
+        "gradient hook": (_hook_loop(allocator, gradient_hook(allocator)), 1),
         "gradient hook, if it were in Python": (
             _hook_loop(allocator, _python_hook(allocator)),
             1,

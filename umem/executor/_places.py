@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.blocks import LARGE_BYTES, block_bytes
 from umem.recorder import named_tensors
+from umem.tensor_memory import storage_addresses
 from umem.trace import Trace
 
 __all__ = ["Places", "find_places", "in_blocks", "storage_address", "whole_blocks"]
@@ -72,11 +73,9 @@ def whole_blocks(size_bytes: int) -> int:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the storage behind a tensor begins; 0 where it has no memory of its own."""
-    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
-    if tensor.layout is not torch.strided:
-        return 0
-    return tensor.untyped_storage().data_ptr()
+    """Where the storage behind a tensor begins; 0 where there is none, or several are."""
+    addresses = storage_addresses(tensor)
+    return addresses[0] if len(addresses) == 1 else 0
 
 
 def _gradient_of(parameter: torch.Tensor) -> Callable[[], int]:

@@ -12,8 +12,9 @@ from umem.classes import TensorClass
 from umem.recorder._guard import Guard
 from umem.recorder._parameters import OUTSIDE, Parameters
 from umem.recorder._saved_tensor import Save, SaveLog
-from umem.recorder._tensors import named_tensors, plain_tensors
+from umem.recorder._tensors import named_tensors
 from umem.saved_tensor_hooks import may_leave
+from umem.tensor_memory import plain_tensors
 from umem.trace import Access
 from umem.trace._storages import BEFORE, Storage, Storages
 

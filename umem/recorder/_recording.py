@@ -27,8 +27,8 @@ from umem.recorder._parameters import Parameters, find_parameters
 from umem.recorder._phases import FollowedPhase
 from umem.recorder._saved_tensor import SavedTensor
 from umem.recorder._signature import CallShapes, SignatureWatch, StepSignature
-from umem.recorder._tensors import plain_tensors
 from umem.recorder._trace import build_trace
+from umem.tensor_memory import plain_tensors
 from umem.trace import Trace
 
 __all__ = ["StepRecording"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from umem.recorder._tensors import named_tensors, plain_tensors
+from umem.recorder._tensors import named_tensors
+from umem.tensor_memory import plain_tensors
 
 __all__ = ["CallShapes", "SignatureWatch", "StepSignature", "call_shapes"]
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from umem.tensor_wrappers import wrapped_tensors
-
-__all__ = ["computed_tensors", "named_tensors", "plain_tensors"]
+__all__ = ["computed_tensors", "named_tensors"]
 
 _DEEPEST = 8
 """Containers within containers are looked into so far; one may hold itself."""
@@ -84,16 +82,3 @@ def _add_computed(
             _add_computed(value.values(), found, depth + 1)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             _add_computed(vars(value).values(), found, depth + 1)
-
-
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory that a tensor subclass wraps; a plain tensor itself."""
-    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:  # nearly all
-        yield tensor
-        return
-    wrapped = wrapped_tensors(tensor)
-    if wrapped is not None:
-        for part in wrapped:
-            yield from plain_tensors(part)
-    elif tensor.layout is torch.strided:
-        yield tensor

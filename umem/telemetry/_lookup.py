@@ -64,10 +64,11 @@ def name_numbers(
     names
         Numbers of names; new ones are added.
     """
+    from umem.tensor_memory import storage_addresses
+
     numbers: dict[int, int] = {}
     for name, tensor in () if model is None else _named_tensors(model, optimizers):
-        address = _storage_address(tensor)
-        if address:
+        for address in storage_addresses(tensor):
             numbers.setdefault(address, names.setdefault(name, len(names)))
     return numbers
 
@@ -86,16 +87,6 @@ def _named_tensors(
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 if isinstance(value, torch.Tensor):
                     yield f"{name}.{key}", value
-
-
-def _storage_address(tensor: Any) -> int:
-    """Address of the memory that holds a tensor, 0 for none."""
-    import torch
-
-    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
-    if tensor.layout is not torch.strided:
-        return 0
-    return int(tensor.untyped_storage().data_ptr())
 
 
 def current_statistics() -> HintStatistics | None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from umem.classes import TensorClass
 from umem.errors import TraceError
-from umem.tensor_wrappers import wrapped_tensors
+from umem.tensor_memory import wrapped_tensors
 from umem.trace._flops import operator_flops, operator_precision
 from umem.trace._model import OPTIMIZER, Access, PhaseKind, Precision
 from umem.trace._operators import (

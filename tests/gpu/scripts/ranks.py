@@ -15,7 +15,9 @@ from managing import HIDDEN, Net
 from torch import distributed, nn
 
 import umem
+from umem import memory_by_class
 from umem.executor._manage import managers
+from umem.tensor_memory import plain_tensors
 
 TOKENS = 4096
 
@@ -42,16 +44,23 @@ def train(wrapper: str, steps: int, *, in_backward: bool) -> dict[str, Any]:
     if in_backward:
         umem.manage(model, optimizer, step_in_backward=True)
     losses = []
+    by_class = {}
     for step in range(steps):
         torch.manual_seed(100 + step + 1000 * rank)
         loss = model(torch.randn(TOKENS, HIDDEN, device=device)).square().mean()
         loss.backward()
         optimizer.step()
+        if step == 1 and umem.is_enabled():
+            by_class = {str(kind): it.requested_bytes for kind, it in memory_by_class(rank).items()}
         optimizer.zero_grad()
         losses.append(loss.item())
     found: dict[str, Any] = {
         "losses": losses,
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        "trained_bytes": sum(
+            part.nbytes for it in model.parameters() for part in plain_tensors(it)
+        ),
+        "by_class": by_class,
         "swapped": torch.cuda.get_allocator_backend() == "pluggable",
     }
     for manager in managers():
