@@ -1,4 +1,4 @@
-"""Trainings of several processes, a manager in each: DDP and FSDP2, with CPUs for devices."""
+"""Trainings of several processes, a manager in each: DDP and FSDP, with CPUs for devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMBERS = RANKS * WIDTH
 """In a weight, so that what each rank has of it can still move."""
 
 STEPS = 12
-BUDGETS = {"DDP": 60 * MIB, "FSDP2": 50 * MIB}
+BUDGETS = {"DDP": 60 * MIB, "FSDP1": 50 * MIB, "FSDP2": 50 * MIB}
 """Below what a step needs at once, above what any of its phases does."""
 
 WAYS = ("alone", "planned", "in backward")
@@ -70,6 +70,21 @@ def data_parallel() -> Ranked:
     return training
 
 
+def flattened() -> Ranked:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    training = Ranked(Net)
+    training.model = FullyShardedDataParallel(
+        training.model,
+        auto_wrap_policy=ModuleWrapPolicy({Scale}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3)
+    return training
+
+
 def sharded() -> Ranked:
     from torch.distributed.fsdp import fully_shard
 
@@ -81,7 +96,11 @@ def sharded() -> Ranked:
     return training
 
 
-MAKERS: dict[str, Callable[[], Ranked]] = {"DDP": data_parallel, "FSDP2": sharded}
+MAKERS: dict[str, Callable[[], Ranked]] = {
+    "DDP": data_parallel,
+    "FSDP1": flattened,
+    "FSDP2": sharded,
+}
 
 
 class Said(logging.Handler):
