@@ -193,12 +193,13 @@ def test_a_block_is_open_until_the_part_behind_it_is_over(make_trace: MakeTrace)
         {
             **{f"{name}.m": (MIB, TensorClass.OPTIMIZER_STATE) for name in ("a", "b")},
             **{f"saved {name}": (MIB, TensorClass.ACTIVATIONS, False) for name in ("a", "b")},
+            **{f"frozen {name}": (MIB, TensorClass.FROZEN_WEIGHTS) for name in ("a", "b")},
         },
         [
-            (1e-3, [], ["saved a", "saved b"]),
-            (1e-3, ["saved b"], []),
+            (1e-3, ["frozen a", "frozen b"], ["saved a", "saved b"]),
+            (1e-3, ["frozen b", "saved b"], []),
             (1e-3, ["b.m"], ["b.m"]),
-            (1e-3, ["saved a"], []),
+            (1e-3, ["frozen a", "saved a"], []),
             (1e-3, ["a.m"], ["a.m"]),
         ],
     )
@@ -209,12 +210,36 @@ def test_a_block_is_open_until_the_part_behind_it_is_over(make_trace: MakeTrace)
     names = trace.tensor_names
     assert opened.last_phase[names.index("saved b")] == 2
     assert opened.last_phase[names.index("saved a")] == 3  # nothing comes behind its part
+    assert used(opened, 2) == {"b.m": Access.READ | Access.WRITE, "frozen b": Access.READ}
+    assert used(opened, 4) == used(trace, 4)
     lingering = with_lingering(opened)
     in_place = lingering.tensor_class == TensorClass.OPTIMIZER_STATE.number
     moved, parts = with_parts_beside(lingering, in_place, SLOWDOWN)
     assert parts == {"b": 3}
-    assert set(used(moved, 2)) == {"lingers from 2 to 2"}
-    assert set(used(moved, 3)) == {"saved a", "b.m"}
+    assert set(used(moved, 2)) == {"lingers from 2 to 2", "frozen b"}
+    assert set(used(moved, 3)) == {"saved a", "frozen a", "b.m"}
+
+
+def test_a_block_is_open_until_the_last_of_several_parts_is_over(make_trace: MakeTrace) -> None:
+    trace = make_trace(
+        {
+            "a": (MIB, TensorClass.WEIGHTS), "b": (MIB, TensorClass.WEIGHTS),
+            "frozen": (MIB, TensorClass.FROZEN_WEIGHTS),
+            "saved": (MIB, TensorClass.ACTIVATIONS, False),
+        },
+        [
+            (1e-3, [], ["saved"]), (1e-3, ["a", "b", "frozen", "saved"], []),
+            (1e-3, ["a"], ["a"]), (1e-3, ["b"], ["b"]), (1e-3, ["a"], []),
+        ],
+    )  # fmt: skip
+    phases = ("forward", "backward", "optimizer a", "optimizer b", "backward input")
+    opened = with_open_blocks(replace(trace, phase_names=phases))
+    check_trace(opened, "open")
+    both_ways = Access.READ | Access.WRITE
+    assert used(opened, 2) == {"a": both_ways, "b": Access.READ, "frozen": Access.READ}
+    assert used(opened, 3) == {"b": both_ways, "a": Access.READ, "frozen": Access.READ}
+    assert opened.last_phase[trace.tensor_names.index("saved")] == 3
+    assert used(opened, 4) == {"a": Access.READ}
 
 
 # ------------------------------------------------------------------------------------ trainings

@@ -45,23 +45,48 @@ def with_lingering(trace: Trace) -> Trace:
 
 
 def with_open_blocks(trace: Trace) -> Trace:
-    """The trace with what a block's backward pass holds until the optimizer's part behind it ends.
+    """The trace with what a block's backward pass uses until the optimizer's part behind it ends.
 
     A part begins when the last gradient of its block is complete. Autograd is still in the block
-    then: a norm has made its weight's gradient before it computes that of its input.
+    then: a norm has made its weight's gradient before it computes that of its input, and an adapter
+    its own before that of the frozen weight beside it is used.
 
     Parameters
     ----------
     trace
         With parts of the optimizer's step in the backward pass; those behind it change nothing.
     """
+    end = _open_until(trace)
+    stays = ~trace.persistent & (end[trace.last_phase] > trace.last_phase)
+    last_phase = np.where(stays, end[trace.last_phase], trace.last_phase).astype(np.int32)
+    phase = phase_of_access(trace)
+    # What lives on is used by the parts too, unless they do so by themselves.
+    held = np.flatnonzero(trace.persistent[trace.access_tensor] & (end[phase] > phase))
+    counts = end[phase[held]] - phase[held]
+    which = np.repeat(held, counts)
+    later = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    phases = np.concatenate([phase, phase[which] + 1 + later])
+    tensors = np.concatenate([trace.access_tensor, trace.access_tensor[which]])
+    modes = np.concatenate([trace.access_mode, np.full(len(which), Access.READ, np.uint8)])
+    _, kept = np.unique(phases * trace.tensor_count + tensors, return_index=True)
+    kept.sort()
+    return with_accesses(
+        replace(trace, last_phase=last_phase), phases[kept], tensors[kept], modes[kept]
+    )
+
+
+def _open_until(trace: Trace) -> npt.NDArray[np.int64]:
+    """The last of the optimizer's phases right behind each phase of a pass, int64[P].
+
+    The phase itself where there is none, and where the backward pass is over.
+    """
     own = np.array([is_optimizer_phase(name) for name in trace.phase_names])
-    passes = np.flatnonzero(~own)
-    is_open = np.zeros(trace.phase_count, np.bool_)
-    is_open[:-1] = ~own[:-1] & own[1:]
-    is_open[passes[-1:]] = False
-    stays = ~trace.persistent & is_open[trace.last_phase]
-    return replace(trace, last_phase=trace.last_phase + stays.astype(np.int32))
+    end = np.arange(trace.phase_count)
+    for phase in range(int(np.flatnonzero(~own)[-1]) - 1, -1, -1):
+        if own[phase + 1]:
+            end[phase] = end[phase + 1]
+    end[own] = np.flatnonzero(own)
+    return end
 
 
 def _with_tensors(trace: Trace, spans: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Trace:
