@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,14 +29,17 @@ from managed_training import (
 )
 
 import umem
+from umem.activations import ActivationStore
 from umem.classes import TensorClass
 from umem.errors import PlanError
 from umem.executor import Manager, ManagerState, _program, _room
 from umem.executor._lingering import with_lingering
 from umem.executor._manage import manage_on, managers
 from umem.executor._plans import Plans
-from umem.executor._program import Hints, Program
-from umem.hints import Outcome
+from umem.executor._program import Hints, PhaseWork, Program
+from umem.executor._runner import Runner
+from umem.hints import HintEngine, Outcome
+from umem.recorder import Block
 from umem.schedule import HintOp
 from umem.trace import check_trace, is_optimizer_phase, phase_of_access
 
@@ -612,6 +616,43 @@ def test_a_slower_link_than_known_is_planned_for_anew() -> None:
     assert corrected.to_device_bytes_per_s < 6e9
     stock.steps(steps)
     assert training.equals(stock)
+
+
+def test_a_phase_waits_for_the_pages_of_all_batches_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There are two workers: the last one that was asked for may be there first."""
+    machine = host_machine(TIGHT)
+    model = Net()
+    store = ActivationStore(machine.device, machine.mover)
+    runner = Runner(machine, store, Block("Net", model), lambda _: None)
+    weights = list(model.parameters())[:3]
+    coming = [
+        Hints(
+            machine.engine.batch(
+                [HintOp.PREFETCH] * len(part),
+                [it.data_ptr() for it in part],
+                [it.nbytes for it in part],
+                [TensorClass.WEIGHTS] * len(part),
+            ),
+            lookups=(),
+        )
+        for part in (weights[:2], weights[2:])
+    ]
+    for hints in coming:
+        assert machine.engine.fire(hints.batch, 0)
+    waited: list[int] = []
+    wait = HintEngine.wait
+
+    def spy(engine: HintEngine, ticket: int, **timeout: Any) -> Outcome:
+        waited.append(ticket)
+        return wait(engine, ticket, **timeout)
+
+    monkeypatch.setattr(HintEngine, "wait", spy)
+    needing = PhaseWork(needs=((0, 0), (0, 1), (1, 0)), waits=True)
+    phases = (*(PhaseWork(coming=hints) for hints in coming), needing)
+    runner._need(cast(Program, SimpleNamespace(work=phases)), needing)
+    assert waited == [ticket for hints in coming for ticket in hints.batch.tickets]
 
 
 # ------------------------------------------------------------------------------------ overhead

@@ -221,14 +221,13 @@ class Runner:
         tickets = [_ticket(program.work[phase].coming, number) for phase, number in work.needs]
         self._machine.engine.mark_needed(*filter(None, tickets))
         if work.waits:
-            phase, number = work.needs[-1]
-            self._wait(program.work[phase].coming, number)
+            # Of each batch up to the last one that is needed: two workers bring pages in, so that
+            # an earlier batch may be over after a later one is.
+            for phase, number in dict(work.needs).items():
+                self._wait(program.work[phase].coming, number)
 
     def _wait(self, hints: Hints | None, number: int) -> None:
-        """Wait until a hint is over, and those that were asked for at once with it, before it.
-
-        Two workers bring pages in, so that one hint may be over before an earlier one is.
-        """
+        """Wait until a hint is over, and those that were asked for at once with it, before it."""
         last = _ticket(hints, number)
         if hints is None or last == 0:
             return
