@@ -62,12 +62,10 @@ def with_open_blocks(trace: Trace) -> Trace:
     phase = phase_of_access(trace)
     # What lives on is used by the parts too, unless they do so by themselves.
     held = np.flatnonzero(trace.persistent[trace.access_tensor] & (end[phase] > phase))
-    counts = end[phase[held]] - phase[held]
-    which = np.repeat(held, counts)
-    later = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    phases = np.concatenate([phase, phase[which] + 1 + later])
-    tensors = np.concatenate([trace.access_tensor, trace.access_tensor[which]])
-    modes = np.concatenate([trace.access_mode, np.full(len(which), Access.READ, np.uint8)])
+    which, later = _phases_of(phase[held] + 1, end[phase[held]])
+    phases = np.concatenate([phase, later])
+    tensors = np.concatenate([trace.access_tensor, trace.access_tensor[held[which]]])
+    modes = np.concatenate([trace.access_mode, np.full(len(later), Access.READ, np.uint8)])
     _, kept = np.unique(phases * trace.tensor_count + tensors, return_index=True)
     kept.sort()
     return with_accesses(
@@ -92,10 +90,7 @@ def _open_until(trace: Trace) -> npt.NDArray[np.int64]:
 def _with_tensors(trace: Trace, spans: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Trace:
     """The trace with tensors that are used in all phases of their spans, first and last."""
     first, last = spans[:, 0], spans[:, 1]
-    counts = last - first + 1
-    new = np.repeat(np.arange(len(spans)), counts)
-    # Phases of each span, one after the other.
-    phase = np.arange(len(new)) - np.repeat(np.cumsum(counts) - counts, counts) + first[new]
+    new, phase = _phases_of(first, last)
     mode = np.where(phase == first[new], Access.WRITE, Access.READ)
     none = np.zeros(len(spans), np.bool_)
     larger = replace(
@@ -115,3 +110,12 @@ def _with_tensors(trace: Trace, spans: npt.NDArray[np.int64], size: npt.NDArray[
         np.concatenate([trace.access_tensor, (trace.tensor_count + new).astype(np.int32)]),
         np.concatenate([trace.access_mode, mode.astype(np.uint8)]),
     )
+
+
+def _phases_of(
+    first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """All phases of some spans, one span after the other: the span's number, and the phase."""
+    counts = last - first + 1
+    span = np.repeat(np.arange(len(first)), counts)
+    return span, np.arange(len(span)) - np.repeat(np.cumsum(counts) - counts - first, counts)
