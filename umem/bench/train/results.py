@@ -198,21 +198,14 @@ class ManagerFigures(Record):
     predicted_bound_s: float | None
 
 
-class Outcome(Record):
-    """One variant with one budget: what its process measured, or why there is nothing.
+class Figures(Record):
+    """What is measured of one variant with one budget, or why there is nothing.
 
-    Times are seconds. `budget_percent` and `budget_bytes` are None for a variant that is told no
-    budget. `peak_allocated_bytes` is the most that torch's allocator gave out during the timed
-    steps, wherever it was: for umem's variants part of it is on the host. It is None where nobody
-    counts. `losses_hex` are those of the first steps, in hexadecimal.
+    Times are seconds. `peak_allocated_bytes` is the most that torch's allocator gave out during the
+    timed steps, wherever it was: for umem's variants part of it is on the host. It is None where
+    nobody counts. `losses_hex` are those of the first steps, in hexadecimal.
     """
 
-    workload: WorkloadName
-    method: Method
-    variant: Variant
-    budget_percent: float | None
-    budget_bytes: int | None
-    state: OutcomeState
     reason: str | None = None
     """Why it was not measured."""
     warm_steps: int = 0
@@ -241,10 +234,26 @@ class Outcome(Record):
     """None where nothing was recorded, or too little to be believed: then a note says why."""
     hinted: HintedStep | None = None
     notes: tuple[str, ...] = ()
-    process_s: float = 0.0
-    """From the start of its process to its end."""
     timed_out: bool = False
     """Whether there was no answer within its process's time."""
+
+
+class Measurand(Record):
+    """What is measured. Budgets are None for a variant that is told none."""
+
+    workload: WorkloadName
+    method: Method
+    variant: Variant
+    budget_percent: float | None
+    budget_bytes: int | None
+
+
+class Outcome(Figures, Measurand):
+    """What became of one variant with one budget. In a file the measurand's fields come first."""
+
+    state: OutcomeState
+    process_s: float = 0.0
+    """From the start of its process to its end."""
     date: str | None = None
     """When its process was started; None where there was none, and in files of earlier days."""
 
