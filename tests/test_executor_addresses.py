@@ -1,12 +1,15 @@
-"""Managed trainings whose state or weights are loaded into other memory."""
+"""Managed trainings whose tensors are elsewhere: loaded into other memory, or in a wrapper."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any, cast
 
 import pytest
 import torch
-from managed_training import MIB, Training
+from managed_training import MIB, WIDTH, Net, Training
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.classes import TensorClass
 from umem.executor import Manager
@@ -82,3 +85,38 @@ def test_weights_that_are_loaded_into_new_memory_are_found_there() -> None:
     places = find_places(before.choice.trace, training.model, training.optimizer)
     assert places.fixed[weight] == training.model.get_parameter("head.weight").data_ptr()
     assert manager.status().strays == 0
+
+
+class Quantised(nn.Module):
+    """A frozen weight that wraps two tensors, as quantised ones do, and what is trained on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = torch.randn(WIDTH), torch.randn(WIDTH)
+        self.frozen = nn.Parameter(cast(Any, TwoTensor)(*parts), requires_grad=False)
+        self.adapter = nn.Parameter(torch.randn(WIDTH) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen: Any = self.frozen
+        return x + torch.tanh(x * (frozen.a + frozen.b) * self.adapter)
+
+
+class QuantisedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Quantised() for _ in range(4))
+
+
+def test_each_part_of_a_wrapped_weight_moves() -> None:
+    stock, training = Training(QuantisedNet), Training(QuantisedNet)
+    manager = training.manage("fault", 60 * MIB)
+    stock.steps(12)
+    training.steps(12)
+    assert training.losses == stock.losses
+    assert manager.status().strays == 0
+    trace = manager.trace
+    assert trace is not None
+    frozen = {f"layers.{layer}.frozen[{part}]" for layer in range(4) for part in range(2)}
+    assert {name for name in trace.tensor_names if "frozen" in name} == frozen
+    counts = manager.engine.statistics().counts
+    assert counts["evict", TensorClass.FROZEN_WEIGHTS].moved_bytes > 0

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from umem.tensor_memory import plain_tensors, storage_addresses, wrapped_tensors
+from umem.tensor_memory import named_parts, plain_tensors, storage_addresses, wrapped_tensors
 
 
 class Pair(TwoTensor):
@@ -41,6 +41,13 @@ def test_a_wrapper_is_where_its_parts_are() -> None:
     assert storage_addresses(wrapper) == [part.data_ptr() for part in parts]
     nested = pair(wrapper, pair(torch.ones(4), torch.ones(4)))
     assert len(storage_addresses(nested)) == 4
+
+
+def test_parts_are_told_by_numbers_where_there_are_several() -> None:
+    parts = [torch.ones(4), torch.zeros(4)]
+    assert named_parts("weight", parts[0]) == [("weight", parts[0])]
+    assert [name for name, _ in named_parts("weight", pair(*parts))] == ["weight[0]", "weight[1]"]
+    assert named_parts("weight", torch.eye(4).to_sparse()) == []
 
 
 def test_what_has_no_memory_has_no_address() -> None:

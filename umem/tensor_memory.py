@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["plain_tensors", "storage_addresses", "wrapped_tensors"]
+__all__ = ["named_parts", "plain_tensors", "storage_addresses", "wrapped_tensors"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -36,6 +36,14 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_tensors(part)
     elif tensor.layout is torch.strided:
         yield tensor
+
+
+def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The plain tensors behind a tensor of this name; several are told by their numbers."""
+    parts = list(plain_tensors(tensor))
+    if len(parts) == 1:
+        return [(name, parts[0])]
+    return [(f"{name}[{number}]", part) for number, part in enumerate(parts)]
 
 
 def storage_addresses(tensor: torch.Tensor) -> list[int]:

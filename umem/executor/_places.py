@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.blocks import LARGE_BYTES, block_bytes
 from umem.recorder import named_tensors
-from umem.tensor_memory import storage_addresses
+from umem.tensor_memory import named_parts, storage_addresses
 from umem.trace import Trace
 
 __all__ = ["Places", "find_places", "in_blocks", "storage_address", "whole_blocks"]
@@ -43,9 +43,11 @@ def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
         for parameter in group["params"]:
             if parameter not in known:  # as the recorder names them
                 parameters[f"parameter {len(parameters)}"] = parameter
-    tensors: dict[str, torch.Tensor] = dict(parameters)
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
-        tensors.update(named_tensors(optimizer.state.get(parameter, {}), name))
+        tensors.update(named_parts(name, parameter))
+        for key, tensor in named_tensors(optimizer.state.get(parameter, {}), name):
+            tensors.update(named_parts(key, tensor))
     fixed: dict[int, int] = {}
     gradients: dict[int, Callable[[], int]] = {}
     for number, name in enumerate(trace.tensor_names):

@@ -14,7 +14,7 @@ from umem.recorder._parameters import OUTSIDE, Parameters
 from umem.recorder._saved_tensor import Save, SaveLog
 from umem.recorder._tensors import named_tensors
 from umem.saved_tensor_hooks import may_leave
-from umem.tensor_memory import plain_tensors
+from umem.tensor_memory import named_parts, plain_tensors
 from umem.trace import Access
 from umem.trace._storages import BEFORE, Storage, Storages
 
@@ -132,21 +132,21 @@ class StepMemory:
                 self._undo.append(handle.remove)
 
     def _tag(self, tensor: torch.Tensor, name: str, tensor_class: TensorClass) -> None:
-        for number in self._add(tensor, name, tensor_class, BEFORE):
+        for number, part_name in self._add(tensor, name, tensor_class, BEFORE):
             record = self._storages.records[number]
-            record.name, record.tensor_class = name, tensor_class
+            record.name, record.tensor_class = part_name, tensor_class
 
     def _add(
         self, tensor: torch.Tensor, name: str, tensor_class: TensorClass, born: int
-    ) -> list[int]:
-        """Numbers of the storages behind a tensor, on the device."""
-        numbers = []
-        for part in plain_tensors(tensor):
+    ) -> list[tuple[int, str]]:
+        """Numbers of the storages behind a tensor, on the device, and what they are called."""
+        found = []
+        for part_name, part in named_parts(name, tensor):
             if part.device == self._device:
-                number = self._storages.add(part, name, tensor_class, born)
+                number = self._storages.add(part, part_name, tensor_class, born)
                 if number is not None:
-                    numbers.append(number)
-        return numbers
+                    found.append((number, part_name))
+        return found
 
     # ------------------------------------------------------------------ phases
 
@@ -191,7 +191,7 @@ class StepMemory:
                 for part in plain_tensors(tensor):
                     is_kept = part.untyped_storage()._cdata in self._kept
                     born = BEFORE if is_kept else self._current
-                    for number in self._add(part, f"input {name}", TensorClass.OTHER, born):
+                    for number, _ in self._add(part, f"input {name}", TensorClass.OTHER, born):
                         self._use(number, Access.READ)
 
     def see_made(self, value: object, what: str) -> None:
@@ -241,9 +241,11 @@ class StepMemory:
         if parameter.grad is None or not self._accesses:
             return
         name = f"{self._names[parameter]}.grad"
-        for number in self._add(parameter.grad, name, TensorClass.GRADIENTS, self._current):
+        for number, part_name in self._add(
+            parameter.grad, name, TensorClass.GRADIENTS, self._current
+        ):
             record = self._storages.records[number]
-            record.name, record.tensor_class = name, TensorClass.GRADIENTS
+            record.name, record.tensor_class = part_name, TensorClass.GRADIENTS
             is_new = number not in self._gradients and record.born != BEFORE
             self._gradients.add(number)
             self._use(number, Access.WRITE if is_new else Access.READ | Access.WRITE)
