@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["named_parts", "plain_tensors", "storage_addresses", "wrapped_tensors"]
+__all__ = ["named_parts", "plain_tensors", "storage_addresses", "unwrapped", "wrapped_tensors"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -28,14 +28,19 @@ def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory that a tensor subclass wraps; a plain tensor itself."""
+def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that wrap none behind a tensor subclass; such a tensor itself."""
     wrapped = None if type(tensor) in _PLAIN else wrapped_tensors(tensor)  # nearly all are plain
-    if wrapped is not None:
-        for part in wrapped:
-            yield from plain_tensors(part)
-    elif tensor.layout is torch.strided:
+    if wrapped is None:
         yield tensor
+        return
+    for part in wrapped:
+        yield from unwrapped(part)
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Those of them that have memory, as sparse ones have not."""
+    return (part for part in unwrapped(tensor) if part.layout is torch.strided)
 
 
 def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.blocks import LARGE_BYTES, block_bytes
-from umem.recorder import named_tensors
+from umem.recorder import named_tensors, parameter_names
 from umem.tensor_memory import named_parts, storage_addresses
 from umem.trace import Trace
 
@@ -37,12 +37,7 @@ class Places:
 
 def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
     """Find a trace's tensors by their names; those not found are left where they are."""
-    parameters = dict(model.named_parameters())
-    for group in optimizer.param_groups:
-        known = set(parameters.values())
-        for parameter in group["params"]:
-            if parameter not in known:  # as the recorder names them
-                parameters[f"parameter {len(parameters)}"] = parameter
+    parameters = {name: it for it, name in parameter_names(model, optimizer).items()}
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         tensors.update(named_parts(name, parameter))

@@ -7,6 +7,7 @@ from umem.recorder._clock import Clock, CudaClock, WallClock
 from umem.recorder._follower import Follower
 from umem.recorder._guard import Guard
 from umem.recorder._listener import StepListener
+from umem.recorder._parameters import parameter_names
 from umem.recorder._phases import FollowedPhase
 from umem.recorder._record import record
 from umem.recorder._recording import StepRecording
@@ -32,5 +33,6 @@ __all__ = [
     "call_shapes",
     "find_blocks",
     "named_tensors",
+    "parameter_names",
     "record",
 ]

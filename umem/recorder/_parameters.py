@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.recorder._blocks import Block
 
-__all__ = ["OUTSIDE", "Parameters", "find_parameters"]
+__all__ = ["OUTSIDE", "Parameters", "find_parameters", "parameter_names"]
 
 OUTSIDE = ""
 """The block of what belongs to none."""
@@ -41,15 +41,18 @@ class Parameters:
     held: Mapping[str, Sequence[torch.Tensor]]
 
 
-def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimizer) -> Parameters:
-    """Look up what there is now.
-
-    Those that only the optimizer has are called ``parameter N``.
-    """
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, str]:
+    """What parameters are called: ``parameter N`` where only the optimizer has them."""
     names: dict[torch.Tensor, str] = {it: name for name, it in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             names.setdefault(parameter, f"parameter {len(names)}")
+    return names
+
+
+def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimizer) -> Parameters:
+    """Look up what there is now."""
+    names = parameter_names(model, optimizer)
     buffers = {it: name for name, it in model.named_buffers()}
     owner: dict[torch.Tensor, str] = {}
     held: dict[str, list[torch.Tensor]] = {OUTSIDE: []}

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from umem.classes import TensorClass
 from umem.errors import TraceError
-from umem.tensor_memory import wrapped_tensors
+from umem.tensor_memory import unwrapped
 from umem.trace._flops import operator_flops, operator_precision
 from umem.trace._model import OPTIMIZER, Access, PhaseKind, Precision
 from umem.trace._operators import (
@@ -267,7 +267,7 @@ class Recorder(TorchDispatchMode):
                 self._tag(parameter, name, TensorClass.WEIGHTS)
 
     def _tag(self, tensor: torch.Tensor, name: str, tensor_class: TensorClass) -> None:
-        for part in _without_wrappers(tensor):
+        for part in unwrapped(tensor):
             number = self.storages.add(self._as_fake(part), name, tensor_class, BEFORE)
             if number is not None:
                 record = self.storages.records[number]
@@ -287,13 +287,3 @@ class Recorder(TorchDispatchMode):
             known = (tensor, self._fake.from_tensor(tensor))
             self._fakes_of_real[id(tensor)] = known
         return known[1]
-
-
-def _without_wrappers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor subclass wraps; a plain tensor itself."""
-    wrapped = wrapped_tensors(tensor)
-    if wrapped is None:
-        yield tensor
-        return
-    for part in wrapped:
-        yield from _without_wrappers(part)
