@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from managed_training import MIB, WIDTH, Training
+from managed_training import MIB, WIDTH, Net, Scale, Training
 from torch import distributed, nn
 
 pytestmark = [
@@ -34,26 +34,8 @@ BUDGETS = {"DDP": 60 * MIB, "FSDP1": 50 * MIB, "FSDP2": 50 * MIB}
 WAYS = ("alone", "planned", "in backward")
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(1 + torch.randn(NUMBERS) / 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(x * self.weight)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Scale() for _ in range(4))
-        self.head = Scale()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        y: torch.Tensor = self.head(x)
-        return y
+def make_model() -> Net:
+    return Net(numbers=NUMBERS)
 
 
 class Ranked(Training):
@@ -65,7 +47,7 @@ class Ranked(Training):
 
 
 def data_parallel() -> Ranked:
-    training = Ranked(Net)
+    training = Ranked(make_model)
     training.model = nn.parallel.DistributedDataParallel(training.model)
     return training
 
@@ -74,7 +56,7 @@ def flattened() -> Ranked:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    training = Ranked(Net)
+    training = Ranked(make_model)
     training.model = FullyShardedDataParallel(
         training.model,
         auto_wrap_policy=ModuleWrapPolicy({Scale}),
@@ -88,7 +70,7 @@ def flattened() -> Ranked:
 def sharded() -> Ranked:
     from torch.distributed.fsdp import fully_shard
 
-    training = Ranked(Net)
+    training = Ranked(make_model)
     for layer in training.model.get_submodule("layers").children():
         fully_shard(layer)
     fully_shard(training.model)

@@ -41,9 +41,9 @@ TIGHT = 40 * MIB
 class Scale(nn.Module):
     """Large tensors and little arithmetic."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: int = WIDTH) -> None:
         super().__init__()
-        self.weight = nn.Parameter(1 + torch.randn(WIDTH) / 10)
+        self.weight = nn.Parameter(1 + torch.randn(numbers) / 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(x * self.weight)
@@ -52,10 +52,10 @@ class Scale(nn.Module):
 class Net(nn.Module):
     """Blocks of one weight each, and a head."""
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = 4, numbers: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Scale() for _ in range(layers))
-        self.head = Scale()
+        self.layers = nn.ModuleList(Scale(numbers) for _ in range(layers))
+        self.head = Scale(numbers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

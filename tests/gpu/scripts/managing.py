@@ -19,7 +19,7 @@ from torch import nn
 
 import umem
 from umem.classes import TensorClass
-from umem.executor import ManagerState, residency
+from umem.executor import Manager, ManagerState, residency
 from umem.executor._manage import managers
 from umem.hints import HintEngine
 from umem.schedule import HintOp
@@ -55,6 +55,32 @@ class Net(nn.Module):
             x = layer(x)
         y: torch.Tensor = self.head(x)
         return y
+
+
+def manager_facts(manager: Manager) -> dict[str, Any]:
+    """What a manager says, and what it has moved."""
+    status = manager.status()
+    statistics = manager.engine.statistics()
+    return {
+        "state": str(status.state),
+        "reason": status.reason,
+        "planner": status.planner,
+        "budget_bytes": status.budget_bytes,
+        "steps": status.steps,
+        "strays": status.strays,
+        "gave_up": status.gave_up,
+        "step_in_backward": status.step_in_backward,
+        "failures": [failure.text for failure in statistics.failures],
+        "over_budget_bytes": statistics.over_budget_bytes,
+        "moved_bytes": sum(of.moved_bytes for of in statistics.counts.values()),
+        "moved_activation_bytes": sum(
+            of.moved_bytes
+            for (_, tensor_class), of in statistics.counts.items()
+            if tensor_class is TensorClass.ACTIVATIONS
+        ),
+        "copied_bytes": manager.store.statistics.bytes_out,
+        "late_fetches": manager.store.statistics.late_fetches,
+    }
 
 
 class Training:
@@ -109,28 +135,7 @@ class Training:
             "peak_bytes": torch.cuda.max_memory_allocated(),
         }
         for manager in managers():
-            status = manager.status()
-            statistics = manager.engine.statistics()
-            found |= {
-                "state": str(status.state),
-                "reason": status.reason,
-                "planner": status.planner,
-                "budget_bytes": status.budget_bytes,
-                "steps": status.steps,
-                "strays": status.strays,
-                "gave_up": status.gave_up,
-                "step_in_backward": status.step_in_backward,
-                "failures": [failure.text for failure in statistics.failures],
-                "over_budget_bytes": statistics.over_budget_bytes,
-                "moved_bytes": sum(of.moved_bytes for of in statistics.counts.values()),
-                "moved_activation_bytes": sum(
-                    of.moved_bytes
-                    for (_, tensor_class), of in statistics.counts.items()
-                    if tensor_class is TensorClass.ACTIVATIONS
-                ),
-                "copied_bytes": manager.store.statistics.bytes_out,
-                "late_fetches": manager.store.statistics.late_fetches,
-            }
+            found |= manager_facts(manager)
             assert umem.manage(self.model, self.optimizer) is manager
         return found
 

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from managing import HIDDEN, Net
+from managing import HIDDEN, Net, manager_facts
 from torch import distributed, nn
 
 import umem
@@ -64,19 +64,7 @@ def train(wrapper: str, steps: int, *, in_backward: bool) -> dict[str, Any]:
         "swapped": torch.cuda.get_allocator_backend() == "pluggable",
     }
     for manager in managers():
-        status, statistics = manager.status(), manager.engine.statistics()
-        found |= {
-            "state": str(status.state),
-            "reason": status.reason,
-            "budget_bytes": status.budget_bytes,
-            "steps": status.steps,
-            "strays": status.strays,
-            "gave_up": status.gave_up,
-            "step_in_backward": status.step_in_backward,
-            "failures": [failure.text for failure in statistics.failures],
-            "moved_bytes": manager.store.statistics.bytes_out
-            + sum(of.moved_bytes for of in statistics.counts.values()),
-        }
+        found |= manager_facts(manager)
     return found
 
 
