@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import managed_training
 import numpy as np
 import pytest
-from managed_training import MIB, WIDTH, Training, host_machine
+from managed_training import MIB, WIDTH, Net, Training, host_machine
 
 from umem._library import native
 from umem.blocks import LARGE_BYTES, block_bytes
@@ -84,10 +83,9 @@ def asked_activations(manager: Manager) -> Counter[str]:
 
 @pytest.mark.parametrize("has_allocator", [False, True])
 def test_activations_of_any_size_get_their_hints(
-    has_allocator: bool, allocator: CountingAllocator, monkeypatch: pytest.MonkeyPatch
+    has_allocator: bool, allocator: CountingAllocator
 ) -> None:
-    monkeypatch.setattr(managed_training, "WIDTH", ODD_WIDTH)
-    training = Training()
+    training = Training(lambda: Net(numbers=ODD_WIDTH), width=ODD_WIDTH)
     machine = machine_with(allocator if has_allocator else None, 56 * MIB)
     manager = managed(training, machine, "lookahead")
     training.steps(BEFORE_PLANNED + 2)

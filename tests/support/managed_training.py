@@ -103,6 +103,7 @@ class Training:
 
     make_model: Callable[[], nn.Module] = Net
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw
+    width: int = WIDTH
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     losses: list[float] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Training:
     def batch(self, rows: int = 2) -> torch.Tensor:
         """The next step's input: another one in each step, the same ones in each run."""
         torch.manual_seed(100 + len(self.losses))
-        return torch.randn(rows, WIDTH)
+        return torch.randn(rows, self.width)
 
     def forward(self, rows: int = 2) -> torch.Tensor:
         """The loss of the next batch."""
