@@ -89,7 +89,8 @@ else()
   set(runtime_folder nvidia/cu${major}/lib)
 endif()
 set(UMEM_INSTALL_RPATH
-  "$ORIGIN/../librmm/lib64" "$ORIGIN/../rapids_logger/lib64" "$ORIGIN/../${runtime_folder}")
+  "$ORIGIN/../../librmm/lib64" "$ORIGIN/../../rapids_logger/lib64"
+  "$ORIGIN/../../${runtime_folder}")
 
 set(UMEM_HAS_CUDA TRUE)
 message(STATUS "umem: RMM ${rmm_version} at ${rmm_library}")

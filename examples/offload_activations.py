@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import umem
-from umem.activations import offload
+from umem.offload import offload
 
 __all__ = ["Run", "main", "parse_arguments", "run"]
 

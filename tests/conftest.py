@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
 from umem.hardware import Hardware
 from umem.trace import Access, Trace, check_trace, ranges
 
@@ -19,7 +19,7 @@ from umem.trace import Access, Trace, check_trace, ranges
 def no_manager_outlives_its_test() -> Iterator[None]:
     """A test's model may be garbage that is not collected yet, and its manager still at work."""
     yield
-    manage = sys.modules.get("umem.executor._manage")  # most tests need no planner loaded
+    manage = sys.modules.get("umem.executor.manage")  # most tests need no planner loaded
     if manage is None:
         return
     for manager in manage.managers():

@@ -22,7 +22,8 @@ from activation_chain import (
 )
 from torch import nn
 
-from umem.activations import ActivationStore, HostMover, OffloadError
+from umem.core.errors import OffloadError
+from umem.offload import ActivationStore, HostMover
 
 # The last bit of a function may depend on how threads share its numbers.
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,7 +21,7 @@ from activation_chain import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from umem.activations import ActivationStore, HostMover
+from umem.offload import ActivationStore, HostMover
 
 # The last bit of a function may depend on how threads share its numbers.
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from activation_chain import KIB, TENSOR_BYTES, chain, gradient, make_input, saved
 
-from umem.activations import ActivationStore, CudaMover, HostMover
-from umem.activations._host_pool import HostPool
+from umem.offload import ActivationStore, CudaMover, HostMover
+from umem.offload.movers import HostPool
 
 MIB = 1 << 20
 
@@ -127,7 +127,7 @@ def test_a_forked_child_has_pages_of_its_own() -> None:
     code = """
 import os
 import torch
-from umem.activations._cuda_mover import host_pages
+from umem.offload.movers import host_pages
 
 torch.set_num_threads(1)  # a child has none of the others, and would wait for them
 memory = host_pages(64 << 20).fill_(7)

@@ -1,4 +1,4 @@
-"""`umem.activations.offload` and `offload_blocks`: what leaves when, on real models."""
+"""`umem.offload.offload` and `offload_blocks`: what leaves when, on real models."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from umem.activations import (
-    ActivationStatistics,
-    ActivationStore,
-    OffloadError,
-    offload,
-    offload_blocks,
-)
-from umem.recorder import find_blocks
+from umem.capture.live import find_blocks
+from umem.core.errors import OffloadError
+from umem.offload import ActivationStatistics, ActivationStore, offload, offload_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

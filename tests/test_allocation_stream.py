@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from umem.allocation_stream import AllocationStream, record_training
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
+from umem.runtime.allocation_stream import AllocationStream, record_training
 
 WIDTH = 64
 BATCH = 8

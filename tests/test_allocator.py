@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from cards import GH200, H200
 
-from umem.allocator import _check_devices, _with_default_limit
-from umem.errors import UnsupportedError
-from umem.host import host_memory_bytes
+from umem.core.errors import UnsupportedError
+from umem.hardware.host_memory import host_memory_bytes
 from umem.policy import ResolvedPolicy, load_policy, resolve
+from umem.swap import _check_devices, _with_default_limit
 
 GIB = 1 << 30
 

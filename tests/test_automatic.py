@@ -13,12 +13,12 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 import umem.executor
-from umem.automatic import _model_of, manage_automatically
+from umem.swap import _model_of, manage_automatically
 
 SCRIPT = """
 import sys
 import torch
-from umem.automatic import manage_automatically
+from umem.swap import manage_automatically
 
 model = torch.nn.Linear(4, 4)
 manage_automatically(lambda: [model])

@@ -12,21 +12,14 @@ from pathlib import Path
 import pytest
 from machines import MADE_UP_MACHINE
 from typer.testing import CliRunner
+from umem_bench._timing import loops_for, time_loops_s
+from umem_bench.cli.commands import app
+from umem_bench.report import checks, grids, heading, markdown
+from umem_bench.results import AllocatorName, Measurement, Run, Settings, read_run, write_run
+from umem_bench.results_file import ResultsFileError
+from umem_bench.runner import worker_managed_limit_bytes
 
-from umem.bench._timing import loops_for, time_loops_s
-from umem.bench.report import checks, grids, heading, markdown
-from umem.bench.results import (
-    AllocatorName,
-    Measurement,
-    Run,
-    Settings,
-    read_run,
-    write_run,
-)
-from umem.bench.results_file import ResultsFileError
-from umem.bench.runner import worker_managed_limit_bytes
-from umem.cli.bench import app
-from umem.errors import PolicyError
+from umem.core.errors import PolicyError
 
 GIB = 1 << 30
 CASE = "1 MiB, 1 thread"
@@ -108,7 +101,7 @@ def test_core_measures_and_writes_what_the_schema_says(tmp_path: Path) -> None:
 
 def test_worker_that_fails_says_why_and_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "alloc.json"
-    command = "from umem.cli.bench import app; app()"
+    command = "from umem_bench.cli.commands import app; app()"
     words = ["alloc", "--quick", "--allocators", "torch", "--output", str(path)]
 
     done = subprocess.run(

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from typer.testing import CliRunner
-
-from umem.bench import _first_plan, planning
-from umem.bench._python_lru import PythonLru
-from umem.bench._scaled import peak_live_bytes, share_of_state, with_layers
-from umem.bench.planning_report import (
+from umem_bench import _first_plan, planning
+from umem_bench._python_lru import PythonLru
+from umem_bench._scaled import peak_live_bytes, share_of_state, with_layers
+from umem_bench.cli.commands import app
+from umem_bench.planning_report import (
     MAX_GROWTH,
     MAX_PLANNING_S,
     checks,
@@ -24,21 +24,18 @@ from umem.bench.planning_report import (
     growth_exponent,
     heading,
 )
-from umem.bench.planning_results import (
-    GrowthPoint,
-    PlanningRun,
-    read_planning,
-    write_planning,
-)
-from umem.bench.report import markdown
-from umem.bench.results_file import ResultsFileError
-from umem.classes import TensorClass
-from umem.cli.bench import app
-from umem.errors import PlanError, TraceError, UmemError
+from umem_bench.planning_results import GrowthPoint, PlanningRun, read_planning, write_planning
+from umem_bench.report import markdown
+from umem_bench.results_file import ResultsFileError
+
+from umem.capture.offline import model_trace
+from umem.capture.offline import models as _models
+from umem.core.classes import TensorClass
+from umem.core.errors import PlanError, TraceError, UmemError
 from umem.hardware import Hardware
-from umem.planner import PLANNERS
+from umem.planning import PLANNERS
 from umem.policy import load_policy, resolve
-from umem.trace import Trace, _models, model_trace, save_trace, trace_fingerprint
+from umem.trace import Trace, save_trace, trace_fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "plans-at-scale.md").read_text(encoding="utf-8")
@@ -180,8 +177,8 @@ def test_python_refuses_a_phase_that_does_not_fit(make_trace: Callable[..., Trac
 def test_python_pages_what_the_engine_pages(
     tiny: Trace, machine: Hardware, make_trace: Callable[..., Trace]
 ) -> None:
-    from umem.planner import plan
-    from umem.simulator import simulate
+    from umem.planning import plan
+    from umem.simulation import simulate
 
     sizes = {f"w{number}": (4 * MIB, "optimizer_state") for number in range(5)}
     trace = make_trace(sizes, [(1e-3, [name], [name]) for name in sizes])

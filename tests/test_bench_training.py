@@ -18,11 +18,11 @@ import training_runs
 from training_runs import GIB, TINY, made_up_run, outcome, settings
 from training_workers import answer_what_json_cannot_say, print_and_hang
 from typer.testing import CliRunner
-
-from umem.bench.provenance import git_commit
-from umem.bench.train.jobs import TrainingAnswer, TrainingJob
-from umem.bench.train.order import WORKLOADS, Configuration, configurations
-from umem.bench.train.results import (
+from umem_bench.cli.commands import app
+from umem_bench.provenance import git_commit
+from umem_bench.train.jobs import TrainingAnswer, TrainingJob
+from umem_bench.train.order import WORKLOADS, Configuration, configurations
+from umem_bench.train.results import (
     BUDGETED,
     METHODS,
     PLANNERS,
@@ -32,19 +32,19 @@ from umem.bench.train.results import (
     read_training,
     write_training,
 )
-from umem.bench.train.runner import _Workers, managed_limit_bytes, run_training
-from umem.bench.train.sittings import still_to_run
-from umem.bench.train.step import (
+from umem_bench.train.runner import _Workers, managed_limit_bytes, run_training
+from umem_bench.train.sittings import still_to_run
+from umem_bench.train.step import (
     _OPTIMIZER_ON_HOST,
     NotInstalledError,
     place_allocator,
     require_package,
 )
-from umem.bench.train.task import KEPT_LOSSES
-from umem.bench.train.worker import _answer, work
-from umem.classes import TensorClass
-from umem.cli.bench import app
-from umem.errors import PolicyError, UmemError, UnsupportedError
+from umem_bench.train.task import KEPT_LOSSES
+from umem_bench.train.worker import _answer, work
+
+from umem.core.classes import TensorClass
+from umem.core.errors import PolicyError, UmemError, UnsupportedError
 from umem.policy import class_rule, load_policy
 
 needs_no_gpu = pytest.mark.skipif(
@@ -461,7 +461,7 @@ _ENDLESS = """
 import sys
 sys.path[:0] = {paths!r}
 from training_runs import TINY, settings
-from umem.bench.train.runner import run_training
+from umem_bench.train.runner import run_training
 
 if __name__ == "__main__":
     run_training(settings(steps=10**9), lambda words: print(words, flush=True), device="cpu")
@@ -516,7 +516,7 @@ def of_session(session: int) -> list[int]:
 
 
 def test_the_commit_may_be_told_where_git_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umem.bench.provenance._git", lambda *_: None)
+    monkeypatch.setattr("umem_bench.provenance._git", lambda *_: None)
 
     assert git_commit({}) is None
     assert git_commit({"UMEM_COMMIT": "0123456789abcdef" * 2 + "01234567"}) == "0123456789ab"
@@ -527,7 +527,7 @@ def test_the_commit_may_be_told_where_git_is_not(monkeypatch: pytest.MonkeyPatch
 
 def test_a_checkout_knows_its_commit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"ls-files": "provenance.py", "rev-parse": "0123456789ab", "status": ""}
-    monkeypatch.setattr("umem.bench.provenance._git", lambda _, command, *__: said[command])
+    monkeypatch.setattr("umem_bench.provenance._git", lambda _, command, *__: said[command])
 
     assert git_commit({"UMEM_COMMIT": "fedcba9876543210"}) == "0123456789ab"
 
@@ -544,7 +544,7 @@ def test_the_command_goes_on_with_a_file_and_writes_there(
         keep(after)
         return after
 
-    monkeypatch.setattr("umem.cli._bench_training.run_training", run)
+    monkeypatch.setattr("umem_bench.cli.training.run_training", run)
 
     done = CliRunner().invoke(app, ["training", "--continue", str(path)])
 
@@ -682,8 +682,8 @@ def test_shared_imports_leave_out_what_would_start_cuda(tmp_path: Path) -> None:
         (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
     script = (
         "import importlib.util, sys\n"
-        "import umem.bench.train.shared_imports\n"
-        "print('peft' in sys.modules, 'umem.bench.train.task' in sys.modules,\n"
+        "import umem_bench.train.shared_imports\n"
+        "print('peft' in sys.modules, 'umem_bench.train.task' in sys.modules,\n"
         "      importlib.util.find_spec('bitsandbytes') is not None)\n"
     )
 

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from umem.bench.train.results import read_training
+from umem_bench.train.results import read_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

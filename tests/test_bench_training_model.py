@@ -16,26 +16,27 @@ import pytest
 import torch
 from managed_training import MIB, Training
 from training_runs import GIB, TINY, made_up_run, outcome, settings
+from umem_bench.train import compile_planner, managed, scratch, step, task
+from umem_bench.train.build_deepspeed import building_deepspeed
+from umem_bench.train.details import details, differences
+from umem_bench.train.figures import device_peak_bytes, fits, lower_bound_s
+from umem_bench.train.jobs import TrainingJob
+from umem_bench.train.model import build_llama
+from umem_bench.train.order import configurations
+from umem_bench.train.results import Method, Outcome, TrainingSettings, Variant
 
-from umem.bench.train import compile_planner, managed, scratch, step, task
-from umem.bench.train.build_deepspeed import building_deepspeed
-from umem.bench.train.details import details, differences
-from umem.bench.train.figures import device_peak_bytes, fits, lower_bound_s
-from umem.bench.train.jobs import TrainingJob
-from umem.bench.train.model import build_llama
-from umem.bench.train.order import configurations
-from umem.bench.train.results import Method, Outcome, TrainingSettings, Variant
-from umem.classes import TensorClass
-from umem.cuda import Range, _bindings
-from umem.errors import UnsupportedError
+from umem.core.classes import TensorClass
+from umem.core.errors import UnsupportedError
+from umem.core.report import Cause, HintReport, HintUse, MeasuredReport, Source, Traffic
+from umem.cuda import Range
+from umem.cuda import bindings as _bindings
 from umem.executor import SETTLING_STEPS
-from umem.executor._correction import Correction
-from umem.executor._slices import OptimizerSlices
+from umem.executor.calibration import Correction
+from umem.executor.optimizer.partial_step import OptimizerSlices
 from umem.hardware import load_hardware
-from umem.report import Cause, HintReport, HintUse, MeasuredReport, Source, Traffic
-from umem.simulator import _engine
+from umem.simulation import engine as _engine
 from umem.telemetry import MigrationRecords, RecordKind, records_of
-from umem.telemetry._records import CAUSE_OF_NUMBER
+from umem.telemetry.records import CAUSE_OF_NUMBER
 from umem.trace import check_trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -254,7 +255,7 @@ def test_no_correction_comes_after_the_steps_that_it_can_come_in(
     def slower_and_slower(*_: object) -> tuple[int, float]:
         return GIB, 4 ** (1 + correction.count) * GIB / hardware.to_device_bytes_per_s
 
-    monkeypatch.setattr("umem.executor._correction._difference", slower_and_slower)
+    monkeypatch.setattr("umem.executor.calibration._difference", slower_and_slower)
 
     due = [steps for steps in range(40) if correction.is_due(steps, hardware)]
 
@@ -371,7 +372,7 @@ class Ledger:
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     made = Ledger()
-    monkeypatch.setattr("umem.allocator.runtime", lambda: SimpleNamespace(allocator=made))
+    monkeypatch.setattr("umem.swap.runtime", lambda: SimpleNamespace(allocator=made))
     monkeypatch.setattr("umem.executor.residency", made.residency)
     return made
 
@@ -587,7 +588,7 @@ def report_of(recorded_bytes: int, uses: list[HintUse]) -> MeasuredReport:
 def test_a_step_whose_records_were_lost_has_no_figures(
     planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umem.telemetry._entry.LiveCollector", SilentCollector)
+    monkeypatch.setattr("umem.telemetry.profile.LiveCollector", SilentCollector)
     monkeypatch.setattr(managed, "move_known", lambda: None)
     monkeypatch.setattr(managed, "loss_of_known_records", lambda _: None)
     inner = Training()
@@ -649,7 +650,7 @@ def test_zeros_are_believed_only_of_a_profiler_that_sees_what_is_known(
 ) -> None:
     monkeypatch.setattr(KnownCollector, "moved_bytes", moved_bytes)
     monkeypatch.setattr(KnownCollector, "moves", [], raising=False)
-    monkeypatch.setattr("umem.telemetry._entry.LiveCollector", KnownCollector)
+    monkeypatch.setattr("umem.telemetry.profile.LiveCollector", KnownCollector)
     block = Range(4096, 2 * scratch.PART_BYTES)
     monkeypatch.setattr(scratch, "managed_on_host", lambda _: nullcontext(block))
     monkeypatch.setattr(
@@ -672,7 +673,7 @@ def test_without_cupti_there_is_nothing_to_lose(monkeypatch: pytest.MonkeyPatch)
         def start(self) -> None:
             raise UnsupportedError("no CUPTI here")
 
-    monkeypatch.setattr("umem.telemetry._entry.LiveCollector", NoCollector)
+    monkeypatch.setattr("umem.telemetry.profile.LiveCollector", NoCollector)
     block = Range(4096, 2 * scratch.PART_BYTES)
     monkeypatch.setattr(scratch, "managed_on_host", lambda _: nullcontext(block))
     monkeypatch.setattr(scratch, "_move", lambda _: None)

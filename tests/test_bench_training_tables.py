@@ -8,19 +8,13 @@ from pathlib import Path
 import pytest
 from training_runs import GIB, made_up_run, outcome
 from typer.testing import CliRunner
-
-from umem.bench.report import Grid, markdown
-from umem.bench.results_file import ResultsFileError
-from umem.bench.train.figures import (
-    FLOPS_FORMULA,
-    fits,
-    lower_bound_s,
-    step_flops,
-    tokens_per_s,
-)
-from umem.bench.train.order import WORKLOADS
-from umem.bench.train.report import grids, heading
-from umem.bench.train.results import (
+from umem_bench.cli.commands import app
+from umem_bench.report import Grid, markdown
+from umem_bench.results_file import ResultsFileError
+from umem_bench.train.figures import FLOPS_FORMULA, fits, lower_bound_s, step_flops, tokens_per_s
+from umem_bench.train.order import WORKLOADS
+from umem_bench.train.report import grids, heading
+from umem_bench.train.results import (
     BUDGETED,
     VARIANTS,
     Outcome,
@@ -31,8 +25,8 @@ from umem.bench.train.results import (
     read_training,
     write_training,
 )
-from umem.cli.bench import app
-from umem.errors import UmemError
+
+from umem.core.errors import UmemError
 
 PAGE = 64 << 10
 
@@ -332,8 +326,7 @@ def test_the_picture_shows_who_fits() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.patches import Rectangle
     from matplotlib.text import Annotation
-
-    from umem.bench.train.picture import training_figure
+    from umem_bench.train.picture import training_figure
 
     figure = training_figure(made_up_run())
 
@@ -370,7 +363,7 @@ def test_the_picture_shows_who_fits() -> None:
 
 def test_the_picture_has_a_panel_for_each_workload_and_method() -> None:
     pytest.importorskip("matplotlib")
-    from umem.bench.train.picture import training_figure
+    from umem_bench.train.picture import training_figure
 
     outcomes = [
         outcome(variant, method=method, workload=workload.name)
@@ -393,8 +386,7 @@ def test_the_picture_has_a_panel_for_each_workload_and_method() -> None:
 def test_every_variant_has_a_bar_of_its_own_colour() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.patches import Patch
-
-    from umem.bench.train.picture import training_figure
+    from umem_bench.train.picture import training_figure
 
     barred = [it for it in VARIANTS if it not in ("stock", "stock-again")]
     run = made_up_run(
@@ -417,7 +409,7 @@ def test_every_variant_has_a_bar_of_its_own_colour() -> None:
 
 def test_there_is_no_picture_of_the_stock_variant_alone() -> None:
     pytest.importorskip("matplotlib")
-    from umem.bench.train.picture import training_figure
+    from umem_bench.train.picture import training_figure
 
     with pytest.raises(UmemError, match="no variant to draw beside the stock one"):
         training_figure(made_up_run(outcome("stock"), outcome("stock-again")))
@@ -453,7 +445,7 @@ def test_tables_are_printed_even_where_the_picture_cannot_be_drawn(
     def fail(_: TrainingRun) -> None:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr("umem.bench.train.picture.training_figure", fail)
+    monkeypatch.setattr("umem_bench.train.picture.training_figure", fail)
     words = ["training", "--show", str(path), "--plot", str(tmp_path / "picture.png")]
 
     done = CliRunner().invoke(app, words)

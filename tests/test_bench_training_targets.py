@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from training_runs import GIB, MANAGER, PROFILE, made_up_run, outcome
-
-from umem.bench.train.results import Method, Outcome, Variant
-from umem.bench.train.targets import targets
+from umem_bench.train.results import Method, Outcome, Variant
+from umem_bench.train.targets import targets
 
 FAULTS = "page faults at most 1 % of demand paging's"
 SPEED_UP = "at least 3 times as fast as demand paging"

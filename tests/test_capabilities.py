@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from umem.capabilities import Driver, NumaNode, detect, detect_all, numa_nodes
-from umem.errors import UnsupportedError
+from umem.core.errors import UnsupportedError
+from umem.hardware.capabilities import Driver, NumaNode, detect, detect_all, numa_nodes
 
 GIB = 1 << 30
 
@@ -251,8 +251,8 @@ def test_detect_without_a_gpu_leaves_torch_alone() -> None:
     """On the real driver, or its absence: a clear error, and torch's CUDA not started."""
     code = (
         "import torch\n"
-        "from umem.capabilities import detect\n"
-        "from umem.errors import UnsupportedError\n"
+        "from umem.hardware.capabilities import detect\n"
+        "from umem.core.errors import UnsupportedError\n"
         "try:\n"
         "    detect()\n"
         "except UnsupportedError as error:\n"

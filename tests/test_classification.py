@@ -21,9 +21,9 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
-from umem._library import native
-from umem.classes import TensorClass
-from umem.classification import Classifier, gradient_hook
+from umem.core.classes import TensorClass
+from umem.runtime.classification import Classifier, gradient_hook
+from umem.runtime.native_library import native
 
 WIDTH = 8
 CLASSES = tuple(TensorClass)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from command_line import Run, umem_command
 
+from umem.core.schedule import HintOp
 from umem.hardware import load_hardware, with_durations
-from umem.planner import load_schedule, plan_key
+from umem.planning import load_schedule, plan_key
 from umem.policy import load_policy, resolve
-from umem.schedule import HintOp
 from umem.trace import load_trace
 
 MIB = 1 << 20

@@ -13,14 +13,14 @@ import pytest
 import typer
 from command_line import Run, umem_command
 
-import umem.cli._output
+import umem.cli.output
 from umem.cli import app
-from umem.cli._output import format_seconds, progress
+from umem.cli.output import format_seconds, progress
+from umem.core.progress import notify
+from umem.core.report import CAUSES
 from umem.hardware import load_hardware
-from umem.notices import notify
+from umem.planning.prediction import predict, report_row
 from umem.policy import load_policy, resolve
-from umem.prediction import predict, report_row
-from umem.report import CAUSES
 from umem.trace import load_trace
 
 MIB = 1 << 20
@@ -410,7 +410,7 @@ def test_progress_is_shown_on_a_terminal_once_it_takes_long(
     with progress() as say:
         say("busy")
     assert "busy" not in terminal.written
-    monkeypatch.setattr(umem.cli._output, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(umem.cli.output, "_PATIENCE_S", 0.0)
     with progress() as say:
         say("busy")
         assert terminal.spoken.wait(timeout=10)
@@ -422,7 +422,7 @@ def test_progress_has_the_notices(
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(umem.cli._output, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(umem.cli.output, "_PATIENCE_S", 0.0)
     with progress():
         notify("for a while: busy")
         assert terminal.spoken.wait(timeout=10)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import Run, umem_command
 
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
 from umem.trace import load_trace
 
 MIB = 1 << 20

@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
-from umem.comparison import (
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError
+from umem.core.report import MeasuredReport, MigrationReport, Traffic
+from umem.hardware import load_hardware
+from umem.planning.prediction import predict, report_row
+from umem.policy import load_policy, resolve
+from umem.telemetry.comparison import (
     FIGURES,
     Comparison,
     Difference,
@@ -23,13 +28,10 @@ from umem.comparison import (
     comparison_row,
     comparison_table,
     figures_of,
+    load_comparisons,
+    read_predictions,
+    save_comparisons,
 )
-from umem.comparison_file import load_comparisons, read_predictions, save_comparisons
-from umem.errors import UmemError
-from umem.hardware import load_hardware
-from umem.policy import load_policy, resolve
-from umem.prediction import predict, report_row
-from umem.report import MeasuredReport, MigrationReport, Traffic
 from umem.trace import Trace, load_trace
 
 MIB = 1 << 20
@@ -245,7 +247,7 @@ def set_to(key: str, value: Any) -> Change:
 def test_files_that_contradict_themselves(change: Change, said: str, tmp_path: Path) -> None:
     path = tmp_path / "comparisons.json"
     save_comparisons([compare(predicted(), measured())], path)
-    from umem.documents import read_document
+    from umem.io.documents import read_document
 
     data = read_document(path, UmemError).data
     change(data)
@@ -305,7 +307,7 @@ def test_files_that_hold_no_predictions(change: Change, said: str, tmp_path: Pat
 
 def test_it_is_light() -> None:
     code = (
-        "import sys, umem.comparison_file; "
+        "import sys, umem.telemetry.comparison; "
         "print(sorted({'torch', 'numba', 'matplotlib', 'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 MODULE = """
 from numba import njit
-from umem.compiled import compiled
+from umem.core.compiled import compiled
 
 @njit
 def same(x):

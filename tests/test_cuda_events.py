@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import os, sys
-from umem.cuda_events import LeftToItsProcess
+from umem.runtime.cuda_events import LeftToItsProcess
 
 class Told:
     def __del__(self):

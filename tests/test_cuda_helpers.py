@@ -25,7 +25,7 @@ from umem.cuda import (
     prefetch_batch,
     unadvise,
 )
-from umem.cuda._range import as_range, as_stream, whole_pages
+from umem.cuda.targets import as_range, as_stream, whole_pages
 
 PAGE = mmap.PAGESIZE
 SOME_RANGE = Range(1 << 21, 1 << 21)
@@ -259,7 +259,7 @@ class TestWithoutGpu:
         """No driver and no visible GPU are told plainly, not as an error number."""
         out = run_python(
             "from umem.cuda import Location, prefetch\n"
-            "from umem.errors import UnsupportedError\n"
+            "from umem.core.errors import UnsupportedError\n"
             "try:\n"
             "    prefetch((1 << 21, 4096), Location.host(), stream=0)\n"
             "except UnsupportedError as error:\n"
@@ -273,7 +273,7 @@ class TestWithoutGpu:
             "import sys\n"
             "sys.modules['cuda'] = None\n"
             "from umem.cuda import Location, prefetch\n"
-            "from umem.errors import NativeLibraryError\n"
+            "from umem.core.errors import NativeLibraryError\n"
             "try:\n"
             "    prefetch((1 << 21, 4096), Location.host(), stream=0)\n"
             "except NativeLibraryError as error:\n"
@@ -293,7 +293,7 @@ class TestWithoutGpu:
         out = run_python(
             "import json\n"
             "from umem.cuda import Location, Range, _bindings\n"
-            "from umem.errors import CudaError\n"
+            "from umem.core.errors import CudaError\n"
             "_bindings.driver_version = lambda: 13000\n"
             "range_, places = Range(1 << 21, 4096), [Location.device(0), Location.host_numa(0)]\n"
             "calls = [\n"

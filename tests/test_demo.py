@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import umem.demo
-from umem.allocation_stream import AllocationStream
-from umem.allocator import native_config
-from umem.classes import TensorClass
-from umem.demo import example_path, explain, record_example, replay, run_example
-from umem.errors import UnsupportedError
+import umem.cli.demo_program
+from umem.cli.demo_program import example_path, explain, record_example, replay, run_example
+from umem.core.classes import TensorClass
+from umem.core.errors import UnsupportedError
 from umem.policy import load_policy, preset_names, resolve
+from umem.runtime.allocation_stream import AllocationStream
+from umem.runtime.state import native_config
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -118,7 +118,7 @@ def test_words_follow_the_rule() -> None:
 def test_without_the_example_the_remedy_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(umem.demo, "__file__", str(tmp_path / "umem" / "demo.py"))
+    monkeypatch.setattr(umem.cli.demo_program, "__file__", str(tmp_path / "umem" / "demo.py"))
     with pytest.raises(UnsupportedError, match="make demo"):
         example_path()
 

@@ -15,7 +15,6 @@ import pytest
 from cards import GH200
 
 import umem
-from umem.capabilities import Capabilities
 from umem.doctor import (
     PACKAGES,
     Check,
@@ -29,6 +28,7 @@ from umem.doctor import (
     Verdict,
     diagnose,
 )
+from umem.hardware.capabilities import Capabilities
 
 GIB = 1 << 30
 
@@ -100,7 +100,7 @@ def test_nothing_installed() -> None:
             torch=None,
             torch_error="No module named 'torch'",
             native=None,
-            native_error="No module named 'umem._native'",
+            native_error="No module named 'umem.runtime._native'",
             devices=None,
             devices_error="umem.cuda needs cuda-python",
         )
@@ -472,7 +472,7 @@ def test_narrow_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("module", "failing"),
-    [("torch", "torch"), ("umem._native", "native library"), ("cuda", "GPU")],
+    [("torch", "torch"), ("umem.runtime._native", "native library"), ("cuda", "GPU")],
 )
 def test_run_with_a_library_missing(module: str, failing: str) -> None:
     """An import that fails is a finding with a remedy, not a crash."""

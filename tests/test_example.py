@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from umem.demo import example_path, load_example
+from umem.cli.demo_program import example_path, load_example
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -29,18 +29,20 @@ from managed_training import (
 )
 
 import umem
-from umem.activations import ActivationStore
-from umem.classes import TensorClass
-from umem.errors import PlanError
-from umem.executor import Manager, ManagerState, _program, _room
-from umem.executor._lingering import with_lingering
-from umem.executor._manage import manage_on, managers
-from umem.executor._plans import Plans
-from umem.executor._program import Hints, PhaseWork, Program
-from umem.executor._runner import Runner
-from umem.hints import HintEngine, Outcome
-from umem.recorder import Block
-from umem.schedule import HintOp
+from umem.capture.live import Block
+from umem.core.classes import TensorClass
+from umem.core.errors import PlanError
+from umem.core.schedule import HintOp
+from umem.executor import Manager, ManagerState
+from umem.executor import admission as _room
+from umem.executor import program as _program
+from umem.executor.gradient_lifetime import with_lingering
+from umem.executor.manage import manage_on, managers
+from umem.executor.plans import Plans
+from umem.executor.program import Hints, PhaseWork, Program
+from umem.executor.runner import Runner
+from umem.offload import ActivationStore
+from umem.runtime.hints import HintEngine, Outcome
 from umem.trace import check_trace, is_optimizer_phase, phase_of_access
 
 pytestmark = pytest.mark.usefixtures("one_thread")

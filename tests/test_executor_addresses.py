@@ -11,10 +11,10 @@ from managed_training import MIB, WIDTH, Net, Training
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
 from umem.executor import Manager
-from umem.executor._places import find_places
-from umem.executor._program import Program
+from umem.executor.program import Program
+from umem.executor.tensor_addresses import find_places
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

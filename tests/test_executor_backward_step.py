@@ -16,11 +16,11 @@ import torch
 from managed_training import MIB, WIDTH, Checkpointed, Net, Scale, Training, hook_count
 from torch import nn
 
-from umem.errors import PlanError
+from umem.core.errors import PlanError
 from umem.executor import ManagerState
-from umem.executor._backward_step import _version
-from umem.executor._contents import contents
-from umem.executor._slices import _EACH_BY_ITSELF
+from umem.executor.optimizer.partial_step import _EACH_BY_ITSELF
+from umem.executor.optimizer.step_in_backward import _version
+from umem.executor.runner import contents
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,16 +14,16 @@ import torch
 from managed_training import TIGHT, both
 from torch import nn
 
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
 from umem.executor import ManagerState
-from umem.executor._lingering import with_lingering, with_open_blocks
-from umem.executor._parts_beside import with_parts_beside
-from umem.executor._step_beside import (
+from umem.executor.gradient_lifetime import with_lingering, with_open_blocks
+from umem.executor.optimizer.overlapped_step import (
     _CHUNK,
     _CHUNKS_AT_ONCE,
     StepBeside,
     _pieces,
     can_run_beside,
+    with_parts_beside,
 )
 from umem.trace import Access, Trace, check_trace
 

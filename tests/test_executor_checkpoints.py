@@ -7,7 +7,7 @@ import torch
 from managed_training import MIB, Checkpointed, Net, Training
 
 from umem.executor import Manager
-from umem.executor._program import MODEL, Program
+from umem.executor.program import MODEL, Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from umem.executor._contents import contents
+from umem.executor.runner import contents
 
 
 @pytest.mark.parametrize(

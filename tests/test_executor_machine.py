@@ -11,19 +11,18 @@ import numpy as np
 import pytest
 from managed_training import MIB, WIDTH, Net, Training, host_machine
 
-from umem._library import native
-from umem.blocks import LARGE_BYTES, block_bytes
-from umem.classes import TensorClass
+from umem.core.block_sizes import LARGE_BYTES, block_bytes
+from umem.core.classes import TensorClass
+from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
-from umem.executor._budget_lift import BudgetLift, lifted_bytes
-from umem.executor._correction import Correction
-from umem.executor._machine import Machine
-from umem.executor._manage import manage_on
-from umem.executor._places import in_blocks
-from umem.executor._program import Hints
-from umem.hint_statistics import HintCounts, HintStatistics
-from umem.hints import HintEngine, HintSettings
-from umem.schedule import HintOp
+from umem.executor.calibration import Correction
+from umem.executor.machine import Machine
+from umem.executor.manage import manage_on
+from umem.executor.manager import BudgetLift, lifted_bytes
+from umem.executor.program import Hints
+from umem.executor.tensor_addresses import in_blocks
+from umem.runtime.hints import HintCounts, HintEngine, HintSettings, HintStatistics
+from umem.runtime.native_library import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

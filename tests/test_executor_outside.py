@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from managed_training import MIB, Training, both
 
+from umem.capture.live import StepRecording
 from umem.executor import ManagerState
-from umem.recorder import StepRecording
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

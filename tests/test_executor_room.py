@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umem.executor._choice import Choice
-from umem.executor._room import Eviction, HintRow, Room, make_room, used_tensors
+from umem.core.schedule import HintOp, Home, Schedule
+from umem.executor.admission import Eviction, HintRow, Room, make_room, used_tensors
+from umem.executor.plan_search import Choice
 from umem.hardware import Hardware
 from umem.policy import load_policy, resolve
-from umem.schedule import HintOp, Home, Schedule
-from umem.simulator import simulate
+from umem.simulation import simulate
 from umem.trace import Trace
 
 MIB = 1 << 20

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from umem.executor._slices import _EACH_BY_ITSELF, OptimizerSlices, can_slice
-from umem.recorder import find_blocks
+from umem.capture.live import find_blocks
+from umem.executor.optimizer.partial_step import _EACH_BY_ITSELF, OptimizerSlices, can_slice
 
 
 def model() -> nn.Sequential:

@@ -11,7 +11,7 @@ import torch
 from managed_training import MIB, WIDTH, Checkpointed, Net, Scale, Training, hook_count
 from torch import nn
 
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
 from umem.executor import Manager, ManagerState
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,13 +19,13 @@ import pytest
 import torch
 from managed_training import MIB, Net, Training, host_machine
 
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
+from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
-from umem.executor._machine import within_host
-from umem.executor._manage import manage_on
-from umem.hints import HintEngine, HintSettings, Outcome
+from umem.executor.machine import within_host
+from umem.executor.manage import manage_on
 from umem.policy import PolicyPlanner
-from umem.schedule import HintOp
+from umem.runtime.hints import HintEngine, HintSettings, Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,7 +99,7 @@ def test_a_queue_that_is_full(stock: Training) -> None:
 def test_pages_that_come_too_late_are_not_waited_for_for_ever(
     stock: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umem.executor._runner._PATIENCE_S", 0.01)
+    monkeypatch.setattr("umem.executor.runner._PATIENCE_S", 0.01)
     training = Training()
     manager = training.manage("planned", 34 * MIB, bytes_per_s=20e6)
     training.steps(12)

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from umem import documents
-from umem.documents import (
+from umem.core.errors import TraceError
+from umem.io import documents
+from umem.io.documents import (
     Document,
     digits,
     digits_text,
@@ -29,8 +30,7 @@ from umem.documents import (
     texts,
     write_document,
 )
-from umem.errors import TraceError
-from umem.files import compress, read_file, replace_file
+from umem.io.files import compress, read_file, replace_file
 
 LIMIT = 1000
 

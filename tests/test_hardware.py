@@ -21,13 +21,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import umem
-from umem import capabilities
-from umem.capabilities import Capabilities
 from umem.cli.hardware import app
-from umem.errors import HardwareError, UnsupportedError
+from umem.core.errors import HardwareError, UnsupportedError
 from umem.hardware import (
     Hardware,
     Source,
+    capabilities,
     explain_hardware,
     figures,
     hardware_dir,
@@ -35,9 +34,10 @@ from umem.hardware import (
     load_hardware,
     with_durations,
 )
-from umem.hardware._detect import describe_machine
-from umem.hardware._fields import FIELDS, PRECISIONS, quantity_of
-from umem.hardware._quantities import CAPACITY, FLOPS, RATE, SLOWDOWN, TIME, Quantity
+from umem.hardware.capabilities import Capabilities
+from umem.hardware.load import describe_machine
+from umem.hardware.profile import FIELDS, PRECISIONS, quantity_of
+from umem.hardware.quantities import CAPACITY, FLOPS, RATE, SLOWDOWN, TIME, Quantity
 from umem.policy import preset_names
 from umem.trace import Access, Precision, Trace
 
@@ -622,7 +622,7 @@ def test_without_a_gpu_the_remedy_is_a_profile(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(capabilities, "detect", refuse)
     says = r"no GPU 0 to describe \(no NVIDIA driver.*choose a profile, one of a100-40-pcie, "
     with pytest.raises(HardwareError, match=says):
-        Hardware.detect()
+        load_hardware("detect")
     with pytest.raises(HardwareError, match=says):
         load_hardware("detect")
 

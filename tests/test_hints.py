@@ -13,11 +13,11 @@ import time
 import numpy as np
 import pytest
 
-from umem._native import NO_EVENT, Allocator, ClassSetting, Config
-from umem.classes import TensorClass
-from umem.errors import UnsupportedError
-from umem.hints import HintBatch, HintEngine, HintSettings, Outcome
-from umem.schedule import HintOp
+from umem.core.classes import TensorClass
+from umem.core.errors import UnsupportedError
+from umem.core.schedule import HintOp
+from umem.runtime._native import NO_EVENT, Allocator, ClassSetting, Config
+from umem.runtime.hints import HintBatch, HintEngine, HintSettings, Outcome
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -562,8 +562,8 @@ class TestThreadsAndProcesses:
 
     def test_a_process_ends_with_hints_under_way(self) -> None:
         code = (
-            "from umem.hints import HintEngine, HintSettings\n"
-            "from umem.schedule import HintOp\n"
+            "from umem.runtime.hints import HintEngine, HintSettings\n"
+            "from umem.core.schedule import HintOp\n"
             "settings = HintSettings(chunk_bytes=2 << 20)\n"
             "engine = HintEngine.on_host(settings, bytes_per_s=20e6)\n"
             "for i in range(1000):\n"
@@ -580,8 +580,8 @@ class TestThreadsAndProcesses:
     def test_a_forked_child_refuses(self) -> None:
         code = (
             "import os\n"
-            "from umem.hints import HintEngine\n"
-            "from umem.schedule import HintOp\n"
+            "from umem.runtime.hints import HintEngine\n"
+            "from umem.core.schedule import HintOp\n"
             "engine = HintEngine.on_host(bytes_per_s=20e6)\n"
             "ticket = engine.submit(HintOp.EVICT, 1 << 40, 2 << 20)\n"
             "child = os.fork()\n"

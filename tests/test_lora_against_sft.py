@@ -11,12 +11,12 @@ import functools
 
 import pytest
 
-from umem.classes import TensorClass
+from umem.capture.offline import model_trace
+from umem.core.classes import TensorClass
+from umem.core.report import MigrationReport
 from umem.hardware import load_hardware
+from umem.planning.prediction import PUBLISHED_UM_SHARES, predict
 from umem.policy import load_policy, resolve
-from umem.prediction import PUBLISHED_UM_SHARES, predict
-from umem.report import MigrationReport
-from umem.trace import model_trace
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,10 @@ import pytest
 import reports
 from training_runs import GIB, MANAGER, PROFILE, made_up_run, outcome
 from typer.testing import CliRunner
-
-from umem.bench.report import markdown
-from umem.bench.train.results import Outcome, TrainingRun, read_training, write_training
-from umem.bench.train.targets import checks, target_grid, targets
-from umem.cli.bench import app
+from umem_bench.cli.commands import app
+from umem_bench.report import markdown
+from umem_bench.train.results import Outcome, TrainingRun, read_training, write_training
+from umem_bench.train.targets import checks, target_grid, targets
 
 RESULTS = reports.ROOT / "benchmarks" / "results" / "training-h200.json"
 PAGES = ("README.md", "docs/measured.md")

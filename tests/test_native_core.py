@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from umem._native import Allocator, ClassSetting, Config
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
+from umem.runtime._native import Allocator, ClassSetting, Config
 
 KIB = 1 << 10
 MIB = 1 << 20

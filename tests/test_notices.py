@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from umem.notices import notify, notify_by
+from umem.core.progress import notify, notify_by
 
 
 def test_words_go_to_the_log_but_where_somebody_takes_them(

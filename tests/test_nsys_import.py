@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from umem.errors import UmemError
+from umem.core.errors import UmemError
 from umem.telemetry import RecordKind, read_nsys, read_recording, report_of, step_reports
 
 SCHEMA = {
@@ -258,7 +258,7 @@ def test_a_view_in_place_of_a_table_is_not_followed(tmp_path: Path) -> None:
 
 def test_more_records_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = database(tmp_path / "run.sqlite", RUN)
-    monkeypatch.setattr("umem.telemetry._nsys.MAX_RECORDS", 7)
+    monkeypatch.setattr("umem.telemetry.nsys.MAX_RECORDS", 7)
     with pytest.raises(UmemError, match=r"KIND_MEMSET: more than 7 records .* --filter-time"):
         read_nsys(path)
 

@@ -150,7 +150,7 @@ def test_wheel_holds_policies_and_types(wheel13: tuple[Path, str]) -> None:
     files = (path.relative_to(ROOT) for path in (ROOT / "policies").rglob("*.yaml"))
     policies = {f"umem/{path.as_posix()}" for path in files}
     assert {"umem/policies/sft.yaml", "umem/policies/hardware/h200-pcie.yaml"} <= policies
-    assert policies | {"umem/py.typed", "umem/_native.pyi"} <= names
+    assert policies | {"umem/py.typed", "umem/runtime/_native.pyi"} <= names
     assert {name.split("/")[0] for name in names} == {"umem", "umem-0.1.0.dist-info"}
 
 
@@ -170,7 +170,9 @@ def test_native_library_finds_its_libraries_by_itself(clean_python: Path, tmp_pa
 
 
 def test_installed_wheel_works_away_from_the_checkout(clean_python: Path, tmp_path: Path) -> None:
-    show = "import umem, umem._native as n; print(umem.__file__, n.HAS_CUDA, umem.__version__)"
+    show = (
+        "import umem, umem.runtime._native as n; print(umem.__file__, n.HAS_CUDA, umem.__version__)"
+    )
     file, has_cuda, version = run(
         clean_python, "-c", show, cwd=tmp_path, env=clean_environment()
     ).split()

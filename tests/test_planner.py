@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from umem.classes import TensorClass
-from umem.errors import PlanError, PolicyError
+from umem.core.classes import TensorClass
+from umem.core.errors import PlanError, PolicyError
+from umem.core.report import MigrationReport
+from umem.core.schedule import HintOp, Home, Schedule
 from umem.hardware import Hardware
-from umem.planner import PLANNERS, plan
-from umem.planner._placement import place
-from umem.planner._plan import _ideal_clock, _pose
+from umem.planning import PLANNERS, plan
+from umem.planning.planners import _ideal_clock, _pose
+from umem.planning.problem import place
 from umem.policy import ClassRule, ResolvedPolicy, load_policy, resolve
-from umem.policy._choices import CHOICES
-from umem.report import MigrationReport
-from umem.schedule import HintOp, Home, Schedule
-from umem.simulator import report, run, simulate
-from umem.simulator._audit import find_errors
+from umem.policy.models import CHOICES
+from umem.simulation import report, run, simulate
+from umem.simulation.audit import find_errors
 from umem.trace import Trace, find_gaps
 
 BLOCK = 2**21

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
+from umem.core.schedule import HintOp, Home, Schedule
 from umem.hardware import Hardware
-from umem.planner import page_out, plan
+from umem.planning import page_out, plan
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.schedule import HintOp, Home, Schedule
-from umem.simulator import simulate
+from umem.simulation import simulate
 from umem.trace import Trace, first_and_last_use
 
 BLOCK = 2**21

@@ -12,23 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umem.classes import TensorClass
-from umem.errors import PlanError
+from umem.core.classes import TensorClass
+from umem.core.errors import PlanError
+from umem.core.schedule import HintOp, Home, Schedule
 from umem.hardware import Hardware
-from umem.planner._homes import Holding, hold, open_classes
-from umem.planner._select import NOT_NEEDED, select
-from umem.planner._timing import (
-    earliest_issue,
-    latest_starts,
-    leave_times,
-    phases_at,
-    spare_ends,
-)
+from umem.planning.residency_modes import Holding, hold, open_classes
+from umem.planning.selection import NOT_NEEDED, select
+from umem.planning.timing import earliest_issue, latest_starts, leave_times, phases_at, spare_ends
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.schedule import HintOp, Home, Schedule
-from umem.simulator import _engine, unavoidable_bytes
-from umem.simulator._bound import _STEPS
-from umem.simulator._run import build
+from umem.simulation import engine as _engine
+from umem.simulation import unavoidable_bytes
+from umem.simulation.lower_bound import _STEPS
+from umem.simulation.run import build
 from umem.trace import NO_GAP, Access, Trace, find_gaps
 
 BLOCK = 2**21

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
-from umem.errors import UmemError, UnsupportedError
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError, UnsupportedError
+from umem.core.report import Cause, Direction, MigrationReport, Timeline, Traffic
 from umem.hardware import Hardware, load_hardware
-from umem.plots import link_figure, residency_figure, save, shares_figure
-from umem.prediction import published_share
-from umem.report import Cause, Direction, MigrationReport, Timeline, Traffic
+from umem.planning.prediction import published_share
+from umem.telemetry import link_figure, residency_figure, save, shares_figure
 from umem.trace import Access, PhaseKind, Precision, Trace, ranges
 
 pytest.importorskip("matplotlib")
@@ -158,7 +158,7 @@ def test_a_class_has_one_colour_whatever_else_is_drawn() -> None:
 
 
 def test_colours_differ() -> None:
-    from umem.plots._figure import CLASS_COLOURS
+    from umem.telemetry.figures import CLASS_COLOURS
 
     assert set(CLASS_COLOURS) == set(TensorClass)
     assert len(set(CLASS_COLOURS.values())) == len(TensorClass)
@@ -334,7 +334,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_importing_the_package_loads_neither_matplotlib_nor_torch() -> None:
     check = (
-        "import sys, umem.plots\n"
+        "import sys, umem.telemetry.figures\n"
         "assert not {'matplotlib', 'torch', 'numba'} & set(sys.modules), 'loaded'\n"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
@@ -343,7 +343,7 @@ def test_importing_the_package_loads_neither_matplotlib_nor_torch() -> None:
 def test_pyplot_is_never_loaded(tmp_path: Path) -> None:
     draw = (
         "import sys\n"
-        "from umem.plots._figure import new_figure, save\n"
+        "from umem.telemetry.figures import new_figure, save\n"
         f"save(new_figure(1, 1), {str(tmp_path / 'empty.png')!r})\n"
         "assert 'matplotlib.pyplot' not in sys.modules, 'loaded'\n"
     )

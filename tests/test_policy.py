@@ -16,9 +16,10 @@ from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
 import umem
-from umem.classes import TensorClass
 from umem.cli.policy import app
-from umem.errors import PolicyError
+from umem.core.classes import TensorClass
+from umem.core.errors import PolicyError
+from umem.io.yaml_files import Problem as PolicyProblem
 from umem.policy import (
     ClassRule,
     ClassRules,
@@ -29,7 +30,6 @@ from umem.policy import (
     Placement,
     Policy,
     PolicyPlanner,
-    PolicyProblem,
     ResolvedPolicy,
     ShareLibrary,
     class_rule,

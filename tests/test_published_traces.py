@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from typer.testing import CliRunner
-
-from umem.bench import published_report
-from umem.bench.published import (
+from umem_bench import published_report
+from umem_bench.cli.commands import app
+from umem_bench.published import (
     BUDGETS_PERCENT,
     PLANNERS,
     PUBLISHED,
@@ -25,15 +25,15 @@ from umem.bench.published import (
     read_comparison,
     write_comparison,
 )
-from umem.bench.report import markdown
-from umem.bench.results_file import ResultsFileError
-from umem.cli.bench import app
-from umem.errors import TraceError, UmemError
+from umem_bench.report import markdown
+from umem_bench.results_file import ResultsFileError
+
+from umem.core.errors import TraceError, UmemError
+from umem.core.schedule import HintOp
 from umem.hardware import load_hardware
-from umem.planner._placement import place
-from umem.planner._plan import _ideal_clock, _pose
+from umem.planning.planners import _ideal_clock, _pose
+from umem.planning.problem import place
 from umem.policy import load_policy, resolve
-from umem.schedule import HintOp
 from umem.trace import find_gaps, load_trace
 
 CHECKOUT = Path(__file__).resolve().parents[1]

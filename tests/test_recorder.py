@@ -16,10 +16,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.classes import TensorClass
+from umem.capture.offline import record_step
+from umem.core.classes import TensorClass
 from umem.hardware import Hardware
 from umem.policy import load_policy, resolve
-from umem.trace import Access, Trace, check_trace, find_gaps, record_step
+from umem.trace import Access, Trace, check_trace, find_gaps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from umem.errors import TraceError
-from umem.recorder._blocks import find_blocks
+from umem.capture.live.blocks import find_blocks
+from umem.core.errors import TraceError
 
 
 class Layer(nn.Module):

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem import saved_tensor_hooks
-from umem.recorder import Block, Follower, Guard, StepRecording, find_blocks
-from umem.recorder._memory import StepMemory
-from umem.recorder._parameters import find_parameters
+from umem.capture.live import Block, Follower, StepRecording, find_blocks
+from umem.capture.live.blocks import find_parameters
+from umem.capture.live.memory_tracker import StepMemory
+from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
+from umem.runtime.torch_hooks.guard import Guard
 
 WIDTH = 8
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from umem.classes import TensorClass
-from umem.recorder._memory import StepLook
-from umem.recorder._outside import outside_bytes
-from umem.trace._storages import BEFORE, Storage
+from umem.capture.live.memory_tracker import StepLook, outside_bytes
+from umem.capture.offline.operators import BEFORE, Storage
+from umem.core.classes import TensorClass
 
 MIB = 1 << 20
 

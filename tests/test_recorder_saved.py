@@ -19,15 +19,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem import saved_tensor_hooks
-from umem.blocks import block_bytes
-from umem.classes import TensorClass
-from umem.recorder import Block, Follower, Guard, SavedTensor, SavedTensors, find_blocks
+from umem.capture.live import Block, Follower, SavedTensor, SavedTensors, find_blocks
+from umem.core.block_sizes import block_bytes
+from umem.core.classes import TensorClass
+from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
+from umem.runtime.torch_hooks.guard import Guard
 from umem.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-native = pytest.importorskip("umem._native")
+native = pytest.importorskip("umem.runtime._native")
 
 WIDTH, ROWS = 256, 512
 

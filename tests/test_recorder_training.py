@@ -20,9 +20,9 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.classes import TensorClass
-from umem.errors import TraceError
-from umem.recorder import StepRecording, WallClock
+from umem.capture.live import StepRecording, WallClock
+from umem.core.classes import TensorClass
+from umem.core.errors import TraceError
 from umem.trace import check_trace, trace_fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.recorder import StepRecording, WallClock, _collector
-from umem.recorder._collector import RecordedSteps
-from umem.recorder._windows import Window, find_windows
+from umem.capture.live import StepRecording, WallClock
+from umem.capture.live import collector as _collector
+from umem.capture.live.clock import Window, find_windows
+from umem.capture.live.collector import RecordedSteps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from umem.launch import INTERRUPTED_STATUS, NoProgramError, launch
+from umem.cli.launch import INTERRUPTED_STATUS, NoProgramError, launch
 
 UMEM = str(Path(sys.executable).with_name("umem"))
 

@@ -18,12 +18,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umem.errors import PlanError
-from umem.hardware._model import Hardware, Source
-from umem.planner._file import PLAN_FORMAT, PLAN_KEYS, load_schedule, save_schedule
-from umem.planner._store import plan_key, store_plan, stored_plan
+from umem.core.errors import PlanError
+from umem.core.schedule import HintOp, Home, Schedule
+from umem.hardware.model import Hardware, Source
+from umem.planning.plan_files import (
+    PLAN_FORMAT,
+    PLAN_KEYS,
+    load_schedule,
+    plan_key,
+    save_schedule,
+    store_plan,
+    stored_plan,
+)
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.schedule import HintOp, Home, Schedule
 from umem.trace import Trace
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
@@ -370,7 +377,7 @@ def test_the_planner_and_its_window_count() -> None:
 
 def test_umems_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of()
-    monkeypatch.setattr("umem.planner._store.__version__", "0.0.1")
+    monkeypatch.setattr("umem.planning.plan_files.__version__", "0.0.1")
     assert key_of() != before
 
 

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umem.errors import PlanError, TraceError
+from umem.core.errors import PlanError, TraceError
+from umem.core.report import MigrationReport
+from umem.core.schedule import HintOp, Home, Schedule
 from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.report import MigrationReport
-from umem.schedule import HintOp, Home, Schedule
-from umem.simulator import _engine, lower_bound_s, run, simulate, unavoidable_bytes
-from umem.simulator._audit import find_errors
-from umem.simulator._run import build
+from umem.simulation import engine as _engine
+from umem.simulation import lower_bound_s, run, simulate, unavoidable_bytes
+from umem.simulation.audit import find_errors
+from umem.simulation.run import build
 from umem.trace import Trace
 
 BLOCK = 2**21

@@ -21,18 +21,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umem._native import Allocator, ClassSetting, Config
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
+from umem.core.errors import UnsupportedError
 from umem.cuda import Range
-from umem.errors import UnsupportedError
-from umem.inspection import LiveTensor
+from umem.runtime._native import Allocator, ClassSetting, Config
+from umem.runtime.inspection import LiveTensor
 from umem.telemetry import (
     CuptiCollector,
     MigrationRecords,
     Profile,
     RecordKind,
     Snapshot,
-    _cupti,
     attribute,
     blocks_hit,
     concatenated,
@@ -42,9 +41,11 @@ from umem.telemetry import (
     records_of,
     snapshot_of,
 )
-from umem.telemetry._activities import RawActivities
-from umem.telemetry._buffers import Buffers
-from umem.telemetry._records import Row
+from umem.telemetry import (
+    cupti as _cupti,
+)
+from umem.telemetry.cupti import Buffers, RawActivities
+from umem.telemetry.records import Row
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -229,12 +230,12 @@ def cupti(monkeypatch: pytest.MonkeyPatch) -> StandInCupti:
     module = StandInCupti()
     install(monkeypatch, module)
     monkeypatch.setattr(CuptiCollector, "_answers", lambda _: True)
-    monkeypatch.setattr("umem.telemetry._cupti._QUIET_S", 0.3)
-    monkeypatch.setattr("umem.telemetry._cupti._FLUSH_EVERY_S", 1000.0)
+    monkeypatch.setattr("umem.telemetry.cupti._QUIET_S", 0.3)
+    monkeypatch.setattr("umem.telemetry.cupti._FLUSH_EVERY_S", 1000.0)
     # Undone in the end, so that no test leaves a collector to the next.
     buffers = Buffers()
     buffers.is_primed = True
-    monkeypatch.setattr("umem.telemetry._cupti._buffers", buffers)
+    monkeypatch.setattr("umem.telemetry.cupti._buffers", buffers)
     return module
 
 
@@ -557,7 +558,7 @@ def test_records_that_another_thread_is_reading_are_waited_for(
         time.sleep(0.8)
         return copied(*arguments)
 
-    monkeypatch.setattr("umem.telemetry._cupti.copied", slow)
+    monkeypatch.setattr("umem.telemetry.cupti.copied", slow)
     buffers = [buffer_of(*[counter(1, 1, 5, 6, 0, 0)] * 10_000) for _ in range(2)]
     threads = [later(0.02, partial(cupti.full, found)) for found in buffers]
     records, dropped = collector.stop()
@@ -601,7 +602,7 @@ def test_cupti_is_started_until_it_hands_over_what_is_known(
     cupti: StandInCupti, monkeypatch: pytest.MonkeyPatch, tries: int
 ) -> None:
     monkeypatch.setattr(CuptiCollector, "_answers", _ANSWERS)
-    monkeypatch.setattr("umem.telemetry._cupti._ANSWER_S", 0.05)
+    monkeypatch.setattr("umem.telemetry.cupti._ANSWER_S", 0.05)
     moved: list[int] = []
 
     def move(size_bytes: int) -> Range:
@@ -611,7 +612,7 @@ def test_cupti_is_started_until_it_hands_over_what_is_known(
         cupti.buffers.append([counter(1, size_bytes, start_ns, start_ns + 1, 4096, 1)])
         return Range(4096, size_bytes)
 
-    monkeypatch.setattr("umem.telemetry._cupti.moved_block", move)
+    monkeypatch.setattr("umem.telemetry.cupti.moved_block", move)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     collector = CuptiCollector()
     collector.start()
@@ -633,7 +634,7 @@ def test_where_nothing_can_be_moved_nothing_is_asked(
     def refuse(_: int) -> Range:
         raise UnsupportedError("no managed memory")
 
-    monkeypatch.setattr("umem.telemetry._cupti.moved_block", refuse)
+    monkeypatch.setattr("umem.telemetry.cupti.moved_block", refuse)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     collector = CuptiCollector()
     collector.start()
@@ -644,7 +645,7 @@ def test_where_nothing_can_be_moved_nothing_is_asked(
 def test_cupti_is_flushed_while_it_records(
     cupti: StandInCupti, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umem.telemetry._cupti._FLUSH_EVERY_S", 0.001)
+    monkeypatch.setattr("umem.telemetry.cupti._FLUSH_EVERY_S", 0.001)
     collector = CuptiCollector()
     collector.start()
     before = cupti.calls.count(("flush", 0))
@@ -657,7 +658,7 @@ def test_cupti_is_flushed_while_it_records(
 
 
 def test_records_may_take_a_while(cupti: StandInCupti, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umem.telemetry._cupti._QUIET_S", 1.5)
+    monkeypatch.setattr("umem.telemetry.cupti._QUIET_S", 1.5)
     collector = CuptiCollector()
     collector.start()
     thread = later(1.0, lambda: cupti.full(buffer_of(copy(1, 5, 6))))
@@ -677,8 +678,8 @@ def test_what_the_driver_completes_when_it_is_told_to_stop_counts(cupti: StandIn
 def test_what_does_not_end_is_told(
     cupti: StandInCupti, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("umem.telemetry._cupti.LONGEST_DRAIN_S", 0.5)
-    monkeypatch.setattr("umem.telemetry._buffers._NOTICE_S", 0.2)
+    monkeypatch.setattr("umem.telemetry.cupti.LONGEST_DRAIN_S", 0.5)
+    monkeypatch.setattr("umem.telemetry.cupti._NOTICE_S", 0.2)
 
     def flush(_: int) -> None:
         cupti.full(buffer_of(copy(1, 5, 6)))

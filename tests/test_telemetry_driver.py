@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from umem.core.errors import UnsupportedError
+from umem.core.report import Source
 from umem.cuda import Range
-from umem.errors import UnsupportedError
-from umem.report import Source
 from umem.telemetry import (
     DriverEvents,
     DriverQueue,
@@ -26,7 +26,7 @@ from umem.telemetry import (
     measured_row,
     records_of,
 )
-from umem.telemetry._driver_events import (
+from umem.telemetry.driver_events import (
     CPU_FAULT,
     ENTRY_BYTES,
     GPU_FAULT,
@@ -395,7 +395,7 @@ def collector(kernel: StandInKernel) -> Iterator[LiveCollector]:
 
 
 def in_the_place_of_cupti(monkeypatch: pytest.MonkeyPatch, copies: Copies) -> Copies:
-    monkeypatch.setattr("umem.telemetry._live.CuptiCollector", copies)
+    monkeypatch.setattr("umem.telemetry.live.CuptiCollector", copies)
     return copies
 
 
@@ -498,7 +498,7 @@ def test_what_is_over_the_limit_counts_as_dropped(
 def test_events_are_not_kept_without_end(
     kernel: StandInKernel, collector: LiveCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umem.telemetry._live._MOST_EVENTS", 3)
+    monkeypatch.setattr("umem.telemetry.live._MOST_EVENTS", 3)
     in_the_place_of_cupti(monkeypatch, Copies("start"))
     collector.start()
     for turn in range(4):

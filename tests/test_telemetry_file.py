@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umem.classes import TensorClass
-from umem.errors import UmemError
-from umem.report import HintReport, HintUse, Source
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError
+from umem.core.report import HintReport, HintUse, Source
 from umem.telemetry import (
     MigrationRecords,
     NamedRange,

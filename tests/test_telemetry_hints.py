@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import umem
-from umem.classes import TensorClass
-from umem.errors import UnsupportedError
-from umem.hints import HintEngine, HintSettings, Outcome
-from umem.report import HintReport, HintUse, Source
-from umem.schedule import HintOp
+from umem.core.classes import TensorClass
+from umem.core.errors import UnsupportedError
+from umem.core.report import HintReport, HintUse, Source
+from umem.core.schedule import HintOp
+from umem.runtime.hints import HintEngine, HintSettings, Outcome
 from umem.telemetry import (
     MigrationRecords,
     Profile,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from umem.telemetry import PhaseRanges, Profile, nvtx_phases
-from umem.telemetry._cupti import CuptiCollector
+from umem.telemetry.cupti import CuptiCollector
 
 Calls = list[tuple[str, str]]
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import umem
-from umem._native import Allocator, ClassSetting, Config
-from umem.classes import TensorClass
-from umem.errors import UmemError, UnsupportedError
-from umem.inspection import LiveTensor
-from umem.report import Source
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError, UnsupportedError
+from umem.core.report import Source
+from umem.runtime._native import Allocator, ClassSetting, Config
+from umem.runtime.inspection import LiveTensor
 from umem.telemetry import (
     MigrationRecords,
     Profile,
@@ -26,7 +26,7 @@ from umem.telemetry import (
     load_recording,
     records_of,
 )
-from umem.telemetry._records import Row
+from umem.telemetry.records import Row
 
 KIB = 1 << 10
 
@@ -73,7 +73,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
             for address, requested, size, number, device, kind in made.live_blocks()
         ]
 
-    monkeypatch.setattr("umem.telemetry._profile.live_blocks", live)
+    monkeypatch.setattr("umem.telemetry.profile.live_blocks", live)
     return made
 
 
@@ -184,7 +184,7 @@ def test_tensors_of_a_model_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
             for it, of_class in found
         ]
 
-    monkeypatch.setattr("umem.telemetry._profile.live_blocks", live)
+    monkeypatch.setattr("umem.telemetry.profile.live_blocks", live)
     collector = StandInCollector()
     with Profile(collector, model=model) as profile:
         for _ in range(2):

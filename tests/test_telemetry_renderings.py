@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from command_line import Run, umem_command
 
-from umem.classes import TensorClass
-from umem.report import HintReport, HintUse
+from umem.core.classes import TensorClass
+from umem.core.report import HintReport, HintUse
 from umem.telemetry import Recording, Residency, records_of, save_recording
 
 MIB = 1 << 20

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
-from umem.prediction import report_row
-from umem.report import MigrationReport, StepReport
+from umem.core.classes import TensorClass
+from umem.core.report import MigrationReport, StepReport
+from umem.planning.prediction import report_row
 from umem.telemetry import (
     NamedRange,
     Recording,

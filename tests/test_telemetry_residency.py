@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
-from umem.errors import UmemError
-from umem.report import Source
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError
+from umem.core.report import Source
 from umem.telemetry import (
     MigrationRecords,
     PhaseRanges,
@@ -26,7 +26,7 @@ from umem.telemetry import (
     write_html,
     write_perfetto,
 )
-from umem.telemetry._residency import ResidencySampler
+from umem.telemetry.residency import ResidencySampler
 
 GIB = 1 << 30
 WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE

@@ -7,7 +7,12 @@ from typing import Any, cast
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from umem.tensor_memory import named_parts, plain_tensors, storage_addresses, wrapped_tensors
+from umem.runtime.tensor_memory import (
+    named_parts,
+    plain_tensors,
+    storage_addresses,
+    wrapped_tensors,
+)
 
 
 class Pair(TwoTensor):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
-from umem.errors import TraceError
+from umem.core.classes import TensorClass
+from umem.core.errors import TraceError
 from umem.trace import Access, PhaseKind, Trace
-from umem.trace._file import load_trace, save_trace
+from umem.trace.file import load_trace, save_trace
 
 READ, WRITE = int(Access.READ), int(Access.WRITE)
 

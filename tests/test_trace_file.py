@@ -15,11 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umem.errors import TraceError
+from umem.core.errors import TraceError
 from umem.trace import Trace, ranges
-from umem.trace._check import MAX_METADATA, MAX_NAME_LENGTH, check_trace
-from umem.trace._exchange import EXCHANGE_KEYS, EXCHANGE_PHASE_KEYS, EXCHANGE_TENSOR_KEYS
-from umem.trace._file import TRACE_FORMAT, TRACE_KEYS, load_trace, save_trace
+from umem.trace.check import MAX_METADATA, MAX_NAME_LENGTH, check_trace
+from umem.trace.file import (
+    EXCHANGE_KEYS,
+    EXCHANGE_PHASE_KEYS,
+    EXCHANGE_TENSOR_KEYS,
+    TRACE_FORMAT,
+    TRACE_KEYS,
+    load_trace,
+    save_trace,
+)
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
 

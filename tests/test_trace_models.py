@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
-from umem.errors import TraceError
-from umem.trace._check import check_trace
-from umem.trace._model import Precision, Trace
-from umem.trace._models import MODELS, MODES, model_trace
+from umem.capture.offline.models import MODELS, MODES, model_trace
+from umem.core.classes import TensorClass
+from umem.core.errors import TraceError
+from umem.trace.check import check_trace
+from umem.trace.model import Precision, Trace
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -196,7 +196,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_naming_models_imports_no_torch() -> None:
-    program = "import sys, umem.trace._models; assert 'torch' not in sys.modules"
+    program = "import sys, umem.capture.offline.models; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from umem.classes import TensorClass
-from umem.errors import TraceError
-from umem.trace._check import check_trace
-from umem.trace._model import Access, PhaseKind, Precision, Trace
-from umem.trace._optimizer import MasterAdamW
-from umem.trace._record import Step, record_step
+from umem.capture.offline.master_adamw import MasterAdamW
+from umem.capture.offline.record import Step, record_step
+from umem.core.classes import TensorClass
+from umem.core.errors import TraceError
+from umem.trace.check import check_trace
+from umem.trace.model import Access, PhaseKind, Precision, Trace
 
 READ, WRITE = Access.READ, Access.WRITE
 CLASSES = list(TensorClass)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from umem.classes import TensorClass
-from umem.errors import TraceError
-from umem.trace._check import check_trace
-from umem.trace._script import script_trace
+from umem.capture.offline.script import script_trace
+from umem.core.classes import TensorClass
+from umem.core.errors import TraceError
+from umem.trace.check import check_trace
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "trace_my_model.py"
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from umem.classes import TensorClass
-from umem.errors import TraceError
+from umem.capture.offline import model_trace
+from umem.core.classes import TensorClass
+from umem.core.errors import TraceError
 from umem.trace import (
     Trace,
     check_trace,
     is_optimizer_phase,
-    model_trace,
     phase_of_access,
     with_step_in_backward,
 )

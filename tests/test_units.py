@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from umem.units import MAX_BYTES, format_bytes, parse_budget, parse_bytes, parse_percent
+from umem.core.units import MAX_BYTES, format_bytes, parse_budget, parse_bytes, parse_percent
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

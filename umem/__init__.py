@@ -17,11 +17,9 @@ from umem._version import __version__
 
 if TYPE_CHECKING:
     from umem import cuda
-    from umem.activations import offload
-    from umem.allocator import enable, is_enabled
-    from umem.capabilities import Capabilities
-    from umem.classes import TensorClass
-    from umem.errors import (
+    from umem.capture.live import record
+    from umem.core.classes import TensorClass
+    from umem.core.errors import (
         CudaError,
         EnableError,
         HardwareError,
@@ -33,9 +31,15 @@ if TYPE_CHECKING:
         UmemError,
         UnsupportedError,
     )
+    from umem.core.report import MeasuredReport, MigrationReport
+    from umem.core.schedule import Schedule
     from umem.executor import Manager, manage
     from umem.hardware import Hardware, load_hardware
-    from umem.inspection import (
+    from umem.hardware.capabilities import Capabilities
+    from umem.offload import offload
+    from umem.planning import plan
+    from umem.policy import Policy, load_policy
+    from umem.runtime.inspection import (
         ClassMemory,
         LiveTensor,
         memory_by_class,
@@ -43,12 +47,9 @@ if TYPE_CHECKING:
         tensor_class,
         tensors,
     )
-    from umem.planner import plan
-    from umem.policy import Policy, load_policy
-    from umem.recorder import record
-    from umem.report import MeasuredReport, MigrationReport
-    from umem.schedule import Schedule
-    from umem.simulator import simulate
+    from umem.runtime.state import is_enabled
+    from umem.simulation import simulate
+    from umem.swap import enable
     from umem.telemetry import profile
     from umem.trace import Trace, load_trace
 
@@ -94,11 +95,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "umem.activations": ("offload",),
-    "umem.allocator": ("enable", "is_enabled"),
-    "umem.capabilities": ("Capabilities",),
-    "umem.classes": ("TensorClass",),
-    "umem.errors": (
+    "umem.offload": ("offload",),
+    "umem.swap": ("enable",),
+    "umem.runtime.state": ("is_enabled",),
+    "umem.hardware.capabilities": ("Capabilities",),
+    "umem.core.classes": ("TensorClass",),
+    "umem.core.errors": (
         "CudaError",
         "EnableError",
         "HardwareError",
@@ -112,7 +114,7 @@ _MODULES = {
     ),
     "umem.executor": ("Manager", "manage"),
     "umem.hardware": ("Hardware", "load_hardware"),
-    "umem.inspection": (
+    "umem.runtime.inspection": (
         "ClassMemory",
         "LiveTensor",
         "memory_by_class",
@@ -120,22 +122,26 @@ _MODULES = {
         "tensor_class",
         "tensors",
     ),
-    "umem.planner": ("plan",),
+    "umem.planning": ("plan",),
     "umem.policy": ("Policy", "load_policy"),
-    "umem.recorder": ("record",),
-    "umem.report": ("MeasuredReport", "MigrationReport"),
-    "umem.schedule": ("Schedule",),
-    "umem.simulator": ("simulate",),
+    "umem.capture.live": ("record",),
+    "umem.core.report": ("MeasuredReport", "MigrationReport"),
+    "umem.core.schedule": ("Schedule",),
+    "umem.simulation": ("simulate",),
     "umem.telemetry": ("profile",),
     "umem.trace": ("Trace", "load_trace"),
 }
-_SUBMODULES = ("cuda", "executor", "hints")
+_SUBMODULES = {
+    "cuda": "umem.cuda",
+    "executor": "umem.executor",
+    "hints": "umem.runtime.hints",
+}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
-        return importlib.import_module(f"umem.{name}")
+        return importlib.import_module(_SUBMODULES[name])
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'umem' has no attribute {name!r}")

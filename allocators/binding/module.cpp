@@ -1,4 +1,4 @@
-// The Python side of the native library. Its contract is umem/_native.pyi.
+// The Python side of the native library. Its contract is umem/runtime/_native.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>

@@ -11,7 +11,7 @@
 
 namespace umem {
 
-// What a block holds. The order is that of umem.TensorClass (umem/classes.py).
+// What a block holds. The order is that of umem.TensorClass (umem/core/classes.py).
 enum class TensorClass : std::uint8_t {
   weights,
   frozen_weights,

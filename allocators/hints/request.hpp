@@ -9,7 +9,7 @@
 
 namespace umem {
 
-// The first five are umem.HintOp, in its order (umem/schedule.py).
+// The first five are umem.HintOp, in its order (umem/core/schedule.py).
 enum class HintOp : std::uint8_t { prefetch, evict, discard, copy_in, copy_out, advise };
 inline constexpr std::size_t kHintOps = 6;
 
@@ -52,7 +52,7 @@ struct HintRequest {
 };
 
 // What became of a request, from good to bad: the worst part of a range speaks for the whole. The
-// order is that of umem.hints.Outcome.
+// order is that of umem.runtime.hints.Outcome.
 enum class Outcome : std::uint8_t { open, done, superseded, forgotten, dropped, failed };
 inline constexpr std::size_t kOutcomes = 6;
 inline constexpr std::array<const char*, kOutcomes> kOutcomeNames = {

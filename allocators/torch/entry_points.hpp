@@ -17,7 +17,7 @@ Allocator& install(const Config& config);
 // nullptr before install.
 Allocator* installed() noexcept;
 
-// Addresses, by the names of torch_entry_points() in umem/_native.pyi.
+// Addresses, by the names of torch_entry_points() in umem/runtime/_native.pyi.
 std::map<std::string, std::uintptr_t> entry_points();
 
 }  // namespace umem

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from umem.bench.results import ALLOCATORS, Run, read_run
+from umem_bench.results import ALLOCATORS, Run, read_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import umem
-from umem import TensorClass
+from umem.core.classes import TensorClass
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from umem_bench.train.scratch import ManagedBytes
 
 from umem import cuda as ucuda
-from umem.bench.train.scratch import ManagedBytes
-from umem.capabilities import detect
+from umem.core.errors import CudaError
 from umem.cuda import Advice, Location, Range
-from umem.errors import CudaError
+from umem.hardware.capabilities import detect
 
 pytestmark = pytest.mark.gpu
 
@@ -276,7 +276,7 @@ class TestCapabilities:
         code = (
             "import torch\n"
             "from cuda.bindings import driver\n"
-            "from umem.capabilities import detect_all\n"
+            "from umem.hardware.capabilities import detect_all\n"
             "devices = detect_all()\n"
             "assert len(devices) > 0\n"
             "assert not torch.cuda.is_initialized()\n"

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from umem import TensorClass
-from umem.allocator import runtime
+from umem.core.classes import TensorClass
+from umem.runtime.state import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
 

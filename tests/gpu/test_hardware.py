@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from umem.hardware import Hardware, load_hardware
+from umem.hardware import load_hardware
 
 pytestmark = pytest.mark.gpu
 
 
 def test_detect_describes_this_machine() -> None:
-    hardware = Hardware.detect()
+    hardware = load_hardware("detect")
     properties = torch.cuda.get_device_properties(0)
     assert hardware.name == properties.name
     assert hardware.device_bytes == properties.total_memory

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from umem_bench.train.scratch import ManagedBytes
 
 from umem import cuda as ucuda
-from umem._native import NO_EVENT
-from umem.activations import CudaMover
-from umem.bench.train.scratch import ManagedBytes
-from umem.capabilities import detect
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
+from umem.core.schedule import HintOp
 from umem.cuda import Location, Range
-from umem.hints import HintEngine, HintSettings, Outcome
-from umem.schedule import HintOp
+from umem.hardware.capabilities import detect
+from umem.offload import CudaMover
+from umem.runtime._native import NO_EVENT
+from umem.runtime.hints import HintEngine, HintSettings, Outcome
 
 pytestmark = pytest.mark.gpu
 
@@ -564,8 +564,8 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
     preamble = (
         "import torch\n"
         "from cuda.bindings import runtime\n"
-        "from umem.hints import HintEngine\n"
-        "from umem.schedule import HintOp\n"
+        "from umem.runtime.hints import HintEngine\n"
+        "from umem.core.schedule import HintOp\n"
         "torch.zeros(1, device='cuda')\n"
         "engine = HintEngine.on_cuda()\n"
         "def malloc(size):\n"

@@ -20,11 +20,11 @@ import os
 
 import pytest
 from measured_steps import KEPT_LOSSES, Facts, measured
+from umem_bench.report import Grid, markdown
+from umem_bench.train.jobs import TrainingJob
+from umem_bench.train.results import Method, TrainingModel, Variant
 
-from umem.bench.report import Grid, markdown
-from umem.bench.train.jobs import TrainingJob
-from umem.bench.train.results import Method, TrainingModel, Variant
-from umem.units import format_bytes
+from umem.core.units import format_bytes
 
 pytest.importorskip("cupti")
 pytest.importorskip("transformers")

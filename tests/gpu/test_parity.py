@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import umem
-from umem.allocator import runtime
+from umem.runtime.state import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
 

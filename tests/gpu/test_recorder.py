@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
 from umem.trace import Trace, check_trace
 
 transformers = pytest.importorskip("transformers")

@@ -17,14 +17,14 @@ import pytest
 import torch
 from known_moves import COPIED_BYTES, known_moves
 from torch import nn
+from umem_bench.train.scratch import PART_BYTES
 
 import umem
-from umem import TensorClass
-from umem.bench.train.scratch import PART_BYTES
+from umem.core.classes import TensorClass
+from umem.core.report import MeasuredReport
+from umem.core.schedule import HintOp
 from umem.cuda import Location
-from umem.hints import HintEngine, Outcome
-from umem.report import MeasuredReport
-from umem.schedule import HintOp
+from umem.runtime.hints import HintEngine, Outcome
 from umem.telemetry import (
     PhaseRanges,
     Profile,

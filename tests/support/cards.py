@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from umem.capabilities import Capabilities, NumaNode
+from umem.hardware.capabilities import Capabilities, NumaNode
 
 __all__ = ["GH200", "H200"]
 

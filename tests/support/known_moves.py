@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from umem_bench.train.scratch import move_known
 
 import umem
-from umem.bench.train.scratch import move_known
 
 __all__ = ["COPIED_BYTES", "known_moves"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
 from umem.trace import Trace
 
 __all__ = ["lifetimes_of"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umem.bench.results import Machine
+from umem_bench.results import Machine
 
 __all__ = ["MADE_UP_MACHINE"]
 

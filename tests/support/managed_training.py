@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.executor import Manager
-from umem.executor._machine import Machine
-from umem.executor._manage import manage_on
+from umem.executor.machine import Machine
+from umem.executor.manage import manage_on
 from umem.hardware import load_hardware
-from umem.hints import HintEngine
 from umem.policy import load_policy, resolve
+from umem.runtime.hints import HintEngine
 
 __all__ = [
     "MIB",

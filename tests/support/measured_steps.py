@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
-
-import umem
-from umem.bench.train.jobs import TrainingJob
-from umem.bench.train.managed import (
+from umem_bench.train.jobs import TrainingJob
+from umem_bench.train.managed import (
     loss_of_hinted_records,
     loss_of_known_records,
     loss_of_paged_records,
 )
-from umem.bench.train.scratch import move_known
-from umem.bench.train.step import Training, make_training, place_allocator
-from umem.bench.train.task import timed_as_planned, warm_up
-from umem.classes import TensorClass
-from umem.comparison import moved_figures
+from umem_bench.train.scratch import move_known
+from umem_bench.train.step import Training, make_training, place_allocator
+from umem_bench.train.task import timed_as_planned, warm_up
+
+import umem
+from umem.core.classes import TensorClass
+from umem.telemetry.comparison import moved_figures
 
 __all__ = ["KEPT_LOSSES", "Facts", "measured"]
 
@@ -95,7 +95,7 @@ def measured(job: TrainingJob) -> Facts:
         If the process fails, or does not end in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["umem.bench.train.shared_imports"])
+    context.set_forkserver_preload(["umem_bench.train.shared_imports"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_train, args=(job, sender), daemon=True)
     process.start()

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from machines import MADE_UP_MACHINE
-
-from umem.bench.train.results import (
+from umem_bench.train.results import (
     METHODS,
     ManagerFigures,
     Method,

@@ -7,8 +7,8 @@ import time
 from io import TextIOWrapper
 from multiprocessing.connection import Connection
 
-from umem.bench.train.jobs import TrainingAnswer
-from umem.bench.train.worker import _watched
+from umem_bench.train.jobs import TrainingAnswer
+from umem_bench.train.worker import _watched
 
 __all__ = ["answer_what_json_cannot_say", "print_and_hang"]
 

@@ -6,8 +6,8 @@ import sys
 
 import typer
 
-from umem import __version__
-from umem.cli.bench import app as bench_app
+from umem._version import __version__
+from umem.cli.bench import register as register_bench
 from umem.cli.demo import demo
 from umem.cli.doctor import doctor
 from umem.cli.hardware import app as hardware_app
@@ -17,7 +17,7 @@ from umem.cli.report import report
 from umem.cli.run import register as register_run
 from umem.cli.simulate import simulate
 from umem.cli.trace import trace
-from umem.errors import UmemError
+from umem.core.errors import UmemError
 
 __all__ = ["app", "main"]
 
@@ -54,7 +54,7 @@ app.command("plan", no_args_is_help=True)(plan)
 app.command("report", no_args_is_help=True)(report)
 app.add_typer(policy_app, name="policy")
 app.add_typer(hardware_app, name="hardware")
-app.add_typer(bench_app, name="bench")
+register_bench(app)
 
 
 def main() -> None:

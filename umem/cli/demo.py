@@ -7,16 +7,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umem.classes import TensorClass
-from umem.cli._output import progress
-from umem.cli._predictions import print_predictions
-from umem.cli._workloads import DEFAULT_HARDWARE, find_policy, workload_of_model
-from umem.demo import Replay, explain, record_example, replay, run_example
+from umem.cli.demo_program import Replay, explain, record_example, replay, run_example
+from umem.cli.output import progress
+from umem.cli.predictions import print_predictions
+from umem.cli.workloads import DEFAULT_HARDWARE, find_policy, workload_of_model
+from umem.core.classes import TensorClass
+from umem.core.units import format_bytes
 from umem.doctor import Report, Status, collect, diagnose
 from umem.hardware import load_hardware
+from umem.planning.prediction import predict
 from umem.policy import load_policy, resolve
-from umem.prediction import predict
-from umem.units import format_bytes
 
 __all__ = ["demo"]
 
@@ -87,7 +87,7 @@ def _predict(console: Console) -> None:
 
 
 def _replay(console: Console) -> None:
-    from umem.allocator import native_config
+    from umem.runtime.state import native_config
 
     console.rule("The native allocator under an SFT step")
     with progress() as say:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umem.errors import HardwareError
+from umem.core.errors import HardwareError
 
 __all__ = ["app"]
 

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umem.classes import TensorClass
-from umem.cli._output import check_can_write, format_seconds, print_json, progress
-from umem.cli._workloads import (
+from umem.cli.output import check_can_write, format_seconds, print_json, progress
+from umem.cli.workloads import (
     DEFAULT_HARDWARE,
     AccumulateOption,
     BatchOption,
@@ -30,10 +29,11 @@ from umem.cli._workloads import (
     find_workloads,
     known_name,
 )
-from umem.errors import UmemError
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError
+from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.units import format_bytes
 from umem.hardware import load_hardware, with_durations
-from umem.schedule import HintOp, Home, Schedule
-from umem.units import format_bytes
 
 if TYPE_CHECKING:
     from umem.trace import Trace
@@ -72,7 +72,7 @@ def plan(
     ] = False,
 ) -> None:
     """Plan a training step: which hints are issued when, and how each tensor is held."""
-    from umem import planner as planning
+    from umem import planning
 
     if output is not None and store is not None:
         raise UmemError("--output and --store: give one of them")

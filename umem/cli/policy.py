@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umem.classes import TensorClass
-from umem.errors import PolicyError
+from umem.core.classes import TensorClass
+from umem.core.errors import PolicyError
+from umem.core.units import format_bytes, parse_bytes
 from umem.policy import (
     ClassRule,
     Policy,
@@ -27,7 +28,6 @@ from umem.policy import (
     preset_names,
     resolve,
 )
-from umem.units import format_bytes, parse_bytes
 
 __all__ = ["app"]
 

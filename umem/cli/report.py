@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umem.cli._output import check_can_write, format_seconds, print_json, progress
-from umem.cli._predictions import print_traffic
-from umem.cli._workloads import known_name
-from umem.report import HintReport, MeasuredReport
-from umem.units import format_bytes
+from umem.cli.output import check_can_write, format_seconds, print_json, progress
+from umem.cli.predictions import print_traffic
+from umem.cli.workloads import known_name
+from umem.core.report import HintReport, MeasuredReport
+from umem.core.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from umem.comparison import Comparison, StepFigures
     from umem.telemetry import Recording, TensorTraffic
+    from umem.telemetry.comparison import Comparison, StepFigures
 
 __all__ = ["report"]
 
@@ -63,17 +63,17 @@ def report(
     ] = None,
 ) -> None:
     """Show what migrated in a recorded run: why, whose it was, and unified memory's share."""
-    from umem.comparison import comparison_row
-    from umem.comparison_file import read_predictions
-    from umem.plots import FORMATS, require_matplotlib
     from umem.telemetry import (
+        FORMATS,
         measured_row,
         read_recording,
         report_of,
+        require_matplotlib,
         tensor_traffic,
         write_html,
         write_perfetto,
     )
+    from umem.telemetry.comparison import comparison_row, read_predictions
 
     known_name("--plot-format", plot_format, FORMATS)
     if plot is not None:
@@ -120,7 +120,7 @@ def report(
 
 
 def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> list[Comparison]:
-    from umem.comparison import Comparison, figures_of
+    from umem.telemetry.comparison import Comparison, figures_of
 
     # A run is named after its script, unless it says otherwise.
     same = [it for it in predictions if it.workload == report.workload]
@@ -130,11 +130,11 @@ def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> lis
 def _draw(
     recordings: list[Recording], folder: Path, kind: str, say: Callable[[str], None]
 ) -> list[Path]:
-    from umem.plots import save
     from umem.telemetry import (
         classes_figure,
         report_of,
         residency_over_run_figure,
+        save,
         transfers_figure,
     )
 
@@ -264,7 +264,7 @@ def _print_residency(console: Console, recording: Recording) -> None:
 
 
 def _print_comparison(console: Console, comparison: Comparison) -> None:
-    from umem.comparison import difference_words
+    from umem.telemetry.comparison import difference_words
 
     predicted = comparison.predicted
     console.print(

@@ -48,6 +48,6 @@ def _run(
     A launcher of several processes needs the swap in each of them:
     `torchrun --nproc-per-node 2 --no-python umem run --policy sft train.py`.
     """
-    from umem.launch import launch
+    from umem.cli.launch import launch
 
     launch(program, arguments or (), module=module, policy=policy, fallback=fallback)

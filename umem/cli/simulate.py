@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from umem.cli._output import Progress, check_can_write, print_json, progress
-from umem.cli._predictions import print_details, print_predictions
-from umem.cli._workloads import (
+from umem.cli.output import Progress, check_can_write, print_json, progress
+from umem.cli.predictions import print_details, print_predictions
+from umem.cli.workloads import (
     DEFAULT_HARDWARE,
     AccumulateOption,
     BatchOption,
@@ -30,9 +30,9 @@ from umem.cli._workloads import (
     known_name,
     known_names,
 )
+from umem.core.report import MigrationReport
 from umem.hardware import Hardware, load_hardware
-from umem.prediction import predict, report_row
-from umem.report import MigrationReport
+from umem.planning.prediction import predict, report_row
 from umem.trace import with_step_in_backward
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def simulate(
 
     The machine need not be this one, and no GPU is needed.
     """
-    from umem.planner import PLANNERS
-    from umem.plots import FORMATS, require_matplotlib
+    from umem.planning import PLANNERS
+    from umem.telemetry import FORMATS, require_matplotlib
 
     planners = known_names("--planner", planner, PLANNERS)
     known_name("--addresses", addresses, ("reused", "own"))
@@ -161,7 +161,7 @@ def draw(
     UmemError
         If a file cannot be written.
     """
-    from umem.plots import link_figure, residency_figure, save, shares_figure
+    from umem.telemetry import link_figure, residency_figure, save, shares_figure
 
     every = [report for _, reports in results for report in reports]
     figures = {folder / f"um-shares.{kind}": shares_figure(every)}

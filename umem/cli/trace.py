@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umem.classes import TensorClass
-from umem.cli._output import Progress, check_can_write, format_seconds, print_json, progress
-from umem.cli._workloads import (
+from umem.cli.output import Progress, check_can_write, format_seconds, print_json, progress
+from umem.cli.workloads import (
     DEFAULT_HARDWARE,
     AccumulateOption,
     BatchOption,
@@ -27,9 +26,10 @@ from umem.cli._workloads import (
     find_workloads,
     recording,
 )
-from umem.errors import UmemError
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError
+from umem.core.units import format_bytes
 from umem.hardware import Hardware, load_hardware, with_durations
-from umem.units import format_bytes
 
 if TYPE_CHECKING:
     from umem.trace import Trace
@@ -82,7 +82,8 @@ def trace(
     if output is not None:
         check_can_write("--output", output)
 
-    from umem.trace import save_trace, script_trace
+    from umem.capture.offline import script_trace
+    from umem.trace import save_trace
 
     with progress() as say:
         if script is not None:

@@ -6,8 +6,9 @@ ranges, places are :class:`Location` objects, and a stream is always named.
 Importing this package needs neither cuda-python nor a GPU; the first call does.
 """
 
-from umem.cuda._location import Location
-from umem.cuda._operations import (
+from __future__ import annotations
+
+from umem.cuda.operations import (
     Advice,
     accessed_by,
     advise,
@@ -20,7 +21,7 @@ from umem.cuda._operations import (
     prefetch_batch,
     unadvise,
 )
-from umem.cuda._range import Range
+from umem.cuda.targets import Location, Range
 
 __all__ = [
     "Advice",

@@ -5,10 +5,11 @@ nothing but a policy file that the environment names. Neither needs a GPU, torch
 native library: their absence is a finding.
 """
 
-from umem.doctor._collect import collect
-from umem.doctor._diagnose import diagnose
-from umem.doctor._facts import PACKAGES, Environment, Host, Native, Torch
-from umem.doctor._report import Check, Feature, Report, Section, Status, Verdict
+from __future__ import annotations
+
+from umem.doctor.checks import diagnose
+from umem.doctor.facts import PACKAGES, Environment, Host, Native, Torch, collect
+from umem.doctor.report import Check, Feature, Report, Section, Status, Verdict
 
 __all__ = [
     "PACKAGES",

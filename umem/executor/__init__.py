@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from umem.executor._correction import SETTLING_STEPS
-from umem.executor._manage import current_statistics, ideal_step_s, manage, residency
-from umem.executor._manager import Manager
-from umem.executor._status import ManagerState, ManagerStatus
+from umem.executor.calibration import SETTLING_STEPS
+from umem.executor.manage import current_statistics, ideal_step_s, manage, residency
+from umem.executor.manager import Manager
+from umem.executor.status import ManagerState, ManagerStatus
 
 __all__ = [
     "SETTLING_STEPS",

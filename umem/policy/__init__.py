@@ -8,19 +8,22 @@ keyword in Python are checked in the same way, and raise pydantic's ``Validation
 
 from __future__ import annotations
 
-from umem.config import Problem as PolicyProblem
-from umem.policy._choices import (
+from umem.policy.load import find_problems, load_policy, preset_names, presets_dir
+from umem.policy.models import (
+    ClassRule,
+    ClassRules,
     Eviction,
+    Limits,
     Mechanism,
     MemoryKind,
     Placement,
+    Policy,
     PolicyPlanner,
     ShareLibrary,
+    class_rule,
+    policy_schema,
 )
-from umem.policy._load import find_problems, load_policy
-from umem.policy._models import ClassRule, ClassRules, Limits, Policy, class_rule, policy_schema
-from umem.policy._presets import preset_names, presets_dir
-from umem.policy._resolve import ResolvedPolicy, check_resolved, resolve
+from umem.policy.resolve import ResolvedPolicy, check_resolved, resolve
 
 __all__ = [
     "ClassRule",
@@ -32,7 +35,6 @@ __all__ = [
     "Placement",
     "Policy",
     "PolicyPlanner",
-    "PolicyProblem",
     "ResolvedPolicy",
     "ShareLibrary",
     "check_resolved",

@@ -8,15 +8,14 @@
 
 from __future__ import annotations
 
-from umem.telemetry._activities import Numbers, copied, numbers_of, read_activities
-from umem.telemetry._aggregate import (
+from umem.telemetry.aggregate import (
     TensorTraffic,
     measured_row,
     report_of,
     step_reports,
     tensor_traffic,
 )
-from umem.telemetry._attribution import (
+from umem.telemetry.attribution import (
     Shares,
     Snapshot,
     attribute,
@@ -24,31 +23,36 @@ from umem.telemetry._attribution import (
     no_shares,
     snapshot_of,
 )
-from umem.telemetry._cupti import CuptiCollector
-from umem.telemetry._driver_events import DriverEvents
-from umem.telemetry._driver_queue import DriverQueue, knows_release
-from umem.telemetry._entry import profile
-from umem.telemetry._file import PROFILE_FORMAT, load_recording, save_recording
-from umem.telemetry._hints import HINT_COUNTS, hint_traffic, hints_between
-from umem.telemetry._html import write_html
-from umem.telemetry._known import managed_on_host
-from umem.telemetry._live import LiveCollector
-from umem.telemetry._nsys import is_nsys_export, read_nsys
-from umem.telemetry._perfetto import lanes, write_perfetto
-from umem.telemetry._phases import PhaseRanges, nvtx_phases
-from umem.telemetry._pictures import (
+from umem.telemetry.cupti import CuptiCollector, Numbers, copied, numbers_of, read_activities
+from umem.telemetry.driver_events import DriverEvents, DriverQueue, knows_release
+from umem.telemetry.figures import (
+    FORMATS,
+    link_figure,
+    require_matplotlib,
+    residency_figure,
+    save,
+    shares_figure,
+)
+from umem.telemetry.file import PROFILE_FORMAT, load_recording, read_recording, save_recording
+from umem.telemetry.hints import HINT_COUNTS, hint_traffic, hints_between
+from umem.telemetry.html import write_html
+from umem.telemetry.known_transfers import managed_on_host
+from umem.telemetry.live import LiveCollector
+from umem.telemetry.nsys import is_nsys_export, read_nsys
+from umem.telemetry.perfetto import lanes, write_perfetto
+from umem.telemetry.pictures import (
     classes_figure,
     link_bytes,
     residency_over_run_figure,
     transfers_figure,
 )
-from umem.telemetry._profile import Profile
-from umem.telemetry._read import read_recording
-from umem.telemetry._recording import NamedRange, Recording
-from umem.telemetry._records import MigrationRecords, RecordKind, concatenated, records_of
-from umem.telemetry._residency import Residency
+from umem.telemetry.profile import PhaseRanges, Profile, nvtx_phases, profile
+from umem.telemetry.recording import NamedRange, Recording
+from umem.telemetry.records import MigrationRecords, RecordKind, concatenated, records_of
+from umem.telemetry.residency import Residency
 
 __all__ = [
+    "FORMATS",
     "HINT_COUNTS",
     "PROFILE_FORMAT",
     "CuptiCollector",
@@ -77,6 +81,7 @@ __all__ = [
     "knows_release",
     "lanes",
     "link_bytes",
+    "link_figure",
     "load_recording",
     "managed_on_host",
     "measured_row",
@@ -89,8 +94,12 @@ __all__ = [
     "read_recording",
     "records_of",
     "report_of",
+    "require_matplotlib",
+    "residency_figure",
     "residency_over_run_figure",
+    "save",
     "save_recording",
+    "shares_figure",
     "snapshot_of",
     "step_reports",
     "tensor_traffic",

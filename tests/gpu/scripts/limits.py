@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import umem
-from umem.allocator import runtime
 from umem.cuda import accessed_by, is_read_mostly, preferred_location
+from umem.runtime.state import runtime
 
 MIB = 1 << 20
 

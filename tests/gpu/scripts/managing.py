@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import umem
-from umem.classes import TensorClass
+from umem.core.classes import TensorClass
+from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState, residency
-from umem.executor._manage import managers
-from umem.hints import HintEngine
-from umem.schedule import HintOp
+from umem.executor.manage import managers
+from umem.runtime.hints import HintEngine
 
 HIDDEN, WIDE, LAYERS = 512, 2048, 6
 SMALLEST_BYTES = 2 << 20

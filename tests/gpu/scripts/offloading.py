@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import umem
-from umem.activations import ActivationStore, offload
+from umem.offload import ActivationStore, offload
 
 MIB = 1 << 20
 LAYERS, SIZE = 5, 512

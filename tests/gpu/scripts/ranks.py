@@ -15,9 +15,9 @@ from managing import HIDDEN, Net, manager_facts
 from torch import distributed, nn
 
 import umem
-from umem import memory_by_class
-from umem.executor._manage import managers
-from umem.tensor_memory import plain_tensors
+from umem.executor.manage import managers
+from umem.runtime.inspection import memory_by_class
+from umem.runtime.tensor_memory import plain_tensors
 
 TOKENS = 4096
 

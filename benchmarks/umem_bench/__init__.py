@@ -1,0 +1,1 @@
+"""Benchmarks of umem: allocators, trainings and planners, each beside its alternatives."""

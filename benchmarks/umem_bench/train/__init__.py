@@ -1,0 +1,1 @@
+"""Training under a budget, beside its alternatives."""

@@ -1,0 +1,253 @@
+"""Traces of fine-tuning Llama 2, recorded from the real model with no weights downloaded."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from umem.core.errors import TraceError
+from umem.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
+
+    from umem.capture.offline.record import Progress, Step
+
+__all__ = ["MODELS", "MODES", "Attention", "model_trace"]
+
+Attention = Literal["sdpa", "eager"]
+"""One fused kernel, or one operator for each step of the formula."""
+
+MODES = ("lora", "sft")
+"""Adapters over a frozen model, or every weight (supervised fine-tuning)."""
+
+LORA_RANK = 16
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+_MAX_BATCH = 4096
+_MAX_SEQ = 131_072
+_MAX_ACCUMULATE = 1024
+
+_CAUSAL_SDPA = "umem_causal_sdpa"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+
+
+# Touvron et al. 2023, "Llama 2" (arXiv:2307.09288), and the `config.json` of
+# meta-llama/Llama-2-{7b,13b,70b}-hf. The tiny one is umem's own.
+_SHAPES = {
+    "llama-tiny": _Shape(512, 256, 688, 4, 8, 4),
+    "llama-2-7b": _Shape(32_000, 4096, 11_008, 32, 32, 32),
+    "llama-2-13b": _Shape(32_000, 5120, 13_824, 40, 40, 40),
+    "llama-2-70b": _Shape(32_000, 8192, 28_672, 80, 64, 8),
+}
+
+MODELS = tuple(_SHAPES)
+"""Names that :func:`model_trace` knows."""
+
+
+def model_trace(
+    model: str,
+    mode: str,
+    *,
+    batch: int = 1,
+    seq: int = 2048,
+    accumulate: int = 1,
+    checkpoint: bool = False,
+    attention: Attention = "sdpa",
+    progress: Progress | None = None,
+) -> Trace:
+    """Record one step of fine-tuning a known model.
+
+    The model is the real one of `transformers`, with bfloat16 weights, under
+    :func:`record_step`. ``lora`` trains PEFT adapters of rank 16 on the four attention projections,
+    in float32 as PEFT makes them, with fused AdamW. ``sft`` trains every weight with bfloat16
+    gradients and AdamW whose two moments and copy of the weights are float32: 16 bytes per
+    parameter in all. Gradients are let go after each step (``set_to_none=True``).
+
+    Parameters
+    ----------
+    model
+        One of :data:`MODELS`.
+    mode
+        One of :data:`MODES`.
+    batch, seq
+        Sequences per micro-batch and tokens in each.
+    accumulate
+        Micro-batches per step.
+    checkpoint
+        Keep only each layer's input and compute the rest again in the backward pass
+        (non-reentrant).
+    attention
+        Implementation of attention.
+    progress
+        As for :func:`record_step`.
+
+    Returns
+    -------
+    Trace
+        Its metadata has the arguments, ``parameters`` and ``trainable_parameters``.
+
+    Raises
+    ------
+    TraceError
+        For an unknown name, a number out of range, or where transformers or PEFT is missing.
+
+    Examples
+    --------
+    >>> trace = model_trace("llama-tiny", "lora", batch=2, seq=64)
+    >>> trace.metadata["parameters"]
+    3164416
+    """
+    _check_choice("model", model, MODELS)
+    _check_choice("mode", mode, MODES)
+    _check_choice("attention", attention, get_args(Attention))
+    for name, value, most in (
+        ("batch", batch, _MAX_BATCH),
+        ("seq", seq, _MAX_SEQ),
+        ("accumulate", accumulate, _MAX_ACCUMULATE),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise TraceError(f"{name} is {value!r}: give a whole number from 1 to {most}")
+    # Before the recording, so that no tensor that they make on import is part of it.
+    transformers = _import("transformers")
+    peft = _import("peft") if mode == "lora" else None
+
+    # Not at the top: naming models must not need torch.
+    import torch
+
+    from umem.capture.offline.record import record_step
+
+    counts: dict[str, int] = {}
+
+    def make_step() -> Step:
+        network = _build(transformers, _SHAPES[model], seq, attention)
+        counts["parameters"] = sum(part.numel() for part in network.parameters())
+        if peft is not None:
+            network = _with_adapters(peft, network)
+        if checkpoint:
+            _enable_checkpointing(network)
+        trained = [part for part in network.parameters() if part.requires_grad]
+        counts["trainable_parameters"] = sum(part.numel() for part in trained)
+        optimizer = _optimizer(mode, trained)
+        micro_batches = [
+            torch.randint(_SHAPES[model].vocabulary, (batch, seq)) for _ in range(accumulate)
+        ]
+
+        def step() -> None:
+            for tokens in micro_batches:
+                loss = network(input_ids=tokens, labels=tokens).loss / accumulate
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    trace = record_step(
+        make_step,
+        name=f"{model}-{mode}",
+        source=f"recorded with torch {torch.__version__}, transformers {transformers.__version__}",
+        progress=progress,
+    )
+    metadata: dict[str, str | int | float] = {
+        "model": model,
+        "mode": mode,
+        "batch": batch,
+        "seq": seq,
+        "accumulate": accumulate,
+        "checkpoint": int(checkpoint),
+        "attention": attention,
+        **counts,
+    }
+    return replace(trace, metadata=metadata)
+
+
+def _check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    choices = list(choices)
+    if value in choices:
+        return
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else "."
+    raise TraceError(f"unknown {name} {value!r}{hint} Known: {', '.join(choices)}")
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise TraceError(
+            f"this trace needs {name}, which cannot be imported ({error}): "
+            "pip install 'umem[examples]'"
+        ) from error
+
+
+def _build(transformers: Any, shape: _Shape, seq: int, attention: str) -> Any:
+    import torch
+
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        max_position_embeddings=max(seq, 4096),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    if attention == "sdpa":
+        # Where a mask is all ones, transformers leaves it out and the kernel runs as causal. To
+        # find that out it reads the mask, except where tensors have no data: then it keeps the
+        # mask. An implementation that has no function for masks gets none.
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        transformers.AttentionInterface.register(_CAUSAL_SDPA, sdpa_attention_forward)
+        attention = _CAUSAL_SDPA
+    network = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation=attention
+    )
+    return network.train()
+
+
+def _with_adapters(peft: Any, network: Any) -> Any:
+    adapters = peft.LoraConfig(
+        r=LORA_RANK,
+        lora_alpha=2 * LORA_RANK,
+        target_modules=list(LORA_TARGETS),
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        # transformers renames what PEFT still calls, and what releases since 4.56 share.
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(network, adapters)
+
+
+def _enable_checkpointing(network: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        network.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+
+
+def _optimizer(mode: str, trained: list[torch.Tensor]) -> torch.optim.Optimizer:
+    import torch
+
+    from umem.capture.offline.master_adamw import MasterAdamW
+
+    if mode == "sft":
+        return MasterAdamW(trained, lr=1e-5)
+    return torch.optim.AdamW(trained, lr=1e-4, fused=True)

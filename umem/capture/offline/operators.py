@@ -1,0 +1,327 @@
+"""What an operator does to memory, read from its schema."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from umem.core.classes import TensorClass
+from umem.trace import Access, PhaseKind, Precision
+
+__all__ = [
+    "BEFORE",
+    "Operator",
+    "Storage",
+    "Storages",
+    "Uses",
+    "describe_operator",
+    "operator_flops",
+    "operator_precision",
+    "phase_kind",
+    "split_launches",
+    "tensors_in",
+]
+
+Uses = list[tuple[torch.Tensor, Access]]
+
+# In-place operators that do not read what they write.
+_OVERWRITES = frozenset(
+    (
+        *("_foreach_copy_", "_foreach_zero_", "bernoulli_", "cauchy_", "copy_", "exponential_"),
+        *("fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_", "zero_"),
+    )
+)
+# These hand out memory and do not touch it.
+_ALLOCATES = frozenset(
+    ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"]
+)
+# These read as many elements of their first argument as they return, not the whole of it.
+_GATHERS = frozenset(["embedding", "gather", "index", "index_select", "take"])
+# Running statistics are updated, which the schemas of these do not say.
+_BATCH_NORMS = frozenset(["cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"])
+
+_COPIES = frozenset(["_to_copy", "clone", "copy_"])
+_ZEROS = frozenset(["new_zeros", "zero_", "zeros", "zeros_like"])
+_FILLS = frozenset(["fill", "fill_", "full", "full_like", "new_full"])
+
+# torch/csrc of multi_tensor_apply (aten/src/ATen/native/cuda/MultiTensorApply.cuh): elements per
+# block, and blocks per launch.
+_BLOCK_ELEMENTS = 65_536
+_LAUNCH_BLOCKS = 320
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is the same for all calls of an operator."""
+
+    name: str
+    """Such as ``aten.mm``."""
+    base: str
+    """Such as ``mm``."""
+    arguments: tuple[tuple[str, Access], ...]
+    """Names of the arguments, in order, and how each is used if it is a tensor."""
+    is_data_op: bool
+    """Neither hands out untouched memory nor changes a tensor's shape alone."""
+    is_split: bool
+    """Works through lists of tensors, position by position."""
+
+    def groups(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Access]]:
+        """The arguments of a call that hold tensors, and how each is used."""
+        for position, (name, access) in enumerate(self.arguments):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor | list | tuple):
+                yield value, self._access(name, access, args, kwargs)
+
+    def touched_bytes(
+        self, position: int, tensor: torch.Tensor, results: Sequence[torch.Tensor]
+    ) -> int:
+        """Bytes that a call reads or writes of the tensor at a position among its uses."""
+        nbytes = tensor.numel() * tensor.itemsize
+        if position == 0 and self.base in _GATHERS:
+            return min(nbytes, sum(result.numel() * result.itemsize for result in results))
+        return nbytes
+
+    def _access(
+        self, name: str, access: Access, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Access:
+        if name == "grads" and kwargs.get("grad_scale") is None:
+            # Fused optimizers write gradients only to take back a scaling, whatever they declare.
+            return Access.READ
+        if self.base in _BATCH_NORMS and name.startswith("running_"):
+            position = [argument for argument, _ in self.arguments].index("training")
+            return Access.READ | Access.WRITE if args[position] else Access.READ
+        return access
+
+
+@functools.cache
+def describe_operator(func: Any) -> Operator:
+    """Read an operator's schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        # A higher-order operator has none. It is functional: it reads what it is given.
+        operands = tuple((f"operand {position}", Access.READ) for position in range(64))
+        return Operator(str(func), str(func), operands, is_data_op=True, is_split=False)
+    base = schema.name.partition("::")[2]
+    arguments: list[tuple[str, Access]] = []
+    is_split = base.startswith("_foreach_")
+    for argument in schema.arguments:
+        access = Access.READ
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            overwrites = argument.is_out or base in _OVERWRITES
+            access = Access.WRITE if overwrites else Access.READ | Access.WRITE
+            is_split |= isinstance(argument.type, torch.ListType)
+        arguments.append((argument.name, access))
+    return Operator(
+        name=f"{func.namespace}.{base}",
+        base=base,
+        arguments=tuple(arguments),
+        is_data_op=base not in _ALLOCATES and torch.Tag.inplace_view not in func.tags,
+        is_split=is_split,
+    )
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Tensors of an argument or result, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def split_launches(
+    groups: Sequence[tuple[Any, Access]], result: object
+) -> Iterator[tuple[Uses, list[torch.Tensor]]]:
+    """Split a call on lists of tensors into launches: uses and results of each.
+
+    The kernels go through the lists in launches of limited size, so not everything has to be on
+    the device at once. Positions share a launch while their blocks fit into it; a tensor with more
+    blocks than that takes several launches, which are one here.
+    """
+    lists = [(value, access) for value, access in groups if isinstance(value, list | tuple)]
+    shared = [(value, access) for value, access in groups if isinstance(value, torch.Tensor)]
+    results = list(result) if isinstance(result, list | tuple) else []
+    count = max((len(value) for value, _ in lists), default=0)
+    start = blocks = 0
+    for position in range(count + 1):
+        more = 0
+        if position < count:
+            numel = max(value[position].numel() for value, _ in lists if position < len(value))
+            more = -(-numel // _BLOCK_ELEMENTS)
+        if position == count or (position > start and blocks + more > _LAUNCH_BLOCKS):
+            uses = [(tensor, access) for value, access in lists for tensor in value[start:position]]
+            if uses:
+                yield uses + shared, results[start:position]
+            start, blocks = position, 0
+        blocks += more
+
+
+def phase_kind(operator: Operator, args: Sequence[Any], result: object) -> PhaseKind:
+    """What an operator runs on the device, as a profiler would name it."""
+    if operator.base == "lift_fresh":  # a Python number or list that becomes a tensor
+        return PhaseKind.MEMCPY
+    if operator.base in _COPIES:
+        source = args[1] if operator.base == "copy_" else args[0]
+        if isinstance(result, torch.Tensor) and _same_layout(source, result):
+            return PhaseKind.MEMCPY
+    if operator.base in _ZEROS:
+        return PhaseKind.MEMSET
+    if operator.base in _FILLS and isinstance(args[1], int | float) and args[1] == 0:
+        return PhaseKind.MEMSET
+    return PhaseKind.KERNEL
+
+
+def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
+    """Both are the same run of bytes, up to their address."""
+    if source.dtype != result.dtype or source.shape != result.shape:
+        return False
+    if source.stride() != result.stride():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(result.stride(), result.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# Arithmetic of one operator: how many floating-point operations, and in which precision.
+
+_aten = torch.ops.aten
+
+# torch counts the attention kernels of GPUs; the one for the CPU takes the same leading arguments.
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+_PRECISION = {
+    torch.float16: Precision.FP16,
+    torch.bfloat16: Precision.BF16,
+    torch.float8_e4m3fn: Precision.FP8,
+    torch.float8_e4m3fnuz: Precision.FP8,
+    torch.float8_e5m2: Precision.FP8,
+    torch.float8_e5m2fnuz: Precision.FP8,
+}
+
+
+def operator_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: object) -> float:
+    """Count the floating-point operations of one call, as :mod:`torch.utils.flop_counter` does.
+
+    An addition and a multiplication count separately. Operators without a formula there, such as
+    element-wise ones, count 0: their time is that of memory. Causal attention counts half of what
+    torch says, because its kernels skip the blocks above the diagonal.
+    """
+    packet = getattr(func, "overloadpacket", func)
+    formula = _FORMULAS.get(packet)
+    if formula is None:
+        return 0.0
+    flops = float(formula(*args, **kwargs, out_val=result))
+    return flops / 2 if _is_causal(func, args, kwargs) else flops
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    for position, argument in enumerate(schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[position] if position < len(args) else kwargs.get("is_causal"))
+    return False
+
+
+def operator_precision(dtype: torch.dtype) -> Precision:
+    """The precision of an operator whose first floating-point tensor has this type.
+
+    float32 runs in TF32 where :func:`torch.set_float32_matmul_precision` allows it.
+    """
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return Precision.TF32
+    return _PRECISION.get(dtype, Precision.FP32)
+
+
+# Which memory a training step uses, and when: one record for each storage.
+#
+# A tensor is a view of a storage; views share it. Memory is allocated and freed by the storage, so
+# that is what a trace calls a tensor.
+
+BEFORE = -1
+"""Birth of a storage that was there before the step."""
+
+
+@dataclass(slots=True)
+class Storage:
+    """One storage of the step; phases are numbers in the order of the step."""
+
+    name: str
+    bytes: int
+    tensor_class: TensorClass
+    born: int
+    """First phase that it is there for, or :data:`BEFORE`."""
+    died: int | None = None
+    """First phase that it is gone for; None while it lives."""
+    first_access: Access | None = None
+
+
+class Storages:
+    """All storages seen, in the order of their numbers.
+
+    Parameters
+    ----------
+    clock
+        Gives the number of the next phase.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.records: list[Storage] = []
+        self._clock = clock
+        # By address of the C++ storage, which is its own until the reference's callback has run.
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """Number of the storage behind a tensor, or None for one not seen yet."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
+
+    def add(
+        self, tensor: torch.Tensor, name: str, tensor_class: TensorClass, born: int
+    ) -> int | None:
+        """Follow the storage behind a tensor from now on; None for one without bytes.
+
+        One that is known already keeps its record, with the bytes that it has now if they are
+        more: a storage can be resized.
+        """
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return None
+        key = storage._cdata
+        known = self._live.get(key)
+        if known is not None:
+            record = self.records[known[0]]
+            record.bytes = max(record.bytes, nbytes)
+            return known[0]
+        number = len(self.records)
+        self.records.append(Storage(name, nbytes, tensor_class, born))
+
+        def note_death(_: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._live[key]
+            self.records[number].died = self._clock()
+
+        self._live[key] = (number, weakref.ref(storage, note_death))
+        return number
+
+    def live(self) -> Iterator[Storage]:
+        """Records of the storages that are there now."""
+        return (self.records[number] for number, _ in list(self._live.values()))

@@ -1,0 +1,1 @@
+"""Tensor classes, errors, units, schedule and report, which all rooms share."""

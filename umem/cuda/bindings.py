@@ -1,0 +1,472 @@
+"""Every foreign call of umem's Python side: CUDA's runtime and driver, and NVML.
+
+Three generations of cuda-python are in use. Since 13.0 the prefetch and advice calls take a
+location; 12.2 to 12.9 have that form under a ``_v2`` name; before, and on drivers older than
+CUDA 12.2, they take a device number, with -1 for the host. The rest of umem sees one form.
+
+Operations go through the runtime, which makes the primary context current in any thread that
+calls. Questions about the machine go through the driver and NVML, which create no context:
+they are asked before torch starts CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+from umem.core.errors import CudaError, NativeLibraryError, UnsupportedError
+from umem.cuda.targets import Location, Range
+
+__all__ = [
+    "accessed_by",
+    "advise",
+    "allocate_managed",
+    "bindings_version",
+    "device_attribute",
+    "device_count",
+    "device_name",
+    "device_pci_address",
+    "device_total_bytes",
+    "discard",
+    "discard_and_prefetch",
+    "driver_release",
+    "driver_version",
+    "free",
+    "is_read_mostly",
+    "last_prefetch_location",
+    "memory_type",
+    "nvml_memory_bytes",
+    "nvml_nvlink_c2c",
+    "nvml_pcie_link",
+    "nvml_sm_clock_mhz",
+    "preferred_location",
+    "prefetch",
+    "prefetch_batch",
+]
+
+_CUDA_12_2 = 12020
+"""First driver with locations (``cuMemPrefetchAsync_v2``), in CUDA's own version coding."""
+
+_CUDA_13 = 13000
+"""First driver with the batch calls, discard among them."""
+
+_HOST_DEVICE_NUMBER = -1  # cudaCpuDeviceId
+_INVALID_DEVICE_NUMBER = -2  # cudaInvalidDeviceId
+
+_LOCATION_TYPES = {
+    "device": "cudaMemLocationTypeDevice",
+    "host": "cudaMemLocationTypeHost",
+    "host_numa": "cudaMemLocationTypeHostNuma",
+    "host_numa_current": "cudaMemLocationTypeHostNumaCurrent",
+}
+
+# CUmemLocationType and CUmem_range_attribute of cuda.h.
+_DEVICE_TYPE, _HOST_TYPE, _HOST_NUMA_TYPE = 1, 2, 3
+_READ_MOSTLY, _PREFERRED, _ACCESSED_BY, _LAST_PREFETCH = 1, 2, 3, 4
+_PREFERRED_TYPE, _PREFERRED_NUMBER = 5, 6
+_LAST_PREFETCH_TYPE, _LAST_PREFETCH_NUMBER = 7, 8
+
+_NVML_CLOCK_SM = 1  # nvmlClockType_t of nvml.h
+
+
+# ---- the libraries -------------------------------------------------------------------------
+
+
+@cache
+def _modules() -> tuple[Any, Any]:
+    """Import cuda-python's (runtime, driver); `NativeLibraryError` when it is not installed."""
+    try:
+        from cuda.bindings import driver, runtime
+    except ImportError as error:
+        try:
+            # Before 12.6.1 the modules had these names.
+            from cuda import cuda as driver
+            from cuda import cudart as runtime
+        except ImportError:
+            raise NativeLibraryError(
+                f"umem.cuda needs cuda-python, which cannot be imported ({error}); install it "
+                "with: pip install 'umem[cuda13]' (or 'umem[cuda12]' for a CUDA 12 torch)"
+            ) from error
+    return runtime, driver
+
+
+def _runtime() -> Any:
+    return _modules()[0]
+
+
+def _driver() -> Any:
+    return _modules()[1]
+
+
+@cache
+def _libcuda() -> ctypes.CDLL:
+    """Load the driver's library, for the one call that cuda-python does not offer in full."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuMemRangeGetAttribute.restype = ctypes.c_int
+    library.cuMemRangeGetAttribute.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_ulonglong,
+        ctypes.c_size_t,
+    ]
+    return library
+
+
+@cache
+def _nvml() -> ctypes.CDLL | None:
+    """Load and start NVML; None where it is not installed, as in some containers and under WSL."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return library if library.nvmlInit_v2() == 0 else None
+
+
+def _call_runtime(name: str, *arguments: Any, subject: str = "") -> Any:
+    """Call one function of the runtime; its result, or `CudaError` naming call and cause."""
+    runtime = _runtime()
+    error, *values = getattr(runtime, name)(*arguments)
+    if int(error) != 0:
+        code = runtime.cudaError_t(error)
+        cuda_name = runtime.cudaGetErrorName(code)[1].decode()
+        description = runtime.cudaGetErrorString(code)[1].decode()
+        raise CudaError(_failure(name, subject, cuda_name, int(error), description))
+    return values[0] if values else None
+
+
+def _check_driver(name: str, error: Any, subject: str = "") -> None:
+    if int(error) != 0:
+        driver = _driver()
+        code = driver.CUresult(error)
+        cuda_name = driver.cuGetErrorName(code)[1].decode()
+        description = driver.cuGetErrorString(code)[1].decode()
+        raise CudaError(_failure(name, subject, cuda_name, int(error), description))
+
+
+def _failure(call: str, subject: str, name: str, number: int, description: str) -> str:
+    of = f" for {subject}" if subject else ""
+    return f"{call} failed{of}: {name} ({number}): {description}"
+
+
+def _call_driver(name: str, *arguments: Any, subject: str = "") -> Any:
+    error, *values = getattr(_driver(), name)(*arguments)
+    _check_driver(name, error, subject)
+    return values[0] if values else None
+
+
+# ---- versions ------------------------------------------------------------------------------
+
+
+@cache
+def driver_version() -> int:
+    """Return the newest CUDA that the driver serves, as 1000 * major + 10 * minor.
+
+    Raises
+    ------
+    UnsupportedError
+        Without an NVIDIA driver.
+    """
+    try:
+        return int(_call_driver("cuDriverGetVersion"))
+    except CudaError:
+        raise
+    except RuntimeError as error:
+        # cuda-python's own way to say that libcuda.so.1 cannot be loaded.
+        raise UnsupportedError(
+            f"no NVIDIA driver on this machine ({error}); install NVIDIA's driver, or start the "
+            "container with --gpus all"
+        ) from error
+
+
+@cache
+def bindings_version() -> int:
+    """Return the CUDA that cuda-python was built for, as 1000 * major + 10 * minor."""
+    return int(_call_runtime("cudaRuntimeGetVersion"))
+
+
+def _start_driver() -> None:
+    """Initialise the driver, which creates no context; fails plainly where there is none."""
+    driver_version()
+    error = int(_driver().cuInit(0)[0])
+    if error == int(_driver().CUresult.CUDA_ERROR_NO_DEVICE):
+        raise UnsupportedError("the driver sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES")
+    _check_driver("cuInit", error)
+
+
+# ---- the machine ---------------------------------------------------------------------------
+
+
+def device_count() -> int:
+    """Count the devices this process sees (CUDA_VISIBLE_DEVICES applies)."""
+    _start_driver()
+    return int(_call_driver("cuDeviceGetCount"))
+
+
+def _device(number: int) -> Any:
+    return _call_driver("cuDeviceGet", number, subject=f"device {number}")
+
+
+def device_name(number: int) -> str:
+    """Return the device's marketing name."""
+    raw = _call_driver("cuDeviceGetName", 256, _device(number), subject=f"device {number}")
+    return bytes(raw).split(b"\0", 1)[0].decode()
+
+
+def device_total_bytes(number: int) -> int:
+    """Return the device's memory in bytes."""
+    return int(_call_driver("cuDeviceTotalMem", _device(number), subject=f"device {number}"))
+
+
+def device_attribute(number: int, name: str) -> int:
+    """Return one device attribute by its name in ``CUdevice_attribute``, less the prefix."""
+    attribute = getattr(_driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    subject = f"{name} of device {number}"
+    return int(_call_driver("cuDeviceGetAttribute", attribute, _device(number), subject=subject))
+
+
+def device_pci_address(number: int) -> str:
+    """Return the device's address on PCI, which CUDA and NVML agree on."""
+    raw = _call_driver("cuDeviceGetPCIBusId", 32, _device(number), subject=f"device {number}")
+    return bytes(raw).split(b"\0", 1)[0].decode()
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = [
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    ]
+
+
+def _nvml_handle(library: ctypes.CDLL, pci_address: str) -> ctypes.c_void_p | None:
+    handle = ctypes.c_void_p()
+    found = library.nvmlDeviceGetHandleByPciBusId_v2(pci_address.encode(), ctypes.byref(handle))
+    return handle if found == 0 else None
+
+
+def _nvml_number(pci_address: str, name: str, *which: int) -> int | None:
+    """Return one unsigned number of a device; None where NVML or the device lacks it."""
+    library = _nvml()
+    handle = None if library is None else _nvml_handle(library, pci_address)
+    function = getattr(library, name, None)
+    if handle is None or function is None:
+        return None
+    value = ctypes.c_uint()
+    return int(value.value) if function(handle, *which, ctypes.byref(value)) == 0 else None
+
+
+def driver_release() -> str | None:
+    """Return the driver's release ("580.159"), None without NVML."""
+    library = _nvml()
+    if library is None:
+        return None
+    text = ctypes.create_string_buffer(96)
+    failed = library.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text)))
+    return None if failed else text.value.decode()
+
+
+def nvml_memory_bytes(pci_address: str) -> tuple[int, int] | None:
+    """Return (total, free) bytes of the whole card, None where NVML cannot say."""
+    library = _nvml()
+    handle = None if library is None else _nvml_handle(library, pci_address)
+    if library is None or handle is None:
+        return None
+    memory = _NvmlMemory()
+    if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+        return None
+    return int(memory.total), int(memory.free)
+
+
+def nvml_pcie_link(pci_address: str) -> tuple[int, int] | None:
+    """Return (generation, lanes) that card and slot can do, None where NVML cannot say."""
+    generation = _nvml_number(pci_address, "nvmlDeviceGetMaxPcieLinkGeneration")
+    lanes = _nvml_number(pci_address, "nvmlDeviceGetMaxPcieLinkWidth")
+    return None if generation is None or lanes is None else (generation, lanes)
+
+
+def nvml_nvlink_c2c(pci_address: str) -> bool | None:
+    """Tell whether NVLink-C2C joins the card to its CPU, None where NVML cannot say."""
+    enabled = _nvml_number(pci_address, "nvmlDeviceGetC2cModeInfoV")
+    return None if enabled is None else enabled != 0
+
+
+def nvml_sm_clock_mhz(pci_address: str) -> int | None:
+    """Return the SM clock of this moment in MHz, None where NVML cannot say."""
+    return _nvml_number(pci_address, "nvmlDeviceGetClockInfo", _NVML_CLOCK_SM)
+
+
+# ---- memory --------------------------------------------------------------------------------
+
+
+def memory_type(address: int) -> str:
+    """Return what CUDA calls the memory at `address`: ``cudaMemoryTypeManaged``, and so on."""
+    _start_driver()
+    attributes = _call_runtime("cudaPointerGetAttributes", address, subject=f"{address:#x}")
+    return str(_runtime().cudaMemoryType(attributes.type).name)
+
+
+def allocate_managed(size_bytes: int) -> int:
+    """Managed memory of the driver's own, which no allocator knows; its address."""
+    every_stream = _runtime().cudaMemAttachGlobal
+    subject = f"{size_bytes} bytes"
+    return int(_call_runtime("cudaMallocManaged", size_bytes, every_stream, subject=subject))
+
+
+def free(address: int) -> None:
+    """Give it back."""
+    _call_runtime("cudaFree", address, subject=f"{address:#x}")
+
+
+def prefetch(range_: Range, location: Location, stream: int) -> None:
+    """Queue the migration of a range."""
+    subject = f"{range_} to {location}"
+    place = range_.address, range_.size_bytes
+    name = _location_form("cudaMemPrefetchAsync")
+    if name is None:
+        device = _device_number(location)
+        _call_runtime("cudaMemPrefetchAsync", *place, device, stream, subject=subject)
+    else:
+        _call_runtime(name, *place, _location(location), 0, stream, subject=subject)
+
+
+def advise(range_: Range, advice: str, location: Location) -> None:
+    """Give advice by its name in ``cudaMemoryAdvise``, less the prefix ``cudaMemAdvise``."""
+    subject = f"{advice}, {location}, {range_}"
+    value = getattr(_runtime().cudaMemoryAdvise, f"cudaMemAdvise{advice}")
+    place = range_.address, range_.size_bytes
+    name = _location_form("cudaMemAdvise")
+    if name is None:
+        device = _device_number(location)
+        _call_runtime("cudaMemAdvise", *place, value, device, subject=subject)
+    else:
+        _call_runtime(name, *place, value, _location(location), subject=subject)
+
+
+def prefetch_batch(ranges: Sequence[Range], locations: Sequence[Location], stream: int) -> None:
+    """Queue several migrations, the n-th range to the n-th location, in one call."""
+    _require_batch("cudaMemPrefetchBatchAsync", "call prefetch once per target")
+    _call_batch("cudaMemPrefetchBatchAsync", ranges, locations, stream)
+
+
+def discard(range_: Range, stream: int) -> None:
+    """Queue the discarding of a range's contents."""
+    name = "cudaMemDiscardBatchAsync"
+    _require_batch(name, "leave the discard out: it saves a migration, no more")
+    place = [range_.address], [range_.size_bytes], 1
+    _call_runtime(name, *place, 0, stream, subject=str(range_))
+
+
+def discard_and_prefetch(range_: Range, location: Location, stream: int) -> None:
+    """Queue discard and migration of one range: the destination's pages hold nothing."""
+    name = "cudaMemDiscardAndPrefetchBatchAsync"
+    _require_batch(name, "call prefetch alone: it moves the old contents too")
+    _call_batch(name, [range_], [location], stream)
+
+
+def is_read_mostly(range_: Range) -> bool:
+    """Tell whether every page of the range has read-mostly advice."""
+    return _range_attribute(_READ_MOSTLY, range_, 1)[0] == 1
+
+
+def preferred_location(range_: Range) -> Location | None:
+    """Return the preferred location that all pages share; None where they share none."""
+    return _range_location(range_, _PREFERRED, _PREFERRED_TYPE, _PREFERRED_NUMBER)
+
+
+def last_prefetch_location(range_: Range) -> Location | None:
+    """Return where all pages were last prefetched to; None where they share no such place."""
+    return _range_location(range_, _LAST_PREFETCH, _LAST_PREFETCH_TYPE, _LAST_PREFETCH_NUMBER)
+
+
+def accessed_by(range_: Range) -> tuple[Location, ...]:
+    """Return the processors that all pages have accessed-by advice for."""
+    # Every device and the host; unused places are filled with the invalid device's number.
+    numbers = _range_attribute(_ACCESSED_BY, range_, device_count() + 1)
+    return tuple(_numbered(number) for number in numbers if number != _INVALID_DEVICE_NUMBER)
+
+
+def _location_form(name: str) -> str | None:
+    """Return the name under which a call takes a location, None where it takes a device number."""
+    if bindings_version() >= _CUDA_13:
+        return name
+    if driver_version() >= _CUDA_12_2 and hasattr(_runtime(), f"{name}_v2"):
+        return f"{name}_v2"
+    return None
+
+
+def _location(location: Location) -> Any:
+    runtime = _runtime()
+    native = runtime.cudaMemLocation()
+    native.type = getattr(runtime.cudaMemLocationType, _LOCATION_TYPES[location.kind])
+    native.id = location.number
+    return native
+
+
+def _device_number(location: Location) -> int:
+    if location.kind == "device":
+        return location.number
+    if location.kind == "host":
+        return _HOST_DEVICE_NUMBER
+    raise UnsupportedError(
+        f"{location} needs a driver for CUDA 12.2 or newer and cuda-python 12.2 or newer; "
+        "update them, or use Location.host()"
+    )
+
+
+def _numbered(number: int) -> Location:
+    return Location.host() if number == _HOST_DEVICE_NUMBER else Location.device(number)
+
+
+def _require_batch(name: str, instead: str) -> None:
+    if driver_version() < _CUDA_13:
+        raise UnsupportedError(f"{name} needs a driver for CUDA 13 (580 or newer); {instead}")
+    if not hasattr(_runtime(), name):
+        raise UnsupportedError(
+            f"{name} needs cuda-python 13, and this one is for CUDA "
+            f"{bindings_version() // 1000}; {instead}"
+        )
+
+
+def _call_batch(
+    name: str, ranges: Sequence[Range], locations: Sequence[Location], stream: int
+) -> None:
+    # The call wants each location once per run of ranges, with the index where the run starts.
+    runs = [next(group) for _, group in groupby(enumerate(locations), key=lambda item: item[1])]
+    _call_runtime(
+        name,
+        [range_.address for range_ in ranges],
+        [range_.size_bytes for range_ in ranges],
+        len(ranges),
+        [_location(location) for _, location in runs],
+        [start for start, _ in runs],
+        len(runs),
+        0,
+        stream,
+        subject=f"{len(ranges)} ranges, the first {ranges[0]} to {locations[0]}",
+    )
+
+
+def _range_attribute(attribute: int, range_: Range, count: int) -> list[int]:
+    # Not through cuda-python: up to 13.0 it refuses the attributes that come in two parts.
+    values = (ctypes.c_int * count)()
+    error = _libcuda().cuMemRangeGetAttribute(
+        values, ctypes.sizeof(values), attribute, range_.address, range_.size_bytes
+    )
+    _check_driver("cuMemRangeGetAttribute", error, subject=str(range_))
+    return list(values)
+
+
+def _range_location(range_: Range, whole: int, type_: int, number: int) -> Location | None:
+    if driver_version() < _CUDA_12_2:
+        device = _range_attribute(whole, range_, 1)[0]
+        return None if device == _INVALID_DEVICE_NUMBER else _numbered(device)
+    kind = _range_attribute(type_, range_, 1)[0]
+    if kind == _DEVICE_TYPE:
+        return Location.device(_range_attribute(number, range_, 1)[0])
+    if kind == _HOST_NUMA_TYPE:
+        return Location.host_numa(_range_attribute(number, range_, 1)[0])
+    return Location.host() if kind == _HOST_TYPE else None

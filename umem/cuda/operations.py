@@ -1,0 +1,333 @@
+"""What a program can ask of managed memory, checked before CUDA hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, StrEnum
+from typing import Any
+
+from umem.cuda import bindings as _bindings
+from umem.cuda.targets import Location, Range, as_range, as_stream, whole_pages
+
+__all__ = [
+    "Advice",
+    "accessed_by",
+    "advise",
+    "discard",
+    "discard_and_prefetch",
+    "is_read_mostly",
+    "last_prefetch_location",
+    "preferred_location",
+    "prefetch",
+    "prefetch_batch",
+    "unadvise",
+]
+
+# cudaStreamLegacy: the default stream under its other name.
+_LEGACY_STREAMS = (0, 1)
+
+
+class Advice(StrEnum):
+    """Standing advice on a range, each with an opposite through :func:`unadvise`."""
+
+    READ_MOSTLY = "ReadMostly"
+    """Mostly read: every processor that reads gets a copy of its own."""
+
+    PREFERRED_LOCATION = "PreferredLocation"
+    """Where the pages should stay when they have a choice."""
+
+    ACCESSED_BY = "AccessedBy"
+    """A processor that should have the pages mapped, wherever they are."""
+
+
+def prefetch(target: Any, location: Location, *, stream: Any) -> None:
+    """Migrate `target` to `location`, in the order of `stream`.
+
+    Parameters
+    ----------
+    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
+        Managed memory; tensors and arrays contiguous. The driver rounds outwards to pages.
+    location : Location
+        Where the pages should be.
+    stream : int, torch.cuda.Stream, or an object with ``__cuda_stream__``
+        The stream to queue on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a target that is empty, not contiguous, or not in managed memory.
+    umem.core.errors.UnsupportedError
+        Without a driver or a GPU, or for a location that the driver does not know.
+    umem.core.errors.CudaError
+        When CUDA refuses.
+
+    Warnings
+    --------
+    The call is asynchronous only on an idle stream: behind queued work it blocks the calling
+    thread until that work is done, and towards the host it returns when the pages have moved.
+
+    Examples
+    --------
+    >>> prefetch(weight, Location.device(0), stream=torch.cuda.current_stream())
+    """
+    handle = as_stream(stream)
+    range_ = _managed(as_range(target), location)
+    _bindings.prefetch(range_, location, handle)
+
+
+def prefetch_batch(
+    targets: Sequence[Any], locations: Location | Sequence[Location], *, stream: Any
+) -> None:
+    """Migrate several targets in one call, in no set order among themselves.
+
+    Parameters
+    ----------
+    targets : sequence
+        As in :func:`prefetch`, at least one.
+    locations : Location or sequence of Location
+        One for all targets, or one for each.
+    stream : int, torch.cuda.Stream, or an object with ``__cuda_stream__``
+        The stream to queue on; not the default stream, which CUDA does not allow here.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`prefetch`; also for no targets, numbers that differ, or the default stream.
+    umem.core.errors.UnsupportedError
+        As :func:`prefetch`; also where driver or cuda-python is older than CUDA 13.
+    umem.core.errors.CudaError
+        When CUDA refuses.
+
+    Examples
+    --------
+    >>> prefetch_batch([q, k, v], Location.device(0), stream=torch.cuda.Stream())
+    """
+    handle = _own_stream(stream)
+    ranges = [as_range(target) for target in targets]
+    if not ranges:
+        raise ValueError("prefetch_batch needs at least one target")
+    places = [locations] * len(ranges) if isinstance(locations, Location) else list(locations)
+    if len(places) != len(ranges):
+        raise ValueError(
+            f"{len(ranges)} targets and {len(places)} locations; pass one location for all, or "
+            "one for each target"
+        )
+    ranges = [_managed(range_, place) for range_, place in zip(ranges, places, strict=True)]
+    _bindings.prefetch_batch(ranges, places, handle)
+
+
+def advise(target: Any, advice: Advice, location: Location | None = None) -> None:
+    """Give the driver standing advice on `target`; nothing moves.
+
+    Parameters
+    ----------
+    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
+        As in :func:`prefetch`.
+    advice : Advice
+        What to advise.
+    location : Location, optional
+        Required for `PREFERRED_LOCATION`, and for `ACCESSED_BY`, where it is a device or the
+        host as a whole; `READ_MOSTLY` has none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`prefetch`; also for a location that the advice lacks or cannot have.
+    umem.core.errors.UnsupportedError, umem.core.errors.CudaError
+        As :func:`prefetch`.
+
+    Examples
+    --------
+    >>> advise(moments, Advice.PREFERRED_LOCATION, Location.host())
+    >>> advise(moments, Advice.ACCESSED_BY, Location.device(0))
+    """
+    needed = advice is not Advice.READ_MOSTLY
+    place = _advice_location("advise", advice, location, needed=needed)
+    range_ = _managed(as_range(target), place)
+    _bindings.advise(range_, f"Set{advice.value}", place)
+
+
+def unadvise(target: Any, advice: Advice, location: Location | None = None) -> None:
+    """Take :func:`advise` back.
+
+    Parameters
+    ----------
+    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
+        As in :func:`prefetch`.
+    advice : Advice
+        What to take back.
+    location : Location, optional
+        Required for `ACCESSED_BY`; the others have none.
+
+    Raises
+    ------
+    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
+        As :func:`advise`.
+    """
+    needed = advice is Advice.ACCESSED_BY
+    place = _advice_location("unadvise", advice, location, needed=needed)
+    range_ = _managed(as_range(target), place)
+    _bindings.advise(range_, f"Unset{advice.value}", place)
+
+
+def discard(target: Any, *, stream: Any) -> None:
+    """Declare the contents of `target` dead: they need not be written back.
+
+    Only whole pages inside the target are discarded, so a neighbour that shares the first or
+    last page keeps its data. Until a page is written or prefetched again, reading it gives an
+    indeterminate value.
+
+    Parameters
+    ----------
+    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
+        As in :func:`prefetch`; at least one whole host page.
+    stream : int, torch.cuda.Stream, or an object with ``__cuda_stream__``
+        The stream to queue on; not the default stream, which CUDA does not allow here.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`prefetch`; also for a target without a whole page, or the default stream.
+    umem.core.errors.UnsupportedError
+        As :func:`prefetch`; also where driver or cuda-python is older than CUDA 13.
+    umem.core.errors.CudaError
+        When CUDA refuses.
+    """
+    handle = _own_stream(stream)
+    pages = _managed(whole_pages(as_range(target)), None)
+    _bindings.discard(pages, handle)
+
+
+def discard_and_prefetch(target: Any, location: Location, *, stream: Any) -> None:
+    """Put pages for `target` at `location` without moving their dead contents.
+
+    What :func:`discard` says of whole pages holds here; a shared first or last page moves
+    with its contents.
+
+    Parameters
+    ----------
+    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
+        As in :func:`discard`.
+    location : Location
+        Where the pages should be.
+    stream : int, torch.cuda.Stream, or an object with ``__cuda_stream__``
+        As in :func:`discard`.
+
+    Raises
+    ------
+    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
+        As :func:`discard`.
+    """
+    handle = _own_stream(stream)
+    range_ = as_range(target)
+    pages = whole_pages(range_)
+    _managed(range_, location)
+    _bindings.discard_and_prefetch(pages, location, handle)
+    if pages != range_:
+        _bindings.prefetch(range_, location, handle)
+
+
+def is_read_mostly(target: Any) -> bool:
+    """Tell whether every page of `target` has read-mostly advice.
+
+    Raises
+    ------
+    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
+        As :func:`prefetch`.
+    """
+    return _bindings.is_read_mostly(_managed(as_range(target), None))
+
+
+def preferred_location(target: Any) -> Location | None:
+    """Return the preferred location that all pages of `target` share, None where they share none.
+
+    Raises
+    ------
+    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
+        As :func:`prefetch`.
+    """
+    return _bindings.preferred_location(_managed(as_range(target), None))
+
+
+def last_prefetch_location(target: Any) -> Location | None:
+    """Return where all pages of `target` were last sent, None where they share no such place.
+
+    It tells of the last prefetch, not of faults and evictions since, and not whether the
+    prefetch is done.
+
+    Raises
+    ------
+    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
+        As :func:`prefetch`.
+
+    Examples
+    --------
+    >>> prefetch(weight, Location.host(), stream=0)
+    >>> last_prefetch_location(weight)
+    Location(kind='host', number=0)
+    """
+    return _bindings.last_prefetch_location(_managed(as_range(target), None))
+
+
+def accessed_by(target: Any) -> tuple[Location, ...]:
+    """Return the processors that every page of `target` has accessed-by advice for.
+
+    Raises
+    ------
+    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
+        As :func:`prefetch`.
+    """
+    return _bindings.accessed_by(_managed(as_range(target), None))
+
+
+def _own_stream(stream: Any) -> int:
+    handle = as_stream(stream)
+    if handle in _LEGACY_STREAMS:
+        raise ValueError(
+            "CUDA's batch calls do not take the default stream; pass a stream of your own, such "
+            "as torch.cuda.Stream()"
+        )
+    return handle
+
+
+def _advice_location(
+    verb: str, advice: Advice, location: Location | None, *, needed: bool
+) -> Location:
+    if not isinstance(advice, Advice):
+        raise TypeError(f"advice must be one of {_names(Advice)}, not {advice!r}")
+    if needed and location is None:
+        raise ValueError(f"{verb}(..., Advice.{advice.name}) needs a location")
+    if not needed and location is not None:
+        raise ValueError(f"{verb}(..., Advice.{advice.name}) takes no location, got {location}")
+    if advice is Advice.ACCESSED_BY and location is not None and "numa" in location.kind:
+        raise ValueError(
+            f"Advice.ACCESSED_BY is for a device or the host as a whole, not {location}; use "
+            "Location.host()"
+        )
+    # CUDA ignores the location of advice that has none; it must be a valid one all the same.
+    return Location.host() if location is None else location
+
+
+def _names(members: Iterable[Enum]) -> str:
+    return ", ".join(f"Advice.{member.name}" for member in members)
+
+
+def _managed(range_: Range, location: Location | None) -> Range:
+    """`range_` when it and `location` are fit for a driver call, an error otherwise."""
+    if location is not None and not isinstance(location, Location):
+        raise TypeError(
+            f"location must be a Location, not {location!r}; for example Location.device(0) or "
+            "Location.host()"
+        )
+    found = _bindings.memory_type(range_.address)
+    if found == "cudaMemoryTypeManaged":
+        return range_
+    # Memory from malloc: fit for these calls where the GPU can reach pageable memory.
+    if found == "cudaMemoryTypeUnregistered" and _bindings.device_attribute(
+        0, "PAGEABLE_MEMORY_ACCESS"
+    ):
+        return range_
+    raise ValueError(
+        f"{range_} are not managed memory: cudaPointerGetAttributes says {found}; allocate with "
+        "cudaMallocManaged, or enable a umem policy whose class has kind 'managed'"
+    )

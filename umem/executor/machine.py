@@ -1,0 +1,123 @@
+"""What an executor works with: a device, its hint engine, its figures and the policy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from umem.core.block_sizes import LARGE_BYTES
+from umem.hardware import Hardware, detect_hardware
+from umem.hardware.host_memory import host_memory_bytes
+from umem.offload import Mover
+from umem.policy import ResolvedPolicy
+from umem.runtime.hints import HintEngine
+from umem.runtime.state import runtime
+
+if TYPE_CHECKING:
+    from umem.runtime._native import Allocator
+
+__all__ = ["SMALLEST_BYTES", "Machine", "cuda_machine", "within_host"]
+
+SMALLEST_BYTES = LARGE_BYTES
+"""What moves has pages of its own; moving a smaller tensor would move its neighbours."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device and what moves its memory.
+
+    Parameters
+    ----------
+    device
+        Where the model trains.
+    engine
+        Moves pages.
+    hardware
+        What the planner reckons with.
+    policy
+        Budget, rules and planner.
+    allocator
+        Whose own way of keeping the budget is lifted while a plan runs; None where there is none.
+    mover
+        Copies activations; None for that of the device.
+    stream
+        Handle of the stream that the caller's thread works on.
+    """
+
+    device: torch.device
+    engine: HintEngine
+    hardware: Hardware
+    policy: ResolvedPolicy
+    allocator: Allocator | None
+    mover: Mover | None
+    stream: Callable[[], int]
+
+    @property
+    def index(self) -> int:
+        """Number of the device."""
+        return self.device.index or 0
+
+    def everything_fits(self) -> bool:
+        """Whether all tensors that the process has had at once so far fitted the budget together.
+
+        By the one figure that no program resets: torch's peaks begin anew whenever a loop wants.
+        """
+        if self.allocator is None:
+            return False
+        highest: int = self.allocator.stats(self.index)["highest_bytes"]
+        return highest <= (self.policy.device_budget_bytes or self.hardware.device_bytes)
+
+
+def within_host(
+    hardware: Hardware,
+    host_bytes: Callable[[], tuple[int, int] | None] = host_memory_bytes,
+) -> Hardware:
+    """A machine whose host memory is what is available now, so that no plan takes more.
+
+    Parameters
+    ----------
+    hardware
+        With all that the host has.
+    host_bytes
+        Tells the host's (total, available) memory in bytes, or None.
+    """
+    known = host_bytes()
+    if known is None:
+        return hardware
+    return replace(hardware, host_bytes=min(hardware.host_bytes, known[1]))
+
+
+def cuda_machine(device: int) -> Machine:
+    """A GPU of this process, under the policy that umem was enabled with.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled.
+    UnsupportedError, NativeLibraryError
+        If there can be no hints.
+    """
+    state = runtime()
+    engine = _process_engine()
+    engine.start(device)
+    return Machine(
+        device=torch.device("cuda", device),
+        engine=engine,
+        hardware=within_host(detect_hardware(device)),
+        policy=state.resolved,
+        allocator=state.allocator,
+        mover=None,
+        stream=lambda: torch._C._cuda_getCurrentRawStream(device),
+    )
+
+
+@functools.cache
+def _process_engine() -> HintEngine:
+    """One engine for all models of the process: they share the link."""
+    engine = HintEngine.on_cuda()
+    engine.listen_to_releases(runtime().allocator)
+    return engine

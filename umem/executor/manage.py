@@ -1,0 +1,214 @@
+"""`umem.manage`, and what all managers of the process come to together."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from umem.core.classes import TensorClass
+from umem.core.errors import EnableError, PlanError
+from umem.executor.machine import Machine, cuda_machine
+from umem.executor.manager import Manager
+from umem.executor.optimizer.partial_step import can_slice
+from umem.io.yaml_files import did_you_mean
+from umem.policy import PolicyPlanner
+from umem.runtime.hints import HintStatistics
+from umem.runtime.state import runtime
+from umem.trace import require_durations
+
+__all__ = ["current_statistics", "ideal_step_s", "manage", "manage_on", "managers", "residency"]
+
+_PLANNERS = ("planned", "lookahead", "fault")
+_managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.WeakKeyDictionary()
+"""Their hooks on model and optimizer keep them alive."""
+_by_default: weakref.WeakSet[Manager] = weakref.WeakSet()
+"""Those for which nothing was chosen, as where :func:`umem.enable` has made them."""
+
+
+def manage(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    planner: PolicyPlanner | None = None,
+    step_in_backward: bool = False,
+) -> Manager:
+    """Keep a training within the policy's device budget, by a plan of its own steps.
+
+    The next steps are recorded, then planned; from then on hints move memory ahead of need. Under
+    :func:`umem.enable` it happens by itself after the optimizer's first step; call it where there
+    is something to choose, or to see how it goes.
+
+    Parameters
+    ----------
+    model
+        On the GPU, as it is called in the training loop.
+    optimizer
+        Its steps are the steps.
+    planner
+        ``planned``, ``lookahead`` or ``fault``; by default the policy's.
+    step_in_backward
+        Once the plan runs, update each block's parameters in the backward pass, as soon as their
+        gradients are complete, and let go of these. All gradients and all of the optimizer's state
+        are never needed at once, and its migration hides behind the computation.
+        ``optimizer.step()`` then finds nothing to do. For trainings that do not look at gradients
+        between backward pass and step: no clipping, no accumulation, no gradient scaler. While the
+        first steps are recorded, it is looked at whether they do; if so, a warning says why the
+        step stays where it is.
+
+    Returns
+    -------
+    Manager
+        Its ``status()`` tells how it goes. A second call for the same optimizer returns the same
+        one, until that is closed. One for which nothing was chosen, such as the one that comes with
+        :func:`umem.enable`, gives way to another choice as long as no step was planned.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled, or the model is not on a GPU.
+    PlanError
+        For an unknown planner, or none; for `step_in_backward` where the optimizer does not update
+        each parameter by itself, or has parameters on several devices; and where the optimizer is
+        managed in another way, or with another model, already.
+
+    Examples
+    --------
+    >>> manager = umem.manage(model, optimizer)  # doctest: +SKIP
+    """
+    state = runtime()
+    devices = {parameter.device for parameter in model.parameters()}
+    devices = {device for device in devices if device.type == "cuda"}
+    if len(devices) != 1:
+        raise EnableError(
+            f"the model's parameters are on {len(devices)} GPUs: move it to one GPU before "
+            "umem.manage(model, optimizer)"
+        )
+    (device,) = devices
+    return manage_on(
+        model,
+        optimizer,
+        lambda: cuda_machine(device.index or 0),
+        planner,
+        step_in_backward=step_in_backward,
+        default_planner=state.resolved.planner,
+    )
+
+
+def manage_on(
+    model: nn.Module,
+    optimizer: Optimizer,
+    make_machine: Callable[[], Machine],
+    planner: PolicyPlanner | None,
+    *,
+    step_in_backward: bool = False,
+    default_planner: PolicyPlanner = "planned",
+) -> Manager:
+    """The same on any machine, which is made for a new manager only."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    chosen = planner or default_planner
+    if chosen not in _PLANNERS:
+        hint = did_you_mean(chosen, _PLANNERS) or "."
+        raise PlanError(
+            f"planner {chosen!r} runs no training{hint} Planners: {', '.join(_PLANNERS)}"
+        )
+    if step_in_backward:
+        _check_step_in_backward(optimizer)
+    reference = _managers.get(optimizer)
+    known = None if reference is None else reference()
+    if known is not None and not known.is_closed:
+        difference = _difference(known, model, planner, step_in_backward=step_in_backward)
+        if not difference:
+            return known
+        if known.model is not None and (known not in _by_default or known.status().plans):
+            raise PlanError(
+                f"this optimizer is managed {difference} already: call umem.manage so before the "
+                "first step, or close() the manager that the earlier call has returned "
+                "(umem.manage with the earlier arguments returns it too)"
+            )
+        known.close()
+    manager = Manager(model, optimizer, make_machine(), chosen, step_in_backward=step_in_backward)
+    _managers[optimizer] = weakref.ref(manager)
+    if planner is None and not step_in_backward:
+        _by_default.add(manager)
+    return manager
+
+
+def _check_step_in_backward(optimizer: Optimizer) -> None:
+    if not can_slice(optimizer):
+        raise PlanError(
+            f"step_in_backward: {type(optimizer).__name__} may look at several parameters at once. "
+            "It takes one of torch's own optimizers, and neither LBFGS nor a subclass"
+        )
+    # Autograd makes gradients of each device in a thread of its own, and the optimizer is one.
+    trained = (it for group in optimizer.param_groups for it in group["params"])
+    devices = sorted({str(it.device) for it in trained if it.requires_grad})
+    if len(devices) > 1:
+        raise PlanError(
+            f"step_in_backward: the optimizer's parameters are on {' and '.join(devices)}. Move "
+            "them to one device, or call umem.manage(model, optimizer) without it"
+        )
+
+
+def _difference(
+    known: Manager, model: nn.Module, planner: PolicyPlanner | None, *, step_in_backward: bool
+) -> str:
+    """In what way a manager is another one than asked for; empty where it is not."""
+    if known.model is not model:
+        return f"with another model, a {type(known.model).__name__},"
+    if planner is not None and planner != known.status().planner:
+        return f"with planner {known.status().planner!r}"
+    if step_in_backward and not known.wants_step_in_backward:
+        return "without step_in_backward"
+    return ""
+
+
+def managers() -> list[Manager]:
+    """All managers of the process that are not closed."""
+    found = [reference() for reference in _managers.values()]
+    return [manager for manager in found if manager is not None and not manager.is_closed]
+
+
+def current_statistics() -> HintStatistics | None:
+    """What the hint engine has done so far; None where nothing is managed."""
+    found = managers()
+    return found[0].engine.statistics() if found else None
+
+
+def ideal_step_s() -> float | None:
+    """Time of a step of the run with everything resident, as recorded, seconds.
+
+    None where nothing is managed yet, or several models are.
+    """
+    traces = [manager.trace for manager in managers()]
+    if len(traces) != 1 or traces[0] is None:
+        return None
+    return float(require_durations(traces[0]).sum())
+
+
+def residency(device: int = 0) -> dict[TensorClass, int]:
+    """Bytes of live tensors that are meant to be on a device now, by class.
+
+    Live bytes of the allocator, less what hints were asked to take away and what is mapped on the
+    host. A hint that is under way counts as done.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled.
+    """
+    stats = runtime().allocator.class_stats(device)
+    away: Counter[TensorClass] = Counter()
+    for manager in managers():
+        away.update(manager.away_bytes())
+    return {
+        tensor_class: max(
+            stats[tensor_class.number]["allocated_bytes"]["current"] - away[tensor_class],
+            0,
+        )
+        for tensor_class in TensorClass
+    }

@@ -1,0 +1,557 @@
+"""Who keeps a device's budget: the allocator, or plans that move memory before it is needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from umem.capture.live import (
+    Block,
+    CallShapes,
+    Follower,
+    StepRecording,
+    call_shapes,
+    find_blocks,
+    record,
+)
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError
+from umem.core.schedule import HintOp
+from umem.executor.machine import Machine
+from umem.executor.optimizer.overlapped_step import StepBeside
+from umem.executor.optimizer.partial_step import OptimizerSlices, StepInParts, can_slice
+from umem.executor.optimizer.step_in_backward import BackwardStep
+from umem.executor.plan_search import places_state_on_host
+from umem.executor.plans import Plans
+from umem.executor.program import MappedBlocks, Program
+from umem.executor.runner import Runner
+from umem.executor.status import ManagerState, ManagerStatus
+from umem.offload import ActivationStore
+from umem.policy import PolicyPlanner
+from umem.runtime.hints import HintEngine
+from umem.runtime.torch_hooks.guard import Guard
+from umem.trace import Trace
+
+__all__ = ["BudgetLift", "Manager", "lifted_bytes"]
+
+_RESERVE_SHARE = 0.05
+_RESERVE_BYTES = 1 << 30
+"""What the allocator leaves of a card without its budget, as a share and at least: the contexts
+with their kernels, about half a GiB each, and what NCCL or cuDNN hold besides. A margin, not a
+measurement; where the driver has to make room for these, it takes it from tensors by faults."""
+
+_NO_BOUND = 0
+_CLASSES = tuple(TensorClass)
+
+_holders: dict[tuple[int, int], dict[BudgetLift, bool]] = {}
+"""By allocator and device, and whether a plan runs. A holder keeps its allocator, so that its
+identity is not reused."""
+_lock = threading.RLock()  # a manager may be collected, and release its own, inside of it
+
+
+def lifted_bytes(budget_bytes: int, device_bytes: int) -> int:
+    """What the allocator may place on a card while plans keep the budget.
+
+    Parameters
+    ----------
+    budget_bytes
+        The policy's budget, which is the least.
+    device_bytes
+        All of the card: more than that would be populated only to be evicted by faults.
+    """
+    reserve_bytes = max(_RESERVE_BYTES, int(_RESERVE_SHARE * device_bytes))
+    return max(budget_bytes, device_bytes - reserve_bytes)
+
+
+class BudgetLift:
+    """One manager's wish that the allocator leave the budget of a device to plans.
+
+    The budget belongs to the device, and several managers share it: the allocator keeps it again
+    when the last of them has released its own. Where the policy has no budget, nothing is lifted.
+
+    Parameters
+    ----------
+    machine
+        Whose allocator it is.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._key = (id(machine.allocator), machine.index)
+        self._budget_bytes = machine.policy.device_budget_bytes or 0
+
+    def acquire(self) -> None:
+        """Let the allocator pass the budget, as far as the card goes, while no plan runs.
+
+        The first one brings back what the allocator has mapped for the budget.
+        """
+        allocator = self._machine.allocator
+        if allocator is None or not self._budget_bytes:
+            return
+        bound_bytes = lifted_bytes(self._budget_bytes, self._machine.hardware.device_bytes)
+        with _lock:
+            holders = _holders.get(self._key, {})
+            if holders.get(self) is False:
+                return
+            is_first = not holders
+            holders[self] = False
+            # Also where it is not the first: the last one may have been collected since.
+            _holders[self._key] = holders
+            self._set_bound(holders)
+        if is_first:
+            _bring_back(self._machine, bound_bytes)
+
+    def leave_to_plans(self) -> None:
+        """A plan runs: the allocator places all on the device.
+
+        It counts what the plan has sent away as being there, and a training may be larger than the
+        card.
+        """
+        with _lock:
+            holders = _holders.get(self._key)
+            if holders is not None and self in holders:
+                holders[self] = True
+                self._set_bound(holders)
+
+    def release(self) -> None:
+        """Let the allocator keep the budget, unless others still hold it lifted; again for nothing.
+
+        Past it, new memory is mapped on the host.
+        """
+        allocator = self._machine.allocator
+        with _lock:
+            holders = _holders.get(self._key)
+            if allocator is None or holders is None or self not in holders:
+                return
+            del holders[self]
+            if holders:
+                self._set_bound(holders)
+            else:
+                _holders.pop(self._key, None)
+                allocator.set_device_budget(self._machine.index, self._budget_bytes)
+
+    def _set_bound(self, holders: dict[BudgetLift, bool]) -> None:
+        machine = self._machine
+        assert machine.allocator is not None
+        bound_bytes = lifted_bytes(self._budget_bytes, machine.hardware.device_bytes)
+        machine.allocator.set_device_budget(
+            machine.index, _NO_BOUND if any(holders.values()) else bound_bytes
+        )
+
+
+def _bring_back(machine: Machine, bound_bytes: int) -> None:
+    """Undo what the allocator has mapped on the host for the budget, if the card holds all of it.
+
+    What is mapped beside a full card is slow; what is brought to a full card is evicted by faults,
+    and a card that the driver has to oversubscribe far can hang.
+    """
+    allocator, index = machine.allocator, machine.index
+    assert allocator is not None
+    if not allocator.kind_stats(index)["managed"]["spilled_bytes"]:
+        return
+    allocator.empty_cache()
+    held_bytes = sum(
+        block_bytes
+        for _, _, block_bytes, number, device, kind in allocator.live_blocks()
+        if device == index
+        and kind == "managed"
+        and machine.policy.rules[number].placement != "host"
+    )
+    if held_bytes > bound_bytes:
+        return
+    # At once, so that no class that changes from now on is overtaken by older advice.
+    for address, _, block_bytes, number, _, _ in allocator.unspill(index):
+        machine.engine.submit(
+            HintOp.PREFETCH, address, block_bytes, device=index, tensor_class=_CLASSES[number]
+        )
+
+
+# One model's training under a plan: recorded, planned, carried out, corrected.
+
+_LOG = logging.getLogger("umem")
+
+_WARM_UP = 2
+"""Steps before anything is decided: the first one makes the optimizer's state."""
+
+_BEFORE_TIMED = 2
+"""Steps at the begin of a recording that are not timed."""
+
+_MOST_PLANS = 4
+"""Shapes of batches that have a plan of their own."""
+
+_SEEN_BEFORE_RECORDING = 2
+"""Steps of unknown shapes after which they are recorded: what comes once needs no plan."""
+
+_MOST_UNSEEN = 8
+"""Steps of the optimizer without a call of the model, after which there will be none."""
+
+_LONGEST_RECORDING = 64
+"""Steps after which a recording that has not found enough equal ones is given up."""
+
+
+class Manager:
+    """Keeps a training within its device budget; made by :func:`umem.manage`.
+
+    Parameters
+    ----------
+    model, optimizer
+        What is trained. Only weak references are kept.
+    machine
+        The device, its engine and the policy.
+    planner
+        In place of the policy's.
+    step_in_backward
+        Do the optimizer's step in the backward pass, if :func:`can_slice` holds for it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        machine: Machine,
+        planner: PolicyPlanner,
+        *,
+        step_in_backward: bool = False,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
+        self._machine = machine
+        self._planner = planner
+        self._state = ManagerState.WARMING_UP
+        self._reason = ""
+        self._store = ActivationStore(machine.device, machine.mover)
+        self._store.keep([*model.parameters(), *model.buffers()])
+        self._guard = Guard(self._fail)
+        root = Block(type(model).__name__, model)
+        blocks = find_blocks(model, None)
+        self._beside = StepBeside(optimizer, machine.device)
+        self._runner = Runner(machine, self._store, root, self._beside.join)
+        self._follower = Follower(root, blocks, self._guard, self._runner)
+        slices = OptimizerSlices(optimizer, blocks) if can_slice(optimizer) else None
+        begin_part = self._guard(self._runner.part_begins)
+        self._parts = StepInParts(optimizer, slices, begin_part)
+        self._backward_step: BackwardStep | None = None
+        if step_in_backward and slices is not None:
+            self._backward_step = BackwardStep(slices, begin_part, self._beside)
+        labels = {block.name: block.forward for block in blocks}
+        self._plans = Plans(model, optimizer, machine, planner, labels, self._backward_step)
+        self._recording: StepRecording | None = None
+        self._unknown: Counter[CallShapes] = Counter()
+        self._unplanned = 0
+        self._steps_seen = 0
+        self._recording_since = 0
+        self._is_in_step = False
+        self._have_moved = False
+        self._unseen = 0
+        self._mapped = MappedBlocks(machine, optimizer)
+        self._undo = [
+            # First: FSDP's own hook puts gathered parameters in the place of the optimizer's.
+            model.register_forward_pre_hook(
+                self._guard(self._on_call), prepend=True, with_kwargs=True
+            ).remove,
+            # A compiler that has the step calls these two outside of what it makes.
+            optimizer.register_step_post_hook(self._guard.uncompiled(self._optimizer_ends)).remove,
+            # Before: what it holds on the host is brought back while the memory is still its own.
+            optimizer.register_load_state_dict_pre_hook(self._guard(self._memory_moves)).remove,
+            model.register_load_state_dict_post_hook(self._guard(self._memory_moves)).remove,
+        ]
+        self._budget_lift = BudgetLift(machine)
+        # Nobody may close it. At the end of the process the allocator goes too.
+        weakref.finalize(self, self._budget_lift.release).atexit = False
+        # What the allocator would map on the host for the budget would make the first steps slow.
+        self._budget_lift.acquire()
+        self._look_at_optimizer = self._guard(self._see_optimizer)
+        begins = optimizer.register_step_pre_hook(torch.compiler.disable(self._optimizer_begins))
+        self._parts.set_hook(begins.id)
+        self._undo.append(begins.remove)
+
+    # ------------------------------------------------------------------ for the user
+
+    def status(self) -> ManagerStatus:
+        """What it is at."""
+        program = self._runner.program
+        counts = self._runner.counts
+        return ManagerStatus(
+            state=self._state,
+            reason=self._reason,
+            planner=self._planner,
+            budget_bytes=self._machine.policy.device_budget_bytes,
+            predicted=None if program is None else replace(program.choice.predicted, timeline=None),
+            plans=self._plans.count,
+            steps=counts.steps,
+            strays=counts.strays,
+            unplanned=self._unplanned,
+            wait_s=counts.wait_s,
+            gave_up=counts.gave_up,
+            corrections=self._plans.corrections,
+            step_in_backward=self._backward_step is not None and self._backward_step.is_active,
+        )
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What is trained; None once nobody else has it."""
+        return self._model()
+
+    @property
+    def wants_step_in_backward(self) -> bool:
+        """Whether it was asked to do the optimizer's step in the backward pass."""
+        return self._backward_step is not None
+
+    @property
+    def trace(self) -> Trace | None:
+        """The recorded step that the present plan was made from."""
+        program = self._runner.program
+        return None if program is None else program.choice.trace
+
+    @property
+    def store(self) -> ActivationStore:
+        """What takes activations away and brings them back."""
+        return self._store
+
+    @property
+    def engine(self) -> HintEngine:
+        """What moves the pages."""
+        return self._machine.engine
+
+    def away_bytes(self) -> dict[TensorClass, int]:
+        """Bytes by class that were asked to live off the device now."""
+        return self._runner.away_bytes()
+
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """Call a function before and after what is done where a phase begins; None: no longer.
+
+        It sees what :meth:`away_bytes` says on both sides, and leaves the step as it is.
+        """
+        self._runner.watch = look
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._undo
+
+    def close(self) -> None:
+        """Stop; what is away comes back when it is used, and mapped memory is brought back now.
+
+        Not from inside a hook of the model or the optimizer.
+        """
+        self._end(ManagerState.OFF, "closed")
+        self._end_recording()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._backward_step is not None:
+            self._backward_step.close()
+        self._store.close()
+
+    # ------------------------------------------------------------------ hooks
+
+    def _on_call(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._parts.restore()  # an error has ended the step before
+        if self._state is ManagerState.OFF:
+            self._end_recording()  # not in `_fail`, which may run inside the optimizer's hooks
+            return
+        if (
+            torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1  # a checkpoint computes again
+        ):
+            return
+        if self._is_in_step:
+            if self._backward_step is not None and self._follower.backward_failed:
+                self._backward_step.step_begins()
+            return
+        self._is_in_step = True
+        self._parts.stay_last()
+        self._before_step(call_shapes(args, kwargs))
+        if self._backward_step is not None and self._state is not ManagerState.RESIDENT:
+            # Not in the steps that are timed, for it takes time.
+            self._backward_step.step_begins(
+                looks_at_contents=self._steps_seen - self._recording_since < _BEFORE_TIMED
+            )
+
+    def _optimizer_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """What the executor does is guarded; an error of the optimizer's own is the program's."""
+        self._look_at_optimizer(optimizer, args, kwargs)
+        self._parts.run()
+
+    def _see_optimizer(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._parts.restore()
+        self._follower.optimizer_begins()
+        self._parts.look(optimizer, args, kwargs, is_wanted=self._runner.needs_slices())
+
+    def _optimizer_ends(self, *_: object) -> None:
+        self._parts.restore()
+        if self._backward_step is not None:
+            self._backward_step.step_ends()
+        self._unseen = 0 if self._is_in_step else self._unseen + 1
+        self._is_in_step = False
+        self._steps_seen += 1
+        self._follower.optimizer_ends()
+        if self._unseen == _MOST_UNSEEN and self._state is ManagerState.WARMING_UP:
+            self._give_up(
+                "the optimizer steps, and no call of the model is seen: a compiler has it whole, "
+                "or another module is called. Compile its layers one by one, or give umem.manage "
+                "the module that the program calls"
+            )
+
+    def _memory_moves(self, *_: object) -> None:
+        """The addresses that plans name will not be those of the next step."""
+        self._have_moved = True
+        self._load(None)
+
+    def _fail(self, error: Exception) -> None:
+        _LOG.warning("umem: the executor ends, training goes on: %r", error, exc_info=error)
+        self._end(ManagerState.OFF, f"{type(error).__name__}: {error}")
+
+    def _end(self, state: ManagerState, reason: str) -> None:
+        self._follower.stop()
+        self._load(None)
+        self._state, self._reason = state, reason
+        self._budget_lift.release()
+
+    # ------------------------------------------------------------------ from step to step
+
+    def _before_step(self, shapes: CallShapes) -> None:
+        """Before a step's first forward pass: hooks may come and go here."""
+        if self._state is ManagerState.WARMING_UP and self._steps_seen >= _WARM_UP:
+            if self._machine.everything_fits() and not self._hides_state:
+                self._end(ManagerState.RESIDENT, "")
+            else:
+                self._start_recording()
+        elif self._state is ManagerState.RECORDING:
+            self._look_at_recording()
+        elif self._parts.is_hopeless and not self._plans.moves_step:
+            self._plans.forget()
+            self._unknown.clear()
+            self._start_recording()
+        if self._have_moved:
+            self._have_moved = False
+            self._plans.find_again()
+        if self._state in (ManagerState.RUNNING, ManagerState.RESIDENT):
+            self._choose_program(shapes)
+
+    @property
+    def _may_move_step(self) -> bool:
+        """Whether the step may come to be in the backward pass, which is planned in parts."""
+        return self._backward_step is not None and not self._backward_step.obstacle
+
+    @property
+    def _hides_state(self) -> bool:
+        """Whether the policy has the optimizer's state on the host, and its step may be moved."""
+        return self._may_move_step and places_state_on_host(self._machine.policy)
+
+    def _start_recording(self) -> None:
+        model, optimizer = self._model(), self._optimizer()
+        if model is None or optimizer is None:
+            return
+        self._load(None)
+        self._follower.stop()
+        self._parts.start_over()
+        # The recorded steps are to be as they are with everything resident.
+        self._budget_lift.acquire()
+        self._recording = record(
+            model,
+            optimizer,
+            steps=2,
+            warmup=1,
+            optimizer_parts=self._parts.is_possible or self._may_move_step,
+            known=self._plans.shapes,
+        )
+        self._recording.__enter__()
+        self._recording_since = self._steps_seen
+        self._state = ManagerState.RECORDING
+
+    def _end_recording(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.__exit__(None, None, None)
+
+    def _look_at_recording(self) -> None:
+        recording = self._recording
+        assert recording is not None
+        is_over = self._steps_seen - self._recording_since >= _LONGEST_RECORDING
+        if not (recording.done or is_over or recording.failed):
+            return
+        self._end_recording()
+        try:
+            self._plans.add(recording)
+        except UmemError as error:
+            if not self._plans.count:
+                self._give_up(error)
+                return
+        self._make_plans()
+
+    def _give_up(self, reason: UmemError | str) -> None:
+        _LOG.warning(
+            "umem: no plan for %s, so past the budget new memory is mapped on the host: %s",
+            type(self._model()).__name__,
+            reason,
+        )
+        self._end(ManagerState.OFF, str(reason))
+
+    def _make_plans(self) -> None:
+        try:
+            self._plans.make()
+        except UmemError as error:
+            self._give_up(error)
+            return
+        if self._plans.changes_nothing:
+            self._end(ManagerState.RESIDENT, "")
+        elif self._state is not ManagerState.RUNNING:  # otherwise this is a correction
+            self._state = ManagerState.RUNNING
+            self._budget_lift.leave_to_plans()
+            self._follower.start()
+
+    def _choose_program(self, shapes: CallShapes) -> None:
+        """Run the plan for a batch's shapes, or a lookahead made for others."""
+        program = self._plans.program(shapes)
+        if self._state is ManagerState.RESIDENT and self._machine.everything_fits():
+            return
+        if program is None:
+            self._unknown[shapes] += 1
+            self._unplanned += 1
+            if (
+                shapes not in self._plans.shapes  # otherwise it cannot be planned
+                and len(self._plans.shapes) < _MOST_PLANS
+                and self._unknown[shapes] == _SEEN_BEFORE_RECORDING
+            ):
+                self._start_recording()
+                return
+            if self._state is ManagerState.RESIDENT:
+                return
+            try:
+                program = self._plans.lookahead()
+            except UmemError as error:
+                self._give_up(error)
+                return
+        elif self._state is ManagerState.RUNNING and self._plans.is_correction_due(
+            self._runner.counts.steps
+        ):
+            self._make_plans()
+            program = self._plans.program(shapes)
+        if self._state is ManagerState.RUNNING and program is not self._runner.program:
+            self._load(program)
+
+    def _load(self, program: Program | None) -> None:
+        """Run another program, or none. What both use in place stays where it is."""
+        self._runner.load(program)
+        self._mapped.hold(() if program is None else program.mapped)
+        if self._backward_step is not None:
+            if program is not None and self._plans.moves_step:
+                self._beside.names = frozenset(program.choice.beside)
+                self._backward_step.start()
+            else:
+                self._backward_step.stop()

@@ -1,0 +1,1 @@
+"""Everything about the optimizer's step under a plan."""

@@ -1,0 +1,246 @@
+"""An optimizer's step in the backward pass: each block's as soon as its gradients are complete."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from types import FrameType
+
+import torch
+from torch.amp import GradScaler
+from torch.utils.weak import WeakIdKeyDictionary
+
+from umem.core.errors import PlanError
+from umem.executor.optimizer.overlapped_step import StepBeside
+from umem.executor.optimizer.partial_step import OptimizerSlices, Part
+from umem.executor.runner import contents
+
+__all__ = ["BackwardStep"]
+
+_CHANGED = (
+    "gradients are changed between the backward pass and the optimizer's step, as clipping, a "
+    "gradient scaler and data parallel training do"
+)
+
+
+class BackwardStep:
+    """Updates each block's parameters when autograd has made the last of their gradients.
+
+    The gradients go at once, so that the program must not look at them between the backward pass
+    and the optimizer's step. Until :meth:`start`, and after :meth:`stop`, the step stays where it
+    is, and it is looked at whether the program changes gradients: then it has to stay there.
+
+    Parameters
+    ----------
+    slices
+        Does the parts. What belongs to a block of which not all parameters get a gradient is left
+        to the step that the program calls.
+    begin
+        Called before each part with its name, in autograd's thread. Must not raise.
+    beside
+        Does those parts that run beside the backward pass.
+    """
+
+    def __init__(
+        self, slices: OptimizerSlices, begin: Callable[[str], None], beside: StepBeside
+    ) -> None:
+        self.order: tuple[str, ...] = ()
+        """Names of the parts in the order in which the last step completed their gradients."""
+        self.obstacle = ""
+        """Why the step has to stay where it is; empty while nothing speaks against moving it."""
+        self._slices = slices
+        self._begin = begin
+        self._beside = beside
+        self._is_active = False
+        self._hooks = WeakIdKeyDictionary()
+        this = weakref.ref(self)
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            """The collector does not look into tensors' hooks: what they hold may not hold them."""
+            step = this()
+            if step is not None:
+                step._see(parameter)
+
+        self._on_gradient = on_gradient
+        # Of the step in flight.
+        self._parts: dict[str, Part] = {}
+        self._name: dict[torch.Tensor, str] = {}
+        self._missing: dict[str, int] = {}
+        self._complete: list[str] = []
+        # Gradients as they were before the backward pass, and as autograd has left them.
+        self._kept: dict[torch.Tensor, tuple[int, int]] = {}
+        self._made: dict[torch.Tensor, tuple[int, int]] = {}
+        # The same in bits, for changes that torch's counter of versions does not tell.
+        self._looks_at_contents = False
+        self._contents: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether steps are done in the backward pass."""
+        return self._is_active
+
+    def start(self) -> None:
+        """Do the steps in the backward pass from the next one on."""
+        self._is_active = True
+
+    def stop(self) -> None:
+        """Leave the steps to the optimizer."""
+        if self._is_active:
+            self._made.clear()  # the step in flight has let gradients go
+        self._is_active = False
+        self._beside.join_all()
+
+    def close(self) -> None:
+        """Stop, and take the hooks away. Not from inside of a hook."""
+        self.stop()
+        self._forget()
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    # ------------------------------------------------------------------ from step to step
+
+    def step_begins(self, *, looks_at_contents: bool = False) -> None:
+        """Before the first forward pass of a step: find the gradients that each part waits for.
+
+        Parameters
+        ----------
+        looks_at_contents
+            Compare what gradients hold, too, which takes the time of reading them twice.
+        """
+        self._forget()
+        self._beside.join_all()  # a backward pass that failed has not
+        self._looks_at_contents = looks_at_contents and not self._is_active and not self.obstacle
+        self._parts = self._slices.parts(lambda it: it.requires_grad and it.is_leaf)
+        for name, part in self._parts.items():
+            parameters = list(chain.from_iterable(part))
+            self._missing[name] = len(parameters)
+            for parameter in parameters:
+                self._name[parameter] = name
+                if parameter.grad is not None:
+                    self._kept[parameter] = _version(parameter.grad)
+                if parameter not in self._hooks:
+                    hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    self._hooks[parameter] = hook
+
+    def step_ends(self) -> None:
+        """After the optimizer's step, which leaves gradients as they were."""
+        if not self._is_active and not self.obstacle:
+            if _is_called_by_scaler():  # whose scale may be 1 now, and another one later
+                self._see_obstacle("a gradient scaler divides gradients, and may skip the step")
+            self._look_at_gradients()
+        self.order = tuple(self._complete)
+        self._forget()
+
+    def _look_at_gradients(self) -> None:
+        for parameter, made in self._made.items():
+            if parameter.grad is None or _version(parameter.grad) != made:
+                self._see_obstacle(_CHANGED)
+        if self._contents and not self.obstacle:
+            made_contents = torch.stack(list(self._contents.values()))
+            now = [contents(_local(it.grad)) for it in self._contents if it.grad is not None]
+            if not torch.equal(made_contents, torch.stack(now)):  # waits for the device
+                self._see_obstacle(_CHANGED)
+
+    def _see_obstacle(self, text: str) -> None:
+        self.obstacle = self.obstacle or text
+
+    def _forget(self) -> None:
+        """Hold no parameter longer than its step."""
+        for held in (
+            self._parts,
+            self._name,
+            self._missing,
+            self._kept,
+            self._made,
+            self._contents,
+        ):
+            held.clear()
+        self._complete.clear()
+
+    # ------------------------------------------------------------------ in the backward pass
+
+    def _see(self, parameter: torch.Tensor) -> None:
+        name = self._name.get(parameter)
+        if name is None or parameter.grad is None:  # a backward pass outside of steps
+            return
+        is_again = parameter in self._made
+        if self._is_active and name in self._complete:
+            raise PlanError(
+                "a second backward pass before the optimizer's step: the first one has updated "
+                f"{name or 'the parameters outside of blocks'} already. Call optimizer.step() "
+                "after each backward pass, or umem.manage without step_in_backward=True"
+            )
+        self._made[parameter] = _version(parameter.grad)
+        if not self._is_active and not self.obstacle:
+            self._look_at_gradient(parameter, parameter.grad, is_again=is_again)
+        if is_again:
+            return
+        self._missing[name] -= 1
+        if not self._missing[name]:
+            self._complete.append(name)
+            if self._is_active:
+                self._run(name)
+
+    def _look_at_gradient(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, *, is_again: bool
+    ) -> None:
+        """Autograd has made it, or has added to it."""
+        kept = self._kept.get(parameter)
+        if not _is_plain(gradient):
+            self._see_obstacle("gradients are sparse or of a type whose changes cannot be seen")
+        elif is_again:
+            self._see_obstacle("gradients are accumulated over several backward passes")
+        elif kept is not None and _is_later(self._made[parameter], kept):
+            self._see_obstacle(
+                "gradients are kept from one step to the next: zero_grad() has to set them to None"
+            )
+        elif self._looks_at_contents:
+            self._contents[parameter] = contents(_local(gradient))
+
+    def _run(self, name: str) -> None:
+        part = self._parts[name]
+        self._begin(name)
+        if not self._beside.run(name, part):
+            self._slices.run_part(part)
+        for parameter in chain.from_iterable(part):
+            parameter.grad = None
+
+
+def _version(gradient: torch.Tensor) -> tuple[int, int]:
+    """Where a gradient is, and how often it was changed in place."""
+    address = _local(gradient).data_ptr() if _is_plain(gradient) else 0
+    return address, gradient._version
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Itself, or a DTensor's part on this rank."""
+    local: torch.Tensor = getattr(gradient, "_local_tensor", gradient)
+    return local
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Whether it has memory that can be looked at."""
+    local = _local(gradient)
+    return type(local) is torch.Tensor and local.layout is torch.strided
+
+
+def _is_called_by_scaler() -> bool:
+    """Whether the optimizer's step, whose hook this is, was called by a gradient scaler.
+
+    Nothing else tells of one: it divides gradients out of sight of torch's counter of versions,
+    and by 1 nothing changes at all.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_later(made: tuple[int, int], kept: tuple[int, int]) -> bool:
+    """Whether it is the same gradient, to which something was added."""
+    return made[0] == kept[0] and made[1] > kept[1]

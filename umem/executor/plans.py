@@ -1,0 +1,309 @@
+"""The plans of a managed training: one for each shape of its batches that was recorded."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from umem.capture.live import CallShapes, FollowedPhase, StepRecording, StepSignature
+from umem.core.errors import PlanError
+from umem.core.units import format_bytes
+from umem.executor.calibration import Correction
+from umem.executor.gradient_lifetime import with_lingering, with_open_blocks
+from umem.executor.machine import Machine
+from umem.executor.optimizer.overlapped_step import can_run_beside
+from umem.executor.optimizer.partial_step import part_label
+from umem.executor.optimizer.step_in_backward import BackwardStep
+from umem.executor.plan_search import Choice, choose
+from umem.executor.program import Program, build_program
+from umem.executor.tensor_addresses import find_places, in_blocks
+from umem.policy import PolicyPlanner
+from umem.trace import Trace, is_optimizer_phase, with_step_in_backward
+
+__all__ = ["Plans"]
+
+_LOG = logging.getLogger("umem")
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """What is kept of a recording, to plan from again."""
+
+    trace: Trace
+    recording: StepRecording
+    backward_order: tuple[str, ...]
+    """Names of the optimizer's parts in the order in which their gradients were complete."""
+
+
+class Plans:
+    """Keeps what was recorded, and makes programs of it.
+
+    Parameters
+    ----------
+    model, optimizer
+        What is trained. Only weak references are kept.
+    machine
+        The device, its engine and the policy.
+    planner
+        Makes the plans.
+    forward_labels
+        Label of the forward phase of each block.
+    backward_step
+        Does the optimizer's step in the backward pass; None where that was not asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        machine: Machine,
+        planner: PolicyPlanner,
+        forward_labels: Mapping[str, str],
+        backward_step: BackwardStep | None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
+        self._machine = machine
+        self._planner = planner
+        self._forward_labels = forward_labels
+        self._backward_step = backward_step
+        self._correction = Correction(machine.engine)
+        self._recorded: dict[CallShapes, _Recorded] = {}
+        self._programs: dict[CallShapes, Program] = {}
+        self._fallback: Program | None = None
+        self._in_place_s = 0.0
+        """How long accesses in place have the link, in the step that has most of them."""
+        self._moves_step = False
+        self._has_told_obstacle = False
+        self._told: set[CallShapes] = set()
+        """Shapes of which it was said that they cannot be planned."""
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def shapes(self) -> frozenset[CallShapes]:
+        """Shapes that were recorded."""
+        return frozenset(self._recorded)
+
+    @property
+    def count(self) -> int:
+        """Shapes that have a program."""
+        return len(self._programs)
+
+    @property
+    def corrections(self) -> int:
+        """How often all was planned anew, from measured bandwidths."""
+        return self._correction.count
+
+    @property
+    def moves_step(self) -> bool:
+        """Whether these programs have the optimizer's step in the backward pass."""
+        return self._moves_step
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether steps under these programs are as without them."""
+        choices = (program.choice for program in self._programs.values())
+        return not self._moves_step and all(choice.moves_nothing for choice in choices)
+
+    def program(self, shapes: CallShapes) -> Program | None:
+        """The program for batches of these shapes."""
+        return self._programs.get(shapes)
+
+    def lookahead(self) -> Program:
+        """One for other shapes, made from the last recording that could be planned.
+
+        Raises
+        ------
+        PlanError
+            If there can be none.
+        """
+        if self._fallback is None:
+            recorded = self._recorded[next(reversed(self._programs))]
+            self._fallback = self._program(recorded, "lookahead")
+        return self._fallback
+
+    # ------------------------------------------------------------------ making them
+
+    def add(self, recording: StepRecording) -> None:
+        """Keep a recording that is done, for the next :meth:`make`.
+
+        Raises
+        ------
+        TraceError
+            If it has come to nothing.
+        """
+        trace, signature = recording.trace, recording.signature
+        assert signature is not None
+        if self._machine.allocator is not None:
+            trace = in_blocks(trace)
+        order = () if self._backward_step is None else self._backward_step.order
+        self._recorded[signature.calls[0]] = _Recorded(trace, recording, order)
+
+    def is_correction_due(self, steps: int) -> bool:
+        """Whether bandwidths fall short of those that the programs were made with.
+
+        Parameters
+        ----------
+        steps
+            Steps carried out as planned so far.
+        """
+        return self._correction.is_due(steps, self._machine.hardware, self._in_place_s)
+
+    def make(self) -> None:
+        """Plan all recorded steps, with the hardware as it is known by now.
+
+        Shapes that cannot be planned are left to :meth:`lookahead`.
+
+        Raises
+        ------
+        PlanError
+            If none of them can be planned.
+        """
+        self._moves_step = self._can_move_step()
+        self._programs, self._fallback = {}, None
+        errors: dict[CallShapes, PlanError] = {}
+        for shapes, recorded in self._recorded.items():
+            try:
+                self._programs[shapes] = self._program(recorded, self._planner)
+            except PlanError as error:
+                errors[shapes] = error
+        if not self._programs:
+            raise next(iter(errors.values()))
+        in_place_bytes = max(
+            program.choice.predicted.moved_bytes(cause="mapped")
+            for program in self._programs.values()
+        )
+        self._in_place_s = in_place_bytes / self._machine.hardware.mapped_bytes_per_s
+        for shapes in errors.keys() - self._told:
+            self._told.add(shapes)
+            _LOG.warning(
+                "umem: no plan for batches of %s, which run under a lookahead made for others: %s",
+                StepSignature((shapes,)),
+                errors[shapes],
+            )
+        self._tell(next(reversed(self._programs.values())).choice)
+
+    def find_again(self) -> None:
+        """Carry the same plans out where the tensors are now, as after a load of their state."""
+        for shapes, program in self._programs.items():
+            self._programs[shapes] = self._build(self._recorded[shapes], program.choice)
+        self._fallback = None
+
+    def forget(self) -> None:
+        """Let go of all that was recorded."""
+        self._recorded.clear()
+        self._programs.clear()
+        self._fallback = None
+
+    def _can_move_step(self) -> bool:
+        step = self._backward_step
+        if step is not None and step.obstacle and not self._has_told_obstacle:
+            self._has_told_obstacle = True
+            _LOG.warning(
+                "umem: the optimizer's step stays behind the backward pass, for %s", step.obstacle
+            )
+        return step is not None and not step.obstacle
+
+    def _step_of(self, recorded: _Recorded) -> tuple[Trace, tuple[FollowedPhase, ...]]:
+        """A recorded step as it is to be run, and what the follower tells of it."""
+        trace, followed = recorded.trace, recorded.recording.phases
+        if not self._moves_step:
+            return trace, followed
+        order = list(map(part_label, recorded.backward_order))
+        moved, phases = with_step_in_backward(trace, order)
+        return with_open_blocks(moved), _renumbered(followed, moved, phases)
+
+    def _program(self, recorded: _Recorded, planner: PolicyPlanner) -> Program:
+        trace, _ = self._step_of(recorded)
+        outside_bytes, budget_bytes = recorded.recording.outside_bytes, self._budget_bytes
+        if outside_bytes >= budget_bytes:
+            raise PlanError(
+                f"trace {trace.name!r}: the device budget is {format_bytes(budget_bytes)}, and "
+                f"{format_bytes(outside_bytes)} of other tensors of the process, which no plan "
+                "moves, were on the device all the recorded step long: raise the budget"
+            )
+        try:
+            choice = choose(
+                with_lingering(trace),
+                {entry.tensor for entry in recorded.recording.saved_tensors},
+                self._correction.apply(self._machine.hardware),
+                self._machine_beside(outside_bytes).policy,
+                planner,
+                runs_beside=self._can_run_beside(),
+            )
+        except PlanError as error:
+            if not outside_bytes:
+                raise
+            raise PlanError(
+                f"{error} (that is the budget of {format_bytes(budget_bytes)} less "
+                f"{format_bytes(outside_bytes)} that other tensors of the process held on the "
+                "device all the recorded step long)"
+            ) from error
+        return self._build(recorded, choice)
+
+    def _can_run_beside(self) -> bool:
+        optimizer = self._optimizer()
+        return self._moves_step and optimizer is not None and can_run_beside(optimizer)
+
+    def _machine_beside(self, outside_bytes: int) -> Machine:
+        """The machine with the budget that is left beside what no plan moves."""
+        if not outside_bytes:
+            return self._machine
+        policy = replace(
+            self._machine.policy, device_budget_bytes=self._budget_bytes - outside_bytes
+        )
+        return replace(self._machine, policy=policy)
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self._machine.policy.device_budget_bytes or self._machine.hardware.device_bytes
+
+    def _build(self, recorded: _Recorded, choice: Choice) -> Program:
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None
+        assert optimizer is not None
+        _, followed = self._step_of(recorded)
+        return build_program(
+            choice,
+            find_places(choice.trace, model, optimizer),
+            recorded.recording.saved_tensors,
+            followed,
+            self._forward_labels,
+            self._machine_beside(recorded.recording.outside_bytes),
+        )
+
+    def _tell(self, choice: Choice) -> None:
+        budget_bytes = self._machine.policy.device_budget_bytes
+        _LOG.info(
+            "umem: %s under the budget of %s: predicted %.1f ms a step, %.1f with everything "
+            "resident",
+            choice.schedule.planner,
+            format_bytes(budget_bytes or self._machine.hardware.device_bytes),
+            choice.predicted.step_s * 1e3,
+            choice.predicted.ideal_s * 1e3,
+        )
+
+
+def _renumbered(
+    followed: Sequence[FollowedPhase], moved: Trace, phases: npt.NDArray[np.int64]
+) -> tuple[FollowedPhase, ...]:
+    """What a follower tells of, with the phases of a trace whose optimizer's parts have moved.
+
+    The step that the program calls is told of last. It begins what is left of the parts, if
+    anything is.
+    """
+    number = np.argsort(phases)
+    passes = [n for n, name in enumerate(moved.phase_names) if not is_optimizer_phase(name)]
+    left = min(passes[-1] + 1, moved.phase_count - 1)
+    return (
+        *(replace(one, phase=int(number[one.phase])) for one in followed[:-1]),
+        replace(followed[-1], phase=left),
+    )

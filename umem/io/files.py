@@ -1,0 +1,103 @@
+"""Files: written in one piece, and read within bounds, for they may come from strangers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import zlib
+from pathlib import Path
+
+from umem.core.units import format_bytes
+
+__all__ = ["compress", "read_file", "replace_file"]
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_WBITS = 31  # zlib's number for its largest window in a gzip wrapper
+
+
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file in one piece: a reader sees the old file or the whole new one.
+
+    Missing folders are made. A symbolic link stays, and the file that it names is replaced. After
+    a failure the old file is as it was, and nothing is left beside it.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written, or `path` is something else than a regular file.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if target.exists() and not target.is_file():
+        # Replacing /dev/null by a file would break the machine.
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The temporary file's mode is the usual one, where tempfile's is its owner's alone.
+    temporary = target.with_name(f".umem-{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def compress(content: bytes) -> bytes:
+    """Compress with gzip, without a time of day: equal content gives equal bytes."""
+    return zlib.compress(content, level=6, wbits=_GZIP_WBITS)
+
+
+def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
+    """Content of a file, decompressed if it is in gzip, whatever its name.
+
+    Parameters
+    ----------
+    path
+        A regular file.
+    limit_bytes
+        Most bytes of the file, and of its content. No more than this is ever decompressed.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, or `path` is something else than a regular file.
+    ValueError
+        If it is larger, or damaged; the message says which, and what to do.
+    """
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise ValueError(f"larger than {format_bytes(limit_bytes)}: no file of umem is")
+    if content.startswith(_GZIP_MAGIC):
+        return _decompress(content, limit_bytes)
+    return content
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Opening a named pipe would wait for its writer.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _decompress(content: bytes, limit_bytes: int) -> bytes:
+    stream = zlib.decompressobj(wbits=_GZIP_WBITS)
+    try:
+        plain = stream.decompress(content, limit_bytes + 1)
+    except zlib.error as error:
+        raise ValueError("its gzip data is damaged: copy the file again") from error
+    if len(plain) > limit_bytes:
+        raise ValueError(
+            f"larger than {format_bytes(limit_bytes)} when decompressed: no file of umem is"
+        )
+    if not stream.eof:
+        raise ValueError("its gzip data ends too early: copy the file again")
+    if stream.unused_data:
+        raise ValueError("bytes follow the end of its gzip data: copy the file again")
+    return plain

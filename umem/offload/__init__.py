@@ -1,0 +1,19 @@
+"""Activations that wait for the backward pass in host memory."""
+
+from __future__ import annotations
+
+from umem.offload.layers import OffloadedBlocks, offload, offload_blocks
+from umem.offload.movers import CudaMover, HostBuffer, HostMover, Mover
+from umem.offload.store import ActivationStatistics, ActivationStore
+
+__all__ = [
+    "ActivationStatistics",
+    "ActivationStore",
+    "CudaMover",
+    "HostBuffer",
+    "HostMover",
+    "Mover",
+    "OffloadedBlocks",
+    "offload",
+    "offload_blocks",
+]

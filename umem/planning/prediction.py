@@ -1,0 +1,171 @@
+"""Predict a step: plan it and simulate it, once for each planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from umem.core.errors import TraceError
+from umem.core.report import MigrationReport
+
+if TYPE_CHECKING:
+    from umem.hardware import Hardware
+    from umem.policy import ResolvedPolicy
+    from umem.simulation import Addresses
+    from umem.trace import Trace
+
+__all__ = ["PUBLISHED_UM_SHARES", "PublishedShare", "predict", "published_share", "report_row"]
+
+
+@dataclass(frozen=True)
+class PublishedShare:
+    """A published share of unified-memory activity in a workload's memory operations."""
+
+    workload: str
+    hardware: str
+    """What the names of its profiles begin with."""
+    share: float
+    """From 0 to 1. Whether of count, time or bytes was not published."""
+    source: str
+
+
+_NVIDIA = "NVIDIA, Llama-2-7B on one GH200 under RMM managed memory"
+
+PUBLISHED_UM_SHARES = (
+    PublishedShare("llama-2-7b-lora", "gh200-", 0.011, _NVIDIA),
+    PublishedShare("llama-2-7b-sft", "gh200-", 0.098, _NVIDIA),
+)
+
+
+def predict(
+    trace: Trace,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    planners: Sequence[str],
+    *,
+    addresses: Addresses = "reused",
+    window: int = 8,
+    timeline: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[MigrationReport, ...]:
+    """Predict what migration costs a step under each of several planners.
+
+    Parameters
+    ----------
+    trace : Trace
+        Its own durations hold where it has them; otherwise they come from the hardware's roofline.
+    hardware : Hardware
+        The machine.
+    policy : ResolvedPolicy
+        Resolved for the machine's device memory.
+    planners : sequence of str
+        Names of :data:`umem.planning.PLANNERS`.
+    addresses : {"reused", "own"}
+        As in :func:`umem.simulation.simulate`, for the planner ``fault``. The others know what is
+        dead and free it.
+    window : int
+        Phases that the planner ``lookahead`` sees.
+    timeline : bool
+        Whether the reports have one, for pictures.
+    progress : callable, optional
+        Called with a few words before each part that may take seconds.
+
+    Returns
+    -------
+    tuple of MigrationReport
+        One for each planner, in order.
+
+    Raises
+    ------
+    HardwareError
+        If the machine lacks a number that the trace needs.
+    TraceError
+        If all phases of the trace take no time.
+    PlanError
+        If a planner is unknown or a phase does not fit the device budget.
+    """
+    # Here, because they load numba, and the commands import this module at their start.
+    from umem.hardware import with_durations
+    from umem.planning.planners import plan
+    from umem.simulation import simulate
+    from umem.trace import require_durations
+
+    say = progress or _nothing
+    timed = with_durations(trace, hardware)
+    if not require_durations(timed).sum() > 0:
+        raise TraceError(
+            f"the trace {trace.name!r} takes no time at all: give its phases durations above 0"
+        )
+    reports = []
+    for planner in planners:
+        say(f"Planning {trace.name} with {planner}")
+        schedule = plan(timed, hardware, policy, planner, window=window)
+        say(f"Simulating {trace.name} with {planner}")
+        reports.append(
+            simulate(
+                timed,
+                schedule,
+                hardware,
+                policy,
+                addresses=addresses if planner == "fault" else "reused",
+                timeline=timeline,
+            )
+        )
+    return tuple(reports)
+
+
+def published_share(report: MigrationReport) -> PublishedShare | None:
+    """What was published for a report's workload on its hardware, if anything was."""
+    for published in PUBLISHED_UM_SHARES:
+        if published.workload == report.workload and report.hardware.startswith(published.hardware):
+            return published
+    return None
+
+
+def report_row(report: MigrationReport) -> dict[str, Any]:
+    """Put a report into plain values, for JSON.
+
+    Returns
+    -------
+    dict
+        Names and numbers of the report without its timeline: times in seconds, sizes in bytes,
+        shares from 0 to 1. ``bytes`` goes from direction to cause to tensor class, and has what
+        moved only.
+    """
+    return {
+        "workload": report.workload,
+        "planner": report.planner,
+        "hardware": report.hardware,
+        "policy": report.policy,
+        "step_s": report.step_s,
+        "ideal_s": report.ideal_s,
+        "lower_bound_s": report.lower_bound_s,
+        "regret": report.regret,
+        "exposed_stall_s": report.exposed_stall_s,
+        "um_time_share": report.um_time_share,
+        "um_ops_share": report.um_ops_share,
+        "um_bytes_share": report.um_bytes_share,
+        "moved_bytes": {
+            "to_device": report.moved_bytes("to_device"),
+            "to_host": report.moved_bytes("to_host"),
+        },
+        "bytes": report.bytes_by_cause(),
+        "memory_ops": {
+            "seconds": report.memory_ops_s,
+            "bytes": report.memory_ops_bytes,
+            "count": report.memory_ops_count,
+        },
+        "fault_pages": report.fault_pages,
+        "fault_batches": report.fault_batches,
+        "hints": {
+            "issued": report.hint_count,
+            "late": report.hints_late,
+            "wasted": report.hints_wasted,
+        },
+        "stall_s": dict(report.stall_s),
+    }
+
+
+def _nothing(_: str) -> None:
+    pass

@@ -1,0 +1,144 @@
+"""From a policy's rules to how each tensor is held, and which tensors the planner may move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.core.classes import TensorClass
+from umem.core.errors import PlanError
+from umem.core.schedule import Home
+from umem.hardware import Hardware
+from umem.policy import ClassRule, ResolvedPolicy
+from umem.trace import Trace, written_tensors
+
+__all__ = ["OPEN_MECHANISMS", "Holding", "hold", "open_classes"]
+
+OPEN_MECHANISMS = ("migrate", "copy", "map")
+"""What the planner chooses from for a class whose mechanism is left to it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """How the tensors of a trace are held.
+
+    Parameters
+    ----------
+    home : uint8[T]
+        :class:`Home`.
+    movable : bool[T]
+        The planner may send the tensor away by hint.
+    copied : bool[T]
+        By explicit copies and not by page migration.
+    kept_copy : bool[T]
+        A copy stays on the host, so that what was not written since leaves without moving.
+    first : bool[T]
+        To be sent away before all others.
+    """
+
+    home: npt.NDArray[np.uint8]
+    movable: npt.NDArray[np.bool_]
+    copied: npt.NDArray[np.bool_]
+    kept_copy: npt.NDArray[np.bool_]
+    first: npt.NDArray[np.bool_]
+
+
+def open_classes(policy: ResolvedPolicy) -> tuple[TensorClass, ...]:
+    """Classes that live in managed memory and whose mechanism the policy leaves to the planner."""
+    return tuple(
+        tensor_class
+        for tensor_class, rule in zip(TensorClass, policy.rules, strict=True)
+        if rule.kind == "managed" and rule.mechanism == "auto" and rule.placement != "host"
+    )
+
+
+def hold(
+    trace: Trace,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    mechanisms: Mapping[TensorClass, str],
+    fixed: npt.NDArray[np.int8] | None = None,
+) -> Holding:
+    """Apply a policy's rules to a trace.
+
+    Parameters
+    ----------
+    trace, hardware, policy
+        The workload, the machine and the policy.
+    mechanisms
+        One of :data:`OPEN_MECHANISMS` for classes of :func:`open_classes`; ``migrate`` for others.
+    fixed
+        int8[T]: :class:`Home` of tensors that are held so whatever the policy says;
+        -1 for the others.
+
+    Raises
+    ------
+    PlanError
+        If the policy asks for what the machine lacks.
+    """
+    written = written_tensors(trace)
+    columns = Holding(
+        home=np.full(trace.tensor_count, Home.MIGRATE, np.uint8),
+        movable=np.zeros(trace.tensor_count, np.bool_),
+        copied=np.zeros(trace.tensor_count, np.bool_),
+        kept_copy=np.zeros(trace.tensor_count, np.bool_),
+        first=np.zeros(trace.tensor_count, np.bool_),
+    )
+    for tensor_class, rule in zip(TensorClass, policy.rules, strict=True):
+        if rule.mechanism == "auto" and tensor_class in mechanisms:
+            rule = replace_mechanism(rule, mechanisms[tensor_class])
+        here = trace.tensor_class == tensor_class.number
+        if here.any():
+            _apply(columns, here, rule, trace, hardware, written, tensor_class)
+    if fixed is not None:
+        is_fixed = fixed >= 0
+        columns.home[is_fixed] = fixed[is_fixed]
+        for column in (columns.movable, columns.copied, columns.kept_copy, columns.first):
+            column[is_fixed] = False
+    return columns
+
+
+def replace_mechanism(rule: ClassRule, mechanism: str) -> ClassRule:
+    """The rule with another mechanism."""
+    return rule.model_copy(update={"mechanism": mechanism})
+
+
+def _apply(
+    columns: Holding,
+    here: npt.NDArray[np.bool_],
+    rule: ClassRule,
+    trace: Trace,
+    hardware: Hardware,
+    written: npt.NDArray[np.bool_],
+    tensor_class: TensorClass,
+) -> None:
+    if rule.kind == "system" and not hardware.ats:
+        raise PlanError(
+            f"policy: classes.{tensor_class}.kind: system memory needs a device that reaches the "
+            f"host's page tables (ATS), and {hardware.name} does not: use kind managed"
+        )
+    if rule.kind == "system":
+        columns.home[here] = Home.SYSTEM
+        return
+    on_host = rule.kind == "pinned" or rule.mechanism == "map" or rule.placement == "host"
+    if on_host:
+        columns.home[here] = Home.MAP
+    # Tensors below min_bytes are in plain device memory whatever the rest of the rule says.
+    stays = rule.kind == "device" or rule.mechanism == "keep" or rule.eviction == "never"
+    small = here & (trace.tensor_bytes < rule.min_bytes)
+    columns.home[here if stays and not on_host else small] = Home.KEEP
+    moves = here & (columns.home == Home.MIGRATE)
+    if rule.mechanism == "duplicate" or (rule.read_mostly and rule.mechanism != "copy"):
+        columns.home[moves] = Home.DUPLICATE
+    elif rule.mechanism in ("auto", "migrate"):
+        # A copy on the host costs nothing where the contents never change.
+        columns.home[moves & ~written] = Home.DUPLICATE
+    columns.copied[moves] = rule.mechanism == "copy"
+    columns.kept_copy[moves] = columns.copied[moves] | (columns.home[moves] == Home.DUPLICATE)
+    columns.first[moves] = rule.eviction == "first"
+    # Least recently used is what the driver evicts by itself; the rest is demand paging.
+    asked = rule.mechanism not in ("fault", "discard") and rule.eviction != "lru"
+    columns.movable[moves] = asked

@@ -1,0 +1,1 @@
+"""The allocator in this process: native library, classification, statistics, hints, CUDA calls."""

@@ -1,0 +1,34 @@
+"""The native library: loaded once, with the libraries that it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from types import ModuleType
+
+from umem.core.errors import NativeLibraryError
+
+__all__ = ["native"]
+
+
+@functools.cache
+def native() -> ModuleType:
+    """The module `umem.runtime._native`, whose contract is ``umem/runtime/_native.pyi``.
+
+    Raises
+    ------
+    NativeLibraryError
+        If it, RMM's or CUDA's library is missing; the message names the remedy.
+    """
+    # The wheel's own search path finds RMM beside umem; this finds it anywhere else, as after
+    # `pip install --target`. A core-only build needs none; any other says below what it misses.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("librmm").load_library()
+    try:
+        return importlib.import_module("umem.runtime._native")
+    except ImportError as error:
+        raise NativeLibraryError(
+            f"umem's native library does not load: {error}. Install it with RMM and CUDA's "
+            "runtime, `pip install 'umem[cuda13]'` (or cuda12); `umem doctor` shows what is there."
+        ) from error

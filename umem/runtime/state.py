@@ -1,0 +1,103 @@
+"""The state that `umem.enable` leaves in the process: policy, allocator and classifier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from umem.core.errors import EnableError
+from umem.hardware.capabilities import Capabilities
+from umem.policy import Policy, ResolvedPolicy
+from umem.runtime.classification import Classifier
+from umem.runtime.native_library import native
+
+if TYPE_CHECKING:
+    from umem.runtime import _native
+
+__all__ = [
+    "Runtime",
+    "fell_back",
+    "is_enabled",
+    "native_config",
+    "record_fallback",
+    "runtime",
+    "set_runtime",
+]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What `enable` has put in place."""
+
+    policy: Policy
+    resolved: ResolvedPolicy
+    capabilities: tuple[Capabilities, ...]
+    allocator: _native.Allocator
+    classifier: Classifier
+
+
+_runtime: Runtime | None = None
+_fallback_reason: str | None = None
+
+
+def set_runtime(state: Runtime) -> None:
+    """Record what `umem.enable` has put in place."""
+    global _runtime
+    _runtime = state
+
+
+def record_fallback(reason: str) -> None:
+    """Record why `umem.enable(..., fallback=True)` left torch's own allocator in place."""
+    global _fallback_reason
+    _fallback_reason = reason
+
+
+def is_enabled() -> bool:
+    """Whether umem's allocator serves torch in this process."""
+    return _runtime is not None
+
+
+def runtime() -> Runtime:
+    """What `enable` put in place.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled; after a fallback the message says why.
+    """
+    if _runtime is None:
+        reason = f": {_fallback_reason}" if _fallback_reason else ": call umem.enable() first"
+        raise EnableError(f"umem is not enabled in this process{reason}")
+    return _runtime
+
+
+def fell_back() -> bool:
+    """Whether `enable(..., fallback=True)` left torch's own allocator in place."""
+    return _runtime is None and _fallback_reason is not None
+
+
+def native_config(resolved: ResolvedPolicy) -> _native.Config:
+    """The native allocator's configuration for a policy.
+
+    Parameters
+    ----------
+    resolved
+        From :func:`umem.policy.resolve`.
+    """
+    library = native()
+    return library.Config(
+        classes=[
+            library.ClassSetting(
+                kind=rule.kind,
+                placement=rule.placement,
+                accessed_by_device=rule.accessed_by_device,
+                read_mostly=rule.read_mostly,
+                min_bytes=rule.min_bytes,
+            )
+            for rule in resolved.rules
+        ],
+        managed_limit_bytes=resolved.managed_limit_bytes or 0,
+        device_budget_bytes=resolved.device_budget_bytes or 0,
+        system_headroom_bytes=resolved.system_headroom_bytes,
+        caching=resolved.caching,
+    )

@@ -1,0 +1,1 @@
+"""Hooks on modules and on what autograd saves."""

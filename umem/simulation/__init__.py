@@ -1,0 +1,8 @@
+"""A block-level simulator of managed memory: from a schedule to what migration costs."""
+
+from __future__ import annotations
+
+from umem.simulation.lower_bound import lower_bound_s, unavoidable_bytes
+from umem.simulation.run import Addresses, Run, report, run, simulate
+
+__all__ = ["Addresses", "Run", "lower_bound_s", "report", "run", "simulate", "unavoidable_bytes"]

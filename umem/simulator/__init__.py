@@ -1,8 +1,0 @@
-"""A block-level simulator of managed memory: from a schedule to what migration costs."""
-
-from __future__ import annotations
-
-from umem.simulator._bound import lower_bound_s, unavoidable_bytes
-from umem.simulator._run import Addresses, Run, report, run, simulate
-
-__all__ = ["Addresses", "Run", "lower_bound_s", "report", "run", "simulate", "unavoidable_bytes"]

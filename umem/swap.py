@@ -1,0 +1,278 @@
+"""Managing without a call: after an optimizer's first step, what it trains is known."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
+from umem.hardware.capabilities import Capabilities, detect_all
+from umem.hardware.host_memory import host_memory_bytes
+from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
+from umem.runtime.array_libraries import import_libraries, share_with
+from umem.runtime.classification import Classifier, gradient_hook
+from umem.runtime.memory_stats import install_parity
+from umem.runtime.native_library import native
+from umem.runtime.state import (
+    Runtime,
+    is_enabled,
+    native_config,
+    record_fallback,
+    runtime,
+    set_runtime,
+)
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["enable", "manage_automatically"]
+
+_LOG = logging.getLogger("umem")
+
+_MOST_WITHOUT_MODEL = 8
+"""Steps of an optimizer after which no model is looked for: some other program calls it."""
+
+
+def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
+    """Manage every training of the process from its optimizer's first step on.
+
+    An optimizer may step before its model is called: loading a distributed checkpoint does so, to
+    make the state that is loaded. Then a later step finds the model.
+
+    Parameters
+    ----------
+    roots
+        Tells the modules that the program has called: the one that holds most of what the optimizer
+        trains is its model.
+    """
+    steps_without = WeakIdKeyDictionary()  # optimizer -> steps so far; None when all is said
+
+    def after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        steps = steps_without.get(optimizer, 0)
+        if steps is None:
+            return
+        model = _model_of(optimizer, roots())
+        if model is None:
+            is_last = steps + 1 >= _MOST_WITHOUT_MODEL
+            steps_without[optimizer] = None if is_last else steps + 1
+            if is_last:
+                _LOG.warning(
+                    "umem: %s is not managed: no module that was called in %d steps holds its "
+                    "parameters. Call umem.manage(model, optimizer) where the training begins",
+                    type(optimizer).__name__,
+                    _MOST_WITHOUT_MODEL,
+                )
+            return
+        steps_without[optimizer] = None
+        # With planner and simulator behind it: not before there is a training.
+        from umem.executor import manage
+
+        try:
+            manage(model, optimizer)
+        except UmemError as error:
+            _LOG.info("umem: %s is not managed: %s", type(model).__name__, error)
+
+    # torch iterates over an optimizer's own hooks before it comes to the global ones, so that
+    # `manage` may add to them here.
+    register_optimizer_step_post_hook(after_step)
+
+
+def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
+    """The outermost module with the most bytes of an optimizer's parameters."""
+    trained = {id(p): p.nbytes for group in optimizer.param_groups for p in group["params"]}
+
+    def held_bytes(module: nn.Module) -> int:
+        return sum(trained.get(id(parameter), 0) for parameter in module.parameters())
+
+    model = max(roots, key=held_bytes, default=None)
+    return model if model is not None and held_bytes(model) else None
+
+
+# `umem.enable`: the swap of torch's CUDA allocator for umem's, once per process.
+
+MANAGED_SHARE_OF_CARD = 0.9
+"""Managed bytes that a process may hold, as a share of its cards' memory, where the policy sets
+neither a cap nor a budget: a card that the driver has to oversubscribe far can hang."""
+
+MANAGED_SHARE_OF_HOST = 0.5
+"""Where there is a budget, what is over it lives on the host: a share of what is available there
+comes on top of the budget. The rest is for the data loaders and everybody else."""
+
+
+def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = False) -> bool:
+    """Swap torch's CUDA allocator for umem's, for the rest of the process.
+
+    Call it before anything of torch uses the GPU: the first lines of a script are the place.
+
+    Parameters
+    ----------
+    policy
+        A preset's name (``umem policy list``), the path of a YAML file, or a
+        :class:`umem.Policy`.
+    fallback
+        Where umem cannot take over, warn and leave torch's own allocator in place instead of
+        raising. A policy that cannot be used raises all the same.
+
+    Returns
+    -------
+    bool
+        True when umem's allocator is in place, False after a fallback.
+
+    Raises
+    ------
+    PolicyError
+        If the policy, or an environment variable that changes it, is wrong.
+    EnableError
+        If it is too late (CUDA has started), or umem is enabled already.
+    UnsupportedError
+        If there is no usable GPU, or it cannot do what the policy asks.
+    NativeLibraryError
+        If the native library, RMM or CUDA's runtime is missing.
+    CudaError
+        If the driver does not start.
+
+    Examples
+    --------
+    >>> import umem
+    >>> umem.enable("sft")  # doctest: +SKIP
+    True
+    """
+    loaded = load_policy(policy)
+    if is_enabled():
+        raise EnableError(
+            f"umem is enabled already, with policy {runtime().policy.name!r}: a process swaps its "
+            "allocator once. Remove this call, or leave out `umem run` around the script."
+        )
+    try:
+        set_runtime(_enable(loaded))
+    except (EnableError, UnsupportedError, NativeLibraryError, CudaError) as error:
+        if not fallback:
+            raise
+        record_fallback(str(error))
+        warnings.warn(
+            f"umem is not in use, torch's own allocator stays: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _enable(policy: Policy) -> Runtime:
+    library = native()
+    _check_torch(library)
+    capabilities = detect_all()
+    if not capabilities:
+        raise UnsupportedError(
+            "no GPU is visible to this process: umem needs one with managed memory. See "
+            "`nvidia-smi` and CUDA_VISIBLE_DEVICES; `umem doctor` says more, and "
+            "umem.enable(..., fallback=True) runs the script without umem."
+        )
+    resolved = resolve(policy, capabilities[0].total_bytes)
+    _check_devices(resolved, capabilities)
+    import_libraries(resolved.share)  # a missing one must be known before the swap
+    config = native_config(_with_default_limit(resolved, capabilities))
+    try:
+        allocator = library.install(config)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"CUDA's runtime or RMM refuses this machine ({error}): see `umem doctor`."
+        ) from error
+    _swap(library)
+    install_parity(allocator)
+    classifier = Classifier(allocator, gradient_hook(allocator))
+    classifier.install()
+    share_with(resolved.share, allocator)
+    if resolved.planner != "none":
+        manage_automatically(classifier.roots)
+    return Runtime(policy, resolved, capabilities, allocator, classifier)
+
+
+def _check_torch(library: Any) -> None:
+    if torch.version.cuda is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} is built without CUDA, so there is no allocator to swap: "
+            "install a CUDA build of torch, or try `umem demo`, which needs no GPU."
+        )
+    if not library.HAS_CUDA:
+        raise NativeLibraryError(
+            "umem was built without CUDA and RMM: build it again from its sources with "
+            "`UMEM_CUDA=13 pip install --force-reinstall --no-deps .` (or 12)."
+        )
+    if torch.cuda.is_initialized() or library.installed() is not None:
+        raise EnableError(
+            "too late: CUDA has started in this process, and torch's allocator with it. Move "
+            "`import umem; umem.enable(...)` above the first line that uses the GPU, or start the "
+            "script with `umem run`."
+        )
+
+
+def _check_devices(resolved: ResolvedPolicy, capabilities: tuple[Capabilities, ...]) -> None:
+    kinds = {rule.kind for rule in resolved.rules}
+    for device in capabilities:
+        place = f"GPU {device.device_index} ({device.device_name})"
+        if "managed" in kinds and not device.concurrent_managed_access:
+            raise UnsupportedError(
+                f"{place} has no concurrent managed access, without which the CPU may not touch "
+                "managed memory while the GPU works (Windows, WSL 2, vGPU and some containers "
+                "lack it): use a policy whose classes are all kind: device, or "
+                "umem.enable(..., fallback=True)."
+            )
+        if "system" in kinds and not device.pageable_memory_access:
+            raise UnsupportedError(
+                f"{place} cannot reach memory from the system's allocator (no ATS, no HMM): use "
+                "kind: managed in the policy."
+            )
+
+
+def _with_default_limit(
+    resolved: ResolvedPolicy, capabilities: tuple[Capabilities, ...]
+) -> ResolvedPolicy:
+    # Cards that share the host's page tables (Grace Hopper) oversubscribe in hardware: no default.
+    coherent = all(device.pageable_uses_host_page_tables for device in capabilities)
+    if resolved.managed_limit_bytes is not None or coherent:
+        return resolved
+    limit: float
+    if resolved.device_budget_bytes is None:
+        limit = MANAGED_SHARE_OF_CARD * sum(device.total_bytes for device in capabilities)
+    else:
+        _, available_bytes = host_memory_bytes() or (0, 0)
+        limit = resolved.device_budget_bytes * len(capabilities)
+        limit += MANAGED_SHARE_OF_HOST * available_bytes
+    return replace(resolved, managed_limit_bytes=int(limit))
+
+
+def _swap(library: Any) -> None:
+    """Hand torch the library's entry points.
+
+    torch calls the first two by name. The others have setters only: without them `record_stream`
+    would be a silent no-op and graphs would have no pools of their own.
+    """
+    pluggable = torch.cuda.memory.CUDAPluggableAllocator(
+        library.__file__, "umem_malloc", "umem_free"
+    )
+    entry: dict[str, int] = library.torch_entry_points()
+    hooks: Any = pluggable._allocator  # its stub lists none of the setters
+    hooks.set_record_stream_fn(entry["record_stream"])
+    hooks.set_reset_fn(entry["empty_cache"])
+    hooks.set_memory_fraction_fn(entry["memory_fraction"])
+    hooks.set_base_alloc_fn(entry["base_allocation"])
+    hooks.set_begin_allocate_to_pool(entry["begin_pool"])
+    hooks.set_end_allocate_to_pool_fn(entry["end_pool"])
+    hooks.set_release_pool(entry["release_pool"])
+    try:
+        torch.cuda.memory.change_current_allocator(pluggable)
+    except RuntimeError as error:
+        raise EnableError(
+            f"torch refuses the swap ({error}): something used the GPU before umem.enable(). Move "
+            "`import umem; umem.enable(...)` to the top of the script."
+        ) from error

@@ -1,0 +1,154 @@
+"""The trace of one training step: tensors, and the ordered phases that read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.core.errors import TraceError
+
+__all__ = [
+    "OPTIMIZER",
+    "Access",
+    "PhaseKind",
+    "Precision",
+    "Trace",
+    "ranges",
+    "require_durations",
+]
+
+OPTIMIZER = "optimizer"
+"""First word in the names of an optimizer's phases."""
+
+
+class Access(IntFlag):
+    """How a phase uses a tensor.
+
+    A phase that only writes a tensor overwrites it as a whole: what was in it before is dead.
+    """
+
+    READ = 1
+    WRITE = 2
+
+
+class PhaseKind(IntEnum):
+    """What runs on the device in a phase, as a profiler's memory summary tells it apart."""
+
+    KERNEL = 0
+    MEMCPY = 1
+    MEMSET = 2
+
+
+class Precision(IntEnum):
+    """Arithmetic that a phase's FLOPs are done in, for the roofline."""
+
+    FP32 = 0
+    TF32 = 1
+    FP16 = 2
+    BF16 = 3
+    FP8 = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One training step, which repeats.
+
+    Columns are read-only NumPy arrays; T tensors, P phases and A accesses. Phases are in the order
+    of the compute stream. The accesses of phase p are ``access_start[p]:access_start[p + 1]``, each
+    tensor at most once.
+
+    Parameters
+    ----------
+    name : str
+        Workload, such as ``llama-2-7b-sft``.
+    source : str
+        How the trace was made.
+    tensor_names : tuple of str, length T
+    tensor_bytes : int64[T]
+        Sizes, above 0.
+    tensor_class : uint8[T]
+        :attr:`umem.core.classes.TensorClass.number`.
+    persistent : bool[T]
+        The tensor lives from step to step; others are born and die within the step.
+    first_phase, last_phase : int32[T]
+        Phases, inclusive, in which the tensor's memory is allocated; 0 and P - 1 for persistent
+        ones. Every access lies between them.
+    phase_names : tuple of str, length P
+    phase_kind : uint8[P]
+        :class:`PhaseKind`.
+    phase_precision : uint8[P]
+        :class:`Precision`.
+    flops : float64[P]
+        Floating-point operations, 0 where none were counted.
+    memory_bytes : int64[P]
+        Bytes that the phase reads and writes in memory, by the sizes of its arguments.
+    duration_s : float64[P] or None
+        Time with everything resident. None: to be taken from the roofline of a machine,
+        :func:`umem.hardware.with_durations`.
+    access_start : int64[P + 1]
+    access_tensor : int32[A]
+    access_mode : uint8[A]
+        :class:`Access`.
+    metadata : mapping of str to str, int or float
+        What else is known: model, batch, sequence length, published times.
+    """
+
+    name: str
+    source: str
+    tensor_names: tuple[str, ...]
+    tensor_bytes: npt.NDArray[np.int64]
+    tensor_class: npt.NDArray[np.uint8]
+    persistent: npt.NDArray[np.bool_]
+    first_phase: npt.NDArray[np.int32]
+    last_phase: npt.NDArray[np.int32]
+    phase_names: tuple[str, ...]
+    phase_kind: npt.NDArray[np.uint8]
+    phase_precision: npt.NDArray[np.uint8]
+    flops: npt.NDArray[np.float64]
+    memory_bytes: npt.NDArray[np.int64]
+    duration_s: npt.NDArray[np.float64] | None
+    access_start: npt.NDArray[np.int64]
+    access_tensor: npt.NDArray[np.int32]
+    access_mode: npt.NDArray[np.uint8]
+    metadata: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for column in vars(self).values():
+            if isinstance(column, np.ndarray):
+                column.flags.writeable = False
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+
+    @property
+    def tensor_count(self) -> int:
+        """T."""
+        return len(self.tensor_names)
+
+    @property
+    def phase_count(self) -> int:
+        """P."""
+        return len(self.phase_names)
+
+
+def ranges(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bounds of consecutive runs of these lengths: length N + 1, from 0 to their sum."""
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+
+
+def require_durations(trace: Trace) -> npt.NDArray[np.float64]:
+    """Durations of the phases, seconds, float64[P].
+
+    Raises
+    ------
+    TraceError
+        If the trace has none.
+    """
+    if trace.duration_s is None:
+        raise TraceError(
+            f"the trace {trace.name!r} has no durations: apply umem.hardware.with_durations first"
+        )
+    return trace.duration_s

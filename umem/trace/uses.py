@@ -1,0 +1,114 @@
+"""What several readers need of a trace's accesses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.trace.model import Access, Trace
+
+__all__ = [
+    "NO_GAP",
+    "Gaps",
+    "find_gaps",
+    "first_and_last_use",
+    "phase_of_access",
+    "with_accesses",
+    "written_tensors",
+]
+
+
+def phase_of_access(trace: Trace) -> npt.NDArray[np.int64]:
+    """Phase of each access, int64[A]."""
+    return np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
+
+
+def with_accesses(
+    trace: Trace,
+    phase: npt.NDArray[np.int64],
+    tensor: npt.NDArray[np.int32],
+    mode: npt.NDArray[np.uint8],
+) -> Trace:
+    """The trace with these accesses in place of its own: the phase, tensor and mode of each.
+
+    They come in any order; those of one phase stay in theirs.
+    """
+    order = np.argsort(phase, kind="stable")
+    return replace(
+        trace,
+        access_start=np.searchsorted(phase[order], np.arange(trace.phase_count + 1)),
+        access_tensor=tensor[order],
+        access_mode=mode[order],
+    )
+
+
+def first_and_last_use(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First and last phase that use each tensor, int64[T] each; P and -1 where none does."""
+    phase = phase_of_access(trace)
+    first = np.full(trace.tensor_count, trace.phase_count, np.int64)
+    last = np.full(trace.tensor_count, -1, np.int64)
+    np.minimum.at(first, trace.access_tensor, phase)
+    np.maximum.at(last, trace.access_tensor, phase)
+    return first, last
+
+
+def written_tensors(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Which tensors any phase writes, bool[T]."""
+    written = np.zeros(trace.tensor_count, np.bool_)
+    written[trace.access_tensor[(trace.access_mode & Access.WRITE) > 0]] = True
+    return written
+
+
+# Idle intervals: when each tensor's contents wait for their next use.
+
+NO_GAP = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps:
+    """Idle intervals of a step that repeats; G of them, A accesses.
+
+    Parameters
+    ----------
+    tensor : int32[G]
+    last_use : int64[G]
+        Phase before the interval.
+    next_use : int64[G]
+        Phase after it; P or more where it lies in the next step.
+    is_dead : bool[G]
+        The next use overwrites the tensor as a whole, so that its contents are dead meanwhile.
+    after_access : int32[A]
+        Interval that follows each access of the trace; :data:`NO_GAP` after the last use of a
+        tensor that dies.
+    """
+
+    tensor: npt.NDArray[np.int32]
+    last_use: npt.NDArray[np.int64]
+    next_use: npt.NDArray[np.int64]
+    is_dead: npt.NDArray[np.bool_]
+    after_access: npt.NDArray[np.int32]
+
+
+def find_gaps(trace: Trace) -> Gaps:
+    """Idle intervals of all tensors of a trace, by tensor and time; O(A log A)."""
+    phases = phase_of_access(trace)
+    order = np.lexsort((phases, trace.access_tensor))
+    tensor = trace.access_tensor[order]
+    phase = phases[order]
+    overwrites = (trace.access_mode[order] & Access.READ) == 0
+    is_last = np.append(tensor[1:] != tensor[:-1], True)[: len(tensor)]
+    is_first = np.append(True, tensor[1:] != tensor[:-1])[: len(tensor)]
+    first_of = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    following = np.where(is_last, first_of, np.arange(1, len(tensor) + 1))
+    has_gap = ~is_last | trace.persistent[tensor]
+    after_access = np.full(len(tensor), NO_GAP, np.int32)
+    after_access[order[has_gap]] = np.arange(has_gap.sum(), dtype=np.int32)
+    return Gaps(
+        tensor=tensor[has_gap],
+        last_use=phase[has_gap],
+        next_use=(phase[following] + np.where(is_last, trace.phase_count, 0))[has_gap],
+        is_dead=overwrites[following][has_gap],
+        after_access=after_access,
+    )
