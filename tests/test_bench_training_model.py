@@ -32,7 +32,7 @@ from umem.cuda import Range
 from umem.cuda import bindings as _bindings
 from umem.executor import SETTLING_STEPS
 from umem.executor.calibration import Correction
-from umem.executor.optimizer.partial_step import OptimizerSlices
+from umem.executor.optimizer.partial_step import PartialOptimizerStep
 from umem.hardware import load_hardware
 from umem.simulation import engine as _engine
 from umem.telemetry import MigrationRecords, RecordKind, records_of
@@ -238,7 +238,7 @@ def test_warming_up_ends_when_the_manager_has_decided(
     assert status.state == figures.state == state
     if state == "running":
         # Under every planner alike, past the last correction and what it moves.
-        assert figures.steps + figures.strays == SETTLING_STEPS + managed.ARRANGING_STEPS
+        assert figures.steps + figures.diverged_steps == SETTLING_STEPS + managed.ARRANGING_STEPS
         assert figures.predicted_step_s is not None
         assert figures.wait_s == 0
     else:
@@ -279,7 +279,7 @@ class _Planner:
         return SimpleNamespace(
             state=self.state,
             corrections=sum(it <= self.steps for it in self.corrected),
-            strays=sum(it <= self.steps for it in self.strayed),
+            diverged_steps=sum(it <= self.steps for it in self.strayed),
             step_in_backward=False,
         )
 
@@ -438,7 +438,9 @@ def test_steps_that_are_looked_at_go_as_planned(
 ) -> None:
     done: list[str] = []
     for name in ("run", "run_part"):
-        monkeypatch.setattr(OptimizerSlices, name, _told(getattr(OptimizerSlices, name), done))
+        monkeypatch.setattr(
+            PartialOptimizerStep, name, _told(getattr(PartialOptimizerStep, name), done)
+        )
     ledger.allocate(GIB)
     inner = Training()
     manager = inner.manage(planner, 34 * MIB, step_in_backward=in_backward)
@@ -470,7 +472,7 @@ def test_steps_that_are_looked_at_go_as_planned(
     assert done == usual_parts != []
     assert set(looked) == set(usual)
     assert most_bytes == ledger.now_bytes - min(usual)
-    assert (after.steps, after.strays) == (before.steps + 4, before.strays)
+    assert (after.steps, after.diverged_steps) == (before.steps + 4, before.diverged_steps)
     count = len(looked)
     inner.step()
     assert len(looked) == count

@@ -89,8 +89,8 @@ def test_values_are_those_of_a_stock_run(planner: str, stock: Training) -> None:
     assert status.state is ManagerState.RUNNING
     assert status.planner == planner
     assert status.budget_bytes == TIGHT
-    assert (status.steps, status.strays) == (16 - BEFORE_PLANNED, 0)
-    assert (status.plans, status.unplanned, status.gave_up) == (1, 0, 0)
+    assert (status.steps, status.diverged_steps) == (16 - BEFORE_PLANNED, 0)
+    assert (status.plans, status.unplanned, status.wait_timeouts) == (1, 0, 0)
     assert status.predicted is not None
     assert status.predicted.planner == planner
     assert status.predicted.step_s >= status.predicted.ideal_s
@@ -204,9 +204,9 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
 
     def noted(*given: Any) -> Any:
         asked.append(given)
-        return _room.make_room(*given)
+        return _room.plan_admission(*given)
 
-    monkeypatch.setattr(_program, "make_room", noted)
+    monkeypatch.setattr(_program, "plan_admission", noted)
     training = Training()
     manager = training.manage("planned", 34 * MIB)
     training.steps(BEFORE_PLANNED)
@@ -216,7 +216,7 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
     assert len(planned) >= 3
 
     def phases(budget_bytes: int) -> dict[int, int]:
-        room = _room.make_room(choice, budget_bytes, leaving, coming, released, fetched)
+        room = _room.plan_admission(choice, budget_bytes, leaving, coming, released, fetched)
         assert sum(map(len, room.fetches)) == len(planned)
         # Prefetches as well, in this step or, if it is late in it, in the next one.
         assert sorted(it for row in room.coming for it in row) == sorted(
@@ -233,7 +233,7 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
     assert all(planned[it] <= tight[it] <= next_use(it) for it in planned)
     assert any(planned[it] < tight[it] for it in planned)
     assert phases(0) == {it: next_use(it) for it in planned}
-    none = _room.make_room(choice, 0, leaving, coming, released, fetched)
+    none = _room.plan_admission(choice, 0, leaving, coming, released, fetched)
     assert all(
         tensor in _room.used_tensors(choice.trace, phase)
         for phase, row in enumerate(none.coming)
@@ -442,7 +442,7 @@ def test_a_shape_that_comes_once_runs_under_a_lookahead() -> None:
 
     _, manager = both(train, budget_bytes=60 * MIB)
     status = manager.status()
-    assert (status.plans, status.unplanned, status.strays) == (1, 1, 0)
+    assert (status.plans, status.unplanned, status.diverged_steps) == (1, 1, 0)
     assert status.state is ManagerState.RUNNING
     assert status.predicted is not None
     assert status.predicted.planner == "planned"
@@ -465,7 +465,7 @@ def test_a_shape_that_comes_again_gets_a_plan() -> None:
 
     _, manager = both(train, budget_bytes=60 * MIB)
     status = manager.status()
-    assert (status.state, status.plans, status.strays) == (ManagerState.RUNNING, 2, 0)
+    assert (status.state, status.plans, status.diverged_steps) == (ManagerState.RUNNING, 2, 0)
     assert status.unplanned == 2
 
 
@@ -476,7 +476,7 @@ def test_shapes_in_turn_get_a_plan_each() -> None:
 
     _, manager = both(train, budget_bytes=60 * MIB)
     assert manager.status().plans == 2
-    assert manager.status().strays == 0
+    assert manager.status().diverged_steps == 0
 
 
 def test_a_shape_that_cannot_be_planned_is_left_to_a_lookahead(
@@ -599,7 +599,7 @@ def test_what_is_away_stays_so_when_the_plan_is_made_anew(planner: str) -> None:
     activations = TensorClass.ACTIVATIONS  # which die with the step
     assert {**manager.away_bytes(), activations: 0} == {**before, activations: 0}
     training.steps(2)
-    assert manager.status().strays == 0
+    assert manager.status().diverged_steps == 0
     manager._load(None)
     assert not any(manager.away_bytes().values())
 
@@ -611,7 +611,7 @@ def test_a_slower_link_than_known_is_planned_for_anew() -> None:
     training.steps(steps)
     status = manager.status()
     assert status.corrections >= 1
-    assert (status.state, status.steps, status.strays) == (ManagerState.RUNNING, 20, 0)
+    assert (status.state, status.steps, status.diverged_steps) == (ManagerState.RUNNING, 20, 0)
     # Those of a follower, once: before and after the model and each of its eleven blocks.
     assert hook_count(training) == OWN_HOOKS + 2 * 12
     corrected = manager._plans._correction.apply(manager._machine.hardware)

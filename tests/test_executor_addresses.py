@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from umem.core.classes import TensorClass
 from umem.executor import Manager
 from umem.executor.program import Program
-from umem.executor.tensor_addresses import find_places
+from umem.executor.tensor_addresses import find_addresses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +65,7 @@ def test_state_that_is_loaded_into_new_memory_is_found_there() -> None:
     assert now <= state_addresses(training)
     assert len(now) == len(first)
     assert advised(manager) == 3 * len(first)
-    assert manager.status().strays == 0
+    assert manager.status().diverged_steps == 0
     assert training.equals(stock)
 
 
@@ -82,9 +82,9 @@ def test_weights_that_are_loaded_into_new_memory_are_found_there() -> None:
     assert len(kept) == 5
     weight = program_of(manager).choice.trace.tensor_names.index("head.weight")
     assert program_of(manager) is not before
-    places = find_places(before.choice.trace, training.model, training.optimizer)
+    places = find_addresses(before.choice.trace, training.model, training.optimizer)
     assert places.fixed[weight] == training.model.get_parameter("head.weight").data_ptr()
-    assert manager.status().strays == 0
+    assert manager.status().diverged_steps == 0
 
 
 class Quantised(nn.Module):
@@ -113,7 +113,7 @@ def test_each_part_of_a_wrapped_weight_moves() -> None:
     stock.steps(12)
     training.steps(12)
     assert training.losses == stock.losses
-    assert manager.status().strays == 0
+    assert manager.status().diverged_steps == 0
     trace = manager.trace
     assert trace is not None
     frozen = {f"layers.{layer}.frozen[{part}]" for layer in range(4) for part in range(2)}

@@ -43,7 +43,7 @@ def test_inputs_of_checkpointed_blocks_leave_and_come_back(model: type[Net]) -> 
     assert managed.losses == plain.losses
     assert all(map(torch.equal, managed.model.parameters(), plain.model.parameters()))
     status = manager.status()
-    assert (status.strays, status.gave_up) == (0, 0)
+    assert (status.diverged_steps, status.wait_timeouts) == (0, 0)
     assert status.steps > 0
     copied = program_of(manager).copied
     assert copied[MODEL, 0]
@@ -60,4 +60,4 @@ def test_as_pages_too(planner: str) -> None:
         training.steps(12, rows=4)
     assert managed.losses == plain.losses
     assert program_of(manager).paged[MODEL, 0]
-    assert manager.status().strays == 0
+    assert manager.status().diverged_steps == 0

@@ -114,7 +114,7 @@ def train(wrapper: str, way: str) -> dict[str, Any]:
             "state": status.state,
             "reason": status.reason,
             "steps": status.steps,
-            "strays": status.strays,
+            "diverged_steps": status.diverged_steps,
             "step_in_backward": status.step_in_backward,
             "moved_bytes": manager.store.statistics.bytes_out
             + sum(it.moved_bytes for it in hints.counts.values()),
@@ -160,7 +160,7 @@ def test_each_rank_trains_as_it_does_alone_within_its_budget(
     for runs in ranks:
         alone, run = runs[wrapper]["alone"], runs[wrapper][way]
         assert run["state"] == "running", run
-        assert run["strays"] == 0
+        assert run["diverged_steps"] == 0
         assert run["steps"] > 0
         assert run["moved_bytes"] > 0
         assert len(run["losses"]) == STEPS

@@ -15,10 +15,10 @@ from umem.core.block_sizes import LARGE_BYTES, block_bytes
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
+from umem.executor.budget_lift import BudgetLift, lifted_bytes
 from umem.executor.calibration import Correction
 from umem.executor.machine import Machine
 from umem.executor.manage import manage_on
-from umem.executor.manager import BudgetLift, lifted_bytes
 from umem.executor.program import Hints
 from umem.executor.tensor_addresses import in_blocks
 from umem.runtime.hints import HintCounts, HintEngine, HintSettings, HintStatistics

@@ -41,7 +41,7 @@ def test_gradient_accumulation(planner: str) -> None:
 
     status = both(train, planner).status()
     # The step that the program starts in counts as a stray: its first call has gone by.
-    assert (status.steps, status.strays, status.plans) == (12 - BEFORE_PLANNED, 1, 1)
+    assert (status.steps, status.diverged_steps, status.plans) == (12 - BEFORE_PLANNED, 1, 1)
 
 
 def test_accumulation_that_ends_early_strays_and_comes_right() -> None:
@@ -54,7 +54,10 @@ def test_accumulation_that_ends_early_strays_and_comes_right() -> None:
             training.losses.append(0.0)
 
     status = both(train).status()
-    assert (status.steps, status.strays) == (14 - BEFORE_PLANNED - 1, 2)  # and the first one
+    assert (status.steps, status.diverged_steps) == (
+        14 - BEFORE_PLANNED - 1,
+        2,
+    )  # and the first one
 
 
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
@@ -62,7 +65,7 @@ def test_gradients_that_are_set_to_zero(planner: str) -> None:
     def train(training: Training) -> None:
         training.steps(12, gradients_stay=True)
 
-    assert both(train, planner).status().strays == 0
+    assert both(train, planner).status().diverged_steps == 0
 
 
 def test_gradients_that_are_zeroed_before_the_forward_pass() -> None:
@@ -74,7 +77,7 @@ def test_gradients_that_are_zeroed_before_the_forward_pass() -> None:
             training.optimizer.step()
             training.losses.append(loss.item())
 
-    assert both(train).status().strays == 0
+    assert both(train).status().diverged_steps == 0
 
 
 def test_evaluation_between_steps() -> None:
@@ -88,7 +91,7 @@ def test_evaluation_between_steps() -> None:
                 training.model.train()
 
     status = both(train).status()
-    assert (status.steps, status.strays, status.unplanned) == (14 - BEFORE_PLANNED, 0, 0)
+    assert (status.steps, status.diverged_steps, status.unplanned) == (14 - BEFORE_PLANNED, 0, 0)
 
 
 def test_evaluation_with_gradients_in_a_step() -> None:
@@ -99,7 +102,7 @@ def test_evaluation_with_gradients_in_a_step() -> None:
             training.step()
 
     status = both(train).status()
-    assert (status.steps, status.strays) == (14 - BEFORE_PLANNED - 1, 1)
+    assert (status.steps, status.diverged_steps) == (14 - BEFORE_PLANNED - 1, 1)
 
 
 def test_a_learning_rate_schedule() -> None:
@@ -109,7 +112,7 @@ def test_a_learning_rate_schedule() -> None:
             training.step()
             schedule.step()
 
-    assert both(train).status().strays == 0
+    assert both(train).status().diverged_steps == 0
 
 
 def test_a_wrapped_optimizer() -> None:
@@ -140,7 +143,7 @@ def test_steps_that_a_scaler_skips() -> None:
             training.losses.append(loss.item())
 
     status = both(train).status()
-    assert status.strays == 1  # both batches count as one step
+    assert status.diverged_steps == 1  # both batches count as one step
     assert status.steps >= 4
 
 
@@ -187,7 +190,7 @@ def test_state_that_is_loaded_anew() -> None:
         training.optimizer.load_state_dict(training.optimizer.state_dict())
         training.steps(4)
 
-    assert both(train).status().strays == 0
+    assert both(train).status().diverged_steps == 0
 
 
 # ------------------------------------------------------------------------------------ models
@@ -211,7 +214,7 @@ def test_activation_checkpointing(model: type[nn.Module], planner: str) -> None:
             training.losses.append(loss.item())
 
     status = both(train, planner, make_model=model).status()
-    assert (status.steps, status.strays) == (12 - BEFORE_PLANNED, 0)
+    assert (status.steps, status.diverged_steps) == (12 - BEFORE_PLANNED, 0)
 
 
 class Adapter(nn.Module):
@@ -261,7 +264,7 @@ def test_tied_weights() -> None:
             super().__init__()
             self.head.weight = self.layers[0].get_parameter("weight")
 
-    assert both(lambda training: training.steps(12), make_model=Tied).status().strays == 0
+    assert both(lambda training: training.steps(12), make_model=Tied).status().diverged_steps == 0
 
 
 def test_blocks_that_are_compiled() -> None:
@@ -274,7 +277,7 @@ def test_blocks_that_are_compiled() -> None:
     manager = both(lambda training: training.steps(12), make_model=compiled)
     assert manager.trace is not None
     assert "backward layers.2" in manager.trace.phase_names
-    assert manager.status().strays == 0
+    assert manager.status().diverged_steps == 0
     assert manager.store.statistics.bytes_out > 0
 
 
@@ -288,7 +291,7 @@ def test_blocks_that_are_compiled_in_place() -> None:
     manager = both(lambda training: training.steps(12), make_model=compiled)
     assert manager.trace is not None
     assert "backward layers.2" in manager.trace.phase_names
-    assert manager.status().strays == 0
+    assert manager.status().diverged_steps == 0
     assert manager.store.statistics.bytes_out > 0
 
 
@@ -322,7 +325,7 @@ def test_two_models_in_one_process() -> None:
     for training, plain, manager in zip(managed, stock, managers, strict=True):
         assert training.equals(plain)
         assert manager.status().steps == 12 - BEFORE_PLANNED
-        assert manager.status().strays == 0
+        assert manager.status().diverged_steps == 0
 
 
 def test_two_models_whose_steps_are_one_inside_the_other() -> None:
@@ -439,7 +442,7 @@ def test_a_step_that_breaks(
 ) -> None:
     status = both(lambda training: broken_run(training, place(error)), planner).status()
     # The broken step has no end of its own: the one after it ends it.
-    assert status.strays == 1
+    assert status.diverged_steps == 1
     assert status.steps == 2 + 3
 
 

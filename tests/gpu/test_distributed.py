@@ -69,8 +69,8 @@ def test_each_rank_trains_within_its_budget(
         assert not alone["swapped"]
         assert run["state"] == "running", run["reason"]
         assert run["steps"] > 0
-        assert run["strays"] == 0
-        assert run["gave_up"] == 0
+        assert run["diverged_steps"] == 0
+        assert run["wait_timeouts"] == 0
         assert run["failures"] == []
         assert run["moved_bytes"] + run["copied_bytes"] > 0
         assert run["losses"] == alone["losses"]

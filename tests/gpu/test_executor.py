@@ -91,7 +91,7 @@ def test_values_are_those_of_a_stock_run(job: str, managed: dict[str, Job], stoc
     assert facts["planner"] == (job if job in PLANNERS else "planned")
     assert facts["step_in_backward"] == (job == "in backward")
     assert facts["steps"] > STEPS / 2
-    assert facts["strays"] == 0
+    assert facts["diverged_steps"] == 0
     assert facts["failures"] == []
     assert facts["moved_bytes"] + facts["copied_bytes"] > 0
 
@@ -108,7 +108,7 @@ def test_tensors_of_odd_sizes_move_as_others_do(odd: tuple[Job, Job], budget_byt
     stock, facts = (job.facts() for job in odd)
     assert facts["losses"] == stock["losses"]
     assert facts["checksum"] == stock["checksum"]
-    assert (facts["state"], facts["strays"]) == ("running", 0)
+    assert (facts["state"], facts["diverged_steps"]) == ("running", 0)
     assert facts["failures"] == []
     assert facts["moved_activation_bytes"] > 0
     assert facts["peak_resident_bytes"] <= 1.05 * budget_bytes
@@ -121,7 +121,7 @@ def test_state_in_place_is_updated_beside_the_backward_pass(start: Callable[...,
     stock, facts = (job.facts() for job in jobs)
     assert facts["losses"] == stock["losses"]
     assert facts["checksum"] == stock["checksum"]
-    assert (facts["state"], facts["strays"]) == ("running", 0)
+    assert (facts["state"], facts["diverged_steps"]) == ("running", 0)
     assert facts["step_in_backward"]
     assert facts["beside"] == [f"layers.{number}" for number in range(6)]  # the head is small
     assert facts["failures"] == []

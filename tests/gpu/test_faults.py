@@ -44,13 +44,13 @@ def test_no_hint_changes_a_value_in_200_steps(jobs: dict[str, Job], stock: Any) 
 
 
 @pytest.mark.parametrize(
-    ("mode", "strays"), [("broken", 2), ("profiled", 0), ("freed", 0), ("forked", 0)]
+    ("mode", "diverged_steps"), [("broken", 2), ("profiled", 0), ("freed", 0), ("forked", 0)]
 )
-def test_training_goes_on(mode: str, strays: int, jobs: dict[str, Job], stock: Any) -> None:
+def test_training_goes_on(mode: str, diverged_steps: int, jobs: dict[str, Job], stock: Any) -> None:
     facts = jobs[mode].facts()
     assert facts["losses"] == stock["losses"][:STEPS]
     assert facts["state"] == "running"
-    assert facts["strays"] == strays
+    assert facts["diverged_steps"] == diverged_steps
     assert facts["failures"] == []
 
 

@@ -24,7 +24,7 @@ def main(how: str) -> None:
         fork(training)
         training.optimizer.step()
         training.steps(1)
-        print(manager.status().state, manager.status().strays)
+        print(manager.status().state, manager.status().diverged_steps)
 
 
 def fork(training: Training) -> None:

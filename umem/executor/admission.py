@@ -12,7 +12,7 @@ from umem.core.schedule import HintOp, Home
 from umem.executor.plan_search import Choice
 from umem.trace import Trace
 
-__all__ = ["Eviction", "HintRow", "HintRows", "Room", "make_room", "used_tensors"]
+__all__ = ["AdmissionPlan", "Eviction", "HintRow", "HintRows", "plan_admission", "used_tensors"]
 
 HintRow = tuple[HintOp, int]
 """A page hint: what to do, and the tensor's number in the trace."""
@@ -37,7 +37,7 @@ def used_tensors(trace: Trace, phase: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Room:
+class AdmissionPlan:
     """How each phase keeps the budget.
 
     Parameters
@@ -58,14 +58,14 @@ class Room:
     fetches: tuple[tuple[int, ...], ...]
 
 
-def make_room(
+def plan_admission(
     choice: Choice,
     budget_bytes: int,
     leaving: HintRows,
     coming: HintRows,
     released: Mapping[int, set[int]],
     fetched: Sequence[Sequence[int]],
-) -> Room:
+) -> AdmissionPlan:
     """Find the evictions that have to be waited for, and when there is room for what comes.
 
     A plan reckons with the link's speed; where it is slower, memory is still taken that the plan
@@ -101,7 +101,7 @@ def make_room(
             for phase in phases
         ]
         walk.end_step()
-    return Room(
+    return AdmissionPlan(
         waits=tuple(step.wait for step in steps),
         coming=tuple(tuple(it.row for it in step.prefetches) for step in steps),
         after=tuple(tuple(it.after for it in step.prefetches) for step in steps),

@@ -20,10 +20,10 @@ from umem.executor.gradient_lifetime import with_lingering, with_open_blocks
 from umem.executor.machine import Machine
 from umem.executor.optimizer.overlapped_step import can_run_beside
 from umem.executor.optimizer.partial_step import part_label
-from umem.executor.optimizer.step_in_backward import BackwardStep
+from umem.executor.optimizer.step_in_backward import StepInBackward
 from umem.executor.plan_search import Choice, choose
 from umem.executor.program import Program, build_program
-from umem.executor.tensor_addresses import find_places, in_blocks
+from umem.executor.tensor_addresses import find_addresses, in_blocks
 from umem.policy import PolicyPlanner
 from umem.trace import Trace, is_optimizer_phase, with_step_in_backward
 
@@ -66,7 +66,7 @@ class Plans:
         machine: Machine,
         planner: PolicyPlanner,
         forward_labels: Mapping[str, str],
-        backward_step: BackwardStep | None,
+        backward_step: StepInBackward | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
@@ -273,7 +273,7 @@ class Plans:
         _, followed = self._step_of(recorded)
         return build_program(
             choice,
-            find_places(choice.trace, model, optimizer),
+            find_addresses(choice.trace, model, optimizer),
             recorded.recording.saved_tensors,
             followed,
             self._forward_labels,

@@ -14,10 +14,10 @@ from torch.optim.optimizer import Optimizer
 from umem.capture.live import FollowedPhase, SavedTensor
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
-from umem.executor.admission import Eviction, HintRow, HintRows, make_room, used_tensors
+from umem.executor.admission import Eviction, HintRow, HintRows, plan_admission, used_tensors
 from umem.executor.machine import Machine
 from umem.executor.plan_search import Choice
-from umem.executor.tensor_addresses import Places, whole_blocks
+from umem.executor.tensor_addresses import TensorAddresses, whole_blocks
 from umem.runtime.hints import HintBatch
 from umem.trace import Trace, phase_of_access, require_durations
 
@@ -233,7 +233,7 @@ class Program:
 
 def build_program(
     choice: Choice,
-    places: Places,
+    places: TensorAddresses,
     saved: Sequence[SavedTensor],
     followed: Sequence[FollowedPhase],
     forward_labels: Mapping[str, str],
@@ -286,7 +286,7 @@ def build_program(
     sent = [_parts(found) for found in sends]
     releases = _releases(choice, chosen, sent, saved, followed, forward_labels, machine)
     tensors = {(entry.block, entry.call, entry.ordinal): entry.tensor for entry in saved}
-    room = make_room(
+    room = plan_admission(
         choice,
         machine.policy.device_budget_bytes or machine.hardware.device_bytes,
         leaving,
@@ -345,7 +345,7 @@ def _parts_of(
 def _hints(
     row: Sequence[HintRow],
     trace: Trace,
-    places: Places,
+    places: TensorAddresses,
     present: Mapping[int, int],
     machine: Machine,
     after: tuple[Eviction | None, ...] = (),

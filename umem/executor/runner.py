@@ -1,4 +1,4 @@
-"""What a tensor holds, in one number: changes that torch does not count are seen by it."""
+"""Runs a program: issues hints and copies where the phases of a live training step begin."""
 
 from __future__ import annotations
 
@@ -20,59 +20,7 @@ from umem.offload import ActivationStore
 from umem.runtime.hints import Outcome
 from umem.telemetry import PhaseRanges
 
-__all__ = ["Runner", "RunnerCounts", "contents"]
-
-_ROWS = 63
-"""Parts of a tensor that count differently, so that what is moved about in it is seen too. An odd
-number: by an even one the same change of each exponent, as by a division by 2, could come to 0."""
-
-_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WORD_BYTES = 8
-
-
-def contents(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum over a tensor's bits, equal for equal bits whatever the order of the summing.
-
-    It is exact: bits are added as whole numbers, modulo 2**64. The tensor is read once, where it
-    is, and nothing waits for the result.
-
-    Parameters
-    ----------
-    tensor
-        Strided, of any type.
-
-    Returns
-    -------
-    int64 tensor without dimensions
-        On the tensor's device.
-    """
-    tensor = tensor.detach()
-    flat = _flat(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-    kind = _WHOLE_NUMBERS[flat.element_size()]
-    per_word = _WORD_BYTES // flat.element_size()
-    if flat.storage_offset() % per_word:
-        flat = flat.clone()
-    # Words of 8 bytes are added as they are: of narrower ones torch would make a wider copy first.
-    split = flat.numel() // (per_word * _ROWS) * per_word * _ROWS
-    words = flat[:split].view(torch.int64).view(_ROWS, -1)
-    rows = words.sum(1)
-    if per_word == 1:  # the signs are the highest bits, of which only odd or even is left
-        rows += (words < 0).sum(1)
-    weights = torch.arange(1, 2 * _ROWS, 2, device=rows.device)
-    rest = flat[split:].view(kind)
-    return (rows * weights).sum() + rest.sum(dtype=torch.int64) + (rest < 0).sum()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its elements in the order in which they are in memory, without a copy if it is dense.
-
-    Of equal layouts only: the order makes a difference.
-    """
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).reshape(-1).contiguous()
-
-
-# Runs a program: hints and copies at the boundaries of the phases of a live training step.
+__all__ = ["Runner", "RunnerCounts"]
 
 _PATIENCE_S = 2.0
 """What a phase waits for pages that it needs. After it they come by fault: late, and right."""
@@ -84,11 +32,11 @@ class RunnerCounts:
 
     steps: int = 0
     """Steps that went through their whole program."""
-    strays: int = 0
+    diverged_steps: int = 0
     """Steps that did not: an exception, or phases unlike the recorded ones."""
     wait_s: float = 0.0
     """Time that the training thread waited for pages."""
-    gave_up: int = 0
+    wait_timeouts: int = 0
     """Waits that took longer than the runner's patience."""
 
 
@@ -109,8 +57,8 @@ class _Call:
 class Runner:
     """A :class:`umem.capture.live.StepListener` that carries out a program.
 
-    Nothing that it does changes a value. A step that strays from its program runs on without it:
-    what is missing on the device comes by page fault.
+    A runner changes no value. A step that diverges from its program runs on without it: pages that
+    are missing on the device come by page fault.
 
     Parameters
     ----------
@@ -290,7 +238,7 @@ class Runner:
             except KeyError:  # so long over that it is forgotten
                 continue
             if outcome is Outcome.OPEN:
-                self.counts.gave_up += 1
+                self.counts.wait_timeouts += 1
                 break
         self.counts.wait_s += time.perf_counter() - began_s
 
@@ -307,7 +255,7 @@ class Runner:
             and not self.needs_slices()  # parts of the optimizer's step that were not done as such
         )
         self.counts.steps += was_whole
-        self.counts.strays += not was_whole
+        self.counts.diverged_steps += not was_whole
 
     # ------------------------------------------------------------------ activations
 

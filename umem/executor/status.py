@@ -44,14 +44,14 @@ class ManagerStatus:
         What the plan of the shapes seen last should come to; None before there is one.
     plans
         Shapes of batches that have a plan.
-    steps, strays
+    steps, diverged_steps
         Steps carried out as planned; steps that were not, because of an exception or of phases
         unlike the recorded ones.
     unplanned
         Steps of shapes without a plan, which ran under one for other shapes.
     wait_s
         Time that the training thread has waited for pages, in all steps.
-    gave_up
+    wait_timeouts
         Waits for pages that took too long; the pages came by fault.
     corrections
         Plans made anew from measured bandwidths.
@@ -66,9 +66,9 @@ class ManagerStatus:
     predicted: MigrationReport | None
     plans: int
     steps: int
-    strays: int
+    diverged_steps: int
     unplanned: int
     wait_s: float
-    gave_up: int
+    wait_timeouts: int
     corrections: int
     step_in_backward: bool

@@ -16,11 +16,11 @@ from umem.core.block_sizes import LARGE_BYTES, block_bytes
 from umem.runtime.tensor_memory import named_parts, storage_addresses
 from umem.trace import Trace
 
-__all__ = ["Places", "find_places", "in_blocks", "storage_address", "whole_blocks"]
+__all__ = ["TensorAddresses", "find_addresses", "in_blocks", "storage_address", "whole_blocks"]
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class TensorAddresses:
     """Addresses of the tensors that hints can name, by number in the trace.
 
     Parameters
@@ -35,7 +35,7 @@ class Places:
     gradients: Mapping[int, Callable[[], int]]
 
 
-def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
+def find_addresses(trace: Trace, model: nn.Module, optimizer: Optimizer) -> TensorAddresses:
     """Find a trace's tensors by their names; those not found are left where they are."""
     parameters = {name: it for it, name in parameter_names(model, optimizer).items()}
     tensors: dict[str, torch.Tensor] = {}
@@ -50,7 +50,7 @@ def find_places(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Places:
             fixed[number] = storage_address(tensors[name])
         elif name.endswith(".grad") and name.removesuffix(".grad") in parameters:
             gradients[number] = _gradient_of(parameters[name.removesuffix(".grad")])
-    return Places(fixed, gradients)
+    return TensorAddresses(fixed, gradients)
 
 
 def in_blocks(trace: Trace) -> Trace:

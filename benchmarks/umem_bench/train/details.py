@@ -203,11 +203,12 @@ def _notes(run: TrainingRun, outcomes: list[Outcome]) -> Iterator[tuple[str, str
         manager = outcome.manager
         if manager and manager.reason and outcome.state == "measured":
             yield *subject, f"umem's manager is {manager.state}: {manager.reason}"
-        if manager and manager.strays + manager.unplanned + manager.gave_up:
+        if manager and manager.diverged_steps + manager.unplanned + manager.wait_timeouts:
             yield (
                 *subject,
-                f"of {manager.steps} planned steps: {manager.strays} strayed, {manager.unplanned} "
-                f"had no plan of their own, {manager.gave_up} waits were given up",
+                f"of {manager.steps} planned steps: {manager.diverged_steps} diverged, "
+                f"{manager.unplanned} had no plan of their own, {manager.wait_timeouts} waits "
+                "were given up",
             )
 
 

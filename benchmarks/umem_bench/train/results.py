@@ -188,9 +188,9 @@ class ManagerFigures(Record):
     """``running`` or ``resident`` where the plan is followed."""
     reason: str
     steps: int
-    strays: int
+    diverged_steps: int
     unplanned: int
-    gave_up: int
+    wait_timeouts: int
     corrections: int
     """Plans made anew from measured bandwidths, up to the end of the timed steps."""
     wait_s: float

@@ -100,7 +100,7 @@ class Timed:
         return (
             str(self.before.state) in FOLLOWED
             and self.after.state == self.before.state
-            and self.after.strays == self.before.strays
+            and self.after.diverged_steps == self.before.diverged_steps
         )
 
 

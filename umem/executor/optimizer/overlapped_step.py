@@ -25,7 +25,7 @@ from umem.trace import (
     with_accesses,
 )
 
-__all__ = ["StepBeside", "can_run_beside", "with_parts_beside"]
+__all__ = ["OverlappedOptimizerStep", "can_run_beside", "with_parts_beside"]
 
 _OF_PARTS = [
     it.number for it in (TensorClass.WEIGHTS, TensorClass.GRADIENTS, TensorClass.OPTIMIZER_STATE)
@@ -130,7 +130,7 @@ def can_run_beside(optimizer: Optimizer) -> bool:
     )
 
 
-class StepBeside:
+class OverlappedOptimizerStep:
     """Updates blocks' parameters on a stream of its own while the backward pass goes on.
 
     A kernel that uses memory on the host waits for the link, and meanwhile holds the

@@ -13,7 +13,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from umem.capture.live import Block
 from umem.trace import OPTIMIZER
 
-__all__ = ["OptimizerSlices", "Part", "StepInParts", "can_slice", "part_label", "part_name"]
+__all__ = [
+    "Part",
+    "PartialOptimizerStep",
+    "PerBlockStepHook",
+    "can_slice",
+    "part_label",
+    "part_name",
+]
 
 Part = list[list[torch.Tensor]]
 """Some of an optimizer's parameters, by its groups."""
@@ -50,7 +57,7 @@ def can_slice(optimizer: Optimizer) -> bool:
     return type(optimizer) in _EACH_BY_ITSELF
 
 
-class OptimizerSlices:
+class PartialOptimizerStep:
     """Does an optimizer's step block by block, ahead of the step that the program calls.
 
     That one then finds no parameters. Where a part raises, the optimizer has its parameters again,
@@ -157,7 +164,7 @@ _MOST_REFUSED = 3
 """Steps in a row that a plan wants in parts and that are not: the next ones will not be either."""
 
 
-class StepInParts:
+class PerBlockStepHook:
     """Does the optimizer's steps in parts where a plan wants it and the program's call allows it.
 
     A closure makes gradients inside of the step, and what hooks that run after the parts do to
@@ -174,7 +181,10 @@ class StepInParts:
     """
 
     def __init__(
-        self, optimizer: Optimizer, slices: OptimizerSlices | None, begin: Callable[[str], None]
+        self,
+        optimizer: Optimizer,
+        slices: PartialOptimizerStep | None,
+        begin: Callable[[str], None],
     ) -> None:
         self.is_possible = False
         """Whether the last step that began could be done in parts."""

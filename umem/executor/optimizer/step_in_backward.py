@@ -13,11 +13,11 @@ from torch.amp import GradScaler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.errors import PlanError
-from umem.executor.optimizer.overlapped_step import StepBeside
-from umem.executor.optimizer.partial_step import OptimizerSlices, Part
-from umem.executor.runner import contents
+from umem.executor.bit_checksum import bit_checksum
+from umem.executor.optimizer.overlapped_step import OverlappedOptimizerStep
+from umem.executor.optimizer.partial_step import Part, PartialOptimizerStep
 
-__all__ = ["BackwardStep"]
+__all__ = ["StepInBackward"]
 
 _CHANGED = (
     "gradients are changed between the backward pass and the optimizer's step, as clipping, a "
@@ -25,7 +25,7 @@ _CHANGED = (
 )
 
 
-class BackwardStep:
+class StepInBackward:
     """Updates each block's parameters when autograd has made the last of their gradients.
 
     The gradients go at once, so that the program must not look at them between the backward pass
@@ -44,7 +44,10 @@ class BackwardStep:
     """
 
     def __init__(
-        self, slices: OptimizerSlices, begin: Callable[[str], None], beside: StepBeside
+        self,
+        slices: PartialOptimizerStep,
+        begin: Callable[[str], None],
+        beside: OverlappedOptimizerStep,
     ) -> None:
         self.order: tuple[str, ...] = ()
         """Names of the parts in the order in which the last step completed their gradients."""
@@ -140,7 +143,7 @@ class BackwardStep:
                 self._see_obstacle(_CHANGED)
         if self._contents and not self.obstacle:
             made_contents = torch.stack(list(self._contents.values()))
-            now = [contents(_local(it.grad)) for it in self._contents if it.grad is not None]
+            now = [bit_checksum(_local(it.grad)) for it in self._contents if it.grad is not None]
             if not torch.equal(made_contents, torch.stack(now)):  # waits for the device
                 self._see_obstacle(_CHANGED)
 
@@ -198,7 +201,7 @@ class BackwardStep:
                 "gradients are kept from one step to the next: zero_grad() has to set them to None"
             )
         elif self._looks_at_contents:
-            self._contents[parameter] = contents(_local(gradient))
+            self._contents[parameter] = bit_checksum(_local(gradient))
 
     def _run(self, name: str) -> None:
         part = self._parts[name]

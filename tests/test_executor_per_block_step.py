@@ -57,7 +57,7 @@ def test_hooks_that_are_added_later_see_the_whole_step_and_may_change_it() -> No
     manager = both(train, budget_bytes=34 * MIB)
     assert seen == [5] * 18  # the stock run's, too
     assert has_parts(manager)
-    assert (manager.status().steps, manager.status().strays) == (12 - BEFORE_PLANNED, 0)
+    assert (manager.status().steps, manager.status().diverged_steps) == (12 - BEFORE_PLANNED, 0)
 
 
 def steps_with_a_closure(training: Training, count: int) -> None:
@@ -72,7 +72,7 @@ def steps_with_a_closure(training: Training, count: int) -> None:
 def test_steps_with_a_closure_are_planned_as_a_whole() -> None:
     manager = both(lambda training: steps_with_a_closure(training, 12), budget_bytes=56 * MIB)
     assert not has_parts(manager)
-    assert (manager.status().steps, manager.status().strays) == (12 - BEFORE_PLANNED, 0)
+    assert (manager.status().steps, manager.status().diverged_steps) == (12 - BEFORE_PLANNED, 0)
 
 
 def test_where_steps_stop_going_in_parts_they_are_planned_anew() -> None:
@@ -83,7 +83,7 @@ def test_where_steps_stop_going_in_parts_they_are_planned_anew() -> None:
     # State that is used in place may leave nothing to do between the parts, and nothing to miss.
     manager = both(train, budget_bytes=56 * MIB, policy=MIGRATING)
     assert not has_parts(manager)
-    assert manager.status().strays == 3
+    assert manager.status().diverged_steps == 3
     assert manager.status().steps >= 2 + 5
 
 
@@ -118,7 +118,7 @@ def test_an_error_in_the_optimizers_step_is_the_programs(
 
     manager = both(train, budget_bytes=34 * MIB)
     assert has_parts(manager)
-    assert (manager.status().steps, manager.status().strays) == (2 + 2, 1)
+    assert (manager.status().steps, manager.status().diverged_steps) == (2 + 2, 1)
 
 
 def test_an_error_of_the_executor_between_parts_leaves_the_step_whole() -> None:

@@ -20,7 +20,7 @@ from umem.executor.gradient_lifetime import with_lingering, with_open_blocks
 from umem.executor.optimizer.overlapped_step import (
     _CHUNK,
     _CHUNKS_AT_ONCE,
-    StepBeside,
+    OverlappedOptimizerStep,
     _pieces,
     can_run_beside,
     with_parts_beside,
@@ -53,7 +53,7 @@ def test_values_are_those_of_the_optimizers_own_step(kind: Any, extra: Any) -> N
         mine = parameters()
         groups = [{"params": mine[:2], "lr": 1e-2}, {"params": mine[2:], "betas": (0.8, 0.99)}]
         optimizer = kind(groups, fused=True, **extra)
-        beside = StepBeside(optimizer, torch.device("cpu"))
+        beside = OverlappedOptimizerStep(optimizer, torch.device("cpu"))
         beside.names = frozenset({"a"})
         for step in range(4):
             torch.manual_seed(step)
@@ -104,7 +104,7 @@ def test_what_cannot_be_cut_is_left_alone(spoil: Callable[..., object]) -> None:
     optimizer = fused([weight])
     weight.grad = torch.ones(8, 4)
     optimizer.step()
-    beside = StepBeside(optimizer, torch.device("cpu"))
+    beside = OverlappedOptimizerStep(optimizer, torch.device("cpu"))
     beside.names = frozenset({"a"})
     assert not beside.run("b", [[weight]])
     spoil(optimizer, weight)
@@ -262,7 +262,7 @@ def test_state_that_the_policy_places_is_updated_beside(budget_bytes: int) -> No
         make_optimizer=fused, policy=ON_HOST,
     )  # fmt: skip
     status, program = manager.status(), manager._runner.program
-    assert (status.state, status.strays) == (ManagerState.RUNNING, 0)
+    assert (status.state, status.diverged_steps) == (ManagerState.RUNNING, 0)
     assert status.step_in_backward
     assert program is not None
     assert set(program.choice.beside) == ALL

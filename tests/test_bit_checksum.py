@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from umem.executor.runner import contents
+from umem.executor.bit_checksum import bit_checksum
 
 
 @pytest.mark.parametrize(
@@ -18,9 +18,9 @@ from umem.executor.runner import contents
 def test_contents_tell_what_is_in_a_tensor(kind: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     tensor = torch.randn(shape).to(kind)
-    known = contents(tensor)
+    known = bit_checksum(tensor)
     assert (known.dtype, known.shape) == (torch.int64, ())
-    assert torch.equal(contents(tensor.clone()), known)
+    assert torch.equal(bit_checksum(tensor.clone()), known)
     changes: list[Callable[[torch.Tensor], Any]] = [
         lambda it: it.mul_(0.5),
         lambda it: it.neg_(),
@@ -33,14 +33,14 @@ def test_contents_tell_what_is_in_a_tensor(kind: torch.dtype, shape: tuple[int, 
     for change in changes:
         changed = tensor.clone()
         change(changed.data)
-        assert not torch.equal(contents(changed), known)
+        assert not torch.equal(bit_checksum(changed), known)
 
 
 def test_contents_of_tensors_that_lie_otherwise_in_memory() -> None:
     torch.manual_seed(0)
     flat = torch.randn(4096)
     for view in (flat[1:].view(torch.int32), flat.view(64, 64).t(), flat.view(64, 64)[:, ::2]):
-        known = contents(view)
-        assert torch.equal(contents(view), known)
+        known = bit_checksum(view)
+        assert torch.equal(bit_checksum(view), known)
         changed = view + 1
-        assert not torch.equal(contents(changed), known)
+        assert not torch.equal(bit_checksum(changed), known)

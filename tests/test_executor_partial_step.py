@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from umem.capture.live import find_blocks
-from umem.executor.optimizer.partial_step import _EACH_BY_ITSELF, OptimizerSlices, can_slice
+from umem.executor.optimizer.partial_step import _EACH_BY_ITSELF, PartialOptimizerStep, can_slice
 
 
 def model() -> nn.Sequential:
@@ -31,7 +31,7 @@ def test_parts_come_to_the_whole_step_bit_for_bit(kind: Any, groups: int) -> Non
         parameters = list(net.parameters())
         parts = [parameters[:3], parameters[3:]] if groups == 2 else [parameters]
         optimizer = kind([{"params": part, "lr": 0.01 * (n + 1)} for n, part in enumerate(parts)])
-        slices = OptimizerSlices(optimizer, find_blocks(net, None))
+        slices = PartialOptimizerStep(optimizer, find_blocks(net, None))
         for step in range(5):
             backward(net, step)
             if sliced:
@@ -57,7 +57,7 @@ def test_hooks_of_the_step_run_once() -> None:
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     backward(net, 0)
-    slices = OptimizerSlices(optimizer, find_blocks(net, None))
+    slices = PartialOptimizerStep(optimizer, find_blocks(net, None))
     slices.run(lambda _: None)
     optimizer.step()
     assert seen == ["before", "after"]
@@ -70,7 +70,7 @@ def test_a_parameter_without_a_gradient_or_a_block_is_no_trouble() -> None:
     backward(net, 0)
     net[1].weight.grad = net[1].bias.grad = None
     loose.grad = torch.ones(3)
-    slices = OptimizerSlices(optimizer, find_blocks(net, None))
+    slices = PartialOptimizerStep(optimizer, find_blocks(net, None))
     names: list[str] = []
     slices.run(names.append)
     assert names == ["0", "2", ""]
@@ -81,7 +81,7 @@ def test_where_a_part_fails_the_error_is_the_programs_and_the_optimizer_is_whole
     net, expected = model(), model()
     optimizer = torch.optim.AdamW(net.parameters())
     reference = torch.optim.AdamW(expected.parameters())
-    slices = OptimizerSlices(optimizer, find_blocks(net, None))
+    slices = PartialOptimizerStep(optimizer, find_blocks(net, None))
 
     def step_in_parts() -> None:
         slices.run(lambda _: None)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from umem.core.schedule import HintOp, Home, Schedule
-from umem.executor.admission import Eviction, HintRow, Room, make_room, used_tensors
+from umem.executor.admission import AdmissionPlan, Eviction, HintRow, plan_admission, used_tensors
 from umem.executor.plan_search import Choice
 from umem.hardware import Hardware
 from umem.policy import load_policy, resolve
@@ -23,7 +23,7 @@ Moves = Mapping[int, Sequence[str]]
 
 @pytest.fixture(scope="session")
 def choice_of(machine: Hardware) -> Callable[..., Choice]:
-    """A plan without hints for a trace: what moves is given to make_room() beside it."""
+    """A plan without hints for a trace: what moves is given to plan_admission() beside it."""
 
     def build(trace: Trace, *, waits: bool = True) -> Choice:
         rules = resolve(load_policy("sft"), machine.device_bytes, {})
@@ -52,10 +52,10 @@ def rows(trace: Trace, moves: Moves, op: HintOp) -> list[list[HintRow]]:
 
 def room_of(
     choice: Choice, budget_bytes: int, leaving: Moves, coming: Moves, fetched: Moves | None = None
-) -> Room:
+) -> AdmissionPlan:
     trace = choice.trace
     fetches = rows(trace, fetched or {}, HintOp.COPY_IN)
-    return make_room(
+    return plan_admission(
         choice,
         budget_bytes,
         rows(trace, leaving, HintOp.EVICT),
