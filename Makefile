@@ -27,14 +27,15 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
 NATIVE_TESTS := plain address thread
 
-.PHONY: help demo test lint native native-test planner pytest bench wheel clean
+.PHONY: help demo test check fast-tests lint native native-test planner pytest bench wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo         set up, then run the demonstration (.venv/bin/umem demo)'
 	@echo 'make test         set up, then lint, native tests with and without sanitizers, pytest'
 	@echo 'make native       the virtual environment with umem built and installed in it'
-	@echo 'make lint         ruff and mypy'
+	@echo 'make check        lint, types and the fast tests: under two minutes'
+	@echo 'make lint         ruff, import contracts and mypy'
 	@echo 'make native-test  the allocator core under no sanitizer, ASan with UBSan, and TSan'
 	@echo 'make pytest       all Python tests; MARKED="not slow" for the quick ones'
 	@echo 'make bench        benchmarks (needs a GPU)'
@@ -50,9 +51,17 @@ test:
 	$(MAKE) --jobs=2 --output-sync=line lint native-test planner
 	$(MAKE) pytest
 
+# What to run before each commit: `make test` also runs what trains, builds or starts processes.
+check: native
+	$(MAKE) --jobs=2 --output-sync=line lint fast-tests
+
+fast-tests: native
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu and not slow" $(PYTEST_ARGS)
+
 lint: native
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 # Compiled and kept once: the workers of the tests would each do it, at the same time.
