@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from allocation_stream import AllocationStream, record_training
 
 from umem.core.classes import TensorClass
-from umem.runtime.allocation_stream import AllocationStream, record_training
 
 WIDTH = 64
 BATCH = 8

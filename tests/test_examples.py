@@ -1,0 +1,322 @@
+"""The programs in examples/, without a GPU: command lines, data, models, and the demo."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import demo
+import finetune_llama
+import numpy as np
+import offload_activations
+import pytest
+import torch
+from allocation_stream import AllocationStream, replay
+
+import umem
+from umem.cli import main
+from umem.cli.demo import examples_folder
+from umem.core.classes import TensorClass
+from umem.core.errors import UnsupportedError
+from umem.policy import load_policy, preset_names, resolve
+from umem.runtime.state import native_config
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+# The fine-tuning example.
+
+SMALLEST = ["--hidden", "128", "--layers", "2", "--intermediate", "256", "--batch", "4"]
+
+
+def test_without_a_gpu_it_points_to_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert finetune_llama.main(["--policy", "stock"]) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert "umem demo" in errors
+    assert "make demo" in errors
+
+
+def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        finetune_llama.parse_arguments(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("lora", "sft", "stock", "--budget", "--deterministic", *finetune_llama.SIZES):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden", "100"], "--hidden must be a multiple of --heads"),
+        (["--policy", "stock", "--budget", "1GiB"], "--budget needs umem"),
+        (["--policy", "stock", "--step-in-backward"], "--step-in-backward needs umem"),
+        (["--grad-accumulation", "2", "--step-in-backward"], "do not accumulate"),
+        (["--grad-accumulation", "0"], "--grad-accumulation must be 1 or more"),
+        (["--seq", "1"], "--seq must be 2 or more"),
+    ],
+)
+def test_a_wrong_command_line_says_why(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        finetune_llama.parse_arguments(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_come_from_size_unless_given() -> None:
+    arguments = finetune_llama.parse_arguments(["--size", "small", "--layers", "3"])
+    assert (arguments.hidden, arguments.layers) == (768, 3)
+    assert arguments.policy == "lora"
+
+
+def test_batches_are_windows_of_the_text_and_repeat_with_the_seed() -> None:
+    text = finetune_llama.standard_library_text(limit_bytes=100_000)
+    assert text.dtype == torch.uint8
+    assert len(text) == 100_000
+    batch = next(finetune_llama.batches(text, 3, 50, seed=1))
+    assert batch.shape == (3, 50)
+    assert batch.dtype == torch.int64
+    whole = bytes(text.tolist())
+    assert all(bytes(row) in whole for row in batch.tolist())
+    assert torch.equal(batch, next(finetune_llama.batches(text, 3, 50, seed=1)))
+    assert not torch.equal(batch, next(finetune_llama.batches(text, 3, 50, seed=2)))
+
+
+def _losses(arguments: list[str], steps: int) -> list[float]:
+    options = finetune_llama.parse_arguments([*SMALLEST, "--seq", "64", *arguments])
+    model = finetune_llama.build_model(options)
+    optimizer = finetune_llama.build_optimizer(model, options.learning_rate)
+    source = finetune_llama.batches(
+        finetune_llama.standard_library_text(), options.batch, options.seq, seed=0
+    )
+    return [
+        finetune_llama.train_step(
+            model, optimizer, [next(source) for _ in range(options.grad_accumulation)]
+        )
+        for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["lora", "sft"])
+def test_the_loss_falls_repeats_with_the_seed_and_is_the_same_with_checkpointing(mode: str) -> None:
+    losses = _losses(["--mode", mode], steps=20)
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.5
+    assert _losses(["--mode", mode], steps=3) == losses[:3]
+    assert _losses(["--mode", mode, "--checkpointing"], steps=3) == losses[:3]
+
+
+def test_modes_train_what_they_say() -> None:
+    sizes: dict[str, dict[str, int]] = {}
+    for mode in ("lora", "sft"):
+        options = finetune_llama.parse_arguments([*SMALLEST, "--mode", mode])
+        sizes[mode] = finetune_llama.parameter_bytes(finetune_llama.build_model(options))
+    assert sizes["sft"]["frozen"] == 0
+    assert sizes["lora"]["frozen"] == sizes["sft"]["trained"]
+    assert 0 < sizes["lora"]["trained"] < sizes["lora"]["frozen"]
+
+
+def test_a_digest_changes_with_one_bit() -> None:
+    options = finetune_llama.parse_arguments(SMALLEST)
+    model, same = finetune_llama.build_model(options), finetune_llama.build_model(options)
+    digest = finetune_llama.parameters_sha256(model)
+    assert finetune_llama.parameters_sha256(same) == digest
+    with torch.no_grad():
+        next(iter(same.parameters())).view(torch.int16)[0, 0] ^= 1
+    assert finetune_llama.parameters_sha256(same) != digest
+
+
+# The offloading example.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="prints more on a GPU")
+def test_offloading_changes_no_gradient(capsys: pytest.CaptureFixture[str]) -> None:
+    offload_activations.main(["--layers", "3", "--batch", "4", "--seq", "64", "--width", "128"])
+    assert capsys.readouterr().out == "gradients of 3 layers on cpu are equal to the bit: True\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "1"], "--layers must be 2 or more"),
+        (["--width", "100"], "a multiple of 64"),
+        (["--offload", "9"], "--offload must be from 1 to --layers"),
+    ],
+)
+def test_wrong_offloading_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        offload_activations.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_code_in_the_activations_page_runs() -> None:
+    text = (REPOSITORY / "docs" / "activations.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, object] = {
+        "torch": torch,
+        "layers": [torch.nn.Linear(8, 8) for _ in range(5)],
+        "x": torch.ones(4, 8),
+    }
+    names["model"] = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(5)])
+    names["block"] = torch.nn.Linear(8, 8)
+    for block in blocks:
+        exec(compile(block, "docs/activations.md", "exec"), names)
+
+
+# The demo.
+
+DEVICE_BYTES = 8 << 30
+
+
+@pytest.fixture(scope="module")
+def streams() -> dict[str, AllocationStream]:
+    """A recorded stream of each mode."""
+    size = ("--layers", "2", "--batch", "2", "--seq", "64")
+    return {mode: demo.record_example(["--mode", mode, *size]) for mode in demo.MODES}
+
+
+def test_recorded_bytes_by_class_are_the_models(streams: dict[str, AllocationStream]) -> None:
+    lora, sft = streams["lora"].class_bytes(), streams["sft"].class_bytes()
+    # The base: what SFT trains, LoRA freezes.
+    base_bytes = sft[TensorClass.WEIGHTS]
+    assert lora[TensorClass.FROZEN_WEIGHTS] == base_bytes
+    # Two rotary buffers of 16 floats.
+    assert lora[TensorClass.OTHER] == sft[TensorClass.OTHER] == 2 * 16 * 4
+    hidden, key_value, middle, layers = 256, 128, 688, 2
+    attention = 2 * hidden * hidden + 2 * hidden * key_value
+    per_layer = attention + 3 * hidden * middle + 2 * hidden
+    assert base_bytes == 2 * (2 * 256 * hidden + layers * per_layer + hidden)
+    # Two bfloat16 moments for each weight, and a float32 step count for each of 9 * 2 + 3 tensors.
+    assert sft[TensorClass.OPTIMIZER_STATE] == 2 * base_bytes + 4 * (9 * layers + 3)
+    # Rank-16 adapters, in float32, on seven matrices of each layer.
+    rank = 16
+    widths = 4 * hidden + 2 * (hidden + key_value) + 3 * (hidden + middle)
+    adapter_bytes = 4 * rank * widths * layers
+    adapters = 2 * 7 * layers
+    assert lora[TensorClass.WEIGHTS] == adapter_bytes
+    assert lora[TensorClass.OPTIMIZER_STATE] == 2 * adapter_bytes + 4 * adapters
+
+
+@pytest.mark.parametrize("policy", ["lora", "sft"])
+@pytest.mark.parametrize("mode", ["lora", "sft"])
+def test_the_allocators_statistics_are_the_streams(
+    streams: dict[str, AllocationStream], mode: str, policy: str
+) -> None:
+    stream = streams[mode]
+    result = replay(stream, native_config(resolve(load_policy(policy), DEVICE_BYTES)), passes=2)
+    allocations = np.bincount(stream.block_class, minlength=len(TensorClass))
+    live = stream.class_bytes()
+    live_class = stream.block_class[stream.live_blocks()]
+    for member in TensorClass:
+        usage = result.by_class[member]
+        assert usage.allocations == allocations[member.number]
+        requested_bytes = stream.block_bytes[stream.block_class == member.number].sum()
+        assert requested_bytes <= usage.allocated_bytes
+        # No block here is as large as a page, and smaller ones are rounded up to 512 bytes.
+        rounding_bytes = 511 * int(np.count_nonzero(live_class == member.number))
+        assert live[member] <= usage.live_bytes <= live[member] + rounding_bytes
+        assert usage.live_bytes <= usage.peak_bytes
+    assert result.peak_requested_bytes == _peak_bytes(stream)
+    assert result.peak_requested_bytes <= result.peak_allocated_bytes
+    assert result.peak_allocated_bytes <= result.peak_reserved_bytes
+    assert result.pair_ns > 0
+
+
+def _peak_bytes(stream: AllocationStream) -> int:
+    block = np.abs(stream.events) - 1
+    return int(np.cumsum(np.sign(stream.events) * stream.block_bytes[block]).max())
+
+
+def test_a_limit_below_the_stream_is_out_of_memory(streams: dict[str, AllocationStream]) -> None:
+    tight = load_policy({"extends": "rmm-managed", "limits": {"managed_bytes": "4MiB"}})
+    with pytest.raises(MemoryError, match="CUDA out of memory"):
+        replay(streams["sft"], native_config(resolve(tight, DEVICE_BYTES)))
+
+
+def test_one_pass_cannot_be_timed(streams: dict[str, AllocationStream]) -> None:
+    config = native_config(resolve(load_policy("sft"), DEVICE_BYTES))
+    with pytest.raises(ValueError, match="passes must be 2 or more"):
+        replay(streams["sft"], config, passes=1)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_policy_in_words_names_every_class_once(name: str) -> None:
+    explained = demo.explain(load_policy(name))
+    names = [tensor_class for classes, _ in explained for tensor_class in classes]
+    assert sorted(names) == sorted(member.value for member in TensorClass)
+    assert len({sentence for _, sentence in explained}) == len(explained)
+
+
+def test_words_follow_the_rule() -> None:
+    rules = {
+        "weights": {"kind": "device"},
+        "activations": {"placement": "host", "mechanism": "map", "min_bytes": "2MiB"},
+    }
+    sentences = {
+        names[0]: sentence for names, sentence in demo.explain(load_policy({"classes": rules}))
+    }
+    assert sentences["weights"] == "plain device memory, which never moves"
+    assert "kept on the host, used in place over the link" in sentences["activations"]
+    assert sentences["activations"].endswith("below 2 MiB, plain device memory")
+
+
+def test_examples_that_are_missing_are_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(umem, "__file__", str(tmp_path / "umem" / "__init__.py"))
+    with pytest.raises(UnsupportedError, match=r"umem: reinstall"):
+        examples_folder()
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UnsupportedError, match=r"needs peft: pip install 'umem\[examples\]'"):
+        demo.record_example([])
+
+
+def test_on_a_gpu_the_examples_exit_status_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert demo.main() == finetune_llama.NO_GPU_STATUS
+
+
+def step_s(table: str, planner: str) -> float:
+    """Time of the step in a planner's row."""
+    found = re.search(rf"^{planner} +([\d.,]+) (ms|s) ", table, re.MULTILINE)
+    assert found, table
+    return float(found[1].replace(",", "")) * {"ms": 1e-3, "s": 1.0}[found[2]]
+
+
+@pytest.mark.slow
+def test_the_demo_runs_end_to_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["umem", "demo"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output, errors = capfd.readouterr()
+    assert (ended.value.code, errors) == (0, ""), output
+    assert "`umem doctor` shows them all" in output
+    for mode, share in (("lora", "1.1 %"), ("sft", "9.8 %")):
+        pattern = rf"^llama-2-7b-{mode} on gh200-96.*?^NVIDIA"
+        (table,) = re.findall(pattern, output, re.DOTALL | re.MULTILINE)
+        assert step_s(table, "planned") <= 1.001 * step_s(table, "fault")
+        assert f"published: {share}" in table
+    assert output.count("ns per allocation and free") == 1
+    for member in TensorClass:
+        assert f"\n{member.value} " in output
