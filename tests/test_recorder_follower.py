@@ -18,7 +18,7 @@ from umem.capture.live import Block, Follower, StepRecording, find_blocks
 from umem.capture.live.blocks import find_parameters
 from umem.capture.live.memory_tracker import StepMemory
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
-from umem.runtime.torch_hooks.guard import Guard
+from umem.runtime.torch_hooks.modules import Guard
 
 WIDTH = 8
 

@@ -23,7 +23,7 @@ from umem.capture.live import Block, Follower, SavedTensor, SavedTensors, find_b
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
-from umem.runtime.torch_hooks.guard import Guard
+from umem.runtime.torch_hooks.modules import Guard
 from umem.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -37,7 +37,7 @@ from umem.executor.status import ManagerState, ManagerStatus
 from umem.offload import ActivationStore
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
-from umem.runtime.torch_hooks.guard import Guard
+from umem.runtime.torch_hooks.modules import Guard
 from umem.trace import Trace
 
 __all__ = ["Manager"]

@@ -11,9 +11,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from umem.capture.live import named_tensors, parameter_names
 from umem.core.block_sizes import LARGE_BYTES, block_bytes
-from umem.runtime.tensor_memory import named_parts, storage_addresses
+from umem.runtime.model_parts import (
+    named_parts,
+    optimizer_parameters,
+    optimizer_state,
+    parameter_names,
+    storage_addresses,
+)
 from umem.trace import Trace
 
 __all__ = ["TensorAddresses", "find_addresses", "in_blocks", "storage_address", "whole_blocks"]
@@ -37,12 +42,11 @@ class TensorAddresses:
 
 def find_addresses(trace: Trace, model: nn.Module, optimizer: Optimizer) -> TensorAddresses:
     """Find a trace's tensors by their names; those not found are left where they are."""
-    parameters = {name: it for it, name in parameter_names(model, optimizer).items()}
+    names = parameter_names(model.named_parameters(), optimizer_parameters(optimizer))
+    parameters = {name: parameter for parameter, name in names.items()}
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in parameters.items():
-        tensors.update(named_parts(name, parameter))
-        for key, tensor in named_tensors(optimizer.state.get(parameter, {}), name):
-            tensors.update(named_parts(key, tensor))
+    for name, tensor in (*parameters.items(), *optimizer_state(optimizer, names)):
+        tensors.update(named_parts(name, tensor))
     fixed: dict[int, int] = {}
     gradients: dict[int, Callable[[], int]] = {}
     for number, name in enumerate(trace.tensor_names):

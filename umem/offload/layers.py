@@ -21,7 +21,8 @@ from umem.offload.store import (
     ActivationStore,
     in_backward_or_compiler,
 )
-from umem.runtime.torch_hooks.modules import Undo, hook_calls, main_chain, members
+from umem.runtime.model_parts import main_chain, members
+from umem.runtime.torch_hooks.modules import Undo, hook_calls
 
 __all__ = ["Layers", "OffloadedBlocks", "offload", "offload_blocks"]
 

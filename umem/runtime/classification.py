@@ -8,7 +8,7 @@ state are then tagged one by one, where the phase alone could not know them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,13 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.classes import TensorClass
+from umem.runtime.model_parts import (
+    optimizer_parameters,
+    optimizer_state,
+    storage_addresses,
+    weight_classes,
+)
 from umem.runtime.native_library import native
-from umem.runtime.tensor_memory import storage_addresses
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -160,7 +165,7 @@ class Classifier:
         phase = TensorClass.OTHER  # what a step allocates beside its state is gone when it ends
         if self._known_states[optimizer] != _state_sizes(optimizer):
             phase = TensorClass.OPTIMIZER_STATE
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = list(optimizer_parameters(optimizer))
             self._tag_parameters(parameters)
             self._tag((p.grad for p in parameters if p.grad is not None), TensorClass.GRADIENTS)
         self._allocator.set_phase(phase.number)
@@ -191,7 +196,8 @@ class Classifier:
         sizes = _state_sizes(optimizer)
         if self._known_states[optimizer] != sizes:
             self._known_states[optimizer] = sizes
-            self._tag(_tensors_in(optimizer.state.values()), TensorClass.OPTIMIZER_STATE)
+            state = (tensor for _, tensor in optimizer_state(optimizer, {}))
+            self._tag(state, TensorClass.OPTIMIZER_STATE)
         self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
 
     def _forget_state(self, optimizer: Optimizer) -> None:
@@ -201,18 +207,13 @@ class Classifier:
     # ------------------------------------------------------------------ tags
 
     def _tag_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        # Where a trained and a frozen parameter share a storage, it is trained.
         classes: dict[int, TensorClass] = {}
-        for parameter in parameters:
-            addresses = _cuda_addresses(parameter)
-            if parameter.requires_grad:
-                classes.update(dict.fromkeys(addresses, TensorClass.WEIGHTS))
-                if parameter.is_leaf and parameter not in self._hooked_parameters:
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                    self._hooked_parameters[parameter] = True
-            else:
-                for address in addresses:
-                    classes.setdefault(address, TensorClass.FROZEN_WEIGHTS)
+        for parameter, tensor_class in weight_classes(parameters):
+            classes.update(dict.fromkeys(_cuda_addresses(parameter), tensor_class))
+            is_hooked = parameter in self._hooked_parameters
+            if parameter.requires_grad and parameter.is_leaf and not is_hooked:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._hooked_parameters[parameter] = True
         for address, tensor_class in classes.items():
             self._allocator.retag(address, tensor_class.number)
 
@@ -226,16 +227,6 @@ def _state_sizes(optimizer: Optimizer) -> tuple[int, int]:
     """Number of parameters with state, and of parameters: they change when the state grows."""
     parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     return len(optimizer.state), parameters
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors_in(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
 
 
 def _cuda_addresses(tensor: torch.Tensor) -> list[int]:

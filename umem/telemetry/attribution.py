@@ -327,7 +327,7 @@ def name_numbers(
     names
         Numbers of names; new ones are added.
     """
-    from umem.runtime.tensor_memory import storage_addresses
+    from umem.runtime.model_parts import storage_addresses
 
     numbers: dict[int, int] = {}
     for name, tensor in () if model is None else _named_tensors(model, optimizers):
@@ -339,17 +339,15 @@ def name_numbers(
 def _named_tensors(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
+    from umem.runtime.model_parts import optimizer_parameters, optimizer_state, parameter_names
 
-    for name, parameter in model.named_parameters():
+    names = parameter_names(model.named_parameters(), optimizer_parameters(*optimizers))
+    for parameter, name in names.items():
         yield name, parameter
         if parameter.grad is not None:
             yield f"{name}.grad", parameter.grad
-        for optimizer in optimizers:
-            state = optimizer.state.get(parameter)
-            for key, value in state.items() if isinstance(state, Mapping) else ():
-                if isinstance(value, torch.Tensor):
-                    yield f"{name}.{key}", value
+    for optimizer in optimizers:
+        yield from optimizer_state(optimizer, names)
 
 
 def current_statistics() -> HintStatistics | None:

@@ -17,7 +17,7 @@ from torch import distributed, nn
 import umem
 from umem.executor.manage import managers
 from umem.runtime.inspection import memory_by_class
-from umem.runtime.tensor_memory import plain_tensors
+from umem.runtime.model_parts import plain_tensors
 
 TOKENS = 4096
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umem.capture.live.blocks import Block, find_blocks, named_tensors, parameter_names
+from umem.capture.live.blocks import Block, find_blocks
 from umem.capture.live.clock import Clock, CudaClock, WallClock
 from umem.capture.live.collector import CallShapes, StepSignature, call_shapes
 from umem.capture.live.phase_tracker import FollowedPhase, Follower, StepListener
@@ -24,7 +24,5 @@ __all__ = [
     "WallClock",
     "call_shapes",
     "find_blocks",
-    "named_tensors",
-    "parameter_names",
     "record",
 ]

@@ -14,7 +14,13 @@ from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import TraceError
 from umem.io.yaml_files import did_you_mean
-from umem.runtime.torch_hooks.modules import find_chains, main_chain, members
+from umem.runtime.model_parts import (
+    find_chains,
+    main_chain,
+    members,
+    optimizer_parameters,
+    parameter_names,
+)
 
 __all__ = [
     "OUTSIDE",
@@ -23,8 +29,6 @@ __all__ = [
     "computed_tensors",
     "find_blocks",
     "find_parameters",
-    "named_tensors",
-    "parameter_names",
 ]
 
 _DEEPEST = 8
@@ -33,37 +37,6 @@ _DEEPEST = 8
 _SEQUENCES = (tuple, list)
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Most of what modules are given beside tensors."""
-
-
-def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in mappings, sequences and dataclasses, by where they are: ``batch.labels``.
-
-    Parameters
-    ----------
-    value
-        A tensor, or what may hold some.
-    name
-        Of the value itself.
-    """
-    return _named_tensors(value, name, 0)
-
-
-def _named_tensors(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    parts: Any
-    if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = vars(value).items()
-    else:
-        return
-    if depth < _DEEPEST:
-        for key, part in parts:
-            yield from _named_tensors(part, f"{name}.{key}" if name else str(key), depth + 1)
 
 
 def computed_tensors(value: object) -> list[tuple[torch.Tensor, Any]]:
@@ -131,18 +104,9 @@ class Parameters:
     held: Mapping[str, Sequence[torch.Tensor]]
 
 
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, str]:
-    """What parameters are called: ``parameter N`` where only the optimizer has them."""
-    names: dict[torch.Tensor, str] = {it: name for name, it in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            names.setdefault(parameter, f"parameter {len(names)}")
-    return names
-
-
 def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimizer) -> Parameters:
     """Look up what there is now."""
-    names = parameter_names(model, optimizer)
+    names = parameter_names(model.named_parameters(), optimizer_parameters(optimizer))
     buffers = {it: name for name, it in model.named_buffers()}
     owner: dict[torch.Tensor, str] = {}
     held: dict[str, list[torch.Tensor]] = {OUTSIDE: []}

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from umem.capture.live.blocks import Block, named_tensors
+from umem.capture.live.blocks import Block
 from umem.capture.live.clock import Clock, Window, find_windows
 from umem.capture.live.memory_tracker import StepLook, StepMemory
 from umem.capture.live.phase_tracker import JoinedPhases, join_phases
-from umem.runtime.tensor_memory import plain_tensors
+from umem.runtime.model_parts import named_tensors, plain_tensors
 
 __all__ = [
     "MOST_LOOKS",

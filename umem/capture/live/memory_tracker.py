@@ -12,14 +12,19 @@ from numpy.typing import NDArray
 from torch import _C
 from torch.optim.optimizer import Optimizer
 
-from umem.capture.live.blocks import OUTSIDE, Block, Parameters, named_tensors
+from umem.capture.live.blocks import OUTSIDE, Block, Parameters
 from umem.capture.live.saved_tensors import Save, SavedTensors, SaveLog
 from umem.capture.offline.operators import BEFORE, Storage, Storages
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
-from umem.runtime.tensor_memory import named_parts, plain_tensors
-from umem.runtime.torch_hooks.guard import Guard
-from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.runtime.model_parts import (
+    named_parts,
+    named_tensors,
+    optimizer_state,
+    plain_tensors,
+    weight_classes,
+)
+from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.runtime.torch_hooks.saved_tensors import may_leave
 from umem.trace import Access
 
@@ -204,14 +209,12 @@ class StepMemory:
         for buffer, name in known.buffers.items():
             self._tag(buffer, name, TensorClass.OTHER)
             self._versions[buffer] = buffer._version
-        # Where a trained and a frozen parameter share a storage, it is trained.
-        for parameter, name in sorted(known.names.items(), key=lambda item: item[0].requires_grad):
-            is_trained = parameter.requires_grad
-            tensor_class = TensorClass.WEIGHTS if is_trained else TensorClass.FROZEN_WEIGHTS
+        for parameter, tensor_class in weight_classes(known.names):
+            name = known.names[parameter]
             self._tag(parameter, name, tensor_class)
             if parameter.is_leaf and parameter.grad is not None:
                 self._tag(parameter.grad, f"{name}.grad", TensorClass.GRADIENTS)
-            if parameter.is_leaf and is_trained:
+            if parameter.is_leaf and parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._undo.append(handle.remove)
 
@@ -353,10 +356,8 @@ class StepMemory:
         """The optimizer has stepped: what was seen."""
         if self._take_peak is not None:
             self._peaks.append(self._take_peak())
-        for parameter, state in self._optimizer.state.items():
-            name = self._names.get(parameter, "optimizer")
-            for key, tensor in named_tensors(state, name):
-                self._tag(tensor, key, TensorClass.OPTIMIZER_STATE)
+        for name, tensor in optimizer_state(self._optimizer, self._names):
+            self._tag(tensor, name, TensorClass.OPTIMIZER_STATE)
         return StepLook(
             labels=tuple(labels),
             # Copies: deaths after the step would be noted in the records.

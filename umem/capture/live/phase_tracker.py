@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from umem.capture.live.blocks import Block, computed_tensors
 from umem.capture.live.clock import Window
 from umem.capture.live.memory_tracker import Look, StepLook, StepMemory
-from umem.runtime.torch_hooks.guard import Guard
-from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.trace import OPTIMIZER
 
 __all__ = [

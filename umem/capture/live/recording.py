@@ -40,10 +40,9 @@ from umem.capture.offline.operators import BEFORE, Storage
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
+from umem.runtime.model_parts import optimizer_parameters, plain_tensors
 from umem.runtime.state import is_enabled, runtime
-from umem.runtime.tensor_memory import plain_tensors
-from umem.runtime.torch_hooks.guard import Guard
-from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.trace import Access, PhaseKind, Precision, Trace, check_trace, ranges
 
 __all__ = ["StepRecording", "build_trace", "record"]
@@ -618,8 +617,7 @@ def _check(model: object, optimizer: object, steps: int, warmup: int) -> None:
     for key, value in (("steps", steps), ("warmup", warmup)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise TraceError(f"{key} is {value!r}: give a whole number from 1 on")
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(parameter) in trained for parameter in model.parameters()):
+    if set(model.parameters()).isdisjoint(optimizer_parameters(optimizer)):
         raise TraceError(
             f"the optimizer trains no parameter of {type(model).__name__}: give the optimizer of "
             "this model, made after the model was moved or wrapped"

@@ -20,9 +20,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from umem.runtime.model_parts import optimizer_parameters, parameter_names
 from umem.trace import OPTIMIZER
 
-__all__ = ["Places", "state_tensors"]
+__all__ = ["Places"]
 
 
 class Places:
@@ -34,8 +35,7 @@ class Places:
         self._root_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._loose: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        # By id; the tensors are held, so that an id stays taken.
-        self._parameters: dict[int, tuple[str, torch.Tensor]] = {}
+        self.parameter_names: Mapping[torch.Tensor, str] = {}
         self._modules: list[str] = []
         # Module in whose forward an autograd node was made, by the node's sequence number.
         self._module_of_node: dict[int, str] = {}
@@ -70,23 +70,13 @@ class Places:
         Not earlier: a tensor with a weak reference to it cannot be swapped, which is how
         ``Module.to`` works on tensors without data.
         """
-        for root, prefix in self._root_names.items():
-            for name, parameter in root.named_parameters(prefix=prefix):
-                self._parameters.setdefault(id(parameter), (name, parameter))
-        stepped = [
-            parameter
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        unnamed = [p for p in (*stepped, *self._loose) if id(p) not in self._parameters]
-        for parameter in unnamed:
-            name = f"parameter {len(self._parameters)}"
-            self._parameters.setdefault(id(parameter), (name, parameter))
-
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What :meth:`find_parameters` found, by qualified name."""
-        return iter(self._parameters.values())
+        named = (
+            entry
+            for root, prefix in self._root_names.items()
+            for entry in root.named_parameters(prefix=prefix)
+        )
+        unnamed = (*optimizer_parameters(*self._optimizers), *self._loose)
+        self.parameter_names = parameter_names(named, unnamed)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers of the modules by qualified name."""
@@ -96,10 +86,6 @@ class Places:
     def optimizers(self) -> Iterator[Optimizer]:
         """Optimizers that have stepped."""
         return iter(list(self._optimizers))
-
-    def parameter_name(self, parameter: object) -> str:
-        """Qualified name of a parameter, or ""."""
-        return self._parameters.get(id(parameter), ("", None))[0]
 
     # ------------------------------------------------------------------ where it is
 
@@ -135,7 +121,7 @@ class Places:
         if node is None:
             return ""
         if (variable := getattr(node, "variable", None)) is not None:
-            return self.parameter_name(variable)
+            return self.parameter_names.get(variable, "")
         return self._module_of_node.get(node._sequence_nr(), "")
 
     # ------------------------------------------------------------------ hooks
@@ -177,21 +163,3 @@ class Places:
 
     def _after_step(self, *_: object) -> None:
         self._stepping.pop()
-
-
-def state_tensors(places: Places, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of an optimizer's state, by parameter and key: ``layers.0.weight.exp_avg``."""
-    for parameter, state in optimizer.state.items():
-        name = places.parameter_name(parameter) or "optimizer"
-        yield from _named_tensors(name, state)
-
-
-def _named_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _named_tensors(f"{name}.{key}", part)
-    elif isinstance(value, list | tuple):
-        for position, part in enumerate(value):
-            yield from _named_tensors(f"{name}.{position}", part)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from umem.capture.offline.module_scopes import Places, state_tensors
+from umem.capture.offline.module_scopes import Places
 from umem.capture.offline.operators import (
     BEFORE,
     Operator,
@@ -43,7 +43,7 @@ from umem.capture.offline.operators import (
 )
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
-from umem.runtime.tensor_memory import unwrapped
+from umem.runtime.model_parts import optimizer_state, unwrapped, weight_classes
 from umem.trace import OPTIMIZER, Access, PhaseKind, Precision, Trace, check_trace
 
 __all__ = ["Phase", "Progress", "Recorder", "Step", "explained", "one_device", "record_step"]
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):
         self._places.find_parameters()
         self._tag_known()
         with ExitStack() as hooks:
-            for name, parameter in self._places.parameters():
+            for parameter, name in self._places.parameter_names.items():
                 if parameter.requires_grad and parameter.is_leaf:
                     hook = parameter.register_post_accumulate_grad_hook(self._gradient_hook(name))
                     hooks.callback(hook.remove)
@@ -390,28 +390,23 @@ class Recorder(TorchDispatchMode):
         return tag
 
     def _before_optimizer(self, _optimizer: Optimizer, *_: object) -> None:
-        for name, parameter in self._places.parameters():
+        for parameter, name in self._places.parameter_names.items():
             if parameter.grad is not None:
                 self._tag(parameter.grad, f"{name}.grad", TensorClass.GRADIENTS)
 
     def _tag_known(self) -> None:
         """Give a name and class to what parameters and optimizers hold now."""
-        parameters = list(self._places.parameters())
+        names = self._places.parameter_names
         for name, buffer in self._places.buffers():
             self._tag(buffer, name, TensorClass.OTHER)
-        for name, parameter in parameters:
+        for parameter, name in names.items():
             if parameter.is_leaf and parameter.grad is not None:
                 self._tag(parameter.grad, f"{name}.grad", TensorClass.GRADIENTS)
         for optimizer in self._places.optimizers():
-            for name, tensor in state_tensors(self._places, optimizer):
+            for name, tensor in optimizer_state(optimizer, names):
                 self._tag(tensor, name, TensorClass.OPTIMIZER_STATE)
-        # Where a trained and a frozen parameter share a storage, it is trained.
-        for name, parameter in parameters:
-            if not parameter.requires_grad:
-                self._tag(parameter, name, TensorClass.FROZEN_WEIGHTS)
-        for name, parameter in parameters:
-            if parameter.requires_grad:
-                self._tag(parameter, name, TensorClass.WEIGHTS)
+        for parameter, tensor_class in weight_classes(names):
+            self._tag(parameter, names[parameter], tensor_class)
 
     def _tag(self, tensor: torch.Tensor, name: str, tensor_class: TensorClass) -> None:
         for part in unwrapped(tensor):

@@ -1,4 +1,4 @@
-"""The layers of a model: modules in a list that run one after another."""
+"""Hooks on the calls of modules that copies of a model and compilers leave out."""
 
 from __future__ import annotations
 
@@ -6,39 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-__all__ = ["Hook", "OnError", "Undo", "find_chains", "hook_calls", "main_chain", "members"]
-
-
-def members(module: nn.Module) -> list[nn.Module]:
-    """A module's children that have parameters, each once."""
-    return [child for child in module.children() if any(True for _ in child.parameters())]
-
-
-def find_chains(model: nn.Module) -> list[nn.Module]:
-    """Every :class:`~torch.nn.ModuleList` and :class:`~torch.nn.Sequential` of two members or more.
-
-    Outermost first; the model itself may be one.
-    """
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(members(module)) > 1
-    ]
-
-
-def main_chain(model: nn.Module) -> nn.Module | None:
-    """The chain with the largest product of length and bytes: the layers of a transformer."""
-    return max(find_chains(model), key=_weight, default=None)
-
-
-def _weight(chain: nn.Module) -> int:
-    return len(members(chain)) * sum(parameter.nbytes for parameter in chain.parameters())
-
-
-# Hooks on the calls of modules, which neither copies of a module nor compilers take along.
+__all__ = ["Guard", "Hook", "OnError", "Undo", "hook_calls"]
 
 Undo = Callable[[], None]
 OnError = Callable[[Exception], None]
@@ -48,10 +20,14 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-class _Copyable:
-    """Has a function to call. A copy of it, such as in a copied or pickled model, does nothing.
+def _do_nothing(*_args: object, **_kwargs: object) -> None:
+    pass
 
-    What calls it is one function without layers in it: it runs around every call of a module.
+
+class _Copyable:
+    """Holds a function. A copy of it, such as in a copied or pickled model, does nothing.
+
+    Each subclass calls the function itself, without another layer: it runs in every module call.
     """
 
     __slots__ = ("_function", "_on_error")
@@ -61,18 +37,20 @@ class _Copyable:
         self._on_error = on_error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (_idle,)
+        return type(self), (_do_nothing,)
 
 
 class Hook(_Copyable):
-    """Calls a function. A copy of it, such as in a copied or pickled model, does nothing.
+    """Calls a function and drops its result, which torch would take for the hooked call's result.
+
+    A copy of the hook, such as in a copied or pickled model, does nothing.
 
     Parameters
     ----------
     function
-        What it returns is dropped: torch takes what a hook returns for another result.
+        Called with the hook's arguments.
     on_error
-        Called with what the function raises. By default that is raised to the caller.
+        Called with an exception of the function. By default the caller gets it.
     """
 
     __slots__ = ()
@@ -85,17 +63,40 @@ class Hook(_Copyable):
             self._on_error(error)
 
 
-# Neither of the two does anything where a compiler traces the call: they are no part of the
-# program.
+class Guard:
+    """Wraps hooks so that an exception in umem's code never reaches the training loop.
+
+    Parameters
+    ----------
+    on_error
+        Called with the exception; it is to report the first one and to end what the hooks are for.
+    """
+
+    def __init__(self, on_error: OnError) -> None:
+        self.on_error = on_error
+
+    def __call__(self, function: Callable[..., None]) -> Hook:
+        """A hook that calls a function and returns nothing."""
+        return Hook(function, self.on_error)
+
+    def uncompiled(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The same for an optimizer, whose compiled step calls this hook outside of the graph.
+
+        Not for modules, which may be compiled as one graph; :func:`hook_calls` serves them.
+        """
+        hook: Callable[..., None] = torch.compiler.disable(self(function))
+        return hook
 
 
 class _Before(_Copyable):
+    """A forward pre-hook, which does nothing while a compiler traces the call."""
+
     __slots__ = ()
 
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        # Where it was taken away since the call began, torch still calls it, without keywords.
+        # torch calls a hook that was removed during the call once more, without keywords.
         if kwargs is None or is_compiling():
             return
         try:
@@ -105,6 +106,8 @@ class _Before(_Copyable):
 
 
 class _After(_Copyable):
+    """A forward hook, which does nothing while a compiler traces the call."""
+
     __slots__ = ()
 
     def __call__(self, _module: nn.Module, _args: object, output: Any) -> None:
@@ -114,10 +117,6 @@ class _After(_Copyable):
             self._function(output, failed=output is None and sys.exc_info()[0] is not None)
         except Exception as error:
             self._on_error(error)
-
-
-def _idle(*_args: object, **_kwargs: object) -> None:
-    pass
 
 
 def hook_calls(
@@ -131,13 +130,18 @@ def hook_calls(
     Parameters
     ----------
     module
-        Called from now on. If it was compiled in place, the hooks are around what was compiled.
+        If it was compiled in place, the hooks are around the compiled function.
     enter
-        Called with the arguments of the call, by position and by keyword.
+        Called with the positional and the keyword arguments of the call.
     leave
-        Called with what the call returns, and with ``failed``: whether an exception has ended it.
+        Called with the result of the call, and with ``failed``: whether an exception has ended it.
     on_error
-        Called with what they raise. By default that goes through the call.
+        Called with an exception of either function. By default the module's caller gets it.
+
+    Returns
+    -------
+    list of callable
+        Each removes one hook.
     """
     if module._compiled_call_impl is not None:
         return [_hook_compiled(module, enter, leave, on_error)]
@@ -149,14 +153,14 @@ def hook_calls(
 
 
 class _CompiledCall:
-    """What ``Module.compile`` has made, with hooks around it.
+    """The function that ``Module.compile`` has made, with hooks around it.
 
-    The compiler has the module's own hooks inside, where they would run while it traces only.
+    A module's own hooks are inside of that function, where they run only while it is traced.
 
     Attributes
     ----------
     hooks
-        By registration: what is called before, and after if there is anything.
+        Pairs of hooks before and after the call; the second may be missing.
     """
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
@@ -164,7 +168,7 @@ class _CompiledCall:
         self.hooks: list[tuple[Hook, Hook | None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # as a part of something larger
+        if is_compiling():  # as a part of a larger graph
             return self.compiled(*args, **kwargs)
         hooks = list(self.hooks)
         output, failed = None, True
@@ -198,7 +202,7 @@ def _hook_compiled(
 
     def undo() -> None:
         call.hooks.remove(pair)
-        # The module may have been compiled anew since.
+        # The module may have been compiled again since.
         if not call.hooks and owner._compiled_call_impl is call:
             owner._compiled_call_impl = call.compiled
 

@@ -1,0 +1,204 @@
+"""The parts of a model: its layers, its parameters and optimizer state by name, and their memory.
+
+A tensor subclass that wraps other tensors, such as the DTensor of a sharded model or a quantised
+weight, has no memory of its own: the tensors inside it do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from umem.core.classes import TensorClass
+
+__all__ = [
+    "find_chains",
+    "main_chain",
+    "members",
+    "named_parts",
+    "named_tensors",
+    "optimizer_parameters",
+    "optimizer_state",
+    "parameter_names",
+    "plain_tensors",
+    "storage_addresses",
+    "unwrapped",
+    "weight_classes",
+    "wrapped_tensors",
+]
+
+_MAX_DEPTH = 8
+"""Levels of nested containers that are searched: a container may contain itself."""
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+# ---------------------------------------------------------------------- layers
+
+
+def members(module: nn.Module) -> list[nn.Module]:
+    """A module's children that have parameters, each once."""
+    return [child for child in module.children() if any(True for _ in child.parameters())]
+
+
+def find_chains(model: nn.Module) -> list[nn.Module]:
+    """Every :class:`~torch.nn.ModuleList` and :class:`~torch.nn.Sequential` of two members or more.
+
+    Outermost first; the model itself may be one.
+    """
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(members(module)) > 1
+    ]
+
+
+def main_chain(model: nn.Module) -> nn.Module | None:
+    """The chain with the largest product of length and bytes: the layers of a transformer."""
+
+    def weight(chain: nn.Module) -> int:
+        return len(members(chain)) * sum(parameter.nbytes for parameter in chain.parameters())
+
+    return max(find_chains(model), key=weight, default=None)
+
+
+# ---------------------------------------------------------------------- parameters and state
+
+
+def optimizer_parameters(*optimizers: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that optimizers update, in their order."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def parameter_names(
+    named: Iterable[tuple[str, torch.Tensor]], unnamed: Iterable[torch.Tensor] = ()
+) -> dict[torch.Tensor, str]:
+    """Name each parameter once, by the first of its names.
+
+    Traces, running programs and profiles find a tensor by these names.
+
+    Parameters
+    ----------
+    named
+        Such as :meth:`torch.nn.Module.named_parameters`.
+    unnamed
+        Parameters that may be in no module, such as :func:`optimizer_parameters`. Each one that
+        `named` lacks is ``parameter N``.
+    """
+    names: dict[torch.Tensor, str] = {}
+    for name, parameter in named:
+        names.setdefault(parameter, name)
+    for parameter in unnamed:
+        names.setdefault(parameter, f"parameter {len(names)}")
+    return names
+
+
+def weight_classes(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, TensorClass]]:
+    """Tell trained weights from frozen ones, which have ``requires_grad=False``.
+
+    Frozen ones come first, so that whoever tags storages in this order tags one that a trained and
+    a frozen parameter share as trained.
+    """
+    return [
+        (it, TensorClass.WEIGHTS if it.requires_grad else TensorClass.FROZEN_WEIGHTS)
+        for it in sorted(parameters, key=lambda parameter: parameter.requires_grad)
+    ]
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an optimizer's state by parameter and key: ``layers.0.weight.exp_avg``.
+
+    Parameters
+    ----------
+    optimizer
+        Holds the state.
+    names
+        As :func:`parameter_names` gives them; state of anything else begins with ``optimizer``.
+    """
+    for parameter, state in optimizer.state.items():
+        yield from named_tensors(state, names.get(parameter, "optimizer"))
+
+
+def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in nested mappings, sequences and dataclasses, by their path: ``batch.labels``.
+
+    Parameters
+    ----------
+    value
+        A tensor or a container.
+    name
+        Name of `value`, with which each path begins.
+    """
+    return _named_tensors(value, name, 0)
+
+
+def _named_tensors(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    parts: Any
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = vars(value).items()
+    else:
+        return
+    if depth < _MAX_DEPTH:
+        for key, part in parts:
+            yield from _named_tensors(part, f"{name}.{key}" if name else str(key), depth + 1)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """The tensors that a tensor subclass wraps; None for a tensor that wraps none.
+
+    Other parts of the subclass are left out: a DTensor also names its mesh of devices.
+    """
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
+        return None
+    parts = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The innermost tensors inside a tensor subclass; the tensor itself if it wraps none."""
+    wrapped = None if type(tensor) in _PLAIN else wrapped_tensors(tensor)  # nearly all are plain
+    if wrapped is None:
+        yield tensor
+        return
+    for part in wrapped:
+        yield from unwrapped(part)
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The innermost tensors that have a storage; sparse ones have none."""
+    return (part for part in unwrapped(tensor) if part.layout is torch.strided)
+
+
+def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The plain tensors inside a tensor of this name, numbered if there are several."""
+    parts = list(plain_tensors(tensor))
+    if len(parts) == 1:
+        return [(name, parts[0])]
+    return [(f"{name}[{number}]", part) for number, part in enumerate(parts)]
+
+
+def storage_addresses(tensor: torch.Tensor) -> list[int]:
+    """Where the storages of a tensor begin; storages without memory are left out."""
+    addresses = (part.untyped_storage().data_ptr() for part in plain_tensors(tensor))
+    return [address for address in addresses if address]
