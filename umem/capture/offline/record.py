@@ -49,8 +49,9 @@ from umem.trace import OPTIMIZER, Access, PhaseKind, Precision, Trace, check_tra
 __all__ = ["Phase", "Progress", "Recorder", "Step", "explained", "one_device", "record_step"]
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_LIBRARIES = tuple(
-    Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
+_LIBRARIES = (
+    *(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")),
+    Path(torch.__file__).resolve().parents[1],  # may be on PYTHONPATH
 )
 
 _GUARD = "`if __name__ == '__main__':`"
