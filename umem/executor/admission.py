@@ -1,4 +1,4 @@
-"""What waits for what at a phase's begin, so that the budget holds."""
+"""Orders evictions, prefetches and copies at phase starts so that residency keeps the budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HintRows = Sequence[Sequence[HintRow]]
 
 
 class Eviction(NamedTuple):
-    """Which eviction of a step."""
+    """An eviction of a step, by phase and by position among the evictions of the phase."""
 
     phase: int
     number: int
@@ -38,18 +38,18 @@ def used_tensors(trace: Trace, phase: int) -> list[int]:
 
 @dataclass(frozen=True)
 class AdmissionPlan:
-    """How each phase keeps the budget.
+    """For each phase, the waits, prefetches and copies that keep the budget.
 
     Parameters
     ----------
     waits
-        The eviction that has to be over before the phase makes anything, or None.
+        The eviction that must be finished before the phase allocates, or None.
     coming
-        The prefetches to ask for when it begins.
+        The prefetches to submit at the start of the phase.
     after
-        For each of them the eviction that has to be over before it begins, or None.
+        For each prefetch, the eviction that must be finished before it begins, or None.
     fetches
-        The activations to copy back when it begins, by number in the trace.
+        The activations to copy back at the start of the phase, by number in the trace.
     """
 
     waits: tuple[Eviction | None, ...]
@@ -66,34 +66,34 @@ def plan_admission(
     released: Mapping[int, set[int]],
     fetched: Sequence[Sequence[int]],
 ) -> AdmissionPlan:
-    """Find the evictions that have to be waited for, and when there is room for what comes.
+    """Find the evictions to wait for, and the phases in which prefetches and copies fit.
 
-    A plan reckons with the link's speed; where it is slower, memory is still taken that the plan
-    counts as free. So a step is gone through with what each phase holds, and with every eviction
-    taking memory until somebody has waited for it. What a phase makes itself is there as soon as it
-    runs: where that is too much, the training thread waits for the oldest evictions, which are
-    carried out in order. Prefetches wait for them in the engine, where they hold up nobody, and
-    rather than that the training thread has to.
+    A plan assumes the speed of the link. If the link is slower, evictions still hold memory that
+    the plan counts as free. So this function walks through a step and counts each eviction as
+    holding memory until something has waited for it. What a phase allocates is resident as soon
+    as the phase runs: if that is too much, the training thread waits for the oldest evictions,
+    which finish in order. A prefetch waits for evictions inside the engine, without blocking the
+    training thread, and is made to wait first.
 
-    What comes takes memory as soon as it is asked for, where a plan asks early and lets it come
-    when there is room: so it is asked for in the first phase that has room, or that uses it.
+    A prefetch holds memory from its submission on, while a plan may ask early and let it come
+    when there is room. So it is submitted in the first phase that has room, or that uses it.
 
     Parameters
     ----------
     choice
         The plan.
     budget_bytes
-        What may be resident.
+        Bytes that may be resident.
     leaving, coming
-        Evictions and prefetches of each phase, by the plan.
+        Evictions and prefetches of each phase in the plan.
     released
-        Activations whose memory goes at a phase's begin.
+        Activations whose device memory is freed at the start of a phase.
     fetched
-        Activations that the plan asks for at each phase's begin.
+        Activations that the plan copies back at the start of each phase.
     """
     phases = range(choice.trace.phase_count)
-    walk = _Walk(choice, budget_bytes)
-    for _ in range(2):  # the second one settles
+    walk = _ResidencyWalk(choice, budget_bytes)
+    for _ in range(2):  # the second pass starts from the residency at the end of a step
         steps = [
             walk.go_through(
                 phase, leaving[phase], coming[phase], released.get(phase, set()), fetched[phase]
@@ -111,24 +111,24 @@ def plan_admission(
 
 @dataclass
 class _Prefetch:
-    """A prefetch that was asked for."""
+    """A prefetch that was submitted."""
 
     row: HintRow
     more_bytes: int
-    """What it adds to what is there."""
+    """Bytes that it adds to the resident ones."""
     evictions: int
-    """How many evictions were asked for before it, which are those that it can come after."""
+    """How many evictions were submitted before it: those that it can wait for."""
     behind: int = 0
-    """How many of them it comes after."""
+    """How many of them it waits for."""
     after: Eviction | None = None
-    """The last of these, if it may be pending."""
+    """The last of these, if it may still be pending."""
     is_settled: bool = False
-    """It is of a step that was gone through before, and stays where it is."""
+    """It belongs to an earlier pass over the step, and is not changed any more."""
 
 
 @dataclass
 class _Boundary:
-    """What is done when a phase begins."""
+    """The work at the start of a phase."""
 
     wait: Eviction | None
     prefetches: list[_Prefetch]
@@ -136,30 +136,30 @@ class _Boundary:
 
 
 class _Pending:
-    """Evictions that may not be over yet, numbered as they are asked for. They end in order.
+    """Evictions that may not have finished, in the order of submission. They finish in order.
 
-    When so many of them are over, what is there beyond what is there in the end are the bytes of
-    the others, less those of the prefetches that begin after them.
+    After some of them have finished, the bytes above the final residency are those of the others,
+    less those of the prefetches that wait for them.
     """
 
     def __init__(self) -> None:
         self._evictions: list[Eviction] = []
         self._beyond: list[int] = []
         self.over = 0
-        """How many are known to be over."""
+        """How many are known to have finished."""
 
     @property
     def count(self) -> int:
-        """How many there have been."""
+        """How many evictions were submitted."""
         return self.over + len(self._evictions)
 
     def add(self, eviction: Eviction, size_bytes: int) -> None:
-        """Note an eviction that is asked for."""
+        """Add an eviction that is submitted."""
         self._evictions.append(eviction)
         self._beyond.append(size_bytes)
 
     def least_over(self, free_bytes: int) -> int:
-        """How many have to be over for what is there beyond the end to fit from then on."""
+        """How many must finish so that the bytes above the final residency fit from then on."""
         beyond, count = 0, len(self._beyond)
         while count and beyond <= free_bytes:
             beyond += self._beyond[count - 1]
@@ -167,7 +167,7 @@ class _Pending:
         return self.over + count
 
     def put_behind(self, prefetch: _Prefetch, behind: int) -> None:
-        """Let a prefetch come after so many evictions."""
+        """Make a prefetch wait for the first `behind` evictions."""
         for number, more_bytes in (
             (prefetch.behind, prefetch.more_bytes),
             (behind, -prefetch.more_bytes),
@@ -179,7 +179,7 @@ class _Pending:
             prefetch.after = self._evictions[behind - self.over - 1]
 
     def wait(self, over: int) -> Eviction | None:
-        """Note that somebody waits until so many are over. The last of them, if it was pending."""
+        """Record a wait for the first `over` evictions; return the last of them if pending."""
         count = max(0, over - self.over)
         last = self._evictions[count - 1] if count else None
         del self._evictions[:count], self._beyond[:count]
@@ -187,8 +187,8 @@ class _Pending:
         return last
 
 
-class _Walk:
-    """Goes through a plan's step, phase by phase, with what is on the device."""
+class _ResidencyWalk:
+    """Walks through a planned step phase by phase and tracks what is resident."""
 
     def __init__(self, choice: Choice, budget_bytes: int) -> None:
         trace = choice.trace
@@ -200,15 +200,15 @@ class _Walk:
         self._born, self._dying = _lives(trace)
         self._resident = set(np.flatnonzero(trace.persistent & self._on_device).tolist())
         self._held = sum(self._size[tensor] for tensor in self._resident)
-        """Bytes, when all evictions are over and all prefetches have come."""
+        """Resident bytes once all evictions and prefetches have finished."""
         self._pending = _Pending()
         self._waiting: list[tuple[int, HintRow | None]] = []
-        """What the plan has asked for: tensors, with the prefetch or, for a copy, None."""
+        """Tensors that the plan wants back: with their prefetch, or None for a copy."""
         self._unused: dict[int, _Prefetch] = {}
-        """Prefetches that bring something, by tensor, until a phase uses it; in order."""
+        """Prefetches that add bytes, by tensor, until a phase uses the tensor; in order."""
 
     def end_step(self) -> None:
-        """Go on from here with the first phase."""
+        """Continue with the first phase of the next step."""
         for prefetch in self._unused.values():
             prefetch.is_settled = True
 
@@ -220,7 +220,7 @@ class _Walk:
         released: set[int],
         fetched: Sequence[int],
     ) -> _Boundary:
-        """Find what to do when the next phase begins, and take note of what it does itself."""
+        """Find the work at the start of a phase, and account for what the phase does."""
         used = used_tensors(self._trace, phase)
         for number, (_, tensor) in enumerate(leaving):
             if tensor in self._resident:
@@ -234,7 +234,7 @@ class _Walk:
         needed = [self._unused.pop(tensor) for tensor in used if tensor in self._unused]
         wait = self._pending.wait(self._make_way())
         self._place(prefetches)
-        if self._waits_for_pages:  # and so for what makes room for them
+        if self._waits_for_pages:  # and thereby for the evictions that make room for them
             self._pending.wait(max((prefetch.behind for prefetch in needed), default=0))
         self._lose(self._resident & set(self._dying[phase]))
         return _Boundary(wait, prefetches, fetches)
@@ -248,7 +248,7 @@ class _Walk:
         self._resident -= tensors
 
     def _ask(self) -> tuple[list[_Prefetch], list[int]]:
-        """What waits and has room now: prefetches, which hold nothing yet, and copies."""
+        """Prefetches and copies that fit now; the prefetches hold no memory yet."""
         room_bytes = max(0, self._budget_bytes - self._held)
         prefetches, fetches, late = [], [], []
         for tensor, row in self._waiting:
@@ -267,7 +267,7 @@ class _Walk:
         return prefetches, fetches
 
     def _make_way(self) -> int:
-        """How many evictions the thread waits for, when as many prefetches as can be come later."""
+        """How many evictions the thread waits for after delaying prefetches where possible."""
         free_bytes = self._budget_bytes - self._held
         over = self._pending.least_over(free_bytes)
         for prefetch in reversed(self._unused.values()):
@@ -280,9 +280,9 @@ class _Walk:
         return over
 
     def _place(self, prefetches: Sequence[_Prefetch]) -> None:
-        """Let each prefetch come when there is room for it."""
+        """Make each prefetch wait for the evictions that make room for it."""
         for prefetch in prefetches:
-            if prefetch.more_bytes == 0:  # it is there, or the phase that asks for it uses it
+            if prefetch.more_bytes == 0:  # resident already, or used by the phase that submits it
                 continue
             self._unused[prefetch.row[1]] = prefetch
             self._held += prefetch.more_bytes
@@ -291,7 +291,7 @@ class _Walk:
 
 
 def _lives(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
-    """Tensors that are born, and that die, with each phase."""
+    """The tensors whose lifetime begins, and those whose lifetime ends, in each phase."""
     born: list[list[int]] = [[] for _ in range(trace.phase_count)]
     dying: list[list[int]] = [[] for _ in range(trace.phase_count)]
     for tensor in np.flatnonzero(~trace.persistent).tolist():

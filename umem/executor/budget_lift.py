@@ -12,43 +12,43 @@ __all__ = ["BudgetLift", "lifted_bytes"]
 
 _RESERVE_SHARE = 0.05
 _RESERVE_BYTES = 1 << 30
-"""What the allocator leaves of a card without its budget, as a share and at least: the contexts
-with their kernels, about half a GiB each, and what NCCL or cuDNN hold besides. A margin, not a
-measurement; where the driver has to make room for these, it takes it from tensors by faults."""
+"""Card memory that the allocator leaves free while the budget is lifted, as a share and at least
+in bytes: for contexts with their kernels, about half a GiB each, and for NCCL and cuDNN. It is a
+margin and not a measurement; where it is too small, the driver evicts tensors by faults."""
 
 _NO_BOUND = 0
 _CLASSES = tuple(TensorClass)
 
 _holders: dict[tuple[int, int], dict[BudgetLift, bool]] = {}
-"""By allocator and device, and whether a plan runs. A holder keeps its allocator, so that its
-identity is not reused."""
-_lock = threading.RLock()  # a manager may be collected, and release its own, inside of it
+"""For each allocator and device: the lifts in effect, and whether a plan runs under each. A lift
+keeps its allocator alive, so that its id is not reused."""
+_lock = threading.RLock()  # a manager may be collected, and release its lift, while it is held
 
 
 def lifted_bytes(budget_bytes: int, device_bytes: int) -> int:
-    """What the allocator may place on a card while plans keep the budget.
+    """Bytes that the allocator may place on a card while plans keep the budget.
 
     Parameters
     ----------
     budget_bytes
         The policy's budget, which is the least.
     device_bytes
-        All of the card: more than that would be populated only to be evicted by faults.
+        Memory of the card: pages beyond it would be populated only to be evicted by faults.
     """
     reserve_bytes = max(_RESERVE_BYTES, int(_RESERVE_SHARE * device_bytes))
     return max(budget_bytes, device_bytes - reserve_bytes)
 
 
 class BudgetLift:
-    """One manager's wish that the allocator leave the budget of a device to plans.
+    """One manager's request that the allocator leave the budget of a device to plans.
 
-    The budget belongs to the device, and several managers share it: the allocator keeps it again
-    when the last of them has released its own. Where the policy has no budget, nothing is lifted.
+    The managers of a device share its budget: the allocator keeps the budget again when the last
+    of them has released its request. Without a budget in the policy this class does nothing.
 
     Parameters
     ----------
     machine
-        Whose allocator it is.
+        The device, its allocator and the policy.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -57,9 +57,9 @@ class BudgetLift:
         self._budget_bytes = machine.policy.device_budget_bytes or 0
 
     def acquire(self) -> None:
-        """Let the allocator pass the budget, as far as the card goes, while no plan runs.
+        """Let the allocator exceed the budget up to the card's memory while no plan runs.
 
-        The first one brings back what the allocator has mapped for the budget.
+        The first request brings back the memory that the allocator has mapped for the budget.
         """
         allocator = self._machine.allocator
         if allocator is None or not self._budget_bytes:
@@ -78,9 +78,9 @@ class BudgetLift:
             _bring_back(self._machine, bound_bytes)
 
     def leave_to_plans(self) -> None:
-        """A plan runs: the allocator places all on the device.
+        """Let the allocator place everything on the device, now that a plan runs.
 
-        It counts what the plan has sent away as being there, and a training may be larger than the
+        The allocator counts evicted pages as resident, and a training may be larger than the
         card.
         """
         with _lock:
@@ -90,9 +90,9 @@ class BudgetLift:
                 self._set_bound(holders)
 
     def release(self) -> None:
-        """Let the allocator keep the budget, unless others still hold it lifted; again for nothing.
+        """Let the allocator keep the budget, unless other managers still lift it.
 
-        Past it, new memory is mapped on the host.
+        Beyond the budget the allocator maps new memory on the host. Later calls do nothing.
         """
         allocator = self._machine.allocator
         with _lock:
@@ -116,10 +116,10 @@ class BudgetLift:
 
 
 def _bring_back(machine: Machine, bound_bytes: int) -> None:
-    """Undo what the allocator has mapped on the host for the budget, if the card holds all of it.
+    """Bring memory that the allocator has mapped for the budget to the device, if all of it fits.
 
-    What is mapped beside a full card is slow; what is brought to a full card is evicted by faults,
-    and a card that the driver has to oversubscribe far can hang.
+    Mapped memory is slow. Memory that is brought to a full card is evicted by faults, and a card
+    that the driver has to oversubscribe far can hang.
     """
     allocator, index = machine.allocator, machine.index
     assert allocator is not None
@@ -135,7 +135,7 @@ def _bring_back(machine: Machine, bound_bytes: int) -> None:
     )
     if held_bytes > bound_bytes:
         return
-    # At once, so that no class that changes from now on is overtaken by older advice.
+    # Prefetch at once: a block whose class changes later must not get this older advice.
     for address, _, block_bytes, number, _, _ in allocator.unspill(index):
         machine.engine.submit(
             HintOp.PREFETCH, address, block_bytes, device=index, tensor_class=_CLASSES[number]

@@ -1,4 +1,4 @@
-"""`umem.manage`, and what all managers of the process come to together."""
+"""`umem.manage`, and totals over all managers of the process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["current_statistics", "ideal_step_s", "manage", "manage_on", "manager
 
 _PLANNERS = ("planned", "lookahead", "fault")
 _managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.WeakKeyDictionary()
-"""Their hooks on model and optimizer keep them alive."""
+"""Managers by optimizer. The hooks on model and optimizer keep a manager alive."""
 _by_default: weakref.WeakSet[Manager] = weakref.WeakSet()
-"""Those for which nothing was chosen, as where :func:`umem.enable` has made them."""
+"""Managers made with default arguments, such as those that :func:`umem.enable` makes."""
 
 
 def manage(
@@ -36,44 +36,44 @@ def manage(
     planner: PolicyPlanner | None = None,
     step_in_backward: bool = False,
 ) -> Manager:
-    """Keep a training within the policy's device budget, by a plan of its own steps.
+    """Keep a training within the policy's device budget, by a plan made from its own steps.
 
-    The next steps are recorded, then planned; from then on hints move memory ahead of need. Under
-    :func:`umem.enable` it happens by itself after the optimizer's first step; call it where there
-    is something to choose, or to see how it goes.
+    The next steps are recorded, then planned; from then on hints move memory ahead of need.
+    :func:`umem.enable` does this after the optimizer's first step. Call `manage` to choose a
+    planner or `step_in_backward`, or to read the status.
 
     Parameters
     ----------
     model
-        On the GPU, as it is called in the training loop.
+        The module that the training loop calls, on the GPU.
     optimizer
-        Its steps are the steps.
+        The optimizer whose steps delimit training steps.
     planner
         ``planned``, ``lookahead`` or ``fault``; by default the policy's.
     step_in_backward
-        Once the plan runs, update each block's parameters in the backward pass, as soon as their
-        gradients are complete, and let go of these. All gradients and all of the optimizer's state
-        are never needed at once, and its migration hides behind the computation.
-        ``optimizer.step()`` then finds nothing to do. For trainings that do not look at gradients
-        between backward pass and step: no clipping, no accumulation, no gradient scaler. While the
-        first steps are recorded, it is looked at whether they do; if so, a warning says why the
-        step stays where it is.
+        Once the plan runs, update each block's parameters in the backward pass as soon as their
+        gradients are complete, and free the gradients. The gradients and the optimizer's state
+        are then never needed all at once, and the migration of the state hides behind the
+        computation. ``optimizer.step()`` finds nothing to do. Only for trainings that do not use
+        gradients between backward pass and step: no clipping, no accumulation, no gradient
+        scaler. The recorded steps are checked for such uses; a warning then says why the step is
+        not moved.
 
     Returns
     -------
     Manager
-        Its ``status()`` tells how it goes. A second call for the same optimizer returns the same
-        one, until that is closed. One for which nothing was chosen, such as the one that comes with
-        :func:`umem.enable`, gives way to another choice as long as no step was planned.
+        Its ``status()`` has state and counts. A second call for the same optimizer returns the
+        same manager until it is closed. A manager with default arguments, such as the one that
+        :func:`umem.enable` makes, is replaced by another choice as long as no step was planned.
 
     Raises
     ------
     EnableError
         If umem is not enabled, or the model is not on a GPU.
     PlanError
-        For an unknown planner, or none; for `step_in_backward` where the optimizer does not update
-        each parameter by itself, or has parameters on several devices; and where the optimizer is
-        managed in another way, or with another model, already.
+        For an unknown planner or ``none``; for `step_in_backward` if the optimizer does not update
+        each parameter independently, or has parameters on several devices; and if the optimizer
+        is already managed with other arguments or another model.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def manage_on(
     step_in_backward: bool = False,
     default_planner: PolicyPlanner = "planned",
 ) -> Manager:
-    """The same on any machine, which is made for a new manager only."""
+    """Manage a training on any machine; `make_machine` is called for a new manager only."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     chosen = planner or default_planner
@@ -144,7 +144,7 @@ def _check_step_in_backward(optimizer: Optimizer) -> None:
             f"step_in_backward: {type(optimizer).__name__} may look at several parameters at once. "
             "It takes one of torch's own optimizers, and neither LBFGS nor a subclass"
         )
-    # Autograd makes gradients of each device in a thread of its own, and the optimizer is one.
+    # Autograd has one thread for each device, and one optimizer cannot step in several threads.
     trained = (it for group in optimizer.param_groups for it in group["params"])
     devices = sorted({str(it.device) for it in trained if it.requires_grad})
     if len(devices) > 1:
@@ -157,7 +157,7 @@ def _check_step_in_backward(optimizer: Optimizer) -> None:
 def _difference(
     known: Manager, model: nn.Module, planner: PolicyPlanner | None, *, step_in_backward: bool
 ) -> str:
-    """In what way a manager is another one than asked for; empty where it is not."""
+    """How an existing manager differs from the one asked for; empty if it does not."""
     if known.model is not model:
         return f"with another model, a {type(known.model).__name__},"
     if planner is not None and planner != known.status().planner:
@@ -174,15 +174,15 @@ def managers() -> list[Manager]:
 
 
 def current_statistics() -> HintStatistics | None:
-    """What the hint engine has done so far; None where nothing is managed."""
+    """Statistics of the hint engine so far; None if no training is managed."""
     found = managers()
     return found[0].engine.statistics() if found else None
 
 
 def ideal_step_s() -> float | None:
-    """Time of a step of the run with everything resident, as recorded, seconds.
+    """Recorded time of a step with everything resident, seconds.
 
-    None where nothing is managed yet, or several models are.
+    None if no training is managed, or several are.
     """
     traces = [manager.trace for manager in managers()]
     if len(traces) != 1 or traces[0] is None:
@@ -191,10 +191,10 @@ def ideal_step_s() -> float | None:
 
 
 def residency(device: int = 0) -> dict[TensorClass, int]:
-    """Bytes of live tensors that are meant to be on a device now, by class.
+    """Bytes of live tensors that plans keep on a device now, by class.
 
-    Live bytes of the allocator, less what hints were asked to take away and what is mapped on the
-    host. A hint that is under way counts as done.
+    These are the allocator's live bytes less those that were evicted or are mapped on the host. A
+    hint in flight counts as done.
 
     Raises
     ------

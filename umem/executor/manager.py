@@ -45,22 +45,22 @@ __all__ = ["Manager"]
 _LOG = logging.getLogger("umem")
 
 _WARM_UP = 2
-"""Steps before anything is decided: the first one makes the optimizer's state."""
+"""Steps before the first decision: the optimizer makes its state in the first one."""
 
 _BEFORE_TIMED = 2
-"""Steps at the begin of a recording that are not timed."""
+"""Steps at the start of a recording that are not timed."""
 
 _MOST_PLANS = 4
-"""Shapes of batches that have a plan of their own."""
+"""Largest number of batch shapes that get plans."""
 
 _SEEN_BEFORE_RECORDING = 2
-"""Steps of unknown shapes after which they are recorded: what comes once needs no plan."""
+"""Steps with the same unknown shapes after which they are recorded: one-time shapes get no plan."""
 
 _MOST_UNSEEN = 8
-"""Steps of the optimizer without a call of the model, after which there will be none."""
+"""Optimizer steps without a call of the model, after which the manager gives up."""
 
 _LONGEST_RECORDING = 64
-"""Steps after which a recording that has not found enough equal ones is given up."""
+"""Steps after which a recording without enough equal steps is given up."""
 
 
 class Manager:
@@ -69,11 +69,11 @@ class Manager:
     Parameters
     ----------
     model, optimizer
-        What is trained. Only weak references are kept.
+        The model and its optimizer. Only weak references are kept.
     machine
         The device, its engine and the policy.
     planner
-        In place of the policy's.
+        Planner to use in place of the policy's.
     step_in_backward
         Do the optimizer's step in the backward pass, if :func:`can_slice` holds for it.
     """
@@ -119,20 +119,20 @@ class Manager:
         self._unseen = 0
         self._mapped = MappedBlocks(machine, optimizer)
         self._undo = [
-            # First: FSDP's own hook puts gathered parameters in the place of the optimizer's.
+            # First, because FSDP's own hook replaces the optimizer's parameters by gathered ones.
             model.register_forward_pre_hook(
                 self._guard(self._on_call), prepend=True, with_kwargs=True
             ).remove,
-            # A compiler that has the step calls these two outside of what it makes.
+            # A compiled step calls these two hooks outside of the compiled code.
             optimizer.register_step_post_hook(self._guard.uncompiled(self._optimizer_ends)).remove,
-            # Before: what it holds on the host is brought back while the memory is still its own.
+            # Before loading: mapped state is brought back while its memory is still allocated.
             optimizer.register_load_state_dict_pre_hook(self._guard(self._memory_moves)).remove,
             model.register_load_state_dict_post_hook(self._guard(self._memory_moves)).remove,
         ]
         self._budget_lift = BudgetLift(machine)
-        # Nobody may close it. At the end of the process the allocator goes too.
+        # Released even if nobody calls close(); not at exit, when the allocator goes too.
         weakref.finalize(self, self._budget_lift.release).atexit = False
-        # What the allocator would map on the host for the budget would make the first steps slow.
+        # Otherwise the allocator would map memory on the host and slow down the first steps.
         self._budget_lift.acquire()
         self._look_at_optimizer = self._guard(self._see_optimizer)
         begins = optimizer.register_step_pre_hook(torch.compiler.disable(self._optimizer_begins))
@@ -142,7 +142,7 @@ class Manager:
     # ------------------------------------------------------------------ for the user
 
     def status(self) -> ManagerStatus:
-        """What it is at."""
+        """Current state, as a :class:`ManagerStatus`."""
         program = self._runner.program
         counts = self._runner.counts
         return ManagerStatus(
@@ -163,38 +163,38 @@ class Manager:
 
     @property
     def model(self) -> nn.Module | None:
-        """What is trained; None once nobody else has it."""
+        """The model; None once it was collected."""
         return self._model()
 
     @property
     def wants_step_in_backward(self) -> bool:
-        """Whether it was asked to do the optimizer's step in the backward pass."""
+        """Whether ``step_in_backward`` was asked for."""
         return self._backward_step is not None
 
     @property
     def trace(self) -> Trace | None:
-        """The recorded step that the present plan was made from."""
+        """The recorded step from which the present plan was made; None without a plan."""
         program = self._runner.program
         return None if program is None else program.choice.trace
 
     @property
     def store(self) -> ActivationStore:
-        """What takes activations away and brings them back."""
+        """The store that copies activations to the host and back."""
         return self._store
 
     @property
     def engine(self) -> HintEngine:
-        """What moves the pages."""
+        """The hint engine that moves pages."""
         return self._machine.engine
 
     def away_bytes(self) -> dict[TensorClass, int]:
-        """Bytes by class that were asked to live off the device now."""
+        """Bytes by class that the plan keeps off the device now."""
         return self._runner.away_bytes()
 
     def watch(self, look: Callable[[], None] | None) -> None:
-        """Call a function before and after what is done where a phase begins; None: no longer.
+        """Call a function before and after the work at each phase's start; None ends it.
 
-        It sees what :meth:`away_bytes` says on both sides, and leaves the step as it is.
+        The function may read :meth:`away_bytes`; it must not change the training step.
         """
         self._runner.watch = look
 
@@ -204,9 +204,9 @@ class Manager:
         return not self._undo
 
     def close(self) -> None:
-        """Stop; what is away comes back when it is used, and mapped memory is brought back now.
+        """Stop managing: mapped memory is brought back now, evicted pages when they are used.
 
-        Not from inside a hook of the model or the optimizer.
+        Do not call it from a hook of the model or the optimizer.
         """
         self._end(ManagerState.OFF, "closed")
         self._end_recording()
@@ -238,7 +238,7 @@ class Manager:
         self._parts.stay_last()
         self._before_step(call_shapes(args, kwargs))
         if self._backward_step is not None and self._state is not ManagerState.RESIDENT:
-            # Not in the steps that are timed, for it takes time.
+            # Checksums take time, so not in the steps that are timed.
             self._backward_step.step_begins(
                 looks_at_contents=self._steps_seen - self._recording_since < _BEFORE_TIMED
             )
@@ -246,7 +246,7 @@ class Manager:
     def _optimizer_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """What the executor does is guarded; an error of the optimizer's own is the program's."""
+        """Errors of the executor are caught; an error of the optimizer reaches the program."""
         self._look_at_optimizer(optimizer, args, kwargs)
         self._parts.run()
 
@@ -267,13 +267,13 @@ class Manager:
         self._follower.optimizer_ends()
         if self._unseen == _MOST_UNSEEN and self._state is ManagerState.WARMING_UP:
             self._give_up(
-                "the optimizer steps, and no call of the model is seen: a compiler has it whole, "
-                "or another module is called. Compile its layers one by one, or give umem.manage "
-                "the module that the program calls"
+                "the optimizer steps, but no call of the model is seen: all of it is compiled, "
+                "or the program calls another module. Compile the layers one by one, or give "
+                "umem.manage the module that the program calls"
             )
 
     def _memory_moves(self, *_: object) -> None:
-        """The addresses that plans name will not be those of the next step."""
+        """Note that addresses in plans are out of date, as after loading a state dict."""
         self._have_moved = True
         self._load(None)
 
@@ -290,7 +290,7 @@ class Manager:
     # ------------------------------------------------------------------ from step to step
 
     def _before_step(self, shapes: CallShapes) -> None:
-        """Before a step's first forward pass: hooks may come and go here."""
+        """Advance the state before a step's first forward pass, where hooks may be changed."""
         if self._state is ManagerState.WARMING_UP and self._steps_seen >= _WARM_UP:
             if self._machine.everything_fits() and not self._hides_state:
                 self._end(ManagerState.RESIDENT, "")
@@ -310,12 +310,12 @@ class Manager:
 
     @property
     def _may_move_step(self) -> bool:
-        """Whether the step may come to be in the backward pass, which is planned in parts."""
+        """Whether the step may move into the backward pass, which needs a plan in parts."""
         return self._backward_step is not None and not self._backward_step.obstacle
 
     @property
     def _hides_state(self) -> bool:
-        """Whether the policy has the optimizer's state on the host, and its step may be moved."""
+        """Whether the policy keeps optimizer state on the host and the step may move."""
         return self._may_move_step and places_state_on_host(self._machine.policy)
 
     def _start_recording(self) -> None:
@@ -325,7 +325,7 @@ class Manager:
         self._load(None)
         self._follower.stop()
         self._parts.start_over()
-        # The recorded steps are to be as they are with everything resident.
+        # The recorded steps have to run with everything resident.
         self._budget_lift.acquire()
         self._recording = record(
             model,
@@ -381,7 +381,7 @@ class Manager:
             self._follower.start()
 
     def _choose_program(self, shapes: CallShapes) -> None:
-        """Run the plan for a batch's shapes, or a lookahead made for others."""
+        """Run the plan for these batch shapes, or a lookahead made for other shapes."""
         program = self._plans.program(shapes)
         if self._state is ManagerState.RESIDENT and self._machine.everything_fits():
             return
@@ -411,7 +411,7 @@ class Manager:
             self._load(program)
 
     def _load(self, program: Program | None) -> None:
-        """Run another program, or none. What both use in place stays where it is."""
+        """Run another program, or none. Memory that both map on the host stays mapped."""
         self._runner.load(program)
         self._mapped.hold(() if program is None else program.mapped)
         if self._backward_step is not None:

@@ -1,4 +1,4 @@
-"""The plans of a managed training: one for each shape of its batches that was recorded."""
+"""The plans of a managed training: one for each recorded shape of its batches."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ _LOG = logging.getLogger("umem")
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
-    """What is kept of a recording, to plan from again."""
+    """A recorded step, kept so that it can be planned again."""
 
     trace: Trace
     recording: StepRecording
     backward_order: tuple[str, ...]
-    """Names of the optimizer's parts in the order in which their gradients were complete."""
+    """The optimizer's parts in the order in which their gradients were complete."""
 
 
 class Plans:
-    """Keeps what was recorded, and makes programs of it.
+    """Keeps recorded steps, and turns them into programs.
 
     Parameters
     ----------
     model, optimizer
-        What is trained. Only weak references are kept.
+        The model and its optimizer. Only weak references are kept.
     machine
         The device, its engine and the policy.
     planner
-        Makes the plans.
+        Planner by name.
     forward_labels
         Label of the forward phase of each block.
     backward_step
-        Does the optimizer's step in the backward pass; None where that was not asked for.
+        Runs the optimizer's step in the backward pass; None if that was not asked for.
     """
 
     def __init__(
@@ -79,66 +79,62 @@ class Plans:
         self._programs: dict[CallShapes, Program] = {}
         self._fallback: Program | None = None
         self._in_place_s = 0.0
-        """How long accesses in place have the link, in the step that has most of them."""
+        """Time that mapped accesses occupy the link, in the step that has most of them."""
         self._moves_step = False
         self._has_told_obstacle = False
         self._told: set[CallShapes] = set()
-        """Shapes of which it was said that they cannot be planned."""
-
-    # ------------------------------------------------------------------ what there is
+        """Shapes with a logged warning that they cannot be planned."""
 
     @property
     def shapes(self) -> frozenset[CallShapes]:
-        """Shapes that were recorded."""
+        """Recorded shapes."""
         return frozenset(self._recorded)
 
     @property
     def count(self) -> int:
-        """Shapes that have a program."""
+        """Number of shapes that have a program."""
         return len(self._programs)
 
     @property
     def corrections(self) -> int:
-        """How often all was planned anew, from measured bandwidths."""
+        """How often all steps were planned again from measured bandwidths."""
         return self._correction.count
 
     @property
     def moves_step(self) -> bool:
-        """Whether these programs have the optimizer's step in the backward pass."""
+        """Whether these programs run the optimizer's step in the backward pass."""
         return self._moves_step
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether steps under these programs are as without them."""
+        """Whether these programs move nothing."""
         choices = (program.choice for program in self._programs.values())
         return not self._moves_step and all(choice.moves_nothing for choice in choices)
 
     def program(self, shapes: CallShapes) -> Program | None:
-        """The program for batches of these shapes."""
+        """The program for batches of these shapes; None without one."""
         return self._programs.get(shapes)
 
     def lookahead(self) -> Program:
-        """One for other shapes, made from the last recording that could be planned.
+        """A lookahead program for unplanned shapes, from the last recording that has a plan.
 
         Raises
         ------
         PlanError
-            If there can be none.
+            If that recording has no lookahead plan.
         """
         if self._fallback is None:
             recorded = self._recorded[next(reversed(self._programs))]
             self._fallback = self._program(recorded, "lookahead")
         return self._fallback
 
-    # ------------------------------------------------------------------ making them
-
     def add(self, recording: StepRecording) -> None:
-        """Keep a recording that is done, for the next :meth:`make`.
+        """Keep a finished recording for the next :meth:`make`.
 
         Raises
         ------
         TraceError
-            If it has come to nothing.
+            If the recording failed.
         """
         trace, signature = recording.trace, recording.signature
         assert signature is not None
@@ -148,7 +144,7 @@ class Plans:
         self._recorded[signature.calls[0]] = _Recorded(trace, recording, order)
 
     def is_correction_due(self, steps: int) -> bool:
-        """Whether bandwidths fall short of those that the programs were made with.
+        """Whether measured bandwidths differ from those that the programs assume.
 
         Parameters
         ----------
@@ -158,7 +154,7 @@ class Plans:
         return self._correction.is_due(steps, self._machine.hardware, self._in_place_s)
 
     def make(self) -> None:
-        """Plan all recorded steps, with the hardware as it is known by now.
+        """Plan all recorded steps with the bandwidths measured so far.
 
         Shapes that cannot be planned are left to :meth:`lookahead`.
 
@@ -192,13 +188,13 @@ class Plans:
         self._tell(next(reversed(self._programs.values())).choice)
 
     def find_again(self) -> None:
-        """Carry the same plans out where the tensors are now, as after a load of their state."""
+        """Rebuild the programs for the tensors' present addresses, as after a state was loaded."""
         for shapes, program in self._programs.items():
             self._programs[shapes] = self._build(self._recorded[shapes], program.choice)
         self._fallback = None
 
     def forget(self) -> None:
-        """Let go of all that was recorded."""
+        """Drop all recorded steps and programs."""
         self._recorded.clear()
         self._programs.clear()
         self._fallback = None
@@ -213,7 +209,7 @@ class Plans:
         return step is not None and not step.obstacle
 
     def _step_of(self, recorded: _Recorded) -> tuple[Trace, tuple[FollowedPhase, ...]]:
-        """A recorded step as it is to be run, and what the follower tells of it."""
+        """A recorded step as it will run, and the phases that the tracker will report."""
         trace, followed = recorded.trace, recorded.recording.phases
         if not self._moves_step:
             return trace, followed
@@ -254,7 +250,7 @@ class Plans:
         return self._moves_step and optimizer is not None and can_run_beside(optimizer)
 
     def _machine_beside(self, outside_bytes: int) -> Machine:
-        """The machine with the budget that is left beside what no plan moves."""
+        """The machine with the budget less the memory that no plan moves."""
         if not outside_bytes:
             return self._machine
         policy = replace(
@@ -295,10 +291,9 @@ class Plans:
 def _renumbered(
     followed: Sequence[FollowedPhase], moved: Trace, phases: npt.NDArray[np.int64]
 ) -> tuple[FollowedPhase, ...]:
-    """What a follower tells of, with the phases of a trace whose optimizer's parts have moved.
+    """Reported phases, renumbered for a trace whose optimizer parts have moved.
 
-    The step that the program calls is told of last. It begins what is left of the parts, if
-    anything is.
+    The tracker reports the optimizer's own step last. It starts the parts that are left, if any.
     """
     number = np.argsort(phases)
     passes = [n for n, name in enumerate(moved.phase_names) if not is_optimizer_phase(name)]

@@ -1,4 +1,4 @@
-"""Memory that the device uses in place on the host, by advice."""
+"""A plan in executable form: the hints, copies and waits at the start of each phase."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ MappedBlock = tuple[int, int, TensorClass]
 
 
 class MappedBlocks:
-    """The blocks that a plan uses in place, for as long as it runs.
+    """The blocks that a plan maps on the host, for as long as it runs.
 
-    Advice stays with memory. So it is taken back when the plan ends, and when the optimizer goes,
-    whose memory others will have.
+    Advice stays with memory. So it is withdrawn when the plan ends, and when the optimizer is
+    collected, because its memory will be reused.
 
     Parameters
     ----------
     machine
-        Whose engine gives the advice.
+        Its engine issues the advice.
     optimizer
-        Whose state the blocks hold. Only a weak reference is kept.
+        Owner of the state in the blocks. Only a weak reference is kept.
     """
 
     def __init__(self, machine: Machine, optimizer: Optimizer) -> None:
@@ -57,7 +57,7 @@ class MappedBlocks:
         end.atexit = False  # the memory goes with the process
 
     def hold(self, blocks: Sequence[MappedBlock]) -> None:
-        """Map these blocks, and no others. Those that are mapped stay as they are."""
+        """Map exactly these blocks. Blocks that are mapped already are left alone."""
         known, wanted = set(self._held), set(blocks)
         _bring_back(self._machine, [block for block in self._held if block not in wanted])
         for block in blocks:
@@ -67,7 +67,7 @@ class MappedBlocks:
 
 
 def _use_in_place(machine: Machine, block: MappedBlock) -> None:
-    """Send a block to the host, and let the device reach it there."""
+    """Evict a block to the host and map it into the device's page tables."""
     address, size_bytes, tensor_class = block
     engine, device = machine.engine, machine.index
     engine.advise(
@@ -92,35 +92,34 @@ def _bring_back(machine: Machine, blocks: Sequence[MappedBlock]) -> None:
         )
 
 
-# A plan made ready to run: what is done at each phase boundary.
-
 GroupKey = tuple[str, int]
-"""A block's name, empty for the model itself, and which of its forward calls in the step."""
+"""Name of a block (empty for the model itself), and number of its forward call in the step."""
 
 GroupPart = tuple[GroupKey, frozenset[int]]
 """Tensors of a group, by ordinal."""
 
 _CLASSES = tuple(TensorClass)
 MODEL = ""
-"""Name of the model's own group: what autograd saves outside of blocks."""
+"""Name of the group of tensors that autograd saves outside of blocks."""
 
 _PAGE_OPS = (HintOp.PREFETCH, HintOp.EVICT)
 
 
 @dataclass(frozen=True, eq=False)
 class Hints:
-    """Page hints that are asked for at once.
+    """Page hints that are submitted together.
 
     Parameters
     ----------
     batch
-        Of the engine.
+        The engine's batch.
     lookups
-        Hints whose addresses are of the present step: (number in the batch, what tells it).
+        Hints whose addresses change in each step: (number in the batch, function that looks the
+        address up).
     tensors
-        Number in the trace of each hint's tensor.
+        Tensor of each hint, by number in the trace.
     after
-        The eviction that each hint comes after, or None.
+        The eviction that each hint waits for, or None.
     """
 
     batch: HintBatch
@@ -131,32 +130,32 @@ class Hints:
 
 @dataclass(eq=False)
 class PhaseWork:
-    """What happens when a phase begins, in this order.
+    """The work at the start of a phase, in this order.
 
     Parameters
     ----------
     joins
-        Parts of the optimizer's step beside the backward pass that have to be over: what they use
-        may leave, and their gradients' memory goes.
+        Parts of the optimizer's step that overlap with the backward pass and must have finished:
+        their tensors may leave, and the memory of their gradients is freed.
     releases
-        Activations whose device memory goes: (group, ordinals).
+        Activations whose device memory is freed: (group, ordinals).
     sends
-        Activations of the model's own group that leave: (group, ordinals). Those of a block leave
-        when its forward pass is over.
+        Activations saved outside of blocks that are copied away: (group, ordinals). Those of a
+        block leave after its forward pass.
     leaving
         Evictions.
     room
-        The eviction that has to be over before the phase makes anything, or None.
+        The eviction that must be finished before the phase allocates, or None.
     coming
         Prefetches.
     needs
-        The prefetches that the phase is the first to use, likewise, as they are asked for.
+        The prefetches that this phase is the first to use: (phase of submission, number).
     waits
-        Whether they have to be over before the phase runs. What is not comes by fault otherwise.
+        Whether they must finish before the phase runs; otherwise missing pages come by fault.
     fetches
         Activations to bring back: (group, ordinals).
     arrives
-        Tensors whose pages are on the device from now on.
+        Tensors whose pages are on the device from this phase on.
     """
 
     joins: tuple[str, ...] = ()
@@ -172,33 +171,33 @@ class PhaseWork:
 
     @property
     def does_anything(self) -> bool:
-        """Whether there is something to do at the boundary."""
+        """Whether the phase has any work to do."""
         moving = self.releases, self.sends, self.leaving, self.coming, self.fetches
         return any(moving) or self.room is not None or (self.waits and bool(self.needs))
 
 
 @dataclass(eq=False)
 class Program:
-    """One plan, ready to run.
+    """One plan in executable form.
 
     Parameters
     ----------
     choice
         The plan.
     followed
-        The phases that a follower tells of, each with the trace's phase that it is part of.
+        The phases that the phase tracker reports, each with the phase of the trace it belongs to.
     work
-        Of each of the trace's phases.
+        The work of each phase of the trace.
     copied
-        Activations that are copied away: ordinals by group.
+        Activations that are copied to the host: ordinals by group.
     paged
         Activations that move as pages: numbers in the trace by ordinal, by group.
     addresses
-        Of the tensors that live from step to step, by number in the trace; 0 where there is none.
+        Addresses of tensors that live from step to step, by number in the trace; 0 for none.
     present
-        Addresses of the present step's paged activations, by number in the trace.
+        Addresses of this step's paged activations, by number in the trace.
     mapped
-        What is used in place on the host.
+        Blocks that are mapped on the host.
     """
 
     choice: Choice
@@ -211,7 +210,7 @@ class Program:
     mapped: tuple[MappedBlock, ...]
 
     def away_after(self, other: Program, away: Iterable[int]) -> frozenset[int]:
-        """What is away when this program takes over from another one that has moved it."""
+        """Tensors that are off the device when this program replaces another one."""
         addresses = {other.addresses.get(tensor, 0) for tensor in away} - {0}
         return frozenset(
             tensor
@@ -220,7 +219,7 @@ class Program:
         )
 
     def away_bytes(self, away: Iterable[int]) -> dict[TensorClass, int]:
-        """Bytes by class of what is mapped, and of these tensors besides."""
+        """Bytes by class of the mapped blocks and of these tensors."""
         trace = self.choice.trace
         total: dict[TensorClass, int] = defaultdict(int)
         for _, size_bytes, tensor_class in self.mapped:
@@ -246,15 +245,15 @@ def build_program(
     choice
         The plan.
     places
-        Where its tensors are.
+        Addresses of its tensors.
     saved
-        What autograd saves, group by group.
+        What autograd saves, by group.
     followed
-        What a follower tells of a step like the recorded one.
+        What the phase tracker reports of a step like the recorded one.
     forward_labels
         Label of the forward phase of each block.
     machine
-        Whose engine takes the batches.
+        Its engine takes the batches.
     """
     trace, schedule = choice.trace, choice.schedule
     present: dict[int, int] = {}
@@ -277,7 +276,7 @@ def build_program(
                     sends[phase][entry.block, entry.call].add(entry.ordinal)
         elif op == HintOp.COPY_IN:
             fetched[phase].append(tensor)
-        elif op in _PAGE_OPS:  # memory of dead activations is the allocator's, and is not dropped
+        elif op in _PAGE_OPS:  # the allocator owns the memory of dead activations: no discard
             (leaving if op == HintOp.EVICT else coming)[phase].append((op, tensor))
             for entry in groups[tensor]:
                 paged[entry.block, entry.call][entry.ordinal] = tensor
@@ -334,7 +333,7 @@ def _parts(groups: Mapping[GroupKey, set[int]]) -> list[GroupPart]:
 def _parts_of(
     tensors: Iterable[int], groups: Mapping[int, Sequence[SavedTensor]]
 ) -> list[GroupPart]:
-    """The parts of groups that these tensors are."""
+    """These tensors as parts of their groups."""
     parts: dict[GroupKey, set[int]] = defaultdict(set)
     for tensor in tensors:
         for entry in groups[tensor]:
@@ -356,7 +355,7 @@ def _hints(
     for number, (_, tensor) in enumerate(row):
         if tensor in places.gradients:
             lookups.append((number, places.gradients[tensor]))
-        elif not places.fixed.get(tensor):  # also what has lost its memory since it was recorded
+        elif not places.fixed.get(tensor):  # also tensors freed since they were recorded
             lookups.append((number, _present_address(present, tensor)))
     batch = machine.engine.batch(
         [op for op, _ in row],
@@ -373,9 +372,9 @@ def _present_address(present: Mapping[int, int], tensor: int) -> Callable[[], in
 
 
 def _first_uses(trace: Trace, coming: HintRows) -> list[tuple[tuple[int, int], ...]]:
-    """For each phase, the prefetches that it is the first to use, in the order of their asking.
+    """For each phase, the prefetches that it is the first to use, in the order of submission.
 
-    What a phase uses again was waited for when it was used first.
+    A later phase that uses the same tensor needs no wait.
     """
     phases: dict[int, list[int]] = defaultdict(list)
     for phase, tensor in zip(phase_of_access(trace), trace.access_tensor, strict=True):
@@ -388,7 +387,7 @@ def _first_uses(trace: Trace, coming: HintRows) -> list[tuple[tuple[int, int], .
                 found[uses[bisect_left(uses, asked) % len(uses)]].append((asked, number))
 
     def asking(phase: int) -> Callable[[tuple[int, int]], tuple[int, int]]:
-        """What is asked for behind the phase was asked for in the step before."""
+        """Order by submission: prefetches of later phases were submitted in the step before."""
         return lambda it: ((it[0] - phase - 1) % trace.phase_count, it[1])
 
     return [tuple(sorted(row, key=asking(phase))) for phase, row in enumerate(found)]
@@ -403,17 +402,17 @@ def _releases(
     forward_labels: Mapping[str, str],
     machine: Machine,
 ) -> dict[int, list[GroupPart]]:
-    """The activations whose copies have left when a phase computes, by the plan's own times.
+    """The activations whose copies are complete when a phase computes, by the plan's own times.
 
-    They leave one after the other, in the order in which they are saved. A phase that waits for
-    room waits for them too, so that what counts is when it computes and not when it begins.
+    The copies run one after the other in the order of saving. A phase that waits for room waits
+    for them too, so its compute time counts and not its start.
     """
     trace, timeline = choice.trace, choice.predicted.timeline
     assert timeline is not None
     tensors = {((entry.block, entry.call), entry.ordinal): entry.tensor for entry in saved}
     calls: dict[str, list[int]] = defaultdict(list)
     for one in followed:
-        calls[one.label].append(one.phase + 1)  # what lies between blocks is part of them
+        calls[one.label].append(one.phase + 1)  # a block includes what lies before the next one
     parts = [
         (calls[forward_labels[key[0]]][key[1]], (key, ordinals))
         for key, ordinals in copied.items()
@@ -425,7 +424,7 @@ def _releases(
     gone_s, last = 0.0, trace.phase_count - 1
     for phase, (key, ordinals) in sorted(parts, key=lambda part: part[0]):
         gone_s = max(gone_s, float(timeline.phase_start_s[min(phase, last)]))
-        # What is sent when a phase begins is let go of when a later one does.
+        # A copy that starts with a phase is released with a later one.
         later = phase + 1 if key[0] == MODEL else phase
         counted = set()
         for ordinal in sorted(ordinals):

@@ -23,17 +23,17 @@ from umem.telemetry import PhaseRanges
 __all__ = ["Runner", "RunnerCounts"]
 
 _PATIENCE_S = 2.0
-"""What a phase waits for pages that it needs. After it they come by fault: late, and right."""
+"""Longest wait of a phase for its pages, seconds. After it they come by fault, late but correct."""
 
 
 @dataclass(slots=True)
 class RunnerCounts:
-    """What a runner has come across."""
+    """Counts over all steps of a runner."""
 
     steps: int = 0
-    """Steps that went through their whole program."""
+    """Steps that ran their whole program."""
     diverged_steps: int = 0
-    """Steps that did not: an exception, or phases unlike the recorded ones."""
+    """Steps that did not, because of an exception or of phases unlike the recorded ones."""
     wait_s: float = 0.0
     """Time that the training thread waited for pages."""
     wait_timeouts: int = 0
@@ -42,16 +42,16 @@ class RunnerCounts:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of the model or a block that is under way."""
+    """A call of the model or a block that has not returned yet."""
 
     key: GroupKey | None
-    """None where the program has nothing to do with it."""
+    """None if the program moves nothing of this call."""
     is_copied: bool = False
-    """The store sees what it saves."""
+    """The activation store sees what the call saves."""
     is_paged: bool = False
-    """Addresses of what it saves are noted."""
+    """The addresses of what the call saves are noted."""
     has_hooks: bool = False
-    """It has put the hooks for that in place."""
+    """The call has installed the hooks for that."""
 
 
 class Runner:
@@ -63,14 +63,14 @@ class Runner:
     Parameters
     ----------
     machine
-        Whose engine takes the hints.
+        Its engine takes the hints.
     store
-        Takes activations away and brings them back.
+        Copies activations to the host and back.
     root
         The model.
     join
-        Lets the stream wait for parts of the optimizer's step that run beside the backward pass, by
-        name.
+        Makes the current stream wait for parts of the optimizer's step that overlap with the
+        backward pass, by name.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Runner:
         self._join = join
         self.counts = RunnerCounts()
         self.watch: Callable[[], None] | None = None
-        """Called before and after what is done where a phase begins."""
+        """Called before and after the work at the start of a phase."""
         self._machine = machine
         self._ranges = PhaseRanges()
         self._store = store
@@ -100,12 +100,12 @@ class Runner:
 
     @property
     def program(self) -> Program | None:
-        """What is run; None for nothing."""
+        """The program that runs; None for none."""
         return self._program
 
     def load(self, program: Program | None) -> None:
         """Run another program from the next step on."""
-        while self._open:  # an interrupt or a failure has left them
+        while self._open:  # left over by an interrupt or an error
             self._leave(self._open.pop())
         before, self._program = self._program, program
         self._is_on_track = False
@@ -115,7 +115,7 @@ class Runner:
             self._away = program.away_after(before, self._away)
 
     def away_bytes(self) -> dict[TensorClass, int]:
-        """Bytes by class that were asked to live off the device now."""
+        """Bytes by class that the program keeps off the device now."""
         return {} if self._program is None else self._program.away_bytes(self._away)
 
     # ------------------------------------------------------------------ steps and phases
@@ -126,11 +126,11 @@ class Runner:
         self._position, self._phase = 0, -1
         self._calls.clear()
         if self._program is not None:
-            self._away = self._away.difference(self._program.present)  # dead since
+            self._away = self._away.difference(self._program.present)  # dead by now
             self._program.present.clear()
 
     def phase_begins(self, label: str) -> None:
-        """Do what the program says of this phase, if the step is still like the recorded one."""
+        """Do the program's work for this phase, if the step still matches the recorded one."""
         self._ranges.begin(label)
         program = self._program
         if program is None or not self._is_on_track:
@@ -144,13 +144,13 @@ class Runner:
         phase = program.followed[self._position].phase
         self._position += 1
         if phase > self._phase:
-            # Of phases that were joined, the first one begins them all. A part of the optimizer's
-            # step may have begun since.
+            # The first of several joined phases starts them all. A part of the optimizer's step
+            # may have started in between.
             self._phase = phase
             self._begin_watched(program, program.work[phase])
 
     def needs_slices(self) -> bool:
-        """Whether the optimizer's step, which has just begun, has to be done in parts."""
+        """Whether the optimizer's step, which has just begun, must run in parts."""
         program = self._program
         return (
             program is not None
@@ -159,9 +159,9 @@ class Runner:
         )
 
     def part_begins(self, name: str) -> None:
-        """Do what the program says of a part of the optimizer's step.
+        """Do the program's work for a part of the optimizer's step.
 
-        The first part of a step that follows the backward pass has begun with it.
+        The first part of a step after the backward pass starts together with the step.
         """
         program = self._program
         if program is None or not self._is_on_track:
@@ -204,7 +204,7 @@ class Runner:
             self._store.fetch(group, ordinals)
 
     def _fire(self, hints: Hints, after: Sequence[int] = ()) -> frozenset[int]:
-        """Ask for hints, and tell whose were taken: not those of tensors without an address."""
+        """Submit the hints of tensors that have an address; return the tensors accepted."""
         missing = set()
         for number, find in hints.lookups:
             address = find()
@@ -214,20 +214,20 @@ class Runner:
         if not self._machine.engine.fire(hints.batch, self._machine.stream(), after):
             return frozenset()
         asked = [tensor for number, tensor in enumerate(hints.tensors) if number not in missing]
-        return frozenset(asked[: len(hints.batch.tickets)])  # a full queue takes the first ones
+        return frozenset(asked[: len(hints.batch.tickets)])  # a full queue takes only the first
 
     def _need(self, program: Program, work: PhaseWork) -> None:
-        """Note that a phase needs its prefetches now, and wait for them."""
+        """Mark the prefetches of a phase as needed now, and wait for them."""
         tickets = [_ticket(program.work[phase].coming, number) for phase, number in work.needs]
         self._machine.engine.mark_needed(*filter(None, tickets))
         if work.waits:
-            # Of each batch up to the last one that is needed: two workers bring pages in, so that
-            # an earlier batch may be over after a later one is.
+            # In each batch up to the last needed one: with two workers that prefetch, an earlier
+            # batch may finish after a later one.
             for phase, number in dict(work.needs).items():
                 self._wait(program.work[phase].coming, number)
 
     def _wait(self, hints: Hints | None, number: int) -> None:
-        """Wait until a hint is over, and those that were asked for at once with it, before it."""
+        """Wait until a hint and all earlier ones of its batch have finished."""
         last = _ticket(hints, number)
         if hints is None or last == 0:
             return
@@ -235,7 +235,7 @@ class Runner:
         for ticket in range(hints.batch.tickets[0], last + 1):
             try:
                 outcome = engine.wait(ticket, timeout_s=_PATIENCE_S)
-            except KeyError:  # so long over that it is forgotten
+            except KeyError:  # finished so long ago that the engine has forgotten it
                 continue
             if outcome is Outcome.OPEN:
                 self.counts.wait_timeouts += 1
@@ -252,7 +252,7 @@ class Runner:
             self._is_on_track
             and not is_broken
             and self._position == len(program.followed)
-            and not self.needs_slices()  # parts of the optimizer's step that were not done as such
+            and not self.needs_slices()  # parts of the optimizer's step that did not run
         )
         self.counts.steps += was_whole
         self.counts.diverged_steps += not was_whole
@@ -260,7 +260,7 @@ class Runner:
     # ------------------------------------------------------------------ activations
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
-        """See what autograd saves in a call, where the program moves some of it."""
+        """Watch what autograd saves in a call, if the program moves some of it."""
         call = _Call(None)
         outer = self._open[0] if self._open else None
         self._open.append(call)
@@ -272,7 +272,7 @@ class Runner:
         if program is None or not self._is_on_track or call.key is None:
             call.key = None
             return
-        # What a block saves must not count with the model's own.
+        # What a block saves must not be counted as saved by the model itself.
         call.is_copied = call.key in program.copied or (outer is not None and outer.is_copied)
         call.is_paged = call.key in program.paged or (outer is not None and outer.is_paged)
         if call.is_copied:
@@ -284,7 +284,7 @@ class Runner:
             self._paged.append((dict(program.paged.get(call.key, {})), [0]))
 
     def block_ends(self, _block: Block) -> None:
-        """Its results are there: what a block saved may leave."""
+        """After a block's forward pass, let its saved tensors leave."""
         if self._open:
             self._leave(self._open.pop())
 
@@ -307,13 +307,13 @@ class Runner:
         numbers, count = self._paged[-1]
         number = numbers.get(count[0])
         count[0] += 1
-        # A batch of other shapes has other sizes: a hint must not reach beyond a smaller block.
+        # Batches of other shapes have other sizes: a hint must not exceed a smaller block.
         if number is not None and _fills(tensor, self._program.choice.trace.tensor_bytes[number]):
             self._program.present[number] = storage_address(tensor)
 
 
 def _tickets_before(program: Program, coming: Hints) -> list[int]:
-    """The tickets of the evictions that prefetches come after; 0 for none."""
+    """Tickets of the evictions that the prefetches wait for; 0 for none."""
     tickets: dict[Eviction | None, int] = {None: 0}
     for eviction in set(coming.after):
         if eviction is not None:
@@ -322,17 +322,17 @@ def _tickets_before(program: Program, coming: Hints) -> list[int]:
 
 
 def _ticket(hints: Hints | None, number: int) -> int:
-    """A hint's ticket of the last firing; 0 where there was none yet.
+    """The ticket of a hint when its batch was last submitted; 0 if it never was.
 
-    The first step of a program begins in its middle. Without an address a hint is not asked for: a
-    later one stands for it.
+    The first step under a program begins in its middle. A hint without an address is not
+    submitted: the ticket of a later hint stands for it.
     """
     tickets = range(0) if hints is None else hints.batch.tickets
     return tickets[min(number, len(tickets) - 1)] if tickets else 0
 
 
 def _fills(tensor: torch.Tensor, size_bytes: int) -> bool:
-    """Whether a tensor's block is as large as the one that a hint was made for."""
+    """Whether a tensor's block is at least as large as the one a hint was made for."""
     if tensor.layout is not torch.strided:
         return False
     return whole_blocks(tensor.untyped_storage().nbytes()) >= whole_blocks(size_bytes)

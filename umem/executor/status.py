@@ -1,4 +1,4 @@
-"""What a manager says of itself."""
+"""The status of a manager: its state, its plans and what became of its steps."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ __all__ = ["ManagerState", "ManagerStatus"]
 
 
 class ManagerState(StrEnum):
-    """What a manager is at."""
+    """The states of a manager, in the order in which a training reaches them."""
 
     WARMING_UP = "warming up"
-    """Its first two steps: the optimizer makes its state. Under :func:`umem.enable` the first one
-    of the training has gone by then."""
+    """The first two steps, in which the optimizer makes its state. Under :func:`umem.enable` the
+    training's own first step comes before them."""
     RECORDING = "recording"
     RUNNING = "running"
-    """Steps are carried out as planned."""
+    """Steps run under a plan."""
     RESIDENT = "resident"
     """Everything fits the budget: there is nothing to do."""
     OFF = "off"
-    """It has given up; the reason says why."""
+    """The manager has given up or was closed; ``reason`` says why."""
 
 
 @dataclass(frozen=True)
 class ManagerStatus:
-    """What a manager is at, and how it goes.
+    """Current state of a manager, and counts over the training so far.
 
     Parameters
     ----------
     state
-        What it is at.
+        Current state.
     reason
-        Why it is off; empty otherwise.
+        Why the state is ``OFF``; empty otherwise.
     planner
         ``planned``, ``lookahead`` or ``fault``.
     budget_bytes
         Device budget; None for all of the device.
     predicted
-        What the plan of the shapes seen last should come to; None before there is one.
+        Predicted step under the plan for the shapes seen last; None before there is a plan.
     plans
-        Shapes of batches that have a plan.
+        Number of batch shapes that have a plan.
     steps, diverged_steps
-        Steps carried out as planned; steps that were not, because of an exception or of phases
-        unlike the recorded ones.
+        Steps carried out as planned; steps that were not, because an exception ended them or
+        their phases differ from the recorded ones.
     unplanned
         Steps of shapes without a plan, which ran under one for other shapes.
     wait_s
-        Time that the training thread has waited for pages, in all steps.
+        Time that the training thread has waited for pages, over all steps.
     wait_timeouts
-        Waits for pages that took too long; the pages came by fault.
+        Waits for pages that were given up after 2 s; the pages came by fault.
     corrections
-        Plans made anew from measured bandwidths.
+        How often plans were made anew from measured bandwidths.
     step_in_backward
         Whether the optimizer's step is done in the backward pass.
     """

@@ -1,4 +1,4 @@
-"""Where the tensors of a trace are in the running program."""
+"""Addresses of a trace's tensors in the running program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class TensorAddresses:
     fixed
         Weights and optimizer state: address.
     gradients
-        Gradients, which are born anew in each step: what tells the present address, 0 for none.
+        Gradients, which are allocated anew in each step: function that returns the present
+        address, 0 for none.
     """
 
     fixed: Mapping[int, int]
@@ -41,7 +42,7 @@ class TensorAddresses:
 
 
 def find_addresses(trace: Trace, model: nn.Module, optimizer: Optimizer) -> TensorAddresses:
-    """Find a trace's tensors by their names; those not found are left where they are."""
+    """Find a trace's tensors by name. Tensors that are not found are never moved."""
     names = parameter_names(model.named_parameters(), optimizer_parameters(optimizer))
     parameters = {name: parameter for parameter, name in names.items()}
     tensors: dict[str, torch.Tensor] = {}
@@ -58,10 +59,10 @@ def find_addresses(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Tens
 
 
 def in_blocks(trace: Trace) -> Trace:
-    """The trace with the bytes that umem's allocator hands out for each tensor, and hints move.
+    """The trace with sizes rounded up to the allocator's blocks, which is what hints move.
 
-    Temporaries are counted in the same blocks. What is small stays small: a block that shares pages
-    can be just as long as the smallest that does not, and is not to move.
+    Temporaries are rounded in the same way. A small tensor stays below the size from which blocks
+    own their pages, because a block that shares pages with others must not move.
     """
     size = trace.tensor_bytes
     most = np.where(size < LARGE_BYTES, LARGE_BYTES - 1, np.iinfo(np.int64).max)
@@ -69,12 +70,12 @@ def in_blocks(trace: Trace) -> Trace:
 
 
 def whole_blocks(size_bytes: int) -> int:
-    """Bytes of the block that holds a tensor: whole pages of 64 KiB, for one that may move."""
+    """Bytes of the block that holds a tensor: a multiple of 64 KiB for a movable one."""
     return int(block_bytes(size_bytes))
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the storage behind a tensor begins; 0 where there is none, or several are."""
+    """Address of the storage behind a tensor; 0 if it has none or several."""
     addresses = storage_addresses(tensor)
     return addresses[0] if len(addresses) == 1 else 0
 

@@ -91,10 +91,8 @@ def with_parts_beside(
     return with_accesses(changed, phases[kept], tensors[kept], modes[kept]), names
 
 
-# Parts of an optimizer's step beside the backward pass, for state that is used on the host.
-
 _CHUNK = 65_536
-"""Numbers that one block of threads of torch's fused optimizers updates."""
+"""Elements that one thread block of torch's fused optimizers updates."""
 
 _CHUNKS_AT_ONCE = 16
 """On one H200 a step with its state on the host took 506 ms in this way, 513 ms with 8 chunks at
@@ -104,26 +102,26 @@ once, 515 ms with 32, and 543 ms with whole blocks' parameters, as long as behin
 _OWN_STATE = ("exp_avg", "exp_avg_sq")
 
 _Row = tuple[torch.Tensor, ...]
-"""A parameter, its gradient, its moments, and its number of steps last; all but that one flat."""
+"""A parameter, its gradient, its moments, and its step count last; all but the last are flat."""
 
 _Work = tuple[dict[str, Any], Sequence[_Row]]
-"""One of the optimizer's groups, and what of it is updated."""
+"""A parameter group of the optimizer, and its rows to update."""
 
 
 class _Running(NamedTuple):
-    """A part that has begun."""
+    """A part that was launched."""
 
     end: torch.cuda.Event
     asking: torch.cuda.Stream
-    """Whose memory the gradients are: once they are let go, its next kernels may have it."""
+    """The stream that owns the gradients' memory: its next kernels may reuse it."""
     work: Sequence[_Work]
-    """Held until then."""
+    """Kept alive until the part has finished."""
 
 
 def can_run_beside(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's parts may run beside the backward pass: fused Adam or AdamW.
+    """Whether an optimizer's parts may overlap with the backward pass: fused Adam or AdamW.
 
-    Other kernels than torch's fused ones would read and write what is on the host several times.
+    Other kernels would read and write the state on the host several times.
     """
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
         _is_plain_group(group) for group in optimizer.param_groups
@@ -131,37 +129,36 @@ def can_run_beside(optimizer: Optimizer) -> bool:
 
 
 class OverlappedOptimizerStep:
-    """Updates blocks' parameters on a stream of its own while the backward pass goes on.
+    """Updates blocks' parameters on a separate stream while the backward pass runs.
 
-    A kernel that uses memory on the host waits for the link, and meanwhile holds the
-    multiprocessors that it runs on. So few chunks are updated at once: enough to fill the link, and
-    the rest of the device is the backward pass's. Values are those of the optimizer's own step,
-    which runs the same kernel on all chunks.
+    A kernel that uses memory on the host waits for the link, and meanwhile occupies its
+    multiprocessors. So each launch updates few chunks: enough to fill the link, while the backward
+    pass has the rest of the device. The values are those of the optimizer's own step, which runs
+    the same kernel on all chunks.
 
     Parameters
     ----------
     optimizer
-        For which :func:`can_run_beside` holds wherever there are names. Only a weak reference is
-        kept.
+        One for which :func:`can_run_beside` holds. Only a weak reference is kept.
     device
-        Of its parameters. On the CPU there is no stream, and parts run where they are asked for.
+        Device of its parameters. On the CPU there is no stream, and parts run synchronously.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.names: frozenset[str] = frozenset()
-        """Parts that run beside the backward pass."""
+        """The parts that overlap with the backward pass."""
         self._optimizer = weakref.ref(optimizer)
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._running: dict[str, _Running] = {}
 
     def run(self, name: str, part: Part) -> bool:
-        """Begin a part behind what the current stream holds now, inside of a backward pass.
+        """Launch a part after the current work of the current stream, in a backward pass.
 
         Returns
         -------
         bool
-            False where the part cannot run so, and nothing was done.
+            False if the part cannot run in this way; nothing was done then.
         """
         optimizer = self._optimizer()
         if name not in self.names or optimizer is None:
@@ -182,7 +179,7 @@ class OverlappedOptimizerStep:
     def _update_on_stream(self, name: str, work: Sequence[_Work]) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        # Whoever looks at a weight behind the backward pass finds it updated.
+        # After the backward pass every weight has to be updated.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self.join_all)
         asking = torch.cuda.current_stream(self._device)
@@ -194,7 +191,7 @@ class OverlappedOptimizerStep:
         self._running[name] = _Running(end, asking, work)
 
     def join(self, names: Iterable[str]) -> None:
-        """Let the current stream wait for these parts, as far as they have begun."""
+        """Make the current stream wait for these parts, if they were launched."""
         for name in names:
             part = self._running.pop(name, None)
             if part is not None:
@@ -204,7 +201,7 @@ class OverlappedOptimizerStep:
                     current.wait_event(part.end)
 
     def join_all(self) -> None:
-        """Let the current stream wait for all parts that have begun."""
+        """Make the current stream wait for all launched parts."""
         self.join(list(self._running))
 
 
@@ -218,7 +215,7 @@ def _is_plain_group(group: dict[str, Any]) -> bool:
 
 
 def _row(optimizer: Optimizer, parameter: torch.Tensor, *, amsgrad: bool) -> _Row | None:
-    """What the update of a parameter needs; None where pieces of it cannot be taken."""
+    """The tensors for the update of a parameter; None if they cannot be cut into pieces."""
     state = optimizer.state.get(parameter, {})
     names = (*_OWN_STATE, "max_exp_avg_sq") if amsgrad else _OWN_STATE
     found = [parameter.detach(), parameter.grad, *(state.get(name) for name in names)]
@@ -268,7 +265,7 @@ def _update(work: Sequence[_Work]) -> None:
 
 
 def _pieces(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """Rows cut into what one launch updates, all of one type. A small tensor fills a chunk."""
+    """Rows cut into launches of one dtype each. A small tensor counts as a whole chunk."""
     piece: list[_Row] = []
     room = _CHUNKS_AT_ONCE
     for *tensors, step in rows:

@@ -1,4 +1,4 @@
-"""An optimizer's step in parts, so that pages can move between them."""
+"""Runs an optimizer's step block by block, so that pages can move between the parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 Part = list[list[torch.Tensor]]
-"""Some of an optimizer's parameters, by its groups."""
+"""Parameters of an optimizer, by parameter group."""
 
 _EACH_BY_ITSELF = (
     torch.optim.Adadelta,
@@ -38,37 +38,37 @@ _EACH_BY_ITSELF = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""Optimizers that update each parameter from its own gradient and state alone: the order and the
-company of the others make no difference to a bit."""
+"""Optimizers that update each parameter from its own gradient and state alone, so that a step in
+parts gives the same bits."""
 
 
 def part_label(name: str) -> str:
-    """Label of a part's phase, from the name of its block; empty for what belongs to none."""
+    """Label of a part's phase. `name` is its block's, or empty for parameters outside of blocks."""
     return f"{OPTIMIZER} {name}".rstrip()
 
 
 def part_name(label: str) -> str:
-    """The name of a part's block, from the label of its phase."""
+    """Name of a part's block, from the label of its phase."""
     return label.removeprefix(OPTIMIZER).lstrip()
 
 
 def can_slice(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step may be done in parts: exactly one of torch's own kinds."""
+    """Whether a step may run in parts: only for torch's own classes, not for subclasses."""
     return type(optimizer) in _EACH_BY_ITSELF
 
 
 class PartialOptimizerStep:
-    """Does an optimizer's step block by block, ahead of the step that the program calls.
+    """Runs an optimizer's step block by block, before the step that the program calls.
 
-    That one then finds no parameters. Where a part raises, the optimizer has its parameters again,
-    and the error is the program's, as that of the step would be.
+    The program's own step then finds no parameters. If a part raises, the optimizer gets its
+    parameters back, and the error reaches the program as an error of its step would.
 
     Parameters
     ----------
     optimizer
-        For which :func:`can_slice` holds. Only a weak reference is kept.
+        One for which :func:`can_slice` holds. Only a weak reference is kept.
     blocks
-        Whose parameters make a part each; all others are a part together.
+        The parameters of each block make one part; all others make one part together.
     """
 
     def __init__(self, optimizer: Optimizer, blocks: Iterable[Block]) -> None:
@@ -80,12 +80,12 @@ class PartialOptimizerStep:
         self._whole: Part | None = None
 
     def parts(self, is_wanted: Callable[[torch.Tensor], bool]) -> dict[str, Part]:
-        """The parts of a step by the name of the block; empty for what belongs to none.
+        """The parts of a step by block name; the empty name has parameters outside of blocks.
 
         Parameters
         ----------
         is_wanted
-            Tells which of the optimizer's parameters take part in it.
+            Returns whether a parameter takes part.
         """
         groups = self._known().param_groups
         parts: dict[str, Part] = {}
@@ -97,13 +97,12 @@ class PartialOptimizerStep:
         return parts
 
     def run(self, begin: Callable[[str], None]) -> None:
-        """Do the step, part by part.
+        """Run the step part by part.
 
         Parameters
         ----------
         begin
-            Called before each part with its block's name; empty for what belongs to no block. Must
-            not raise.
+            Called before each part with its block's name. Must not raise.
         """
         groups = self._known().param_groups
         parts = self.parts(lambda parameter: parameter.grad is not None)
@@ -118,7 +117,7 @@ class PartialOptimizerStep:
             raise
 
     def run_part(self, part: Part) -> None:
-        """Do the step for one part, and leave the optimizer as it was."""
+        """Run the step for one part, and leave the optimizer unchanged."""
         groups = self._known().param_groups
         whole = [group["params"] for group in groups]
         try:
@@ -137,7 +136,7 @@ class PartialOptimizerStep:
         _plain_step(optimizer)(optimizer)
 
     def restore(self) -> None:
-        """Give the optimizer its parameters back. Does nothing where it has them."""
+        """Give the optimizer its parameters back, if it lacks them."""
         optimizer, whole = self._optimizer(), self._whole
         if optimizer is not None and whole is not None:
             _set_parameters(optimizer.param_groups, whole)
@@ -150,7 +149,7 @@ def _set_parameters(groups: list[dict[str, Any]], part: Part) -> None:
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The step without the hooks that torch puts around it: they run once, for the whole step."""
+    """The step without torch's hooks around it, which run once for the whole step."""
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -158,24 +157,22 @@ def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     return plain
 
 
-# Whether an optimizer's steps can be done in parts, as the program calls them.
-
 _MOST_REFUSED = 3
-"""Steps in a row that a plan wants in parts and that are not: the next ones will not be either."""
+"""Consecutive steps that could not run in parts, after which plans in parts are given up."""
 
 
 class PerBlockStepHook:
-    """Does the optimizer's steps in parts where a plan wants it and the program's call allows it.
+    """Runs the optimizer's steps in parts if the plan wants it and the program's call allows it.
 
-    A closure makes gradients inside of the step, and what hooks that run after the parts do to
-    gradients would come too late: such a step is left whole.
+    A step with a closure computes gradients inside the step, and a later hook could change
+    gradients after the parts have run: such steps are left whole.
 
     Parameters
     ----------
     optimizer
-        Whose steps they are. Only a weak reference is kept.
+        The optimizer. Only a weak reference is kept.
     slices
-        Does the parts; None where the optimizer has none.
+        Runs the parts; None if the optimizer cannot step in parts.
     begin
         Called before each part with its name. Must not raise.
     """
@@ -187,7 +184,7 @@ class PerBlockStepHook:
         begin: Callable[[str], None],
     ) -> None:
         self.is_possible = False
-        """Whether the last step that began could be done in parts."""
+        """Whether the last step could run in parts."""
         self._optimizer = weakref.ref(optimizer)
         self._slices = slices
         self._begin = begin
@@ -197,17 +194,17 @@ class PerBlockStepHook:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether plans with parts are in vain."""
+        """Whether too many steps in a row could not run in parts."""
         return self._refused >= _MOST_REFUSED
 
     def set_hook(self, number: int) -> None:
-        """Number of the hook before the optimizer's step that calls :meth:`run`."""
+        """Set the id of the pre-step hook that calls :meth:`run`."""
         self._hook = number
 
     def stay_last(self) -> None:
-        """Let hooks that the program has added see the whole step, and change gradients before it.
+        """Move the hook behind those of the program, which may change gradients before the step.
 
-        Not from inside of the optimizer's hooks.
+        Do not call it from a hook of the optimizer.
         """
         optimizer = self._optimizer()
         hooks: dict[int, Any] = {} if optimizer is None else optimizer._optimizer_step_pre_hooks
@@ -222,14 +219,14 @@ class PerBlockStepHook:
         *,
         is_wanted: bool,
     ) -> None:
-        """A step begins: see whether it can be done in parts.
+        """At the start of a step, decide whether it runs in parts.
 
         Parameters
         ----------
         optimizer, args, kwargs
-            What its hook is given.
+            The arguments of the pre-step hook.
         is_wanted
-            Whether the plan has something to do between the parts.
+            Whether the plan has work to do between the parts.
         """
         self.is_possible = (
             self._slices is not None
@@ -242,20 +239,20 @@ class PerBlockStepHook:
             self._refused = 0 if self.is_possible else self._refused + 1
 
     def run(self) -> None:
-        """Do the step that :meth:`look` was told of, if it is to be in parts.
+        """Run the step in parts if :meth:`look` decided so.
 
-        What a part raises is the program's, as it is of the step that the program calls.
+        An error of a part reaches the program, as an error of its own step would.
         """
         is_due, self._is_due = self._is_due, False
         if is_due and self._slices is not None:
             self._slices.run(self._begin)
 
     def restore(self) -> None:
-        """Give the optimizer its parameters back. Does nothing where it has them."""
+        """Give the optimizer its parameters back, if it lacks them."""
         self._is_due = False
         if self._slices is not None:
             self._slices.restore()
 
     def start_over(self) -> None:
-        """Plans are made without regard to the steps so far."""
+        """Forget the steps so far that could not run in parts."""
         self._refused = 0

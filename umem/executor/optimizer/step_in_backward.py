@@ -1,4 +1,4 @@
-"""An optimizer's step in the backward pass: each block's as soon as its gradients are complete."""
+"""Runs the optimizer's step in the backward pass, per block as its gradients are complete."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _CHANGED = (
 
 
 class StepInBackward:
-    """Updates each block's parameters when autograd has made the last of their gradients.
+    """Updates each block's parameters when autograd has computed the last of their gradients.
 
-    The gradients go at once, so that the program must not look at them between the backward pass
-    and the optimizer's step. Until :meth:`start`, and after :meth:`stop`, the step stays where it
-    is, and it is looked at whether the program changes gradients: then it has to stay there.
+    The gradients are freed at once, so the program must not use them between the backward pass
+    and the optimizer's step. Before :meth:`start` and after :meth:`stop` the optimizer steps as
+    usual, and this class checks whether the program changes gradients, which forbids the move.
 
     Parameters
     ----------
     slices
-        Does the parts. What belongs to a block of which not all parameters get a gradient is left
-        to the step that the program calls.
+        Runs the parts. A block of which not all parameters get a gradient is left to the step
+        that the program calls.
     begin
-        Called before each part with its name, in autograd's thread. Must not raise.
+        Called in autograd's thread before each part, with its name. Must not raise.
     beside
-        Does those parts that run beside the backward pass.
+        Runs the parts that overlap with the backward pass.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class StepInBackward:
         beside: OverlappedOptimizerStep,
     ) -> None:
         self.order: tuple[str, ...] = ()
-        """Names of the parts in the order in which the last step completed their gradients."""
+        """The parts in the order in which the last step completed their gradients."""
         self.obstacle = ""
-        """Why the step has to stay where it is; empty while nothing speaks against moving it."""
+        """Why the step cannot move into the backward pass; empty if it can."""
         self._slices = slices
         self._begin = begin
         self._beside = beside
@@ -61,7 +61,7 @@ class StepInBackward:
         this = weakref.ref(self)
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            """The collector does not look into tensors' hooks: what they hold may not hold them."""
+            """Hold no strong reference: the garbage collector does not see hooks of tensors."""
             step = this()
             if step is not None:
                 step._see(parameter)
@@ -75,46 +75,44 @@ class StepInBackward:
         # Gradients as they were before the backward pass, and as autograd has left them.
         self._kept: dict[torch.Tensor, tuple[int, int]] = {}
         self._made: dict[torch.Tensor, tuple[int, int]] = {}
-        # The same in bits, for changes that torch's counter of versions does not tell.
+        # Checksums of gradients, for changes that bypass torch's version counter.
         self._looks_at_contents = False
         self._contents: dict[torch.Tensor, torch.Tensor] = {}
 
     @property
     def is_active(self) -> bool:
-        """Whether steps are done in the backward pass."""
+        """Whether steps run in the backward pass."""
         return self._is_active
 
     def start(self) -> None:
-        """Do the steps in the backward pass from the next one on."""
+        """Run the steps in the backward pass from the next one on."""
         self._is_active = True
 
     def stop(self) -> None:
-        """Leave the steps to the optimizer."""
+        """Let the optimizer step as usual."""
         if self._is_active:
-            self._made.clear()  # the step in flight has let gradients go
+            self._made.clear()  # the current step has freed gradients
         self._is_active = False
         self._beside.join_all()
 
     def close(self) -> None:
-        """Stop, and take the hooks away. Not from inside of a hook."""
+        """Stop, and remove the hooks. Do not call it from a hook."""
         self.stop()
         self._forget()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
 
-    # ------------------------------------------------------------------ from step to step
-
     def step_begins(self, *, looks_at_contents: bool = False) -> None:
-        """Before the first forward pass of a step: find the gradients that each part waits for.
+        """Before a step's first forward pass, find the gradients that each part waits for.
 
         Parameters
         ----------
         looks_at_contents
-            Compare what gradients hold, too, which takes the time of reading them twice.
+            Compare checksums of gradients too, which reads the gradients twice.
         """
         self._forget()
-        self._beside.join_all()  # a backward pass that failed has not
+        self._beside.join_all()  # a failed backward pass has not joined them
         self._looks_at_contents = looks_at_contents and not self._is_active and not self.obstacle
         self._parts = self._slices.parts(lambda it: it.requires_grad and it.is_leaf)
         for name, part in self._parts.items():
@@ -129,9 +127,9 @@ class StepInBackward:
                     self._hooks[parameter] = hook
 
     def step_ends(self) -> None:
-        """After the optimizer's step, which leaves gradients as they were."""
+        """After the optimizer's step, check whether the program has changed gradients."""
         if not self._is_active and not self.obstacle:
-            if _is_called_by_scaler():  # whose scale may be 1 now, and another one later
+            if _is_called_by_scaler():  # its scale may be 1 now and change later
                 self._see_obstacle("a gradient scaler divides gradients, and may skip the step")
             self._look_at_gradients()
         self.order = tuple(self._complete)
@@ -144,14 +142,14 @@ class StepInBackward:
         if self._contents and not self.obstacle:
             made_contents = torch.stack(list(self._contents.values()))
             now = [bit_checksum(_local(it.grad)) for it in self._contents if it.grad is not None]
-            if not torch.equal(made_contents, torch.stack(now)):  # waits for the device
+            if not torch.equal(made_contents, torch.stack(now)):  # synchronises with the device
                 self._see_obstacle(_CHANGED)
 
     def _see_obstacle(self, text: str) -> None:
         self.obstacle = self.obstacle or text
 
     def _forget(self) -> None:
-        """Hold no parameter longer than its step."""
+        """Drop all references to parameters at the end of a step."""
         for held in (
             self._parts,
             self._name,
@@ -163,11 +161,9 @@ class StepInBackward:
             held.clear()
         self._complete.clear()
 
-    # ------------------------------------------------------------------ in the backward pass
-
     def _see(self, parameter: torch.Tensor) -> None:
         name = self._name.get(parameter)
-        if name is None or parameter.grad is None:  # a backward pass outside of steps
+        if name is None or parameter.grad is None:  # a backward pass outside of training steps
             return
         is_again = parameter in self._made
         if self._is_active and name in self._complete:
@@ -190,7 +186,7 @@ class StepInBackward:
     def _look_at_gradient(
         self, parameter: torch.Tensor, gradient: torch.Tensor, *, is_again: bool
     ) -> None:
-        """Autograd has made it, or has added to it."""
+        """Check a gradient that autograd has computed or accumulated."""
         kept = self._kept.get(parameter)
         if not _is_plain(gradient):
             self._see_obstacle("gradients are sparse or of a type whose changes cannot be seen")
@@ -213,28 +209,28 @@ class StepInBackward:
 
 
 def _version(gradient: torch.Tensor) -> tuple[int, int]:
-    """Where a gradient is, and how often it was changed in place."""
+    """Address of a gradient, and its version counter."""
     address = _local(gradient).data_ptr() if _is_plain(gradient) else 0
     return address, gradient._version
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Itself, or a DTensor's part on this rank."""
+    """The tensor itself, or the part of a DTensor on this rank."""
     local: torch.Tensor = getattr(gradient, "_local_tensor", gradient)
     return local
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:
-    """Whether it has memory that can be looked at."""
+    """Whether the gradient is a dense tensor with an address."""
     local = _local(gradient)
     return type(local) is torch.Tensor and local.layout is torch.strided
 
 
 def _is_called_by_scaler() -> bool:
-    """Whether the optimizer's step, whose hook this is, was called by a gradient scaler.
+    """Whether a gradient scaler called the optimizer's step, by walking up the call stack.
 
-    Nothing else tells of one: it divides gradients out of sight of torch's counter of versions,
-    and by 1 nothing changes at all.
+    There is no other sign: a scaler divides gradients without a change of the version counter,
+    and a scale of 1 does not even change bits.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -245,5 +241,5 @@ def _is_called_by_scaler() -> bool:
 
 
 def _is_later(made: tuple[int, int], kept: tuple[int, int]) -> bool:
-    """Whether it is the same gradient, to which something was added."""
+    """Whether this is the same gradient tensor with a higher version."""
     return made[0] == kept[0] and made[1] > kept[1]
