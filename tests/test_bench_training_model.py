@@ -31,7 +31,7 @@ from umem.core.report import Cause, HintReport, HintUse, MeasuredReport, Source,
 from umem.cuda import Range
 from umem.cuda import bindings as _bindings
 from umem.executor import SETTLING_STEPS
-from umem.executor.calibration import Correction
+from umem.executor.calibration import BandwidthCalibration
 from umem.executor.optimizer.partial_step import PartialOptimizerStep
 from umem.hardware import load_hardware
 from umem.simulation import engine as _engine
@@ -250,7 +250,7 @@ def test_no_correction_comes_after_the_steps_that_it_can_come_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hardware = load_hardware("h200-pcie")
-    correction = Correction(cast(Any, SimpleNamespace(statistics=lambda: None)))
+    correction = BandwidthCalibration(cast(Any, SimpleNamespace(statistics=lambda: None)))
 
     def slower_and_slower(*_: object) -> tuple[int, float]:
         return GIB, 4 ** (1 + correction.count) * GIB / hardware.to_device_bytes_per_s

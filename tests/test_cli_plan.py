@@ -73,9 +73,9 @@ def test_the_plan_written_is_the_plan_told_of(run: Run, layers: str, tmp_path: P
         "count": len(prefetched),
         "bytes": len(prefetched) * LAYER_BYTES,
     }
-    homes = [row for by_class in data["homes"].values() for row in by_class.values()]
-    assert sum(row["count"] for row in homes) == LAYERS
-    assert sum(row["bytes"] for row in homes) == LAYERS * LAYER_BYTES
+    rows = [row for by_class in data["residency"].values() for row in by_class.values()]
+    assert sum(row["count"] for row in rows) == LAYERS
+    assert sum(row["bytes"] for row in rows) == LAYERS * LAYER_BYTES
 
 
 def test_a_stored_plan_is_found_again(run: Run, layers: str, tmp_path: Path) -> None:

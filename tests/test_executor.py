@@ -36,12 +36,12 @@ from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
 from umem.executor import admission as _room
 from umem.executor import program as _program
-from umem.executor.gradient_lifetime import with_lingering
 from umem.executor.manage import manage_on, managers
 from umem.executor.plans import Plans
 from umem.executor.program import Hints, PhaseWork, Program
 from umem.executor.runner import Runner
 from umem.offload import ActivationStore
+from umem.planning.running_step import with_gradient_lifetimes
 from umem.runtime.hints import HintEngine, Outcome
 from umem.trace import check_trace, is_optimizer_phase, phase_of_access
 
@@ -103,7 +103,7 @@ def test_the_plan_keeps_the_budget_in_every_phase(planner: str, budget_mib: int)
     training = Training()
     manager = training.manage(planner, budget_mib * MIB)
     training.steps(BEFORE_PLANNED)
-    timeline = program_of(manager).choice.predicted.timeline
+    timeline = program_of(manager).candidate.predicted.timeline
     assert timeline is not None
     assert timeline.resident_bytes.sum(axis=1).max() <= budget_mib * MIB
     trace = manager.trace
@@ -118,7 +118,7 @@ def test_a_step_asks_for_the_hints_of_its_schedule(planner: str) -> None:
     training.steps(BEFORE_PLANNED + 2)
     before = asked(manager)
     training.step()
-    schedule, trace = program_of(manager).choice.schedule, manager.trace
+    schedule, trace = program_of(manager).candidate.schedule, manager.trace
     assert trace is not None
     classes = list(TensorClass)
     expected = Counter(
@@ -134,7 +134,7 @@ def test_activations_leave_and_come_back_in_time() -> None:
     training = Training()
     manager = training.manage("planned")
     training.steps(BEFORE_PLANNED)
-    schedule, trace = program_of(manager).choice.schedule, manager.trace
+    schedule, trace = program_of(manager).candidate.schedule, manager.trace
     assert trace is not None
     leaving = schedule.hint_tensor[schedule.hint_op == HintOp.COPY_OUT]
     step_bytes = int(trace.tensor_bytes[leaving].sum())
@@ -164,12 +164,12 @@ def test_a_phase_that_waits_for_room_lets_go_of_what_leaves_meanwhile(
     manager = training.manage("planned", 34 * MIB)
     training.steps(BEFORE_PLANNED)
     manager.close()
-    choice, _, sends, saved, followed, forward_labels, machine = asked[-1]
+    candidate, _, sends, saved, followed, forward_labels, machine = asked[-1]
     key = ("layers.1", 0)
-    large = choice.trace.tensor_bytes == 4 * MIB
+    large = candidate.trace.tensor_bytes == 4 * MIB
     ordinals = [it.ordinal for it in saved if (it.block, it.call) == key and large[it.tensor]]
     assert len(ordinals) == 2
-    trace = choice.trace
+    trace = candidate.trace
     sent = next(it.phase for it in followed if it.label == forward_labels[key[0]]) + 1
 
     def phases(computes_s: list[float]) -> list[int]:
@@ -177,10 +177,12 @@ def test_a_phase_that_waits_for_room_lets_go_of_what_leaves_meanwhile(
         start_s = np.arange(trace.phase_count, dtype=np.float64)
         end_s = start_s + durations_s
         end_s[sent : sent + len(computes_s)] = durations_s[0] + np.array(computes_s) + sent
-        timeline = replace(choice.predicted.timeline, phase_start_s=start_s, phase_end_s=end_s)
+        timeline = replace(candidate.predicted.timeline, phase_start_s=start_s, phase_end_s=end_s)
         slow = replace(machine.hardware, copy_to_host_bytes_per_s=float(4 * MIB))
         found = made(
-            replace(choice, trace=trace_, predicted=replace(choice.predicted, timeline=timeline)),
+            replace(
+                candidate, trace=trace_, predicted=replace(candidate.predicted, timeline=timeline)
+            ),
             {key: frozenset(ordinals)},
             [[] for _ in sends],
             saved,
@@ -211,12 +213,12 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
     manager = training.manage("planned", 34 * MIB)
     training.steps(BEFORE_PLANNED)
     manager.close()
-    choice, _, leaving, coming, released, fetched = asked[-1]
+    candidate, _, leaving, coming, released, fetched = asked[-1]
     planned = {tensor: phase for phase, row in enumerate(fetched) for tensor in row}
     assert len(planned) >= 3
 
     def phases(budget_bytes: int) -> dict[int, int]:
-        room = _room.plan_admission(choice, budget_bytes, leaving, coming, released, fetched)
+        room = _room.plan_admission(candidate, budget_bytes, leaving, coming, released, fetched)
         assert sum(map(len, room.fetches)) == len(planned)
         # Prefetches as well, in this step or, if it is late in it, in the next one.
         assert sorted(it for row in room.coming for it in row) == sorted(
@@ -225,17 +227,17 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
         return {tensor: phase for phase, row in enumerate(room.fetches) for tensor in row}
 
     def next_use(tensor: int) -> int:
-        uses = (it for it in range(planned[tensor], choice.trace.phase_count))
-        return next(it for it in uses if tensor in _room.used_tensors(choice.trace, it))
+        uses = (it for it in range(planned[tensor], candidate.trace.phase_count))
+        return next(it for it in uses if tensor in _room.used_tensors(candidate.trace, it))
 
     assert phases(400 * MIB) == planned
     tight = phases(28 * MIB)
     assert all(planned[it] <= tight[it] <= next_use(it) for it in planned)
     assert any(planned[it] < tight[it] for it in planned)
     assert phases(0) == {it: next_use(it) for it in planned}
-    none = _room.plan_admission(choice, 0, leaving, coming, released, fetched)
+    none = _room.plan_admission(candidate, 0, leaving, coming, released, fetched)
     assert all(
-        tensor in _room.used_tensors(choice.trace, phase)
+        tensor in _room.used_tensors(candidate.trace, phase)
         for phase, row in enumerate(none.coming)
         for _, tensor in row
     )
@@ -249,7 +251,7 @@ def test_what_nobody_uses_any_more_is_counted(planner: str) -> None:
     training.steps(BEFORE_PLANNED)
     program, trace = program_of(manager), manager.trace
     assert trace is not None
-    assert not (program.choice.schedule.hint_op == HintOp.DISCARD).any()
+    assert not (program.candidate.schedule.hint_op == HintOp.DISCARD).any()
     there: list[int] = []
 
     def look() -> None:
@@ -271,9 +273,9 @@ def test_what_lingers_is_in_use() -> None:
     with umem.record(training.model, training.optimizer, steps=1, warmup=1) as recording:
         training.steps(3)
     trace = recording.trace
-    made = with_lingering(trace)
+    made = with_gradient_lifetimes(trace)
     check_trace(made, "what lingers")
-    assert with_lingering(made) is made
+    assert with_gradient_lifetimes(made) is made
     for phase in range(trace.phase_count):
         lives = [(it.first_phase <= phase) & (it.last_phase >= phase) for it in (trace, made)]
         before, after = (
@@ -614,7 +616,7 @@ def test_a_slower_link_than_known_is_planned_for_anew() -> None:
     assert (status.state, status.steps, status.diverged_steps) == (ManagerState.RUNNING, 20, 0)
     # Those of a follower, once: before and after the model and each of its eleven blocks.
     assert hook_count(training) == OWN_HOOKS + 2 * 12
-    corrected = manager._plans._correction.apply(manager._machine.hardware)
+    corrected = manager._plans._calibration.apply(manager._machine.hardware)
     assert corrected.to_device_bytes_per_s < 6e9
     stock.steps(steps)
     assert training.equals(stock)
@@ -705,7 +707,7 @@ def test_small_tensors_stay() -> None:
             return super().forward(x) + self.bias
 
     _, manager = both(lambda training: training.steps(10), "lookahead", 34 * MIB, make_model=Small)
-    schedule, trace = program_of(manager).choice.schedule, manager.trace
+    schedule, trace = program_of(manager).candidate.schedule, manager.trace
     assert trace is not None
     assert trace.tensor_bytes[schedule.hint_tensor].min() >= 2 * MIB
     assert min(trace.tensor_bytes) < 2 * MIB

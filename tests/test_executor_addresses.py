@@ -80,9 +80,9 @@ def test_weights_that_are_loaded_into_new_memory_are_found_there() -> None:
     training.model.load_state_dict(training.model.state_dict())
     training.step()
     assert len(kept) == 5
-    weight = program_of(manager).choice.trace.tensor_names.index("head.weight")
+    weight = program_of(manager).candidate.trace.tensor_names.index("head.weight")
     assert program_of(manager) is not before
-    places = find_addresses(before.choice.trace, training.model, training.optimizer)
+    places = find_addresses(before.candidate.trace, training.model, training.optimizer)
     assert places.fixed[weight] == training.model.get_parameter("head.weight").data_ptr()
     assert manager.status().diverged_steps == 0
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.executor.admission import AdmissionPlan, Eviction, HintRow, plan_admission, used_tensors
-from umem.executor.plan_search import Choice
 from umem.hardware import Hardware
+from umem.planning.plan_search import PlanCandidate
 from umem.policy import load_policy, resolve
 from umem.simulation import simulate
 from umem.trace import Trace
@@ -22,22 +22,22 @@ Moves = Mapping[int, Sequence[str]]
 
 
 @pytest.fixture(scope="session")
-def choice_of(machine: Hardware) -> Callable[..., Choice]:
+def candidate_of(machine: Hardware) -> Callable[..., PlanCandidate]:
     """A plan without hints for a trace: what moves is given to plan_admission() beside it."""
 
-    def build(trace: Trace, *, waits: bool = True) -> Choice:
+    def build(trace: Trace, *, waits: bool = True) -> PlanCandidate:
         rules = resolve(load_policy("sft"), machine.device_bytes, {})
         none = np.zeros(0, np.int32)
         schedule = Schedule(
             "by hand",
-            np.full(trace.tensor_count, Home.MIGRATE, np.uint8),
+            np.full(trace.tensor_count, ResidencyMode.MIGRATE, np.uint8),
             none,
             none.astype(np.uint8),
             none,
             waits,
         )
         predicted = simulate(trace, schedule, machine, rules)
-        return Choice(trace, schedule, predicted, np.zeros(trace.tensor_count, np.bool_), {})
+        return PlanCandidate(trace, schedule, predicted, np.zeros(trace.tensor_count, np.bool_), {})
 
     return build
 
@@ -51,12 +51,16 @@ def rows(trace: Trace, moves: Moves, op: HintOp) -> list[list[HintRow]]:
 
 
 def room_of(
-    choice: Choice, budget_bytes: int, leaving: Moves, coming: Moves, fetched: Moves | None = None
+    candidate: PlanCandidate,
+    budget_bytes: int,
+    leaving: Moves,
+    coming: Moves,
+    fetched: Moves | None = None,
 ) -> AdmissionPlan:
-    trace = choice.trace
+    trace = candidate.trace
     fetches = rows(trace, fetched or {}, HintOp.COPY_IN)
     return plan_admission(
-        choice,
+        candidate,
         budget_bytes,
         rows(trace, leaving, HintOp.EVICT),
         rows(trace, coming, HintOp.PREFETCH),
@@ -79,47 +83,47 @@ def two_layers(make_trace: Callable[..., Trace]) -> Trace:
 
 
 def test_a_prefetch_comes_after_the_eviction_that_makes_room(
-    two_layers: Trace, choice_of: Callable[..., Choice]
+    two_layers: Trace, candidate_of: Callable[..., PlanCandidate]
 ) -> None:
     leaving, coming = {1: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
-    tight = room_of(choice_of(two_layers), 12 * MIB, leaving, coming)
+    tight = room_of(candidate_of(two_layers), 12 * MIB, leaving, coming)
     assert tight.after[1] == (Eviction(1, 0),)
     assert tight.waits == (Eviction(0, 0), None, None, None)  # which uses at once what it asks for
-    wide = room_of(choice_of(two_layers), 48 * MIB, leaving, coming)
+    wide = room_of(candidate_of(two_layers), 48 * MIB, leaving, coming)
     assert wide.after[1] == (None,)
 
 
 def test_what_a_phase_makes_has_the_first_claim(
-    two_layers: Trace, choice_of: Callable[..., Choice]
+    two_layers: Trace, candidate_of: Callable[..., PlanCandidate]
 ) -> None:
     """There is room for both weights, but not beside what phase 2 makes: b comes after a went."""
     leaving, coming = {1: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
-    room = room_of(choice_of(two_layers), 16 * MIB, leaving, coming)
+    room = room_of(candidate_of(two_layers), 16 * MIB, leaving, coming)
     assert room.after[1] == (Eviction(1, 0),)
     assert room.waits[2] == Eviction(0, 0)  # b, which may be there still from the step before
 
 
 def test_the_thread_waits_where_no_prefetch_can_come_later(
-    two_layers: Trace, choice_of: Callable[..., Choice]
+    two_layers: Trace, candidate_of: Callable[..., PlanCandidate]
 ) -> None:
     """The eviction is asked for after the prefetch."""
     leaving, coming = {2: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
-    room = room_of(choice_of(two_layers), 16 * MIB, leaving, coming)
+    room = room_of(candidate_of(two_layers), 16 * MIB, leaving, coming)
     assert room.after[1] == (Eviction(0, 0),)
     assert room.waits[2] == Eviction(2, 0)
 
 
 def test_copies_have_no_engine_to_wait_in(
-    two_layers: Trace, choice_of: Callable[..., Choice]
+    two_layers: Trace, candidate_of: Callable[..., PlanCandidate]
 ) -> None:
     leaving, coming = {1: ["a"], 0: ["b"]}, {0: ["a"]}
-    room = room_of(choice_of(two_layers), 12 * MIB, leaving, coming, {1: ["b"]})
+    room = room_of(candidate_of(two_layers), 12 * MIB, leaving, coming, {1: ["b"]})
     assert room.fetches[1] == (1,)
     assert room.waits[1] == Eviction(1, 0)
 
 
 def test_whoever_waits_for_pages_has_waited_for_their_room(
-    choice_of: Callable[..., Choice], make_trace: Callable[..., Trace]
+    candidate_of: Callable[..., PlanCandidate], make_trace: Callable[..., Trace]
 ) -> None:
     trace = make_trace(
         {
@@ -130,8 +134,8 @@ def test_whoever_waits_for_pages_has_waited_for_their_room(
         [(1e-3, ["a"], []), *[(1e-3, [], [])] * 2, (1e-3, ["b"], []), (1e-3, [], ["made"])],
     )
     leaving, coming = {1: ["a"], 0: ["b"]}, {2: ["b"], 0: ["a"]}
-    waiting = room_of(choice_of(trace), 12 * MIB, leaving, coming)
-    faulting = room_of(choice_of(trace, waits=False), 12 * MIB, leaving, coming)
+    waiting = room_of(candidate_of(trace), 12 * MIB, leaving, coming)
+    faulting = room_of(candidate_of(trace, waits=False), 12 * MIB, leaving, coming)
     assert waiting.after[2] == faulting.after[2] == (Eviction(1, 0),)
     assert waiting.waits[4] is None
     assert faulting.waits[4] == Eviction(1, 0)
@@ -156,7 +160,7 @@ def plans(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[str]]], int,
 @settings(max_examples=300, deadline=None)
 def test_the_budget_holds_whenever_evictions_end(
     make_trace: Callable[..., Trace],
-    choice_of: Callable[..., Choice],
+    candidate_of: Callable[..., PlanCandidate],
     plan: tuple[list[int], list[tuple[int, list[str]]], int, int],
 ) -> None:
     """Each weight leaves behind its use, and is asked for some phases ahead of the next."""
@@ -178,14 +182,14 @@ def test_the_budget_holds_whenever_evictions_end(
             if (following - phase - 1) % len(phases) >= ahead:  # else it has no time to leave
                 leaving.setdefault((phase + 1) % len(phases), []).append(name)
                 coming.setdefault((following - ahead) % len(phases), []).append(name)
-    choice = choice_of(trace)
+    candidate = candidate_of(trace)
     used_bytes = [
         int(trace.tensor_bytes[used_tensors(trace, phase)].sum()) for phase in range(len(phases))
     ]
     unused = set(trace.tensor_names) - made.keys() - {it for _, uses in phases for it in uses}
     stays = sum(sizes[int(name[1:])] for name in unused) * MIB
     budget_bytes = stays + max(used_bytes) + spare * MIB
-    room = room_of(choice, budget_bytes, leaving, coming)
+    room = room_of(candidate, budget_bytes, leaving, coming)
 
     def most(over: int) -> int:
         """Bytes there when so many of the evictions so far are over: sets, where room has sums."""
@@ -225,7 +229,7 @@ def test_the_budget_holds_whenever_evictions_end(
 
 
 def test_what_was_asked_for_in_the_step_before_stays_where_it_is(
-    choice_of: Callable[..., Choice], make_trace: Callable[..., Trace]
+    candidate_of: Callable[..., PlanCandidate], make_trace: Callable[..., Trace]
 ) -> None:
     """The last phase asks for b without a wait: the first one cannot count on its coming later."""
     trace = make_trace(
@@ -236,5 +240,5 @@ def test_what_was_asked_for_in_the_step_before_stays_where_it_is(
         },
         [(1e-3, [], ["made"]), (1e-3, ["b"], []), (1e-3, ["a"], []), (1e-3, [], [])],
     )
-    room = room_of(choice_of(trace), 20 * MIB, {3: ["a"], 2: ["b"]}, {3: ["b"], 1: ["a"]})
+    room = room_of(candidate_of(trace), 20 * MIB, {3: ["a"], 2: ["b"]}, {3: ["b"], 1: ["a"]})
     assert room.waits[0] == Eviction(3, 0)

@@ -16,7 +16,7 @@ from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
 from umem.executor.budget_lift import BudgetLift, lifted_bytes
-from umem.executor.calibration import Correction
+from umem.executor.calibration import BandwidthCalibration
 from umem.executor.machine import Machine
 from umem.executor.manage import manage_on
 from umem.executor.program import Hints
@@ -93,7 +93,7 @@ def test_activations_of_any_size_get_their_hints(
     assert trace is not None
     before = asked_activations(manager)
     training.steps(2)
-    schedule = program.choice.schedule
+    schedule = program.candidate.schedule
     of_class = trace.tensor_class[schedule.hint_tensor] == TensorClass.ACTIVATIONS.number
     expected = Counter(HintOp(op).name.lower() for op in schedule.hint_op[of_class].tolist())
     assert expected["evict"] > 0
@@ -286,14 +286,14 @@ def engine() -> CountingEngine:
     return CountingEngine()
 
 
-def correction_of(engine: CountingEngine) -> tuple[Correction, Any]:
+def correction_of(engine: CountingEngine) -> tuple[BandwidthCalibration, Any]:
     hardware = replace(
         host_machine(BUDGET).hardware,
         to_device_bytes_per_s=50e9,
         to_host_bytes_per_s=25e9,
         link_bytes_per_s=60e9,
     )
-    return Correction(engine), hardware  # type: ignore[arg-type]
+    return BandwidthCalibration(engine), hardware  # type: ignore[arg-type]
 
 
 def test_a_bandwidth_is_moved_bytes_by_the_links_time(engine: CountingEngine) -> None:

@@ -19,7 +19,7 @@ def test_a_plan_leaves_room_for_what_is_on_the_device_beside_the_step(
     assert manager.status().budget_bytes == 48 * MIB
     program = manager._runner.program
     assert program is not None
-    timeline = program.choice.predicted.timeline
+    timeline = program.candidate.predicted.timeline
     assert timeline is not None
     assert 20 * MIB < timeline.resident_bytes.sum(axis=1).max() <= 38 * MIB
 

@@ -16,14 +16,17 @@ from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.executor import ManagerState
-from umem.executor.gradient_lifetime import with_lingering, with_open_blocks
 from umem.executor.optimizer.overlapped_step import (
     _CHUNK,
     _CHUNKS_AT_ONCE,
     OverlappedOptimizerStep,
     _pieces,
     can_run_beside,
-    with_parts_beside,
+)
+from umem.planning.running_step import (
+    with_gradient_lifetimes,
+    with_open_blocks,
+    with_overlapped_parts,
 )
 from umem.trace import Access, Trace, check_trace
 
@@ -164,7 +167,7 @@ def used(trace: Trace, phase: int) -> dict[str, Access]:
 
 def test_a_part_counts_with_the_longest_phase_behind_it(moved: Trace) -> None:
     in_place = moved.tensor_class == TensorClass.OPTIMIZER_STATE.number
-    trace, names = with_parts_beside(moved, in_place, SLOWDOWN)
+    trace, names = with_overlapped_parts(moved, in_place, SLOWDOWN)
     check_trace(trace, "beside")
     assert names == {"b": 4}
     assert trace.phase_names == moved.phase_names
@@ -183,7 +186,7 @@ def test_a_part_counts_with_the_longest_phase_behind_it(moved: Trace) -> None:
 
 
 def test_without_anything_in_place_nothing_changes(moved: Trace) -> None:
-    trace, names = with_parts_beside(moved, np.zeros(moved.tensor_count, np.bool_), SLOWDOWN)
+    trace, names = with_overlapped_parts(moved, np.zeros(moved.tensor_count, np.bool_), SLOWDOWN)
     assert trace is moved
     assert not names
 
@@ -212,11 +215,11 @@ def test_a_block_is_open_until_the_part_behind_it_is_over(make_trace: MakeTrace)
     assert opened.last_phase[names.index("saved a")] == 3  # nothing comes behind its part
     assert used(opened, 2) == {"b.m": Access.READ | Access.WRITE, "frozen b": Access.READ}
     assert used(opened, 4) == used(trace, 4)
-    lingering = with_lingering(opened)
-    in_place = lingering.tensor_class == TensorClass.OPTIMIZER_STATE.number
-    moved, parts = with_parts_beside(lingering, in_place, SLOWDOWN)
+    kept = with_gradient_lifetimes(opened)
+    in_place = kept.tensor_class == TensorClass.OPTIMIZER_STATE.number
+    moved, parts = with_overlapped_parts(kept, in_place, SLOWDOWN)
     assert parts == {"b": 3}
-    assert set(used(moved, 2)) == {"lingers from 2 to 2", "frozen b"}
+    assert set(used(moved, 2)) == {"gradients kept from 2 to 2", "frozen b"}
     assert set(used(moved, 3)) == {"saved a", "frozen a", "b.m"}
 
 
@@ -265,7 +268,7 @@ def test_state_that_the_policy_places_is_updated_beside(budget_bytes: int) -> No
     assert (status.state, status.diverged_steps) == (ManagerState.RUNNING, 0)
     assert status.step_in_backward
     assert program is not None
-    assert set(program.choice.beside) == ALL
+    assert set(program.candidate.overlapped) == ALL
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -273,13 +276,13 @@ def test_state_that_the_planner_maps_is_updated_beside() -> None:
     _, manager = both(lambda it: it.steps(12), step_in_backward=True, make_optimizer=fused)
     program = manager._runner.program
     assert program is not None
-    assert set(program.choice.beside) == ALL
-    mapped = program.choice.trace.tensor_class[program.choice.mapped]
+    assert set(program.candidate.overlapped) == ALL
+    mapped = program.candidate.trace.tensor_class[program.candidate.mapped]
     assert set(mapped) == {TensorClass.OPTIMIZER_STATE.number}
     # Each is waited for behind the phase that it runs beside.
     joined = {name: phase for phase, work in enumerate(program.work) for name in work.joins}
-    last = program.choice.trace.phase_count - 1
-    assert joined == {name: n + 1 for name, n in program.choice.beside.items() if n < last}
+    last = program.candidate.trace.phase_count - 1
+    assert joined == {name: n + 1 for name, n in program.candidate.overlapped.items() if n < last}
     assert joined
 
 
@@ -289,4 +292,4 @@ def test_behind_the_backward_pass_nothing_runs_beside_it(make_optimizer: Any) ->
     _, manager = both(lambda it: it.steps(12), make_optimizer=make_optimizer)
     program = manager._runner.program
     assert program is not None
-    assert not program.choice.beside
+    assert not program.candidate.overlapped

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError, PolicyError
 from umem.core.report import MigrationReport
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.planning import PLANNERS, plan
 from umem.planning.planners import _ideal_clock, _pose
@@ -166,8 +166,8 @@ def test_every_plan_keeps_the_budget_and_none_beats_the_bound(
 
 
 def check_form(schedule: Schedule, trace: Trace) -> None:
-    assert schedule.home.dtype == np.uint8
-    assert len(schedule.home) == trace.tensor_count
+    assert schedule.residency.dtype == np.uint8
+    assert len(schedule.residency) == trace.tensor_count
     assert (np.diff(schedule.hint_phase) >= 0).all()
     for column, size in (
         (schedule.hint_phase, trace.phase_count),
@@ -320,7 +320,7 @@ def test_map_stays_on_the_host(machine: Hardware, training: Trace) -> None:
     policy = policy_of(machine, TIGHT, optimizer_state=mapped)
     schedule = plan(training, machine, policy)
     state = TensorClass.OPTIMIZER_STATE
-    assert (schedule.home[training.tensor_class == state.number] == Home.MAP).all()
+    assert (schedule.residency[training.tensor_class == state.number] == ResidencyMode.MAP).all()
     assert state not in ops_by_class(training, schedule)
     answer = simulate(training, schedule, machine, policy)
     size = 8 * LAYERS * BLOCK
@@ -412,7 +412,7 @@ def test_small_tensors_stay(machine: Hardware, training: Trace) -> None:
     policy = policy_of(machine, TIGHT, weights={"min_bytes": 4 * BLOCK + 1})
     schedule = plan(training, machine, policy)
     weights = training.tensor_class == TensorClass.WEIGHTS.number
-    assert (schedule.home[weights] == Home.KEEP).all()
+    assert (schedule.residency[weights] == ResidencyMode.KEEP).all()
     assert TensorClass.WEIGHTS not in ops_by_class(training, schedule)
 
 
@@ -422,7 +422,7 @@ def test_the_mechanism_that_is_fastest_is_chosen(machine: Hardware, training: Tr
     policy = policy_of(slow, TIGHT)
     schedule = plan(training, slow, policy)
     used = set().union(*ops_by_class(training, schedule).values())
-    assert used & {HintOp.COPY_OUT} or (schedule.home == Home.MAP).any()
+    assert used & {HintOp.COPY_OUT} or (schedule.residency == ResidencyMode.MAP).any()
     fixed = policy_of(
         slow, TIGHT, **{name: {"mechanism": "migrate"} for name in map(str, TensorClass)}
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from umem.core.classes import TensorClass
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.planning import page_out, plan
 from umem.policy import ResolvedPolicy, load_policy, resolve
@@ -38,7 +38,7 @@ def policy_of(machine: Hardware, blocks: int) -> ResolvedPolicy:
 
 def peak_blocks(trace: Trace, schedule: Schedule) -> int:
     """Most blocks on the device in the second step, by hints and uses alone."""
-    resident = set(np.flatnonzero(schedule.home != Home.MAP).tolist())
+    resident = set(np.flatnonzero(schedule.residency != ResidencyMode.MAP).tolist())
     peak = 0
     for step in range(2):
         for phase in range(trace.phase_count):
@@ -51,7 +51,11 @@ def peak_blocks(trace: Trace, schedule: Schedule) -> int:
                 elif op == HintOp.PREFETCH:
                     resident.add(tensor)
             used = trace.access_tensor[trace.access_start[phase] : trace.access_start[phase + 1]]
-            resident |= {tensor for tensor in used.tolist() if schedule.home[tensor] != Home.MAP}
+            resident |= {
+                tensor
+                for tensor in used.tolist()
+                if schedule.residency[tensor] != ResidencyMode.MAP
+            }
             if step == 1:
                 size = trace.tensor_bytes[sorted(resident)].sum()
                 peak = max(peak, int(size) // BLOCK)
@@ -93,13 +97,17 @@ def test_a_budget_is_not_left_to_the_driver(machine: Hardware, trace: Trace) -> 
 
 def test_fixed_homes_win_over_the_policy(machine: Hardware, trace: Trace) -> None:
     fixed = np.full(trace.tensor_count, -1, np.int8)
-    fixed[:2] = Home.MAP
-    fixed[2] = Home.KEEP
+    fixed[:2] = ResidencyMode.MAP
+    fixed[2] = ResidencyMode.KEEP
     for schedule in (
         plan(trace, machine, policy_of(machine, 16), "planned", fixed=fixed),
         page_out(trace, machine, policy_of(machine, 16), fixed=fixed),
     ):
-        assert schedule.home[:3].tolist() == [Home.MAP, Home.MAP, Home.KEEP]
+        assert schedule.residency[:3].tolist() == [
+            ResidencyMode.MAP,
+            ResidencyMode.MAP,
+            ResidencyMode.KEEP,
+        ]
         assert not set(schedule.hint_tensor.tolist()) & {0, 1, 2}
     first, _ = first_and_last_use(trace)
     assert first[:3].tolist() == [0, 0, 1]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.planning.residency_modes import Holding, hold, open_classes
 from umem.planning.selection import NOT_NEEDED, select
@@ -423,7 +423,7 @@ def working_set(trace: Trace) -> int:
     )
 
 
-# ------------------------------------------------------------------------- homes
+# ------------------------------------------------------------------------- residencies
 
 RULES: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -447,36 +447,36 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "home", "flags"),
+    ("rule", "residency", "flags"),
     [
-        ("auto", Home.MIGRATE, {"movable"}),
-        ("migrate", Home.MIGRATE, {"movable"}),
-        ("copy", Home.MIGRATE, {"movable", "copied", "kept_copy"}),
-        ("map", Home.MAP, set()),
-        ("host", Home.MAP, set()),
-        ("keep", Home.KEEP, set()),
-        ("never", Home.KEEP, set()),
-        ("device", Home.KEEP, set()),
-        ("pinned", Home.MAP, set()),
-        ("system", Home.SYSTEM, set()),
-        ("duplicate", Home.DUPLICATE, {"movable", "kept_copy"}),
-        ("read-mostly", Home.DUPLICATE, {"movable", "kept_copy"}),
-        ("fault", Home.MIGRATE, set()),
-        ("lru", Home.MIGRATE, set()),
-        ("first", Home.MIGRATE, {"movable", "first"}),
-        ("small", Home.KEEP, set()),
-        ("small mapped", Home.KEEP, set()),
+        ("auto", ResidencyMode.MIGRATE, {"movable"}),
+        ("migrate", ResidencyMode.MIGRATE, {"movable"}),
+        ("copy", ResidencyMode.MIGRATE, {"movable", "copied", "kept_copy"}),
+        ("map", ResidencyMode.MAP, set()),
+        ("host", ResidencyMode.MAP, set()),
+        ("keep", ResidencyMode.KEEP, set()),
+        ("never", ResidencyMode.KEEP, set()),
+        ("device", ResidencyMode.KEEP, set()),
+        ("pinned", ResidencyMode.MAP, set()),
+        ("system", ResidencyMode.SYSTEM, set()),
+        ("duplicate", ResidencyMode.DUPLICATE, {"movable", "kept_copy"}),
+        ("read-mostly", ResidencyMode.DUPLICATE, {"movable", "kept_copy"}),
+        ("fault", ResidencyMode.MIGRATE, set()),
+        ("lru", ResidencyMode.MIGRATE, set()),
+        ("first", ResidencyMode.MIGRATE, {"movable", "first"}),
+        ("small", ResidencyMode.KEEP, set()),
+        ("small mapped", ResidencyMode.KEEP, set()),
     ],
 )
 def test_a_rule_says_how_a_class_is_held(
-    machine: Hardware, make_trace: MakeTrace, rule: str, home: Home, flags: set[str]
+    machine: Hardware, make_trace: MakeTrace, rule: str, residency: ResidencyMode, flags: set[str]
 ) -> None:
     trace = make_trace(
         {"ours": (BLOCK, "weights"), "other": (BLOCK, "other")},
         [(1.0, ["ours"], ["ours", "other"])],
     )
     held = held_by(machine, trace, {"weights": RULES[rule]})
-    assert held.home.tolist() == [home, Home.MIGRATE]
+    assert held.residency.tolist() == [residency, ResidencyMode.MIGRATE]
     for name in ("movable", "copied", "kept_copy", "first"):
         column = getattr(held, name)
         assert column.tolist() == [name in flags, name == "movable"], name
@@ -494,10 +494,13 @@ def test_what_is_never_written_keeps_its_copy_on_the_host(
         {"read": (BLOCK, "weights"), "written": (BLOCK, "weights")},
         [(1.0, ["read", "written"], ["written"])],
     )
-    assert held_by(machine, trace, {}).home.tolist() == [Home.DUPLICATE, Home.MIGRATE]
+    assert held_by(machine, trace, {}).residency.tolist() == [
+        ResidencyMode.DUPLICATE,
+        ResidencyMode.MIGRATE,
+    ]
     # Without advice and hints there is nothing that would make a copy.
     paging = held_by(machine, trace, {"weights": {"mechanism": "fault"}})
-    assert paging.home.tolist() == [Home.MIGRATE, Home.MIGRATE]
+    assert paging.residency.tolist() == [ResidencyMode.MIGRATE, ResidencyMode.MIGRATE]
 
 
 def test_the_planner_may_choose_for_classes_that_are_left_to_it(
@@ -525,7 +528,10 @@ def test_the_planner_may_choose_for_classes_that_are_left_to_it(
         TensorClass.OTHER,
     )
     both = {TensorClass.WEIGHTS: "map", TensorClass.GRADIENTS: "map"}
-    assert hold(trace, machine, policy, both).home.tolist() == [Home.MAP, Home.MIGRATE]
+    assert hold(trace, machine, policy, both).residency.tolist() == [
+        ResidencyMode.MAP,
+        ResidencyMode.MIGRATE,
+    ]
 
 
 def test_system_memory_needs_a_machine_that_has_it(
@@ -536,7 +542,9 @@ def test_system_memory_needs_a_machine_that_has_it(
     with pytest.raises(PlanError, match=r"classes\.weights\.kind: .* and round does not: use kind"):
         held_by(without, trace, {"weights": {"kind": "system"}})
     # A class that the trace does not have may say what it likes.
-    assert held_by(without, trace, {"other": {"kind": "system"}}).home.tolist() == [Home.DUPLICATE]
+    assert held_by(without, trace, {"other": {"kind": "system"}}).residency.tolist() == [
+        ResidencyMode.DUPLICATE
+    ]
 
 
 # ------------------------------------------------------------------------- the lower bound
@@ -573,8 +581,10 @@ def test_the_bound_of_a_step_that_uses_each_tensor_once(make_trace: MakeTrace) -
             st.integers(0, 6),
         )
     ),
-    homes=st.lists(
-        st.sampled_from([Home.MIGRATE, Home.MAP, Home.DUPLICATE]), min_size=7, max_size=7
+    residencies=st.lists(
+        st.sampled_from([ResidencyMode.MIGRATE, ResidencyMode.MAP, ResidencyMode.DUPLICATE]),
+        min_size=7,
+        max_size=7,
     ),
     waits=st.booleans(),
 )
@@ -584,7 +594,7 @@ def test_every_schedule_moves_at_least_the_unavoidable(
     workload: Any,
     spare: int,
     hints: list[tuple[int, HintOp, int]],
-    homes: list[Home],
+    residencies: list[ResidencyMode],
     waits: bool,
 ) -> None:
     trace = random_trace(*workload)
@@ -594,7 +604,7 @@ def test_every_schedule_moves_at_least_the_unavoidable(
     )
     schedule = Schedule(
         "by chance",
-        np.array(homes[: trace.tensor_count], np.uint8),
+        np.array(residencies[: trace.tensor_count], np.uint8),
         np.array([phase for phase, _, _ in valid], np.int32),
         np.array([op for _, op, _ in valid], np.uint8),
         np.array([tensor for _, _, tensor in valid], np.int32),

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from umem.core.errors import PlanError
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware.model import Hardware, Source
 from umem.planning.plan_files import (
     PLAN_FORMAT,
@@ -65,7 +65,9 @@ def small_trace(**changes: Any) -> Trace:
 def small_schedule(**changes: Any) -> Schedule:
     schedule = Schedule(
         planner="planned",
-        home=np.array([Home.MIGRATE, Home.DUPLICATE, Home.SYSTEM], np.uint8),
+        residency=np.array(
+            [ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE, ResidencyMode.SYSTEM], np.uint8
+        ),
         hint_phase=np.array([0, 1, 1, 3], np.int32),
         hint_op=np.array(
             [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD, HintOp.COPY_OUT], np.uint8
@@ -109,13 +111,13 @@ def test_a_schedule_comes_back_as_it_was(tmp_path: Path, changes: dict[str, Any]
 
 @given(
     hints=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 2)), max_size=30),
-    homes=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+    residencies=st.lists(st.integers(0, 4), min_size=3, max_size=3),
     waits=st.booleans(),
 )
 @settings(max_examples=50, deadline=None)
 def test_any_schedule_comes_back_as_it_was(
     hints: list[tuple[int, int, int]],
-    homes: list[int],
+    residencies: list[int],
     waits: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -123,7 +125,7 @@ def test_any_schedule_comes_back_as_it_was(
     columns = np.array(sorted(hints), np.int64).reshape(-1, 3)
     schedule = Schedule(
         planner="p",
-        home=np.array(homes, np.uint8),
+        residency=np.array(residencies, np.uint8),
         hint_phase=columns[:, 0].astype(np.int32),
         hint_op=columns[:, 1].astype(np.uint8),
         hint_tensor=columns[:, 2].astype(np.int32),
@@ -149,8 +151,11 @@ def test_the_same_schedule_gives_the_same_bytes(
         ({"planner": "a\n"}, r"planner: 'a\\n'; give a name"),
         ({"planner": None}, "planner: null; give a name"),
         ({"waits": 1}, "waits: 1; give true or false"),
-        ({"home": np.array([0, 5, 0], np.uint8)}, r"home\[1\]: 5; give one of 0 \(migrate\), 1 "),
-        ({"home": np.zeros(3, np.int64)}, "home: not a column; give an array of uint8"),
+        (
+            {"residency": np.array([0, 5, 0], np.uint8)},
+            r"residency\[1\]: 5; give one of 0 \(migrate\), 1 ",
+        ),
+        ({"residency": np.zeros(3, np.int64)}, "residency: not a column; give an array of uint8"),
         ({"hint_phase": [0, 1, 2, 3]}, "hint_phase: not a column; give an array of int32"),
         ({"hint_op": np.zeros(3, np.uint8)}, "hint_op: 3 entries, and hint_phase has 4"),
         (
@@ -188,7 +193,7 @@ def written(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "umem-plan/2"}, "format: umem-plan/2 comes from a newer umem; .* upgrade"),
+        ({"format": "umem-plan/3"}, "format: umem-plan/3 comes from a newer umem; .* upgrade"),
         ({"format": "umem-trace/2"}, "format: 'umem-trace/2' is not a plan"),
         ({"wait": True}, "wait: unknown key. Valid keys: format, key"),
         ({"key": KEY.upper()}, "key: '0123.*; give the 64 hexadecimal digits"),
@@ -196,9 +201,12 @@ def written(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ({"planner": 5}, "planner: 5 is not text"),
         ({"planner": "\x1b[2J"}, "planner: .*; give a name of at most 64"),
         ({"waits": None}, "waits: null; give true or false"),
-        ({"home": "00"}, "home: for a trace of 2 tensors, and this one has 3: plan again"),
-        ({"home": "009"}, r"home\[2\]: 9; give one of"),
-        ({"home": [0, 0, 0]}, "home: a list is not text"),
+        (
+            {"residency": "00"},
+            "residency: for a trace of 2 tensors, and this one has 3: plan again",
+        ),
+        ({"residency": "009"}, r"residency\[2\]: 9; give one of"),
+        ({"residency": [0, 0, 0]}, "residency: a list is not text"),
         ({"hint_phase": [0, 1, 1, 4]}, r"hint_phase\[3\]: 4; the phases are 0 to 3: plan again"),
         ({"hint_phase": [0, 1, True, 3]}, r"hint_phase\[2\]: true is not an integer"),
         ({"hint_phase": [3, 2, 1, 0]}, r"hint_phase\[1\]: 2; the phases of hints ascend"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from umem.core.errors import PlanError, TraceError
 from umem.core.report import MigrationReport
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.simulation import engine as _engine
@@ -39,16 +39,19 @@ def policy_of(machine: Hardware, blocks: float | None = None) -> ResolvedPolicy:
 
 
 def schedule_of(
-    trace: Trace, hints: Sequence[Hint] = (), homes: dict[str, Home] | None = None, **options: Any
+    trace: Trace,
+    hints: Sequence[Hint] = (),
+    residencies: dict[str, ResidencyMode] | None = None,
+    **options: Any,
 ) -> Schedule:
     """A schedule by names of tensors."""
     numbers = {name: number for number, name in enumerate(trace.tensor_names)}
-    home = np.full(trace.tensor_count, Home.MIGRATE, np.uint8)
-    for name, kind in (homes or {}).items():
-        home[numbers[name]] = kind
+    residency = np.full(trace.tensor_count, ResidencyMode.MIGRATE, np.uint8)
+    for name, kind in (residencies or {}).items():
+        residency[numbers[name]] = kind
     return Schedule(
         "by hand",
-        home,
+        residency,
         np.array([phase for phase, _, _ in hints], np.int32),
         np.array([op for _, op, _ in hints], np.uint8),
         np.array([numbers[name] for _, _, name in hints], np.int32),
@@ -201,8 +204,10 @@ def test_both_directions_share_the_link(machine: Hardware, make_trace: MakeTrace
 def test_mapped_memory_is_read_and_written_over_the_link(
     machine: Hardware, swapping: Trace
 ) -> None:
-    homes = {"b": Home.MAP}
-    report = simulate(swapping, schedule_of(swapping, homes=homes), machine, policy_of(machine, 10))
+    residencies = {"b": ResidencyMode.MAP}
+    report = simulate(
+        swapping, schedule_of(swapping, residencies=residencies), machine, policy_of(machine, 10)
+    )
     # Both at once share mapped_bytes_per_s, here in proportion to what each has alone.
     share = machine.mapped_bytes_per_s / (
         machine.mapped_read_bytes_per_s + machine.mapped_write_bytes_per_s
@@ -217,7 +222,9 @@ def test_mapped_memory_is_read_and_written_over_the_link(
     assert report.um_bytes_share == 0
 
     quick = dataclasses.replace(swapping, duration_s=np.array([0.1, 0.0]))
-    report = simulate(quick, schedule_of(quick, homes=homes), machine, policy_of(machine, 10))
+    report = simulate(
+        quick, schedule_of(quick, residencies=residencies), machine, policy_of(machine, 10)
+    )
     assert report.stall_s["mapped"] == pytest.approx(mapped_s, rel=0.3)
     assert report.step_s == pytest.approx(0.1 + report.stall_s["mapped"])
 
@@ -226,14 +233,18 @@ def test_copies_of_what_is_only_read_leave_for_nothing(
     machine: Hardware, make_trace: MakeTrace
 ) -> None:
     tensors = {"a": (10 * BLOCK, "frozen_weights"), "b": (10 * BLOCK, "frozen_weights")}
-    homes = {"a": Home.DUPLICATE, "b": Home.DUPLICATE}
+    residencies = {"a": ResidencyMode.DUPLICATE, "b": ResidencyMode.DUPLICATE}
     read = make_trace(tensors, [(0.1, ["a"], []), (0.1, ["b"], [])])
-    report = simulate(read, schedule_of(read, homes=homes), machine, policy_of(machine, 10))
+    report = simulate(
+        read, schedule_of(read, residencies=residencies), machine, policy_of(machine, 10)
+    )
     assert report.moved_bytes("to_device") == 20 * BLOCK
     assert report.moved_bytes("to_host") == 0
 
     written = make_trace(tensors, [(0.1, ["a"], []), (0.1, ["b"], ["b"])])
-    report = simulate(written, schedule_of(written, homes=homes), machine, policy_of(machine, 10))
+    report = simulate(
+        written, schedule_of(written, residencies=residencies), machine, policy_of(machine, 10)
+    )
     assert report.moved_bytes("to_host") == 10 * BLOCK
 
 
@@ -326,15 +337,19 @@ def test_system_memory_is_used_in_place_until_counters_move_it(
         {"a": (4 * BLOCK, "weights"), "b": (8 * BLOCK, "weights"), "c": (4 * BLOCK, "weights")},
         [(0.1, ["a"], []), (0.1, ["b"], []), (0.1, ["c"], [])],
     )
-    homes = dict.fromkeys("abc", Home.SYSTEM)
+    residencies = dict.fromkeys("abc", ResidencyMode.SYSTEM)
     # a and b fill the device; c stays on the host, for counters evict nothing.
-    full = simulate(trace, schedule_of(trace, homes=homes), machine, policy_of(machine, 12))
+    full = simulate(
+        trace, schedule_of(trace, residencies=residencies), machine, policy_of(machine, 12)
+    )
     assert full.moved_bytes("to_device", "mapped") == 4 * BLOCK
     assert full.fault_pages == 0
     assert full.um_time_share == 0
 
     # The budget begins to bind where a and the first half of b are: with room, c follows.
-    sim = run(trace, schedule_of(trace, homes=homes), machine, policy_of(machine, 12)).sim
+    sim = run(
+        trace, schedule_of(trace, residencies=residencies), machine, policy_of(machine, 12)
+    ).sim
     sim.machine["capacity_bytes"] += 4 * BLOCK
     for _ in range(2):
         sim.traffic_bytes[:] = 0
@@ -357,7 +372,7 @@ def test_small_tensors_take_their_own_bytes(machine: Hardware, make_trace: MakeT
 def test_a_phase_that_does_not_fit_is_named(machine: Hardware, swapping: Trace) -> None:
     with pytest.raises(PlanError, match=r"phases\[0\] \(phase 0\) uses 20 MiB .* budget is 18 MiB"):
         simulate(swapping, schedule_of(swapping), machine, policy_of(machine, 9))
-    kept = schedule_of(swapping, homes={"a": Home.KEEP, "b": Home.KEEP})
+    kept = schedule_of(swapping, residencies={"a": ResidencyMode.KEEP, "b": ResidencyMode.KEEP})
     with pytest.raises(PlanError, match="40 MiB are kept on the device, more than the budget"):
         simulate(swapping, kept, machine, policy_of(machine, 19))
 
@@ -442,7 +457,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], list[list[tuple[
     workload=workloads(),
     budget=st.integers(1, 12 * BLOCK),
     hints=st.lists(st.tuples(st.integers(0, 11), st.sampled_from(HintOp), st.integers(0, 7))),
-    homes=st.lists(st.sampled_from(Home), min_size=8, max_size=8),
+    residencies=st.lists(st.sampled_from(ResidencyMode), min_size=8, max_size=8),
     waits=st.booleans(),
     addresses=st.sampled_from(["reused", "own"]),
     ats=st.booleans(),
@@ -454,7 +469,7 @@ def test_bytes_are_conserved_whatever_the_hints(
     workload: Any,
     budget: int,
     hints: list[tuple[int, HintOp, int]],
-    homes: list[Home],
+    residencies: list[ResidencyMode],
     waits: bool,
     addresses: Any,
     ats: bool,
@@ -471,8 +486,8 @@ def test_bytes_are_conserved_whatever_the_hints(
         trace,
         [(phase, op, trace.tensor_names[tensor]) for phase, op, tensor in valid],
         {
-            name: home if ats or home != Home.SYSTEM else Home.MIGRATE
-            for name, home in zip(trace.tensor_names, homes, strict=False)
+            name: residency if ats or residency != ResidencyMode.SYSTEM else ResidencyMode.MIGRATE
+            for name, residency in zip(trace.tensor_names, residencies, strict=False)
         },
         waits=waits,
     )

@@ -31,7 +31,7 @@ from umem.cli.workloads import (
 )
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
 from umem.hardware import load_hardware, with_durations
 
@@ -121,7 +121,7 @@ def plan(
         "reused": reused,
         "planning_s": None if reused else planning_s,
         "hints": _hints(schedule, timed),
-        "homes": _homes(schedule, timed),
+        "residency": _residency(schedule, timed),
     }
     if as_json:
         print_json(data)
@@ -142,15 +142,15 @@ def _hints(schedule: Schedule, trace: Trace) -> dict[str, dict[str, dict[str, in
     return found
 
 
-def _homes(schedule: Schedule, trace: Trace) -> dict[str, dict[str, dict[str, int]]]:
-    """Count and bytes of the tensors, by home and class; what is there only."""
+def _residency(schedule: Schedule, trace: Trace) -> dict[str, dict[str, dict[str, int]]]:
+    """Count and bytes of the tensors, by residency mode and class; what is there only."""
     found: dict[str, dict[str, dict[str, int]]] = {}
-    for home in Home:
+    for mode in ResidencyMode:
         for member in TensorClass:
-            which = (schedule.home == home) & (trace.tensor_class == member.number)
+            which = (schedule.residency == mode) & (trace.tensor_class == member.number)
             if which.any():
                 row = _count(trace.tensor_bytes, which)
-                found.setdefault(home.name.lower(), {})[member.value] = row
+                found.setdefault(mode.name.lower(), {})[member.value] = row
     return found
 
 
@@ -170,7 +170,7 @@ def _print(console: Console, data: dict[str, Any]) -> None:
         f"memory\nplanner {data['planner']}, {how}",
         highlight=False,
     )
-    for heading, rows in (("hint", data["hints"]), ("held by", data["homes"])):
+    for heading, rows in (("hint", data["hints"]), ("held by", data["residency"])):
         console.print()
         if not rows:
             console.print("no hints: nothing is moved ahead of need")

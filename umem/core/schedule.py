@@ -8,10 +8,10 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HintOp", "Home", "Schedule"]
+__all__ = ["HintOp", "ResidencyMode", "Schedule"]
 
 
-class Home(IntEnum):
+class ResidencyMode(IntEnum):
     """How a tensor is held through the whole step."""
 
     MIGRATE = 0
@@ -52,8 +52,8 @@ class Schedule:
     ----------
     planner : str
         Name of the planner.
-    home : uint8[T]
-        :class:`Home` of each tensor of the trace.
+    residency : uint8[T]
+        :class:`ResidencyMode` of each tensor of the trace.
     hint_phase : int32[H]
         Ascending.
     hint_op : uint8[H]
@@ -64,7 +64,7 @@ class Schedule:
     """
 
     planner: str
-    home: npt.NDArray[np.uint8]
+    residency: npt.NDArray[np.uint8]
     hint_phase: npt.NDArray[np.int32]
     hint_op: npt.NDArray[np.uint8]
     hint_tensor: npt.NDArray[np.int32]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from umem.core.schedule import HintOp, Home
-from umem.executor.plan_search import Choice
+from umem.core.schedule import HintOp, ResidencyMode
+from umem.planning.plan_search import PlanCandidate
 from umem.trace import Trace
 
 __all__ = ["AdmissionPlan", "Eviction", "HintRow", "HintRows", "plan_admission", "used_tensors"]
@@ -59,7 +59,7 @@ class AdmissionPlan:
 
 
 def plan_admission(
-    choice: Choice,
+    candidate: PlanCandidate,
     budget_bytes: int,
     leaving: HintRows,
     coming: HintRows,
@@ -80,7 +80,7 @@ def plan_admission(
 
     Parameters
     ----------
-    choice
+    candidate
         The plan.
     budget_bytes
         Bytes that may be resident.
@@ -91,8 +91,8 @@ def plan_admission(
     fetched
         Activations that the plan copies back at the start of each phase.
     """
-    phases = range(choice.trace.phase_count)
-    walk = _ResidencyWalk(choice, budget_bytes)
+    phases = range(candidate.trace.phase_count)
+    walk = _ResidencyWalk(candidate, budget_bytes)
     for _ in range(2):  # the second pass starts from the residency at the end of a step
         steps = [
             walk.go_through(
@@ -190,13 +190,13 @@ class _Pending:
 class _ResidencyWalk:
     """Walks through a planned step phase by phase and tracks what is resident."""
 
-    def __init__(self, choice: Choice, budget_bytes: int) -> None:
-        trace = choice.trace
+    def __init__(self, candidate: PlanCandidate, budget_bytes: int) -> None:
+        trace = candidate.trace
         self._trace = trace
-        self._waits_for_pages = choice.schedule.waits
+        self._waits_for_pages = candidate.schedule.waits
         self._budget_bytes = budget_bytes
         self._size = trace.tensor_bytes.tolist()
-        self._on_device = choice.schedule.home != Home.MAP
+        self._on_device = candidate.schedule.residency != ResidencyMode.MAP
         self._born, self._dying = _lives(trace)
         self._resident = set(np.flatnonzero(trace.persistent & self._on_device).tolist())
         self._held = sum(self._size[tensor] for tensor in self._resident)

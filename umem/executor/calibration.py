@@ -7,7 +7,7 @@ from dataclasses import replace
 from umem.hardware import Hardware
 from umem.runtime.hints import HintEngine, HintStatistics, OpName
 
-__all__ = ["SETTLING_STEPS", "Correction"]
+__all__ = ["SETTLING_STEPS", "BandwidthCalibration"]
 
 _STEPS = 4
 """Planned steps between two looks."""
@@ -30,7 +30,7 @@ _LEAST_S = 0.02
 to load a kernel or to serve another process, and 3 ms of 20 are the share that is worth it."""
 
 
-class Correction:
+class BandwidthCalibration:
     """Compares the engine's bandwidths with those that plans were made with.
 
     A direction's bandwidth is its moved bytes by the time that its link was busy, however many

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from umem.core.block_sizes import LARGE_BYTES
 from umem.hardware import Hardware, detect_hardware
 from umem.hardware.host_memory import host_memory_bytes
 from umem.offload import Mover
@@ -20,10 +19,7 @@ from umem.runtime.state import runtime
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-__all__ = ["SMALLEST_BYTES", "Machine", "cuda_machine", "within_host"]
-
-SMALLEST_BYTES = LARGE_BYTES
-"""What moves has pages of its own; moving a smaller tensor would move its neighbours."""
+__all__ = ["Machine", "cuda_machine", "within_host"]
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ from umem.executor.machine import Machine
 from umem.executor.optimizer.overlapped_step import OverlappedOptimizerStep
 from umem.executor.optimizer.partial_step import PartialOptimizerStep, PerBlockStepHook, can_slice
 from umem.executor.optimizer.step_in_backward import StepInBackward
-from umem.executor.plan_search import places_state_on_host
 from umem.executor.plans import Plans
 from umem.executor.program import MappedBlocks, Program
 from umem.executor.runner import Runner
 from umem.executor.status import ManagerState, ManagerStatus
 from umem.offload import ActivationStore
+from umem.planning.plan_search import places_state_on_host
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
 from umem.runtime.torch_hooks.modules import Guard
@@ -150,7 +150,9 @@ class Manager:
             reason=self._reason,
             planner=self._planner,
             budget_bytes=self._machine.policy.device_budget_bytes,
-            predicted=None if program is None else replace(program.choice.predicted, timeline=None),
+            predicted=None
+            if program is None
+            else replace(program.candidate.predicted, timeline=None),
             plans=self._plans.count,
             steps=counts.steps,
             diverged_steps=counts.diverged_steps,
@@ -175,7 +177,7 @@ class Manager:
     def trace(self) -> Trace | None:
         """The recorded step from which the present plan was made; None without a plan."""
         program = self._runner.program
-        return None if program is None else program.choice.trace
+        return None if program is None else program.candidate.trace
 
     @property
     def store(self) -> ActivationStore:
@@ -416,7 +418,7 @@ class Manager:
         self._mapped.hold(() if program is None else program.mapped)
         if self._backward_step is not None:
             if program is not None and self._plans.moves_step:
-                self._beside.names = frozenset(program.choice.beside)
+                self._beside.names = frozenset(program.candidate.overlapped)
                 self._backward_step.start()
             else:
                 self._backward_step.stop()

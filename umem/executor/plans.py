@@ -15,15 +15,15 @@ from torch.optim.optimizer import Optimizer
 from umem.capture.live import CallShapes, FollowedPhase, StepRecording, StepSignature
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
-from umem.executor.calibration import Correction
-from umem.executor.gradient_lifetime import with_lingering, with_open_blocks
+from umem.executor.calibration import BandwidthCalibration
 from umem.executor.machine import Machine
 from umem.executor.optimizer.overlapped_step import can_run_beside
 from umem.executor.optimizer.partial_step import part_label
 from umem.executor.optimizer.step_in_backward import StepInBackward
-from umem.executor.plan_search import Choice, choose
 from umem.executor.program import Program, build_program
 from umem.executor.tensor_addresses import find_addresses, in_blocks
+from umem.planning.plan_search import PlanCandidate, search_plan
+from umem.planning.running_step import with_open_blocks
 from umem.policy import PolicyPlanner
 from umem.trace import Trace, is_optimizer_phase, with_step_in_backward
 
@@ -74,7 +74,7 @@ class Plans:
         self._planner = planner
         self._forward_labels = forward_labels
         self._backward_step = backward_step
-        self._correction = Correction(machine.engine)
+        self._calibration = BandwidthCalibration(machine.engine)
         self._recorded: dict[CallShapes, _Recorded] = {}
         self._programs: dict[CallShapes, Program] = {}
         self._fallback: Program | None = None
@@ -98,7 +98,7 @@ class Plans:
     @property
     def corrections(self) -> int:
         """How often all steps were planned again from measured bandwidths."""
-        return self._correction.count
+        return self._calibration.count
 
     @property
     def moves_step(self) -> bool:
@@ -108,8 +108,8 @@ class Plans:
     @property
     def changes_nothing(self) -> bool:
         """Whether these programs move nothing."""
-        choices = (program.choice for program in self._programs.values())
-        return not self._moves_step and all(choice.moves_nothing for choice in choices)
+        candidates = (program.candidate for program in self._programs.values())
+        return not self._moves_step and all(candidate.moves_nothing for candidate in candidates)
 
     def program(self, shapes: CallShapes) -> Program | None:
         """The program for batches of these shapes; None without one."""
@@ -151,7 +151,7 @@ class Plans:
         steps
             Steps carried out as planned so far.
         """
-        return self._correction.is_due(steps, self._machine.hardware, self._in_place_s)
+        return self._calibration.is_due(steps, self._machine.hardware, self._in_place_s)
 
     def make(self) -> None:
         """Plan all recorded steps with the bandwidths measured so far.
@@ -174,7 +174,7 @@ class Plans:
         if not self._programs:
             raise next(iter(errors.values()))
         in_place_bytes = max(
-            program.choice.predicted.moved_bytes(cause="mapped")
+            program.candidate.predicted.moved_bytes(cause="mapped")
             for program in self._programs.values()
         )
         self._in_place_s = in_place_bytes / self._machine.hardware.mapped_bytes_per_s
@@ -185,12 +185,12 @@ class Plans:
                 StepSignature((shapes,)),
                 errors[shapes],
             )
-        self._tell(next(reversed(self._programs.values())).choice)
+        self._tell(next(reversed(self._programs.values())).candidate)
 
     def find_again(self) -> None:
         """Rebuild the programs for the tensors' present addresses, as after a state was loaded."""
         for shapes, program in self._programs.items():
-            self._programs[shapes] = self._build(self._recorded[shapes], program.choice)
+            self._programs[shapes] = self._build(self._recorded[shapes], program.candidate)
         self._fallback = None
 
     def forget(self) -> None:
@@ -227,13 +227,13 @@ class Plans:
                 "moves, were on the device all the recorded step long: raise the budget"
             )
         try:
-            choice = choose(
-                with_lingering(trace),
-                {entry.tensor for entry in recorded.recording.saved_tensors},
-                self._correction.apply(self._machine.hardware),
+            candidate = search_plan(
+                trace,
+                self._calibration.apply(self._machine.hardware),
                 self._machine_beside(outside_bytes).policy,
                 planner,
-                runs_beside=self._can_run_beside(),
+                saved={entry.tensor for entry in recorded.recording.saved_tensors},
+                overlaps_step=self._can_run_beside(),
             )
         except PlanError as error:
             if not outside_bytes:
@@ -243,7 +243,7 @@ class Plans:
                 f"{format_bytes(outside_bytes)} that other tensors of the process held on the "
                 "device all the recorded step long)"
             ) from error
-        return self._build(recorded, choice)
+        return self._build(recorded, candidate)
 
     def _can_run_beside(self) -> bool:
         optimizer = self._optimizer()
@@ -262,29 +262,29 @@ class Plans:
     def _budget_bytes(self) -> int:
         return self._machine.policy.device_budget_bytes or self._machine.hardware.device_bytes
 
-    def _build(self, recorded: _Recorded, choice: Choice) -> Program:
+    def _build(self, recorded: _Recorded, candidate: PlanCandidate) -> Program:
         model, optimizer = self._model(), self._optimizer()
         assert model is not None
         assert optimizer is not None
         _, followed = self._step_of(recorded)
         return build_program(
-            choice,
-            find_addresses(choice.trace, model, optimizer),
+            candidate,
+            find_addresses(candidate.trace, model, optimizer),
             recorded.recording.saved_tensors,
             followed,
             self._forward_labels,
             self._machine_beside(recorded.recording.outside_bytes),
         )
 
-    def _tell(self, choice: Choice) -> None:
+    def _tell(self, candidate: PlanCandidate) -> None:
         budget_bytes = self._machine.policy.device_budget_bytes
         _LOG.info(
             "umem: %s under the budget of %s: predicted %.1f ms a step, %.1f with everything "
             "resident",
-            choice.schedule.planner,
+            candidate.schedule.planner,
             format_bytes(budget_bytes or self._machine.hardware.device_bytes),
-            choice.predicted.step_s * 1e3,
-            choice.predicted.ideal_s * 1e3,
+            candidate.predicted.step_s * 1e3,
+            candidate.predicted.ideal_s * 1e3,
         )
 
 

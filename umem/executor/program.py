@@ -16,8 +16,8 @@ from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor.admission import Eviction, HintRow, HintRows, plan_admission, used_tensors
 from umem.executor.machine import Machine
-from umem.executor.plan_search import Choice
 from umem.executor.tensor_addresses import TensorAddresses, whole_blocks
+from umem.planning.plan_search import PlanCandidate
 from umem.runtime.hints import HintBatch
 from umem.trace import Trace, phase_of_access, require_durations
 
@@ -182,7 +182,7 @@ class Program:
 
     Parameters
     ----------
-    choice
+    candidate
         The plan.
     followed
         The phases that the phase tracker reports, each with the phase of the trace it belongs to.
@@ -200,7 +200,7 @@ class Program:
         Blocks that are mapped on the host.
     """
 
-    choice: Choice
+    candidate: PlanCandidate
     followed: tuple[FollowedPhase, ...]
     work: tuple[PhaseWork, ...]
     copied: Mapping[GroupKey, frozenset[int]]
@@ -215,12 +215,12 @@ class Program:
         return frozenset(
             tensor
             for tensor, address in self.addresses.items()
-            if address in addresses and not self.choice.mapped[tensor]
+            if address in addresses and not self.candidate.mapped[tensor]
         )
 
     def away_bytes(self, away: Iterable[int]) -> dict[TensorClass, int]:
         """Bytes by class of the mapped blocks and of these tensors."""
-        trace = self.choice.trace
+        trace = self.candidate.trace
         total: dict[TensorClass, int] = defaultdict(int)
         for _, size_bytes, tensor_class in self.mapped:
             total[tensor_class] += size_bytes
@@ -231,7 +231,7 @@ class Program:
 
 
 def build_program(
-    choice: Choice,
+    candidate: PlanCandidate,
     places: TensorAddresses,
     saved: Sequence[SavedTensor],
     followed: Sequence[FollowedPhase],
@@ -242,7 +242,7 @@ def build_program(
 
     Parameters
     ----------
-    choice
+    candidate
         The plan.
     places
         Addresses of its tensors.
@@ -255,7 +255,7 @@ def build_program(
     machine
         Its engine takes the batches.
     """
-    trace, schedule = choice.trace, choice.schedule
+    trace, schedule = candidate.trace, candidate.schedule
     present: dict[int, int] = {}
     groups: dict[int, list[SavedTensor]] = defaultdict(list)
     for entry in saved:
@@ -283,10 +283,10 @@ def build_program(
 
     chosen = {key: frozenset(ordinals) for key, ordinals in copied.items()}
     sent = [_parts(found) for found in sends]
-    releases = _releases(choice, chosen, sent, saved, followed, forward_labels, machine)
+    releases = _releases(candidate, chosen, sent, saved, followed, forward_labels, machine)
     tensors = {(entry.block, entry.call, entry.ordinal): entry.tensor for entry in saved}
     room = plan_admission(
-        choice,
+        candidate,
         machine.policy.device_budget_bytes or machine.hardware.device_bytes,
         leaving,
         coming,
@@ -299,7 +299,9 @@ def build_program(
     needs = _first_uses(trace, room.coming)
     work = tuple(
         PhaseWork(
-            joins=tuple(name for name, beside in choice.beside.items() if beside == phase - 1),
+            joins=tuple(
+                name for name, beside in candidate.overlapped.items() if beside == phase - 1
+            ),
             releases=releases.get(phase, []),
             sends=sent[phase],
             leaving=_hints(leaving[phase], trace, places, present, machine),
@@ -319,10 +321,10 @@ def build_program(
             _CLASSES[trace.tensor_class[tensor]],
         )
         for tensor, address in places.fixed.items()
-        if choice.mapped[tensor] and address
+        if candidate.mapped[tensor] and address
     )
     return Program(
-        choice, tuple(followed), work, chosen, dict(paged), places.fixed, present, mapped
+        candidate, tuple(followed), work, chosen, dict(paged), places.fixed, present, mapped
     )
 
 
@@ -394,7 +396,7 @@ def _first_uses(trace: Trace, coming: HintRows) -> list[tuple[tuple[int, int], .
 
 
 def _releases(
-    choice: Choice,
+    candidate: PlanCandidate,
     copied: Mapping[GroupKey, frozenset[int]],
     sends: Sequence[Sequence[GroupPart]],
     saved: Sequence[SavedTensor],
@@ -407,7 +409,7 @@ def _releases(
     The copies run one after the other in the order of saving. A phase that waits for room waits
     for them too, so its compute time counts and not its start.
     """
-    trace, timeline = choice.trace, choice.predicted.timeline
+    trace, timeline = candidate.trace, candidate.predicted.timeline
     assert timeline is not None
     tensors = {((entry.block, entry.call), entry.ordinal): entry.tensor for entry in saved}
     calls: dict[str, list[int]] = defaultdict(list)

@@ -166,7 +166,7 @@ class Runner:
         program = self._program
         if program is None or not self._is_on_track:
             return
-        names = program.choice.trace.phase_names
+        names = program.candidate.trace.phase_names
         label = part_label(name)
         if names[self._phase] == label:
             return
@@ -308,7 +308,9 @@ class Runner:
         number = numbers.get(count[0])
         count[0] += 1
         # Batches of other shapes have other sizes: a hint must not exceed a smaller block.
-        if number is not None and _fills(tensor, self._program.choice.trace.tensor_bytes[number]):
+        if number is not None and _fills(
+            tensor, self._program.candidate.trace.tensor_bytes[number]
+        ):
             self._program.present[number] = storage_address(tensor)
 
 

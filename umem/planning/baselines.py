@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 
 from umem.core.compiled import compiled
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.planning.problem import Placement, in_order
 
 _NEVER = 2**40
@@ -35,7 +35,7 @@ def paging(problem: Placement) -> Schedule:
     leaves = np.isin(every.hint_op, (HintOp.EVICT, HintOp.COPY_OUT))
     return Schedule(
         planner="fault",
-        home=every.home,
+        residency=every.residency,
         hint_phase=every.hint_phase[leaves],
         hint_op=every.hint_op[leaves],
         hint_tensor=every.hint_tensor[leaves],
@@ -80,7 +80,7 @@ def _peak_bytes(problem: Placement, schedule: Schedule) -> int:
     """Most bytes on the device in a step after others like it, by hints and uses alone."""
     trace = problem.trace
     size = trace.tensor_bytes.tolist()
-    is_there = ~np.isin(schedule.home, (Home.MAP, Home.SYSTEM))
+    is_there = ~np.isin(schedule.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
     bounds = np.searchsorted(schedule.hint_phase, np.arange(trace.phase_count + 1))
     dying: list[list[int]] = [[] for _ in range(trace.phase_count)]
     for tensor in np.flatnonzero(~trace.persistent).tolist():
@@ -106,8 +106,8 @@ def _windowed(
     problem: Placement, window: int, name: str, *, by_next_use: bool, strict: bool
 ) -> Schedule:
     trace, gaps = problem.trace, problem.gaps
-    moves = np.isin(problem.holding.home, (Home.MIGRATE, Home.DUPLICATE))
-    off_device = np.isin(problem.holding.home, (Home.MAP, Home.SYSTEM))
+    moves = np.isin(problem.holding.residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE))
+    off_device = np.isin(problem.holding.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
     # Dead contents are needed never; so are those of a tensor that is about to die.
     next_use = np.where(gaps.is_dead, _NEVER, gaps.next_use)
     # NO_GAP finds what is appended.

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from umem._version import __version__
 from umem.core.errors import PlanError
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.io.documents import (
     digits,
     digits_text,
@@ -50,14 +50,14 @@ __all__ = [
     "stored_plan",
 ]
 
-PLAN_FORMAT = "umem-plan/1"
+PLAN_FORMAT = "umem-plan/2"
 
 PLAN_KEYS = (
     "format",
     "key",
     "planner",
     "waits",
-    "home",
+    "residency",
     "hint_phase",
     "hint_op",
     "hint_tensor",
@@ -71,7 +71,7 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 _PLANNER = re.compile(r"[\w.:-]{1,64}")
 
 _DTYPES = {
-    "home": np.uint8,
+    "residency": np.uint8,
     "hint_phase": np.int32,
     "hint_op": np.uint8,
     "hint_tensor": np.int32,
@@ -106,13 +106,13 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str)
     if not isinstance(schedule.waits, bool):
         raise PlanError(f"{place}: waits: {shown(schedule.waits)}; give true or false")
     _check_columns(schedule, place)
-    _check_hints(schedule, place, len(schedule.home), None)
+    _check_hints(schedule, place, len(schedule.residency), None)
     data = {
         "format": PLAN_FORMAT,
         "key": key,
         "planner": schedule.planner,
         "waits": schedule.waits,
-        "home": digits_text(schedule.home),
+        "residency": digits_text(schedule.residency),
         "hint_phase": schedule.hint_phase.tolist(),
         "hint_op": digits_text(schedule.hint_op),
         "hint_tensor": schedule.hint_tensor.tolist(),
@@ -128,7 +128,7 @@ def load_schedule(
     Parameters
     ----------
     path
-        A file of format ``umem-plan/1``, compressed with gzip or plain JSON. It may come from a
+        A file of format ``umem-plan/2``, compressed with gzip or plain JSON. It may come from a
         stranger: it is read as data, within bounds of size and count.
     trace
         The trace that it is for: the schedule has to name its tensors and phases only.
@@ -160,18 +160,18 @@ def load_schedule(
         refuse(document, "waits", f"{shown(waits)}; give true or false")
     schedule = Schedule(
         planner=planner,
-        home=digits(document, "home", MAX_TENSORS),
+        residency=digits(document, "residency", MAX_TENSORS),
         hint_phase=integers(document, "hint_phase", MAX_HINTS, np.int32),
         hint_op=digits(document, "hint_op", MAX_HINTS),
         hint_tensor=integers(document, "hint_tensor", MAX_HINTS, np.int32),
         waits=waits,
     )
-    if len(schedule.home) != trace.tensor_count:
+    if len(schedule.residency) != trace.tensor_count:
         refuse(
             document,
-            "home",
-            f"for a trace of {len(schedule.home)} tensors, and this one has {trace.tensor_count}: "
-            "plan again",
+            "residency",
+            f"for a trace of {len(schedule.residency)} tensors, and this one has "
+            f"{trace.tensor_count}: plan again",
         )
     _check_columns(schedule, place)
     _check_hints(schedule, place, trace.tensor_count, trace.phase_count)
@@ -200,10 +200,10 @@ def _check_columns(schedule: Schedule, place: str) -> None:
         column = getattr(schedule, key)
         if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != dtype:
             raise PlanError(f"{place}: {key}: not a column; give an array of {np.dtype(dtype)}")
-        most = MAX_TENSORS if key == "home" else MAX_HINTS
+        most = MAX_TENSORS if key == "residency" else MAX_HINTS
         if len(column) > most:
             raise PlanError(f"{place}: {key}: {len(column)} entries; at most {most} can be kept")
-        if key != "home" and len(column) != len(schedule.hint_phase):
+        if key != "residency" and len(column) != len(schedule.hint_phase):
             raise PlanError(
                 f"{place}: {key}: {len(column)} entries, and hint_phase has "
                 f"{len(schedule.hint_phase)}; give one for each hint"
@@ -218,7 +218,13 @@ def _check_hints(
     most = np.iinfo(np.int32).max if phase_count is None else phase_count - 1
     falls = np.zeros(len(phase), dtype=np.bool_)
     falls[1:] = phase[1:] < phase[:-1]
-    _refuse_where(schedule.home > max(Home), place, "home", schedule.home, _one_of(Home))
+    _refuse_where(
+        schedule.residency > max(ResidencyMode),
+        place,
+        "residency",
+        schedule.residency,
+        _one_of(ResidencyMode),
+    )
     _refuse_where(falls, place, "hint_phase", phase, "the phases of hints ascend: plan again")
     _refuse_where(
         (phase < 0) | (phase > most),
@@ -239,7 +245,7 @@ def _check_hints(
     )
 
 
-def _one_of(kinds: type[Home] | type[HintOp]) -> str:
+def _one_of(kinds: type[ResidencyMode] | type[HintOp]) -> str:
     return "give one of " + ", ".join(f"{kind:d} ({kind.name.lower()})" for kind in kinds)
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.io.yaml_files import did_you_mean
@@ -61,7 +61,7 @@ def plan(
     window
         Phases that ``lookahead`` and ``oracle`` look ahead.
     fixed
-        int8[T]: :class:`Home` of tensors that are held so whatever the policy says of
+        int8[T]: :class:`ResidencyMode` of tensors that are held so whatever the policy says of
         their class; -1 for the others.
     may_fault
         Whether it may be left to the driver to keep the budget: not where the driver knows nothing
@@ -198,9 +198,11 @@ def _ideal_clock(trace: Trace) -> Clock:
 
 def _check_working_sets(problem: Placement) -> None:
     """Refuse a phase that does not fit the budget beside what the policy keeps on the device."""
-    trace, home = problem.trace, problem.holding.home
-    kept = np.where(home == Home.KEEP, trace.tensor_bytes, 0)
-    moving = np.where(np.isin(home, (Home.MIGRATE, Home.DUPLICATE)), trace.tensor_bytes, 0)
+    trace, residency = problem.trace, problem.holding.residency
+    kept = np.where(residency == ResidencyMode.KEEP, trace.tensor_bytes, 0)
+    moving = np.where(
+        np.isin(residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE)), trace.tensor_bytes, 0
+    )
     kept_live = _live_bytes(trace, kept)
     need = kept_live + _used_bytes(trace, moving)
     worst = int(np.argmax(need))
@@ -218,7 +220,7 @@ def _check_working_sets(problem: Placement) -> None:
 def _check_host(problem: Placement) -> None:
     """Refuse more than the host holds: what is mapped, and what does not fit on the device."""
     trace, hardware = problem.trace, problem.hardware
-    is_mapped = problem.holding.home == Home.MAP
+    is_mapped = problem.holding.residency == ResidencyMode.MAP
     mapped = _live_bytes(trace, np.where(is_mapped, trace.tensor_bytes, 0))
     rest = _live_bytes(trace, np.where(is_mapped, 0, trace.tensor_bytes))
     off_device = mapped + np.maximum(rest - problem.capacity_bytes, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.planning.residency_modes import Holding
 from umem.planning.selection import NOT_NEEDED, select
@@ -177,7 +177,7 @@ def _hints_of(problem: Placement, clock: Clock, moves: _Moves) -> npt.NDArray[np
 def discards(problem: Placement) -> npt.NDArray[np.float64]:
     """Hints that free the memory of contents that are dead before their tensor is."""
     trace, gaps = problem.trace, problem.gaps
-    moves = np.isin(problem.holding.home, (Home.MIGRATE, Home.DUPLICATE))
+    moves = np.isin(problem.holding.residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE))
     dead = np.flatnonzero(gaps.is_dead & moves[gaps.tensor])
     _, last_access = first_and_last_use(trace)
     lingers = moves & ~trace.persistent & (last_access >= 0) & (last_access < trace.last_phase)
@@ -196,7 +196,7 @@ def in_order(
     rows = rows[np.lexsort((rows[:, 3], rows[:, 1], needs_room, rows[:, 0]))]
     return Schedule(
         planner=name,
-        home=problem.holding.home.copy(),
+        residency=problem.holding.residency.copy(),
         hint_phase=rows[:, 0].astype(np.int32),
         hint_op=rows[:, 2].astype(np.uint8),
         hint_tensor=rows[:, 3].astype(np.int32),
@@ -231,7 +231,7 @@ def _transfer_s(
 
 def _on_device(problem: Placement) -> npt.NDArray[np.bool_]:
     """Tensors that take device memory when used, bool[T]."""
-    return ~np.isin(problem.holding.home, (Home.MAP, Home.SYSTEM))
+    return ~np.isin(problem.holding.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
 
 
 def _resident_bytes(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
-from umem.core.schedule import Home
+from umem.core.schedule import ResidencyMode
 from umem.hardware import Hardware
 from umem.policy import ClassRule, ResolvedPolicy
 from umem.trace import Trace, written_tensors
@@ -27,8 +27,8 @@ class Holding:
 
     Parameters
     ----------
-    home : uint8[T]
-        :class:`Home`.
+    residency : uint8[T]
+        :class:`ResidencyMode`.
     movable : bool[T]
         The planner may send the tensor away by hint.
     copied : bool[T]
@@ -39,7 +39,7 @@ class Holding:
         To be sent away before all others.
     """
 
-    home: npt.NDArray[np.uint8]
+    residency: npt.NDArray[np.uint8]
     movable: npt.NDArray[np.bool_]
     copied: npt.NDArray[np.bool_]
     kept_copy: npt.NDArray[np.bool_]
@@ -71,7 +71,7 @@ def hold(
     mechanisms
         One of :data:`OPEN_MECHANISMS` for classes of :func:`open_classes`; ``migrate`` for others.
     fixed
-        int8[T]: :class:`Home` of tensors that are held so whatever the policy says;
+        int8[T]: :class:`ResidencyMode` of tensors that are held so whatever the policy says;
         -1 for the others.
 
     Raises
@@ -81,7 +81,7 @@ def hold(
     """
     written = written_tensors(trace)
     columns = Holding(
-        home=np.full(trace.tensor_count, Home.MIGRATE, np.uint8),
+        residency=np.full(trace.tensor_count, ResidencyMode.MIGRATE, np.uint8),
         movable=np.zeros(trace.tensor_count, np.bool_),
         copied=np.zeros(trace.tensor_count, np.bool_),
         kept_copy=np.zeros(trace.tensor_count, np.bool_),
@@ -95,7 +95,7 @@ def hold(
             _apply(columns, here, rule, trace, hardware, written, tensor_class)
     if fixed is not None:
         is_fixed = fixed >= 0
-        columns.home[is_fixed] = fixed[is_fixed]
+        columns.residency[is_fixed] = fixed[is_fixed]
         for column in (columns.movable, columns.copied, columns.kept_copy, columns.first):
             column[is_fixed] = False
     return columns
@@ -121,23 +121,25 @@ def _apply(
             f"host's page tables (ATS), and {hardware.name} does not: use kind managed"
         )
     if rule.kind == "system":
-        columns.home[here] = Home.SYSTEM
+        columns.residency[here] = ResidencyMode.SYSTEM
         return
     on_host = rule.kind == "pinned" or rule.mechanism == "map" or rule.placement == "host"
     if on_host:
-        columns.home[here] = Home.MAP
+        columns.residency[here] = ResidencyMode.MAP
     # Tensors below min_bytes are in plain device memory whatever the rest of the rule says.
     stays = rule.kind == "device" or rule.mechanism == "keep" or rule.eviction == "never"
     small = here & (trace.tensor_bytes < rule.min_bytes)
-    columns.home[here if stays and not on_host else small] = Home.KEEP
-    moves = here & (columns.home == Home.MIGRATE)
+    columns.residency[here if stays and not on_host else small] = ResidencyMode.KEEP
+    moves = here & (columns.residency == ResidencyMode.MIGRATE)
     if rule.mechanism == "duplicate" or (rule.read_mostly and rule.mechanism != "copy"):
-        columns.home[moves] = Home.DUPLICATE
+        columns.residency[moves] = ResidencyMode.DUPLICATE
     elif rule.mechanism in ("auto", "migrate"):
         # A copy on the host costs nothing where the contents never change.
-        columns.home[moves & ~written] = Home.DUPLICATE
+        columns.residency[moves & ~written] = ResidencyMode.DUPLICATE
     columns.copied[moves] = rule.mechanism == "copy"
-    columns.kept_copy[moves] = columns.copied[moves] | (columns.home[moves] == Home.DUPLICATE)
+    columns.kept_copy[moves] = columns.copied[moves] | (
+        columns.residency[moves] == ResidencyMode.DUPLICATE
+    )
     columns.first[moves] = rule.eviction == "first"
     # Least recently used is what the driver evicts by itself; the rest is demand paging.
     asked = rule.mechanism not in ("fault", "discard") and rule.eviction != "lru"

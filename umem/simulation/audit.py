@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from umem.core.schedule import Home
+from umem.core.schedule import ResidencyMode
 from umem.simulation import engine as _engine
 
 __all__ = ["find_errors"]
@@ -28,7 +28,9 @@ def find_errors(sim: Any) -> list[str]:
         weights=blocks["bytes"][holds],
         minlength=len(machine["class_bytes"]),
     )
-    evictable = settled & ~np.isin(tensors["home"][owner], (Home.KEEP, Home.SYSTEM))
+    evictable = settled & ~np.isin(
+        tensors["residency"][owner], (ResidencyMode.KEEP, ResidencyMode.SYSTEM)
+    )
     count = len(tensors)
     checks = {
         "used bytes": blocks["bytes"][holds].sum() == machine["used_bytes"],

@@ -14,7 +14,7 @@ import numpy as np
 
 from umem.core.compiled import compiled
 from umem.core.report import CAUSES
-from umem.core.schedule import HintOp, Home
+from umem.core.schedule import HintOp, ResidencyMode
 from umem.trace import Access
 
 __all__ = ["COUNTER", "HOST", "STALLS", "place", "run_step"]
@@ -29,10 +29,10 @@ STALL_FAULT, STALL_PREFETCH, STALL_ROOM, STALL_MAPPED, STALL_COPY = range(len(ST
 
 READ, WRITE = int(Access.READ), int(Access.WRITE)
 KEEP, MAP, DUPLICATE, SYSTEM = (
-    int(Home.KEEP),
-    int(Home.MAP),
-    int(Home.DUPLICATE),
-    int(Home.SYSTEM),
+    int(ResidencyMode.KEEP),
+    int(ResidencyMode.MAP),
+    int(ResidencyMode.DUPLICATE),
+    int(ResidencyMode.SYSTEM),
 )
 PREFETCH, EVICT, DISCARD, COPY_IN, COPY_OUT = map(int, HintOp)
 
@@ -70,7 +70,7 @@ def _unlist(m, blocks, tensors, block):
 
 @compiled
 def _evictable(tensors, tensor):
-    return tensors[tensor].home != KEEP and tensors[tensor].home != SYSTEM
+    return tensors[tensor].residency != KEEP and tensors[tensor].residency != SYSTEM
 
 
 # --- residency ---
@@ -275,7 +275,9 @@ def _arrive(sim):
     if blocks[block].doomed:
         _bury(m, blocks, tensors, block)
     else:
-        _settle(m, blocks, tensors, block, tensors[tensor].home == DUPLICATE or m.in_cause == COPY)
+        _settle(
+            m, blocks, tensors, block, tensors[tensor].residency == DUPLICATE or m.in_cause == COPY
+        )
 
 
 @compiled
@@ -480,7 +482,7 @@ def _serve_faults(sim, count, pages, arrivals_bytes):
         _carry(sim, arrivals_bytes, m.to_device_bytes_per_s, 0.0, 0.0)
     for i in range(count):
         block = sim.batch[i]
-        _settle(m, blocks, tensors, block, tensors[blocks[block].tensor].home == DUPLICATE)
+        _settle(m, blocks, tensors, block, tensors[blocks[block].tensor].residency == DUPLICATE)
     sim.stall_s[STALL_FAULT] += m.now_s - began_s
     return True
 
@@ -504,7 +506,7 @@ def _fault_in(sim, first, last):
     new_bytes = 0
     for access in range(first, last):
         tensor = sim.access_tensor[access]
-        if tensors[tensor].home == MAP or _is_whole(tensors, tensor):
+        if tensors[tensor].residency == MAP or _is_whole(tensors, tensor):
             continue
         for block in range(tensors[tensor].first, tensors[tensor].end):
             if blocks[block].state == NONE:
@@ -514,14 +516,14 @@ def _fault_in(sim, first, last):
     new_faults = m.used_bytes + new_bytes > m.capacity_bytes
     for access in range(first, last):
         tensor = sim.access_tensor[access]
-        if tensors[tensor].home == MAP or _is_whole(tensors, tensor):
+        if tensors[tensor].residency == MAP or _is_whole(tensors, tensor):
             continue
         for block in range(tensors[tensor].first, tensors[tensor].end):
             state = blocks[block].state
             size = blocks[block].bytes
             if state == NONE:
                 m.born_bytes += size
-                if tensors[tensor].home == SYSTEM and m.used_bytes + size > m.capacity_bytes:
+                if tensors[tensor].residency == SYSTEM and m.used_bytes + size > m.capacity_bytes:
                     m.born_bytes -= size
                     blocks[block].state = HOST
                     continue
@@ -529,7 +531,7 @@ def _fault_in(sim, first, last):
                     _take(m, blocks, tensors, block)
                     _settle(m, blocks, tensors, block, False)
                     continue
-            elif state != HOST or tensors[tensor].home == SYSTEM:
+            elif state != HOST or tensors[tensor].residency == SYSTEM:
                 continue
             faulting = _faulting_pages(m, size)
             if pages + faulting > m.faults_per_batch and count > 0:
@@ -572,13 +574,13 @@ def place(sim, persistent):
     tensors = sim.tensors
     for kept in (True, False):
         for tensor in range(len(persistent)):
-            if not persistent[tensor] or (tensors[tensor].home == KEEP) != kept:
+            if not persistent[tensor] or (tensors[tensor].residency == KEEP) != kept:
                 continue
             for block in range(tensors[tensor].first, tensors[tensor].end):
                 fits = m.used_bytes + blocks[block].bytes <= m.capacity_bytes
                 if kept and not fits:
                     return False
-                if fits and tensors[tensor].home != MAP:
+                if fits and tensors[tensor].residency != MAP:
                     _take(m, blocks, tensors, block)
                     _settle(m, blocks, tensors, block, False)
                 else:
@@ -669,12 +671,12 @@ def _use(sim, first, last):
         tensor = sim.access_tensor[access]
         mode = sim.access_mode[access]
         tensor_class = tensors[tensor].number
-        home = tensors[tensor].home
+        residency = tensors[tensor].residency
         if _is_whole(tensors, tensor) and (tensors[tensor].copies == 0 or not mode & WRITE):
             continue
         for block in range(tensors[tensor].first, tensors[tensor].end):
             state = blocks[block].state
-            if home == MAP or state == HOST:
+            if residency == MAP or state == HOST:
                 size = blocks[block].bytes
                 if mode & READ:
                     read_bytes += size
@@ -690,7 +692,7 @@ def _use(sim, first, last):
                         size / m.mapped_write_bytes_per_s
                     )
                     sim.traffic_count[TO_HOST, MAPPED, tensor_class] += 1
-                if home == SYSTEM:
+                if residency == SYSTEM:
                     blocks[block].uses += 1
                     if blocks[block].uses == m.counter_threshold:
                         blocks[block].uses = 0

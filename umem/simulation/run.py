@@ -11,7 +11,7 @@ import numpy.typing as npt
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.report import CAUSES, Direction, MigrationReport, Timeline, Traffic
-from umem.core.schedule import HintOp, Home, Schedule
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy, check_resolved
@@ -106,10 +106,10 @@ def run(
     addresses: Addresses = "reused",
 ) -> Run:
     """Repeat the step until it takes the same time twice; see :func:`simulate`."""
-    if len(schedule.home) != trace.tensor_count:
+    if len(schedule.residency) != trace.tensor_count:
         raise PlanError(
-            f"the schedule is for {len(schedule.home)} tensors and the trace {trace.name!r} has "
-            f"{trace.tensor_count}: plan this trace"
+            f"the schedule is for {len(schedule.residency)} tensors and the trace {trace.name!r} "
+            f"has {trace.tensor_count}: plan this trace"
         )
     sim = build(trace, schedule, hardware, policy, addresses)
     machine = sim.machine[0]
@@ -166,7 +166,7 @@ def build(
     blocks["bytes"][bounds[1:] - 1] = trace.tensor_bytes - (counts - 1) * hardware.block_bytes
     columns = np.zeros(tensors, _state.TENSOR)
     columns["first"], columns["end"] = bounds[:-1], bounds[1:]
-    columns["number"], columns["home"] = trace.tensor_class, schedule.home
+    columns["number"], columns["residency"] = trace.tensor_class, schedule.residency
 
     mortal = np.flatnonzero(~trace.persistent)
     death_tensor = mortal[np.argsort(trace.last_phase[mortal], kind="stable")].astype(np.int32)
@@ -201,7 +201,7 @@ def build(
         link_bytes=np.zeros((phases, 2)),
     )
     if not _engine.place(sim, trace.persistent):
-        kept_bytes = int(trace.tensor_bytes[schedule.home == Home.KEEP].sum())
+        kept_bytes = int(trace.tensor_bytes[schedule.residency == ResidencyMode.KEEP].sum())
         raise PlanError(
             f"trace {trace.name!r}: {format_bytes(kept_bytes)} are kept on the device, more than "
             f"the budget of {format_bytes(int(machine['capacity_bytes'][0]))}: let more classes "
@@ -216,7 +216,7 @@ def _birth_bytes(trace: Trace, schedule: Schedule, addresses: Addresses) -> npt.
     if addresses == "own":
         return births
     first, _ = first_and_last_use(trace)
-    on_device = ~np.isin(schedule.home, (Home.MAP, Home.SYSTEM))
+    on_device = ~np.isin(schedule.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
     born = np.flatnonzero(~trace.persistent & on_device & (first < trace.phase_count))
     np.add.at(births, first[born], trace.tensor_bytes[born])
     # What was dropped by a hint is made anew by its next use.

@@ -113,7 +113,7 @@ TENSOR = np.dtype(
         ("settled", "i4"),  # blocks on the device and not in flight
         ("copies", "i4"),  # of those, blocks with a valid copy on the host
         ("number", "u1"),  # of its class
-        ("home", "u1"),
+        ("residency", "u1"),
     ],
     align=True,
 )

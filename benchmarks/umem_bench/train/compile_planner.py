@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from umem.core.classes import TensorClass
-from umem.executor.plan_search import choose
 from umem.hardware import load_hardware
+from umem.planning.plan_search import search_plan
 from umem.policy import PolicyPlanner, load_policy, resolve
 from umem.trace import Access, Trace, ranges
 
@@ -34,10 +34,9 @@ def compile_planner() -> None:
     """Plan and simulate with every planner; CUDA is not started."""
     hardware = load_hardware("h200-pcie")
     trace = _few_layers()
-    saved = np.flatnonzero(trace.tensor_class == TensorClass.ACTIVATIONS.number).tolist()
     for budget_bytes in _BUDGETS_BYTES:
         for planner in _PLANNERS:
-            choose(trace, saved, hardware, _policy(budget_bytes), planner)
+            search_plan(trace, hardware, _policy(budget_bytes), planner)
 
 
 def _policy(budget_bytes: int) -> ResolvedPolicy:

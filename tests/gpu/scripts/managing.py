@@ -164,7 +164,7 @@ def in_place(steps: int) -> dict[str, Any]:
     training.steps(steps - len(training.losses))
     program = manager._runner.program
     assert program is not None
-    return {**training.facts(), "beside": sorted(program.choice.beside)}
+    return {**training.facts(), "beside": sorted(program.candidate.overlapped)}
 
 
 def patient(steps: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ __all__ = [
     "PerBlockStepHook",
     "can_slice",
     "part_label",
-    "part_name",
 ]
 
 Part = list[list[torch.Tensor]]
@@ -45,11 +44,6 @@ parts gives the same bits."""
 def part_label(name: str) -> str:
     """Label of a part's phase. `name` is its block's, or empty for parameters outside of blocks."""
     return f"{OPTIMIZER} {name}".rstrip()
-
-
-def part_name(label: str) -> str:
-    """Name of a part's block, from the label of its phase."""
-    return label.removeprefix(OPTIMIZER).lstrip()
 
 
 def can_slice(optimizer: Optimizer) -> bool:

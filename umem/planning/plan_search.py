@@ -1,4 +1,9 @@
-"""Which plan a recorded step is run by."""
+"""Searches candidate plans of a running training by simulation, and picks the fastest that fits.
+
+A running training leaves a planner less freedom than a trace does. Contents that live from step to
+step have to be right whenever the program looks at them, gradients keep their memory until the
+program frees them, and nothing but hints keeps the budget.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +13,43 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from umem.core.block_sizes import LARGE_BYTES
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.report import MigrationReport
-from umem.core.schedule import Home, Schedule
-from umem.executor.machine import SMALLEST_BYTES
-from umem.executor.optimizer.overlapped_step import with_parts_beside
+from umem.core.schedule import ResidencyMode, Schedule
 from umem.hardware import Hardware
-from umem.planning import page_out, plan
+from umem.planning.planners import page_out, plan
+from umem.planning.running_step import with_gradient_lifetimes, with_overlapped_parts
 from umem.policy import ClassRule, PolicyPlanner, ResolvedPolicy
 from umem.simulation import simulate
 from umem.trace import Trace
 
-__all__ = ["Choice", "choose", "places_state_on_host"]
+__all__ = ["PlanCandidate", "places_state_on_host", "search_plan"]
 
 _BY_POLICY = -1
-
-_MAPPED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the optimizer's state: what is used in place costs time in its step, what migrates costs the
-link's time around it."""
 
 _IN_PLACE_SLOWDOWN = 0.4
 """What a byte that is used in place costs the computation beside it, of what one of a page that
 moves does: on one H200 1.8 to 2.4 ms a GiB, against 5 (benchmarks/results/h200-step-beside.txt)."""
 
+_MAPPED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the optimizer's state that are tried in place on the host. State in place makes the
+optimizer's step longer; state that migrates needs the link around it."""
+
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """A plan, what it is for and what is expected of it."""
+class PlanCandidate:
+    """A plan of a running training, and its predicted cost."""
 
     trace: Trace
+    """The step as the program carries it out; the plan is for this trace."""
     schedule: Schedule
     predicted: MigrationReport
     """With its timeline."""
     mapped: npt.NDArray[np.bool_]
-    """Tensors that live on the host by choice of the planner and not by the policy's advice."""
-    beside: Mapping[str, int]
+    """Tensors that the planner placed on the host; those that the policy placed do not count."""
+    overlapped: Mapping[str, int]
     """Parts of the optimizer's step that run beside the backward pass, each with the last phase
     that it runs beside."""
 
@@ -53,91 +59,83 @@ class Choice:
         return self.schedule.hint_count == 0 and not self.mapped.any()
 
 
-def choose(
+def search_plan(
     trace: Trace,
-    saved: Collection[int],
     hardware: Hardware,
     policy: ResolvedPolicy,
     planner: PolicyPlanner,
     *,
-    runs_beside: bool = False,
-) -> Choice:
-    """Plan a recorded step.
+    saved: Collection[int] | None = None,
+    overlaps_step: bool = False,
+) -> PlanCandidate:
+    """Plan a step that a training is going to carry out.
+
+    The executor runs this plan, and ``umem simulate --runnable`` predicts it.
 
     Parameters
     ----------
     trace
         With durations.
-    saved
-        Tensors that autograd saves in a block's forward pass: the activations that can move.
     hardware, policy
         The machine and the rules.
     planner
         ``planned``, ``lookahead`` or ``fault``.
-    runs_beside
-        Whether parts of the optimizer's step, which are in the backward pass, run beside it where
-        they use their state in place on the host.
+    saved
+        Activations that autograd saves in a block's forward pass: hooks can move these only. None
+        for all activations.
+    overlaps_step
+        Whether parts of the optimizer's step that are in the backward pass, and use their state in
+        place on the host, run beside it.
 
     Returns
     -------
-    Choice
+    PlanCandidate
         For ``planned`` the fastest by simulation of plans that use more or less of the optimizer's
-        state in place on the host, and migrate or keep the rest. Under each planner as much of it
-        as does not fit beside the rest of the optimizer's step is used in place.
+        state in place on the host, and migrate or keep the rest. Under each planner, state that
+        does not fit beside the rest of the optimizer's step is used in place.
 
     Raises
     ------
     PlanError
         If a phase's working set does not fit the budget all the same, or the host lacks memory.
     """
-    found: list[Choice] = []
+    trace = with_gradient_lifetimes(trace)
+    best: PlanCandidate | None = None
     first_error: PlanError | None = None
-    placed = _placed_on_host(trace, policy)
-    ways = (
-        (rules, mapped, *step)
-        for rules, mapped in _ways(trace, hardware, policy, planner)
-        for step in _steps(trace, placed | mapped, hardware, runs_beside=runs_beside)
-    )
-    for rules, mapped, step, beside in ways:
-        fixed = _fixed_homes(step, saved, rules, mapped)
-        try:
-            if planner == "fault":
-                schedule = page_out(step, hardware, rules, fixed=fixed)
-            else:
-                schedule = plan(step, hardware, rules, planner, fixed=fixed, may_fault=False)
-            predicted = simulate(step, schedule, hardware, rules, timeline=True)
-        except PlanError as error:
-            first_error = first_error or error
-            continue
-        if planner != "fault":  # which waits for what it moves
-            predicted = _slowed_by_pages(predicted, hardware)
-        found.append(Choice(step, schedule, predicted, mapped, beside))
-    if not found:
+    on_host = _placed_on_host(trace, policy)
+    rules = _runnable_rules(policy, planner)
+    for mapped in _mapped_choices(trace, hardware, policy, planner):
+        for step, overlapped in _steps(
+            trace, on_host | mapped, hardware, overlaps_step=overlaps_step
+        ):
+            fixed = _fixed_modes(step, saved, rules, mapped)
+            try:
+                if planner == "fault":
+                    schedule = page_out(step, hardware, rules, fixed=fixed)
+                else:
+                    schedule = plan(step, hardware, rules, planner, fixed=fixed, may_fault=False)
+                predicted = simulate(step, schedule, hardware, rules, timeline=True)
+            except PlanError as error:
+                first_error = first_error or error
+                continue
+            if best is None or predicted.step_s < best.predicted.step_s:
+                best = PlanCandidate(step, schedule, predicted, mapped, overlapped)
+    if best is None:
         assert first_error is not None
         raise first_error
-    return min(found, key=lambda choice: choice.predicted.step_s)
+    return best
 
 
 def _steps(
-    trace: Trace, in_place: npt.NDArray[np.bool_], hardware: Hardware, *, runs_beside: bool
-) -> Iterator[tuple[Trace, dict[str, int]]]:
-    """The step with parts beside others, where there are any; and as it is, which needs less."""
-    if runs_beside:
+    trace: Trace, in_place: npt.NDArray[np.bool_], hardware: Hardware, *, overlaps_step: bool
+) -> Iterator[tuple[Trace, Mapping[str, int]]]:
+    """The step with overlapped parts, where it has any; then as it is, which needs less memory."""
+    if overlaps_step:
         slowdown_s_per_byte = _IN_PLACE_SLOWDOWN * hardware.page_slowdown_s_per_byte
-        step, beside = with_parts_beside(trace, in_place, slowdown_s_per_byte)
-        if beside:
-            yield step, beside
+        step, overlapped = with_overlapped_parts(trace, in_place, slowdown_s_per_byte)
+        if overlapped:
+            yield step, overlapped
     yield trace, {}
-
-
-def _slowed_by_pages(predicted: MigrationReport, hardware: Hardware) -> MigrationReport:
-    """The prediction with what pages cost the computation that they move beside.
-
-    A simulation reckons with the link alone.
-    """
-    slowed_s = predicted.moved_bytes(cause="hint") * hardware.page_slowdown_s_per_byte
-    stall_s = {**predicted.stall_s, "copy": predicted.stall_s["copy"] + slowed_s}
-    return replace(predicted, step_s=predicted.step_s + slowed_s, stall_s=stall_s)
 
 
 def places_state_on_host(policy: ResolvedPolicy) -> bool:
@@ -148,36 +146,34 @@ def places_state_on_host(policy: ResolvedPolicy) -> bool:
 
 def _placed_on_host(trace: Trace, policy: ResolvedPolicy) -> npt.NDArray[np.bool_]:
     """The optimizer's state, where the policy has it on the host."""
-    if places_state_on_host(policy):
-        return _of_class(trace, TensorClass.OPTIMIZER_STATE) & (
-            trace.tensor_bytes >= SMALLEST_BYTES
-        )
-    return np.zeros(trace.tensor_count, np.bool_)
+    return _large_state(trace) & places_state_on_host(policy)
 
 
-def _ways(
+def _large_state(trace: Trace) -> npt.NDArray[np.bool_]:
+    """The optimizer's state in tensors that have pages of their own, bool[T]."""
+    return _of_class(trace, TensorClass.OPTIMIZER_STATE) & (trace.tensor_bytes >= LARGE_BYTES)
+
+
+def _mapped_choices(
     trace: Trace, hardware: Hardware, policy: ResolvedPolicy, planner: PolicyPlanner
-) -> Iterator[tuple[ResolvedPolicy, npt.NDArray[np.bool_]]]:
-    """Rules, and the optimizer state that is used in place on the host."""
-    state = trace.tensor_class == TensorClass.OPTIMIZER_STATE.number
-    rules = _runnable_rules(policy, planner)
+) -> Iterator[npt.NDArray[np.bool_]]:
+    """Which of the optimizer's state to use in place on the host: choices to try, bool[T] each."""
     rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
     if rule.kind != "managed" or rule.placement == "host" or rule.mechanism not in ("auto", "map"):
-        yield rules, np.zeros(trace.tensor_count, np.bool_)
+        yield np.zeros(trace.tensor_count, np.bool_)
         return
-    large = state & (trace.tensor_bytes >= SMALLEST_BYTES)
-    capacity = policy.device_budget_bytes or hardware.device_bytes
-    overflow = _overflow(trace, large, capacity)
+    large = _large_state(trace)
     if rule.mechanism == "map":
-        yield rules, large
+        yield large
         return
+    overflow = _overflow(trace, large, policy.device_budget_bytes or hardware.device_bytes)
     shares = _MAPPED_SHARES if planner == "planned" else (0.0,)
     tried: set[int] = set()
     for share in shares:
         mapped = overflow | _first_bytes(trace, large, share)
         if int(mapped.sum()) not in tried:
             tried.add(int(mapped.sum()))
-            yield rules, mapped
+            yield mapped
 
 
 def _first_bytes(
@@ -191,12 +187,12 @@ def _first_bytes(
 def _overflow(
     trace: Trace, large: npt.NDArray[np.bool_], capacity_bytes: int
 ) -> npt.NDArray[np.bool_]:
-    """The first tensors of optimizer state that do not fit beside the optimizer's other tensors."""
+    """Enough optimizer state, in the trace's order, that the optimizer's step fits the rest."""
     last = trace.phase_count - 1
     used = np.zeros(trace.tensor_count, np.bool_)
     used[trace.access_tensor[trace.access_start[last] :]] = True
     alive = (trace.first_phase <= last) & (trace.last_phase >= last)
-    stays = alive & ((trace.tensor_bytes < SMALLEST_BYTES) | _of_class(trace, TensorClass.OTHER))
+    stays = alive & ((trace.tensor_bytes < LARGE_BYTES) | _of_class(trace, TensorClass.OTHER))
     over = int(trace.tensor_bytes[used | stays].sum()) - capacity_bytes
     candidates = np.flatnonzero(large & used)
     before = np.cumsum(trace.tensor_bytes[candidates]) - trace.tensor_bytes[candidates]
@@ -206,10 +202,10 @@ def _overflow(
 
 
 def _runnable_rules(policy: ResolvedPolicy, planner: PolicyPlanner) -> ResolvedPolicy:
-    """Leave to the planner only what hints and hooks can do in a running program.
+    """The rules, less mechanisms that hints and hooks cannot carry out in a running program.
 
-    What lives from step to step must be right whenever the program looks at it, so it moves as
-    pages or is mapped, and is never copied away.
+    Only activations are copied away. The program may look at all other tensors at any time, so they
+    move as pages or are mapped.
     """
 
     def runnable(tensor_class: TensorClass, rule: ClassRule) -> ClassRule:
@@ -226,25 +222,25 @@ def _runnable_rules(policy: ResolvedPolicy, planner: PolicyPlanner) -> ResolvedP
     return replace(policy, rules=rules)
 
 
-def _fixed_homes(
+def _fixed_modes(
     trace: Trace,
-    saved: Collection[int],
+    saved: Collection[int] | None,
     policy: ResolvedPolicy,
     mapped: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int8]:
-    """What stays whatever the rules say: small tensors, and activations that no hook sees."""
-    seen = np.zeros(trace.tensor_count, np.bool_)
-    seen[list(saved)] = True
+    """Tensors that no rule moves: small ones, and activations that no hook sees; int8[T]."""
+    seen = np.full(trace.tensor_count, saved is None)
+    seen[list(saved or ())] = True
     stays = (
-        (trace.tensor_bytes < SMALLEST_BYTES)
+        (trace.tensor_bytes < LARGE_BYTES)
         | (_of_class(trace, TensorClass.ACTIVATIONS) & ~seen)
         | _of_class(trace, TensorClass.OTHER)
     )
     fixed = np.full(trace.tensor_count, _BY_POLICY, np.int8)
     for tensor_class, rule in zip(TensorClass, policy.rules, strict=True):
         if rule.kind == "managed" and rule.placement != "host":
-            fixed[stays & _of_class(trace, tensor_class)] = Home.KEEP
-    fixed[mapped] = Home.MAP
+            fixed[stays & _of_class(trace, tensor_class)] = ResidencyMode.KEEP
+    fixed[mapped] = ResidencyMode.MAP
     return fixed
 
 
