@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
-import umem
 from umem.cli.policy import app
 from umem.core.classes import TensorClass
 from umem.core.errors import PolicyError
-from umem.io.yaml_files import Problem as PolicyProblem
+from umem.io import yaml_files
+from umem.io.problems import Problem as PolicyProblem
 from umem.policy import (
     ClassRule,
     ClassRules,
@@ -74,7 +74,7 @@ def test_presets_are_these() -> None:
 def test_presets_come_from_the_package_before_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(umem, "__file__", str(tmp_path / "umem" / "__init__.py"))
+    monkeypatch.setattr(yaml_files, "__file__", str(tmp_path / "umem" / "io" / "yaml_files.py"))
     with pytest.raises(PolicyError, match=r"no preset policies in .*: reinstall umem"):
         load_policy("sft")
     for folder in (tmp_path / "policies", tmp_path / "umem" / "policies"):

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
-from umem.hardware.model import Hardware, Source
+from umem.hardware import Hardware, Source
 from umem.planning.plan_files import (
     PLAN_FORMAT,
     PLAN_KEYS,
@@ -253,9 +253,9 @@ def test_damaged_and_missing_files_are_plan_errors(tmp_path: Path) -> None:
 
 def small_hardware(**changes: Any) -> Hardware:
     numbers = {
-        field.name: {"int": 10 + at, "float": 1.5 + at, "bool": True}[str(field.type)]
-        for at, field in enumerate(dataclasses.fields(Hardware))
-        if field.type in ("int", "float", "bool")
+        name: {int: 10 + at, float: 1.5 + at, bool: True}[hint]
+        for at, (name, hint) in enumerate(get_type_hints(Hardware).items())
+        if hint in (int, float, bool)
     }
     words: dict[str, Any] = {
         "name": "machine",

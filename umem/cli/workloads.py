@@ -13,7 +13,7 @@ import typer
 from umem.cli.output import Progress
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes, parse_budget
-from umem.io.yaml_files import did_you_mean
+from umem.io.problems import did_you_mean
 from umem.policy import ResolvedPolicy, load_policy, resolve
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 __all__ = [
     "MAX_BYTES",
+    "MAX_TEXT",
     "NUMBER_PATTERN",
     "format_bytes",
     "parse_budget",
@@ -21,6 +22,9 @@ MAX_BYTES = 2**63 - 1
 NUMBER_PATTERN = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?"
 """Regular expression of the number in a size or a percentage, in the syntax of JSON schemas too."""
 
+MAX_TEXT = 64
+"""Most characters of a quantity: longer numbers would cost long arithmetic."""
+
 _UNITS = {
     "B": 1,
     "kB": 10**3,
@@ -33,8 +37,6 @@ _UNITS = {
     "TiB": 2**40,
 }
 _BYTES_PER_UNIT = {unit.lower(): factor for unit, factor in _UNITS.items()}
-# The bound keeps absurdly long numbers away from big-integer arithmetic.
-_MAX_TEXT = 64
 _SIZE = re.compile(rf"\s*({NUMBER_PATTERN})\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(rf"\s*({NUMBER_PATTERN})\s*%\s*")
 
@@ -76,7 +78,7 @@ def parse_bytes(value: int | str) -> int:
     if isinstance(value, int):
         # Python refuses to print integers of thousands of digits.
         return _in_range(value, str(value) if abs(value) <= MAX_BYTES else "a number this large")
-    match = _SIZE.fullmatch(value) if len(value) <= _MAX_TEXT else None
+    match = _SIZE.fullmatch(value) if len(value) <= MAX_TEXT else None
     if match is None:
         raise ValueError(f"{_shown(value)} is not a size: {_SIZE_FORM}")
     number, unit = match.groups()
@@ -131,7 +133,7 @@ def parse_percent(text: str) -> Fraction:
         For anything else; the message says what is accepted.
     """
     match = None
-    if isinstance(text, str) and len(text) <= _MAX_TEXT:
+    if isinstance(text, str) and len(text) <= MAX_TEXT:
         match = _PERCENT.fullmatch(text)
     if match is None:
         raise ValueError(f"{_shown(text)} is not a percentage: {_PERCENT_FORM}")
@@ -181,4 +183,4 @@ def _in_range(size_bytes: int, shown: str) -> int:
 
 def _shown(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."

@@ -14,7 +14,7 @@ from umem.core.errors import EnableError, PlanError
 from umem.executor.machine import Machine, cuda_machine
 from umem.executor.manager import Manager
 from umem.executor.optimizer.partial_step import can_slice
-from umem.io.yaml_files import did_you_mean
+from umem.io.problems import did_you_mean
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics
 from umem.runtime.state import runtime

@@ -7,16 +7,17 @@ machine that nobody here owns.
 
 from __future__ import annotations
 
-from umem.hardware.load import (
+from umem.hardware.load import detect_hardware, load_hardware
+from umem.hardware.model import (
+    EvictionOrder,
+    FaultEviction,
+    Hardware,
     HardwareRow,
-    detect_hardware,
+    Source,
     explain_hardware,
-    hardware_dir,
-    hardware_names,
-    load_hardware,
+    figures,
 )
-from umem.hardware.model import EvictionOrder, FaultEviction, Hardware, Source
-from umem.hardware.profile import figures
+from umem.hardware.profile import hardware_dir, hardware_names
 from umem.hardware.roofline import with_durations
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Loading a profile by name, from a file or from a mapping."""
+"""Loading a machine: a profile, or the machine at hand described by what its driver reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,21 +13,10 @@ from umem.core.errors import HardwareError, UmemError
 from umem.hardware import capabilities
 from umem.hardware.capabilities import Capabilities
 from umem.hardware.host_memory import host_memory_bytes
-from umem.hardware.model import Hardware, Source
-from umem.hardware.profile import FIELDS, HARDWARE, build, figures, quantity_of
-from umem.io.yaml_files import UnusableError, read, shipped_dir, shipped_names
+from umem.hardware.model import FIGURES, Hardware, Source, quantity_of
+from umem.hardware.profile import hardware_names, load_profile
 
-__all__ = [
-    "HardwareRow",
-    "describe_machine",
-    "detect_hardware",
-    "explain_hardware",
-    "hardware_dir",
-    "hardware_names",
-    "load_hardware",
-]
-
-_THIS_MACHINE = "detect"
+__all__ = ["describe_machine", "detect_hardware", "load_hardware"]
 
 
 def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any]) -> Hardware:
@@ -61,34 +49,9 @@ def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any])
     """
     if isinstance(source, Hardware):
         return source
-    if source == _THIS_MACHINE:
+    if source == "detect":
         return detect_hardware()
-    try:
-        return build(read(source, HARDWARE))
-    except UnusableError as error:
-        raise HardwareError("\n".join(map(str, error.problems))) from None
-
-
-def hardware_names() -> tuple[str, ...]:
-    """Names of the hardware profiles that come with umem, sorted.
-
-    Raises
-    ------
-    HardwareError
-        If they are missing.
-    """
-    return shipped_names(HARDWARE)
-
-
-def hardware_dir() -> Path:
-    """Folder of these profiles: inside the installed package, else in the source checkout.
-
-    Raises
-    ------
-    HardwareError
-        If neither exists.
-    """
-    return shipped_dir(HARDWARE)
+    return load_profile(source)
 
 
 # This machine as hardware: what can be read is read, and the rest is the nearest profile's.
@@ -245,14 +208,13 @@ def _link(
         profile.to_host_bytes_per_s, values["to_device_bytes_per_s"]
     )
     theirs = "PCIe {} x{}".format(*relative.pcie)
-    figures_there = figures(profile)
     return values, {
         name: Source(
-            f"detected: {link}; {quantity_of(name).format(figures_there[name])} of "
+            f"detected: {link}; {quantity_of(name).format(getattr(profile, name))} of "
             f"{relative.profile} behind {theirs}, scaled to it",
             True,
         )
-        for name in FIELDS
+        for name in FIGURES
         if name in moving
     }
 
@@ -264,25 +226,3 @@ def _detected(link: str, source: Source) -> Source:
 def _pcie_bytes_per_s(link: tuple[int, int]) -> float:
     generation, lanes = link
     return _LANE_BYTES_PER_S[generation] * lanes
-
-
-# A machine as rows of a table.
-
-
-class HardwareRow(NamedTuple):
-    """One figure of a machine."""
-
-    field: str
-    """Such as ``call_s``, or ``flops_per_s.bf16`` for one precision."""
-    value: str
-    """With its unit, such as ``45 us``."""
-    source: Source | None
-    """None where a machine made in Python states none."""
-
-
-def explain_hardware(hardware: Hardware) -> list[HardwareRow]:
-    """Every figure of a machine with its source, in the order of the fields."""
-    return [
-        HardwareRow(name, quantity_of(name).format(value), hardware.sources.get(name))
-        for name, value in figures(hardware).items()
-    ]

@@ -1,117 +1,171 @@
-"""What a machine's memory system costs: the numbers that planner and simulator work with."""
+"""What a machine's memory system costs: the figures that planner and simulator work with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-__all__ = ["EvictionOrder", "FaultEviction", "Hardware", "Source"]
+from umem.hardware.quantities import (
+    BlockSize,
+    BytesPerSecond,
+    Capacity,
+    Count,
+    Flag,
+    FlopsPerSecond,
+    Quantity,
+    RangeSize,
+    Seconds,
+    SecondsPerByte,
+    Share,
+)
+from umem.trace import Precision
+
+__all__ = [
+    "FIGURES",
+    "PRECISIONS",
+    "EvictionOrder",
+    "FaultEviction",
+    "Hardware",
+    "HardwareRow",
+    "Source",
+    "explain_hardware",
+    "figures",
+    "quantity_of",
+]
 
 EvictionOrder = Literal["access", "migration"]
-"""What the driver calls least recently used: by the device's last access, or by the last time that
-the driver moved or mapped the block."""
+"""What the driver counts as a block's last use: the device's last access, or the driver's last
+migration or mapping of the block."""
 
 FaultEviction = Literal["serial", "overlapped"]
-"""Whether a fault waits for the eviction that makes room for it, or both directions overlap."""
+"""Whether a fault waits for the eviction that makes room for it, or both run at once."""
+
+PRECISIONS = tuple(precision.name.lower() for precision in Precision)
+"""Keys of ``flops_per_s``; the number of a precision is its index."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a number comes from."""
+    """Where a figure comes from."""
 
     text: str
     assumption: bool
-    """True where nothing measured or published stands behind the number."""
+    """True where the figure is neither measured nor published."""
 
 
 @dataclass(frozen=True)
 class Hardware:
     """A device, its host and the link between them.
 
-    Sizes are bytes, times seconds, bandwidths bytes per second.
-
-    Parameters
-    ----------
-    name, description : str
-    device_bytes : int
-        Device memory that tensors can have.
-    host_bytes : int
-        Host memory that tensors can have.
-    block_bytes : int
-        Unit in which the driver evicts and that the simulator follows: 2 MiB.
-    page_bytes : int
-        What one fault brings in: 64 KiB on x86.
-    flops_per_s : mapping of str to float
-        Sustained matrix throughput by precision: ``fp32 tf32 fp16 bf16 fp8``.
-    memory_bytes_per_s : float
-        Sustained bandwidth of device memory, reads and writes together.
-    launch_s : float
-        Shortest duration of a phase.
-    to_device_bytes_per_s, to_host_bytes_per_s : float
-        Prefetch of pages in large calls, each direction alone.
-    link_bytes_per_s : float
-        Both directions together.
-    call_s : float
-        Fixed cost of one prefetch call, during which its direction moves nothing.
-    call_bytes : int
-        Size that long ranges are split into, one call each.
-    copy_to_device_bytes_per_s, copy_to_host_bytes_per_s : float
-        Explicit copies between device and host blocks, each direction alone.
-    copy_slowdown_s_per_byte : float
-        What a byte that is copied costs the computation beside it.
-    page_slowdown_s_per_byte : float
-        What a byte of pages that move costs the computation beside them.
-    mapped_read_bytes_per_s, mapped_write_bytes_per_s : float
-        Host memory used in place by kernels, each direction alone.
-    mapped_bytes_per_s : float
-        The same, reads and writes together.
-    fault_batch_s : float
-        Latency of one batch of faults, from the first fault to the start of its transfers.
-    faults_per_batch : int
-    fault_service_s : float
-        The driver's work per faulting page, besides the transfer.
-    speculation_threshold : float
-        Share of a block's pages past which the driver brings the rest in unasked; 1 for never.
-    fault_eviction : {"serial", "overlapped"}
-    eviction_order : {"access", "migration"}
-    ats : bool
-        The device reaches the host's own memory through the host's page tables, so that memory of
-        kind ``system`` is used in place and moved by access counters.
-    access_counter_threshold : int
-        Uses of a block in place, in phases, after which the driver moves it to the device; where
-        `ats`.
-    sources : mapping of str to Source
-        By field; ``flops_per_s.bf16`` for one precision.
+    Sizes are in bytes, times in seconds, bandwidths in bytes per second. To add a figure, add a
+    line here; a profile then needs it, with its source.
     """
 
     name: str
     description: str
-    device_bytes: int
-    host_bytes: int
-    block_bytes: int
-    page_bytes: int
-    flops_per_s: Mapping[str, float]
-    memory_bytes_per_s: float
-    launch_s: float
-    to_device_bytes_per_s: float
-    to_host_bytes_per_s: float
-    link_bytes_per_s: float
-    call_s: float
-    call_bytes: int
-    copy_to_device_bytes_per_s: float
-    copy_to_host_bytes_per_s: float
-    copy_slowdown_s_per_byte: float
-    page_slowdown_s_per_byte: float
-    mapped_read_bytes_per_s: float
-    mapped_write_bytes_per_s: float
-    mapped_bytes_per_s: float
-    fault_batch_s: float
-    faults_per_batch: int
-    fault_service_s: float
-    speculation_threshold: float
-    fault_eviction: FaultEviction
-    eviction_order: EvictionOrder
-    ats: bool
-    access_counter_threshold: int
+    device_bytes: Capacity
+    """Device memory that tensors can use."""
+    host_bytes: Capacity
+    """Host memory that tensors can use."""
+    block_bytes: BlockSize
+    """Unit in which the driver evicts and the simulator tracks residency: 2 MiB."""
+    page_bytes: BlockSize
+    """What one fault brings in: 64 KiB on x86."""
+    flops_per_s: Mapping[str, FlopsPerSecond]
+    """Sustained matrix throughput by precision: ``fp32 tf32 fp16 bf16 fp8``."""
+    memory_bytes_per_s: BytesPerSecond
+    """Sustained bandwidth of device memory, reads and writes together."""
+    launch_s: Seconds
+    """Shortest duration of a phase."""
+    to_device_bytes_per_s: BytesPerSecond
+    """Prefetch of pages to the device in large calls, alone."""
+    to_host_bytes_per_s: BytesPerSecond
+    """Prefetch of pages to the host in large calls, alone."""
+    link_bytes_per_s: BytesPerSecond
+    """Both directions together."""
+    call_s: Seconds
+    """Fixed cost of one prefetch call, during which its direction moves nothing."""
+    call_bytes: RangeSize
+    """Long ranges are split into calls of this size."""
+    copy_to_device_bytes_per_s: BytesPerSecond
+    """Explicit copies from a host block, alone."""
+    copy_to_host_bytes_per_s: BytesPerSecond
+    """Explicit copies to a host block, alone."""
+    copy_slowdown_s_per_byte: SecondsPerByte
+    """Time that each copied byte adds to the computation beside the copy."""
+    page_slowdown_s_per_byte: SecondsPerByte
+    """Time that each byte of migrating pages adds to the computation beside them."""
+    mapped_read_bytes_per_s: BytesPerSecond
+    """Host memory read in place by kernels, alone."""
+    mapped_write_bytes_per_s: BytesPerSecond
+    """Host memory written in place by kernels, alone."""
+    mapped_bytes_per_s: BytesPerSecond
+    """Host memory used in place by kernels, reads and writes together."""
+    fault_batch_s: Seconds
+    """Latency of one batch of faults, from the first fault to the start of its transfers."""
+    faults_per_batch: Count
+    """Most faults that the driver takes at once."""
+    fault_service_s: Seconds
+    """The driver's work for one faulting page, besides the transfer."""
+    speculation_threshold: Share
+    """Share of a block's pages above which the driver fetches the rest unasked; 1 for never."""
+    fault_eviction: Annotated[FaultEviction, Quantity("serial")]
+    eviction_order: Annotated[EvictionOrder, Quantity("migration")]
+    ats: Flag
+    """The device reaches the host's own memory through the host's page tables, so that memory of
+    kind ``system`` is used in place and moved by access counters."""
+    access_counter_threshold: Count
+    """Uses of a block in place, in phases, after which the driver moves it to the device; only
+    with `ats`."""
     sources: Mapping[str, Source]
+    """By figure; ``flops_per_s.bf16`` for one precision."""
+
+
+FIGURES: Mapping[str, Any] = {
+    name: hint
+    for name, hint in get_type_hints(Hardware, include_extras=True).items()
+    if name not in ("name", "description", "sources")
+}
+"""Type of each figure, with its :class:`~umem.hardware.quantities.Quantity`, in order."""
+
+
+def quantity_of(figure: str) -> Quantity:
+    """How a figure is written and shown, such as ``call_s`` or ``flops_per_s.bf16``."""
+    hint = FIGURES[figure.partition(".")[0]]
+    if not hasattr(hint, "__metadata__"):  # a mapping, such as of precisions
+        hint = hint.__args__[1]
+    quantity: Quantity = hint.__metadata__[-1]
+    return quantity
+
+
+def figures(hardware: Hardware) -> dict[str, Any]:
+    """Values of a machine by figure, with one entry for each precision."""
+    values: dict[str, Any] = {}
+    for name in FIGURES:
+        value = getattr(hardware, name)
+        if isinstance(value, Mapping):
+            values |= {f"{name}.{key}": value[key] for key in PRECISIONS if key in value}
+        else:
+            values[name] = value
+    return values
+
+
+@dataclass(frozen=True)
+class HardwareRow:
+    """One figure of a machine, as a row of a table."""
+
+    field: str
+    """Such as ``call_s``, or ``flops_per_s.bf16`` for one precision."""
+    value: str
+    """With its unit, such as ``45 us``."""
+    source: Source | None
+    """None where a machine made in Python states none."""
+
+
+def explain_hardware(hardware: Hardware) -> list[HardwareRow]:
+    """Every figure of a machine with its source."""
+    return [
+        HardwareRow(name, quantity_of(name).format(value), hardware.sources.get(name))
+        for name, value in figures(hardware).items()
+    ]

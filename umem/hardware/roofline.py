@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from umem.core.errors import HardwareError
-from umem.hardware.model import Hardware
-from umem.hardware.profile import PRECISIONS
+from umem.hardware.model import PRECISIONS, Hardware
 from umem.trace import Trace
 
 __all__ = ["with_durations"]

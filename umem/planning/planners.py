@@ -13,7 +13,7 @@ from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
-from umem.io.yaml_files import did_you_mean
+from umem.io.problems import did_you_mean
 from umem.planning.baselines import fault, lookahead, oracle, paging
 from umem.planning.problem import Clock, Placement, place
 from umem.planning.residency_modes import OPEN_MECHANISMS, hold, open_classes

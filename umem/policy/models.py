@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -16,19 +16,18 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from umem.core.classes import TensorClass
 from umem.core.units import NUMBER_PATTERN, parse_bytes, parse_percent
+from umem.io.problems import Conflict, raise_conflicts
+from umem.io.yaml_files import stated_keys
 
 __all__ = [
     "CHOICES",
-    "CONFLICT",
     "EXTENDS_FOLLOWED",
     "Bytes",
     "ClassRule",
     "ClassRules",
-    "Conflict",
     "DeviceBudget",
     "Eviction",
     "Limits",
@@ -43,9 +42,6 @@ __all__ = [
     "parse_device_budget",
     "parse_managed_limit",
     "policy_schema",
-    "raise_conflicts",
-    "rule_conflicts",
-    "stated_keys",
 ]
 
 MemoryKind = Literal["managed", "device", "system", "pinned"]
@@ -120,20 +116,6 @@ DeviceBudget = Annotated[
 
 
 # Combinations of a rule's keys that cannot work, with the remedy for each.
-
-CONFLICT = "rule_conflict"
-"""Code of the validation error that carries conflicts."""
-
-
-class Conflict(NamedTuple):
-    """A combination that cannot work."""
-
-    keys: tuple[str, ...]
-    """The keys of the rule that are involved; the first is the one to change."""
-    message: str
-    """What is wrong; the remedy."""
-    tensor_class: str | None = None
-    """Whose rule it is, where the conflict is not one of the rule by itself."""
 
 
 def rule_conflicts(
@@ -228,24 +210,11 @@ def rule_conflicts(
             "set eviction: auto, or mechanism: migrate",
         ),
     ]
-    return [Conflict(keys, f"{wrong}; {remedy}") for holds, keys, wrong, remedy in table if holds]
-
-
-def raise_conflicts(conflicts: list[Conflict]) -> None:
-    """Fail the validation that found conflicts, in the form that pydantic reports with others.
-
-    Raises
-    ------
-    PydanticCustomError
-        With code :data:`CONFLICT` and the conflicts as its context's ``conflicts``; not if there
-        are none.
-    """
-    if conflicts:
-        raise PydanticCustomError(
-            CONFLICT,
-            "{summary}",
-            {"summary": "; ".join(c.message for c in conflicts), "conflicts": conflicts},
-        )
+    return [
+        Conflict(keys[:1], f"{wrong}; {remedy}", keys[1:])
+        for holds, keys, wrong, remedy in table
+        if holds
+    ]
 
 
 # The models of a policy: its keys, their types and what they are when nothing is said.
@@ -353,10 +322,9 @@ class ClassRules(_Record):
         raise_conflicts(
             [
                 Conflict(
-                    ("mechanism",),
+                    (name, "mechanism"),
                     f"discard drops dead contents, and {name.replace('_', ' ')} live through the "
                     f"whole run: give {name} mechanism: auto",
-                    tensor_class=name,
                 )
                 for name in ("weights", "frozen_weights", "optimizer_state")
                 if getattr(self, name).mechanism == "discard"
@@ -449,13 +417,6 @@ def policy_schema() -> dict[str, Any]:
         **Policy.model_json_schema(),
         "title": "umem policy",
     }
-
-
-def stated_keys(value: Any) -> dict[Any, Any] | None:
-    """Keys that a mapping or a model states, without what follows from them; else None."""
-    if isinstance(value, BaseModel):
-        return {name: getattr(value, name) for name in value.model_fields_set}
-    return dict(value) if isinstance(value, Mapping) else None
 
 
 def _with_defaults(data: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from umem.core.classes import TensorClass
 from umem.core.errors import PolicyError
 from umem.core.units import format_bytes, parse_budget
-from umem.io.yaml_files import did_you_mean
+from umem.io.problems import did_you_mean
 from umem.policy.models import (
     CHOICES,
     ClassRule,

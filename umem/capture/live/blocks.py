@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import TraceError
-from umem.io.yaml_files import did_you_mean
+from umem.io.problems import did_you_mean
 from umem.runtime.model_parts import (
     find_chains,
     main_chain,

@@ -1,0 +1,253 @@
+"""What is wrong with a configuration file and where, in one line of text for each problem."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+__all__ = [
+    "Conflict",
+    "Document",
+    "Entry",
+    "InvalidFileError",
+    "KeyPath",
+    "Place",
+    "Problem",
+    "did_you_mean",
+    "explain",
+    "nearest",
+    "raise_conflicts",
+    "reject",
+    "shown",
+]
+
+KeyPath = tuple[str | int, ...]
+"""Keys, and numbers of list items, from the outside in; ``()`` for a whole file."""
+
+
+class Place(NamedTuple):
+    """Where something is written. Lines and columns count from 1, None where there is no text."""
+
+    file: str
+    line: int | None = None
+    column: int | None = None
+
+
+class Entry(NamedTuple):
+    """Where a key and its value are written."""
+
+    key: Place
+    value: Place
+
+
+class Document(NamedTuple):
+    """A file as written: plain data, and where each key of it is."""
+
+    data: dict[str, Any]
+    entries: dict[KeyPath, Entry]
+    """By path; ``()`` is the file as a whole."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem in a configuration file.
+
+    ``str()`` gives ``file:line:column: key: message``, without the parts that are not known.
+    """
+
+    file: str
+    """Path of the file, or a name for data that is not in a file."""
+    line: int | None
+    """From 1; None where there is no text."""
+    column: int | None
+    """From 1; None where there is no text."""
+    key: str
+    """Dotted key path, such as ``classes.weights.kind``; empty for the file as a whole."""
+    message: str
+    """What is wrong and what to do."""
+
+    def __str__(self) -> str:
+        place = self.file if self.line is None else f"{self.file}:{self.line}:{self.column}"
+        return ": ".join(part for part in (place, self.key, self.message) if part)
+
+
+class InvalidFileError(Exception):
+    """Carries problems up to the function that loads a file; users never see it."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        super().__init__()
+        self.problems = tuple(problems)
+
+
+def reject(place: Place, key: KeyPath, message: str) -> NoReturn:
+    """Stop reading a file at a problem after which nothing can be read."""
+    raise InvalidFileError([Problem(*place, _dotted(key), message)])
+
+
+def _dotted(path: KeyPath) -> str:
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
+    ).removeprefix(".")
+
+
+def shown(value: Any) -> str:
+    """A value as YAML writes it, cut short."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return reprlib.repr(value)
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The question, after a comma; empty where no word is similar."""
+    near = nearest(word, words)
+    return f", did you mean {near!r}?" if near else ""
+
+
+def nearest(word: str, words: Iterable[str], similarity: float = 0.6) -> str | None:
+    """The most similar of `words`, if at least this similar as :mod:`difflib` measures it."""
+    plain = word.lower().replace("-", "_")
+    candidates = {candidate.lower().replace("-", "_"): candidate for candidate in words}
+    near = difflib.get_close_matches(plain, candidates, n=1, cutoff=similarity)
+    return candidates[near[0]] if near else None
+
+
+# pydantic's validation errors, with the place in the file and the remedy.
+
+_CONFLICT = "conflict"
+
+
+class Conflict(NamedTuple):
+    """Values that are valid one by one and cannot hold together."""
+
+    path: KeyPath
+    """The key to change, below the model that finds the conflict."""
+    message: str
+    """What is wrong; the remedy."""
+    involved: tuple[str, ...] = ()
+    """Other keys of the same mapping that take part."""
+
+
+def raise_conflicts(conflicts: list[Conflict]) -> None:
+    """End a model's validation with these conflicts, each of which :func:`explain` reports.
+
+    Raises
+    ------
+    PydanticCustomError
+        Not if there are none.
+    """
+    from pydantic_core import PydanticCustomError
+
+    if conflicts:
+        summary = "; ".join(conflict.message for conflict in conflicts)
+        raise PydanticCustomError(
+            _CONFLICT, "{summary}", {"summary": summary, "conflicts": conflicts}
+        )
+
+
+def explain(
+    error: ValidationError,
+    document: Document,
+    model: type[BaseModel],
+    written_at: Callable[[KeyPath, tuple[str, ...]], list[KeyPath]] = lambda path, involved: [path],
+) -> list[Problem]:
+    """Problems that pydantic found in a document, each once, in the order of the text.
+
+    Parameters
+    ----------
+    error
+        From the validation of ``document.data``.
+    document
+        The file.
+    model
+        Model that the file was validated against.
+    written_at
+        For the path of an error and the other keys involved: the key path to report, then more
+        paths whose place to give where the first is not in the file.
+    """
+    problems = set()
+    for detail in error.errors(include_url=False):
+        for found in _conflicts(detail):
+            paths = written_at((*detail["loc"], *found.path), found.involved)
+            path = paths[0]
+            outward = (path[:length] for length in range(len(path), -1, -1))
+            entries = document.entries
+            entry = next(entries[at] for at in (*paths, *outward) if at in entries)
+            place = entry.key if detail["type"] == "extra_forbidden" else entry.value
+            message = found.message or _message(detail, model, path)
+            problems.add(Problem(*place, _dotted(path), message))
+    return sorted(problems, key=lambda p: (p.file, p.line or 0, p.column or 0, p.key, p.message))
+
+
+def _conflicts(detail: Any) -> list[Conflict]:
+    if detail["type"] == _CONFLICT:
+        return list(detail["ctx"]["conflicts"])
+    # The error of a default that depends on another key follows from the error of that key.
+    return [] if detail["type"] == "default_factory_not_called" else [Conflict((), "")]
+
+
+def _message(detail: Any, model: type[BaseModel], path: KeyPath) -> str:
+    value = shown(detail["input"])
+    match detail["type"]:
+        case "extra_forbidden":
+            return _unknown_key(model, path)
+        case "value_error":
+            return str(detail["ctx"]["error"])
+        case "literal_error":
+            words = re.findall("'([^']*)'", detail["ctx"]["expected"])
+            said = detail["input"]
+            hint = (did_you_mean(said, words) if isinstance(said, str) else "") or "."
+            return f"{value} is not valid{hint} Valid values: {', '.join(words)}"
+        case "bool_type":
+            return f"{value} is not true or false: write one of the two"
+        case "string_type":
+            return f"{value} is not text: write one word, or a string in quotes"
+        case "tuple_type":
+            choices = get_args(get_args(_type_at(model, path))[0])
+            return f"{value} is not a list: write it as [{', '.join(choices)}]"
+        case "missing":
+            return f"missing: {_how_to_write(model, path)}"
+        case "model_type":
+            return f"{value} is not a mapping: {_how_to_write(model, path)}"
+    return f"{value}: {detail['msg']}"
+
+
+def _how_to_write(model: type[BaseModel], path: KeyPath) -> str:
+    at = _type_at(model, path)
+    if not hasattr(at, "model_fields"):
+        at = _type_at(model, path[:-1])
+    example = getattr(at, "how_to_write", None)
+    keys = ", ".join(at.model_fields)
+    return example() if example else f"write keys below it. Valid keys: {keys}"
+
+
+def _unknown_key(model: type[BaseModel], path: KeyPath) -> str:
+    *outer, last = path
+    keys = list(_type_at(model, outer).model_fields)
+    hint = did_you_mean(str(last), keys)
+    if not hint:
+        # A valid key one level too high or too low.
+        dotted = {key.rpartition(".")[2]: key for key in _dotted_keys(model)}
+        near = nearest(str(last), dotted, similarity=0.85)
+        hint = f", did you mean {dotted[near]}?" if near else "."
+    return f"unknown key{hint} Valid keys: {', '.join(keys)}"
+
+
+def _type_at(model: type[BaseModel], path: Iterable[str | int]) -> Any:
+    at: Any = model
+    for key in path:
+        at = at.model_fields[key].annotation
+    return at
+
+
+def _dotted_keys(model: type[BaseModel]) -> Iterator[str]:
+    """Keys of a file and of its mappings, such as ``defaults`` and ``defaults.kind``."""
+    for name, field in model.model_fields.items():
+        yield name
+        yield from (f"{name}.{key}" for key in getattr(field.annotation, "model_fields", ()))
