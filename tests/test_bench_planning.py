@@ -272,9 +272,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None, reason: 
 def test_first_plans_of_a_process_are_timed(
     tiny: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_trace(tiny, tmp_path / "trace.json.gz")
+    save_trace(tiny, tmp_path / "trace.npz")
 
-    _first_plan.main(str(tmp_path / "trace.json.gz"), "gh200-96", "sft")
+    _first_plan.main(str(tmp_path / "trace.npz"), "gh200-96", "sft")
 
     assert float(capsys.readouterr().out) > 0
 

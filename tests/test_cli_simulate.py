@@ -372,7 +372,7 @@ def test_the_example_in_the_docs_runs(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    layers.rename("step.json.gz")
+    layers.rename("step.npz")
     (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     exec(compile(example, "docs/simulate.md", "exec"), {})
     assert (tmp_path / "residency.png").is_file()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from functools import partial
 from pathlib import Path
 
 import pytest
+from archives import contents
 from command_line import Run, umem_command
 
 from umem.core.classes import TensorClass
 from umem.trace import load_trace
+from umem.trace.file import TRACE_FORMAT
 
 MIB = 1 << 20
 
@@ -73,7 +74,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_a_script_is_recorded_and_summarised(run: Run, files: Path) -> None:
-    status, output, errors = run("train.py:make_step", "-o", "step.json.gz", "--json")
+    status, output, errors = run("train.py:make_step", "-o", "step.npz", "--json")
     assert status == 0
     # What the script prints does not end up in the JSON.
     assert errors == "importing\n"
@@ -88,7 +89,7 @@ def test_a_script_is_recorded_and_summarised(run: Run, files: Path) -> None:
     assert summary["hardware"] == "gh200-96"
     assert summary["step_s"] > 0
     assert summary["own_durations"] is False
-    trace = load_trace(files / "step.json.gz")
+    trace = load_trace(files / "step.npz")
     assert trace.tensor_count == summary["tensors"]
     assert trace.phase_count == sum(summary["phases"].values())
 
@@ -124,11 +125,11 @@ def test_show_prints_a_table_and_writes_nothing(run: Run, files: Path) -> None:
 
 
 def test_import_converts(run: Run, files: Path) -> None:
-    status, output, errors = run("--import", "three.json", "-o", "new/three.json.gz")
+    status, output, errors = run("--import", "three.json", "-o", "new/three.npz")
     assert (status, errors) == (0, "")
-    assert output.splitlines()[-1] == "wrote new/three.json.gz"
-    converted = files / "new" / "three.json.gz"
-    assert json.loads(gzip.decompress(converted.read_bytes()))["format"] != EXCHANGE["format"]
+    assert output.splitlines()[-1] == "wrote new/three.npz"
+    converted = files / "new" / "three.npz"
+    assert contents(converted)["format"] == TRACE_FORMAT
     assert load_trace(converted).phase_names == ("in", "out", "update")
 
 
@@ -148,7 +149,7 @@ def test_a_known_model_is_recorded(run: Run, files: Path) -> None:
         (["--json"], "give script.py:function, --model, --import or --show"),
         (["train.py", "--show", "three.json"], "a script and --show: give one of them"),
         (["--import", "three.json"], "--import writes a trace: give --output FILE, or --show"),
-        (["--show", "three.json", "-o", "x.json.gz"], "--show writes nothing"),
+        (["--show", "three.json", "-o", "x.npz"], "--show writes nothing"),
         (["train.py", "--batch", "2"], "belong to --model"),
         (["--show", "three.json", "--mode", "sft"], "belong to --model"),
         (["--show", "nowhere.json"], "umem: nowhere.json: "),

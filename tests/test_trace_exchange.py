@@ -100,8 +100,8 @@ def test_what_is_optional_may_be_missing(tmp_path: Path) -> None:
 
 def test_an_imported_trace_can_be_saved_as_our_own(tmp_path: Path) -> None:
     trace = loaded(tmp_path, exchange())
-    save_trace(trace, tmp_path / "own.json.gz")
-    back = load_trace(tmp_path / "own.json.gz")
+    save_trace(trace, tmp_path / "own.npz")
+    back = load_trace(tmp_path / "own.npz")
     assert back.tensor_names == trace.tensor_names
     assert back.metadata == trace.metadata
     assert np.array_equal(back.access_tensor, trace.access_tensor)
@@ -111,36 +111,48 @@ def test_an_imported_trace_can_be_saved_as_our_own(tmp_path: Path) -> None:
     ("where", "value", "message"),
     [
         (("tensors", 2, "id"), 7, r"tensors\[2\]\.id: 7 is also the id of tensors\[0\]"),
-        (("tensors", 2, "id"), True, r"tensors\[2\]\.id: true is not an integer"),
-        (("tensors", 2, "id"), 2**63, r"tensors\[2\]\.id: 9223372036854775808 is not an integer"),
-        (("tensors", 2, "bytes"), 0, r"tensors\[2\]\.bytes: 0 is not a size"),
-        (("tensors", 2, "bytes"), 2**50 + 1, r"tensors\[2\]\.bytes: \d+ is not a size"),
-        (("tensors", 2, "bytes"), 1.5, r"tensors\[2\]\.bytes: 1.5 is not a size"),
-        (("tensors", 2, "bytes"), True, r"tensors\[2\]\.bytes: true is not a size"),
-        (("tensors", 2, "class"), "weight", r"tensors\[2\]\.class: 'weight' is no class: give one"),
-        (("tensors", 2, "class"), ["weights"], r"tensors\[2\]\.class: a list is no class"),
-        (("tensors", 2, "persistent"), 1, r"tensors\[2\]\.persistent: 1 is neither true nor"),
-        (("tensors", 2, "size"), 1, r"tensors\[2\]\.size: unknown key"),
-        (("tensors", 2), 5, r"tensors\[2\]: 5 is not an object of id, bytes, class, persistent"),
-        (("tensors",), {}, "tensors: an object is not a list"),
+        (("tensors", 2, "id"), True, r"tensors\[2\]\.id: true: .* integer"),
+        (("tensors", 2, "id"), 2**63, r"tensors\[2\]\.id: 9223372036854775808: .* less than"),
+        (("tensors", 2, "bytes"), 0, r"tensors\[2\]\.bytes: 0: .* greater than or equal to 1"),
+        (
+            ("tensors", 2, "bytes"),
+            2**50 + 1,
+            r"tensors\[2\]\.bytes: \d+: .* equal to 1125899906842624",
+        ),
+        (("tensors", 2, "bytes"), 1.5, r"tensors\[2\]\.bytes: 1.5: .* integer"),
+        (("tensors", 2, "bytes"), True, r"tensors\[2\]\.bytes: true: .* integer"),
+        (("tensors", 2, "class"), "weight", r"tensors\[2\]\.class: 'weight': .* 'frozen_weights'"),
+        (("tensors", 2, "class"), ["weights"], r"tensors\[2\]\.class: a list: .* 'frozen_weights'"),
+        (("tensors", 2, "persistent"), 1, r"tensors\[2\]\.persistent: 1: .* boolean"),
+        (("tensors", 2, "size"), 1, r"tensors\[2\]\.size: unknown key.* id, bytes, class, persis"),
+        (("tensors", 2), 5, r"tensors\[2\]: 5: .* dictionary"),
+        (("tensors",), {}, "tensors: an object: .* list"),
         (("tensors",), [], r"phases\[1\]\.reads\[0\]: tensor 7 is not among the tensors"),
         (("phases",), [], "phase_names: 0 entries; a trace has from 1"),
-        (("phases", 3), [], r"phases\[3\]: a list is not an object of name, duration_us"),
-        (("phases", 3, "name"), 5, r"phases\[3\]\.name: 5 is not text"),
+        (("phases", 3), [], r"phases\[3\]: a list: .* dictionary"),
+        (("phases", 3, "name"), 5, r"phases\[3\]\.name: 5: .* string"),
         (("phases", 3, "name"), "\x1b", r"phase_names\[3\]: holds the control character"),
-        (("phases", 3, "duration_us"), -1, r"phases\[3\]\.duration_us: -1 is not a duration"),
-        (("phases", 3, "duration_us"), 1e12, r"phases\[3\]\.duration_us: 1\S+ is not a duration"),
-        (("phases", 3, "duration_us"), 10**400, r"phases\[3\]\.duration_us: 1\S+ is not a dura"),
-        (("phases", 3, "duration_us"), None, r"phases\[3\]\.duration_us: null is not a duration"),
-        (("phases", 3, "duration_us"), True, r"phases\[3\]\.duration_us: true is not a duration"),
+        (
+            ("phases", 3, "duration_us"),
+            -1,
+            r"phases\[3\]\.duration_us: -1: .* greater than or equal to 0",
+        ),
+        (
+            ("phases", 3, "duration_us"),
+            2e12,
+            r"phases\[3\]\.duration_us: 2\S+: .* equal to 1000000000000",
+        ),
+        (("phases", 3, "duration_us"), 10**400, r"phases\[3\]\.duration_us: 1\S+: .* number"),
+        (("phases", 3, "duration_us"), None, r"phases\[3\]\.duration_us: null: .* number"),
+        (("phases", 3, "duration_us"), True, r"phases\[3\]\.duration_us: true: .* number"),
         (("phases", 3, "reads", 0), 99, r"phases\[3\]\.reads\[0\]: tensor 99 is not among the"),
-        (("phases", 2, "reads", 1), 7.0, r"phases\[2\]\.reads\[1\]: tensor 7.0 is not among the"),
-        (("phases", 2, "writes"), 7, r"phases\[2\]\.writes: 7 is not a list of tensor ids"),
+        (("phases", 2, "reads", 1), 7.0, r"phases\[2\]\.reads\[1\]: 7.0: .* integer"),
+        (("phases", 2, "writes"), 7, r"phases\[2\]\.writes: 7: .* list"),
         (("phases", 2, "write"), [], r"phases\[2\]\.write: unknown key"),
-        (("published",), [], "published: a list is not an object"),
-        (("published", "ideal"), None, "published: 'ideal' is null: give text or a finite number"),
-        (("published", "ideal"), True, "published: 'ideal' is true: give text or a finite number"),
-        (("name",), 5, "name: 5 is not text"),
+        (("published",), [], "published: a list: .* dictionary"),
+        (("published", "ideal"), None, "metadata.published_ideal: a NoneType; give text"),
+        (("published", "ideal"), True, "metadata.published_ideal: a bool; give text"),
+        (("name",), 5, "name: 5: .* string"),
     ],
 )
 def test_a_bad_document_names_file_and_place(
@@ -168,8 +180,8 @@ def test_arguments_named_twice_and_keys_of_other_tools_are_read(tmp_path: Path) 
 
 def test_infinite_durations_and_figures_are_refused(tmp_path: Path) -> None:
     for old, message in (
-        ("1500.5", r"phases\[1\]\.duration_us: inf is not a duration"),
-        ("3.5", "published: 'ideal' is inf"),
+        ("1500.5", r"phases\[1\]\.duration_us: inf: .* finite"),
+        ("3.5", "metadata.published_ideal: inf; give a finite number"),
     ):
         path = tmp_path / "doc.json"
         path.write_text(json.dumps(exchange()).replace(old, "1e999"))
@@ -212,5 +224,5 @@ def test_a_published_trace_loads_and_its_phases_take_the_published_time(
     assert trace.duration_s.sum() * 1e3 == pytest.approx(
         float(trace.metadata["published_ideal"]), rel=1e-5
     )
-    save_trace(trace, tmp_path / "own.json.gz")
-    assert np.array_equal(load_trace(tmp_path / "own.json.gz").access_mode, trace.access_mode)
+    save_trace(trace, tmp_path / "own.npz")
+    assert np.array_equal(load_trace(tmp_path / "own.npz").access_mode, trace.access_mode)

@@ -44,7 +44,7 @@ def time_first_use(
 
     times_s = []
     with tempfile.TemporaryDirectory(prefix="umem-bench-") as folder:
-        path = Path(folder, "trace.json.gz")
+        path = Path(folder, "trace.npz")
         save_trace(with_layers(trace, _LAYERS), path)
         environment = dict(os.environ, NUMBA_CACHE_DIR=str(Path(folder, "numba")))
         for words in ("compiling", "from numba's cache"):

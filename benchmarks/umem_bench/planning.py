@@ -148,7 +148,7 @@ def _workload(
     ranks = 1 if fits else RANKS
     trace = with_durations(recorded if fits else share_of_state(recorded, ranks), hardware)
     with tempfile.TemporaryDirectory(prefix="umem-bench-") as folder:
-        path = Path(folder, "trace.json.gz")
+        path = Path(folder, "trace.npz")
         save_trace(trace, path)
         trace_bytes = path.stat().st_size
     planners = []

@@ -61,7 +61,7 @@ def trace(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the trace, as .json.gz."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write the trace, as .npz."),
     ] = None,
     hardware: HardwareOption = DEFAULT_HARDWARE,
     as_json: Annotated[

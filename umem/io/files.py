@@ -11,7 +11,7 @@ from pathlib import Path
 
 from umem.core.units import format_bytes
 
-__all__ = ["compress", "read_file", "replace_file"]
+__all__ = ["begins_with", "compress", "read_file", "replace_file"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WBITS = 31  # zlib's number for its largest window in a gzip wrapper
@@ -79,6 +79,15 @@ def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     if content.startswith(_GZIP_MAGIC):
         return _decompress(content, limit_bytes)
     return content
+
+
+def begins_with(path: str | os.PathLike[str], mark: bytes) -> bool:
+    """Whether a file begins with these bytes; False if it cannot be read."""
+    try:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            return file.read(len(mark)) == mark
+    except (OSError, ValueError):  # ValueError: a null character in the path
+        return False
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

@@ -1,0 +1,427 @@
+"""Files of NumPy columns with a JSON header, and plain JSON documents; both checked by pydantic.
+
+A file of columns is an ``.npz`` archive, which ``numpy.load`` reads too. Its member ``header``
+holds JSON in UTF-8, and each other member one column of numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+import os
+import re
+import reprlib
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar, get_args
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from umem._version import __version__
+from umem.core.errors import UmemError
+from umem.core.units import format_bytes
+from umem.io.files import begins_with, read_file, replace_file
+
+__all__ = [
+    "MAX_COLUMN_BYTES",
+    "MAX_FILE_BYTES",
+    "MAX_VALUES",
+    "Checker",
+    "Columns",
+    "Header",
+    "Model",
+    "check_format",
+    "is_archive",
+    "read_columns",
+    "read_json",
+    "shown",
+    "write_columns",
+]
+
+MAX_FILE_BYTES = 128 * 2**20
+"""Largest file, and largest JSON text in it."""
+
+MAX_COLUMN_BYTES = 512 * 2**20
+"""Largest size of all members of a file together, decompressed."""
+
+MAX_VALUES = 2**24
+"""Most commas and opening brackets in JSON text, and so most values: a file can name millions of
+empty lists in few bytes, and each takes a hundred times the memory."""
+
+Columns = Mapping[str, npt.NDArray[Any]]
+
+_MAGIC = b"PK"
+_HEADER = "header"
+_SUFFIX = ".npy"
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile decompresses these within bounds
+
+
+class Model(BaseModel):
+    """Base of JSON objects in files: no unknown keys, no conversions, no infinite numbers."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Header(Model):
+    """Base of headers. The default of `format`, such as ``umem-trace/3``, is what is read."""
+
+    format: str
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+_Header = TypeVar("_Header", bound=Header)
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Checks on the content of one file. Each error begins with the file and the place in it.
+
+    Parameters
+    ----------
+    place : str
+        Path of the file, or another name of what is checked.
+    error : type of UmemError
+        Error to raise.
+    """
+
+    place: str
+    error: type[UmemError]
+
+    def refuse(self, where: str, message: str) -> NoReturn:
+        """Raise the error for a place in the file, such as ``phases[3].reads``."""
+        raise self.error(": ".join(part for part in (self.place, where, message) if part))
+
+    def refuse_where(
+        self, bad: npt.NDArray[np.bool_], key: str, message: Callable[[Any], str]
+    ) -> None:
+        """Raise the error for the first bad entry of a column; `message` gets its index."""
+        if bad.any():
+            index = int(bad.argmax())
+            self.refuse(f"{key}[{index}]", message(index))
+
+    def require_range(self, key: str, column: npt.NDArray[Any], low: float, high: float) -> None:
+        """Refuse a column with a value that is not a number from `low` to `high`."""
+        self.refuse_where(
+            ~((column >= low) & (column <= high)),
+            key,
+            lambda index: f"{column[index]} is not from {low} to {high}",
+        )
+
+    def require_column(
+        self, key: str, column: object, dtype: npt.DTypeLike, length: int | None = None
+    ) -> None:
+        """Refuse anything but a one-dimensional array of this type and length."""
+        if not isinstance(column, np.ndarray) or column.ndim != 1:
+            self.refuse(key, "not a column; give a one-dimensional NumPy array")
+        if column.dtype != dtype:
+            self.refuse(key, f"of {column.dtype}; make it {np.dtype(dtype)}")
+        if length is not None and len(column) != length:
+            self.refuse(key, f"{len(column)} entries; it takes {length}")
+
+    def validate(self, model: type[_Model], data: object) -> _Model:
+        """Make a model of plain data; the error names the first key that is wrong."""
+        try:
+            return model.model_validate(data)
+        except ValidationError as problem:
+            first = problem.errors(include_url=False, include_context=False)[0]
+            raise self.error(f"{self.place}: {_explained(model, first)}") from None
+
+
+def _explained(model: type[BaseModel], problem: ErrorDetails) -> str:
+    """Place and message of a problem that pydantic found."""
+    path, message = problem["loc"], problem["msg"]
+    parts = [f"[{it}]" if isinstance(it, int) else f".{_name(it)}" for it in path]
+    where = "".join(parts).removeprefix(".")
+    if problem["type"] == "missing":
+        return f"{where}: missing: add the key"
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key{_valid(str(path[-1]), _keys_at(model, path[:-1]))}"
+    return f"{where}: {shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _name(key: str) -> str:
+    return key if re.fullmatch(r"\w{1,40}", key) else shown(key)
+
+
+def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """Keys of the model at a path below another model."""
+    for key in path:
+        for name, field in model.model_fields.items():
+            if key in (name, field.alias):
+                types = (field.annotation, *get_args(field.annotation))
+                model = next((it for it in types if hasattr(it, "model_fields")), model)
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _valid(name: str, names: Iterable[str]) -> str:
+    """End of a message about an unknown name: the nearest of the valid ones, and all of them."""
+    names = list(names)
+    near = difflib.get_close_matches(name, names, n=1)
+    return (f", did you mean {near[0]!r}?" if near else ".") + f" Valid: {', '.join(names)}"
+
+
+def shown(value: object) -> str:
+    """A value as JSON writes it, cut short."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return reprlib.repr(value)
+
+
+def check_format(said: object, noun: str, readable: tuple[str, ...], check: Checker) -> None:
+    """Refuse a format that cannot be read.
+
+    Parameters
+    ----------
+    said
+        The format that a file names, such as ``umem-plan/2``: family and version.
+    noun
+        Content that is wanted, such as ``a plan``.
+    readable
+        Formats of one family, the newest last.
+    check
+        Names the file.
+    """
+    if said in readable:
+        return
+    known = " and ".join(readable)
+    family, newest = readable[-1].split("/")
+    version = re.fullmatch(rf"{family}/([0-9]{{1,9}})", said) if isinstance(said, str) else None
+    if version is None:
+        what = "missing, so this" if said is None else shown(said)
+        check.refuse("format", f"{what} is not {noun}: give a file of {known}")
+    is_newer = int(version[1]) > int(newest)
+    age, remedy = ("a newer", "upgrade umem") if is_newer else ("an older", "make the file again")
+    check.refuse("format", f"{said} is of {age} umem; umem {__version__} reads {known}: {remedy}")
+
+
+# Writing and reading files of columns.
+
+
+def write_columns(
+    path: str | os.PathLike[str], header: Header, columns: Columns, *, error: type[UmemError]
+) -> None:
+    """Write a header and columns as a compressed ``.npz`` archive, in one piece.
+
+    Missing folders are made. Equal content gives equal bytes.
+
+    Parameters
+    ----------
+    path
+        The name does not matter; ``.npz`` is usual.
+    header
+        Everything that is not a column of numbers, texts included.
+    columns
+        One-dimensional arrays of numbers, by name.
+    error
+        Raised if the file cannot be written, or is too large to be read again; an old file is then
+        as it was.
+    """
+    check = Checker(f"{os.fspath(path)}: not written", error)
+    text = json.dumps(header.model_dump(), allow_nan=False, separators=(",", ":")).encode()
+    _check_text(text, check)
+    if sum(column.nbytes for column in columns.values()) + len(text) > MAX_COLUMN_BYTES:
+        check.refuse("", f"columns of more than {format_bytes(MAX_COLUMN_BYTES)}")
+    content = io.BytesIO()
+    members: dict[str, Any] = {_HEADER: np.frombuffer(text, np.uint8), **columns}
+    np.savez_compressed(content, **members)
+    if len(content.getbuffer()) > MAX_FILE_BYTES:
+        check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}")
+    try:
+        replace_file(path, content.getvalue())
+    except OSError as problem:
+        raise error(
+            f"{path}: cannot be written ({_reason(problem)}): check the path and the space"
+        ) from problem
+
+
+def read_columns(
+    path: str | os.PathLike[str],
+    header_type: type[_Header],
+    dtypes: Mapping[str, npt.DTypeLike],
+    *,
+    noun: str,
+    error: type[UmemError],
+    optional: Collection[str] = (),
+) -> tuple[_Header, dict[str, npt.NDArray[Any]]]:
+    """Read what :func:`write_columns` wrote. The file may come from a stranger.
+
+    The sizes that members declare are checked before anything is decompressed, and nothing is ever
+    unpickled.
+
+    Parameters
+    ----------
+    path
+        The file.
+    header_type
+        Model of the header.
+    dtypes
+        Types of the columns, by name.
+    noun
+        Content of the file, such as ``a trace``.
+    error
+        Raised if the file cannot be read, is too large, damaged, or not such a file. The message
+        names the file, the member and the remedy.
+    optional
+        Names of columns that may be missing.
+
+    Returns
+    -------
+    header
+        Valid by its model.
+    columns
+        Read-only and one-dimensional, of the given types and any length.
+    """
+    check = Checker(os.fspath(path), error)
+    known = header_type.model_fields["format"].default
+    content = _content(path, check)
+    if not content.startswith(_MAGIC):
+        remedy = f"give a file of {known}, or make it again if it is of an older umem"
+        check.refuse("", f"not an .npz archive, so this is not {noun}: {remedy}")
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(content))
+    except Exception as problem:
+        raise error(f"{path}: damaged, or ends too early: copy the file again") from problem
+    members = _members(archive, check)
+    text = _column(archive, members.pop(_HEADER, None), _HEADER, np.uint8, check).tobytes()
+    data = _parsed(text, Checker(f"{check.place}: {_HEADER}", error))
+    check_format(data.get("format"), noun, (known,), check)
+    header = check.validate(header_type, data)
+    for name in members.keys() - dtypes.keys():
+        check.refuse(_name(name), f"unknown column{_valid(name, dtypes)}")
+    return header, {
+        name: _column(archive, members.get(name), name, dtype, check)
+        for name, dtype in dtypes.items()
+        if name in members or name not in optional
+    }
+
+
+def is_archive(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as an ``.npz`` archive does; False if it cannot be read."""
+    return begins_with(path, _MAGIC)
+
+
+def _content(path: str | os.PathLike[str], check: Checker) -> bytes:
+    try:
+        return read_file(path, MAX_FILE_BYTES)
+    except OSError as problem:
+        reason = f"cannot be read ({_reason(problem)}): check the path"
+        raise check.error(f"{check.place}: {reason}") from problem
+    except ValueError as problem:
+        raise check.error(f"{check.place}: {problem}") from problem
+
+
+def _reason(problem: OSError) -> str:
+    return (problem.strerror or str(problem)).lower()
+
+
+def _members(archive: zipfile.ZipFile, check: Checker) -> dict[str, zipfile.ZipInfo]:
+    """Members by name, after their declared sizes are checked."""
+    infos = archive.infolist()
+    members = {info.filename.removesuffix(_SUFFIX): info for info in infos}
+    size_bytes = sum(info.file_size for info in infos)
+    if len(members) != len(infos) or any(info.compress_type not in _METHODS for info in infos):
+        check.refuse("", "members twice, or not compressed with deflate: give a file of umem's")
+    if size_bytes > MAX_COLUMN_BYTES:
+        check.refuse(
+            "",
+            f"{format_bytes(size_bytes)} when decompressed: umem reads at most "
+            f"{format_bytes(MAX_COLUMN_BYTES)}",
+        )
+    return members
+
+
+def _column(
+    archive: zipfile.ZipFile,
+    info: zipfile.ZipInfo | None,
+    name: str,
+    dtype: npt.DTypeLike,
+    check: Checker,
+) -> npt.NDArray[Any]:
+    """Column of a member. NumPy makes no array by the member's own word, so it may lie."""
+    if info is None:
+        check.refuse(name, "missing: give a file that umem wrote")
+    try:
+        with archive.open(info) as member:
+            content = member.read(info.file_size)
+        stream = io.BytesIO(content)
+        np.lib.format.read_magic(stream)
+        shape, _, found = np.lib.format.read_array_header_1_0(stream)
+    except Exception as problem:  # damage makes zipfile and NumPy raise many kinds
+        raise check.error(f"{check.place}: {name}: damaged: copy the file again") from problem
+    start = stream.tell()
+    if found != dtype:
+        check.refuse(name, f"of {found}; it takes {np.dtype(dtype)}")
+    if len(shape) != 1 or shape[0] * found.itemsize != len(content) - start:
+        check.refuse(name, f"of shape {shape} in {len(content) - start} bytes: copy the file again")
+    column = np.frombuffer(content, found, offset=start)
+    if found == np.bool_ and (column.view(np.uint8) > 1).any():
+        check.refuse(name, "bytes other than 0 and 1; give a file that umem wrote")
+    return column
+
+
+# Plain JSON documents.
+
+
+def read_json(path: str | os.PathLike[str], *, error: type[UmemError]) -> dict[str, Any]:
+    """Read a file of one JSON object, plain or compressed with gzip.
+
+    Raises
+    ------
+    error
+        If the file cannot be read, is too large, or is not strictly such a file: duplicate keys
+        are refused, and so are numbers that JSON lacks.
+    """
+    check = Checker(os.fspath(path), error)
+    return _parsed(_content(path, check), check)
+
+
+def _check_text(text: bytes, check: Checker) -> None:
+    """Refuse JSON text that breaks a bound."""
+    if len(text) > MAX_FILE_BYTES:
+        check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}: no file of umem is")
+    if sum(text.count(mark) for mark in b",[{") > MAX_VALUES:
+        check.refuse("", f"more than {MAX_VALUES} values: no file of umem has as many")
+
+
+def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
+    _check_text(text, check)
+    try:
+        data = json.loads(
+            text.decode("utf-8-sig"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse_constant,
+        )
+    except UnicodeDecodeError:
+        check.refuse("", "neither gzip nor UTF-8 text: give a file that umem wrote")
+    except json.JSONDecodeError as problem:
+        raise check.error(
+            f"{check.place}:{problem.lineno}:{problem.colno}: not valid JSON ({problem.msg}): "
+            "give a file that umem wrote"
+        ) from problem
+    except RecursionError:
+        check.refuse("", "nested too deeply: no file of umem is")
+    except ValueError as problem:  # what the hooks refuse, and integers of thousands of digits
+        check.refuse("", str(problem))
+    if not isinstance(data, dict):
+        check.refuse("", f"holds {shown(data)}: a file of umem holds one JSON object")
+    return data
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)} is there twice: remove one of the two")
+    return mapping
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number in JSON: write a finite number, or null")
