@@ -322,15 +322,15 @@ def test_a_file_that_was_packed_anew_is_read(tmp_path: Path) -> None:
         ({"format": "umem-trace/9"}, "format: umem-trace/9 is of a newer umem"),
         ({"format": "umem-trace/2"}, "format: umem-trace/2 is of an older umem"),
         ({"format": "umem-plan/1"}, "format: 'umem-plan/1' is not a trace"),
-        ({"flop": 1}, "flop: unknown key. Valid: format, name"),
+        ({"flop": 1}, "flop: unknown key. Valid keys: format, name"),
         (
             {"durations_s": np.zeros(3)},
-            "durations_s: unknown column, did you mean 'duration_s'.* Valid: tensor_b",
+            "'durations_s': unknown column, did .* 'duration_s'.* Valid columns: tensor_b",
         ),
-        ({"name": 5}, "name: 5: .* valid string"),
+        ({"name": 5}, "name: 5 is not text"),
         ({"name": "\ud800"}, r"name: .* control character '\\ud800'"),
         ({"tensor_names": "abc"}, "tensor_names: 'abc': .* valid list"),
-        ({"tensor_names": ["a", "b", 3]}, r"tensor_names\[2\]: 3: .* valid string"),
+        ({"tensor_names": ["a", "b", 3]}, r"tensor_names\[2\]: 3 is not text"),
         ({"tensor_bytes": [1, 1]}, "tensor_bytes: 2 entries; it takes 3"),
         ({"tensor_bytes": np.ones(3)}, "tensor_bytes: of float64; it takes int64"),
         ({"tensor_class": [0, 1, 9]}, r"tensor_class\[2\]: 9 is not from 0 to 5"),
@@ -341,7 +341,7 @@ def test_a_file_that_was_packed_anew_is_read(tmp_path: Path) -> None:
         ({"access_start": [0, 2, 5]}, "access_start: 3 entries; it takes 4"),
         ({"access_tensor": [0, 1, 1, 99, 0]}, r"access_tensor\[3\]: 99 is not from 0 to 2"),
         ({"access_mode": [1, 2, 1, 2]}, "access_mode: 4 entries; it takes 5"),
-        ({"metadata": []}, "metadata: a list: .* dictionary"),
+        ({"metadata": []}, r"metadata: \[\]: .* dictionary"),
         ({"metadata": {"a": [1]}}, "metadata.a: a list; give text or a number"),
     ],
 )
@@ -364,7 +364,7 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
 
 def test_a_misspelt_column_gets_the_right_one_named(tmp_path: Path) -> None:
     path = saved(tmp_path, flop=np.zeros(3))
-    with pytest.raises(TraceError, match=r"flop: unknown column, did you mean 'flops'\?"):
+    with pytest.raises(TraceError, match=r"'flop': unknown column, did you mean 'flops'\?"):
         load_trace(path)
 
 

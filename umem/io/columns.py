@@ -6,26 +6,25 @@ holds JSON in UTF-8, and each other member one column of numbers.
 
 from __future__ import annotations
 
-import difflib
 import io
 import json
 import os
 import re
-import reprlib
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 
 from umem._version import __version__
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 from umem.io.files import begins_with, read_file, replace_file
+from umem.io.problems import did_you_mean, first_problem, shown
 
 __all__ = [
     "MAX_COLUMN_BYTES",
@@ -39,7 +38,6 @@ __all__ = [
     "is_archive",
     "read_columns",
     "read_json",
-    "shown",
     "write_columns",
 ]
 
@@ -128,50 +126,7 @@ class Checker:
         try:
             return model.model_validate(data)
         except ValidationError as problem:
-            first = problem.errors(include_url=False, include_context=False)[0]
-            raise self.error(f"{self.place}: {_explained(model, first)}") from None
-
-
-def _explained(model: type[BaseModel], problem: ErrorDetails) -> str:
-    """Place and message of a problem that pydantic found."""
-    path, message = problem["loc"], problem["msg"]
-    parts = [f"[{it}]" if isinstance(it, int) else f".{_name(it)}" for it in path]
-    where = "".join(parts).removeprefix(".")
-    if problem["type"] == "missing":
-        return f"{where}: missing: add the key"
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key{_valid(str(path[-1]), _keys_at(model, path[:-1]))}"
-    return f"{where}: {shown(problem['input'])}: {message[0].lower()}{message[1:]}"
-
-
-def _name(key: str) -> str:
-    return key if re.fullmatch(r"\w{1,40}", key) else shown(key)
-
-
-def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    """Keys of the model at a path below another model."""
-    for key in path:
-        for name, field in model.model_fields.items():
-            if key in (name, field.alias):
-                types = (field.annotation, *get_args(field.annotation))
-                model = next((it for it in types if hasattr(it, "model_fields")), model)
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _valid(name: str, names: Iterable[str]) -> str:
-    """End of a message about an unknown name: the nearest of the valid ones, and all of them."""
-    names = list(names)
-    near = difflib.get_close_matches(name, names, n=1)
-    return (f", did you mean {near[0]!r}?" if near else ".") + f" Valid: {', '.join(names)}"
-
-
-def shown(value: object) -> str:
-    """A value as JSON writes it, cut short."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
-    return reprlib.repr(value)
+            raise self.error(str(first_problem(problem, self.place, model))) from None
 
 
 def check_format(said: object, noun: str, readable: tuple[str, ...], check: Checker) -> None:
@@ -294,7 +249,8 @@ def read_columns(
     check_format(data.get("format"), noun, (known,), check)
     header = check.validate(header_type, data)
     for name in members.keys() - dtypes.keys():
-        check.refuse(_name(name), f"unknown column{_valid(name, dtypes)}")
+        hint = did_you_mean(name, dtypes) or "."
+        check.refuse(shown(name), f"unknown column{hint} Valid columns: {', '.join(dtypes)}")
     return header, {
         name: _column(archive, members.get(name), name, dtype, check)
         for name, dtype in dtypes.items()
@@ -395,7 +351,7 @@ def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
     try:
         data = json.loads(
             text.decode("utf-8-sig"),
-            object_pairs_hook=_without_duplicates,
+            object_pairs_hook=_object,
             parse_constant=_refuse_constant,
         )
     except UnicodeDecodeError:
@@ -414,11 +370,10 @@ def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
     return data
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {shown(twice)} is there twice: remove one of the two")
     return mapping
 

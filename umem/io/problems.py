@@ -22,6 +22,7 @@ __all__ = [
     "Problem",
     "did_you_mean",
     "explain",
+    "first_problem",
     "nearest",
     "raise_conflicts",
     "reject",
@@ -185,6 +186,15 @@ def explain(
     return sorted(problems, key=lambda p: (p.file, p.line or 0, p.column or 0, p.key, p.message))
 
 
+def first_problem(error: ValidationError, file: str, model: type[BaseModel]) -> Problem:
+    """First problem that pydantic found in a file whose lines are not known."""
+    detail = error.errors(include_url=False)[0]
+    key = _dotted(detail["loc"])
+    if len(key) > 100 or not key.isprintable():  # a stranger's
+        key = shown(key)
+    return Problem(file, None, None, key, _message(detail, model, detail["loc"]))
+
+
 def _conflicts(detail: Any) -> list[Conflict]:
     if detail["type"] == _CONFLICT:
         return list(detail["ctx"]["conflicts"])
@@ -220,16 +230,20 @@ def _message(detail: Any, model: type[BaseModel], path: KeyPath) -> str:
 
 def _how_to_write(model: type[BaseModel], path: KeyPath) -> str:
     at = _type_at(model, path)
-    if not hasattr(at, "model_fields"):
-        at = _type_at(model, path[:-1])
-    example = getattr(at, "how_to_write", None)
-    keys = ", ".join(at.model_fields)
-    return example() if example else f"write keys below it. Valid keys: {keys}"
+    is_model = hasattr(at, "model_fields")
+    example = getattr(at if is_model else _type_at(model, path[:-1]), "how_to_write", None)
+    if example:
+        return str(example())
+    return f"write keys below it. Valid keys: {', '.join(_keys(at))}" if is_model else "add the key"
+
+
+def _keys(model: Any) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _unknown_key(model: type[BaseModel], path: KeyPath) -> str:
     *outer, last = path
-    keys = list(_type_at(model, outer).model_fields)
+    keys = _keys(_type_at(model, outer))
     hint = did_you_mean(str(last), keys)
     if not hint:
         # A valid key one level too high or too low.
@@ -242,7 +256,11 @@ def _unknown_key(model: type[BaseModel], path: KeyPath) -> str:
 def _type_at(model: type[BaseModel], path: Iterable[str | int]) -> Any:
     at: Any = model
     for key in path:
-        at = at.model_fields[key].annotation
+        if isinstance(key, int):  # of a list
+            (at,) = get_args(at)
+        else:
+            aliases = {field.alias: field for field in at.model_fields.values()}
+            at = (at.model_fields.get(key) or aliases[key]).annotation
     return at
 
 
