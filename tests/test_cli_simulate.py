@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from command_line import Run, umem_command
 
-import umem.cli.output
-from umem.cli import app
-from umem.cli.output import format_seconds, progress
-from umem.core.progress import notify
+from umem.cli import load_command
 from umem.core.report import CAUSES
 from umem.hardware import load_hardware
 from umem.planning.prediction import predict, report_row
@@ -354,8 +349,7 @@ DOCS = (Path(__file__).resolve().parent.parent / "docs" / "simulate.md").read_te
 
 @pytest.mark.parametrize("name", ["simulate", "trace", "plan"])
 def test_docs_name_every_option(name: str) -> None:
-    command = typer.main.get_group(app).commands[name]
-    options = [option for option in command.params if option.param_type_name == "option"]
+    options = [option for option in load_command(name).params if option.param_type_name == "option"]
     assert len(options) > 5
     for option in options:
         assert any(re.search(rf"`[^`]*{word}\b", DOCS) for word in option.opts), option.opts
@@ -376,73 +370,3 @@ def test_the_example_in_the_docs_runs(
     (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     exec(compile(example, "docs/simulate.md", "exec"), {})
     assert (tmp_path / "residency.png").is_file()
-
-
-# ---------------------------------------------------------------------------------- output
-
-
-class Terminal:
-    """Standard error that is a terminal."""
-
-    def __init__(self) -> None:
-        self.written = ""
-        self.spoken = threading.Event()
-
-    def write(self, text: str) -> int:
-        self.written += text
-        if "busy" in self.written:
-            self.spoken.set()
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_shown_on_a_terminal_once_it_takes_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress() as say:
-        say("busy")
-    assert "busy" not in terminal.written
-    monkeypatch.setattr(umem.cli.output, "_PATIENCE_S", 0.0)
-    with progress() as say:
-        say("busy")
-        assert terminal.spoken.wait(timeout=10)
-
-
-def test_progress_has_the_notices(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(umem.cli.output, "_PATIENCE_S", 0.0)
-    with progress():
-        notify("for a while: busy")
-        assert terminal.spoken.wait(timeout=10)
-    assert "For a while: busy ..." in terminal.written
-    assert caplog.records == []
-
-
-def test_progress_is_silent_elsewhere(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with progress() as say:
-        say("busy")
-        notify("busy")
-    assert capsys.readouterr() == ("", "")
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize(
-    ("time_s", "text"),
-    [(0, "0 s"), (1.5e-6, "1.5 µs"), (0.0123, "12.3 ms"), (0.436, "436 ms"), (3.379, "3.38 s")],
-)
-def test_times_for_people(time_s: float, text: str) -> None:
-    assert format_seconds(time_s) == text

@@ -420,7 +420,7 @@ def test_to_dict_goes_through_json() -> None:
 
 # ---- real runs -----------------------------------------------------------------------------
 
-RUN = "import typer; from umem.cli.doctor import doctor; typer.run(doctor)"
+RUN = "from umem.cli.doctor import app; app()"
 
 
 def run_doctor(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from cards import GH200, H200
+from command_line import umem_command
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -678,11 +679,13 @@ def test_cli_show_json_is_the_machine() -> None:
     assert shown["launch_s"]["source"] == hardware.sources["launch_s"].text
 
 
-def test_cli_errors_are_plain() -> None:
-    result = runner.invoke(app, ["show", "h200-pci"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "did you mean 'h200-pcie'?" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_cli_errors_are_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, output, errors = umem_command(monkeypatch, capsys)("hardware", "show", "h200-pci")
+    assert (status, output) == (2, "")
+    assert "did you mean 'h200-pcie'?" in errors
+    assert len(errors.splitlines()) == 1
 
 
 def test_the_command_starts_without_torch_and_numba() -> None:

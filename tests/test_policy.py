@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from command_line import umem_command
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
@@ -690,12 +691,19 @@ def test_cli_show_for_a_device(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_cli_errors_are_plain(arguments: list[str], environment: dict[str, str], says: str) -> None:
-    result = runner.invoke(app, arguments, env=environment)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert says in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_cli_errors_are_plain(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    environment: dict[str, str],
+    says: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, output, errors = umem_command(monkeypatch, capsys)("policy", *arguments)
+    assert (status, output) == (2, "")
+    assert says in errors
+    assert len(errors.splitlines()) == 1
 
 
 def test_cli_validate(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from umem.cli.launch import INTERRUPTED_STATUS, NoProgramError, launch
+from umem.cli.run import INTERRUPTED_STATUS, launch
+from umem.core.errors import UmemError
 
 UMEM = str(Path(sys.executable).with_name("umem"))
 
@@ -179,7 +180,7 @@ def test_ends_as_the_program_ends(
         assert done.stderr.splitlines()[-1] == last_line
     # The traceback is the program's alone.
     trace = done.stderr.partition("Traceback")[2]
-    assert not any(own in trace for own in ("launch.py", "runpy", "typer"))
+    assert not any(own in trace for own in ("cli/run.py", "runpy", "typer"))
 
 
 def test_interrupt_ends_cleanly(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_program_that_is_not_there(
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
 
-    with pytest.raises(NoProgramError, match=message):
+    with pytest.raises(UmemError, match=message):
         launch(program, module=module)
 
     assert sys.path == path

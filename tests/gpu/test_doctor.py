@@ -13,7 +13,7 @@ import torch
 
 pytestmark = pytest.mark.gpu
 
-RUN = "import typer; from umem.cli.doctor import doctor; typer.run(doctor)"
+RUN = "from umem.cli.doctor import app; app()"
 
 
 def run_doctor(**variables: str) -> tuple[int, dict[str, Any]]:

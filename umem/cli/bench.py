@@ -11,19 +11,19 @@ from pathlib import Path
 import typer
 
 import umem
+from umem.cli import output
 from umem.core.errors import UmemError
 
-__all__ = ["register"]
+__all__ = ["app"]
 
+app = output.make_app()
+
+# Every word is the benchmarks' own, --help too.
 _CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def register(main: typer.Typer) -> None:
-    """Add `bench` to the commands of `main`."""
-    main.command("bench", context_settings=_CONTEXT)(_bench)
-
-
-def _bench(context: typer.Context) -> None:
+@app.command(context_settings=_CONTEXT)
+def bench(context: typer.Context) -> None:
     """Run the benchmarks: allocators, trainings and planners, each beside its alternatives.
 
     They are the package `umem_bench` in the folder `benchmarks` of a checkout.

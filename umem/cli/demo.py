@@ -9,11 +9,16 @@ from pathlib import Path
 import typer
 
 import umem
+from umem.cli import output
 from umem.core.errors import UnsupportedError
 
-__all__ = ["demo", "examples_folder"]
+__all__ = ["app", "examples_folder"]
 
 
+app = output.make_app()
+
+
+@app.command()
 def demo() -> None:
     """Fine-tune a small Llama under umem on the GPU; without one, show what umem does.
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
-
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from umem.cli import options, output
 from umem.doctor import Report, Status, Verdict, collect, diagnose
 
-__all__ = ["doctor"]
+__all__ = ["app"]
 
 _STATUS_STYLES = {
     Status.OK: "green",
@@ -23,18 +21,18 @@ _STATUS_STYLES = {
 _VERDICT_STYLES = {Verdict.YES: "green", Verdict.PARTLY: "yellow", Verdict.NO: "red"}
 
 
-def doctor(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON and nothing else.")
-    ] = False,
-) -> None:
-    """Show what this machine and environment offer umem, what works, and what to mend.
+app = output.make_app()
 
-    Exits with 0 when the one-line swap would work here and with 1 when not.
+
+@app.command()
+def doctor(as_json: options.Json = False) -> None:
+    """Show what this machine offers umem, what works, and what to mend.
+
+    Exits with 0 if `umem.enable()` would work here, and with 1 if not.
     """
     report = diagnose(collect())
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        output.print_json(report.to_dict())
     else:
         _print(report, Console())
     raise typer.Exit(0 if report.swap_works else 1)
@@ -42,28 +40,30 @@ def doctor(
 
 def _print(report: Report, console: Console) -> None:
     for section in report.sections:
-        table = Table(title=section.title, title_justify="left", show_header=False, box=None)
-        table.add_column(width=4)
-        table.add_column(ratio=1, overflow="fold")
-        table.add_column(ratio=3, overflow="fold")
+        table = _table(section.title, mark_width=4)
         for check in section.checks:
             mark = Text(check.status.upper(), style=_STATUS_STYLES[check.status])
-            # As text, since names and values hold brackets that markup would eat.
+            # As text: names and values hold brackets, which rich would read as markup.
             table.add_row(mark, Text(check.name), _lines(check.value, check.why, check.remedy))
-        console.print(table)
-        console.print()
-    features = Table(
-        title="What works here, and why", title_justify="left", show_header=False, box=None
-    )
-    features.add_column(width=6)
-    features.add_column(ratio=2, overflow="fold")
-    features.add_column(ratio=3, overflow="fold")
+        console.print(table, "")
+    table = _table("What works here, and why", mark_width=6)
     for feature in report.features:
         mark = Text(feature.verdict.upper(), style=_VERDICT_STYLES[feature.verdict])
-        features.add_row(mark, Text(feature.name), _lines(feature.why, "", feature.remedy))
-    console.print(features)
-    console.print()
-    console.print(_conclusion(report))
+        table.add_row(mark, Text(feature.name), _lines(feature.why, "", feature.remedy))
+    console.print(table, "")
+    if report.swap_works:
+        console.print("umem.enable() works here.", style="green")
+        return
+    names = ", ".join(check.name for check in report.failures)
+    console.print(Text(f"umem.enable() does not work here: {names}.", style="bold red"))
+
+
+def _table(title: str, mark_width: int) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    table.add_column(width=mark_width)
+    table.add_column(ratio=2, overflow="fold")
+    table.add_column(ratio=5, overflow="fold")
+    return table
 
 
 def _lines(value: str, why: str, remedy: str) -> Text:
@@ -74,10 +74,3 @@ def _lines(value: str, why: str, remedy: str) -> Text:
     if remedy:
         text.append(f"\n-> {remedy}", style="bold")
     return text
-
-
-def _conclusion(report: Report) -> Text:
-    if report.swap_works:
-        return Text("umem.enable() works here.", style="green")
-    names = ", ".join(check.name for check in report.failures)
-    return Text(f"umem.enable() does not work here: {names}.", style="bold red")

@@ -1,50 +1,75 @@
-"""How commands speak: progress on the side, numbers for people, JSON for programs."""
+"""How commands print: progress, tables and JSON."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from umem.core.errors import UmemError
 from umem.core.progress import notify_by
-from umem.core.units import time_unit
+from umem.core.units import format_bytes, time_unit
 
-__all__ = ["Progress", "check_can_write", "format_seconds", "print_json", "progress"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.align import VerticalAlignMethod
+
+    from umem.core.report import Traffic
+
+__all__ = [
+    "Progress",
+    "check_can_write",
+    "file_name",
+    "format_seconds",
+    "make_app",
+    "make_table",
+    "print_json",
+    "print_traffic",
+    "print_written",
+    "progress",
+    "save_figures",
+]
 
 Progress = Callable[[str], None]
-"""Says what is being done."""
+"""Shows a message about the work in progress."""
 
 _PATIENCE_S = 2.0
-"""Work that is shorter is over before words about it can be read."""
+"""Shorter work is over before a message about it can be read."""
+
+
+def make_app(**settings: Any) -> typer.Typer:
+    """Make the Typer application of one command."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Show what is being done, on standard error, where that is a terminal and it takes long."""
+    """Show messages on standard error, if it is a terminal, once the work takes long."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        with notify_by(_nothing):
-            yield _nothing
+        with notify_by(_ignore):
+            yield _ignore
         return
     status = console.status("Starting ...")
     timer = threading.Timer(_PATIENCE_S, status.start)
     timer.daemon = True
     timer.start()
 
-    def say(words: str) -> None:
-        status.update(f"{escape(words)} ...")
+    def say(message: str) -> None:
+        status.update(f"{escape(message)} ...")
 
     try:
-        with notify_by(lambda words: say(words.capitalize())):
+        with notify_by(lambda message: say(message.capitalize())):
             yield say
     finally:
         timer.cancel()
@@ -52,21 +77,86 @@ def progress() -> Iterator[Progress]:
         status.stop()
 
 
-def _nothing(_: str) -> None:
+def _ignore(_: str) -> None:
     pass
 
 
 def print_json(data: Any) -> None:
-    """Print data and nothing else."""
+    """Print data as JSON."""
     typer.echo(json.dumps(data, indent=2))
 
 
+def print_written(paths: Sequence[Path]) -> None:
+    """Name the files that a command has written."""
+    for path in paths:
+        typer.echo(f"wrote {path}")
+
+
+def make_table(*text: str, numbers: Sequence[str] = (), narrow: bool = False) -> Table:
+    """Make a table without lines.
+
+    Parameters
+    ----------
+    *text
+        Headings of the first columns, which hold text.
+    numbers
+        Headings of the columns after them, which are aligned to the right.
+    narrow
+        One blank between columns, so that many of them fit into a line of 80.
+    """
+    table = Table(box=None, pad_edge=False, collapse_padding=narrow)
+    two_lines = any("\n" in heading for heading in (*text, *numbers))
+    vertical: VerticalAlignMethod = "bottom" if two_lines else "top"
+    for heading in text:
+        table.add_column(heading, vertical=vertical, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, vertical=vertical, justify="right", no_wrap=True)
+    return table
+
+
+def print_traffic(console: Console, traffic: Sequence[Traffic]) -> None:
+    """Print migrations and copies, a row for each direction, cause and class."""
+    numbers = ("moved", "transfers", "link time")
+    table = make_table("direction", "cause", "class", numbers=numbers)
+    for entry in traffic:
+        table.add_row(
+            entry.direction.replace("_", " "),
+            entry.cause,
+            entry.tensor_class.value,
+            format_bytes(entry.bytes),
+            f"{entry.count:,}",
+            format_seconds(entry.seconds),
+        )
+    console.print(table)
+
+
 def format_seconds(time_s: float) -> str:
-    """Write a time for a person to read, in three digits, such as ``"12.3 ms"``."""
+    """Write a time in three digits, such as ``"12.3 ms"``."""
     factor, unit = time_unit(abs(time_s))
     scaled = time_s * factor
     digits = f"{scaled:,.0f}" if abs(scaled) >= 100 else f"{scaled:.3g}"
     return f"{digits} {unit}" if scaled else "0 s"
+
+
+def file_name(words: str) -> str:
+    """Make a part of a file's name of a name from a file, which may hold anything."""
+    return re.sub(r"[^\w-]+", "-", words)
+
+
+def save_figures(figures: Mapping[Path, Figure], say: Progress) -> list[Path]:
+    """Save figures; return their paths, in order.
+
+    Raises
+    ------
+    UmemError
+        If a file cannot be written.
+    """
+    from umem.telemetry import save
+
+    for path, figure in figures.items():
+        say(f"Drawing {path.name}")
+        save(figure, path)
+    return list(figures)
 
 
 def check_can_write(option: str, path: Path, *, folder: bool = False) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from umem.cli import options, output
 from umem.core.classes import TensorClass
-from umem.core.errors import PolicyError
+from umem.core.errors import UmemError
 from umem.core.units import format_bytes, parse_bytes
 from umem.policy import (
-    ClassRule,
     Policy,
     ResolvedPolicy,
     class_rule,
@@ -31,24 +28,19 @@ from umem.policy import (
 
 __all__ = ["app"]
 
-app = typer.Typer(
+app = output.make_app(
     help="List, show and validate policies, and print their schema.", no_args_is_help=True
 )
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-
 
 @app.command("list")
-def list_presets(as_json: _Json = False) -> None:
+def list_presets(as_json: options.Json = False) -> None:
     """List the presets."""
-    with _plain_errors():
-        presets = [load_policy(name) for name in preset_names()]
+    presets = [load_policy(name) for name in preset_names()]
     if as_json:
-        _print_json([{"name": p.name, "description": p.description} for p in presets])
+        output.print_json([{"name": p.name, "description": p.description} for p in presets])
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("preset", no_wrap=True)
-    table.add_column("for")
+    table = output.make_table("preset", "for")
     for preset in presets:
         table.add_row(preset.name, escape(preset.description))
     Console().print(table)
@@ -57,23 +49,23 @@ def list_presets(as_json: _Json = False) -> None:
 @app.command()
 def show(
     policy: Annotated[str, typer.Argument(metavar="NAME", help="A preset's name, or a file.")],
-    as_json: _Json = False,
+    as_json: options.Json = False,
     device_memory: Annotated[
         str | None,
         typer.Option(
             metavar="BYTES",
-            help="Show the policy in the numbers of a device with this much memory, such as 80GiB, "
-            "and with UMEM_MANAGED_LIMIT, UMEM_DEVICE_BUDGET and UMEM_PLANNER applied.",
+            help="Show the limits in bytes for a device with this much memory, such as 80GiB, with "
+            "UMEM_MANAGED_LIMIT, UMEM_DEVICE_BUDGET and UMEM_PLANNER applied.",
         ),
     ] = None,
 ) -> None:
-    """Show a policy with everything that it inherits, as a table by class."""
-    with _plain_errors():
-        loaded = load_policy(policy)
-        total_bytes = _device_memory(device_memory)
-        resolved = None if total_bytes is None else resolve(loaded, total_bytes)
+    """Show a policy, with everything that it inherits: its limits, and each class's rule."""
+    loaded = load_policy(policy)
+    total_bytes = None if device_memory is None else _parse_device_memory(device_memory)
+    resolved = None if total_bytes is None else resolve(loaded, total_bytes)
     if as_json:
-        _print_json(loaded.model_dump(mode="json") if resolved is None else _as_json(resolved))
+        data = loaded.model_dump(mode="json") if resolved is None else _as_json(resolved)
+        output.print_json(data)
         return
     console = Console()
     console.print(f"[bold]{escape(loaded.name)}[/bold]  {escape(loaded.description)}")
@@ -85,13 +77,12 @@ def show(
 @app.command()
 def validate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Policy files.")],
-    as_json: _Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Check policy files; exit status 2 and a line for each problem where there are any."""
-    with _plain_errors():
-        found = {file: find_problems(file) for file in files}
+    """Check policy files, and print each problem; exit status 2 if any."""
+    found = {file: find_problems(file) for file in files}
     if as_json:
-        _print_json(
+        output.print_json(
             [
                 {
                     "file": str(file),
@@ -114,33 +105,14 @@ def validate(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a policy file, for editors."""
-    _print_json(policy_schema())
+    output.print_json(policy_schema())
 
 
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    try:
-        yield
-    except PolicyError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)
-
-
-def _device_memory(text: str | None) -> int | None:
-    if text is None:
-        return None
+def _parse_device_memory(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        _fail(f"--device-memory: {error}")
-
-
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2))
+        raise UmemError(f"--device-memory: {error}") from None
 
 
 def _as_json(resolved: ResolvedPolicy) -> dict[str, Any]:
@@ -181,34 +153,21 @@ def _bounds_table(policy: Policy, resolved: ResolvedPolicy | None, total: int | 
 
 
 def _rules_table(policy: Policy) -> Table:
-    # Two-line headings and no frame keep the table within 80 columns.
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "class",
-        "kind",
-        "placement",
-        "device\naccess",
-        "read\nmostly",
-        "min\nsize",
-        "mechanism",
-        "eviction",
-    ):
-        table.add_column(heading, no_wrap=True, vertical="bottom")
+    access = ("device\naccess", "read\nmostly", "min\nsize")
+    table = output.make_table("class", "kind", "placement", *access, "mechanism", "eviction")
     for member in TensorClass:
-        table.add_row(member.value, *_cells(class_rule(policy, member)))
+        rule = class_rule(policy, member)
+        table.add_row(
+            member.value,
+            rule.kind,
+            rule.placement,
+            "mapped" if rule.accessed_by_device else "-",
+            "yes" if rule.read_mostly else "-",
+            format_bytes(rule.min_bytes) if rule.min_bytes else "-",
+            rule.mechanism,
+            rule.eviction,
+        )
     return table
-
-
-def _cells(rule: ClassRule) -> list[str]:
-    return [
-        rule.kind,
-        rule.placement,
-        "mapped" if rule.accessed_by_device else "-",
-        "yes" if rule.read_mostly else "-",
-        format_bytes(rule.min_bytes) if rule.min_bytes else "-",
-        rule.mechanism,
-        rule.eviction,
-    ]
 
 
 def _size(size_bytes: int | None) -> str:

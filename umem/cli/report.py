@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from umem.cli.output import check_can_write, format_seconds, print_json, progress
-from umem.cli.predictions import print_traffic
-from umem.cli.workloads import known_name
+from umem.cli import options, output
 from umem.core.report import HintReport, MeasuredReport
 from umem.core.units import format_bytes
 
@@ -24,11 +20,14 @@ if TYPE_CHECKING:
     from umem.telemetry import Recording, TensorTraffic
     from umem.telemetry.comparison import Comparison, StepFigures
 
-__all__ = ["report"]
+__all__ = ["app"]
 
 _MOST_TENSORS = 10
 
+app = output.make_app()
 
+
+@app.command(no_args_is_help=True)
 def report(
     files: Annotated[
         list[Path],
@@ -37,13 +36,9 @@ def report(
             help="Saved profiles (run.json.gz), or SQLite exports of Nsight Systems.",
         ),
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON for a program to read.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Draw pictures into this folder.")
-    ] = None,
-    plot_format: Annotated[str, typer.Option(help="png or svg.")] = "png",
+    as_json: options.Json = False,
+    plot: options.Plot = None,
+    plot_format: options.PlotFormat = "png",
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one page with tables and pictures.")
     ] = None,
@@ -64,35 +59,30 @@ def report(
 ) -> None:
     """Show what migrated in a recorded run: why, whose it was, and unified memory's share."""
     from umem.telemetry import (
-        FORMATS,
         measured_row,
         read_recording,
         report_of,
-        require_matplotlib,
         tensor_traffic,
         write_html,
         write_perfetto,
     )
     from umem.telemetry.comparison import comparison_row, read_predictions
 
-    known_name("--plot-format", plot_format, FORMATS)
-    if plot is not None:
-        require_matplotlib()
-        check_can_write("--plot", plot, folder=True)
+    options.check_plot(plot, plot_format)
     for option, target in (("--html", html), ("--perfetto", perfetto)):
         if target is not None:
-            check_can_write(option, target)
+            output.check_can_write(option, target)
 
-    console = Console()
+    console = Console(highlight=False)
     written: list[Path] = []
     recordings = []
     predictions = () if against is None else read_predictions(against)
-    with progress() as say:
+    with output.progress() as say:
         for file in files:
             say(f"Reading {file.name}")
             recordings.append(read_recording(file))
         if plot is not None:
-            written += _draw(recordings, plot, plot_format, say)
+            written += output.save_figures(_figures(recordings, plot, plot_format), say)
         if html is not None:
             say(f"Writing {html.name}")
             write_html(recordings, html)
@@ -107,7 +97,7 @@ def report(
         data: dict[str, Any] = {"results": [measured_row(recording) for recording in recordings]}
         if against is not None:
             data["comparisons"] = [comparison_row(it) for found in comparisons for it in found]
-        print_json(data)
+        output.print_json(data)
         return
     for recording, report, found in zip(recordings, reports, comparisons, strict=True):
         _print_measured(console, report, tensor_traffic(recording))
@@ -115,8 +105,7 @@ def report(
         for comparison in found:
             _print_comparison(console, comparison)
         console.print()
-    for path in written:
-        console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+    output.print_written(written)
 
 
 def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> list[Comparison]:
@@ -127,37 +116,28 @@ def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> lis
     return [Comparison(it, figures_of(report)) for it in same or predictions]
 
 
-def _draw(
-    recordings: list[Recording], folder: Path, kind: str, say: Callable[[str], None]
-) -> list[Path]:
+def _figures(recordings: list[Recording], folder: Path, kind: str) -> dict[Path, Figure]:
+    """Pictures of each recording, by the file to save them in; none of what is not there."""
     from umem.telemetry import (
         classes_figure,
         report_of,
         residency_over_run_figure,
-        save,
         transfers_figure,
     )
 
-    written = []
+    figures: dict[Path, Figure] = {}
     for number, recording in enumerate(recordings):
-        # The name of a workload comes from a file, and may hold anything.
-        name = re.sub(r"[^\w-]+", "-", recording.workload)[:60]
+        name = output.file_name(recording.workload)[:60]
         if len(recordings) > 1:
             name = f"{number}-{name}"
         report = report_of(recording)
-        # What there is nothing to draw of has no picture.
-        figures: dict[str, Figure] = {}
         if recording.records.is_transfer().any():
-            figures[f"transfers-{name}.{kind}"] = transfers_figure(recording)
+            figures[folder / f"transfers-{name}.{kind}"] = transfers_figure(recording)
         if report.traffic:
-            figures[f"moved-{name}.{kind}"] = classes_figure(recording, report)
+            figures[folder / f"moved-{name}.{kind}"] = classes_figure(recording, report)
         if recording.residency is not None:
-            figures[f"residency-{name}.{kind}"] = residency_over_run_figure(recording)
-        for file, figure in figures.items():
-            say(f"Drawing {file}")
-            save(figure, folder / file)
-            written.append(folder / file)
-    return written
+            figures[folder / f"residency-{name}.{kind}"] = residency_over_run_figure(recording)
+    return figures
 
 
 def _print_measured(
@@ -169,23 +149,21 @@ def _print_measured(
     console.print(
         f"[bold]{_plain(report.workload)}[/bold] on {_plain(report.hardware)}, "
         f"policy {_plain(report.policy)}, measured\n"
-        f"{what}: {format_seconds(report.step_s)}",
-        highlight=False,
+        f"{what}: {output.format_seconds(report.step_s)}",
     )
     for note in report.notes:
-        console.print(f"note: {_plain(note)}", style="yellow", highlight=False)
+        console.print(f"note: {_plain(note)}", style="yellow")
     if report.exposed_stall_s is not None:
         share = report.exposed_stall_share
         of_step = "" if share is None else f", {100 * share:.1f} % of the step"
         console.print(
-            f"exposed stall: {format_seconds(report.exposed_stall_s)}{of_step} (all resident: "
-            f"{format_seconds(report.ideal_s or 0.0)})",
-            highlight=False,
+            f"exposed stall: {output.format_seconds(report.exposed_stall_s)}{of_step} "
+            f"(all resident: {output.format_seconds(report.ideal_s or 0.0)})",
         )
     if report.collected:
         _print_recorded(console, report)
     elif report.source == "hints":
-        console.print("by the hint engine's own count, without what faulted:", highlight=False)
+        console.print("by the hint engine's own count, without what faulted:")
         _print_moved(console, report)
     if report.hints is not None:
         _print_hints(console, report.hints)
@@ -200,13 +178,11 @@ def _print_recorded(console: Console, report: MeasuredReport) -> None:
         console.print(
             f"unified memory's share of memory operations: {time} of time, {count} of operations, "
             f"{size} of bytes",
-            highlight=False,
         )
     _print_moved(console, report)
     console.print(
         f"{report.gpu_faults:,} faults on the device, in {report.fault_batches:,} batches; "
         f"{report.cpu_faults:,} faults on the host",
-        highlight=False,
     )
 
 
@@ -214,23 +190,17 @@ def _print_moved(console: Console, report: MeasuredReport) -> None:
     if not report.traffic:
         console.print("nothing moved")
         return
-    print_traffic(console, report.traffic)
+    output.print_traffic(console, report.traffic)
     if report.unattributed_bytes:
         console.print(
             f"{format_bytes(report.unattributed_bytes)} of class other hit no known tensor",
-            highlight=False,
         )
 
 
 def _print_hints(console: Console, hints: HintReport) -> None:
     from umem.telemetry import HINT_COUNTS
 
-    # One blank between columns keeps the table within 80.
-    table = Table(box=None, pad_edge=False, collapse_padding=True)
-    for heading in ("hint", "class"):
-        table.add_column(heading, no_wrap=True)
-    for heading in (*HINT_COUNTS, "moved"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = output.make_table("hint", "class", numbers=(*HINT_COUNTS, "moved"), narrow=True)
     for use in hints.uses:
         table.add_row(
             use.op.replace("_", " "),
@@ -242,10 +212,9 @@ def _print_hints(console: Console, hints: HintReport) -> None:
         console.print(table)
     late_s = sum(use.late_s for use in hints.uses)
     console.print(
-        f"hints late by {format_seconds(late_s)} in all; {hints.refused:,} refused, "
+        f"hints late by {output.format_seconds(late_s)} in all; {hints.refused:,} refused, "
         f"{hints.failures:,} driver calls failed,\n{format_bytes(hints.over_budget_bytes)} over "
         "the budget",
-        highlight=False,
     )
 
 
@@ -259,7 +228,6 @@ def _print_residency(console: Console, recording: Recording) -> None:
     console.print(
         f"on the device at most {format_bytes(residency.total_peak_bytes())}"
         + (f"; by class: {peaks}" if peaks else ""),
-        highlight=False,
     )
 
 
@@ -270,12 +238,8 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
     console.print(
         f"against [bold]{_plain(predicted.workload)}[/bold] on {_plain(predicted.hardware)}, "
         f"policy {_plain(predicted.policy)}, planner {_plain(predicted.planner)}, predicted",
-        highlight=False,
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("figure", no_wrap=True)
-    for heading in ("predicted", "measured", "difference", "relative"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = output.make_table("figure", numbers=("predicted", "measured", "difference", "relative"))
     for difference in comparison.differences():
         table.add_row(*difference_words(difference))
     console.print(table)
@@ -287,15 +251,11 @@ def _plain(words: str) -> str:
 
 
 def _print_tensors(console: Console, tensors: tuple[TensorTraffic, ...]) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("class")
-    table.add_column("moved in all", justify="right", no_wrap=True)
-    table.add_column("transfers", justify="right", no_wrap=True)
+    table = output.make_table("tensor", "class", numbers=("moved in all", "transfers"))
     for it in tensors[:_MOST_TENSORS]:
         table.add_row(
             _plain(it.name), it.tensor_class.value, format_bytes(it.bytes), f"{it.count:,}"
         )
     console.print(table)
     if len(tensors) > _MOST_TENSORS:
-        console.print(f"and {len(tensors) - _MOST_TENSORS:,} tensors more", highlight=False)
+        console.print(f"and {len(tensors) - _MOST_TENSORS:,} tensors more")

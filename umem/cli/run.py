@@ -1,25 +1,42 @@
-"""`umem run`: a program under umem, its source untouched."""
+"""`umem run`: run a program as Python would, with the allocator already swapped."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, NoReturn
 
 import typer
 
-__all__ = ["register"]
+import umem
+from umem.cli import output
+from umem.core.errors import UmemError
 
-_CONTEXT = {
-    # The first word that is no option of ours starts the program's own command line.
-    "allow_interspersed_args": False,
-}
+__all__ = ["INTERRUPTED_STATUS", "POLICY_VARIABLE", "app", "launch"]
+
+POLICY_VARIABLE = "UMEM_POLICY"
+"""The environment variable that names the policy; `launch` sets it for child processes."""
+
+INTERRUPTED_STATUS = 130
+"""Exit status after Ctrl-C, as a shell reports it: 128 + SIGINT."""
+
+_POLICY_FILE_ENDINGS = (".yaml", ".yml")
+# Frames of the launcher, which a program's traceback does not show.
+_OWN_FILES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
+
+app = output.make_app()
+
+# The first word that is no option of umem starts the program's own command line.
+_CONTEXT = {"allow_interspersed_args": False}
 
 
-def register(main: typer.Typer) -> None:
-    """Add `run` to the commands of `main`."""
-    main.command("run", context_settings=_CONTEXT, no_args_is_help=True)(_run)
-
-
-def _run(
+@app.command(context_settings=_CONTEXT, no_args_is_help=True)
+def run(
     program: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
     arguments: Annotated[
         list[str] | None,
@@ -28,7 +45,7 @@ def _run(
     policy: Annotated[
         str,
         typer.Option(
-            envvar="UMEM_POLICY", help="A preset's name (see `umem policy list`) or a YAML file."
+            envvar=POLICY_VARIABLE, help="A preset's name (see `umem policy list`) or a YAML file."
         ),
     ] = "sft",
     module: Annotated[
@@ -43,11 +60,108 @@ def _run(
 ) -> None:
     """Run a Python program under umem, without changing it.
 
-    Exits as the program does. Options of umem stand before the script.
+    Exits with the program's status. Options of umem stand before the script.
 
     A launcher of several processes needs the swap in each of them:
     `torchrun --nproc-per-node 2 --no-python umem run --policy sft train.py`.
     """
-    from umem.cli.launch import launch
-
     launch(program, arguments or (), module=module, policy=policy, fallback=fallback)
+
+
+def launch(
+    program: str,
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    policy: str = "sft",
+    fallback: bool = False,
+) -> NoReturn:
+    """Swap the allocator, run `program` as ``__main__`` in this process, and exit as it does.
+
+    The program sees ``sys.argv``, ``sys.path[0]``, ``__file__`` and ``__spec__`` as under
+    ``python program``, so that `multiprocessing` can start workers that import it again; those
+    workers keep torch's own allocator. ``UMEM_POLICY`` is set for child processes that run
+    ``umem run`` themselves. An exception is reported by ``sys.excepthook``, from the program's
+    first frame on, and ends in status 1; Ctrl-C likewise, in status 130.
+
+    `program` is the path of a script, or of a folder or archive with a ``__main__.py``; with
+    `module` it is a module's name, as for ``python -m``. `policy` and `fallback` are those of
+    `umem.enable`.
+
+    Raises
+    ------
+    UmemError
+        There is no such script or module, and nothing has been swapped; or `umem.enable` refused.
+        The program has not been started.
+    SystemExit
+        Always, once the program has run: with its exit status.
+    """
+    folder = _module_folder(program) if module else _script_folder(program)
+    umem.enable(policy, fallback=fallback)
+    os.environ[POLICY_VARIABLE] = _absolute_policy(policy)
+    if not sys.flags.safe_path:
+        # Until now, the folder of the `umem` command.
+        sys.path[0] = folder
+    sys.argv = [program, *arguments]
+    # Typer's hook would show the program's errors in its style.
+    sys.excepthook = sys.__excepthook__
+    try:
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _program_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
+        raise SystemExit(status) from None
+    raise SystemExit(0)
+
+
+def _script_folder(program: str) -> str:
+    """The folder that Python puts first in ``sys.path`` for a script; checks the script."""
+    path = Path(program)
+    if not path.exists():
+        raise UmemError(
+            f"there is no script {program!r} in {Path.cwd()}: give the path of a Python file, "
+            "or -m before the name of a module"
+        )
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise UmemError(f"{program!r} is a folder without a __main__.py: give a Python file")
+    if path.is_file() and not os.access(path, os.R_OK):
+        raise UmemError(f"{program!r} cannot be read: check its permissions")
+    return str(path.resolve().parent)
+
+
+def _module_folder(program: str) -> str:
+    """The folder that Python puts first in ``sys.path`` for a module; checks its package.
+
+    Only the top-level package: looking further would import it, and that must wait for the swap.
+    """
+    folder = str(Path.cwd())
+    package = program.partition(".")[0]
+    sys.path.insert(0, folder)
+    try:
+        found = bool(package) and importlib.util.find_spec(package) is not None
+    finally:
+        sys.path.remove(folder)
+    if not found:
+        raise UmemError(
+            f"there is no module {program!r}: install {package or 'one'!r}, or run from the folder "
+            "that holds it"
+        )
+    return folder
+
+
+def _absolute_policy(policy: str) -> str:
+    """The policy's name, or its file's absolute path, for child processes in other folders."""
+    is_file = os.sep in policy or policy.endswith(_POLICY_FILE_ENDINGS)
+    return str(Path(policy).resolve()) if is_file else policy
+
+
+def _program_frames(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in _OWN_FILES:
+        traceback = traceback.tb_next
+    return traceback

@@ -1,8 +1,7 @@
-"""`umem simulate`: what migration would cost a training step, here or on another machine."""
+"""`umem simulate`: predict the cost of migration for a training step, on any machine."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,63 +9,61 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from umem.cli.output import Progress, check_can_write, print_json, progress
-from umem.cli.predictions import print_details, print_predictions
-from umem.cli.workloads import (
-    DEFAULT_HARDWARE,
-    AccumulateOption,
-    BatchOption,
-    BudgetOption,
-    CheckpointOption,
-    HardwareOption,
-    ModelOption,
-    PolicyOption,
-    SeqOption,
-    TraceOption,
-    WindowOption,
-    find_policy,
-    find_workloads,
-    known_name,
-    known_names,
-)
+from umem.cli import options, output
 from umem.core.report import MigrationReport
+from umem.core.units import format_bytes
 from umem.hardware import Hardware, load_hardware
-from umem.planning.prediction import predict, report_row
-from umem.trace import with_step_in_backward
+from umem.planning import PLANNERS
+from umem.planning.prediction import predict, published_share, report_row
+from umem.trace import Trace, with_step_in_backward
 
 if TYPE_CHECKING:
-    from umem.trace import Trace
+    from matplotlib.figure import Figure
 
-__all__ = ["draw", "simulate"]
+__all__ = ["app"]
 
 _MODES = ("both", "lora", "sft")
 
+_STALLS = {
+    "fault": "page faults",
+    "prefetch": "late prefetches",
+    "room": "waiting for evictions",
+    "mapped": "host memory used in place",
+    "copy": "computing beside copies",
+}
 
+app = output.make_app()
+
+
+@app.command(no_args_is_help=True)
 def simulate(
-    model: ModelOption = None,
+    model: options.Model = None,
     mode: Annotated[
-        str | None, typer.Option(help="How the model is trained: lora, sft or both (both).")
+        str | None,
+        typer.Option(help="How the model is trained: lora, sft or both (default: both)."),
     ] = None,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    accumulate: AccumulateOption = None,
-    checkpoint: CheckpointOption = None,
-    trace: TraceOption = None,
-    hardware: HardwareOption = DEFAULT_HARDWARE,
-    policy: PolicyOption = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    accumulate: options.Accumulate = None,
+    checkpoint: options.Checkpoint = None,
+    trace: options.TraceFile = None,
+    hardware: options.HardwareName = options.DEFAULT_HARDWARE,
+    policy: options.PolicyName = None,
     planner: Annotated[
-        str, typer.Option(help="fault, lookahead, planned, oracle; some, with commas between.")
+        str,
+        typer.Option(help="fault, lookahead, planned or oracle; several with commas between."),
     ] = "fault,planned",
-    budget: BudgetOption = None,
+    budget: options.Budget = None,
     addresses: Annotated[
         str,
         typer.Option(
-            help="reused: the newborn get the memory of the dead; own: every tensor has its own "
-            "address and fault never frees it, as some published baselines assume."
+            help="reused: new tensors reuse the memory of freed ones; own: every tensor has its "
+            "own address, which fault never frees, as some published baselines assume."
         ),
     ] = "reused",
-    window: WindowOption = 8,
+    window: options.Window = 8,
     step_in_backward: Annotated[
         bool,
         typer.Option(
@@ -75,28 +72,20 @@ def simulate(
             "step_in_backward=True) does.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON for a program to read.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Draw pictures into this folder.")
-    ] = None,
-    plot_format: Annotated[str, typer.Option(help="png or svg.")] = "png",
+    as_json: options.Json = False,
+    plot: options.Plot = None,
+    plot_format: options.PlotFormat = "png",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show what moved, why, and what stalled.")
     ] = False,
 ) -> None:
     """Predict a training step: its time, what moves, and unified memory's share.
 
-    The machine need not be this one, and no GPU is needed.
+    The prediction may be for any machine that has a profile, and needs no GPU.
     """
-    from umem.planning import PLANNERS
-    from umem.telemetry import FORMATS, require_matplotlib
-
-    planners = known_names("--planner", planner, PLANNERS)
-    known_name("--addresses", addresses, ("reused", "own"))
-    known_name("--plot-format", plot_format, FORMATS)
-    workloads = find_workloads(
+    planners = options.known_names("--planner", planner, PLANNERS)
+    options.known_name("--addresses", addresses, ("reused", "own"))
+    workloads = options.find_workloads(
         _MODES,
         model=model,
         mode=mode,
@@ -108,13 +97,14 @@ def simulate(
     )
     machine = load_hardware(hardware)
     # All of them before the first trace, which may take long.
-    policies = [find_policy(policy or workload.preset, machine, budget) for workload in workloads]
-    if plot is not None:
-        require_matplotlib()
-        check_can_write("--plot", plot, folder=True)
+    policies = [
+        options.find_policy(policy or workload.preset, machine, budget) for workload in workloads
+    ]
+    options.check_plot(plot, plot_format)
 
     results: list[tuple[Trace, tuple[MigrationReport, ...]]] = []
-    with progress() as say:
+    pictures: list[Path] = []
+    with output.progress() as say:
         for workload, resolved in zip(workloads, policies, strict=True):
             made = workload.make(say)
             if step_in_backward:
@@ -131,47 +121,103 @@ def simulate(
                 progress=say,
             )
             results.append((made, reports))
-        pictures = [] if plot is None else draw(results, machine, plot, plot_format, say)
+        if plot is not None:
+            pictures = output.save_figures(_figures(results, machine, plot, plot_format), say)
     if as_json:
         rows = [report_row(report) for _, reports in results for report in reports]
-        print_json({"results": rows})
+        output.print_json({"results": rows})
         return
-    console = Console()
+    console = Console(highlight=False)
     for (_, reports), resolved in zip(results, policies, strict=True):
-        print_predictions(console, reports, resolved.device_budget_bytes or machine.device_bytes)
+        _print_predictions(console, reports, resolved.device_budget_bytes or machine.device_bytes)
         console.print()
         for report in reports if verbose else ():
-            print_details(console, report)
+            _print_details(console, report)
             console.print()
-    for picture in pictures:
-        console.print(f"wrote {picture}", highlight=False, markup=False, soft_wrap=True)
+    output.print_written(pictures)
 
 
-def draw(
+def _figures(
     results: Sequence[tuple[Trace, Sequence[MigrationReport]]],
     hardware: Hardware,
     folder: Path,
     kind: str,
-    say: Progress,
-) -> list[Path]:
-    """Draw residency and link for each report, and the shares of all; the files, in order.
-
-    Raises
-    ------
-    UmemError
-        If a file cannot be written.
-    """
-    from umem.telemetry import link_figure, residency_figure, save, shares_figure
+) -> dict[Path, Figure]:
+    """Residency and link of each report, and the shares of all, by the file to save them in."""
+    from umem.telemetry import link_figure, residency_figure, shares_figure
 
     every = [report for _, reports in results for report in reports]
     figures = {folder / f"um-shares.{kind}": shares_figure(every)}
     for trace, reports in results:
         for report in reports:
-            # The name of a workload comes from a file, and may hold anything.
-            name = re.sub(r"[^\w-]+", "-", f"{report.workload}-{report.planner}")
+            name = output.file_name(f"{report.workload}-{report.planner}")
             figures[folder / f"residency-{name}.{kind}"] = residency_figure(report, trace)
             figures[folder / f"link-{name}.{kind}"] = link_figure(report, hardware)
-    for path, figure in figures.items():
-        say(f"Drawing {path.name}")
-        save(figure, path)
-    return list(figures)
+    return figures
+
+
+def _print_predictions(
+    console: Console, reports: Sequence[MigrationReport], budget_bytes: int
+) -> None:
+    """Print the predictions for one workload: a row for each planner, and the published share.
+
+    The reports are of the same workload, machine and policy; the step may use `budget_bytes` of
+    device memory.
+    """
+    first = reports[0]
+    console.print(
+        f"[bold]{escape(first.workload)}[/bold] on {escape(first.hardware)}, "
+        f"policy {escape(first.policy)}, {format_bytes(budget_bytes)} of device memory\n"
+        f"all resident {output.format_seconds(first.ideal_s)}, "
+        f"lower bound {output.format_seconds(first.lower_bound_s)}",
+    )
+    moved = ("moved to:\ndevice", "host")
+    numbers = ("step", "regret", "stall", "UM, %:\ntime", "ops", "bytes", *moved, "pages\nfaulted")
+    table = output.make_table("planner", numbers=numbers, narrow=True)
+    for report in reports:
+        shares = (report.um_time_share, report.um_ops_share, report.um_bytes_share)
+        table.add_row(
+            report.planner,
+            output.format_seconds(report.step_s),
+            f"{report.regret:.2f}",
+            # The difference of two sums of floats may be off zero by a little.
+            output.format_seconds(max(round(report.exposed_stall_s, 9), 0.0)),
+            *(f"{100 * share:.1f}" for share in shares),
+            _brief(report.moved_bytes("to_device")),
+            _brief(report.moved_bytes("to_host")),
+            f"{report.fault_pages:,}",
+        )
+    console.print(table)
+    published = published_share(first)
+    if published:
+        console.print(
+            f"published: {100 * published.share:.1f} % of memory operations (of count, time or "
+            f"bytes: not said), by\n{published.source}",
+            style="dim",
+        )
+
+
+def _brief(size_bytes: int) -> str:
+    """A size in three digits: the column has no room for more."""
+    number, unit = format_bytes(size_bytes).split()
+    return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"
+
+
+def _print_details(console: Console, report: MigrationReport) -> None:
+    """Print one planner's traffic, its hints, and the causes of its stalls."""
+    console.print(f"[bold]{escape(report.planner)}[/bold]: what moved")
+    if report.traffic:
+        output.print_traffic(console, report.traffic)
+    else:
+        console.print("nothing")
+    console.print(
+        f"{report.hint_count:,} hints: {report.hints_late:,} waited for, "
+        f"{report.hints_wasted:,} with nothing to do. "
+        f"{report.fault_pages:,} pages faulted, in {report.fault_batches:,} batches.",
+    )
+    stalls = {cause: time_s for cause, time_s in report.stall_s.items() if time_s > 0}
+    words = [
+        f"{output.format_seconds(time_s)} {_STALLS.get(cause, cause)}"
+        for cause, time_s in sorted(stalls.items(), key=lambda stall: -stall[1])
+    ]
+    console.print(f"stalls: {'; '.join(words) or 'none'}")

@@ -1,12 +1,11 @@
-"""`umem trace`: record a training step as a file, convert one, or show what is in it."""
+"""`umem trace`: record a training step as a file, convert a trace, or show one."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -14,44 +13,32 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umem.cli.output import Progress, check_can_write, format_seconds, print_json, progress
-from umem.cli.workloads import (
-    DEFAULT_HARDWARE,
-    AccumulateOption,
-    BatchOption,
-    CheckpointOption,
-    HardwareOption,
-    ModelOption,
-    SeqOption,
-    find_workloads,
-    recording,
-)
+from umem.cli import options, output
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, load_hardware, with_durations
+from umem.trace import PhaseKind, Trace, require_durations, save_trace
 
-if TYPE_CHECKING:
-    from umem.trace import Trace
+__all__ = ["app"]
 
-__all__ = ["trace"]
+app = output.make_app()
 
 
+@app.command(no_args_is_help=True)
 def trace(
     script: Annotated[
         str | None,
         typer.Argument(
-            metavar="SCRIPT.py:FUNCTION", help="A function of a script that makes the step."
+            metavar="SCRIPT.py:FUNCTION", help="The function of a script that makes the step."
         ),
     ] = None,
-    model: ModelOption = None,
-    mode: Annotated[
-        str | None, typer.Option(help="How the model is trained: lora or sft (sft).")
-    ] = None,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    accumulate: AccumulateOption = None,
-    checkpoint: CheckpointOption = None,
+    model: options.Model = None,
+    mode: options.Mode = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    accumulate: options.Accumulate = None,
+    checkpoint: options.Checkpoint = None,
     imported: Annotated[
         Path | None,
         typer.Option("--import", metavar="FILE", help="Convert this trace; with --output."),
@@ -59,39 +46,36 @@ def trace(
     shown: Annotated[
         Path | None, typer.Option("--show", metavar="FILE", help="Show what is in this trace.")
     ] = None,
-    output: Annotated[
+    target: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the trace, as .npz."),
     ] = None,
-    hardware: HardwareOption = DEFAULT_HARDWARE,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON for a program to read.")
-    ] = False,
+    hardware: options.HardwareName = options.DEFAULT_HARDWARE,
+    as_json: options.Json = False,
 ) -> None:
     """Record one training step, of a script or of a known model, and show what it needs.
 
-    FUNCTION takes no arguments and returns another that runs one step. Nothing is computed: tensors
-    have sizes and no contents, so that a model larger than this machine can be recorded.
+    FUNCTION takes no arguments and returns a function that runs one step. Nothing is computed:
+    tensors have sizes and no data, so that a model larger than this machine can be recorded.
     """
-    _check_sources(script, model, imported, shown, output)
-    options = (mode, batch, seq, accumulate, checkpoint)
-    if model is None and any(value is not None for value in options):
+    _check_sources(script, model, imported, shown, target)
+    given = (mode, batch, seq, accumulate, checkpoint)
+    if model is None and any(value is not None for value in given):
         raise UmemError("--mode, --batch, --seq, --accumulate and --checkpoint belong to --model")
     file = imported or shown
     machine = load_hardware(hardware)
-    if output is not None:
-        check_can_write("--output", output)
+    if target is not None:
+        output.check_can_write("--output", target)
 
-    from umem.capture.offline import script_trace
-    from umem.trace import save_trace
-
-    with progress() as say:
+    with output.progress() as say:
         if script is not None:
+            from umem.capture.offline import script_trace
+
             # Standard output is for the summary alone.
             with redirect_stdout(sys.stderr):
-                made = script_trace(script, progress=recording(script, say))
+                made = script_trace(script, progress=options.recording_progress(script, say))
         else:
-            (workload,) = find_workloads(
+            (workload,) = options.find_workloads(
                 ("sft", "lora"),
                 model=model,
                 mode=mode,
@@ -102,16 +86,17 @@ def trace(
                 trace=file,
             )
             made = workload.make(say)
-        summary = _summarise(made, machine, say)
-        if output is not None:
-            save_trace(made, output)
+        say(f"Timing {made.name} on {machine.name}")
+        summary = _summarise(made, machine)
+        if target is not None:
+            save_trace(made, target)
     if as_json:
-        print_json(_as_json(made, summary))
+        output.print_json(summary)
         return
-    console = Console()
-    _print(console, made, summary)
-    if output is not None:
-        console.print(f"\nwrote {output}", highlight=False, markup=False, soft_wrap=True)
+    _print(Console(highlight=False), summary)
+    if target is not None:
+        typer.echo()
+        output.print_written([target])
 
 
 def _check_sources(
@@ -119,7 +104,7 @@ def _check_sources(
     model: str | None,
     imported: Path | None,
     shown: Path | None,
-    output: Path | None,
+    target: Path | None,
 ) -> None:
     sources = {"a script": script, "--model": model, "--import": imported, "--show": shown}
     given = [name for name, value in sources.items() if value is not None]
@@ -127,102 +112,69 @@ def _check_sources(
         raise UmemError("nothing to trace: give script.py:function, --model, --import or --show")
     if len(given) > 1:
         raise UmemError(f"{' and '.join(given)}: give one of them")
-    if imported is not None and output is None:
+    if imported is not None and target is None:
         raise UmemError("--import writes a trace: give --output FILE, or --show to look at it")
-    if shown is not None and output is not None:
+    if shown is not None and target is not None:
         raise UmemError("--show writes nothing: leave --output out, or give --import")
 
 
-@dataclass(frozen=True)
-class _Summary:
-    hardware: str
-    step_s: float
-    peak_phase: int
-    peak_bytes: dict[TensorClass, int]
-    """What is live in that phase, by class."""
-
-
-def _summarise(trace: Trace, hardware: Hardware, say: Progress) -> _Summary:
-    from umem.trace import require_durations
-
-    say(f"Timing {trace.name} on {hardware.name}")
-    # Bytes come alive in one phase and die after another.
+def _summarise(trace: Trace, hardware: Hardware) -> dict[str, Any]:
+    # live_bytes[p, c] are the bytes of class c in phase p: allocated so far, less those freed.
     change = np.zeros((trace.phase_count + 1, len(TensorClass)), np.int64)
     np.add.at(change, (trace.first_phase, trace.tensor_class), trace.tensor_bytes)
     np.subtract.at(change, (trace.last_phase + 1, trace.tensor_class), trace.tensor_bytes)
     live_bytes = np.cumsum(change, axis=0)
     peak = int(np.argmax(live_bytes.sum(axis=1)))
-    return _Summary(
-        hardware=hardware.name,
-        step_s=float(require_durations(with_durations(trace, hardware)).sum()),
-        peak_phase=peak,
-        peak_bytes={member: int(live_bytes[peak, member.number]) for member in TensorClass},
-    )
-
-
-def _kinds(trace: Trace) -> dict[str, int]:
-    from umem.trace import PhaseKind
-
-    return {kind.name.lower(): int((trace.phase_kind == kind).sum()) for kind in PhaseKind}
-
-
-def _class_bytes(trace: Trace, member: TensorClass, *, persistent: bool) -> int:
-    which = (trace.tensor_class == member.number) & (trace.persistent == persistent)
-    return int(trace.tensor_bytes[which].sum())
-
-
-def _as_json(trace: Trace, summary: _Summary) -> dict[str, Any]:
+    classes = {}
+    for member in TensorClass:
+        which = trace.tensor_class == member.number
+        sizes, persistent = trace.tensor_bytes[which], trace.persistent[which]
+        classes[member.value] = {
+            "tensors": len(sizes),
+            "persistent_bytes": int(sizes[persistent].sum()),
+            "transient_bytes": int(sizes[~persistent].sum()),
+            "bytes_at_peak": int(live_bytes[peak, member.number]),
+        }
     return {
         "name": trace.name,
         "source": trace.source,
         "metadata": dict(trace.metadata),
-        "phases": _kinds(trace),
+        "phases": {kind.name.lower(): int((trace.phase_kind == kind).sum()) for kind in PhaseKind},
         "tensors": trace.tensor_count,
         "flops": float(trace.flops.sum()),
         "memory_bytes": int(trace.memory_bytes.sum()),
-        "hardware": summary.hardware,
-        "step_s": summary.step_s,
+        "hardware": hardware.name,
+        "step_s": float(require_durations(with_durations(trace, hardware)).sum()),
         "own_durations": trace.duration_s is not None,
-        "peak_live_bytes": sum(summary.peak_bytes.values()),
-        "peak_phase": trace.phase_names[summary.peak_phase],
-        "classes": {
-            member.value: {
-                "tensors": int((trace.tensor_class == member.number).sum()),
-                "persistent_bytes": _class_bytes(trace, member, persistent=True),
-                "transient_bytes": _class_bytes(trace, member, persistent=False),
-                "bytes_at_peak": summary.peak_bytes[member],
-            }
-            for member in TensorClass
-        },
+        "peak_live_bytes": int(live_bytes[peak].sum()),
+        "peak_phase": trace.phase_names[peak],
+        "classes": classes,
     }
 
 
-def _print(console: Console, trace: Trace, summary: _Summary) -> None:
-    data = _as_json(trace, summary)
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in data["phases"].items() if count)
-    console.print(f"[bold]{escape(trace.name)}[/bold]  {escape(trace.source)}", highlight=False)
+def _print(console: Console, summary: dict[str, Any]) -> None:
+    console.print(f"[bold]{escape(summary['name'])}[/bold]  {escape(summary['source'])}")
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
-    for key, value in trace.metadata.items():
+    for key, value in summary["metadata"].items():
         facts.add_row(escape(key), escape(str(value)))
-    facts.add_row("phases", f"{trace.phase_count:,}: {kinds}")
-    facts.add_row("operations", f"{data['flops'] / 1e12:,.4g} TFLOP")
-    facts.add_row("memory traffic", format_bytes(data["memory_bytes"]))
-    how = (
-        "by the trace itself" if data["own_durations"] else f"by the roofline of {summary.hardware}"
-    )
-    facts.add_row("all resident", f"{format_seconds(summary.step_s)}, {how}")
-    facts.add_row(
-        "peak", f"{format_bytes(data['peak_live_bytes'])} live, in {escape(data['peak_phase'])}"
-    )
-    console.print(facts, highlight=False)
+    phases = summary["phases"]
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in phases.items() if count)
+    facts.add_row("phases", f"{sum(phases.values()):,}: {kinds}")
+    facts.add_row("operations", f"{summary['flops'] / 1e12:,.4g} TFLOP")
+    facts.add_row("memory traffic", format_bytes(summary["memory_bytes"]))
+    timed_by = f"the roofline of {summary['hardware']}"
+    if summary["own_durations"]:
+        timed_by = "the trace itself"
+    facts.add_row("all resident", f"{output.format_seconds(summary['step_s'])}, by {timed_by}")
+    peak = f"{format_bytes(summary['peak_live_bytes'])} live, in {escape(summary['peak_phase'])}"
+    facts.add_row("peak", peak)
+    console.print(facts)
     console.print()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("class")
-    for heading in ("tensors", "from step to step", "within the step", "at the peak"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, row in data["classes"].items():
+    numbers = ("tensors", "from step to step", "within the step", "at the peak")
+    table = output.make_table("class", numbers=numbers)
+    for name, row in summary["classes"].items():
         sizes = (row["persistent_bytes"], row["transient_bytes"], row["bytes_at_peak"])
         table.add_row(name, f"{row['tensors']:,}", *map(format_bytes, sizes))
     console.print(table)

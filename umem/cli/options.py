@@ -1,0 +1,251 @@
+"""Options that several commands share: the workload, the machine, the policy, the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from umem.cli.output import Progress, check_can_write
+from umem.core.errors import UmemError
+from umem.core.units import format_bytes, parse_budget
+from umem.io.problems import did_you_mean
+from umem.policy import ResolvedPolicy, load_policy, resolve
+
+if TYPE_CHECKING:
+    from umem.hardware import Hardware
+    from umem.trace import Trace
+
+__all__ = [
+    "DEFAULT_HARDWARE",
+    "Accumulate",
+    "Batch",
+    "Budget",
+    "Checkpoint",
+    "HardwareName",
+    "Json",
+    "Mode",
+    "Model",
+    "Plot",
+    "PlotFormat",
+    "PolicyName",
+    "Seq",
+    "TraceFile",
+    "Window",
+    "Workload",
+    "check_plot",
+    "find_policy",
+    "find_workloads",
+    "known_name",
+    "known_names",
+    "recording_progress",
+]
+
+DEFAULT_HARDWARE = "gh200-96"
+BATCH, SEQ, ACCUMULATE = 2, 2048, 1
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="A known model, such as llama-2-7b; no weights are downloaded or made."),
+]
+Mode = Annotated[
+    str | None, typer.Option(help="How the model is trained: lora or sft (default: sft).")
+]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help=f"Sequences in a batch of the model (default: {BATCH}).")
+]
+Seq = Annotated[int | None, typer.Option(min=1, help=f"Tokens in a sequence (default: {SEQ}).")]
+Accumulate = Annotated[
+    int | None, typer.Option(min=1, help=f"Batches in a step (default: {ACCUMULATE}).")
+]
+Checkpoint = Annotated[
+    bool | None,
+    typer.Option("--checkpoint/--no-checkpoint", help="Recompute activations (default: no)."),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A trace, from `umem trace`, instead of a model."),
+]
+HardwareName = Annotated[
+    str,
+    typer.Option(
+        help="A profile's name (see `umem hardware list`) or file; detect for this machine."
+    ),
+]
+PolicyName = Annotated[
+    str | None,
+    typer.Option(
+        help="A preset's name or a YAML file (default: the mode's preset; managed for a trace)."
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Device memory to use, such as 64GiB or 80% (default: the policy's).",
+    ),
+]
+Window = Annotated[
+    int, typer.Option(min=1, help="Phases that the planners lookahead and oracle look ahead.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Draw pictures into this folder.")
+]
+PlotFormat = Annotated[str, typer.Option(help="png or svg.")]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step that can be made, and the policy preset that goes with it."""
+
+    preset: str
+    make: Callable[[Progress], Trace]
+
+
+def find_workloads(
+    modes: Sequence[str],
+    *,
+    model: str | None,
+    mode: str | None,
+    batch: int | None,
+    seq: int | None,
+    accumulate: int | None,
+    checkpoint: bool | None,
+    trace: Path | None,
+) -> tuple[Workload, ...]:
+    """Find the workloads that the options name: a trace, or a model in one mode or several.
+
+    Parameters
+    ----------
+    modes
+        Values that ``--mode`` may have; the first is its default. ``both`` stands for LoRA and SFT.
+    model, mode, batch, seq, accumulate, checkpoint, trace
+        The options' values; None where they were not given.
+
+    Raises
+    ------
+    UmemError
+        If options contradict each other, or a name is unknown.
+    """
+    if trace is not None:
+        given = {
+            "--model": model,
+            "--mode": mode,
+            "--batch": batch,
+            "--seq": seq,
+            "--accumulate": accumulate,
+            "--checkpoint": checkpoint,
+        }
+        for option, value in given.items():
+            if value is not None:
+                raise UmemError(f"{option}: a trace has no such option: give {option} or --trace")
+
+        def load(say: Progress) -> Trace:
+            from umem.trace import load_trace
+
+            say(f"Reading {trace}")
+            return load_trace(trace)
+
+        return (Workload("managed", load),)
+    if model is None:
+        raise UmemError("nothing to run: give --model, such as llama-2-7b, or --trace FILE")
+    # Imports torch, which a trace does not need.
+    from umem.capture.offline import MODELS, MODES, model_trace
+
+    chosen = known_name("--mode", modes[0] if mode is None else mode, modes)
+    name = known_name("--model", model, MODELS)
+
+    def record(of_mode: str, say: Progress) -> Trace:
+        return model_trace(
+            name,
+            of_mode,
+            batch=batch or BATCH,
+            seq=seq or SEQ,
+            accumulate=accumulate or ACCUMULATE,
+            checkpoint=bool(checkpoint),
+            progress=recording_progress(f"{name}, {of_mode}", say),
+        )
+
+    wanted = MODES if chosen == "both" else (chosen,)
+    return tuple(Workload(preset, partial(record, preset)) for preset in wanted)
+
+
+def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPolicy:
+    """Load a policy for a machine; `budget` replaces its device budget.
+
+    Raises
+    ------
+    PolicyError
+        If the policy cannot be used.
+    UmemError
+        If the budget cannot.
+    """
+    policy = resolve(load_policy(name), hardware.device_bytes)
+    if budget is None:
+        return policy
+    try:
+        budget_bytes = parse_budget(budget, hardware.device_bytes)
+    except ValueError as error:
+        raise UmemError(f"--budget: {error}; or a percentage, such as '80%'") from None
+    if not 0 < budget_bytes <= hardware.device_bytes:
+        raise UmemError(
+            f"--budget: {budget} is not within the device memory of {hardware.name}, "
+            f"{format_bytes(hardware.device_bytes)}: give a size above 0 and at most that"
+        )
+    return replace(policy, device_budget_bytes=budget_bytes)
+
+
+def known_name(option: str, name: str, known: Sequence[str]) -> str:
+    """Return the name, if it is known.
+
+    Raises
+    ------
+    UmemError
+        If it is not; the message has the nearest known name.
+    """
+    if name not in known:
+        hint = did_you_mean(name, known) or "."
+        raise UmemError(f"{option}: {name!r} is not known{hint} Known: {', '.join(known)}")
+    return name
+
+
+def known_names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Split names at commas; each is returned once, in the given order.
+
+    Raises
+    ------
+    UmemError
+        If one is not known; the message has the nearest known name.
+    """
+    names = dict.fromkeys(name.strip() for name in text.split(","))
+    return tuple(known_name(option, name, known) for name in names)
+
+
+def recording_progress(workload: str, say: Progress) -> Callable[[str, float], None]:
+    """Put a recorder's stage, and the share of it that is done, into a message."""
+
+    def report(stage: str, share: float) -> None:
+        say(f"Recording {workload}: {stage}" + (f" {share:.0%}" if 0 < share < 1 else ""))
+
+    return report
+
+
+def check_plot(folder: Path | None, kind: str) -> None:
+    """Check the options of pictures before the work that they show.
+
+    Raises
+    ------
+    UmemError
+        If the format is unknown, matplotlib is missing, or the folder cannot be made.
+    """
+    from umem.telemetry import FORMATS, require_matplotlib
+
+    known_name("--plot-format", kind, FORMATS)
+    if folder is not None:
+        require_matplotlib()
+        check_can_write("--plot", folder, folder=True)
