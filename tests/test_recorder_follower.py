@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.capture.live import Block, Follower, StepRecording, find_blocks
+from umem.capture.live import Block, PhaseTracker, StepRecording, find_blocks
 from umem.capture.live.blocks import find_parameters
-from umem.capture.live.memory_tracker import StepMemory
+from umem.capture.live.memory_tracker import MemoryTracker
+from umem.core.errors import TraceError
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
 from umem.runtime.torch_hooks.modules import Guard
 
@@ -90,10 +91,10 @@ class Training:
         self.optimizer.zero_grad()
 
     @contextmanager
-    def followed(self, log: Log) -> Iterator[Follower]:
+    def followed(self, log: Log) -> Iterator[PhaseTracker]:
         root = Block(type(self.model).__name__, self.model)
         guard = Guard(self.errors.append)
-        follower = Follower(root, find_blocks(self.model, None), guard, log)
+        follower = PhaseTracker(root, find_blocks(self.model, None), guard, log)
         undo = [
             self.optimizer.register_step_pre_hook(guard(lambda *_: follower.optimizer_begins())),
             self.optimizer.register_step_post_hook(guard(lambda *_: follower.optimizer_ends())),
@@ -202,7 +203,7 @@ def test_a_fault_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
     class Faulty(Log):
         def step_begins(self) -> Any:
             known = find_parameters(training.model, blocks, training.optimizer)
-            return StepMemory(known, training.optimizer, torch.device("cpu"), (), guard)
+            return MemoryTracker(known, training.optimizer, torch.device("cpu"), (), guard)
 
         def phase_begins(self, label: str) -> None:
             if label == "backward layers.1":
@@ -213,7 +214,7 @@ def test_a_fault_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
         follower.stop()
 
     guard = Guard(on_error)
-    follower = Follower(Block("Net", training.model), blocks, guard, Faulty())
+    follower = PhaseTracker(Block("Net", training.model), blocks, guard, Faulty())
     follower.start()
     loss = training.model(torch.ones(2, WIDTH)).sum()
     backward = Thread(target=torch.autograd.grad, args=(loss, list(training.model.parameters())))
@@ -222,6 +223,64 @@ def test_a_fault_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
     assert [str(error) for error in training.errors] == ["backward layers.1"]
     training.step()
     assert saved_tensor_hooks.innermost() is None
+
+
+def test_a_fault_leaves_no_hooks_of_a_tracked_step() -> None:
+    """The hooks on saved tensors are pushed in one call of the listener's and popped in another."""
+    training = Training()
+    blocks = find_blocks(training.model, None)
+
+    class Faulty(Log):
+        def step_begins(self) -> Any:
+            known = find_parameters(training.model, blocks, training.optimizer)
+            return MemoryTracker(known, training.optimizer, torch.device("cpu"), (), Guard(fail))
+
+        def block_ends(self, block: Block) -> None:
+            raise OSError(block.name)
+
+    def fail(error: Exception) -> None:
+        training.errors.append(error)
+
+    with training.followed(Faulty()):
+        training.model(torch.ones(2, WIDTH))
+        assert str(training.errors[0]) == "first"
+        assert saved_tensor_hooks.innermost() is None
+        inner = training.model.layers[0][0]
+        assert not inner._forward_pre_hooks
+        assert all(not it._post_accumulate_grad_hooks for it in training.model.parameters())
+
+
+def test_a_start_that_fails_leaves_no_hooks() -> None:
+    training, backward = Training(), torch.autograd.backward
+    gone = Block("gone", nn.Linear(1, 1))
+    guard = Guard(training.errors.append)
+    tracker = PhaseTracker(Block("Net", training.model), [gone], guard, Log())
+    with pytest.raises(TraceError, match="gone"):
+        tracker.start()
+    assert not training.model._forward_pre_hooks
+    assert torch.autograd.backward is backward
+
+
+def test_a_node_that_takes_no_hook_leaves_the_tensors_own() -> None:
+    class Node:
+        def _sequence_nr(self) -> int:
+            return 1 << 40
+
+        def _register_hook_dict(self, tensor: torch.Tensor) -> None:
+            raise OSError("no hook")
+
+    class Odd(torch.Tensor):
+        grad_fn: Any = Node()
+
+    training = Training()
+    result = torch.ones(2, WIDTH).as_subclass(Odd)
+    hooks = result._backward_hooks = {7: print}
+    training.model.first.register_forward_hook(lambda *_: result)
+    with training.followed(Log()):
+        training.model.layers = nn.ModuleList()
+        training.model(torch.ones(2, WIDTH))
+    assert [str(error) for error in training.errors] == ["no hook"]
+    assert result._backward_hooks is hooks
 
 
 def test_a_call_that_is_under_way_at_the_start_is_not_followed() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from umem.capture.live.memory_tracker import StepLook, outside_bytes
-from umem.capture.offline.operators import BEFORE, Storage
+from umem.capture.live.memory_tracker import StepMemory
+from umem.capture.live.trace_builder import outside_bytes
+from umem.capture.storages import BEFORE, Storage
 from umem.core.classes import TensorClass
 
 MIB = 1 << 20
 
 
-def look(start_mib: list[int]) -> StepLook:
+def look(start_mib: list[int]) -> StepMemory:
     """Three phases with a weight of 4 MiB, and an activation of 2 MiB made in the first."""
-    return StepLook(
+    return StepMemory(
         labels=("forward", "backward", "optimizer"),
         storages=(
             Storage("weight", 4 * MIB, TensorClass.WEIGHTS, BEFORE),

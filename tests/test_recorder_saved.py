@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.capture.live import Block, Follower, SavedTensor, SavedTensors, find_blocks
+from umem.capture.live import Block, PhaseTracker, SavedTensor, SavedTensorHooks, find_blocks
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
@@ -127,7 +127,7 @@ def test_saved_tensors_are_found_again_by_counting(accumulate: int) -> None:
     trace, saved = recorded(model, optimizer, step)
     packer, errors = Packer(), list[Exception]()
     root = Block("Net", model)
-    follower = Follower(root, find_blocks(model, None), Guard(errors.append), packer)
+    follower = PhaseTracker(root, find_blocks(model, None), Guard(errors.append), packer)
     follower.start()
     step()
     follower.stop()
@@ -182,7 +182,7 @@ def saved_names(
 
 def test_a_saved_tensor_that_was_modified_in_place_raises() -> None:
     used: list[torch.Tensor] = []
-    hooks = SavedTensors(lambda tensor: None, used.append)
+    hooks = SavedTensorHooks(lambda tensor: None, used.append)
     inputs = torch.ones(3, requires_grad=True)
     hooks.push()
     result = inputs.exp()
@@ -196,7 +196,7 @@ def test_a_saved_tensor_that_was_modified_in_place_raises() -> None:
 
 def test_hooks_that_another_thread_ends_go_with_the_next_saved_tensor() -> None:
     seen: list[torch.Tensor] = []
-    hooks = SavedTensors(seen.append, seen.append)
+    hooks = SavedTensorHooks(seen.append, seen.append)
     inputs = torch.ones(3, requires_grad=True)
     hooks.push()
     result = inputs.exp()
@@ -214,7 +214,7 @@ def test_hooks_that_another_thread_ends_go_with_the_next_saved_tensor() -> None:
 
 
 def test_a_thread_leaves_the_hooks_of_others() -> None:
-    hooks = SavedTensors(lambda tensor: None, lambda tensor: None)
+    hooks = SavedTensorHooks(lambda tensor: None, lambda tensor: None)
     hooks.push()
 
     def checkpoint_again() -> None:

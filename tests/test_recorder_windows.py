@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import umem
 from umem.capture.live import StepRecording, WallClock
 from umem.capture.live import collector as _collector
-from umem.capture.live.clock import Window, find_windows
 from umem.capture.live.collector import RecordedSteps
+from umem.capture.live.timing import Window, find_windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

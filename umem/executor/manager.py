@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from umem.capture.live import (
     Block,
     CallShapes,
-    Follower,
+    PhaseTracker,
     StepRecording,
     call_shapes,
     find_blocks,
@@ -100,7 +100,7 @@ class Manager:
         blocks = find_blocks(model, None)
         self._beside = OverlappedOptimizerStep(optimizer, machine.device)
         self._runner = Runner(machine, self._store, root, self._beside.join)
-        self._follower = Follower(root, blocks, self._guard, self._runner)
+        self._phase_tracker = PhaseTracker(root, blocks, self._guard, self._runner)
         slices = PartialOptimizerStep(optimizer, blocks) if can_slice(optimizer) else None
         begin_part = self._guard(self._runner.part_begins)
         self._parts = PerBlockStepHook(optimizer, slices, begin_part)
@@ -233,7 +233,7 @@ class Manager:
         ):
             return
         if self._is_in_step:
-            if self._backward_step is not None and self._follower.backward_failed:
+            if self._backward_step is not None and self._phase_tracker.backward_failed:
                 self._backward_step.step_begins()
             return
         self._is_in_step = True
@@ -256,7 +256,7 @@ class Manager:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self._parts.restore()
-        self._follower.optimizer_begins()
+        self._phase_tracker.optimizer_begins()
         self._parts.look(optimizer, args, kwargs, is_wanted=self._runner.needs_slices())
 
     def _optimizer_ends(self, *_: object) -> None:
@@ -266,7 +266,7 @@ class Manager:
         self._unseen = 0 if self._is_in_step else self._unseen + 1
         self._is_in_step = False
         self._steps_seen += 1
-        self._follower.optimizer_ends()
+        self._phase_tracker.optimizer_ends()
         if self._unseen == _MOST_UNSEEN and self._state is ManagerState.WARMING_UP:
             self._give_up(
                 "the optimizer steps, but no call of the model is seen: all of it is compiled, "
@@ -284,7 +284,7 @@ class Manager:
         self._end(ManagerState.OFF, f"{type(error).__name__}: {error}")
 
     def _end(self, state: ManagerState, reason: str) -> None:
-        self._follower.stop()
+        self._phase_tracker.stop()
         self._load(None)
         self._state, self._reason = state, reason
         self._budget_lift.release()
@@ -325,7 +325,7 @@ class Manager:
         if model is None or optimizer is None:
             return
         self._load(None)
-        self._follower.stop()
+        self._phase_tracker.stop()
         self._parts.start_over()
         # The recorded steps have to run with everything resident.
         self._budget_lift.acquire()
@@ -380,7 +380,7 @@ class Manager:
         elif self._state is not ManagerState.RUNNING:  # otherwise this is a correction
             self._state = ManagerState.RUNNING
             self._budget_lift.leave_to_plans()
-            self._follower.start()
+            self._phase_tracker.start()
 
     def _choose_program(self, shapes: CallShapes) -> None:
         """Run the plan for these batch shapes, or a lookahead made for other shapes."""

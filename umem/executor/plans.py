@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from umem.capture.live import CallShapes, FollowedPhase, StepRecording, StepSignature
+from umem.capture.live import CallShapes, StepRecording, StepSignature, TrackedPhase
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.executor.calibration import BandwidthCalibration
@@ -208,7 +208,7 @@ class Plans:
             )
         return step is not None and not step.obstacle
 
-    def _step_of(self, recorded: _Recorded) -> tuple[Trace, tuple[FollowedPhase, ...]]:
+    def _step_of(self, recorded: _Recorded) -> tuple[Trace, tuple[TrackedPhase, ...]]:
         """A recorded step as it will run, and the phases that the tracker will report."""
         trace, followed = recorded.trace, recorded.recording.phases
         if not self._moves_step:
@@ -289,8 +289,8 @@ class Plans:
 
 
 def _renumbered(
-    followed: Sequence[FollowedPhase], moved: Trace, phases: npt.NDArray[np.int64]
-) -> tuple[FollowedPhase, ...]:
+    followed: Sequence[TrackedPhase], moved: Trace, phases: npt.NDArray[np.int64]
+) -> tuple[TrackedPhase, ...]:
     """Reported phases, renumbered for a trace whose optimizer parts have moved.
 
     The tracker reports the optimizer's own step last. It starts the parts that are left, if any.

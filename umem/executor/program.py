@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch.optim.optimizer import Optimizer
 
-from umem.capture.live import FollowedPhase, SavedTensor
+from umem.capture.live import SavedTensor, TrackedPhase
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor.admission import Eviction, HintRow, HintRows, plan_admission, used_tensors
@@ -201,7 +201,7 @@ class Program:
     """
 
     candidate: PlanCandidate
-    followed: tuple[FollowedPhase, ...]
+    followed: tuple[TrackedPhase, ...]
     work: tuple[PhaseWork, ...]
     copied: Mapping[GroupKey, frozenset[int]]
     paged: Mapping[GroupKey, Mapping[int, int]]
@@ -234,7 +234,7 @@ def build_program(
     candidate: PlanCandidate,
     places: TensorAddresses,
     saved: Sequence[SavedTensor],
-    followed: Sequence[FollowedPhase],
+    followed: Sequence[TrackedPhase],
     forward_labels: Mapping[str, str],
     machine: Machine,
 ) -> Program:
@@ -400,7 +400,7 @@ def _releases(
     copied: Mapping[GroupKey, frozenset[int]],
     sends: Sequence[Sequence[GroupPart]],
     saved: Sequence[SavedTensor],
-    followed: Sequence[FollowedPhase],
+    followed: Sequence[TrackedPhase],
     forward_labels: Mapping[str, str],
     machine: Machine,
 ) -> dict[int, list[GroupPart]]:

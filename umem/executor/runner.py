@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from umem.capture.live import Block, SavedTensors
+from umem.capture.live import Block, SavedTensorHooks
 from umem.core.classes import TensorClass
 from umem.executor.admission import Eviction
 from umem.executor.machine import Machine
@@ -93,7 +93,7 @@ class Runner:
         self._position = 0
         self._phase = -1
         self._calls: Counter[str] = Counter()
-        self._saved = SavedTensors(self._on_save, _ignore)
+        self._saved = SavedTensorHooks(self._on_save, _ignore)
         self._paged: list[tuple[dict[int, int], list[int]]] = []
         self._open: list[_Call] = []
         self._away: frozenset[int] = frozenset()

@@ -1,26 +1,27 @@
-"""Recording real training runs: the trace of a step by modules, cheap enough to leave on."""
+"""Recording of a running training: the trace of a step by modules, at little cost."""
 
 from __future__ import annotations
 
 from umem.capture.live.blocks import Block, find_blocks
-from umem.capture.live.clock import Clock, CudaClock, WallClock
 from umem.capture.live.collector import CallShapes, StepSignature, call_shapes
-from umem.capture.live.phase_tracker import FollowedPhase, Follower, StepListener
+from umem.capture.live.phase_tracker import PhaseTracker, StepListener
 from umem.capture.live.recording import StepRecording, record
-from umem.capture.live.saved_tensors import SavedTensor, SavedTensors
+from umem.capture.live.saved_tensors import SavedTensor, SavedTensorHooks
+from umem.capture.live.timing import Clock, CudaClock, WallClock
+from umem.capture.live.trace_builder import TrackedPhase
 
 __all__ = [
     "Block",
     "CallShapes",
     "Clock",
     "CudaClock",
-    "FollowedPhase",
-    "Follower",
+    "PhaseTracker",
     "SavedTensor",
-    "SavedTensors",
+    "SavedTensorHooks",
     "StepListener",
     "StepRecording",
     "StepSignature",
+    "TrackedPhase",
     "WallClock",
     "call_shapes",
     "find_blocks",

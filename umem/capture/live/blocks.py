@@ -1,12 +1,10 @@
-"""The tensors in what modules take and return, and in what optimizers hold."""
+"""The blocks that a model is cut into, and the parameters and buffers that each of them holds."""
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,117 +20,21 @@ from umem.runtime.model_parts import (
     parameter_names,
 )
 
-__all__ = [
-    "OUTSIDE",
-    "Block",
-    "Parameters",
-    "computed_tensors",
-    "find_blocks",
-    "find_parameters",
-]
+__all__ = ["NO_BLOCK", "Block", "Parameters", "find_blocks", "find_parameters"]
 
-_DEEPEST = 8
-"""Containers within containers are looked into so far; one may hold itself."""
-
-_SEQUENCES = (tuple, list)
-_PLAIN = frozenset({type(None), bool, int, float, str})
-"""Most of what modules are given beside tensors."""
-
-
-def computed_tensors(value: object) -> list[tuple[torch.Tensor, Any]]:
-    """Tensors that autograd can go back from, and the nodes that have made them.
-
-    Without names, as it runs in every step.
-
-    Parameters
-    ----------
-    value
-        As for :func:`named_tensors`.
-    """
-    found: list[tuple[torch.Tensor, Any]] = []
-    _add_computed((value,), found, 0)
-    return found
-
-
-def _add_computed(
-    values: Iterable[object], found: list[tuple[torch.Tensor, Any]], depth: int
-) -> None:
-    value: Any
-    for value in values:
-        kind = type(value)
-        if kind is torch.Tensor or isinstance(value, torch.Tensor):
-            node = value.grad_fn
-            if node is not None:
-                found.append((value, node))
-        elif kind in _PLAIN or depth == _DEEPEST:
-            continue
-        elif isinstance(value, _SEQUENCES):
-            _add_computed(value, found, depth + 1)
-        elif isinstance(value, dict | Mapping):  # a dictionary is told sooner
-            _add_computed(value.values(), found, depth + 1)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            _add_computed(vars(value).values(), found, depth + 1)
-
-
-# Which tensors a model and an optimizer have between steps, and which blocks have them.
-
-OUTSIDE = ""
-"""The block of what belongs to none."""
-
-
-@dataclass(frozen=True, eq=False)
-class Parameters:
-    """What is looked up once, between two steps.
-
-    Within a step a module may have others: those of a sharded model are gathered for it.
-
-    Parameters
-    ----------
-    names
-        Of the parameters.
-    buffers
-        The buffers' names.
-    owner
-        The block of each of both; the first one, where several have it.
-    held
-        Parameters and buffers of each block. What belongs to none is :data:`OUTSIDE`'s.
-    """
-
-    names: Mapping[torch.Tensor, str]
-    buffers: Mapping[torch.Tensor, str]
-    owner: Mapping[torch.Tensor, str]
-    held: Mapping[str, Sequence[torch.Tensor]]
-
-
-def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimizer) -> Parameters:
-    """Look up what there is now."""
-    names = parameter_names(model.named_parameters(), optimizer_parameters(optimizer))
-    buffers = {it: name for name, it in model.named_buffers()}
-    owner: dict[torch.Tensor, str] = {}
-    held: dict[str, list[torch.Tensor]] = {OUTSIDE: []}
-    for block in blocks:
-        held[block.name] = [*block.module.parameters(), *block.module.buffers()]
-        for tensor in held[block.name]:
-            owner.setdefault(tensor, block.name)
-    for tensor in (*buffers, *names):
-        if tensor not in owner:
-            owner[tensor] = OUTSIDE
-            held[OUTSIDE].append(tensor)
-    return Parameters(names, buffers, owner, held)
-
-
-# Which modules a step is cut at.
+NO_BLOCK = ""
+"""Name that stands for the model outside of its blocks."""
 
 
 class Block:
-    """A module whose passes are phases of their own, and what these are called.
+    """A module whose forward and backward passes are phases, and the labels of these.
 
     Parameters
     ----------
     name
-        The module's in the model.
+        The module's name in the model.
     module
-        Only a weak reference is kept: hooks on an optimizer, which may live longer, lead here.
+        Kept by a weak reference only: hooks of an optimizer, which may outlive it, lead here.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -149,12 +51,51 @@ class Block:
         Raises
         ------
         TraceError
-            If nobody else has it any more.
+            If it has been freed.
         """
         module = self._module()
         if module is None:
             raise TraceError(f"{self.name} is gone: keep the model for as long as it is recorded")
         return module
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """Parameters and buffers, looked up between two steps.
+
+    Within a step a module may have others: those of a sharded model are gathered for it.
+
+    Parameters
+    ----------
+    names, buffers
+        Names of the parameters, and of the buffers.
+    owner
+        Name of the first block that holds each of them.
+    held
+        All of them by name of the block; :data:`NO_BLOCK` has those that are in no block.
+    """
+
+    names: Mapping[torch.Tensor, str]
+    buffers: Mapping[torch.Tensor, str]
+    owner: Mapping[torch.Tensor, str]
+    held: Mapping[str, Sequence[torch.Tensor]]
+
+
+def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimizer) -> Parameters:
+    """Look up the parameters and buffers that there are now."""
+    names = parameter_names(model.named_parameters(), optimizer_parameters(optimizer))
+    buffers = {buffer: name for name, buffer in model.named_buffers()}
+    owner: dict[torch.Tensor, str] = {}
+    held: dict[str, list[torch.Tensor]] = {NO_BLOCK: []}
+    for block in blocks:
+        held[block.name] = [*block.module.parameters(), *block.module.buffers()]
+        for tensor in held[block.name]:
+            owner.setdefault(tensor, block.name)
+    for tensor in (*buffers, *names):
+        if tensor not in owner:
+            owner[tensor] = NO_BLOCK
+            held[NO_BLOCK].append(tensor)
+    return Parameters(names, buffers, owner, held)
 
 
 def find_blocks(model: nn.Module, chosen: Iterable[str | nn.Module] | None) -> tuple[Block, ...]:
@@ -166,15 +107,16 @@ def find_blocks(model: nn.Module, chosen: Iterable[str | nn.Module] | None) -> t
         The model.
     chosen
         Modules, or their names in the model; a :class:`~torch.nn.ModuleList` stands for the modules
-        in it. By default the modules of a chain, a list or a :class:`~torch.nn.Sequential` of two
-        or more: of the one with the largest product of length and bytes of parameters, which are
-        the layers of a transformer, and of every other one that is disjoint from it.
+        in it. By default the members of the main chain, which are the layers of a transformer: of
+        all lists and :class:`~torch.nn.Sequential` of two or more modules, the one with the largest
+        product of length and bytes of parameters. Also the members of every other chain that is
+        disjoint from it.
 
     Returns
     -------
     tuple of Block
-        The chosen ones, and beside them the outermost modules with parameters that contain none of
-        them: embeddings, the last norm, the head. In the order of the model.
+        The chosen modules, and the outermost modules with parameters that contain none of them:
+        embeddings, the last norm, the head. In the order of the model.
 
     Raises
     ------
@@ -183,31 +125,24 @@ def find_blocks(model: nn.Module, chosen: Iterable[str | nn.Module] | None) -> t
     """
     names = {module: name for name, module in model.named_modules()}
     parts = _default_parts(model) if chosen is None else _chosen_parts(model, names, chosen)
-    parts.discard(model)  # the whole model is no part of it
-    found = {module: names[module] for module in _cut(model, parts)}
-    return tuple(
-        Block(name, module) for module, name in names.items() if found.get(module) is not None
-    )
+    parts.discard(model)
+    found = set(_cut(model, parts))
+    return tuple(Block(name, module) for module, name in names.items() if module in found)
 
 
 def _default_parts(model: nn.Module) -> set[nn.Module]:
     main = main_chain(model)
-    if main is None:
-        return set(_children(model))
+    if main is None:  # the children of the outermost module that has more than one
+        children = members(model)
+        while len(children) == 1 and members(children[0]):
+            children = members(children[0])
+        return set(children)
     picked = [main]
-    for chain in find_chains(model):  # outermost first
+    for chain in find_chains(model):
         inside = set(chain.modules())
         if not any(chain in set(other.modules()) or other in inside for other in picked):
             picked.append(chain)
     return {member for chain in picked for member in members(chain)}
-
-
-def _children(model: nn.Module) -> list[nn.Module]:
-    """Children with parameters, of the outermost module that has more than one."""
-    children = members(model)
-    while len(children) == 1 and members(children[0]):
-        children = members(children[0])
-    return children
 
 
 def _chosen_parts(
@@ -216,7 +151,7 @@ def _chosen_parts(
     if isinstance(chosen, str | nn.Module):
         raise TraceError(f"blocks is a {type(chosen).__name__}: give a list of names or modules")
     modules = {name: module for module, name in names.items()}
-    parts: dict[nn.Module, None] = {}
+    parts: set[nn.Module] = set()
     for choice in chosen:
         module = modules.get(choice) if isinstance(choice, str) else choice
         if module is None:
@@ -230,19 +165,19 @@ def _chosen_parts(
                 f"blocks: a {type(module).__name__} is no module of {type(model).__name__}: give "
                 "modules of the model that is recorded, or their names"
             )
-        is_list = isinstance(module, nn.ModuleList)  # which is not called
-        parts.update(dict.fromkeys(list(module.children()) if is_list else [module]))
-    for part in parts:
+        # A list is never called itself.
+        parts.update(module.children() if isinstance(module, nn.ModuleList) else [module])
+    for part in filter(parts.__contains__, names):
         for inner in part.modules():
             if inner is not part and inner in parts:
                 raise TraceError(
                     f"blocks: {names[inner]!r} lies inside {names[part]!r}: choose one of them"
                 )
-    return set(parts)
+    return parts
 
 
 def _cut(module: nn.Module, parts: set[nn.Module], *, is_root: bool = True) -> Iterator[nn.Module]:
-    """The parts, and the outermost modules with parameters that contain none."""
+    """The parts, and the outermost modules with parameters that contain none of them."""
     if module in parts:
         yield module
     elif is_root or any(inner in parts for inner in module.modules()):

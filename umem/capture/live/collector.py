@@ -1,4 +1,4 @@
-"""What makes one step like another: the shapes that its batches have."""
+"""Collects the steps of a training by the shapes of their batches, until there are enough alike."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from umem.capture.live.blocks import Block
-from umem.capture.live.clock import Clock, Window, find_windows
-from umem.capture.live.memory_tracker import StepLook, StepMemory
-from umem.capture.live.phase_tracker import JoinedPhases, join_phases
+from umem.capture.live.memory_tracker import MemoryTracker, StepMemory
+from umem.capture.live.timing import Clock, Window, find_windows
+from umem.capture.live.trace_builder import JoinedPhases, join_phases
 from umem.runtime.model_parts import named_tensors, plain_tensors
 
 __all__ = [
-    "MOST_LOOKS",
+    "MAX_TRACKED_STEPS",
     "CallShapes",
     "RecordedSteps",
     "SignatureWatch",
@@ -27,18 +27,22 @@ __all__ = [
     "call_shapes",
 ]
 
+MAX_TRACKED_STEPS = 8
+"""Steps whose memory is tracked, which bounds the cost of recording a run whose batches all differ
+in shape."""
+
 CallShapes = tuple[tuple[str, tuple[int, ...], str], ...]
 """Name, shape and type of each tensor that a call of the model is given."""
 
 
 @dataclass(frozen=True)
 class StepSignature:
-    """Shapes of what the model is called with in one step.
+    """Shapes of the model's inputs in one step.
 
     Parameters
     ----------
     calls
-        One entry for each call that gradients are wanted of, in order: a step that accumulates
+        One entry for each call of the model with gradients, in order: a step that accumulates
         gradients over four batches has four.
     """
 
@@ -61,7 +65,7 @@ def call_shapes(args: Sequence[object], kwargs: Mapping[str, object]) -> CallSha
 
 
 class SignatureWatch:
-    """Signatures of the step in flight, and of the one before it."""
+    """Signatures of the step in progress, and of the one before it."""
 
     def __init__(self) -> None:
         self.calls: list[CallShapes] = []
@@ -71,11 +75,11 @@ class SignatureWatch:
 
     @property
     def signature(self) -> StepSignature | None:
-        """Of the step in flight as far as it has got; between two steps, of the last one."""
+        """Of the calls so far in the step in progress; between two steps, of the last one."""
         return StepSignature(tuple(self.calls)) if self.calls else self._last
 
     def agrees(self, expected: StepSignature) -> bool:
-        """Whether the step in flight can still turn out to be one of that signature."""
+        """Whether the step in progress can still turn out to have this signature."""
         if not self.calls:
             return self._last == expected
         return expected.calls[: len(self.calls)] == tuple(self.calls)
@@ -83,7 +87,7 @@ class SignatureWatch:
     def add(
         self, args: Sequence[object], kwargs: Mapping[str, object], *, note_storages: bool
     ) -> None:
-        """The model is called, in the step in flight."""
+        """The model is called, in the step in progress."""
         self.calls.append(call_shapes(args, kwargs))
         if note_storages:
             self._storages += [
@@ -92,15 +96,14 @@ class SignatureWatch:
                 for part in plain_tensors(tensor)
             ]
 
-    def end_step(self) -> StepSignature:
+    def end_step(self) -> None:
         """The optimizer has stepped."""
         self._last = StepSignature(tuple(self.calls))
         self.calls = []
         self._last_storages, self._storages = self._storages, []
-        return self._last
 
     def kept_storages(self) -> frozenset[int]:
-        """Addresses of the storages that were inputs of the last step and are there now."""
+        """Addresses of the storages that were inputs of the last step and still exist."""
         storages = (reference() for reference in self._last_storages)
         return frozenset(storage._cdata for storage in storages if storage is not None)
 
@@ -109,64 +112,62 @@ class SignatureWatch:
         self._storages, self._last_storages = [], []
 
 
-# Collects the steps of a training by signature, until there are enough of one.
-
-MOST_LOOKS = 8
-"""Steps whose memory is looked at, for a run whose batches differ in shape; the bound on what
-recording costs a run that never repeats itself."""
-
-
 @dataclass(eq=False)
 class RecordedSteps:
-    """Steps of one signature: one that was looked at, and those that were timed."""
+    """Steps of one signature: one whose memory was tracked, and those that were timed."""
 
-    look: StepLook
+    memory: StepMemory
     joined: JoinedPhases
     whole: Window
     """All of a step."""
     windows: tuple[Window, ...]
-    """What steps time by turns."""
+    """Measured in turn."""
     seconds: list[list[float]]
-    """Of each phase of the trace, how long it took in the steps that have timed it."""
+    """Of each phase of the trace, its durations in the steps that have timed it."""
     pending: list[tuple[Window, list[Any]]] = field(default_factory=list)
-    """Marks that the device may not have come to, where phases of the trace begin, and of the
-    step's end."""
+    """Marks that the device may not have reached: the begins of the window's phases, and the end of
+    the step."""
     totals: list[float] = field(default_factory=list)
     """Seconds from begin to end of each timed step."""
 
     @property
     def timed_count(self) -> int:
-        """Steps that were timed, though the device may not have done them."""
+        """Timed steps, though the device may not have finished them."""
         return len(self.pending) + len(self.totals)
 
     @property
     def next_window(self) -> Window:
-        """What the next step is to time."""
+        """The window that the next step measures."""
         return self.windows[self.timed_count % len(self.windows)]
 
 
 class StepCollector:
-    """A listener that looks at the memory of one step of each signature, and times others.
+    """A step listener that tracks the memory of one step of each signature, and times others.
 
-    Timed steps take turns at the windows of the step. Where one of them is told of other phases
-    than its window has, the next ones are followed as a whole.
+    Timed steps measure the step's windows in turn. Where a step's phases are not those of its
+    window, the following steps measure the whole step.
 
     Parameters
     ----------
     watch
-        Tells the signature of the step in flight; its step ends before this one's.
+        Has the signature of the step in progress. Its step ends before this one's.
     clock
-        Tells time where phases begin.
+        Takes the time at the begin of phases.
     steps
-        How many of one signature are timed.
+        Number of steps of one signature to time.
     root, blocks
         The model, and the modules in it whose passes are phases.
     known
-        Steps whose first call has these shapes are let pass.
-    make_memory
-        What is to follow the memory of a step.
+        Steps whose first call has these shapes are ignored.
+    make_tracker
+        Makes what tracks the memory of a step.
     on_enough
-        Called when the last step has been timed, though the device may not have done it.
+        Called when the last step has been timed, though the device may not have finished it.
+
+    Attributes
+    ----------
+    tracked_count
+        Steps whose memory was tracked.
     """
 
     def __init__(
@@ -178,10 +179,10 @@ class StepCollector:
         blocks: Iterable[Block],
         *,
         known: Collection[CallShapes],
-        make_memory: Callable[[], StepMemory],
+        make_tracker: Callable[[], MemoryTracker],
         on_enough: Callable[[StepSignature], None],
     ) -> None:
-        self.looks = 0
+        self.tracked_count = 0
         self._watch = watch
         self._clock = clock
         self._steps = steps
@@ -192,31 +193,30 @@ class StepCollector:
             for label in (block.forward, block.backward, block.recompute)
         }
         self._known = known
-        self._make_memory = make_memory
+        self._make_tracker = make_tracker
         self._on_enough = on_enough
         self._found: dict[StepSignature, RecordedSteps] = {}
-        # First calls of steps whose rest was unlike any that was looked at.
+        # First calls of steps that then differed from all tracked ones.
         self._unlike: set[tuple[CallShapes, ...]] = set()
-        # Of the step in flight.
-        self._memory: StepMemory | None = None
+        # Of the step in progress:
+        self._tracker: MemoryTracker | None = None
+        self._window: Window | None = None  # None to mark all phases
         self._labels: list[str] = []
         self._marks: list[Any] = []
         self._is_usable = False
-        # None where nothing is known of the step, and all is marked.
-        self._window: Window | None = None
 
     @property
     def timed_count(self) -> int:
-        """Steps of one signature that were timed."""
+        """Timed steps of the signature that has most of them."""
         return max((found.timed_count for found in self._found.values()), default=0)
 
     def complete(self, *, wait: bool) -> RecordedSteps | None:
-        """Steps of which there are enough.
+        """The steps of a signature that has enough.
 
         Parameters
         ----------
         wait
-            For the device to have done them.
+            For the device to finish them.
         """
         for found in self._found.values():
             if found.timed_count >= self._steps:
@@ -233,34 +233,35 @@ class StepCollector:
             window, marks = found.pending.pop(0)
             numbers = [*window.marked, len(found.seconds)]
             for (first, begin), (following, end) in pairwise(zip(numbers, marks, strict=True)):
-                if following == first + 1:  # otherwise others lie between them
+                if following == first + 1:  # no phases outside of the window lie between them
                     found.seconds[first].append(clock.seconds(begin, end))
             found.totals.append(clock.seconds(marks[0], marks[-1]))
             clock.release(marks)
 
-    # ------------------------------------------------------------------ what the follower tells
+    # ------------------------------------------------------------------ step listener
 
-    def step_begins(self) -> StepMemory | Window | None:
-        """Look at its memory, or take its time only."""
+    def step_begins(self) -> MemoryTracker | Window | None:
+        """Decide whether to track the step's memory or to time it."""
         self._clock.release(self._marks)  # of a step that was given up
         self._labels, self._marks = [], []
-        self._memory = self._window = None
+        self._tracker = self._window = None
         first = tuple(self._watch.calls[:1])
         self._is_usable = self._clock.is_usable() and not any(map(self._known.__contains__, first))
         if not self._is_usable:
             return None
-        like = [found for signature, found in self._found.items() if signature.calls[:1] == first]
-        if not like and self.looks == MOST_LOOKS:
-            self._is_usable = False  # nobody has looked at one like it, or will
-        elif (not like or first in self._unlike) and self.looks < MOST_LOOKS:
-            self.looks += 1
-            self._memory = self._make_memory()
-        elif len(like) == 1:
-            self._window = like[0].next_window
-        return self._memory or self._window
+        alike = [found for signature, found in self._found.items() if signature.calls[:1] == first]
+        may_track = self.tracked_count < MAX_TRACKED_STEPS
+        if may_track and (not alike or first in self._unlike):
+            self.tracked_count += 1
+            self._tracker = self._make_tracker()
+        elif not alike:
+            self._is_usable = False
+        elif len(alike) == 1:
+            self._window = alike[0].next_window
+        return self._tracker or self._window
 
     def phase_begins(self, label: str) -> None:
-        """Mark the time, unless the trace has no phase that begins here."""
+        """Mark the time, unless no phase of the trace begins here."""
         if not self._is_usable:
             return
         labels, window = self._labels, self._window
@@ -268,23 +269,23 @@ class StepCollector:
             begins, number = window.begins, len(labels)
             if number < len(begins) and begins[number] is not None:
                 self._marks.append(self._clock.mark())
-        elif self._memory is None:
+        elif self._tracker is None:
             self._marks.append(self._clock.mark())
         labels.append(label)
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def block_ends(self, block: Block) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def step_ends(self, is_broken: bool) -> None:
-        """Keep a step that is whole and like the one that was looked at."""
+        """Keep a whole step that is like a tracked one."""
         signature = self._watch.signature
         if is_broken or not self._is_usable or signature is None:
             return
-        if self._memory is not None:
-            self._keep_look(signature, self._memory.end_step(self._labels))
+        if self._tracker is not None:
+            self._keep_memory(signature, self._tracker.end_step(self._labels))
             return
         self._marks.append(self._clock.mark())
         found = self._found.get(signature)
@@ -294,7 +295,7 @@ class StepCollector:
         window = self._window or found.whole
         if window.labels != tuple(self._labels):
             if window.skipped:
-                # The step may be like the others all the same: followed as a whole, it shows.
+                # The step may be like the tracked one all the same, as a whole step will show.
                 found.windows = (found.whole,)
             else:
                 self._unlike.add(signature.calls[:1])
@@ -308,14 +309,14 @@ class StepCollector:
         if found.timed_count >= self._steps:
             self._on_enough(signature)
 
-    def _keep_look(self, signature: StepSignature, look: StepLook) -> None:
-        joined = join_phases(look, self._gaps)
+    def _keep_memory(self, signature: StepSignature, memory: StepMemory) -> None:
+        joined = join_phases(memory, self._gaps)
         begins = joined.begins
-        windows = find_windows(look.labels, begins, self._block_names, self._gaps, self._steps)
+        windows = find_windows(memory.labels, begins, self._block_names, self._gaps, self._steps)
         self._found[signature] = RecordedSteps(
-            look,
+            memory,
             joined,
-            Window(frozenset(), look.labels, begins),
+            Window(frozenset(), memory.labels, begins),
             windows,
             seconds=[[] for _ in joined.labels],
         )

@@ -1,4 +1,4 @@
-"""Sees what autograd saves for the backward pass, and when the backward pass asks for it."""
+"""The tensors that autograd saves for the backward pass: hooks that see them, and their numbers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
+from umem.runtime.torch_hooks import saved_tensors as torch_hooks
 from umem.runtime.torch_hooks.saved_tensors import Hooks, Kept, keep, unpack_kept
 
-__all__ = ["Save", "SaveLog", "SavedTensor", "SavedTensors"]
+__all__ = ["Save", "SaveLog", "SavedTensor", "SavedTensorHooks"]
 
 
-class SavedTensors:
-    """torch's hooks on saved tensors, without getting into the way of anybody else's.
+class SavedTensorHooks:
+    """torch's hooks on saved tensors, which leave the hooks of others in effect.
 
-    Only the innermost hooks are called, so these keep out where others are: what a checkpoint or an
-    offload packs away is not held by the graph. While a checkpoint computes again they are put
-    before its hooks and call them.
+    torch calls the innermost hooks only. So these are not pushed inside of others: what a
+    checkpoint or an offload packs is not held by the graph. While a checkpoint recomputes, they are
+    pushed on top of its hooks and call them.
 
     Parameters
     ----------
     on_save, on_use
-        Called with each tensor that is saved, and with it again when it is needed.
+        Called with each tensor when it is saved, and again when the backward pass needs it.
     """
 
     def __init__(
@@ -34,35 +34,42 @@ class SavedTensors:
     ) -> None:
         self._on_save = on_save
         self._on_use = on_use
-        self._own: Hooks = (self._pack, self._unpack)
-        # By thread: autograd's own ones have hooks of their own.
+        # By thread: each of autograd's has hooks of its own.
         self._pushed: defaultdict[int, list[Hooks]] = defaultdict(list)
         self._is_closed = False
 
     def push(self) -> None:
-        """See what is saved from now on in this thread, unless somebody else's hooks do."""
-        if not self._pushed[get_ident()] and saved_tensor_hooks.innermost() is None:
+        """See what this thread saves from now on, unless there are hooks already."""
+        if not self._pushed[get_ident()] and torch_hooks.innermost() is None:
             self._push_own()
 
     def push_before_others(self) -> None:
-        """See what is saved from now on in this thread, and pass it on to hooks that are there."""
-        top = saved_tensor_hooks.innermost()
-        if top is not None:
-            self._push((self._packing_before(top[0]), top[1]))
-        else:
+        """See what this thread saves from now on, and pass it on to hooks that are there."""
+        top = torch_hooks.innermost()
+        if top is None:
             self._push_own()
+            return
+        pack, unpack = top
 
-    def pop(self) -> None:
-        """Undo this thread's last push.
+        def pack_before(tensor: torch.Tensor) -> Any:
+            self._note_save(tensor)
+            return pack(tensor)
 
-        Where a program has entered hooks since, a later call does it.
+        self._push((pack_before, unpack))
+
+    def pop(self) -> bool:
+        """Undo this thread's last push, and tell whether that was possible.
+
+        It is not where the program has pushed hooks since; a later call then does it.
         """
         pushed = self._pushed[get_ident()]
-        if pushed and saved_tensor_hooks.pop_if_innermost(pushed[-1]):
-            pushed.pop()
+        if not pushed or not torch_hooks.pop_if_innermost(pushed[-1]):
+            return False
+        pushed.pop()
+        return True
 
     def close(self) -> None:
-        """See nothing any more, of graphs that live on either.
+        """See nothing any more, in graphs that are still alive either.
 
         What other threads have pushed goes when it is called there.
         """
@@ -70,16 +77,15 @@ class SavedTensors:
         self._pop_all()
 
     def _pop_all(self) -> None:
-        pushed = self._pushed[get_ident()]
-        while pushed and saved_tensor_hooks.pop_if_innermost(pushed[-1]):
-            pushed.pop()
+        while self.pop():
+            pass
 
     def _push_own(self) -> None:
-        if saved_tensor_hooks.are_allowed():
-            self._push(self._own)
+        if torch_hooks.are_allowed():
+            self._push((self._pack, self._unpack))
 
     def _push(self, hooks: Hooks) -> None:
-        saved_tensor_hooks.push(hooks)
+        torch_hooks.push(hooks)
         self._pushed[get_ident()].append(hooks)
 
     def _note_save(self, tensor: torch.Tensor) -> None:
@@ -87,13 +93,6 @@ class SavedTensors:
             self._pop_all()
         else:
             self._on_save(tensor)
-
-    def _packing_before(self, pack: Callable[[torch.Tensor], Any]) -> Any:
-        def pack_before(tensor: torch.Tensor) -> Any:
-            self._note_save(tensor)
-            return pack(tensor)
-
-        return pack_before
 
     def _pack(self, tensor: torch.Tensor) -> Kept:
         self._note_save(tensor)
@@ -106,28 +105,24 @@ class SavedTensors:
         return tensor
 
 
-# What autograd saves in the forward calls of the model and its blocks, call by call.
-
-
 @dataclass(frozen=True)
 class SavedTensor:
     """An activation that autograd saves in a forward call of the model or a block.
 
-    What is saved in a block's call counts there only. Who has hooks of its own on saved tensors
-    around these calls, and counts in the same way, knows by `block`, `call` and `ordinal` which
-    tensor of the trace it is given.
+    A tensor saved in a block's call counts for the block only. Other hooks around these calls that
+    count in the same way find by `block`, `call` and `ordinal` the trace's tensor that they pack.
 
     Parameters
     ----------
     block
         Name of the block; empty for the model, outside of blocks. The inputs that a checkpoint
-        keeps of a block are saved there.
+        keeps for a block are saved there.
     call
-        Which of its forward calls in the step, from 0; those in which a checkpoint computes again
-        do not count.
+        Index of the block's forward call in the step, without those in which a checkpoint
+        recomputes.
     ordinal
-        Which call of the pack hook since that call began, from 0; every one counts, whatever it is
-        for.
+        Index of the pack hook's call since the forward call began; calls for other tensors, such as
+        weights, count too.
     tensor
         Index in the trace's tensors. Views of one storage are one tensor.
     nbytes
@@ -143,44 +138,36 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Save:
-    """A tensor that was saved, before the trace is made."""
+    """A :class:`SavedTensor` before there is a trace, with the number of its storage."""
 
     block: str
     call: int
     ordinal: int
     storage: int
-    """Its number in the step."""
 
 
 class SaveLog:
-    """Counts calls of the model and its blocks, and of the pack hook in them."""
+    """Counts the forward calls of the model and its blocks, and the pack hook's calls in them."""
 
     def __init__(self) -> None:
         self.saves: list[Save] = []
         self._calls: Counter[str] = Counter()
-        self._open: list[_OpenCall] = []
+        # The calls that run: block, index of the call, and the next ordinal.
+        self._running: list[tuple[str, int, int]] = []
 
     def begin_call(self, block: str) -> None:
         """A forward call begins, of the model or inside it."""
-        self._open.append(_OpenCall(block, self._calls[block]))
+        self._running.append((block, self._calls[block], 0))
         self._calls[block] += 1
 
     def end_call(self) -> None:
-        """The last one that began and has not ended ends."""
-        if self._open:
-            self._open.pop()
+        """The innermost forward call ends."""
+        if self._running:
+            self._running.pop()
 
     def note(self, storages: list[int]) -> None:
-        """The pack hook is called for a tensor of these storages."""
-        if not self._open:
-            return
-        at = self._open[-1]
-        self.saves += [Save(at.block, at.call, at.ordinal, storage) for storage in storages]
-        at.ordinal += 1
-
-
-@dataclass(slots=True)
-class _OpenCall:
-    block: str
-    call: int
-    ordinal: int = 0
+        """The pack hook is called for a tensor with these storages."""
+        if self._running:
+            block, call, ordinal = self._running[-1]
+            self.saves += [Save(block, call, ordinal, storage) for storage in storages]
+            self._running[-1] = (block, call, ordinal + 1)

@@ -8,12 +8,10 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -29,10 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from umem.capture.offline.module_scopes import Places
 from umem.capture.offline.operators import (
-    BEFORE,
     Operator,
-    Storage,
-    Storages,
     Uses,
     describe_operator,
     operator_flops,
@@ -41,10 +36,11 @@ from umem.capture.offline.operators import (
     split_launches,
     tensors_in,
 )
+from umem.capture.storages import BEFORE, Phase, Storages, build_trace, lifetime
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
 from umem.runtime.model_parts import optimizer_state, unwrapped, weight_classes
-from umem.trace import OPTIMIZER, Access, PhaseKind, Precision, Trace, check_trace
+from umem.trace import OPTIMIZER, Access, PhaseKind, Precision, Trace
 
 __all__ = ["Phase", "Progress", "Recorder", "Step", "explained", "one_device", "record_step"]
 
@@ -180,19 +176,6 @@ def one_device() -> Iterator[None]:
 # Sees every operator of a step and writes down which storages it reads and writes.
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """One launch of an operator."""
-
-    name: str
-    kind: PhaseKind
-    precision: Precision
-    flops: float
-    memory_bytes: int
-    accesses: dict[int, Access]
-    """By number of the storage."""
 
 
 class Recorder(TorchDispatchMode):
@@ -347,8 +330,7 @@ class Recorder(TorchDispatchMode):
         if not written_bytes:
             return  # a view, or a question about shapes
         for number, access in accesses.items():
-            record = self.storages.records[number]
-            record.first_access = record.first_access or access
+            self.storages.note_first_access(number, access)
         floats = [t.dtype for t, _ in uses if t.is_floating_point()]
         floats += [t.dtype for t in results if t.is_floating_point()]
         self.phases.append(
@@ -539,8 +521,16 @@ def record_step(
             step()
     if not recorder.phases:
         raise TraceError(f"{name}: the step ran no operator that reads or writes memory")
-    trace = _as_trace(recorder, name, source, metadata or {})
-    check_trace(trace, name)
+    storages = recorder.storages.records
+    lifetimes = [lifetime(storage, len(recorder.phases)) for storage in storages]
+    trace, _ = build_trace(
+        storages,
+        lifetimes,
+        recorder.phases,
+        name=name,
+        source=source,
+        metadata=metadata or {},
+    )
     return trace
 
 
@@ -566,50 +556,3 @@ def _no_garbage() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _as_trace(recorder: Recorder, name: str, source: str, metadata: Mapping[str, Any]) -> Trace:
-    phases = recorder.phases
-    lifetimes = [_lifetime(storage, len(phases)) for storage in recorder.storages.records]
-    kept = [number for number, (first, last, _) in enumerate(lifetimes) if first <= last]
-    storages = [recorder.storages.records[number] for number in kept]
-    number_in_trace = {number: position for position, number in enumerate(kept)}
-    accesses = [sorted(phase.accesses.items()) for phase in phases]
-    return Trace(
-        name=name,
-        source=source,
-        tensor_names=tuple(storage.name for storage in storages),
-        tensor_bytes=np.array([storage.bytes for storage in storages], np.int64),
-        tensor_class=np.array([storage.tensor_class.number for storage in storages], np.uint8),
-        persistent=np.array([lifetimes[number][2] for number in kept], np.bool_),
-        first_phase=np.array([lifetimes[number][0] for number in kept], np.int32),
-        last_phase=np.array([lifetimes[number][1] for number in kept], np.int32),
-        phase_names=tuple(phase.name for phase in phases),
-        phase_kind=np.array([phase.kind for phase in phases], np.uint8),
-        phase_precision=np.array([phase.precision for phase in phases], np.uint8),
-        flops=np.array([phase.flops for phase in phases], np.float64),
-        memory_bytes=np.array([phase.memory_bytes for phase in phases], np.int64),
-        duration_s=None,
-        access_start=np.cumsum([0, *map(len, accesses)], dtype=np.int64),
-        access_tensor=np.array(
-            [number_in_trace[number] for phase in accesses for number, _ in phase], np.int32
-        ),
-        access_mode=np.array([mode for phase in accesses for _, mode in phase], np.uint8),
-        metadata=metadata,
-    )
-
-
-def _lifetime(storage: Storage, phase_count: int) -> tuple[int, int, bool]:
-    """First and last phase of a storage, and whether it lives from step to step.
-
-    The first lies after the last for one that no phase sees.
-    """
-    last = phase_count - 1 if storage.died is None else storage.died - 1
-    if storage.born != BEFORE:
-        return storage.born, last, False
-    # What the step before left, and this one reads before letting go of it, is carried over from
-    # step to step, though each time in another storage.
-    is_carried = storage.first_access is not None and Access.READ in storage.first_access
-    if storage.died is None or is_carried:
-        return 0, phase_count - 1, True
-    return 0, last, False

@@ -1,4 +1,4 @@
-"""When the phases of a step begin, on the device that runs them."""
+"""Clocks for the phases of a step, and the part of a step that each timed step measures."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Clock", "CudaClock", "WallClock", "Window", "clock_for", "find_windo
 
 
 class Clock(Protocol):
-    """Marks moments without waiting for them; they are read when they are past.
+    """Marks moments without waiting for them, to be read once they are past.
 
-    A mark is whatever the clock makes of it: others only hand it back.
+    A mark may be of any type: callers only hand it back.
     """
 
     def is_usable(self) -> bool:
         """Whether marks that are taken now can be read later."""
 
     def mark(self) -> Any:
-        """The moment at which the device has done what it was given so far."""
+        """The moment at which the device has finished the work it was given so far."""
 
     def is_past(self, mark: Any) -> bool:
         """Whether a mark can be read without waiting."""
@@ -34,10 +34,10 @@ class Clock(Protocol):
         """Time from one mark to another, after waiting for both."""
 
     def reserve(self, count: int) -> None:
-        """Get ready for so many marks that are held at the same time."""
+        """Prepare for this number of marks held at the same time."""
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Take marks back that nobody reads any more."""
+        """Take back marks that nobody will read again."""
 
 
 class CudaClock:
@@ -53,11 +53,11 @@ class CudaClock:
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._free: list[torch.cuda.Event] = []
-        # By address: to ask torch for the current stream costs more than to record an event.
+        # By address: asking torch for the current stream takes longer than recording an event.
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def is_usable(self) -> bool:
-        """Not while a graph is captured: its events have no time, and to ask ends the capture."""
+        """False while a graph is captured: its events have no time; a query ends the capture."""
         return not torch.cuda.is_current_stream_capturing()
 
     def mark(self) -> torch.cuda.Event:
@@ -71,7 +71,7 @@ class CudaClock:
         return event
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has come to the event."""
+        """Whether the device has reached the event."""
         return mark.query()
 
     def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
@@ -80,28 +80,27 @@ class CudaClock:
         return first.elapsed_time(second) * 1e-3
 
     def reserve(self, count: int) -> None:
-        """Make the events now: the driver does so when an event is recorded for the first time."""
-        marks = [self.mark() for _ in range(count)]
-        self.release(marks)
+        """Record events now: the driver makes an event when it is recorded for the first time."""
+        self.release([self.mark() for _ in range(count)])
 
     def release(self, marks: Iterable[torch.cuda.Event]) -> None:
-        """Keep the events for later marks: to make one costs more than to record it."""
+        """Keep the events for later marks."""
         self._free.extend(marks)
 
 
 class WallClock:
-    """The host's clock, for models that run on the CPU."""
+    """The host's clock, for models on the CPU, whose operators are done when they return."""
 
     def is_usable(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def mark(self) -> int:
-        """Nanoseconds since some moment."""
+        """The present time in nanoseconds."""
         return time.perf_counter_ns()
 
     def is_past(self, mark: int) -> bool:
-        """Always: an operator on the CPU is done when it returns."""
+        """Always true."""
         return True
 
     def seconds(self, first: int, second: int) -> float:
@@ -109,40 +108,37 @@ class WallClock:
         return (second - first) * 1e-9
 
     def reserve(self, count: int) -> None:
-        """Nothing to get ready."""
+        """Do nothing."""
 
     def release(self, marks: Iterable[int]) -> None:
-        """Nothing to keep."""
+        """Do nothing."""
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device: CUDA's events on a GPU, the host's clock elsewhere."""
+    """CUDA events for a GPU, the host's clock for any other device."""
     return CudaClock(device) if device.type == "cuda" else WallClock()
 
 
-# Which part of a step is timed: over several steps all of it, in each a few blocks only.
+_MAX_WINDOWS = 3
+_MIN_SAMPLES = 3
+"""Each phase is timed at least this often, so that one odd step does not decide its median."""
 
-_MOST_WINDOWS = 3
-_LEAST_SAMPLES = 3
-"""So often at least each phase is timed, for a median that one odd step does not decide."""
-
-_LEAST_BLOCKS = 2
-"""A window follows up to two blocks more than its own, for their edges."""
+_MIN_BLOCKS = 2
+"""A window tracks up to two blocks beyond this number, for the phases at its edges."""
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """What is followed and timed of a step.
+    """The part of a step that one timed step measures.
 
     Parameters
     ----------
     skipped
-        Names of the blocks whose calls and backward passes are let pass.
+        Names of the blocks whose forward and backward passes are not tracked.
     labels
-        Of the phases that are told of, if the step is like the one that was looked at.
+        Labels of the tracked phases in a step like the recorded one.
     begins
-        Of each of them, the number of the phase of the trace that begins with it; None where none
-        does.
+        For each of them the index of the trace's phase that begins with it, or None.
     """
 
     skipped: frozenset[str]
@@ -151,7 +147,7 @@ class Window:
 
     @property
     def marked(self) -> tuple[int, ...]:
-        """Numbers of the phases of the trace whose begin is marked, in order."""
+        """Indices of the trace's phases whose begin is marked, in order."""
         return tuple(number for number in self.begins if number is not None)
 
 
@@ -162,48 +158,47 @@ def find_windows(
     gaps: Collection[str],
     steps: int,
 ) -> tuple[Window, ...]:
-    """Cut a step into windows for steps to take in turns.
+    """Divide a step into windows that timed steps measure in turn.
 
-    Each one follows a run of blocks, in the order in which the step first came to them, and of
-    their neighbours those at which a phase of these ends. What is no block's is in all of them.
+    A window has a run of blocks, in the order in which the step first reaches them, and the
+    neighbouring blocks at which their phases end. Phases outside of blocks are in all windows.
 
     Parameters
     ----------
     labels
-        Of the phases that the step was told of when it was looked at.
+        Of the tracked phases of the step.
     begins
-        Of each of them, the number of the phase of the trace that begins with it, or None.
+        For each of them the index of the trace's phase that begins with it, or None.
     blocks
-        Name of the block of each label that is one's.
+        Name of the block by label, for the labels of blocks.
     gaps
-        Labels of what the model does between blocks. Where a block's phase comes before, that
-        block's hooks tell of it.
+        Labels of what the model does between blocks; the hooks of the block before report them.
     steps
-        How many are timed.
+        Number of steps that are timed.
 
     Returns
     -------
     tuple of Window
-        Together they have every phase between two marks. One that is the whole step where the
-        steps or the blocks are too few for more.
+        Together they time every phase. One window over the whole step where there are too few
+        steps or blocks for more.
     """
-    tellers: list[str | None] = []
+    reporters: list[str | None] = []  # the block whose hooks report each phase
     for label in labels:
-        before = tellers[-1] if tellers else None
-        tellers.append(before if label in gaps else blocks.get(label))
-    names = list(dict.fromkeys(name for name in tellers if name is not None))
-    count = min(_MOST_WINDOWS, steps // _LEAST_SAMPLES, len(names) // _LEAST_BLOCKS)
+        before = reporters[-1] if reporters else None
+        reporters.append(before if label in gaps else blocks.get(label))
+    names = list(dict.fromkeys(name for name in reporters if name is not None))
+    count = min(_MAX_WINDOWS, steps // _MIN_SAMPLES, len(names) // _MIN_BLOCKS)
     if count < 2:
         return (Window(frozenset(), tuple(labels), tuple(begins)),)
-    edges = [teller for teller, number in zip(tellers, begins, strict=True) if number is not None]
+    edges = [name for name, number in zip(reporters, begins, strict=True) if number is not None]
     windows = []
     for window in range(count):
         own = set(names[window * len(names) // count : (window + 1) * len(names) // count])
-        followed = {None, *own, *(end for begin, end in pairwise(edges) if begin in own)}
-        kept = [place for place, teller in enumerate(tellers) if teller in followed]
+        tracked = {None, *own, *(end for begin, end in pairwise(edges) if begin in own)}
+        kept = [place for place, name in enumerate(reporters) if name in tracked]
         windows.append(
             Window(
-                frozenset(names) - followed,
+                frozenset(names) - tracked,
                 tuple(labels[place] for place in kept),
                 tuple(begins[place] for place in kept),
             )

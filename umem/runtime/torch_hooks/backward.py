@@ -1,0 +1,83 @@
+"""Hooks on the begin and end of backward passes, for which torch has none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["hook_backward"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Listener:
+    begins: Callable[[object], None]
+    ends: Callable[[bool], None]
+
+
+_listeners: list[_Listener] = []
+_original: Callable[..., Any] | None = None
+_wrapper: Callable[..., Any] | None = None
+"""The latest replacement of ``torch.autograd.backward``. Earlier ones, which other wrappers may
+still call, only call what they replaced."""
+
+
+def hook_backward(
+    begins: Callable[[object], None], ends: Callable[[bool], None]
+) -> Callable[[], None]:
+    """Call functions at both ends of every backward pass of the process.
+
+    ``torch.autograd.backward``, which ``Tensor.backward`` calls, is replaced while there are
+    listeners.
+
+    Parameters
+    ----------
+    begins
+        Called with the tensors that the pass starts from, in the thread that asked for it. Must not
+        raise.
+    ends
+        Called with whether an exception has ended the pass. Must not raise.
+
+    Returns
+    -------
+    callable
+        Removes the hooks.
+    """
+    global _original, _wrapper
+    if _wrapper is None or torch.autograd.backward is not _wrapper:
+        _original = torch.autograd.backward
+        torch.autograd.backward = _wrapper = _wrap(_original)
+    listener = _Listener(begins, ends)
+    _listeners.append(listener)
+
+    def undo() -> None:
+        global _original, _wrapper
+        _listeners.remove(listener)
+        # Where another function has replaced this one since, both stay.
+        if not _listeners and torch.autograd.backward is _wrapper:
+            assert _original is not None
+            torch.autograd.backward = _original
+            _original = _wrapper = None
+
+    return undo
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        listeners = list(_listeners) if backward is _wrapper else []
+        failed = True
+        try:
+            for listener in listeners:
+                listener.begins(args[0] if args else kwargs.get("tensors"))
+            result = original(*args, **kwargs)
+            failed = False
+        finally:
+            for listener in listeners:
+                listener.ends(failed)
+        return result
+
+    return backward
