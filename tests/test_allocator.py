@@ -8,7 +8,7 @@ import pytest
 from cards import GH200, H200
 
 from umem.core.errors import UnsupportedError
-from umem.hardware.host_memory import host_memory_bytes
+from umem.hardware.capabilities import host_memory_bytes
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.swap import _check_devices, _with_default_limit
 

@@ -6,21 +6,28 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from umem.core.errors import UnsupportedError
-from umem.hardware.capabilities import Driver, NumaNode, detect, detect_all, numa_nodes
+from umem.hardware import capabilities
+from umem.hardware.capabilities import (
+    Capabilities,
+    NumaNode,
+    detect,
+    detect_all,
+    numa_nodes,
+)
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class TableDriver(Driver):
-    """A `Driver` that answers from a table, for machines that are not at hand."""
+class Machine:
+    """A machine that is not at hand, with the functions of `umem.cuda.bindings`."""
 
     name: str
     attributes: Mapping[str, int]
@@ -28,7 +35,6 @@ class TableDriver(Driver):
     architecture: str = "x86_64"
     c2c: bool | None = False
     card: tuple[int, int] | None = None
-    pcie: tuple[int, int] | None = (5, 16)
     nodes: tuple[NumaNode, ...] = (NumaNode(0, 512 * GIB, True),)
     version: int = 13000
     count: int = 1
@@ -56,20 +62,32 @@ class TableDriver(Driver):
         self.asked.append(name)
         return self.attributes[name]
 
-    def card_memory_bytes(self, device: int) -> tuple[int, int] | None:
+    def device_pci_address(self, device: int) -> str:
+        return f"0000:{device:02}:00.0"
+
+    def nvml_memory_bytes(self, pci_address: str) -> tuple[int, int] | None:
         return self.card
 
-    def pcie_link(self, device: int) -> tuple[int, int] | None:
-        return self.pcie
+    def nvml_pcie_link(self, pci_address: str) -> tuple[int, int] | None:
+        return (5, 16)
 
-    def nvlink_c2c(self, device: int) -> bool | None:
+    def nvml_nvlink_c2c(self, pci_address: str) -> bool | None:
         return self.c2c
 
-    def cpu_architecture(self) -> str:
-        return self.architecture
 
-    def numa_nodes(self) -> tuple[NumaNode, ...]:
-        return self.nodes
+Detect = Callable[[Machine], Capabilities]
+
+
+@pytest.fixture
+def detect_on(monkeypatch: pytest.MonkeyPatch) -> Detect:
+    """`detect` on the device, the CPU and the NUMA nodes of a machine."""
+
+    def detect_on(machine: Machine) -> Capabilities:
+        monkeypatch.setattr("platform.machine", lambda: machine.architecture)
+        monkeypatch.setattr(capabilities, "numa_nodes", lambda: machine.nodes)
+        return detect(driver=machine)
+
+    return detect_on
 
 
 # Values as CUDA's documentation gives them for each kind of machine: heterogeneous memory
@@ -93,14 +111,13 @@ GRACE = {
     "NUMA_ID": 1,
 }
 
-H200 = TableDriver("NVIDIA H200", H200_ATTRIBUTES, 140 * GIB)
-A100 = TableDriver(
+H200 = Machine("NVIDIA H200", H200_ATTRIBUTES, 140 * GIB)
+A100 = Machine(
     "NVIDIA A100-SXM4-80GB",
     H200_ATTRIBUTES | {"COMPUTE_CAPABILITY_MAJOR": 8, "PAGEABLE_MEMORY_ACCESS": 0},
     80 * GIB,
-    pcie=(4, 16),
 )
-GH200 = TableDriver(
+GH200 = Machine(
     "NVIDIA GH200 480GB",
     H200_ATTRIBUTES | GRACE,
     95 * GIB,
@@ -117,7 +134,7 @@ ARM_SERVER = replace(H200, architecture="aarch64")
 
 
 @pytest.mark.parametrize(
-    ("driver", "grace_hopper", "coherent", "ats"),
+    ("machine", "grace_hopper", "coherent", "ats"),
     [
         pytest.param(H200, False, False, False, id="H200"),
         pytest.param(A100, False, False, False, id="A100"),
@@ -126,27 +143,23 @@ ARM_SERVER = replace(H200, architecture="aarch64")
         pytest.param(ARM_SERVER, False, False, False, id="H200 over PCIe on an Arm server"),
     ],
 )
-def test_knows_a_grace_hopper(
-    driver: TableDriver, grace_hopper: bool, coherent: bool, ats: bool
+def test_coherent_machines_and_grace_hopper_are_recognized(
+    detect_on: Detect, machine: Machine, grace_hopper: bool, coherent: bool, ats: bool
 ) -> None:
-    """Coherent machines, and Grace Hopper among them."""
-    found = detect(driver=driver)
+    found = detect_on(machine)
     assert found.is_grace_hopper is grace_hopper
     assert found.is_coherent is coherent
     assert found.ats is ats
 
 
-def test_grace_hopper_with_ats_switched_off() -> None:
-    """The name and the link still tell; the page tables are then not shared."""
-    off = replace(GH200, attributes=H200_ATTRIBUTES, c2c=None)
-    found = detect(driver=off)
+def test_grace_hopper_with_ats_switched_off_is_recognized_by_its_name(detect_on: Detect) -> None:
+    found = detect_on(replace(GH200, attributes=H200_ATTRIBUTES, c2c=None))
     assert found.is_grace_hopper
     assert not found.ats
 
 
-def test_reads_every_field() -> None:
-    """A GH200's numbers arrive where they belong."""
-    found = detect(driver=GH200)
+def test_every_field_of_a_grace_hopper(detect_on: Detect) -> None:
+    found = detect_on(GH200)
     assert found.device_name == "NVIDIA GH200 480GB"
     assert found.compute_capability == (9, 0)
     assert found.total_bytes == 95 * GIB
@@ -162,23 +175,20 @@ def test_reads_every_field() -> None:
     assert [node.has_cpus for node in found.numa_nodes] == [True, False]
 
 
-def test_driver_of_cuda_12() -> None:
-    """Batch calls and discard came with 13.0."""
+def test_batch_prefetch_and_discard_need_a_driver_of_cuda_13() -> None:
     found = detect(driver=replace(H200, version=12080))
     assert (found.prefetch_batch, found.discard) == (False, False)
     assert detect(driver=H200).discard
 
 
-def test_driver_before_numa_attributes() -> None:
-    """CUDA 12.1's driver knows no NUMA attribute, so it is not asked for one."""
+def test_a_driver_before_cuda_12_2_is_not_asked_for_numa_attributes() -> None:
     old = replace(H200, version=12010, asked=[])
     found = detect(driver=old)
     assert (found.host_numa_node, found.device_numa_node) == (None, None)
     assert not {"HOST_NUMA_ID", "NUMA_CONFIG", "NUMA_ID"} & set(old.asked)
 
 
-def test_device_without_concurrent_access_cannot_discard() -> None:
-    """The driver would refuse the call."""
+def test_device_without_concurrent_access_cannot_prefetch_or_discard() -> None:
     attributes = H200_ATTRIBUTES | {"CONCURRENT_MANAGED_ACCESS": 0}
     found = detect(driver=replace(H200, attributes=attributes))
     assert (found.prefetch_batch, found.discard) == (False, False)
@@ -194,26 +204,22 @@ def test_device_without_concurrent_access_cannot_discard() -> None:
     ],
 )
 def test_free_memory(card: tuple[int, int] | None, free_bytes: int | None) -> None:
-    """NVML tells of cards, CUDA of devices."""
     assert detect(driver=replace(H200, card=card)).free_bytes == free_bytes
 
 
-def test_every_device() -> None:
-    """Each under its own ordinal."""
+def test_every_device_has_its_own_ordinal() -> None:
     found = detect_all(driver=replace(H200, count=2))
     assert [device.device_index for device in found] == [0, 1]
 
 
 @pytest.mark.parametrize("device", [-1, 2])
-def test_no_such_device(device: int) -> None:
-    """The error says how many there are."""
+def test_the_error_for_a_wrong_ordinal_says_how_many_devices_there_are(device: int) -> None:
     with pytest.raises(UnsupportedError, match="sees 2; check CUDA_VISIBLE_DEVICES"):
         detect(device, driver=replace(H200, count=2))
 
 
-def test_to_dict_goes_through_json() -> None:
-    """Fields and what follows from them, without loss."""
-    found = json.loads(json.dumps(detect(driver=GH200).to_dict()))
+def test_fields_and_properties_go_through_json(detect_on: Detect) -> None:
+    found = json.loads(json.dumps(detect_on(GH200).to_dict()))
     assert found["is_grace_hopper"] is True
     assert found["is_coherent"] is True
     assert found["ats"] is True
@@ -231,7 +237,7 @@ def write_node(root: Path, number: int, total_kib: int, cpus: str) -> None:
 
 
 def test_numa_nodes_of_a_grace_hopper(tmp_path: Path) -> None:
-    """GPU memory is a node without CPUs; nodes without memory are kept for MIG and left out."""
+    # GPU memory is a node without CPUs. The kernel reserves nodes without memory for MIG.
     write_node(tmp_path, 0, 500_000_000, "0-71")
     write_node(tmp_path, 10, 0, "")
     write_node(tmp_path, 1, 99_000_000, "")
@@ -242,13 +248,11 @@ def test_numa_nodes_of_a_grace_hopper(tmp_path: Path) -> None:
     )
 
 
-def test_numa_nodes_without_numa(tmp_path: Path) -> None:
-    """Some kernels have no such directory."""
+def test_a_kernel_without_numa_has_no_nodes(tmp_path: Path) -> None:
     assert numa_nodes(tmp_path / "absent") == ()
 
 
-def test_detect_without_a_gpu_leaves_torch_alone() -> None:
-    """On the real driver, or its absence: a clear error, and torch's CUDA not started."""
+def test_detect_without_a_gpu_is_an_error_and_does_not_start_cuda_in_torch() -> None:
     code = (
         "import torch\n"
         "from umem.hardware.capabilities import detect\n"

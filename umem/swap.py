@@ -15,8 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
-from umem.hardware.capabilities import Capabilities, detect_all
-from umem.hardware.host_memory import host_memory_bytes
+from umem.hardware.capabilities import Capabilities, detect_all, host_memory_bytes
 from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
 from umem.runtime.classification import Classifier, gradient_hook

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from umem._version import __version__
 from umem.core.errors import NativeLibraryError, UmemError
-from umem.hardware.capabilities import Capabilities, detect_all
-from umem.hardware.host_memory import host_memory_bytes
+from umem.hardware.capabilities import Capabilities, detect_all, host_memory_bytes
 from umem.runtime.native_library import native
 
 __all__ = [

@@ -1,27 +1,28 @@
-"""What a machine's GPUs can do for unified memory, known before CUDA starts in the process."""
+"""A machine's GPUs and host as CUDA, NVML and the kernel report them, before CUDA starts."""
 
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from umem.core.errors import UnsupportedError
-from umem.cuda import bindings as _bindings
+from umem.cuda import bindings
 
 __all__ = [
     "Capabilities",
-    "Driver",
     "NumaNode",
     "detect",
     "detect_all",
+    "host_memory_bytes",
     "numa_nodes",
 ]
 
 _HOPPER = (9, 0)
 _CUDA_12_2 = (12, 2)
-"""First driver with NUMA attributes; older ones refuse the question."""
+"""First driver with NUMA attributes; older ones refuse the query."""
 
 _CUDA_13 = (13, 0)
 """First driver with batch prefetch and discard."""
@@ -29,97 +30,66 @@ _CUDA_13 = (13, 0)
 
 @dataclass(frozen=True)
 class NumaNode:
-    """A NUMA node of the host that has memory.
-
-    Parameters
-    ----------
-    number : int
-        The kernel's number of the node.
-    total_bytes : int
-        Its memory.
-    has_cpus : bool
-        False for a node that is memory alone, as the GPU's own memory on a Grace Hopper.
-    """
+    """A NUMA node of the host that has memory."""
 
     number: int
+    """The kernel's number of the node."""
     total_bytes: int
     has_cpus: bool
+    """False for a node of memory alone, such as the GPU's own memory on a Grace Hopper."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One CUDA device, its driver and its host, as far as unified memory is concerned.
-
-    Parameters
-    ----------
-    device_index : int
-        The device's ordinal in this process.
-    device_name : str
-        Its marketing name.
-    compute_capability : tuple of int
-        (major, minor).
-    total_bytes : int
-        Device memory.
-    free_bytes : int or None
-        Device memory that no process holds; None where NVML cannot say, or on a MIG slice,
-        for which NVML gives the whole card's.
-    concurrent_managed_access : bool
-        CPU and GPU may touch managed memory at the same time; umem needs it.
-    pageable_memory_access : bool
-        The GPU reaches memory from ``malloc``.
-    pageable_uses_host_page_tables : bool
-        It does so through the CPU's own page tables (ATS).
-    direct_managed_access_from_host : bool
-        The CPU reaches managed memory on the device without moving it.
-    prefetch_batch, discard : bool
-        The driver has the batch prefetch and discard calls.
-    driver_version : tuple of int
-        Newest CUDA that the driver serves, (major, minor).
-    driver_release : str or None
-        The driver's release ("580.159"), None without NVML.
-    bindings_version : tuple of int
-        CUDA of the installed cuda-python, (major, minor).
-    copy_engines : int
-        Asynchronous copy engines.
-    pcie_link : tuple of int or None
-        (generation, lanes), None where NVML cannot say.
-    nvlink_c2c : bool or None
-        NVLink-C2C joins GPU and CPU; None where NVML cannot say.
-    cpu_architecture : str
-        ``x86_64``, ``aarch64``, ...
-    host_numa_node : int or None
-        The CPU's NUMA node nearest to the device, None where the driver cannot say.
-    device_numa_node : int or None
-        The NUMA node that is the device's own memory, None where it is not one.
-    numa_nodes : tuple of NumaNode
-        All nodes of the host with memory.
-    """
+    """One CUDA device, its driver and its host: the facts that unified memory depends on."""
 
     device_index: int
+    """The device's ordinal in this process."""
     device_name: str
+    """Marketing name."""
     compute_capability: tuple[int, int]
+    """(major, minor)."""
     total_bytes: int
+    """Device memory."""
     free_bytes: int | None
+    """Device memory that no process holds. None where NVML does not report it, and on a MIG slice,
+    for which NVML reports the whole card's."""
     concurrent_managed_access: bool
+    """CPU and GPU may access managed memory at the same time; umem needs this."""
     pageable_memory_access: bool
+    """The GPU can access memory from ``malloc``."""
     pageable_uses_host_page_tables: bool
+    """It does so through the CPU's own page tables (ATS)."""
     direct_managed_access_from_host: bool
+    """The CPU accesses managed memory on the device without migrating it."""
     prefetch_batch: bool
+    """The driver has the batch prefetch call."""
     discard: bool
+    """The driver has the discard call."""
     driver_version: tuple[int, int]
+    """Newest CUDA version that the driver supports, (major, minor)."""
     driver_release: str | None
+    """The driver's release, such as ``580.159``; None without NVML."""
     bindings_version: tuple[int, int]
+    """CUDA version of the installed cuda-python, (major, minor)."""
     copy_engines: int
+    """Asynchronous copy engines."""
     pcie_link: tuple[int, int] | None
+    """(generation, lanes); None where NVML does not report it."""
     nvlink_c2c: bool | None
+    """NVLink-C2C joins GPU and CPU; None where NVML does not report it."""
     cpu_architecture: str
+    """``x86_64``, ``aarch64``, ..."""
     host_numa_node: int | None
+    """The CPU's NUMA node nearest to the device; None where the driver does not report it."""
     device_numa_node: int | None
+    """The NUMA node that is the device's own memory; None where it is not one."""
     numa_nodes: tuple[NumaNode, ...]
+    """All nodes of the host with memory."""
 
     @property
     def ats(self) -> bool:
-        """Address translation services: the GPU walks the CPU's page tables."""
+        """Address translation services: the GPU uses the CPU's page tables."""
         return self.pageable_uses_host_page_tables
 
     @property
@@ -131,7 +101,7 @@ class Capabilities:
     def is_grace_hopper(self) -> bool:
         """A Grace Hopper superchip: Arm CPU, Hopper GPU and the coherent link between them.
 
-        The name counts too, because ATS can be switched off by the kernel's settings.
+        The name counts too, because the kernel's settings can switch ATS off.
         """
         return (
             self.cpu_architecture == "aarch64"
@@ -140,7 +110,7 @@ class Capabilities:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and what follows from them, ready for JSON."""
+        """Return all fields and properties, ready for JSON."""
         return asdict(self) | {
             "ats": self.ats,
             "is_coherent": self.is_coherent,
@@ -148,77 +118,18 @@ class Capabilities:
         }
 
 
-class Driver:
-    """What :func:`detect` asks: the machine's own driver, NVML and kernel.
-
-    Nothing here creates a CUDA context or starts torch's CUDA. A subclass that answers every
-    question from a table stands for another machine.
-    """
-
-    def driver_version(self) -> int:
-        """Return the newest CUDA served, as 1000 * major + 10 * minor."""
-        return _bindings.driver_version()
-
-    def driver_release(self) -> str | None:
-        """Return the driver's release, None without NVML."""
-        return _bindings.driver_release()
-
-    def bindings_version(self) -> int:
-        """Return the CUDA of cuda-python, as 1000 * major + 10 * minor."""
-        return _bindings.bindings_version()
-
-    def device_count(self) -> int:
-        """Return how many devices the process sees."""
-        return _bindings.device_count()
-
-    def device_name(self, device: int) -> str:
-        """Return the marketing name."""
-        return _bindings.device_name(device)
-
-    def device_total_bytes(self, device: int) -> int:
-        """Return the device's memory in bytes."""
-        return _bindings.device_total_bytes(device)
-
-    def device_attribute(self, device: int, name: str) -> int:
-        """Return one attribute by its name in ``CUdevice_attribute``, less the prefix."""
-        return _bindings.device_attribute(device, name)
-
-    def card_memory_bytes(self, device: int) -> tuple[int, int] | None:
-        """Return (total, free) of the whole card, None where NVML cannot say."""
-        return _bindings.nvml_memory_bytes(_bindings.device_pci_address(device))
-
-    def pcie_link(self, device: int) -> tuple[int, int] | None:
-        """Return (generation, lanes), None where NVML cannot say."""
-        return _bindings.nvml_pcie_link(_bindings.device_pci_address(device))
-
-    def nvlink_c2c(self, device: int) -> bool | None:
-        """Tell whether NVLink-C2C is on, None where NVML cannot say."""
-        return _bindings.nvml_nvlink_c2c(_bindings.device_pci_address(device))
-
-    def cpu_architecture(self) -> str:
-        """Return the CPU's architecture as ``uname -m`` has it."""
-        return platform.machine()
-
-    def numa_nodes(self) -> tuple[NumaNode, ...]:
-        """Return the host's nodes with memory."""
-        return numa_nodes()
-
-
-_THIS_MACHINE = Driver()
-
-
-def detect(device: int = 0, *, driver: Driver = _THIS_MACHINE) -> Capabilities:
-    """Read what one device can do, without starting CUDA in this process.
+def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
+    """Read one device's capabilities without starting CUDA in this process.
 
     The driver is initialised, but no context is made and torch's CUDA stays untouched, so the
     allocator can still be swapped afterwards.
 
     Parameters
     ----------
-    device : int
+    device
         Ordinal among the devices that this process sees.
-    driver : Driver
-        Where to read; the machine's own by default.
+    driver
+        :mod:`umem.cuda.bindings`, or an object with the same functions for another machine.
 
     Raises
     ------
@@ -227,7 +138,7 @@ def detect(device: int = 0, *, driver: Driver = _THIS_MACHINE) -> Capabilities:
     umem.core.errors.UnsupportedError
         Without a driver, a GPU, or one of this ordinal.
     umem.core.errors.CudaError
-        When CUDA refuses a question.
+        When CUDA refuses a query.
 
     Examples
     --------
@@ -239,89 +150,56 @@ def detect(device: int = 0, *, driver: Driver = _THIS_MACHINE) -> Capabilities:
         raise UnsupportedError(
             f"no device {device}: this process sees {count}; check CUDA_VISIBLE_DEVICES"
         )
-    driver_version = _version(driver.driver_version())
-    total_bytes = driver.device_total_bytes(device)
-    knows_numa = driver_version >= _CUDA_12_2
 
-    def flag(name: str) -> bool:
-        return driver.device_attribute(device, name) != 0
+    def attribute(name: str) -> int:
+        number: int = driver.device_attribute(device, name)
+        return number
 
     def node(name: str) -> int | None:
-        number = driver.device_attribute(device, name)
+        number = attribute(name)
         return number if number >= 0 else None
 
-    concurrent = flag("CONCURRENT_MANAGED_ACCESS")
+    version = _version(driver.driver_version())
+    total_bytes = driver.device_total_bytes(device)
+    pci_address = driver.device_pci_address(device)
+    concurrent = attribute("CONCURRENT_MANAGED_ACCESS") != 0
+    has_numa = version >= _CUDA_12_2
     return Capabilities(
         device_index=device,
         device_name=driver.device_name(device),
         compute_capability=(
-            driver.device_attribute(device, "COMPUTE_CAPABILITY_MAJOR"),
-            driver.device_attribute(device, "COMPUTE_CAPABILITY_MINOR"),
+            attribute("COMPUTE_CAPABILITY_MAJOR"),
+            attribute("COMPUTE_CAPABILITY_MINOR"),
         ),
         total_bytes=total_bytes,
-        free_bytes=_free_bytes(driver.card_memory_bytes(device), total_bytes),
+        free_bytes=_free_bytes(driver.nvml_memory_bytes(pci_address), total_bytes),
         concurrent_managed_access=concurrent,
-        pageable_memory_access=flag("PAGEABLE_MEMORY_ACCESS"),
-        pageable_uses_host_page_tables=flag("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES"),
-        direct_managed_access_from_host=flag("DIRECT_MANAGED_MEM_ACCESS_FROM_HOST"),
-        prefetch_batch=concurrent and driver_version >= _CUDA_13,
-        discard=concurrent and driver_version >= _CUDA_13,
-        driver_version=driver_version,
+        pageable_memory_access=attribute("PAGEABLE_MEMORY_ACCESS") != 0,
+        pageable_uses_host_page_tables=attribute("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
+        != 0,
+        direct_managed_access_from_host=attribute("DIRECT_MANAGED_MEM_ACCESS_FROM_HOST") != 0,
+        prefetch_batch=concurrent and version >= _CUDA_13,
+        discard=concurrent and version >= _CUDA_13,
+        driver_version=version,
         driver_release=driver.driver_release(),
         bindings_version=_version(driver.bindings_version()),
-        copy_engines=driver.device_attribute(device, "ASYNC_ENGINE_COUNT"),
-        pcie_link=driver.pcie_link(device),
-        nvlink_c2c=driver.nvlink_c2c(device),
-        cpu_architecture=driver.cpu_architecture(),
-        host_numa_node=node("HOST_NUMA_ID") if knows_numa else None,
-        device_numa_node=node("NUMA_ID") if knows_numa and flag("NUMA_CONFIG") else None,
-        numa_nodes=driver.numa_nodes(),
+        copy_engines=attribute("ASYNC_ENGINE_COUNT"),
+        pcie_link=driver.nvml_pcie_link(pci_address),
+        nvlink_c2c=driver.nvml_nvlink_c2c(pci_address),
+        cpu_architecture=platform.machine(),
+        host_numa_node=node("HOST_NUMA_ID") if has_numa else None,
+        device_numa_node=node("NUMA_ID") if has_numa and attribute("NUMA_CONFIG") else None,
+        numa_nodes=numa_nodes(),
     )
 
 
-def detect_all(*, driver: Driver = _THIS_MACHINE) -> tuple[Capabilities, ...]:
-    """Read every device that this process sees, as :func:`detect` does.
-
-    Parameters
-    ----------
-    driver : Driver
-        Where to read; the machine's own by default.
-
-    Raises
-    ------
-    NativeLibraryError, UnsupportedError, CudaError
-        As :func:`detect`.
-    """
+def detect_all(*, driver: Any = bindings) -> tuple[Capabilities, ...]:
+    """Read the capabilities of every device that this process sees, as :func:`detect` does."""
     return tuple(detect(device, driver=driver) for device in range(driver.device_count()))
 
 
-def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode, ...]:
-    """Read the host's NUMA nodes that have memory, in the order of their numbers.
-
-    Parameters
-    ----------
-    root : Path
-        The kernel's directory of nodes.
-
-    Returns
-    -------
-    tuple of NumaNode
-        Empty on a kernel without NUMA.
-    """
-    nodes = []
-    for directory in root.glob("node[0-9]*"):
-        number = int(directory.name.removeprefix("node"))
-        # Lines read "Node 0 MemTotal:       24623428 kB".
-        meminfo = (directory / "meminfo").read_text().splitlines()
-        total_kib = next(int(line.split()[3]) for line in meminfo if "MemTotal:" in line)
-        has_cpus = bool((directory / "cpulist").read_text().strip())
-        if total_kib:
-            nodes.append(NumaNode(number, total_kib * 1024, has_cpus))
-    return tuple(sorted(nodes, key=lambda node: node.number))
-
-
 def _version(number: int) -> tuple[int, int]:
-    """Split CUDA's version coding, 1000 * major + 10 * minor."""
+    """CUDA's version number, 1000 * major + 10 * minor, in two parts."""
     return number // 1000, number % 1000 // 10
 
 
@@ -329,7 +207,49 @@ def _free_bytes(card: tuple[int, int] | None, device_total_bytes: int) -> int | 
     if card is None:
         return None
     card_total_bytes, free_bytes = card
-    # NVML counts a little that CUDA holds back; half as much again is a MIG slice's whole card.
+    # NVML's total is a little larger than CUDA's. Half as large again: the device is a MIG slice.
     if card_total_bytes > 1.5 * device_total_bytes:
         return None
     return min(free_bytes, device_total_bytes)
+
+
+def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode, ...]:
+    """The host's NUMA nodes that have memory, by number; empty on a kernel without NUMA.
+
+    Parameters
+    ----------
+    root
+        The kernel's directory of nodes.
+    """
+    nodes = []
+    for directory in root.glob("node[0-9]*"):
+        # Lines read "Node 0 MemTotal:       24623428 kB".
+        meminfo = (directory / "meminfo").read_text().splitlines()
+        total_kib = next(int(line.split()[3]) for line in meminfo if "MemTotal:" in line)
+        has_cpus = bool((directory / "cpulist").read_text().strip())
+        if total_kib:
+            number = int(directory.name.removeprefix("node"))
+            nodes.append(NumaNode(number, total_kib * 1024, has_cpus))
+    return tuple(sorted(nodes, key=lambda node: node.number))
+
+
+def host_memory_bytes() -> tuple[int, int] | None:
+    """Host memory that this process may use, within its container's limit.
+
+    Returns
+    -------
+    tuple of int or None
+        (total, available) in bytes; None where the kernel does not report it.
+    """
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.MULTILINE))
+    total_bytes, available_bytes = int(kib["MemTotal"]) * 1024, int(kib["MemAvailable"]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    used = Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        limit_bytes = int(limit.read_text())
+        total_bytes = min(total_bytes, limit_bytes)
+        available_bytes = min(available_bytes, max(0, limit_bytes - int(used.read_text())))
+    return total_bytes, available_bytes

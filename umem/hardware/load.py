@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from umem.core.errors import HardwareError, UmemError
 from umem.hardware import capabilities
-from umem.hardware.capabilities import Capabilities
-from umem.hardware.host_memory import host_memory_bytes
+from umem.hardware.capabilities import Capabilities, host_memory_bytes
 from umem.hardware.model import FIGURES, Hardware, Source, quantity_of
 from umem.hardware.profile import hardware_names, load_profile
 
