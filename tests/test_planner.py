@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,8 +22,16 @@ from umem.hardware import Hardware
 from umem.planning import PLANNERS, plan
 from umem.planning.planners import _ideal_clock, _pose
 from umem.planning.problem import place
-from umem.policy import ClassRule, ResolvedPolicy, load_policy, resolve
-from umem.policy.models import CHOICES
+from umem.policy import (
+    ClassRule,
+    Eviction,
+    Mechanism,
+    MemoryKind,
+    Placement,
+    ResolvedPolicy,
+    load_policy,
+    resolve,
+)
 from umem.simulation import report, run, simulate
 from umem.simulation.audit import find_errors
 from umem.trace import Trace, find_gaps
@@ -274,10 +282,10 @@ def rules() -> list[ClassRule]:
     """Every rule that the schema allows, but for sizes."""
     found = []
     for kind, placement, mechanism, eviction, accessed, mostly in itertools.product(
-        CHOICES["kind"],
-        CHOICES["placement"],
-        CHOICES["mechanism"],
-        CHOICES["eviction"],
+        get_args(MemoryKind),
+        get_args(Placement),
+        get_args(Mechanism),
+        get_args(Eviction),
         (False, True),
         (False, True),
     ):

@@ -25,18 +25,10 @@ NUMBER_PATTERN = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?"
 MAX_TEXT = 64
 """Most characters of a quantity: longer numbers would cost long arithmetic."""
 
-_UNITS = {
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
-_BYTES_PER_UNIT = {unit.lower(): factor for unit, factor in _UNITS.items()}
+_DECIMAL_UNITS = {unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))}
+_BINARY_UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
+_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
+_BYTES_PER_UNIT = {unit.lower(): size for unit, size in _UNITS.items()}
 _SIZE = re.compile(rf"\s*({NUMBER_PATTERN})\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(rf"\s*({NUMBER_PATTERN})\s*%\s*")
 
@@ -53,9 +45,8 @@ def parse_bytes(value: int | str) -> int:
     ----------
     value
         A whole number of bytes, or a number and a unit: ``B``, the decimal ``kB MB GB TB``
-        (powers of 1000) or the binary ``KiB MiB GiB TiB`` (powers of 1024). Upper and lower case,
-        spaces around either part and underscores between digits do not matter. A fraction of a unit
-        is rounded down to whole bytes.
+        (powers of 1000) or the binary ``KiB MiB GiB TiB`` (powers of 1024), in upper or lower case,
+        with optional spaces, and underscores between digits. Fractions of a byte are dropped.
 
     Returns
     -------
@@ -65,8 +56,8 @@ def parse_bytes(value: int | str) -> int:
     Raises
     ------
     ValueError
-        For anything else; the message says what is accepted. ``16G`` is refused because it is
-        16e9 to some and 16 * 2**30 to others.
+        For anything else; the message says what is accepted. ``16G`` is ambiguous: 16e9 or
+        16 * 2**30.
 
     Examples
     --------
@@ -84,12 +75,10 @@ def parse_bytes(value: int | str) -> int:
     number, unit = match.groups()
     factor = _BYTES_PER_UNIT.get(unit.lower() or "b")
     if factor is None:
-        binary = f"{number}{unit[0].upper()}iB"
-        decimal = f"{number}{'k' if unit[0] in 'kK' else unit[0].upper()}B"
-        if unit.lower() in ("k", "m", "g", "t"):
-            raise ValueError(
-                f"{_shown(value)} could mean {binary} or {decimal}: write the one that is meant"
-            )
+        letter = unit.upper()
+        if letter in ("K", "M", "G", "T"):
+            either = f"{number}{letter}iB or {number}{letter.replace('K', 'k')}B"
+            raise ValueError(f"{_shown(value)} could mean {either}: write the one that is meant")
         raise ValueError(f"{_shown(value)} has an unknown unit {unit!r}: {_SIZE_FORM}")
     size_bytes = Fraction(number.replace("_", "")) * factor
     if factor == 1 and size_bytes.denominator != 1:
@@ -98,30 +87,19 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Write a size for a person to read, in binary units and at most two decimals.
+    """Write a size in binary units with at most two decimals, such as ``"-1.5 GiB"``.
 
     :func:`parse_bytes` reads the result back to within 0.5 %, and exactly where the size is a whole
     number, below 1024, of the unit chosen.
-
-    Parameters
-    ----------
-    size_bytes
-        Bytes; negative for a difference.
-
-    Returns
-    -------
-    str
-        Such as ``"512 B"``, ``"1.5 GiB"`` or ``"-3 MiB"``.
     """
-    sign = "-" if size_bytes < 0 else ""
     scaled: float = abs(size_bytes)
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    # Rounded first: 1023.996 KiB would be printed as "1024 KiB" and not as "1 MiB".
+    units = list(_BINARY_UNITS)
+    # Rounded first: 1023.996 KiB would be printed as "1024 KiB" instead of "1 MiB".
     while round(scaled, 2) >= 1024 and len(units) > 1:
         scaled /= 1024
         del units[0]
     digits = f"{scaled:.2f}".rstrip("0").rstrip(".")
-    return f"{sign}{digits} {units[0]}"
+    return f"{'-' if size_bytes < 0 else ''}{digits} {units[0]}"
 
 
 def parse_percent(text: str) -> Fraction:
@@ -132,9 +110,7 @@ def parse_percent(text: str) -> Fraction:
     ValueError
         For anything else; the message says what is accepted.
     """
-    match = None
-    if isinstance(text, str) and len(text) <= MAX_TEXT:
-        match = _PERCENT.fullmatch(text)
+    match = _PERCENT.fullmatch(text) if isinstance(text, str) and len(text) <= MAX_TEXT else None
     if match is None:
         raise ValueError(f"{_shown(text)} is not a percentage: {_PERCENT_FORM}")
     share = Fraction(match.group(1).replace("_", "")) / 100
@@ -144,19 +120,7 @@ def parse_percent(text: str) -> Fraction:
 
 
 def parse_budget(value: int | str, total_bytes: int) -> int:
-    """Read a budget: a size as in :func:`parse_bytes`, or a percentage of `total_bytes`.
-
-    Parameters
-    ----------
-    value
-        Such as ``"64GiB"``, ``68719476736`` or ``"80%"``.
-    total_bytes
-        The memory of the device, which a percentage refers to, in bytes.
-
-    Returns
-    -------
-    int
-        Bytes, rounded down.
+    """Read a size as :func:`parse_bytes`, or a percentage of `total_bytes`, rounded down.
 
     Raises
     ------
@@ -169,7 +133,7 @@ def parse_budget(value: int | str, total_bytes: int) -> int:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Factor from seconds, and name, of the unit that suits times up to this one."""
+    """Unit for times up to `longest_s`: how many of it are a second, and its name."""
     if longest_s < 1e-3:
         return 1e6, "µs"
     return (1e3, "ms") if longest_s < 1 else (1.0, "s")

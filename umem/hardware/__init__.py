@@ -1,8 +1,8 @@
-"""Hardware: what a machine's memory system costs, each figure with its source.
+"""Hardware: the costs of a machine's memory system, each figure with its source.
 
 A :class:`Hardware` comes from a profile (:func:`load_hardware`) or from the machine at hand
-(:func:`detect_hardware`). Planner and simulator work with it alone, so a policy can be tried for a
-machine that nobody here owns.
+(:func:`detect_hardware`). It is all that planner and simulator know of a machine, so a policy
+can be tried for a machine that is not at hand.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from umem.hardware.model import (
     Source,
     explain_hardware,
     figures,
+    with_durations,
 )
 from umem.hardware.profile import hardware_dir, hardware_names
-from umem.hardware.roofline import with_durations
 
 __all__ = [
     "EvictionOrder",

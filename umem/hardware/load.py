@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from umem.core.errors import HardwareError, UmemError
 from umem.hardware import capabilities
-from umem.hardware.capabilities import Capabilities, host_memory_bytes
-from umem.hardware.model import FIGURES, Hardware, Source, quantity_of
+from umem.hardware.capabilities import Capabilities
+from umem.hardware.model import Hardware, Source, quantity_of
 from umem.hardware.profile import hardware_names, load_profile
 
 __all__ = ["describe_machine", "detect_hardware", "load_hardware"]
@@ -53,25 +53,25 @@ def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any])
     return load_profile(source)
 
 
-# This machine as hardware: what can be read is read, and the rest is the nearest profile's.
+# The machine at hand: what can be read is read, and the rest is the nearest profile's.
 
 
-class _Relative(NamedTuple):
+class _Reference(NamedTuple):
     """A profile that other machines are described by."""
 
     profile: str
     device_name: str
-    """Regular expression of the device that the profile is of."""
+    """Regular expression of the device that the profile describes."""
     pcie: tuple[int, int] | None
-    """The link that its figures hold for: (generation, lanes), or None for NVLink-C2C."""
+    """The link that its figures are of: (generation, lanes), or None for NVLink-C2C."""
 
 
-_GRACE = (_Relative("gh200-96", r".*GH200.*", None), _Relative("gh200-144", r".*GH200.*", None))
-_HOPPER = _Relative("h200-pcie", r"NVIDIA H200", (5, 16))
-_AMPERE = _Relative("a100-40-pcie", r"NVIDIA A100-PCIE-40GB", (4, 16))
+_GRACE = (_Reference("gh200-96", r".*GH200.*", None), _Reference("gh200-144", r".*GH200.*", None))
+_HOPPER = _Reference("h200-pcie", r"NVIDIA H200", (5, 16))
+_AMPERE = _Reference("a100-40-pcie", r"NVIDIA A100-PCIE-40GB", (4, 16))
 
 _SAME_MEMORY = 0.1
-"""Devices of one name are the same where their memories differ by no more than this share."""
+"""Devices of one name count as the same up to this relative difference of their memories."""
 
 # Transfers per second of a lane, times the share of its bits that is payload (PCI Express Base
 # Specification: 8b/10b, then 128b/130b, then 242 of 256 bytes of a flit).
@@ -84,7 +84,7 @@ _LANE_BYTES_PER_S = {
     6: 64e9 * 242 / 256 / 8,
 }
 
-_OF_THE_LINK = (
+_LINK_FIGURES = (
     "to_device_bytes_per_s",
     "link_bytes_per_s",
     "copy_to_device_bytes_per_s",
@@ -93,7 +93,8 @@ _OF_THE_LINK = (
     "mapped_write_bytes_per_s",
     "mapped_bytes_per_s",
 )
-"""What follows the link's bandwidth. Moving pages to the host does not: the host bounds it."""
+"""Figures in proportion to the link's bandwidth. ``to_host_bytes_per_s`` is not: the host limits
+it."""
 
 
 def detect_hardware(device: int = 0) -> Hardware:
@@ -101,7 +102,7 @@ def detect_hardware(device: int = 0) -> Hardware:
 
     Parameters
     ----------
-    device : int
+    device
         Ordinal among the devices that this process sees.
 
     Returns
@@ -127,7 +128,7 @@ def detect_hardware(device: int = 0) -> Hardware:
             f"this machine has no GPU {device} to describe ({error}): choose a profile, one of "
             f"{', '.join(hardware_names())}"
         ) from error
-    host = host_memory_bytes()
+    host = capabilities.host_memory_bytes()
     return describe_machine(found, None if host is None else host[0])
 
 
@@ -139,40 +140,51 @@ def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:
     machine
         From :func:`umem.hardware.capabilities.detect`.
     host_bytes
-        Host memory that this process may use; None where the kernel does not say.
+        Host memory that this process may use; None where the kernel does not report it.
 
     Returns
     -------
     Hardware
-        Figures that are neither read here nor of the same device are assumptions.
+        Figures that are neither detected nor of the same device are assumptions.
     """
-    relative = _nearest(machine)
-    profile = load_hardware(relative.profile)
-    same = re.fullmatch(relative.device_name, machine.device_name) is not None and (
+    reference = _nearest(machine)
+    profile = load_hardware(reference.profile)
+    same = re.fullmatch(reference.device_name, machine.device_name) is not None and (
         abs(machine.total_bytes - profile.device_bytes) <= _SAME_MEMORY * profile.device_bytes
     )
     sources = dict(profile.sources)
     if not same:
         for name, source in sources.items():
-            sources[name] = Source(f"as {relative.profile}, nearest: {source.text}", True)
-    values: dict[str, Any] = {
-        "device_bytes": machine.total_bytes,
-        "ats": machine.ats,
-    }
+            sources[name] = Source(f"as {reference.profile}, nearest: {source.text}", True)
+    values: dict[str, Any] = {"device_bytes": machine.total_bytes, "ats": machine.ats}
     if host_bytes is not None:
-        values["host_bytes"] = _host_bytes(machine, host_bytes)
-    sources |= {name: Source("detected", False) for name in values}
-    linked, link_sources = _link(machine, relative, profile, sources)
+        # The kernel of a Grace Hopper counts the GPU's memory, a node without CPUs, as the host's.
+        nodes = [node.total_bytes for node in machine.numa_nodes if node.has_cpus]
+        values["host_bytes"] = min(host_bytes, sum(nodes)) if nodes else host_bytes
+    sources |= dict.fromkeys(values, Source("detected", False))
+    link = _link_of(machine, reference)
+    if link:
+        for name in (*_LINK_FIGURES, "to_host_bytes_per_s"):
+            sources[name] = Source(
+                f"detected: {link}; {sources[name].text}", sources[name].assumption
+            )
+    if link and reference.pcie and machine.pcie_link != reference.pcie:
+        scaled = _scaled(profile, machine.pcie_link, reference.pcie)
+        theirs = "{} behind PCIe {} x{}".format(reference.profile, *reference.pcie)
+        for name in scaled:
+            there = quantity_of(name).format(getattr(profile, name))
+            sources[name] = Source(f"detected: {link}; {there} of {theirs}, scaled to it", True)
+        values |= scaled
     return replace(
         profile,
         name=machine.device_name,
-        description=f"This machine; what was not detected is {relative.profile}'s",
-        sources=MappingProxyType(sources | link_sources),
-        **(values | linked),
+        description=f"This machine; what was not detected is {reference.profile}'s",
+        sources=MappingProxyType(sources),
+        **values,
     )
 
 
-def _nearest(machine: Capabilities) -> _Relative:
+def _nearest(machine: Capabilities) -> _Reference:
     if machine.is_coherent or machine.is_grace_hopper:
         return min(
             _GRACE,
@@ -181,47 +193,18 @@ def _nearest(machine: Capabilities) -> _Relative:
     return _HOPPER if machine.compute_capability >= (9, 0) else _AMPERE
 
 
-def _host_bytes(machine: Capabilities, host_bytes: int) -> int:
-    # The kernel of a Grace Hopper counts the GPU's memory, a node without CPUs, as the host's.
-    nodes = [node.total_bytes for node in machine.numa_nodes if node.has_cpus]
-    return min(host_bytes, sum(nodes)) if nodes else host_bytes
-
-
-def _link(
-    machine: Capabilities, relative: _Relative, profile: Hardware, sources: dict[str, Source]
-) -> tuple[dict[str, float], dict[str, Source]]:
-    """Figures of this machine's link with their sources; none where the link is not known."""
-    moving = (*_OF_THE_LINK, "to_host_bytes_per_s")
-    if relative.pcie is None:
-        if machine.nvlink_c2c is not True:
-            return {}, {}
-        return {}, {name: _detected("NVLink-C2C", sources[name]) for name in moving}
+def _link_of(machine: Capabilities, reference: _Reference) -> str:
+    """Name of the link of this machine that corresponds to the reference's; empty if unknown."""
+    if reference.pcie is None:
+        return "NVLink-C2C" if machine.nvlink_c2c else ""
     if machine.pcie_link is None or machine.pcie_link[0] not in _LANE_BYTES_PER_S:
-        return {}, {}
-    link = "PCIe {} x{}".format(*machine.pcie_link)
-    if machine.pcie_link == relative.pcie:
-        return {}, {name: _detected(link, sources[name]) for name in moving}
-    scale = _pcie_bytes_per_s(machine.pcie_link) / _pcie_bytes_per_s(relative.pcie)
-    values = {name: getattr(profile, name) * scale for name in _OF_THE_LINK}
-    values["to_host_bytes_per_s"] = min(
-        profile.to_host_bytes_per_s, values["to_device_bytes_per_s"]
-    )
-    theirs = "PCIe {} x{}".format(*relative.pcie)
-    return values, {
-        name: Source(
-            f"detected: {link}; {quantity_of(name).format(getattr(profile, name))} of "
-            f"{relative.profile} behind {theirs}, scaled to it",
-            True,
-        )
-        for name in FIGURES
-        if name in moving
-    }
+        return ""
+    return "PCIe {} x{}".format(*machine.pcie_link)
 
 
-def _detected(link: str, source: Source) -> Source:
-    return Source(f"detected: {link}; {source.text}", source.assumption)
-
-
-def _pcie_bytes_per_s(link: tuple[int, int]) -> float:
-    generation, lanes = link
-    return _LANE_BYTES_PER_S[generation] * lanes
+def _scaled(profile: Hardware, link: Any, theirs: tuple[int, int]) -> dict[str, float]:
+    """Figures of a profile's PCIe link, for another link of (generation, lanes)."""
+    here, there = (_LANE_BYTES_PER_S[generation] * lanes for generation, lanes in (link, theirs))
+    values = {name: getattr(profile, name) * (here / there) for name in _LINK_FIGURES}
+    to_host = min(profile.to_host_bytes_per_s, values["to_device_bytes_per_s"])
+    return values | {"to_host_bytes_per_s": to_host}

@@ -1,11 +1,14 @@
-"""What a machine's memory system costs: the figures that planner and simulator work with."""
+"""The figures of a machine's memory system, and the durations of a trace's phases on it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
+import numpy as np
+
+from umem.core.errors import HardwareError
 from umem.hardware.quantities import (
     BlockSize,
     BytesPerSecond,
@@ -19,7 +22,7 @@ from umem.hardware.quantities import (
     SecondsPerByte,
     Share,
 )
-from umem.trace import Precision
+from umem.trace import Precision, Trace
 
 __all__ = [
     "FIGURES",
@@ -32,6 +35,7 @@ __all__ = [
     "explain_hardware",
     "figures",
     "quantity_of",
+    "with_durations",
 ]
 
 EvictionOrder = Literal["access", "migration"]
@@ -169,3 +173,47 @@ def explain_hardware(hardware: Hardware) -> list[HardwareRow]:
         HardwareRow(name, quantity_of(name).format(value), hardware.sources.get(name))
         for name, value in figures(hardware).items()
     ]
+
+
+def with_durations(trace: Trace, hardware: Hardware, *, force: bool = False) -> Trace:
+    """Give the phases of a trace the durations of a machine's roofline.
+
+    A phase takes the longest of three times: its arithmetic at the sustained throughput of its
+    precision, its traffic at the bandwidth of device memory, and a launch.
+
+    Parameters
+    ----------
+    trace
+        Its durations, if it has any, are kept.
+    hardware
+        The machine.
+    force
+        Replace the trace's durations.
+
+    Returns
+    -------
+    Trace
+        With ``duration_s``; the trace itself where nothing changes.
+
+    Raises
+    ------
+    HardwareError
+        If a phase computes in a precision that the machine has no throughput for.
+    """
+    if trace.duration_s is not None and not force:
+        return trace
+    flops_per_s = np.array([hardware.flops_per_s.get(name, np.nan) for name in PRECISIONS])
+    computes = trace.flops > 0
+    used = np.unique(trace.phase_precision[computes])
+    missing = used[np.isnan(flops_per_s[used])]
+    if len(missing):
+        name = PRECISIONS[missing[0]]
+        raise HardwareError(
+            f"{hardware.name} has no throughput for {name}, in which the trace {trace.name!r} "
+            f"computes: add flops_per_s.{name} to the profile, or choose another one"
+        )
+    compute_s = np.zeros(trace.phase_count)
+    compute_s[computes] = trace.flops[computes] / flops_per_s[trace.phase_precision[computes]]
+    memory_s = trace.memory_bytes / hardware.memory_bytes_per_s
+    duration_s = np.maximum(np.maximum(compute_s, memory_s), hardware.launch_s)
+    return replace(trace, duration_s=duration_s)

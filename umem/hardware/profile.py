@@ -1,4 +1,4 @@
-"""Hardware profiles: YAML files in which every figure has a source, checked and made a machine."""
+"""Hardware profiles: YAML files in which every figure has a source, read and checked."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     create_model,
     field_validator,
@@ -22,7 +20,7 @@ from pydantic import (
 
 from umem.core.errors import HardwareError
 from umem.hardware.model import FIGURES, PRECISIONS, Hardware, Source, quantity_of
-from umem.io.problems import Conflict, InvalidFileError, KeyPath, explain, raise_conflicts
+from umem.io.problems import Conflict, InvalidFileError, KeyPath, raise_conflicts, validate
 from umem.io.yaml_files import FileKind, read, shipped_dir, shipped_names
 
 __all__ = ["hardware_dir", "hardware_names", "load_profile"]
@@ -47,11 +45,7 @@ _Text = Annotated[str, AfterValidator(_one_line)]
 _Reason = Annotated[_Text, AfterValidator(_not_empty)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _Figure(_Strict, Generic[_Value]):
+class _Figure(BaseModel, Generic[_Value], extra="forbid"):
     """A value, and where it comes from."""
 
     value: _Value
@@ -73,6 +67,10 @@ class _Figure(_Strict, Generic[_Value]):
             )
         return source
 
+    def as_source(self) -> Source:
+        """Where the value comes from."""
+        return Source(self.source or self.assumption or "", assumption=self.source is None)
+
     @classmethod
     def how_to_write(cls) -> str:
         """The form of a figure, for messages."""
@@ -80,7 +78,7 @@ class _Figure(_Strict, Generic[_Value]):
         return f"write {{value: {example}, source: ...}}, or assumption in place of source"
 
 
-class _Profile(_Strict):
+class _Profile(BaseModel, extra="forbid"):
     name: _Text = "custom"
     description: _Text = ""
     extends: str | None = None
@@ -105,7 +103,7 @@ class _Profile(_Strict):
         return self
 
 
-class _ByPrecision(_Strict):
+class _ByPrecision(BaseModel, extra="forbid"):
     @model_validator(mode="after")
     def _is_not_empty(self) -> _ByPrecision:
         if not self.model_fields_set:
@@ -146,30 +144,19 @@ _KIND = FileKind(
 def load_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> Hardware:
     """Load a profile and the profile that it extends, as :func:`umem.hardware.load_hardware`."""
     try:
-        document = read(source, _KIND)
-        try:
-            profile = _PROFILE.model_validate(document.data)
-        except ValidationError as error:
-            raise InvalidFileError(explain(error, document, _PROFILE)) from None
+        profile = validate(_PROFILE, read(source, _KIND))
     except InvalidFileError as error:
-        raise HardwareError("\n".join(map(str, error.problems))) from None
+        raise HardwareError(str(error)) from None
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
-
-    def value_of(name: str, figure: Any) -> Any:
-        text = figure.source or figure.assumption
-        sources[name] = Source(text, assumption=figure.source is None)
-        return figure.value
-
     for name in FIGURES:
-        figure = getattr(profile, name)
-        if isinstance(figure, _Figure):
-            values[name] = value_of(name, figure)
+        written = getattr(profile, name)
+        if isinstance(written, _Figure):
+            values[name], sources[name] = written.value, written.as_source()
         else:
-            given = {key: one for key, one in figure if one is not None}
-            values[name] = MappingProxyType(
-                {key: value_of(f"{name}.{key}", one) for key, one in given.items()}
-            )
+            given = {key: figure for key, figure in written if figure is not None}
+            values[name] = MappingProxyType({key: figure.value for key, figure in given.items()})
+            sources |= {f"{name}.{key}": figure.as_source() for key, figure in given.items()}
     return Hardware(
         name=profile.name or "custom",
         description=profile.description,

@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, get_args
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -21,13 +21,15 @@ __all__ = [
     "Place",
     "Problem",
     "did_you_mean",
-    "explain",
     "first_problem",
     "nearest",
     "raise_conflicts",
     "reject",
     "shown",
+    "validate",
 ]
+
+_Model = TypeVar("_Model", bound="BaseModel")
 
 KeyPath = tuple[str | int, ...]
 """Keys, and numbers of list items, from the outside in; ``()`` for a whole file."""
@@ -80,11 +82,11 @@ class Problem:
 
 
 class InvalidFileError(Exception):
-    """Carries problems up to the function that loads a file; users never see it."""
+    """Carries problems, one in a line, up to the function that loads a file."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        super().__init__()
         self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
 
 
 def reject(place: Place, key: KeyPath, message: str) -> NoReturn:
@@ -136,54 +138,71 @@ class Conflict(NamedTuple):
 
 
 def raise_conflicts(conflicts: list[Conflict]) -> None:
-    """End a model's validation with these conflicts, each of which :func:`explain` reports.
+    """End a model's validation with these conflicts; without any, let it go on.
 
     Raises
     ------
     PydanticCustomError
-        Not if there are none.
+        Which :func:`validate` reports as one problem for each conflict.
     """
     from pydantic_core import PydanticCustomError
 
     if conflicts:
         summary = "; ".join(conflict.message for conflict in conflicts)
-        raise PydanticCustomError(
-            _CONFLICT, "{summary}", {"summary": summary, "conflicts": conflicts}
-        )
+        context = {"summary": summary, "conflicts": conflicts}
+        raise PydanticCustomError(_CONFLICT, "{summary}", context)
 
 
-def explain(
-    error: ValidationError,
+def validate(
+    model: type[_Model],
     document: Document,
-    model: type[BaseModel],
     written_at: Callable[[KeyPath, tuple[str, ...]], list[KeyPath]] = lambda path, involved: [path],
-) -> list[Problem]:
-    """Problems that pydantic found in a document, each once, in the order of the text.
+    context: Any = None,
+) -> _Model:
+    """Validate a file.
 
     Parameters
     ----------
-    error
-        From the validation of ``document.data``.
+    model
+        Model of the file.
     document
         The file.
-    model
-        Model that the file was validated against.
     written_at
         For the path of an error and the other keys involved: the key path to report, then more
         paths whose place to give where the first is not in the file.
+    context
+        Passed to the model's validators.
+
+    Raises
+    ------
+    InvalidFileError
+        With each problem once, in the order of the text.
     """
-    problems = set()
-    for detail in error.errors(include_url=False):
-        for found in _conflicts(detail):
-            paths = written_at((*detail["loc"], *found.path), found.involved)
-            path = paths[0]
-            outward = (path[:length] for length in range(len(path), -1, -1))
-            entries = document.entries
-            entry = next(entries[at] for at in (*paths, *outward) if at in entries)
-            place = entry.key if detail["type"] == "extra_forbidden" else entry.value
-            message = found.message or _message(detail, model, path)
-            problems.add(Problem(*place, _dotted(path), message))
-    return sorted(problems, key=lambda p: (p.file, p.line or 0, p.column or 0, p.key, p.message))
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(document.data, context=context)
+    except ValidationError as error:
+        problems = {
+            _problem(detail, conflict, model, document, written_at)
+            for detail in error.errors(include_url=False)
+            for conflict in _conflicts(detail)
+        }
+    raise InvalidFileError(
+        sorted(problems, key=lambda p: (p.file, p.line or 0, p.column or 0, p.key, p.message))
+    )
+
+
+def _problem(
+    detail: Any, conflict: Conflict, model: Any, document: Document, written_at: Any
+) -> Problem:
+    paths = written_at((*detail["loc"], *conflict.path), conflict.involved)
+    path = paths[0]
+    outward = (path[:length] for length in range(len(path), -1, -1))
+    entries = document.entries
+    entry = next(entries[at] for at in (*paths, *outward) if at in entries)
+    place = entry.key if detail["type"] == "extra_forbidden" else entry.value
+    return Problem(*place, _dotted(path), conflict.message or _message(detail, model, path))
 
 
 def first_problem(error: ValidationError, file: str, model: type[BaseModel]) -> Problem:

@@ -1,9 +1,9 @@
 """Policies: where each class of tensors lives and how it may move, read from YAML.
 
-A policy is plain data. The file says it once for all classes (``defaults``) and again for a class
-where that differs (``classes``); a file may build on another one (``extends``). Loading merges the
-three, so a :class:`Policy` in hand is complete: every class has its whole rule. Models made by
-keyword in Python are checked in the same way, and raise pydantic's ``ValidationError``.
+A policy file has one rule for all classes (``defaults``), keys that differ for a class
+(``classes``), and may build on another file (``extends``). Loading merges them, so that in a
+:class:`Policy` every class has its complete rule. Models made in Python are checked in the same way
+and raise pydantic's ``ValidationError``.
 """
 
 from __future__ import annotations

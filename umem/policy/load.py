@@ -1,4 +1,4 @@
-"""The policies that come with umem."""
+"""Loading policies: presets, files and mappings, merged with what they extend."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from umem.core.errors import PolicyError
-from umem.io.problems import InvalidFileError, KeyPath, Problem, explain
+from umem.io.problems import InvalidFileError, KeyPath, Problem, validate
 from umem.io.yaml_files import FileKind, read, shipped_dir, shipped_names
 from umem.policy.models import EXTENDS_FOLLOWED, Policy
 
@@ -50,11 +48,8 @@ def preset_names() -> tuple[str, ...]:
     return shipped_names(_KIND)
 
 
-# Loading a policy: what it extends is merged below it, and the whole is checked.
-
-
 def load_policy(source: str | os.PathLike[str] | Policy | Mapping[str, Any]) -> Policy:
-    """Load a policy and whatever it extends.
+    """Load a policy, merged with the policies that it extends.
 
     Parameters
     ----------
@@ -88,15 +83,15 @@ def load_policy(source: str | os.PathLike[str] | Policy | Mapping[str, Any]) -> 
     try:
         return _load(source)
     except InvalidFileError as error:
-        raise PolicyError("\n".join(map(str, error.problems))) from None
+        raise PolicyError(str(error)) from None
 
 
 def find_problems(
     source: str | os.PathLike[str] | Mapping[str, Any],
 ) -> tuple[Problem, ...]:
-    """What :func:`load_policy` would object to in a policy, in the order of the text.
+    """Problems for which :func:`load_policy` would refuse a policy, in the order of the text.
 
-    Empty for a policy that can be used.
+    Empty for a valid policy.
 
     Raises
     ------
@@ -122,7 +117,4 @@ def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Policy:
         own = any((*path[:2], key) in document.entries for key in keys)
         return [path, ("defaults", path[2])] if own else [("defaults", *path[2:])]
 
-    try:
-        return Policy.model_validate(document.data, context=EXTENDS_FOLLOWED)
-    except ValidationError as error:
-        raise InvalidFileError(explain(error, document, Policy, written_at)) from None
+    return validate(Policy, document, written_at, context=EXTENDS_FOLLOWED)

@@ -1,9 +1,9 @@
-"""The words that a policy chooses from."""
+"""The keys of a policy: their types, their defaults, and the combinations that cannot work."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -19,11 +19,10 @@ from pydantic import (
 
 from umem.core.classes import TensorClass
 from umem.core.units import NUMBER_PATTERN, parse_bytes, parse_percent
-from umem.io.problems import Conflict, raise_conflicts
+from umem.io.problems import Conflict, raise_conflicts, shown
 from umem.io.yaml_files import stated_keys
 
 __all__ = [
-    "CHOICES",
     "EXTENDS_FOLLOWED",
     "Bytes",
     "ClassRule",
@@ -51,18 +50,7 @@ Eviction = Literal["auto", "lru", "first", "never"]
 ShareLibrary = Literal["numba", "cupy"]
 PolicyPlanner = Literal["planned", "lookahead", "fault", "none"]
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "kind": get_args(MemoryKind),
-    "placement": get_args(Placement),
-    "mechanism": get_args(Mechanism),
-    "eviction": get_args(Eviction),
-    "share": get_args(ShareLibrary),
-    "planner": get_args(PolicyPlanner),
-}
-"""Valid words by key of the policy."""
-
-
-# Sizes as fields of a policy: how they are checked, and how its JSON schema describes them.
+# Sizes: how they are checked, and how the JSON schema describes them.
 
 
 def parse_managed_limit(value: int | str) -> int:
@@ -118,93 +106,50 @@ DeviceBudget = Annotated[
 # Combinations of a rule's keys that cannot work, with the remedy for each.
 
 
-def rule_conflicts(
-    *,
-    kind: MemoryKind,
-    placement: Placement,
-    accessed_by_device: bool,
-    read_mostly: bool,
-    mechanism: Mechanism,
-    eviction: Eviction,
-) -> list[Conflict]:
-    """What cannot work in a rule, whatever its class."""
-    moves = kind in ("managed", "system")
-    fixed_place = {"device": "device", "pinned": "host"}.get(kind, placement)
-    fixed_access = {"device": False, "pinned": True}.get(kind, accessed_by_device)
-    stay = "keep or map" if kind == "pinned" else "keep"
-    # The condition; the key to change and the other keys involved; what is wrong; the remedy.
+def _rule_conflicts(rule: ClassRule) -> list[Conflict]:
+    if rule.kind in ("device", "pinned"):
+        return _conflicts_of_fixed_memory(rule)
+    mechanism, eviction = rule.mechanism, rule.eviction
+    # The condition; the key to change; the other keys involved; what is wrong; the remedy.
     table = [
         (
-            placement != fixed_place,
-            ("placement", "kind"),
-            f"placement {placement} with kind {kind}: such memory never leaves the {fixed_place}",
-            f"set placement: {fixed_place}, or kind: managed",
-        ),
-        (
-            placement == fixed_place and accessed_by_device != fixed_access,
-            ("accessed_by_device", "kind"),
-            f"accessed_by_device {str(accessed_by_device).lower()} with kind {kind}: "
-            + ("no host pages to map" if kind == "device" else "such memory is always mapped"),
-            f"set accessed_by_device: {str(fixed_access).lower()}, or kind: managed",
-        ),
-        (
-            not moves and read_mostly,
-            ("read_mostly", "kind"),
-            f"read_mostly with kind {kind}: only pages that move can be duplicated",
-            "set read_mostly: false, or kind: managed",
-        ),
-        (
-            not moves
-            and mechanism not in ("auto", "keep")
-            and (kind, mechanism) != ("pinned", "map"),
-            ("mechanism", "kind"),
-            f"mechanism {mechanism} with kind {kind}: such memory does not move",
-            f"set mechanism: {stay}, or kind: managed",
-        ),
-        (
-            not moves and eviction in ("lru", "first"),
-            ("eviction", "kind"),
-            f"eviction {eviction} with kind {kind}: such memory does not move",
-            "set eviction: never, or kind: managed",
-        ),
-        (
-            moves and mechanism == "map" and placement != "host",
+            mechanism == "map" and rule.placement != "host",
             ("mechanism", "placement"),
-            f"mechanism map with placement {placement}: mapped pages live on the host",
+            f"mechanism map with placement {rule.placement}: mapped pages live on the host",
             "set placement: host, or mechanism: migrate",
         ),
         (
-            moves and mechanism == "map" and placement == "host" and not accessed_by_device,
+            mechanism == "map" and rule.placement == "host" and not rule.accessed_by_device,
             ("mechanism", "accessed_by_device"),
             "mechanism map with accessed_by_device false: the device would fault on every page",
             "set accessed_by_device: true, or mechanism: fault",
         ),
         (
-            moves and mechanism == "duplicate" and not read_mostly,
+            mechanism == "duplicate" and not rule.read_mostly,
             ("mechanism", "read_mostly"),
             "mechanism duplicate without read_mostly: pages would move and leave no copy behind",
             "set read_mostly: true, or mechanism: migrate",
         ),
         (
-            moves and mechanism in ("migrate", "map", "copy") and read_mostly,
+            mechanism in ("migrate", "map", "copy") and rule.read_mostly,
             ("mechanism", "read_mostly"),
             f"mechanism {mechanism} with read_mostly: a read duplicates such pages",
             "set mechanism: duplicate, or read_mostly: false",
         ),
         (
-            moves and mechanism == "copy" and placement == "host",
+            mechanism == "copy" and rule.placement == "host",
             ("mechanism", "placement"),
             "mechanism copy with placement host: there is nothing on the device to copy out",
             "set placement: device, or mechanism: map",
         ),
         (
-            moves and mechanism == "fault" and accessed_by_device,
+            mechanism == "fault" and rule.accessed_by_device,
             ("mechanism", "accessed_by_device", "placement"),
             "mechanism fault with accessed_by_device true: mapped pages do not fault",
             "set mechanism: map, or accessed_by_device: false",
         ),
         (
-            moves and mechanism in ("map", "keep") and eviction in ("lru", "first"),
+            mechanism in ("map", "keep") and eviction in ("lru", "first"),
             ("eviction", "mechanism"),
             f"eviction {eviction} with mechanism {mechanism}: the class stays where it is",
             "set eviction: auto, or mechanism: migrate",
@@ -217,26 +162,45 @@ def rule_conflicts(
     ]
 
 
-# The models of a policy: its keys, their types and what they are when nothing is said.
+def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
+    """Conflicts of plain device memory and of pinned memory, whose pages never move."""
+    pinned = rule.kind == "pinned"
+    place = "host" if pinned else "device"
+    mapping = "such memory is always mapped" if pinned else "no host pages to map"
+    mechanisms = ("keep", "map") if pinned else ("keep",)
+    access_follows = rule.placement != place or rule.accessed_by_device == pinned
+    # Whether the key's value is possible; the key; why it is not; the value that is.
+    table = [
+        (rule.placement == place, "placement", f"such memory never leaves the {place}", place),
+        (access_follows, "accessed_by_device", mapping, shown(pinned)),
+        (not rule.read_mostly, "read_mostly", "only pages that move can be duplicated", "false"),
+        (
+            rule.mechanism in ("auto", *mechanisms),
+            "mechanism",
+            "such memory does not move",
+            " or ".join(mechanisms),
+        ),
+        (rule.eviction in ("auto", "never"), "eviction", "such memory does not move", "never"),
+    ]
+    conflicts = []
+    for possible, key, reason, remedy in table:
+        if not possible:
+            said = f"{key} {shown(getattr(rule, key))} with kind {rule.kind}".replace("'", "")
+            message = f"{said}: {reason}; set {key}: {remedy}, or kind: managed"
+            conflicts.append(Conflict((key,), message, ("kind",)))
+    return conflicts
+
+
+# The keys of a policy file.
 
 EXTENDS_FOLLOWED = "extends followed"
-"""Validation context that says that the keys of what a policy extends are in it already."""
+"""Validation context of a mapping that already holds the keys of the policy that it extends."""
 
 
 def _on_one_line(schema: dict[str, Any]) -> None:
-    # The docstrings below the fields become descriptions with their line breaks.
+    # Descriptions come from the docstrings below the fields, line breaks included.
     for field in schema["properties"].values():
         field["description"] = " ".join(field["description"].split())
-
-
-# pydantic before 2.12 asks for defaults that depend on a key even where that key is in error, and
-# so is not in `rule`.
-def _usual_placement(rule: dict[str, Any]) -> Placement:
-    return "host" if rule.get("kind") == "pinned" else "device"
-
-
-def _usual_access(rule: dict[str, Any]) -> bool:
-    return rule.get("placement") == "host"
 
 
 class _Record(BaseModel):
@@ -256,17 +220,23 @@ class ClassRule(_Record):
     device memory), system (the host's own allocator, on devices that can read it), pinned
     (page-locked host memory)."""
 
-    placement: Placement = Field(default_factory=_usual_placement)
-    """Preferred location advice: device, host, or any for no advice. Default: device, and host for
-    pinned memory."""
+    # pydantic before 2.12 computes such defaults even where the key that they depend on is in error
+    # and therefore missing.
+    placement: Placement = Field(
+        default_factory=lambda rule: "host" if rule.get("kind") == "pinned" else "device"
+    )
+    """Preferred location: device, host, or any for none. Default: device; host for pinned
+    memory."""
 
-    accessed_by_device: StrictBool = Field(default_factory=_usual_access)
-    """Map the pages for the device, so that it reads and writes them over the link instead of
+    accessed_by_device: StrictBool = Field(
+        default_factory=lambda rule: rule.get("placement") == "host"
+    )
+    """Map the pages for the device, which then reads and writes them over the link instead of
     faulting. Default: true where placement is host."""
 
     read_mostly: StrictBool = False
-    """Read-mostly advice: a read makes a copy beside the original, which is dropped at no cost; a
-    write drops all copies but one. For contents that hardly ever change."""
+    """Read-mostly advice: a read makes a second copy of a page, which can be dropped at no cost; a
+    write drops all copies but one. For contents that rarely change."""
 
     min_bytes: Bytes = 0
     """Smaller tensors stay in plain device memory and never move. Bytes, or text such as 1MiB."""
@@ -274,25 +244,17 @@ class ClassRule(_Record):
     mechanism: Mechanism = "auto"
     """How the class moves: auto (the planner chooses), migrate (prefetch of pages), map (used in
     place on the host, over the link), duplicate (read-mostly copies), copy (an explicit copy to a
-    host block), discard (dead contents are dropped, live ones stay), fault (demand paging), keep
-    (stays where it is)."""
+    host block), discard (dead contents are dropped, live contents stay), fault (demand paging),
+    keep (no movement)."""
 
     eviction: Eviction = "auto"
-    """What leaves the device first when room is short: auto (what is needed again last), lru (what
-    was used longest ago), first (this class before all others), never (this class stays)."""
+    """What is evicted first when device memory runs short: auto (tensors whose next use is
+    furthest away), lru (the least recently used), first (this class before all others), never
+    (this class stays)."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> ClassRule:
-        raise_conflicts(
-            rule_conflicts(
-                kind=self.kind,
-                placement=self.placement,
-                accessed_by_device=self.accessed_by_device,
-                read_mostly=self.read_mostly,
-                mechanism=self.mechanism,
-                eviction=self.eviction,
-            )
-        )
+        raise_conflicts(_rule_conflicts(self))
         return self
 
 
@@ -309,10 +271,10 @@ class ClassRules(_Record):
     """Gradients of parameters."""
 
     optimizer_state: ClassRule = Field(default_factory=ClassRule)
-    """What the optimizer keeps per parameter, such as Adam's two moments."""
+    """State of the optimizer for each parameter, such as Adam's two moments."""
 
     activations: ClassRule = Field(default_factory=ClassRule)
-    """What forward and backward passes allocate."""
+    """Allocations of forward and backward passes."""
 
     other: ClassRule = Field(default_factory=ClassRule)
     """Everything else, such as input batches and the arrays of shared libraries."""
@@ -346,44 +308,45 @@ class Limits(_Record):
 
 
 class Policy(_Record):
-    """Where every class of tensors lives, and within which bounds."""
+    """Where every class of tensors lives, how it may move, and the limits on memory."""
 
     name: str = "custom"
     """Name shown in reports. Default: the file's name without its suffix. Not inherited."""
 
     description: str = ""
-    """One sentence on what the policy is for. Not inherited."""
+    """Purpose of the policy, in one sentence. Not inherited."""
 
     extends: str | None = None
-    """Policy to build on: the name of a preset, or a path relative to this file. Its keys hold
-    where this file does not say otherwise; a list is replaced as a whole."""
+    """Policy to build on: the name of a preset, or a path relative to this file. This file's keys
+    override those of that policy; a list is replaced as a whole."""
 
     device_budget: DeviceBudget | None = None
-    """Most bytes of managed memory resident on the device: bytes, text such as 64GiB, a percentage
-    of the device's memory such as 80%, or null for no budget. The environment variable
+    """Limit on the managed pages that are resident on the device: bytes, text such as 64GiB, a
+    percentage of the device's memory such as 80%, or null for no limit. It does not lower the use
+    that nvidia-smi shows: the driver keeps the memory of evicted pages. The environment variable
     UMEM_DEVICE_BUDGET overrides it."""
 
     limits: Limits = Field(default_factory=Limits)
-    """Bounds that hold for the whole process, whatever the class."""
+    """Bounds that do not depend on the class."""
 
     planner: PolicyPlanner = "planned"
-    """Who keeps the budget while a model trains: planned (the fastest schedule of a recorded step),
-    lookahead (prefetch for the next phases), fault (demand paging: what is missing comes by page
-    fault), none (nobody: past the budget the allocator maps new memory on the host). The
+    """How the budget is kept while a model trains: planned (the fastest schedule of a recorded
+    step), lookahead (prefetch for the next phases), fault (demand paging: missing pages arrive by
+    page fault), none (no plan: above the budget the allocator maps new memory on the host). The
     environment variable UMEM_PLANNER overrides it."""
 
     caching: StrictBool = True
-    """Keep freed blocks for reuse; false gives each one back to RMM at once, which waits for the
-    device every time, as RMM without a pool does."""
+    """Keep freed blocks for reuse; false returns each block to RMM at once, which synchronizes
+    with the device every time, as RMM without a pool does."""
 
     share: tuple[ShareLibrary, ...] = Field(default=(), json_schema_extra={"uniqueItems": True})
     """Libraries whose arrays come from the same memory and count in the same statistics."""
 
     defaults: ClassRule = Field(default_factory=ClassRule)
-    """Rule for every class; a key under classes wins over the same key here."""
+    """Rule for every class; the same key under classes takes precedence."""
 
     classes: ClassRules = Field(default_factory=ClassRules)
-    """Keys that differ for a class."""
+    """Keys whose values differ for a class."""
 
     @model_validator(mode="before")
     @classmethod

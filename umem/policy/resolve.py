@@ -1,18 +1,17 @@
-"""A policy in the numbers of one device, with the environment applied."""
+"""Resolving a policy: its sizes in bytes on one device, with the environment applied."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar, cast, get_args
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PolicyError
 from umem.core.units import format_bytes, parse_budget
 from umem.io.problems import did_you_mean
 from umem.policy.models import (
-    CHOICES,
     ClassRule,
     Policy,
     PolicyPlanner,
@@ -22,24 +21,24 @@ from umem.policy.models import (
     parse_managed_limit,
 )
 
-__all__ = ["ResolvedPolicy", "resolve"]
+__all__ = ["ResolvedPolicy", "check_resolved", "resolve"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy in the numbers of one device, with the environment applied."""
+    """A policy with its sizes in bytes on one device, and the environment applied."""
 
     name: str
     managed_limit_bytes: int | None
     """Hard cap on the managed bytes of the process; None for none."""
     device_budget_bytes: int | None
-    """Most managed bytes resident on the device; None for no budget."""
+    """Limit on the managed bytes resident on the device; None for no limit."""
     system_headroom_bytes: int
     """Device memory that kind system leaves free."""
     planner: PolicyPlanner
-    """Who keeps the budget while a model trains."""
+    """How the budget is kept while a model trains."""
     caching: bool
     """Whether freed blocks are kept for reuse."""
     rules: tuple[ClassRule, ...]
@@ -50,12 +49,11 @@ class ResolvedPolicy:
 def resolve(
     policy: Policy, device_total_bytes: int, environ: Mapping[str, str] = os.environ
 ) -> ResolvedPolicy:
-    """Apply a policy to a device and to the environment.
+    """Resolve a policy for a device and the environment.
 
-    ``UMEM_MANAGED_LIMIT`` (bytes) lowers ``limits.managed_bytes``: the smaller of the two holds.
-    ``UMEM_DEVICE_BUDGET`` (bytes or a percentage) takes the place of ``device_budget``. A budget
-    above the device's memory becomes the device's memory. ``UMEM_PLANNER`` takes the place of
-    ``planner``.
+    ``UMEM_MANAGED_LIMIT`` (bytes) can lower ``limits.managed_bytes``: the smaller of the two holds.
+    ``UMEM_DEVICE_BUDGET`` (bytes or a percentage) overrides ``device_budget``. A budget above the
+    device's memory becomes the device's memory. ``UMEM_PLANNER`` overrides ``planner``.
 
     Parameters
     ----------
@@ -84,22 +82,20 @@ def resolve(
             f"limits.system_headroom_bytes: {format_bytes(headroom_bytes)} leaves nothing of a "
             f"device of {format_bytes(device_total_bytes)} for kind system: lower it"
         )
+    limits = (
+        policy.limits.managed_bytes,
+        _from_environment("UMEM_MANAGED_LIMIT", environ, parse_managed_limit),
+    )
     return ResolvedPolicy(
         name=policy.name,
-        managed_limit_bytes=_managed_limit(policy, environ),
+        managed_limit_bytes=min((limit for limit in limits if limit is not None), default=None),
         device_budget_bytes=_device_budget(policy, device_total_bytes, environ),
         system_headroom_bytes=headroom_bytes,
-        planner=_planner(policy, environ),
+        planner=_from_environment("UMEM_PLANNER", environ, _read_planner) or policy.planner,
         caching=policy.caching,
         rules=rules,
         share=policy.share,
     )
-
-
-def _managed_limit(policy: Policy, environ: Mapping[str, str]) -> int | None:
-    asked = _from_environment("UMEM_MANAGED_LIMIT", environ, parse_managed_limit)
-    limits = (policy.limits.managed_bytes, asked)
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _device_budget(
@@ -120,12 +116,8 @@ def _device_budget(
     return min(budget_bytes, device_total_bytes)
 
 
-def _planner(policy: Policy, environ: Mapping[str, str]) -> PolicyPlanner:
-    return _from_environment("UMEM_PLANNER", environ, _read_planner) or policy.planner
-
-
 def _read_planner(text: str) -> PolicyPlanner:
-    words = CHOICES["planner"]
+    words = get_args(PolicyPlanner)
     if text not in words:
         hint = did_you_mean(text, words) or "."
         raise ValueError(f"{text!r} is no planner{hint} Planners: {', '.join(words)}")
@@ -146,7 +138,7 @@ def _from_environment(
 
 
 def check_resolved(policy: object) -> None:
-    """Refuse what was not resolved for a device.
+    """Refuse a policy that was not resolved for a device.
 
     Raises
     ------
@@ -155,6 +147,6 @@ def check_resolved(policy: object) -> None:
     """
     if not isinstance(policy, ResolvedPolicy):
         raise PolicyError(
-            f"policy: a {type(policy).__name__} is not in the numbers of a device: pass "
+            f"policy: a {type(policy).__name__} is not resolved for a device: pass "
             "umem.policy.resolve(policy, hardware.device_bytes)"
         )
