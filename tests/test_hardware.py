@@ -17,7 +17,7 @@ import pytest
 import yaml
 from cards import GH200, H200
 from command_line import umem_command
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -214,6 +214,8 @@ def test_a_mapping_may_extend_a_profile() -> None:
     ("text", "place", "says"),
     [
         ("nam: x\n", "2:1: nam", "unknown key, did you mean 'name'? Valid keys: name, "),
+        ("value: 5\n", "2:1: value", "unknown key. Valid keys: name, "),
+        ("bf16: {}\n", "2:1: bf16", "did you mean flops_per_s.bf16?"),
         ("to_device: {}\n", "2:1: to_device", "did you mean 'to_device_bytes_per_s'?"),
         ("call_s: {vlue: 1 us, source: x}\n", "2:10: call_s.vlue", "did you mean 'value'?"),
         ("call_s: {vlue: 1 us, source: x}\n", "2:9: call_s.value", "missing: write {value: 45 us,"),
@@ -452,6 +454,7 @@ def test_quantities_are_read_exactly(figure: str, text: Any, value: float) -> No
     assert (read, type(read)) == (value, type(value))
 
 
+@settings(deadline=None)
 @given(st.sampled_from(PROFILES), st.floats(0.3, 3.0))
 def test_what_is_shown_can_be_read_back(name: str, factor: float) -> None:
     profile = load_hardware(name)

@@ -287,4 +287,6 @@ def _dotted_keys(model: type[BaseModel]) -> Iterator[str]:
     """Keys of a file and of its mappings, such as ``defaults`` and ``defaults.kind``."""
     for name, field in model.model_fields.items():
         yield name
-        yield from (f"{name}.{key}" for key in getattr(field.annotation, "model_fields", ()))
+        below = field.annotation
+        if not hasattr(below, "how_to_write"):
+            yield from (f"{name}.{key}" for key in getattr(below, "model_fields", ()))
