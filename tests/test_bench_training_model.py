@@ -590,7 +590,7 @@ def report_of(recorded_bytes: int, uses: list[HintUse]) -> MeasuredReport:
 def test_a_step_whose_records_were_lost_has_no_figures(
     planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umem.telemetry.profile.LiveCollector", SilentCollector)
+    monkeypatch.setattr("umem.telemetry.profiler.LiveCollector", SilentCollector)
     monkeypatch.setattr(managed, "move_known", lambda: None)
     monkeypatch.setattr(managed, "loss_of_known_records", lambda _: None)
     inner = Training()
@@ -652,7 +652,7 @@ def test_zeros_are_believed_only_of_a_profiler_that_sees_what_is_known(
 ) -> None:
     monkeypatch.setattr(KnownCollector, "moved_bytes", moved_bytes)
     monkeypatch.setattr(KnownCollector, "moves", [], raising=False)
-    monkeypatch.setattr("umem.telemetry.profile.LiveCollector", KnownCollector)
+    monkeypatch.setattr("umem.telemetry.profiler.LiveCollector", KnownCollector)
     block = Range(4096, 2 * scratch.PART_BYTES)
     monkeypatch.setattr(scratch, "managed_on_host", lambda _: nullcontext(block))
     monkeypatch.setattr(
@@ -675,7 +675,7 @@ def test_without_cupti_there_is_nothing_to_lose(monkeypatch: pytest.MonkeyPatch)
         def start(self) -> None:
             raise UnsupportedError("no CUPTI here")
 
-    monkeypatch.setattr("umem.telemetry.profile.LiveCollector", NoCollector)
+    monkeypatch.setattr("umem.telemetry.profiler.LiveCollector", NoCollector)
     block = Range(4096, 2 * scratch.PART_BYTES)
     monkeypatch.setattr(scratch, "managed_on_host", lambda _: nullcontext(block))
     monkeypatch.setattr(scratch, "_move", lambda _: None)

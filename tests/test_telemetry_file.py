@@ -23,7 +23,7 @@ from umem.telemetry import (
     Recording,
     Residency,
     Shares,
-    concatenated,
+    concatenate,
     load_recording,
     no_shares,
     read_recording,
@@ -74,7 +74,7 @@ def residencies(draw: st.DrawFn) -> Residency | None:
 @st.composite
 def recordings(draw: st.DrawFn) -> Recording:
     rows = draw(st.lists(ROWS, max_size=20))
-    records = concatenated(
+    records = concatenate(
         [records_of([(kind, start, start + length, *rest) for kind, start, length, *rest in rows])]
     )
     names = tuple(draw(st.lists(st.text(max_size=8), max_size=4)))

@@ -8,26 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from collectors import StandInCollector
 
 import umem
 from umem.core.classes import TensorClass
-from umem.core.errors import UnsupportedError
-from umem.core.report import HintReport, HintUse, Source
+from umem.core.report import HintReport, HintUse
 from umem.core.schedule import HintOp
 from umem.runtime.hints import HintEngine, HintSettings, Outcome
-from umem.telemetry import (
-    MigrationRecords,
-    Profile,
-    hint_traffic,
-    hints_between,
-    measured_row,
-    records_of,
-)
+from umem.telemetry import Profile, hint_traffic, hints_between, measured_row
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
 BASE = 1 << 40
 PATIENCE_S = 20.0
+REFUSALS = {"start": "CUPTI is taken", "stop": "CUPTI broke"}
 SMALL = HintSettings(chunk_bytes=BLOCK, in_flight_bytes=4 * MIB, prefetch_workers=1)
 
 
@@ -35,29 +29,6 @@ SMALL = HintSettings(chunk_bytes=BLOCK, in_flight_bytes=4 * MIB, prefetch_worker
 def engine() -> Iterator[HintEngine]:
     with HintEngine.on_host(SMALL) as made:
         yield made
-
-
-class NoCollector:
-    """In the place of CUPTI where it cannot be had, at once or in the end."""
-
-    source: Source = "cupti"
-
-    def __init__(self, at: str) -> None:
-        self.at = at
-
-    def start(self) -> None:
-        if self.at == "start":
-            raise UnsupportedError("CUPTI is taken")
-
-    def now_ns(self) -> int:
-        import time
-
-        return time.monotonic_ns()
-
-    def stop(self) -> tuple[MigrationRecords, int]:
-        if self.at == "stop":
-            raise UnsupportedError("CUPTI broke")
-        return records_of([]), 0
 
 
 def move(
@@ -77,7 +48,7 @@ def use_of(report: HintReport, op: str, of: TensorClass = TensorClass.WEIGHTS) -
     return found
 
 
-def test_what_was_done_between_two_looks(engine: HintEngine) -> None:
+def test_hints_between_two_statistics(engine: HintEngine) -> None:
     move(engine, HintOp.PREFETCH, 3)
     before = engine.statistics()
     engine.mark_needed(move(engine, HintOp.PREFETCH, 2))
@@ -97,7 +68,7 @@ def test_what_was_done_between_two_looks(engine: HintEngine) -> None:
     assert hints_between(engine.statistics(), engine.statistics()).uses == ()
 
 
-def test_late_and_wasted_hints_are_told_apart() -> None:
+def test_late_and_wasted_hints_are_counted_apart() -> None:
     with HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 0.2) as slow:
         before = slow.statistics()
         late = slow.submit(HintOp.PREFETCH, BASE, BLOCK)
@@ -119,7 +90,7 @@ def test_late_and_wasted_hints_are_told_apart() -> None:
     assert report.failures == 1
 
 
-def test_a_new_engine_begins_at_nothing(engine: HintEngine) -> None:
+def test_a_new_engine_begins_at_zero(engine: HintEngine) -> None:
     move(engine, HintOp.PREFETCH, 3)
     move(engine, HintOp.EVICT, 1)
     with HintEngine.on_host(SMALL) as other:
@@ -157,7 +128,7 @@ def test_hints_as_traffic() -> None:
 
 def test_a_profile_reports_the_hints_of_each_step(engine: HintEngine) -> None:
     move(engine, HintOp.PREFETCH, 5)  # before the profile
-    with Profile(NoCollector("never"), hints=engine.statistics) as profile:
+    with Profile(StandInCollector(), hints=engine.statistics) as profile:
         for blocks in (1, 3):
             move(engine, HintOp.PREFETCH, blocks)
             profile.step()
@@ -176,8 +147,8 @@ def test_a_profile_reports_the_hints_of_each_step(engine: HintEngine) -> None:
     assert row["hints"] == faster["hints"]  # of two steps the lower median
 
 
-def test_without_marks_the_whole_run_is_one(engine: HintEngine) -> None:
-    with Profile(NoCollector("never"), hints=engine.statistics) as profile:
+def test_without_marks_hints_are_those_of_the_whole_run(engine: HintEngine) -> None:
+    with Profile(StandInCollector(), hints=engine.statistics) as profile:
         move(engine, HintOp.PREFETCH, 1)
         move(engine, HintOp.PREFETCH, 1)
     hints = profile.report().hints
@@ -186,8 +157,8 @@ def test_without_marks_the_whole_run_is_one(engine: HintEngine) -> None:
 
 
 @pytest.mark.parametrize("at", ["start", "stop"])
-def test_the_engines_counts_stand_in_for_cupti(engine: HintEngine, at: str) -> None:
-    with Profile(NoCollector(at), hints=engine.statistics) as profile:
+def test_the_engines_counts_replace_records_that_are_missing(engine: HintEngine, at: str) -> None:
+    with Profile(StandInCollector(REFUSALS[at], at), hints=engine.statistics) as profile:
         for blocks in (2, 2):
             move(engine, HintOp.PREFETCH, blocks)
             move(engine, HintOp.EVICT, 1, TensorClass.OPTIMIZER_STATE)
@@ -211,8 +182,8 @@ def test_the_engines_counts_stand_in_for_cupti(engine: HintEngine, at: str) -> N
     assert row["um_time_share"] is row["fault_batches"] is row["memory_ops"] is None
 
 
-def test_cupti_that_breaks_without_an_engine_ends_no_training() -> None:
-    with Profile(NoCollector("stop")) as profile:
+def test_cupti_that_breaks_does_not_end_the_training() -> None:
+    with Profile(StandInCollector("CUPTI broke", "stop")) as profile:
         profile.step()
     report = profile.report()
     assert (report.source, report.collected, report.hints) == ("none", False, None)
@@ -222,35 +193,34 @@ def test_cupti_that_breaks_without_an_engine_ends_no_training() -> None:
 
 def test_refusals_of_the_driver_are_noted(engine: HintEngine) -> None:
     move(engine, HintOp.PREFETCH, 1, device=7)
-    with Profile(NoCollector("never"), hints=engine.statistics) as profile:
+    with Profile(StandInCollector(), hints=engine.statistics) as profile:
         move(engine, HintOp.PREFETCH, 1, device=7)
         profile.step()
     (note,) = [it for it in profile.report().notes if "refused" in it]
     assert note.startswith("the driver refused hints: open, no such device (1), count 1")
 
 
-def test_the_executor_is_asked_where_it_is_at_work(
-    engine: HintEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_executor_is_asked(engine: HintEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = types.ModuleType("umem.executor")
     executor.current_statistics = engine.statistics  # type: ignore[attr-defined]
     executor.ideal_step_s = lambda: 1e-9  # type: ignore[attr-defined]
+    executor.residency = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "umem.executor", executor)
-    with Profile(NoCollector("never")) as profile:
+    with Profile(StandInCollector()) as profile:
         move(engine, HintOp.PREFETCH, 1)
         profile.step()
     report = profile.report()
     assert report.hints is not None
     assert report.ideal_s == 1e-9
     assert report.exposed_stall_s == report.step_s - 1e-9
-    with Profile(NoCollector("never"), ideal_s=2e-9) as profile:
+    with Profile(StandInCollector(), ideal_s=2e-9) as profile:
         profile.step()
     assert profile.report().ideal_s == 2e-9
 
 
-def test_asking_imports_no_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_does_not_import_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "umem.executor", raising=False)
-    with Profile(NoCollector("never")) as profile:
+    with Profile(StandInCollector()) as profile:
         profile.step()
     assert "umem.executor" not in sys.modules
     assert profile.report().hints is None

@@ -1,15 +1,20 @@
-"""Phases as NVTX ranges, in the threads that run them."""
+"""Phases while they run: NVTX ranges in the threads that run them, and watchers."""
 
 from __future__ import annotations
 
+import logging
 import threading
-import timeit
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
+from collectors import StandInCollector
+from managed_training import TIGHT, Training
 
+from umem.executor import ManagerState
 from umem.telemetry import PhaseRanges, Profile, nvtx_phases
-from umem.telemetry.cupti import CuptiCollector
+from umem.telemetry.phases import watched_phases
 
 Calls = list[tuple[str, str]]
 
@@ -31,6 +36,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.nvtx.range_push", push)
     monkeypatch.setattr("torch.cuda.nvtx.range_pop", pop)
+    monkeypatch.setattr("torch.cuda.nvtx.range_start", lambda _: 0)
+    monkeypatch.setattr("torch.cuda.nvtx.range_end", lambda _: None)
     return made
 
 
@@ -105,7 +112,7 @@ def test_the_environment_switches_them_on(calls: Calls, monkeypatch: pytest.Monk
 def test_a_profile_switches_them_on(calls: Calls) -> None:
     ranges = PhaseRanges()
     for wanted in (False, True):
-        with Profile(CuptiCollector(), required=False, nvtx=wanted) as profile:
+        with Profile(StandInCollector(), nvtx=wanted) as profile:
             ranges.begin(f"wanted {wanted}")
             ranges.end()
             profile.step()
@@ -121,9 +128,37 @@ def test_a_torch_without_cuda_makes_none() -> None:
         ranges.end()
 
 
-def test_what_is_off_costs_next_to_nothing() -> None:
-    ranges = PhaseRanges()
-    count = 20_000
-    each_s = min(timeit.repeat(lambda: ranges.begin("x"), number=count, repeat=5)) / count
-    print(f"{each_s * 1e9:.0f} ns")
-    assert each_s < 5e-6
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_watcher_that_fails_is_dropped_and_the_executor_runs_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stock, training = Training(), Training()
+    stock.steps(12)
+    manager = training.manage("planned", TIGHT)
+    called: Counter[str] = Counter()
+
+    def watcher(name: str) -> Callable[[], None]:
+        def watch() -> None:
+            called[name] += 1
+            if name != "sound":
+                raise RuntimeError(f"{name} is broken")
+
+        return watch
+
+    training.steps(9)
+    assert manager.status().state is ManagerState.RUNNING
+    manager.watch(watcher("manager's"))
+    with (
+        caplog.at_level(logging.WARNING, logger="umem"),
+        watched_phases(watcher("first")),
+        watched_phases(watcher("sound")),
+    ):
+        training.steps(3)
+    assert manager.status().state is ManagerState.RUNNING
+    assert training.losses == stock.losses
+    assert (called["first"], called["manager's"]) == (1, 1)
+    assert called["sound"] > 3
+    assert len(caplog.records) == 2
+    for name in ("first", "manager's"):
+        assert caplog.text.count(f"RuntimeError: {name} is broken") == 1

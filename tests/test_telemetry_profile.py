@@ -2,93 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
-import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from collectors import StandInCollector
 from torch import nn
 
 import umem
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
-from umem.core.report import Source
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.inspection import LiveTensor
-from umem.telemetry import (
-    MigrationRecords,
-    Profile,
-    RecordKind,
-    concatenated,
-    load_recording,
-    records_of,
-)
-from umem.telemetry.records import Row
+from umem.telemetry import Profile, load_recording, tensor_traffic
 
 KIB = 1 << 10
 
 
-class StandInCollector:
-    """In place of CUPTI: a clock that ticks at every look, and records that the test writes."""
-
-    source: Source = "cupti"
-
-    def __init__(self, refusal: str = "", dropped: int = 0) -> None:
-        self.refusal, self.dropped = refusal, dropped
-        self.time_ns = 1_000_000
-        self.rows: list[Row] = []
-        self.calls: list[str] = []
-
-    def start(self) -> None:
-        if self.refusal:
-            raise UnsupportedError(self.refusal)
-        self.calls.append("start")
-
-    def now_ns(self) -> int:
-        self.time_ns += 10
-        return self.time_ns
-
-    def stop(self) -> tuple[MigrationRecords, int]:
-        self.calls.append("stop")
-        return concatenated([records_of(self.rows)]), self.dropped
-
-    def moves(self, address: int, size: int, cause: int = 2) -> None:
-        start = self.now_ns()
-        kind = RecordKind.TO_DEVICE
-        self.rows.append((kind, start, self.now_ns(), address, size, 0, cause, 0, 0))
+@pytest.fixture
+def allocator() -> Allocator:
+    """The native allocator over host memory."""
+    return Allocator.on_host(Config([ClassSetting()] * len(TensorClass)), 0, 1)
 
 
 @pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """The native allocator over host memory, in the place of the process's own."""
-    made = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)), 0, 1)
+def profiled(allocator: Allocator) -> Callable[..., Profile]:
+    """Makes a profile that lists this allocator's blocks as the process's live ones."""
     classes = list(TensorClass)
 
     def live() -> list[LiveTensor]:
         return [
             LiveTensor(address, requested, size, classes[number], device, kind)
-            for address, requested, size, number, device, kind in made.live_blocks()
+            for address, requested, size, number, device, kind in allocator.live_blocks()
         ]
 
-    monkeypatch.setattr("umem.telemetry.profile.live_blocks", live)
-    return made
+    return partial(Profile, blocks=live)
 
 
-def born(allocator: Allocator, tensor_class: TensorClass, size: int = 64 * KIB) -> int:
+Profiled = Callable[..., Profile]
+
+
+def allocate(allocator: Allocator, tensor_class: TensorClass, size: int = 64 * KIB) -> int:
     token = allocator.enter_class(tensor_class.number)
     address = allocator.malloc(size)
     allocator.leave_class(token)
     return address
 
 
-def test_steps_are_told_apart(allocator: Allocator) -> None:
-    weights = born(allocator, TensorClass.WEIGHTS)
+def test_each_step_has_its_own_records(allocator: Allocator, profiled: Profiled) -> None:
+    weights = allocate(allocator, TensorClass.WEIGHTS)
     collector = StandInCollector()
     collector.moves(weights, 1)  # before the recording
-    with Profile(collector, name="steps") as profile:
+    with profiled(collector, name="steps") as profile:
         assert profile.running
         for step in range(3):
             collector.moves(weights, 4 * KIB * (step + 1))
@@ -102,17 +73,16 @@ def test_steps_are_told_apart(allocator: Allocator) -> None:
     assert (report.step_count, report.moved_bytes()) == (3, 8192)
     assert (report.workload, report.planner, report.policy) == ("steps", "measured", "none")
     assert report.unattributed_bytes == 0
-    assert report.notes == (
-        "1 records (1 B) that CUPTI handed over start outside of the recording, and are left out",
-    )
+    (note,) = report.notes
+    assert note.startswith("1 records (1 B) from CUPTI start outside")
     recording = profile.recording
     assert recording.records.start_ns.min() >= 0
     assert (recording.step_start_ns[1:] >= recording.step_end_ns[:-1]).all()
 
 
-def test_recording_ends_after_the_steps_asked_for(allocator: Allocator) -> None:
+def test_recording_ends_after_the_steps_asked_for(profiled: Profiled) -> None:
     collector = StandInCollector()
-    with Profile(collector, steps=2) as profile:
+    with profiled(collector, steps=2) as profile:
         profile.step()
         assert collector.calls == ["start"]
         profile.step()
@@ -125,12 +95,14 @@ def test_recording_ends_after_the_steps_asked_for(allocator: Allocator) -> None:
     assert profile.recording.phases == ()
 
 
-def test_gradients_are_known_from_the_optimizers_step(allocator: Allocator) -> None:
+def test_gradients_are_attributed_when_the_optimizer_steps(
+    allocator: Allocator, profiled: Profiled
+) -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     collector = StandInCollector()
-    with Profile(collector) as profile:
-        gradient = born(allocator, TensorClass.GRADIENTS)
+    with profiled(collector) as profile:
+        gradient = allocate(allocator, TensorClass.GRADIENTS)
         collector.moves(gradient, KIB)
         parameter.grad = torch.ones(4)
         optimizer.step()
@@ -143,16 +115,18 @@ def test_gradients_are_known_from_the_optimizers_step(allocator: Allocator) -> N
     assert len(profile.recording.records) == before
 
 
-def test_activations_are_known_from_the_phase_in_which_they_live(allocator: Allocator) -> None:
+def test_activations_are_attributed_at_the_end_of_a_phase(
+    allocator: Allocator, profiled: Profiled
+) -> None:
     collector = StandInCollector()
-    with Profile(collector) as profile:
+    with profiled(collector) as profile:
         for named in (True, False):
             if named:
                 with profile.phase("forward"):
-                    activation = born(allocator, TensorClass.ACTIVATIONS)
+                    activation = allocate(allocator, TensorClass.ACTIVATIONS)
                     collector.moves(activation, KIB)
             else:
-                activation = born(allocator, TensorClass.ACTIVATIONS)
+                activation = allocate(allocator, TensorClass.ACTIVATIONS)
                 collector.moves(activation, KIB)
             allocator.free(activation)
             profile.step()
@@ -167,7 +141,7 @@ def test_activations_are_known_from_the_phase_in_which_they_live(allocator: Allo
     assert phase.end_ns > phase.start_ns >= 0
 
 
-def test_tensors_of_a_model_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_a_model_have_names() -> None:
     model = nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -184,9 +158,8 @@ def test_tensors_of_a_model_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
             for it, of_class in found
         ]
 
-    monkeypatch.setattr("umem.telemetry.profile.live_blocks", live)
     collector = StandInCollector()
-    with Profile(collector, model=model) as profile:
+    with Profile(collector, model=model, blocks=live) as profile:
         for _ in range(2):
             model(torch.ones(1, 256)).sum().backward()
             gradient = model.weight.grad
@@ -198,7 +171,7 @@ def test_tensors_of_a_model_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
             collector.moves(model.weight.data_ptr(), KIB)
             optimizer.zero_grad(set_to_none=True)
             profile.step()
-    moved = {it.name: (it.bytes, it.tensor_class.value) for it in tensors_of(profile)}
+    moved = {it.name: (it.bytes, it.tensor_class.value) for it in tensor_traffic(profile.recording)}
     assert moved == {
         "weight.grad": (6 * KIB, "gradients"),
         "weight.exp_avg": (4 * KIB, "optimizer_state"),
@@ -206,14 +179,8 @@ def test_tensors_of_a_model_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def tensors_of(profile: Profile) -> Any:
-    from umem.telemetry import tensor_traffic
-
-    return tensor_traffic(profile.recording)
-
-
-def test_lost_records_and_missing_marks_are_told(allocator: Allocator) -> None:
-    with Profile(StandInCollector(dropped=12)) as profile:
+def test_lost_records_and_missing_marks_are_noted(profiled: Profiled) -> None:
+    with profiled(StandInCollector(dropped=12)) as profile:
         pass
     report = profile.report()
     assert report.step_count == 0
@@ -230,7 +197,7 @@ def test_without_umem_nothing_is_attributed() -> None:
     assert profile.report().notes == ("umem is not enabled: all traffic is of class other",)
 
 
-def test_where_nothing_can_be_recorded() -> None:
+def test_a_recording_that_is_not_possible() -> None:
     with (
         pytest.raises(UnsupportedError, match="in the way"),
         Profile(StandInCollector("in the way")),
@@ -247,7 +214,7 @@ def test_where_nothing_can_be_recorded() -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="for a machine without CUPTI")
-def test_the_public_name_says_what_is_missing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_umem_profile_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupti", None)
     with pytest.raises(UnsupportedError, match=r"umem\[telemetry\]"), umem.profile():
         pytest.fail("it must not begin")
@@ -257,11 +224,11 @@ def test_the_public_name_says_what_is_missing_here(monkeypatch: pytest.MonkeyPat
     assert profile.report().hardware == "no GPU"
 
 
-def test_misuse_is_told(allocator: Allocator) -> None:
+def test_misuse_is_an_error(profiled: Profiled) -> None:
     for steps in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="whole number above 0"):
             umem.profile(steps=steps)  # type: ignore[arg-type]
-    profile = Profile(StandInCollector())
+    profile = profiled(StandInCollector())
     with pytest.raises(UmemError, match="no results yet"):
         profile.report()
     with profile, pytest.raises(UmemError, match="leave its `with` block"):
@@ -271,10 +238,10 @@ def test_misuse_is_told(allocator: Allocator) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_what_starts_outside_of_the_recording_is_left_out(allocator: Allocator, steps: int) -> None:
+def test_records_outside_of_the_recording_are_left_out(profiled: Profiled, steps: int) -> None:
     """An earlier recording may have left it with CUPTI."""
     collector = StandInCollector()
-    with Profile(collector) as profile:
+    with profiled(collector) as profile:
         for _ in range(steps):
             collector.moves(4096, KIB)
             profile.step()
@@ -288,11 +255,11 @@ def test_what_starts_outside_of_the_recording_is_left_out(allocator: Allocator, 
 
 
 def test_a_transfer_that_is_longer_than_the_recording_has_no_length(
-    allocator: Allocator, tmp_path: Path
+    profiled: Profiled, tmp_path: Path
 ) -> None:
     collector = StandInCollector()
     collector.time_ns = 10**18
-    with Profile(collector) as profile:
+    with profiled(collector) as profile:
         collector.moves(4096, KIB)
         kind, start, _, *rest = collector.rows[-1]
         collector.rows[-1] = (kind, start, 2**62, *rest)  # type: ignore[assignment]
@@ -304,14 +271,14 @@ def test_a_transfer_that_is_longer_than_the_recording_has_no_length(
 
 
 @pytest.mark.parametrize("raised", [False, True])
-def test_a_device_that_fails_hides_no_error_and_keeps_no_collector(
-    allocator: Allocator, raised: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_device_failure_ends_the_recording_and_hides_no_error(
+    profiled: Profiled, raised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
     collector = StandInCollector()
-    profile = Profile(collector)
+    profile = profiled(collector)
     with (  # noqa: PT012 - the block is what is tested
         pytest.raises(
             RuntimeError, match="of the script" if raised else "illegal memory"
@@ -327,12 +294,12 @@ def test_a_device_that_fails_hides_no_error_and_keeps_no_collector(
     assert any("the device has failed (CUDA error" in it for it in profile.report().notes)
 
 
-def test_a_beginning_that_failed_is_not_repeated(allocator: Allocator) -> None:
+def test_a_profile_that_failed_to_begin_cannot_begin_again(profiled: Profiled) -> None:
     def fail() -> Any:
         raise ValueError("no statistics")
 
     collector = StandInCollector()
-    profile = Profile(collector, hints=fail)
+    profile = profiled(collector, hints=fail)
     with pytest.raises(ValueError, match="no statistics"), profile:
         pytest.fail("it must not begin")
     assert collector.calls == ["start", "stop"]
@@ -340,28 +307,25 @@ def test_a_beginning_that_failed_is_not_repeated(allocator: Allocator) -> None:
         pytest.fail("it must not begin again")
 
 
-def test_an_error_in_the_block_ends_the_recording(allocator: Allocator) -> None:
+def test_an_error_in_the_block_ends_the_recording(profiled: Profiled) -> None:
     collector = StandInCollector()
-    with pytest.raises(RuntimeError, match="of the script"), Profile(collector) as profile:
+    with pytest.raises(RuntimeError, match="of the script"), profiled(collector) as profile:
         raise RuntimeError("of the script")
     assert collector.calls == ["start", "stop"]
     assert profile.report().step_count == 0
 
 
-def test_nvtx_ranges_where_the_package_is_there(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_phases_are_nvtx_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     closed: list[str] = []
-    stand_in: Any = types.ModuleType("nvtx")
 
     def start_range(message: str) -> str:
         opened.append(message)
         return message
 
-    stand_in.start_range = start_range
-    stand_in.end_range = closed.append
-    monkeypatch.setitem(sys.modules, "nvtx", stand_in)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nvtx.range_start", start_range)
+    monkeypatch.setattr("torch.cuda.nvtx.range_end", closed.append)
     with Profile(StandInCollector(), steps=2) as profile:
         with profile.phase("forward"):
             pass
@@ -369,6 +333,37 @@ def test_nvtx_ranges_where_the_package_is_there(
         profile.step()
     assert opened == ["umem step 0", "umem phase forward", "umem step 1"]
     assert closed == ["umem phase forward", "umem step 0", "umem step 1"]
+
+
+@pytest.mark.parametrize("what", ["hints", "residency", "blocks"])
+def test_what_fails_while_recording_is_left_out_and_training_goes_on(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def fail_later() -> None:
+        calls.append(what)
+        if len(calls) > 2:
+            raise RuntimeError("broken")
+
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    options: dict[str, Any] = {what: fail_later}
+    with (
+        caplog.at_level(logging.WARNING, logger="umem"),
+        Profile(StandInCollector(), **options) as profile,
+    ):
+        for _ in range(4):
+            parameter.grad = torch.ones(4)
+            optimizer.step()
+            with profile.phase("named"):
+                pass
+            profile.step()
+    assert len(calls) == 3
+    assert len(caplog.records) == 1
+    report = profile.report()
+    assert report.step_count == 4
+    assert sum("RuntimeError('broken')" in note for note in report.notes) == 1
 
 
 def test_telemetry_is_imported_when_it_is_used() -> None:

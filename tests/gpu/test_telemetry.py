@@ -117,7 +117,7 @@ def test_copies_and_memory_sets_are_the_rest_of_the_memory_operations() -> None:
         profile.step()
     report = profile.report()
     records = profile.recording.records
-    copies = records.taken(records.kind == RecordKind.MEMCPY)
+    copies = records.select(records.kind == RecordKind.MEMCPY)
     assert (copies.bytes == 8 * MIB).sum() == 3
     assert set(copies.copy_kind[copies.bytes == 8 * MIB].tolist()) == {1}
     assert report.memory_ops_count >= 3

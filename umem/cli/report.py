@@ -117,26 +117,16 @@ def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> lis
 
 
 def _figures(recordings: list[Recording], folder: Path, kind: str) -> dict[Path, Figure]:
-    """Pictures of each recording, by the file to save them in; none of what is not there."""
-    from umem.telemetry import (
-        classes_figure,
-        report_of,
-        residency_over_run_figure,
-        transfers_figure,
-    )
+    """Pictures of each recording, by the file to save them in; none of data that it lacks."""
+    from umem.telemetry import figures_of_recording, report_of
 
     figures: dict[Path, Figure] = {}
     for number, recording in enumerate(recordings):
         name = output.file_name(recording.workload)[:60]
         if len(recordings) > 1:
             name = f"{number}-{name}"
-        report = report_of(recording)
-        if recording.records.is_transfer().any():
-            figures[folder / f"transfers-{name}.{kind}"] = transfers_figure(recording)
-        if report.traffic:
-            figures[folder / f"moved-{name}.{kind}"] = classes_figure(recording, report)
-        if recording.residency is not None:
-            figures[folder / f"residency-{name}.{kind}"] = residency_over_run_figure(recording)
+        for what, (_, draw) in figures_of_recording(recording, report_of(recording)).items():
+            figures[folder / f"{what}-{name}.{kind}"] = draw()
     return figures
 
 

@@ -713,7 +713,6 @@ def library_checks(environment: Environment) -> tuple[Check, ...]:
         optional("rmm", "sharing memory with numba and CuPy", install),
         needed("cuda-python", "umem reads the machine through it"),
         optional("cupti-python", "telemetry", "pip install 'umem[telemetry]'"),
-        optional("nvtx", "ranges in Nsight Systems", "pip install 'umem[telemetry]'"),
         needed("numba", "the planner and the simulator are compiled by it"),
         optional("numba-cuda", "numba sharing", "pip install 'umem[numba]'"),
         optional("cupy", "CuPy sharing", install_cupy(environment)),

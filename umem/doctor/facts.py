@@ -33,7 +33,6 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "librmm": ("librmm-cu13", "librmm-cu12", "librmm"),
     "cuda-python": ("cuda-python", "cuda-bindings"),
     "cupti-python": ("cupti-python",),
-    "nvtx": ("nvtx",),
     "numba": ("numba",),
     "numba-cuda": ("numba-cuda",),
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),

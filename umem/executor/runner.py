@@ -18,7 +18,7 @@ from umem.executor.program import MODEL, GroupKey, Hints, PhaseWork, Program
 from umem.executor.tensor_addresses import storage_address, whole_blocks
 from umem.offload import ActivationStore
 from umem.runtime.hints import Outcome
-from umem.telemetry import PhaseRanges
+from umem.telemetry import PhaseRanges, call_watcher
 
 __all__ = ["Runner", "RunnerCounts"]
 
@@ -178,12 +178,13 @@ class Runner:
         self._begin_watched(program, program.work[self._phase])
 
     def _begin_watched(self, program: Program, work: PhaseWork) -> None:
-        watch = self.watch
-        if watch is not None:
-            watch()
+        self._call_watcher()
         self._begin(program, work)
-        if watch is not None:
-            watch()
+        self._call_watcher()
+
+    def _call_watcher(self) -> None:
+        if self.watch is not None and not call_watcher(self.watch):
+            self.watch = None
 
     def _begin(self, program: Program, work: PhaseWork) -> None:
         self._join(work.joins)

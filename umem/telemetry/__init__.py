@@ -1,55 +1,55 @@
-"""Migration in real runs: recorded live or by Nsight Systems, attributed, reported.
+"""Migration in real runs: recorded live or by Nsight Systems, attributed to tensors, reported.
 
 :func:`profile` records this process, through the driver's own event queue and CUPTI;
-:func:`read_recording` reads what it saved, or what Nsight Systems exported. Both give a
-:class:`Recording`, from which the reports come.
-:class:`PhaseRanges` is how the code that runs a step tells profilers of its phases.
+:func:`read_recording` reads a saved profile, or an export of Nsight Systems. Both give a
+:class:`Recording`, from which reports, pictures and pages are made. :class:`PhaseRanges` is for
+code that runs a step: it names the step's phases for profilers.
 """
 
 from __future__ import annotations
 
-from umem.telemetry.aggregate import (
+from umem.telemetry.attribution import Snapshot, attribute, blocks_hit, snapshot_of
+from umem.telemetry.cupti import CuptiCollector
+from umem.telemetry.driver_events import DriverEvents, DriverQueue, knows_release, managed_on_host
+from umem.telemetry.export import figures_of_recording, lanes, write_html, write_perfetto
+from umem.telemetry.figures import (
+    FORMATS,
+    classes_figure,
+    link_bytes,
+    link_figure,
+    require_matplotlib,
+    residency_figure,
+    residency_over_run_figure,
+    save,
+    shares_figure,
+    transfers_figure,
+)
+from umem.telemetry.file import PROFILE_FORMAT, load_recording, read_recording, save_recording
+from umem.telemetry.live import LiveCollector
+from umem.telemetry.nsys import is_nsys_export, read_nsys
+from umem.telemetry.phases import PhaseRanges, call_watcher, nvtx_phases
+from umem.telemetry.profiler import Profile, profile
+from umem.telemetry.records import (
+    MigrationRecords,
+    NamedRange,
+    Recording,
+    RecordKind,
+    Residency,
+    Shares,
+    concatenate,
+    no_shares,
+    records_of,
+)
+from umem.telemetry.reports import (
+    HINT_COUNTS,
     TensorTraffic,
+    hint_traffic,
+    hints_between,
     measured_row,
     report_of,
     step_reports,
     tensor_traffic,
 )
-from umem.telemetry.attribution import (
-    Shares,
-    Snapshot,
-    attribute,
-    blocks_hit,
-    no_shares,
-    snapshot_of,
-)
-from umem.telemetry.cupti import CuptiCollector, Numbers, copied, numbers_of, read_activities
-from umem.telemetry.driver_events import DriverEvents, DriverQueue, knows_release
-from umem.telemetry.figures import (
-    FORMATS,
-    link_figure,
-    require_matplotlib,
-    residency_figure,
-    save,
-    shares_figure,
-)
-from umem.telemetry.file import PROFILE_FORMAT, load_recording, read_recording, save_recording
-from umem.telemetry.hints import HINT_COUNTS, hint_traffic, hints_between
-from umem.telemetry.html import write_html
-from umem.telemetry.known_transfers import managed_on_host
-from umem.telemetry.live import LiveCollector
-from umem.telemetry.nsys import is_nsys_export, read_nsys
-from umem.telemetry.perfetto import lanes, write_perfetto
-from umem.telemetry.pictures import (
-    classes_figure,
-    link_bytes,
-    residency_over_run_figure,
-    transfers_figure,
-)
-from umem.telemetry.profile import PhaseRanges, Profile, nvtx_phases, profile
-from umem.telemetry.recording import NamedRange, Recording
-from umem.telemetry.records import MigrationRecords, RecordKind, concatenated, records_of
-from umem.telemetry.residency import Residency
 
 __all__ = [
     "FORMATS",
@@ -61,7 +61,6 @@ __all__ = [
     "LiveCollector",
     "MigrationRecords",
     "NamedRange",
-    "Numbers",
     "PhaseRanges",
     "Profile",
     "RecordKind",
@@ -72,9 +71,10 @@ __all__ = [
     "TensorTraffic",
     "attribute",
     "blocks_hit",
+    "call_watcher",
     "classes_figure",
-    "concatenated",
-    "copied",
+    "concatenate",
+    "figures_of_recording",
     "hint_traffic",
     "hints_between",
     "is_nsys_export",
@@ -86,10 +86,8 @@ __all__ = [
     "managed_on_host",
     "measured_row",
     "no_shares",
-    "numbers_of",
     "nvtx_phases",
     "profile",
-    "read_activities",
     "read_nsys",
     "read_recording",
     "records_of",

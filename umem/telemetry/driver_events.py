@@ -1,17 +1,23 @@
-"""Entries of the driver's event queue, read as records.
+"""The driver's queue of unified-memory events of this process, and the records in it.
 
-Layouts are those of ``uvm_types.h`` in NVIDIA's open kernel modules (``UvmEventMigrationInfo_V2``
-and so on). Causes and kinds of access have the numbers that CUPTI hands on.
+The kernel module writes every migration and every fault of an address space into a ring buffer in
+the memory of a process that asks for one at ``/dev/nvidia-uvm-tools``, as CUPTI does. Request
+numbers and layouts are those of NVIDIA's open kernel modules, ``kernel-open/nvidia-uvm``:
+``uvm_ioctl.h``, ``uvm_types.h`` (``UvmEventMigrationInfo_V2`` and so on) and ``uvm_tools.c``, whose
+`create_event_tracker` and `enqueue_event` are the counterpart of this module. Causes and kinds of
+access have the same numbers as in CUPTI.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -20,15 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from umem.core.errors import UmemError, UnsupportedError
-from umem.cuda import Range
+from umem.cuda import Location, Range, prefetch
 from umem.cuda import bindings as _bindings
-from umem.telemetry.known_transfers import KNOWN_BYTES, moved_block, told_bytes
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
+    Integers,
     MigrationRecords,
     RecordKind,
-    concatenated,
-    records_of,
+    concatenate,
+    make_records,
 )
 
 __all__ = [
@@ -37,20 +43,70 @@ __all__ = [
     "GPU_FAULT",
     "GPU_FAULT_REPLAY",
     "MIGRATION",
+    "PROBE_BYTES",
     "DriverEvents",
     "DriverQueue",
     "Entries",
     "EventType",
     "Kernel",
     "knows_release",
+    "managed_on_host",
+    "prefetch_probe",
+    "recorded_bytes",
 ]
+
+PROBE_BYTES = 4 << 20
+"""Size of the probe block, which is moved to check that a recorder records it."""
+
+
+@contextmanager
+def managed_on_host(size_bytes: int) -> Iterator[Range]:
+    """Allocate a block of managed memory with all its pages on the host, for a ``with`` block."""
+    import torch
+
+    address = _bindings.allocate_managed(size_bytes)
+    try:
+        # Only pages that were written are migrated.
+        ctypes.memset(address, 1, size_bytes)
+        yield Range(address, size_bytes)
+        torch.cuda.synchronize()
+    finally:
+        _bindings.free(address)
+
+
+def prefetch_probe(size_bytes: int) -> Range:
+    """Prefetch a new block to the current device and free it; returns its former place.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("there is no GPU")
+    with managed_on_host(size_bytes) as block:
+        device = Location.device(torch.cuda.current_device())
+        prefetch(block, device, stream=torch.cuda.current_stream())
+    return block
+
+
+def recorded_bytes(records: MigrationRecords, block: Range) -> int:
+    """Bytes that records say came from the host to a block."""
+    offset = records.address - block.address
+    inside = (offset >= 0) & (offset < block.size_bytes)
+    return int(records.bytes[inside & (records.kind == RecordKind.TO_DEVICE)].sum())
+
+
+# ----------------------------------------------------------------------- entries of the queue
 
 ENTRY_BYTES = 72
 """``UvmEventEntry_V2``."""
 
 
 class EventType(IntEnum):
-    """``UvmEventType``: those that are asked for."""
+    """``UvmEventType``: the requested types."""
 
     CPU_FAULT = 1
     MIGRATION = 2
@@ -59,10 +115,10 @@ class EventType(IntEnum):
 
 
 Entries = npt.NDArray[np.void]
-"""Entries as they are, of :data:`ENTRY_BYTES` each."""
+"""Raw entries of :data:`ENTRY_BYTES` each."""
 
 _HOST = 0
-"""Index of the host among the processors."""
+"""Processor number of the host."""
 
 
 def _layout(**fields: tuple[str, int]) -> np.dtype[np.void]:
@@ -89,7 +145,7 @@ MIGRATION = _layout(
     begin_on_device=("<i8", 56),
     end_on_device=("<i8", 64),
 )
-"""``UvmEventMigrationInfo_V2``. Times of the host are its raw monotonic clock's."""
+"""``UvmEventMigrationInfo_V2``. Host times are those of the raw monotonic clock."""
 CPU_FAULT = _layout(type=("u1", 0), access=("u1", 1), address=("<u8", 8), time=("<i8", 16))
 GPU_FAULT = _layout(
     type=("u1", 0),
@@ -106,31 +162,29 @@ GPU_FAULT_REPLAY = _layout(
 
 _ACCESS_KINDS = 5
 
-_Integers = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class _Faults:
-    """GPU faults: enough of each to make one record of those that were served together."""
+    """The fields of GPU faults that make one record of each batch."""
 
     batch: npt.NDArray[np.uint64]
-    address: _Integers
-    time_ns: _Integers
+    address: Integers
+    time_ns: Integers
     access: npt.NDArray[np.uint8]
 
 
 class DriverEvents:
-    """Events as they come, kept small until they are asked for as records."""
+    """Collects events in compact form until they are read as records."""
 
     def __init__(self) -> None:
         self._migrations: list[npt.NDArray[np.void]] = []
         self._faults: list[_Faults] = []
-        self._replays: list[tuple[npt.NDArray[np.uint64], _Integers]] = []
+        self._replays: list[tuple[npt.NDArray[np.uint64], Integers]] = []
         self._cpu_faults: list[npt.NDArray[np.void]] = []
         self.count = 0
 
     def add(self, entries: Entries) -> None:
-        """Keep entries, in the order of the queue."""
+        """Add entries, in the order of the queue."""
         kinds = entries.view(np.uint8).reshape(-1, ENTRY_BYTES)[:, 0]
         self.count += len(entries)
         if (of_kind := entries[kinds == EventType.MIGRATION]).size:
@@ -138,86 +192,91 @@ class DriverEvents:
         if (of_kind := entries[kinds == EventType.CPU_FAULT]).size:
             self._cpu_faults.append(of_kind.view(CPU_FAULT))
         if (of_kind := entries[kinds == EventType.GPU_FAULT]).size:
-            self._faults.append(_faults(of_kind.view(GPU_FAULT)))
+            faults = of_kind.view(GPU_FAULT)
+            self._faults.append(
+                _Faults(
+                    _batch_numbers(faults),
+                    faults["address"].astype(np.int64),
+                    faults["time"].copy(),
+                    _known_access(faults["access"]),
+                )
+            )
         if (of_kind := entries[kinds == EventType.GPU_FAULT_REPLAY]).size:
             replays = of_kind.view(GPU_FAULT_REPLAY)
-            self._replays.append((_batches(replays), replays["time"].copy()))
+            self._replays.append((_batch_numbers(replays), replays["time"].copy()))
 
     def records(self) -> MigrationRecords:
-        """All of them by start, on the host's raw monotonic clock.
+        """All records by start, on the host's raw monotonic clock.
 
-        A record of GPU faults is of those that the driver served in one batch: it has the address
-        of the first, and lasts until the driver told the device to go on. CUPTI makes its records
-        so too, but lets them begin at the fault.
+        A record of GPU faults stands for those that the driver served in one batch: it has the
+        address of the first, and lasts until the driver let the device continue. CUPTI makes its
+        records in the same way, but they begin when the fault happened.
         """
-        return concatenated((self._moved(), self._faulted(), self._faulted_on_host()))
+        return concatenate((self._transfers(), self._gpu_faults(), self._host_faults()))
 
-    def _moved(self) -> MigrationRecords:
+    def _transfers(self) -> MigrationRecords:
         moves = np.concatenate([np.empty(0, MIGRATION), *self._migrations])
         from_host, to_host = moves["source"] == _HOST, moves["destination"] == _HOST
-        start_ns, end_ns = _on_host(moves)
-        table = np.zeros((len(moves), 9), np.int64)
-        table[:, 0] = np.where(
-            to_host,
-            RecordKind.TO_HOST,
-            np.where(from_host, RecordKind.TO_DEVICE, RecordKind.BETWEEN_DEVICES),
+        start_ns, end_ns = _on_host_clock(moves)
+        records = make_records(
+            len(moves),
+            kind=np.where(
+                to_host,
+                RecordKind.TO_HOST,
+                np.where(from_host, RecordKind.TO_DEVICE, RecordKind.BETWEEN_DEVICES),
+            ),
+            start_ns=start_ns,
+            end_ns=end_ns,
+            address=moves["address"],
+            bytes=moves["bytes"],
+            cause=np.where(moves["cause"] < len(CAUSE_OF_NUMBER), moves["cause"], 0),
         )
-        table[:, 1], table[:, 2] = start_ns, end_ns
-        table[:, 3] = moves["address"].astype(np.int64)
-        table[:, 4] = moves["bytes"].astype(np.int64)
-        table[:, 6] = np.where(moves["cause"] < len(CAUSE_OF_NUMBER), moves["cause"], 0)
-        # Between the host's own nodes nothing crosses the link.
-        return records_of(table[~(from_host & to_host)])
+        # Moves between the host's NUMA nodes do not cross the link.
+        return records.select(~(from_host & to_host))
 
-    def _faulted(self) -> MigrationRecords:
+    def _gpu_faults(self) -> MigrationRecords:
         if not self._faults:
-            return records_of([])
+            return make_records(0)
         batch = np.concatenate([it.batch for it in self._faults])
-        _, first, faults = np.unique(batch, return_index=True, return_counts=True)
-        batches = batch[first]
-        table = np.zeros((len(first), 9), np.int64)
-        table[:, 0] = RecordKind.GPU_FAULT
-        table[:, 1] = np.concatenate([it.time_ns for it in self._faults])[first]
-        table[:, 2] = np.maximum(table[:, 1], self._replayed_ns(batches))
-        table[:, 3] = np.concatenate([it.address for it in self._faults])[first]
-        table[:, 5] = faults
-        table[:, 7] = np.concatenate([it.access for it in self._faults])[first]
-        return records_of(table)
+        batches, first, faults = np.unique(batch, return_index=True, return_counts=True)
+        start_ns = np.concatenate([it.time_ns for it in self._faults])[first]
+        return make_records(
+            len(first),
+            kind=RecordKind.GPU_FAULT,
+            start_ns=start_ns,
+            end_ns=np.maximum(start_ns, self._replayed_ns(batches)),
+            address=np.concatenate([it.address for it in self._faults])[first],
+            faults=faults,
+            access=np.concatenate([it.access for it in self._faults])[first],
+        )
 
-    def _replayed_ns(self, batches: npt.NDArray[np.uint64]) -> _Integers:
-        """When each batch was done; 0 where that is not known."""
+    def _replayed_ns(self, batches: npt.NDArray[np.uint64]) -> Integers:
+        """When each batch was done; 0 where that is unknown."""
         if not self._replays:
             return np.zeros(len(batches), np.int64)
         replayed = np.concatenate([batch for batch, _ in self._replays])
         time_ns = np.concatenate([time_ns for _, time_ns in self._replays])
-        # Batches of other processes are told too.
+        # The queue has batches of other processes too.
         order = np.argsort(replayed, kind="stable")
         at = np.minimum(np.searchsorted(replayed, batches, sorter=order), len(order) - 1)
         found = order[at]
         return np.where(replayed[found] == batches, time_ns[found], 0)
 
-    def _faulted_on_host(self) -> MigrationRecords:
+    def _host_faults(self) -> MigrationRecords:
         faults = np.concatenate([np.empty(0, CPU_FAULT), *self._cpu_faults])
-        table = np.zeros((len(faults), 9), np.int64)
-        table[:, 0] = RecordKind.CPU_FAULT
-        table[:, 1] = table[:, 2] = faults["time"]
-        table[:, 3] = faults["address"].astype(np.int64)
-        table[:, 5] = 1
-        table[:, 7] = _known_access(faults["access"])
-        return records_of(table)
+        return make_records(
+            len(faults),
+            kind=RecordKind.CPU_FAULT,
+            start_ns=faults["time"],
+            end_ns=faults["time"],
+            address=faults["address"],
+            faults=1,
+            access=_known_access(faults["access"]),
+        )
 
 
-def _faults(entries: npt.NDArray[np.void]) -> _Faults:
-    return _Faults(
-        batch=_batches(entries),
-        address=entries["address"].astype(np.int64),
-        time_ns=entries["time"].copy(),
-        access=_known_access(entries["access"]),
-    )
-
-
-def _batches(entries: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """One number for a batch: devices and kinds of client count theirs for themselves."""
+def _batch_numbers(entries: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+    """A unique number for each batch: every device and kind of client counts from 0."""
     device, client = entries["device"].astype(np.uint64), entries["client"].astype(np.uint64)
     return (device << np.uint64(40)) | (client << np.uint64(32)) | entries["batch"]
 
@@ -226,13 +285,13 @@ def _known_access(access: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.where(access < _ACCESS_KINDS, access, 0).astype(np.uint8)
 
 
-def _on_host(moves: npt.NDArray[np.void]) -> tuple[_Integers, _Integers]:
-    """When transfers began and ended, by the host's clock.
+def _on_host_clock(moves: npt.NDArray[np.void]) -> tuple[Integers, Integers]:
+    """When transfers began and ended, on the host's clock.
 
-    The device's clock says it to the nanosecond, the host's only between which moments: it takes
-    the time when it queues a transfer, and when it learns that it is done. So the device's clock is
-    set by the transfer that began soonest after it was queued, as if that had taken no time: what
-    took some 15 us there, every time is too early by, and none is before the call that asked.
+    The device's clock has exact times. The host's clock has only bounds: the times when the host
+    queued a transfer, and when it noticed the end. The device's clock is therefore set by the
+    transfer that began soonest after it was queued, as if that had taken no time. It took some
+    15 us, so every time is too early by that much, and none is before the call that asked for it.
     """
     start_ns, end_ns = moves["begin"].copy(), moves["end"].copy()
     device = np.where(moves["source"] == _HOST, moves["destination"], moves["source"])
@@ -245,17 +304,11 @@ def _on_host(moves: npt.NDArray[np.void]) -> tuple[_Integers, _Integers]:
     return start_ns, np.maximum(start_ns, end_ns)
 
 
-# The driver's queue of unified-memory events of this process.
-#
-# The kernel module writes every migration and every fault of an address space into a ring in the
-# memory of whoever asks for one at ``/dev/nvidia-uvm-tools``, as CUPTI does. Numbers and layouts
-# are those of NVIDIA's open kernel modules, ``kernel-open/nvidia-uvm``: ``uvm_ioctl.h``,
-# ``uvm_types.h`` and ``uvm_tools.c``, where `create_event_tracker` and `enqueue_event` are
-# this file's other side.
+# --------------------------------------------------------------------------------- the queue
 
 _KNOWN_RELEASES = (580, 590, 595)
-"""Whose headers are known to have these numbers and layouts, by the first part of the release. In
-another one the kernel might write entries of another length."""
+"""Major driver releases whose headers are known to have these numbers and layouts. Another release
+might write entries of another length."""
 
 _TOOLS_PATH = "/dev/nvidia-uvm-tools"
 _SPACE_PATH = "/dev/nvidia-uvm"
@@ -273,7 +326,7 @@ _EVENTS_STATUS = 8
 _FLUSH = struct.Struct("<I")
 """rmStatus."""
 _SPARE_BYTES = 64
-"""Behind the parameters, so that no release reads what is not ours."""
+"""Behind the parameters, so that no release reads memory beyond them."""
 
 _CONTROL_BYTES = 4096
 _GET_AHEAD, _GET_BEHIND, _PUT_BEHIND = 0, 1, 3
@@ -283,12 +336,12 @@ _EVENT_TYPES = 64
 
 
 def knows_release(release: str) -> bool:
-    """Whether the layout of a driver's events is known, such as of release "580.159.04"."""
+    """Whether the event layout of a driver release, such as "580.159.04", is known."""
     return release.partition(".")[0] in map(str, _KNOWN_RELEASES)
 
 
 class Kernel(Protocol):
-    """What is asked of the driver's kernel module."""
+    """The requests to the driver's kernel module."""
 
     def release(self) -> str | None:
         """The driver's release; None where there is no driver."""
@@ -303,7 +356,7 @@ class Kernel(Protocol):
         """Make a request of a file; the answer is written into the parameters."""
 
     def close(self, file: int) -> None:
-        """Close a file that was opened here."""
+        """Close a file that :meth:`open` opened."""
 
 
 class _LinuxKernel:
@@ -331,32 +384,32 @@ class _LinuxKernel:
 
 
 class DriverQueue:
-    """A ring that the driver fills until it is closed.
+    """A ring buffer that the driver fills until it is closed.
 
-    A process has several files of the driver's that look like its address space. So a block is
-    moved, and the ring is of that one which tells of it: which also shows that its entries are
-    where they are looked for.
+    A process has several driver files that look like its address space. Each is tried with a probe
+    block: the file whose ring reports the block's migration is the right one, and the report also
+    shows that the entries have the expected layout.
 
     Parameters
     ----------
     entry_count
-        Of the ring, a power of two. What comes to a full ring is dropped, and counted.
+        Size of the ring, a power of two. The driver drops and counts what comes to a full ring.
     kernel
-        Linux's, unless a test has one of its own.
+        Linux's by default.
     move
-        Moves a block of so many bytes to the device, and says where it was.
+        Moves a block of the given size to the device, and returns its former place.
 
     Raises
     ------
     UnsupportedError
-        If the driver is of an unknown release, refuses, or does not tell of the block.
+        If the driver's release is unknown, or it refuses, or does not report the probe block.
     """
 
     def __init__(
         self,
         entry_count: int = 2**18,
         kernel: Kernel | None = None,
-        move: Callable[[int], Range] = moved_block,
+        move: Callable[[int], Range] = prefetch_probe,
     ) -> None:
         self._kernel = kernel or _LinuxKernel()
         self._entry_count = entry_count
@@ -370,13 +423,13 @@ class DriverQueue:
         self._dropped = np.frombuffer(
             self._control_memory, np.uint64, _EVENT_TYPES, offset=_DROPPED_AT
         )
-        self._file, self._space = self._attached(move)
+        self._file, self._space = self._attach_to_space(move)
 
     def take(self) -> Entries:
-        """The entries since the last call, which leave the ring."""
+        """Remove and return the entries since the last call."""
         begin = int(self._control[_GET_BEHIND])
         end = int(self._control[_PUT_BEHIND])
-        with self._fence:  # entries must not be read before the mark that says they are written
+        with self._fence:  # a memory barrier: read the entries after the mark, never before it
             count = (end - begin) % self._entry_count
             places = (begin + np.arange(count)) % self._entry_count
             taken: Entries = self._ring[places]
@@ -388,7 +441,7 @@ class DriverQueue:
         return int(self._dropped.sum())
 
     def flush(self) -> None:
-        """Have the driver write what has happened: a migration is written some time after it ended.
+        """Let the driver write pending events; it reports a migration some time after its end.
 
         Raises
         ------
@@ -398,7 +451,7 @@ class DriverQueue:
         self._call(self._space, _FLUSH_EVENTS, _FLUSH.pack(0), 0)
 
     def close(self) -> None:
-        """End; the driver lets go of the ring."""
+        """End; the driver releases the ring."""
         self._kernel.close(self._file)
 
     def _require_known_release(self) -> None:
@@ -408,10 +461,10 @@ class DriverQueue:
         if not knows_release(release):
             known = ", ".join(map(str, _KNOWN_RELEASES))
             raise UnsupportedError(
-                f"driver {release} may lay out its events otherwise than {known}, which are known"
+                f"the event layout of driver {release} is unknown; known are releases {known}"
             )
 
-    def _attached(self, move: Callable[[int], Range]) -> tuple[int, int]:
+    def _attach_to_space(self, move: Callable[[int], Range]) -> tuple[int, int]:
         """The tools' file, with events enabled, and the file of the address space."""
         refusals = []
         for space in self._kernel.spaces():
@@ -421,8 +474,8 @@ class DriverQueue:
                 raise UnsupportedError(f"{_TOOLS_PATH} does not open ({error.strerror})") from error
             self._file, self._space = file, space
             try:
-                self._attach()
-                self._require_told(move)
+                self._enable_events()
+                self._require_probe_reported(move)
             except UmemError as error:
                 refusals.append(f"file {space}: {error}")
                 self.close()
@@ -433,29 +486,22 @@ class DriverQueue:
             else:
                 return file, space
         why = "; ".join(refusals) or f"{_SPACE_PATH} is not open: CUDA has not started"
-        raise UnsupportedError(f"the driver's event queue cannot be had ({why})")
+        raise UnsupportedError(f"the driver's event queue is not available ({why})")
 
-    def _attach(self) -> None:
-        tracker = _TRACKER.pack(
-            self._ring.ctypes.data,
-            self._entry_count,
-            self._control.ctypes.data,
-            b"",
-            1,
-            self._space,
-            0,
-        )
+    def _enable_events(self) -> None:
+        ring, control = self._ring.ctypes.data, self._control.ctypes.data
+        tracker = _TRACKER.pack(ring, self._entry_count, control, b"", 1, self._space, 0)
         self._call(self._file, _INIT_EVENT_TRACKER_V2, tracker, _TRACKER_STATUS)
         flags = sum(1 << kind for kind in EventType)
         self._call(self._file, _ENABLE_EVENTS, _EVENTS.pack(flags, 0), _EVENTS_STATUS)
 
-    def _require_told(self, move: Callable[[int], Range]) -> None:
-        block = move(KNOWN_BYTES)
+    def _require_probe_reported(self, move: Callable[[int], Range]) -> None:
+        block = move(PROBE_BYTES)
         self.flush()
         events = DriverEvents()
         events.add(self.take())
-        if told_bytes(events.records(), block) != block.size_bytes:
-            raise UnsupportedError("it does not tell of a block that was moved")
+        if recorded_bytes(events.records(), block) != block.size_bytes:
+            raise UnsupportedError("it did not report a block that was moved")
 
     def _call(self, file: int, request: int, parameters: bytes, status_at: int) -> None:
         answer = bytearray(parameters + bytes(_SPARE_BYTES))

@@ -1,22 +1,37 @@
-"""What all pictures share: colours, fonts, the time axis, and their way to a file."""
+"""Pictures of predictions and of recordings, drawn by matplotlib in one style."""
 
 from __future__ import annotations
 
+import functools
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
-from umem.core.report import Direction, MigrationReport, Timeline
-from umem.core.units import time_unit
+from umem.core.report import (
+    UM_CAUSES,
+    Cause,
+    Direction,
+    MeasuredReport,
+    MigrationReport,
+    Timeline,
+)
+from umem.core.units import format_bytes, time_unit
 from umem.io.files import replace_file
-from umem.planning.prediction import published_share
+from umem.telemetry.records import (
+    CAUSE_OF_NUMBER,
+    DIRECTION_OF_KIND,
+    TRANSFERS,
+    Integers,
+    Recording,
+    RecordKind,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -30,22 +45,17 @@ __all__ = [
     "CLASS_COLOURS",
     "FORMATS",
     "GREY",
-    "NOTE_POINTS",
-    "PAPER",
-    "TEXT_POINTS",
-    "class_legend",
-    "class_words",
+    "classes_figure",
+    "link_bytes",
     "link_figure",
     "new_figure",
     "require_matplotlib",
-    "require_timeline",
     "residency_figure",
+    "residency_over_run_figure",
     "save",
     "shares_figure",
-    "size_unit",
-    "stack_classes",
-    "style",
-    "title",
+    "styled",
+    "transfers_figure",
 ]
 
 FORMATS = ("png", "svg")
@@ -61,15 +71,42 @@ CLASS_COLOURS: Mapping[TensorClass, str] = MappingProxyType(
         TensorClass.OTHER: "#999999",
     }
 )
+_CAUSE_COLOURS: dict[Cause, str] = {
+    "hint": "#0072B2",
+    "fault": "#D55E00",
+    "speculation": "#E69F00",
+    "eviction": "#CC79A7",
+    "counter": "#009E73",
+    "unknown": "#999999",
+}
+_DIRECTION_COLOURS: dict[Direction, str] = {"to_device": "#0072B2", "to_host": "#D55E00"}
+_WORKLOAD_COLOURS = ("#56B4E9", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999")
 
 GREY = "#555555"
-TEXT_POINTS = 9
-NOTE_POINTS = 8
-PAPER: Mapping[str, str | float] = MappingProxyType(
-    {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-)
-"""Box behind a note, so that lines do not cross it."""
 _DOTS_PER_INCH = 144
+_DASHED = (0, (5, 2))
+_STYLE = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelsize": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": GREY,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+    "font.size": 8,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "legend.title_fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def require_matplotlib() -> None:
@@ -88,31 +125,22 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def require_timeline(report: MigrationReport) -> Timeline:
-    """Timeline of a report.
+def styled(draw: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a function that draws a figure: it draws in the style of umem's pictures."""
 
-    Raises
-    ------
-    UmemError
-        If it has none.
-    """
-    if report.timeline is None:
-        raise UmemError(
-            f"the report on {report.workload} with {report.planner} has no timeline to draw: "
-            "simulate with timeline=True"
-        )
-    return report.timeline
+    @functools.wraps(draw)
+    def in_style(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        require_matplotlib()
+        from matplotlib import rc_context
+
+        with rc_context(_STYLE):  # type: ignore[arg-type]
+            return draw(*args, **kwargs)
+
+    return in_style
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """Make an empty figure that knows nothing of pyplot.
-
-    Raises
-    ------
-    UnsupportedError
-        If matplotlib is missing.
-    """
-    require_matplotlib()
+    """Make an empty figure, without pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -121,89 +149,13 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
     return figure
 
 
-def style(axes: Axes) -> None:
-    """Leave out what carries no information, and set the size of the numbers."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=NOTE_POINTS)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def title(report: MigrationReport) -> str:
-    """What a picture of one report is of."""
-    factor, unit = time_unit(report.step_s)
-    return (
-        f"predicted: {report.workload}, planner {report.planner}, policy {report.policy}, on "
-        f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
-        f"{report.ideal_s * factor:.3g} {unit}"
-    )
-
-
-def class_words(tensor_class: TensorClass) -> str:
-    """Name of a class as a legend has it."""
-    return tensor_class.value.replace("_", " ")
-
-
-def size_unit(size_bytes: int) -> tuple[int, str]:
-    """Bytes of the unit that an axis up to a size is best read in, and the unit's name."""
-    return (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
-
-
-def stack_classes(
-    axes: Axes,
-    times: npt.NDArray[np.float64],
-    resident: npt.NDArray[np.float64],
-    end: float,
-) -> None:
-    """Draw what is on the device over time as areas, stacked by class, the first one lowest.
-
-    Parameters
-    ----------
-    axes
-    times : float64[K]
-        From when on a row holds, in the unit of the axis.
-    resident : float64[K, 6]
-        By class number, in the unit of the axis.
-    end
-        Until when the last row holds.
-    """
-    shown = [member for member in TensorClass if resident[:, member.number].any()]
-    if not shown:
-        return
-    rows = np.vstack([resident, resident[-1:]])
-    axes.stackplot(
-        np.append(times, end),
-        *(rows[:, member.number] for member in shown),
-        labels=[class_words(member) for member in shown],
-        colors=[CLASS_COLOURS[member] for member in shown],
-        step="post",
-        linewidth=0,
-        # Thousands of rows; as paths they would make a vector picture of megabytes.
-        rasterized=True,
-    )
-
-
-def class_legend(figure: Figure, axes: Axes) -> None:
-    """Name the classes of stacked areas beside them, the topmost first, as they are stacked."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="outside right center",
-        fontsize=NOTE_POINTS,
-        frameon=False,
-        title="tensor class",
-        title_fontsize=NOTE_POINTS,
-    )
-
-
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a picture in one piece: a reader sees the old file or the whole new one.
+    """Write a picture, replacing the file in one piece.
 
     Parameters
     ----------
     figure : matplotlib.figure.Figure
-        From one of the functions of this package.
+        From one of the functions of this module.
     path : path
         Ends in ``.png`` or ``.svg``; its folder is made if missing.
 
@@ -227,15 +179,82 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
         ) from None
 
 
-# What crosses the link over a step, each way.
+def _note(axes: Axes, words: str, place: tuple[float, float], **options: object) -> None:
+    """Write on white, so that lines do not cross the words."""
+    paper = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    axes.annotate(words, place, bbox=paper, **options)  # type: ignore[arg-type]
 
-_WAYS: tuple[tuple[Direction, str], ...] = (("to_device", "#0072B2"), ("to_host", "#D55E00"))
+
+def _limit_line(axes: Axes, limit: float, words: str, place: float = 0.995) -> None:
+    """Draw a dashed line at a limit, with words above it that end at `place` of the width."""
+    axes.axhline(limit, color="black", linewidth=1.0, linestyle=_DASHED)
+    _note(
+        axes,
+        words,
+        (place, limit),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 2),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+    )
 
 
+def _legend(figure: Figure, axes: Axes, title: str, *, is_stacked: bool = False) -> None:
+    """Explain the colours beside the axes; of stacked areas the topmost first."""
+    handles, labels = axes.get_legend_handles_labels()
+    order = slice(None, None, -1 if is_stacked else 1)
+    figure.legend(handles[order], labels[order], loc="outside right center", title=title)
+
+
+def _size_unit(size_bytes: int) -> tuple[int, str]:
+    """Bytes and name of the unit for an axis up to a size."""
+    return (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
+
+
+def _stack_classes(
+    axes: Axes, times: npt.NDArray[np.float64], resident: npt.NDArray[np.float64], end: float
+) -> None:
+    """Draw residency over time as areas stacked by class, the first class lowest.
+
+    Parameters
+    ----------
+    axes
+    times : float64[K]
+        From when a row holds, in the unit of the axis.
+    resident : float64[K, 6]
+        By class number, in the unit of the axis.
+    end
+        Until when the last row holds.
+    """
+    shown = [member for member in TensorClass if resident[:, member.number].any()]
+    if not shown:
+        return
+    rows = np.vstack([resident, resident[-1:]])
+    axes.stackplot(
+        np.append(times, end),
+        *(rows[:, member.number] for member in shown),
+        labels=[_words(member.value) for member in shown],
+        colors=[CLASS_COLOURS[member] for member in shown],
+        step="post",
+        linewidth=0,
+        # Thousands of rows; as paths they would make a vector picture of megabytes.
+        rasterized=True,
+    )
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+# --------------------------------------------------------------------------------- predictions
+
+
+@styled
 def link_figure(report: MigrationReport, hardware: Hardware) -> Figure:
     """Draw the link's traffic over the step, each way, against the bandwidths of the hardware.
 
-    Only bandwidths of means that moved something are drawn, or that of pages if nothing moved.
+    Only bandwidths of mechanisms that moved something are drawn, or that of pages if nothing moved.
 
     Parameters
     ----------
@@ -251,41 +270,33 @@ def link_figure(report: MigrationReport, hardware: Hardware) -> Figure:
     UnsupportedError
         If matplotlib is missing.
     """
-    timeline = require_timeline(report)
+    timeline = _require_timeline(report)
     figure = new_figure(8.0, 4.6)
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     factor, unit = time_unit(report.step_s)
     edges = np.arange(len(timeline.link_bytes) + 1) * timeline.link_bin_s * factor
     rates = timeline.link_bytes / timeline.link_bin_s / 1e9
     highest = rates.max(initial=0.0)
-    for way, (axes, (direction, colour)) in enumerate(zip(panels, _WAYS, strict=True)):
-        style(axes)
+    for way, (direction, colour) in enumerate(_DIRECTION_COLOURS.items()):
+        axes = panels[way]
         axes.stairs(rates[:, way], edges, fill=True, color=colour, alpha=0.85)
         for limit, name, place in _limits(report, hardware, direction):
-            _limit_line(axes, limit / 1e9, name, place)
+            _limit_line(axes, limit / 1e9, f"{name}: at most {limit / 1e9:.4g} GB/s", place)
             highest = max(highest, limit / 1e9)
-        words = direction.replace("_", " the ")
-        axes.set_ylabel(f"{words}, GB/s", fontsize=TEXT_POINTS)
-        axes.annotate(
-            f"{report.moved_bytes(direction) / 1e9:,.4g} GB in the step",
-            (0.005, 0.97),
-            xycoords="axes fraction",
-            ha="left",
-            va="top",
-            fontsize=NOTE_POINTS,
-            bbox=PAPER,
-        )
+        axes.set_ylabel(f"{direction.replace('_', ' the ')}, GB/s")
+        moved = f"{report.moved_bytes(direction) / 1e9:,.4g} GB in the step"
+        _note(axes, moved, (0.005, 0.97), xycoords="axes fraction", ha="left", va="top")
     panels[0].set_xlim(0, edges[-1])
     panels[0].set_ylim(0, 1.3 * highest)
-    panels[1].set_xlabel(f"time in the step, {unit}", fontsize=TEXT_POINTS)
-    panels[0].set_title(title(report), fontsize=TEXT_POINTS, loc="left", color=GREY)
+    panels[1].set_xlabel(f"time in the step, {unit}")
+    panels[0].set_title(_predicted_title(report))
     return figure
 
 
 def _limits(
     report: MigrationReport, hardware: Hardware, direction: Direction
 ) -> list[tuple[float, str, float]]:
-    """Bandwidth, name and place along the axis, of what crossed the link in this direction.
+    """Bandwidth and name of each mechanism that moved something, and the place of its label.
 
     The places differ, because bandwidths may lie close together.
     """
@@ -304,30 +315,14 @@ def _limits(
     return limits
 
 
-def _limit_line(axes: Axes, limit: float, name: str, place: float) -> None:
-    axes.axhline(limit, color="black", linewidth=1.0, linestyle=(0, (5, 2)))
-    axes.annotate(
-        f"{name}: at most {limit:.4g} GB/s",
-        (place, limit),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=NOTE_POINTS,
-        bbox=PAPER,
-    )
-
-
-# What is on the device over a step, by tensor class.
-
-_PARTS = ("forward", "backward", "optimizer")
+_PASSES = ("forward", "backward", "optimizer")
 """First words of the names of recorded phases."""
 
-_LARGEST_PARTS = 12
-_NARROWEST_PART = 0.05
+_MOST_PASSES = 12
+_NARROWEST_PASS = 0.05
 
 
+@styled
 def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Figure:
     """Draw the bytes on the device over the step, stacked by class, under the budget's line.
 
@@ -336,8 +331,8 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
     report : MigrationReport
         With a timeline.
     trace : Trace, optional
-        The trace of the report. Where its phases are named by pass, as recorded ones are, the
-        passes are marked.
+        The trace of the report. Passes are marked if its phases are named by pass, as recorded
+        phases are.
 
     Raises
     ------
@@ -346,87 +341,65 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
     UnsupportedError
         If matplotlib is missing.
     """
-    timeline = require_timeline(report)
+    timeline = _require_timeline(report)
     figure = new_figure(8.0, 4.2)
     axes = figure.subplots()
-    style(axes)
     factor, unit = time_unit(report.step_s)
-    unit_bytes, unit_name = size_unit(timeline.budget_bytes)
+    unit_bytes, unit_name = _size_unit(timeline.budget_bytes)
 
     edges = np.append(timeline.phase_start_s, timeline.phase_end_s[-1:]) * factor
     resident = timeline.resident_bytes / unit_bytes
-    stack_classes(axes, edges[:-1], resident, edges[-1])
+    _stack_classes(axes, edges[:-1], resident, edges[-1])
     budget = timeline.budget_bytes / unit_bytes
-    axes.axhline(budget, color="black", linewidth=1.2, linestyle=(0, (5, 2)))
-    axes.annotate(
-        f"device budget {budget:.4g} {unit_name}",
-        (0.995, budget),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=NOTE_POINTS,
-        bbox=PAPER,
-    )
+    _limit_line(axes, budget, f"device budget {budget:.4g} {unit_name}")
     axes.set_xlim(0, max(edges[-1], report.step_s * factor))
     axes.set_ylim(0, 1.15 * max(budget, resident.sum(axis=1).max()))
     if trace is not None:
         _mark_passes(axes, trace, edges)
-    axes.set_xlabel(f"time in the step, {unit}", fontsize=TEXT_POINTS)
-    axes.set_ylabel(f"on the device, {unit_name}", fontsize=TEXT_POINTS)
-    axes.set_title(title(report), fontsize=TEXT_POINTS, loc="left", color=GREY)
-    class_legend(figure, axes)
+    axes.set_xlabel(f"time in the step, {unit}")
+    axes.set_ylabel(f"on the device, {unit_name}")
+    axes.set_title(_predicted_title(report))
+    _legend(figure, axes, "tensor class", is_stacked=True)
     return figure
 
 
 def _mark_passes(axes: Axes, trace: Trace, edges: npt.NDArray[np.float64]) -> None:
     """Write the pass above the axes, with a line where the next one begins."""
     words = [name.split(maxsplit=1)[0] if name else "" for name in trace.phase_names]
-    # Phases between two passes, such as zeroing of gradients, count with what was before them.
-    begins = [(phase, word) for phase, word in enumerate(words) if word in _PARTS]
+    # Phases between two passes, such as zeroing of gradients, belong to the pass before them.
+    begins = [(phase, word) for phase, word in enumerate(words) if word in _PASSES]
     begins = [
         begin
         for number, begin in enumerate(begins)
         if number == 0 or begin[1] != begins[number - 1][1]
     ]
-    # Recomputation alternates between passes too often to say so.
-    if not 1 < len(begins) <= _LARGEST_PARTS:
+    # Recomputation alternates between passes too often to mark them.
+    if not 1 < len(begins) <= _MOST_PASSES:
         return
     starts = [edges[phase] for phase, _ in begins] + [edges[-1]]
     for (_, word), start, end in zip(begins, starts[:-1], starts[1:], strict=True):
         if start > edges[0]:
             axes.axvline(start, color=GREY, linewidth=0.8)
-        if end - start >= _NARROWEST_PART * edges[-1]:
-            axes.annotate(
-                word,
-                ((start + end) / 2, 0.995),
-                xycoords=("data", "axes fraction"),
-                ha="center",
-                va="top",
-                fontsize=NOTE_POINTS,
-                color=GREY,
-                bbox=PAPER,
-            )
+        if end - start >= _NARROWEST_PASS * edges[-1]:
+            middle = (start + end) / 2, 0.995
+            across = ("data", "axes fraction")
+            _note(axes, word, middle, xycoords=across, ha="center", va="top", color=GREY)
 
-
-# Unified memory's share of all memory operations, workload against workload.
 
 _METRICS = (
     ("um_ops_share", "by count"),
     ("um_time_share", "by time"),
     ("um_bytes_share", "by bytes"),
 )
-_WORKLOAD_COLOURS = ("#56B4E9", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999")
 _GROUP_WIDTH = 0.8
 
 
+@styled
 def shares_figure(reports: Sequence[MigrationReport]) -> Figure:
     """Draw the three shares of each report as bars, in groups by planner.
 
-    Where one was published for a workload (:func:`published_share`), the published
-    ones stand in a group of their own in all three panels, because what they are shares of was not
-    published.
+    Where a share was published for a workload (:func:`published_share`), it is a group of its own
+    in all three panels, because the publication does not say what it is a share of.
 
     Parameters
     ----------
@@ -440,11 +413,13 @@ def shares_figure(reports: Sequence[MigrationReport]) -> Figure:
     UnsupportedError
         If matplotlib is missing.
     """
+    # Here, because it loads numba, which other commands do without.
+    from umem.planning.prediction import published_share
+
     if not reports:
         raise ValueError("there are no reports to draw")
     workloads = list(dict.fromkeys(report.workload for report in reports))
     planners = list(dict.fromkeys(report.planner for report in reports))
-    known = {(report.planner, report.workload): report for report in reports}
     published = {report.workload: found for report in reports if (found := published_share(report))}
     groups = ["published", *planners] if published else planners
 
@@ -453,60 +428,237 @@ def shares_figure(reports: Sequence[MigrationReport]) -> Figure:
     bar_width = _GROUP_WIDTH / len(workloads)
     highest = 0.0
     for axes, (metric, words) in zip(panels, _METRICS, strict=True):
-        style(axes)
-        for number, workload in enumerate(workloads):
-            offset = (number - (len(workloads) - 1) / 2) * bar_width
-            for place, group in enumerate(groups):
-                if group == "published" and published:
-                    if workload not in published:
-                        continue
-                    share, hatch = published[workload].share, "////"
-                elif (group, workload) in known:
-                    share, hatch = getattr(known[group, workload], metric), None
-                else:
-                    continue
-                highest = max(highest, share)
-                bars = axes.bar(
-                    place + offset,
-                    100 * share,
-                    bar_width * 0.92,
-                    color=_WORKLOAD_COLOURS[number % len(_WORKLOAD_COLOURS)],
-                    hatch=hatch,
-                    edgecolor="white",
-                    label=workload if place == len(groups) - 1 else None,
-                )
-                axes.bar_label(bars, [_percent(share)], fontsize=NOTE_POINTS, padding=2)
-        axes.set_xticks(np.arange(len(groups)), groups, fontsize=NOTE_POINTS)
+        shares = {(it.planner, it.workload): getattr(it, metric) for it in reports}
+        shares |= {("published", name): it.share for name, it in published.items()}
+        highest = max(highest, *shares.values())
+        for (group, workload), share in shares.items():
+            number, place = workloads.index(workload), groups.index(group)
+            bars = axes.bar(
+                place + (number - (len(workloads) - 1) / 2) * bar_width,
+                100 * share,
+                bar_width * 0.92,
+                color=_WORKLOAD_COLOURS[number % len(_WORKLOAD_COLOURS)],
+                hatch="////" if group == "published" else None,
+                edgecolor="white",
+                label=workload if group == planners[-1] else None,
+            )
+            axes.bar_label(bars, [_percent(share)], padding=2)
+        axes.set_xticks(np.arange(len(groups)), groups)
         axes.tick_params(axis="x", length=0)
-        axes.set_title(words, fontsize=TEXT_POINTS)
+        axes.set_title(words, loc="center", color="black")
     panels[0].set_ylim(0, max(115 * highest, 1.0))
-    panels[0].set_ylabel(
-        "unified-memory transfers,\n% of all memory operations", fontsize=TEXT_POINTS
-    )
+    panels[0].set_ylabel("unified-memory transfers,\n% of all memory operations")
     hardware = ", ".join(dict.fromkeys(report.hardware for report in reports))
     policies = ", ".join(dict.fromkeys(report.policy for report in reports))
     heading = f"predicted for {hardware}, policy {policies}"
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=TEXT_POINTS, color=GREY)
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=9, color=GREY)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside upper right",
-        ncols=len(labels),
-        fontsize=NOTE_POINTS,
-        frameon=False,
-    )
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
     if published:
-        figure.supxlabel(
-            f"published: {next(iter(published.values())).source}; "
-            "whether by count, time or bytes was not published",
-            x=0.995,
-            ha="right",
-            fontsize=NOTE_POINTS,
-            color=GREY,
-        )
+        source = next(iter(published.values())).source
+        words = f"published: {source}; whether by count, time or bytes was not published"
+        figure.supxlabel(words, x=0.995, ha="right", fontsize=8, color=GREY)
     return figure
 
 
 def _percent(share: float) -> str:
     return "0" if share == 0 else f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
+
+
+def _require_timeline(report: MigrationReport) -> Timeline:
+    if report.timeline is None:
+        raise UmemError(
+            f"the report on {report.workload} with {report.planner} has no timeline to draw: "
+            "simulate with timeline=True"
+        )
+    return report.timeline
+
+
+def _predicted_title(report: MigrationReport) -> str:
+    factor, unit = time_unit(report.step_s)
+    return (
+        f"predicted: {report.workload}, planner {report.planner}, policy {report.policy}, on "
+        f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
+        f"{report.ideal_s * factor:.3g} {unit}"
+    )
+
+
+# ---------------------------------------------------------------------------------- recordings
+
+_BINS = 400
+_MOST_MARKS = 60
+_LONGEST_TITLE = 120
+
+
+def link_bytes(recording: Recording, bins: int) -> npt.NDArray[np.float64]:
+    """Bytes that moved in each of some equal parts of the recording.
+
+    A transfer counts evenly over its time.
+
+    Returns
+    -------
+    float64[3, 6, bins]
+        By direction (:data:`umem.telemetry.records.TRANSFERS`), cause and part.
+    """
+    records = recording.records.select(recording.records.is_transfer())
+    causes = len(CAUSE_OF_NUMBER)
+    edges = np.linspace(0.0, max(recording.duration_ns, 1), bins + 1)
+    moved = np.zeros((len(TRANSFERS), causes, bins))
+    start, length = records.start_ns, np.maximum(records.end_ns - records.start_ns, 1)
+    for kind in TRANSFERS:
+        for cause in range(causes):
+            rows = np.flatnonzero((records.kind == kind) & (records.cause == cause))
+            if len(rows):
+                moved[kind, cause] = _spread(start[rows], length[rows], records.bytes[rows], edges)
+    return moved
+
+
+def _spread(
+    start: Integers, length: Integers, size_bytes: Integers, edges: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    # Bytes moved until t are a sum of ramps: their slope changes only at starts and ends.
+    rate = size_bytes / length
+    times = np.concatenate([start, start + length]).astype(np.float64)
+    change = np.concatenate([rate, -rate])
+    order = np.argsort(times, kind="stable")
+    times, slope = times[order], np.cumsum(change[order])
+    until = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(times))])
+    # What continues after the last edge counts in the last part.
+    at_edges = np.interp(edges, times, until)
+    at_edges[-1] = float(size_bytes.sum())
+    return np.diff(at_edges)
+
+
+@styled
+def transfers_figure(recording: Recording) -> Figure:
+    """Draw the rate of unified-memory transfers over the recording, by direction and cause.
+
+    Raises
+    ------
+    UnsupportedError
+        If matplotlib is missing.
+    """
+    moved = link_bytes(recording, _BINS)
+    directions = [kind for kind in TRANSFERS if kind < RecordKind.BETWEEN_DEVICES]
+    if moved[RecordKind.BETWEEN_DEVICES].any():
+        directions.append(RecordKind.BETWEEN_DEVICES)
+    figure = new_figure(8.0, 2.3 * len(directions))
+    panels = figure.subplots(len(directions), 1, sharex=True, sharey=True)
+    factor, unit = time_unit(recording.duration_ns * 1e-9)
+    edges = np.linspace(0.0, recording.duration_ns * 1e-9 * factor, _BINS + 1)
+    bin_s = max(recording.duration_ns, 1) * 1e-9 / _BINS
+    for kind, axes in zip(directions, panels, strict=True):
+        below = np.zeros(_BINS)
+        for number, cause in enumerate(CAUSE_OF_NUMBER):
+            if not moved[:, number].any():
+                continue
+            above = below + moved[kind, number] / bin_s / 1e9
+            axes.stairs(
+                above, edges, baseline=below, fill=True, color=_CAUSE_COLOURS[cause], label=cause
+            )
+            below = above
+        _mark_steps(axes, recording, factor)
+        words = DIRECTION_OF_KIND[kind].replace("to_", "to the ").replace("_", " ")
+        axes.set_ylabel(f"{words}, GB/s")
+    panels[0].set_xlim(0, edges[-1])
+    panels[-1].set_xlabel(f"time of the recording, {unit}")
+    panels[0].set_title(_measured_title(recording))
+    _legend(figure, panels[0], "cause")
+    return figure
+
+
+@styled
+def classes_figure(recording: Recording, report: MeasuredReport) -> Figure:
+    """Draw the bytes that moved in a step as bars by direction and cause, stacked by class.
+
+    Parameters
+    ----------
+    recording, report
+        A recording, and its typical step.
+
+    Raises
+    ------
+    UnsupportedError
+        If matplotlib is missing.
+    """
+    rows: list[tuple[Direction, Cause]] = [
+        (direction, cause)
+        for direction in DIRECTION_OF_KIND.values()
+        for cause in (*UM_CAUSES, "copy")  # the hint engine counts its copies too
+        if report.moved_bytes(direction, cause)
+    ]
+    moved = np.zeros((len(TensorClass), len(rows)))
+    for entry in report.traffic:
+        if (entry.direction, entry.cause) in rows:
+            place = rows.index((entry.direction, entry.cause))
+            moved[entry.tensor_class.number, place] += entry.bytes / 1e9
+    figure = new_figure(8.0, 1.3 + 0.35 * len(rows))
+    axes = figure.subplots()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x")
+    places, below = np.arange(len(rows)), np.zeros(len(rows))
+    for member in TensorClass:
+        widths = moved[member.number]
+        if widths.any():
+            words, colour = _words(member.value), CLASS_COLOURS[member]
+            axes.barh(places, widths, left=below, color=colour, label=words)
+            below += widths
+    for place, row in enumerate(rows):
+        axes.annotate(
+            f" {format_bytes(report.moved_bytes(*row))}", (below[place], place), va="center"
+        )
+    axes.set_yticks(places, [f"{_words(direction)}: {cause}" for direction, cause in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * below.max(initial=1e-9))
+    what = "in a step" if recording.step_count else "in the whole recording"
+    axes.set_xlabel(f"moved {what}, GB")
+    axes.set_title(_measured_title(recording))
+    _legend(figure, axes, "tensor class")
+    return figure
+
+
+@styled
+def residency_over_run_figure(recording: Recording) -> Figure:
+    """Draw the bytes on the device over the recording, stacked by class.
+
+    Raises
+    ------
+    UmemError
+        If the recording has no residency.
+    UnsupportedError
+        If matplotlib is missing.
+    """
+    residency = recording.residency
+    if residency is None:
+        raise UmemError(f"the recording of {recording.workload} has no residency to draw")
+    figure = new_figure(8.0, 3.6)
+    axes = figure.subplots()
+    factor, unit = time_unit(recording.duration_ns * 1e-9)
+    peak = residency.total_peak_bytes()
+    unit_bytes, unit_name = _size_unit(peak)
+    end = max(recording.duration_ns, int(residency.time_ns[-1])) * 1e-9 * factor
+    times = np.asarray(residency.time_ns * 1e-9 * factor, np.float64)
+    _stack_classes(axes, times, residency.resident_bytes / unit_bytes, end)
+    _mark_steps(axes, recording, factor)
+    axes.set_xlim(0, max(end, 1e-12))
+    axes.set_ylim(0, 1.15 * max(peak / unit_bytes, 1e-9))
+    axes.set_xlabel(f"time of the recording, {unit}")
+    axes.set_ylabel(f"on the device, {unit_name}")
+    axes.set_title(_measured_title(recording))
+    _legend(figure, axes, "tensor class", is_stacked=True)
+    return figure
+
+
+def _mark_steps(axes: Axes, recording: Recording, factor: float) -> None:
+    """Draw a line where each step begins, unless there are too many."""
+    if 0 < recording.step_count <= _MOST_MARKS:
+        for start in recording.step_start_ns:
+            axes.axvline(start * 1e-9 * factor, color=GREY, linewidth=0.5)
+
+
+def _measured_title(recording: Recording) -> str:
+    how = "by the hint engine's own count" if recording.source == "hints" else "measured"
+    words = f"{how}: {recording.workload}, policy {recording.policy}, on {recording.hardware}"
+    # Names come from files, and matplotlib reads a dollar sign as mathematics.
+    shown = "".join(mark if mark.isprintable() else "?" for mark in words[:_LONGEST_TITLE])
+    return shown.replace("$", r"\$")

@@ -27,12 +27,21 @@ from umem.io.documents import (
     texts,
     write_document,
 )
-from umem.telemetry.attribution import UNKNOWN, Shares, no_shares
-from umem.telemetry.hints import HINT_FIGURES, HINT_OPS, HINT_TOTALS
 from umem.telemetry.nsys import is_nsys_export, read_nsys
-from umem.telemetry.recording import NamedRange, Recording
-from umem.telemetry.records import CAUSE_OF_NUMBER, MAX_RECORDS, MigrationRecords, RecordKind
-from umem.telemetry.residency import MAX_SAMPLES, Residency
+from umem.telemetry.records import (
+    CAUSE_OF_NUMBER,
+    MAX_RECORDS,
+    MAX_SAMPLES,
+    UNKNOWN,
+    MigrationRecords,
+    NamedRange,
+    Recording,
+    RecordKind,
+    Residency,
+    Shares,
+    no_shares,
+)
+from umem.telemetry.reports import HINT_FIGURES, HINT_OPS, HINT_TOTALS
 
 __all__ = [
     "EXTRA_KEYS",

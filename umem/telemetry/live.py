@@ -1,56 +1,99 @@
-"""Memory operations of this process, live, from whoever can be asked: the driver, and CUPTI."""
+"""The sources of a live recording.
+
+Records of memory operations come from the driver and CUPTI, hint statistics and residency from the
+executor, live blocks from umem's allocator.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from umem.core.errors import UnsupportedError
-from umem.core.report import Source
+from umem.core.classes import TensorClass
+from umem.core.errors import EnableError, UnsupportedError
+from umem.core.report import HintReport, Source
 from umem.telemetry.cupti import CuptiCollector
 from umem.telemetry.driver_events import DriverEvents, DriverQueue
-from umem.telemetry.records import MAX_RECORDS, MigrationRecords, concatenated, records_of
+from umem.telemetry.records import (
+    MAX_RECORDS,
+    MAX_SAMPLES,
+    MigrationRecords,
+    Residency,
+    concatenate,
+    make_records,
+)
+from umem.telemetry.reports import hints_between
 
-__all__ = ["LiveCollector"]
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from umem.runtime.hints import HintStatistics
+    from umem.runtime.inspection import LiveTensor
+
+__all__ = [
+    "HintLog",
+    "LiveCollector",
+    "ResidencySampler",
+    "current_residency",
+    "current_statistics",
+    "device_name",
+    "ideal_step_s",
+    "live_blocks",
+    "name_numbers",
+    "policy_name",
+]
 
 _TAKE_EVERY_S = 0.01
-"""Where much faults at once, 300,000 events a second were seen: so a queue of 2^18 lasts for the
-better part of a second in which this thread does not come to run."""
+"""Heavy faulting makes some 300,000 events a second, so a queue of 2^18 lasts for most of a second
+in which the thread that empties it does not run."""
 
 _MOST_EVENTS = 2**23
-"""That are kept of one recording: 0.6 GiB where all of them are migrations. What comes later counts
-as dropped."""
+"""Most driver events kept of one recording: 0.6 GiB if all are migrations."""
 
-_CLOCK_LOOKS = 9
+_CLOCK_READINGS = 9
 
 _recording_process: int | None = None
-"""The process in which a recording is going on, if one is: a child must not take it for its own."""
+"""The process in which a recording is going on. A forked child compares it with its own number."""
 
 
 class LiveCollector:
     """Collects this process's memory operations between `start` and `stop`.
 
-    Unified memory's come from the driver's own event queue, which has them all, and copies and
-    memory sets from CUPTI. Where the driver's queue cannot be had, CUPTI is asked for everything.
+    Migrations and faults come from the driver's own event queue, which is complete; copies and
+    memory sets from CUPTI. Where the queue is not available, CUPTI records everything.
 
     Parameters
     ----------
     queue
-        Makes the driver's queue.
+        Opens the driver's queue.
+    cupti
+        Makes CUPTI's collector.
     limit
         Most records that are kept. What comes later is counted as dropped.
+    event_limit
+        Most of the driver's events that are kept.
     """
 
     def __init__(
-        self, queue: Callable[[], DriverQueue] = DriverQueue, limit: int = MAX_RECORDS
+        self,
+        queue: Callable[[], DriverQueue] = DriverQueue,
+        cupti: Callable[..., CuptiCollector] = CuptiCollector,
+        limit: int = MAX_RECORDS,
+        event_limit: int = _MOST_EVENTS,
     ) -> None:
         self._open_queue = queue
+        self._make_cupti = cupti
         self._limit = limit
+        self._event_limit = event_limit
         self._driver: _DriverCollector | None = None
         self._cupti: CuptiCollector | None = None
         self._cupti_ahead_ns = 0
@@ -58,7 +101,7 @@ class LiveCollector:
 
     @property
     def source(self) -> Source:
-        """Who counts, from the start on."""
+        """What the records come from, once started."""
         if self._driver is None:
             return "cupti"
         return "driver" if self._cupti is not None else "driver_only"
@@ -69,7 +112,7 @@ class LiveCollector:
         Raises
         ------
         UnsupportedError
-            Where neither the driver nor CUPTI can be asked.
+            If neither the driver's queue nor CUPTI is available.
         """
         global _recording_process
         if _recording_process == os.getpid():
@@ -77,7 +120,7 @@ class LiveCollector:
                 "another umem.profile() is recording in this process: end it first"
             )
         try:
-            self._driver = _DriverCollector(self._open_queue())
+            self._driver = _DriverCollector(self._open_queue(), self._event_limit)
         except UnsupportedError as error:
             self._start_cupti_alone(error)
         else:
@@ -102,7 +145,7 @@ class LiveCollector:
         Raises
         ------
         UnsupportedError
-            If the driver failed meanwhile, or CUPTI where everything was asked of it.
+            If the driver failed meanwhile, or CUPTI where it records everything.
         """
         global _recording_process
         _recording_process = None
@@ -110,15 +153,15 @@ class LiveCollector:
             assert self._cupti is not None
             return self._cupti.stop()
         try:
-            copies, dropped = self._stopped_copies()
+            copies, dropped = self._stop_copies()
         finally:
             moved, lost = self._driver.stop()
-        records = concatenated((moved, copies))
+        records = concatenate((moved, copies))
         over = max(len(records) - self._limit, 0)
-        return records.taken(np.arange(len(records) - over)), dropped + lost + over
+        return records.select(np.arange(len(records) - over)), dropped + lost + over
 
     def late(self) -> int:
-        """Records that came after the end, so far: they are lost too."""
+        """Records that came after the end, so far; they are lost too."""
         return self._cupti.late() if self._cupti is not None else 0
 
     def notes(self) -> tuple[str, ...]:
@@ -127,7 +170,7 @@ class LiveCollector:
 
     def _start_copies(self) -> None:
         assert self._driver is not None
-        cupti = CuptiCollector(self._limit, unified_memory=False)
+        cupti = self._make_cupti(self._limit, unified_memory=False)
         try:
             cupti.start()
         except UnsupportedError as error:
@@ -140,37 +183,35 @@ class LiveCollector:
             self._cupti_ahead_ns = _ahead_ns(cupti.now_ns, _now_ns)
 
     def _start_cupti_alone(self, why: UnsupportedError) -> None:
-        cupti = CuptiCollector(self._limit)
+        cupti = self._make_cupti(self._limit)
         try:
             cupti.start()
         except UnsupportedError as error:
-            raise UnsupportedError(f"{error}. The driver itself cannot be asked: {why}") from error
+            raise UnsupportedError(
+                f"{error}. The driver's own queue is not available either: {why}"
+            ) from error
         self._cupti = cupti
         self._notes.append(f"recorded by CUPTI alone, which may lose records: {why}")
 
-    def _stopped_copies(self) -> tuple[MigrationRecords, int]:
+    def _stop_copies(self) -> tuple[MigrationRecords, int]:
         """CUPTI's records on the host's clock, and how many it dropped; none if it has failed."""
         if self._cupti is None:
-            return records_of([]), 0
+            return make_records(0), 0
         try:
             records, dropped = self._cupti.stop()
         except UnsupportedError as error:
             self._notes.append(f"copies and memory sets were lost: {error}")
             self._cupti = None
-            return records_of([]), 0
-        shifted = replace(
-            records,
-            start_ns=records.start_ns - self._cupti_ahead_ns,
-            end_ns=records.end_ns - self._cupti_ahead_ns,
-        )
-        return shifted, dropped
+            return make_records(0), 0
+        return records.since(self._cupti_ahead_ns), dropped
 
 
 class _DriverCollector:
-    """Empties the driver's queue in a thread, from when it is made until it is stopped."""
+    """Empties the driver's queue in a thread, from its construction until it is stopped."""
 
-    def __init__(self, queue: DriverQueue) -> None:
+    def __init__(self, queue: DriverQueue, limit: int) -> None:
         self._queue = queue
+        self._limit = limit
         self._events = DriverEvents()
         self._dropped = 0
         self._end = threading.Event()
@@ -178,7 +219,7 @@ class _DriverCollector:
         self._thread.start()
 
     def stop(self) -> tuple[MigrationRecords, int]:
-        """The records, and how many the driver dropped."""
+        """The records, and how many events were dropped."""
         self._end.set()
         self._thread.join()
         try:
@@ -194,9 +235,9 @@ class _DriverCollector:
 
     def _take(self) -> None:
         entries = self._queue.take()
-        room = max(_MOST_EVENTS - self._events.count, 0)
-        self._events.add(entries[:room])
-        self._dropped += max(len(entries) - room, 0)
+        free = max(self._limit - self._events.count, 0)
+        self._events.add(entries[:free])
+        self._dropped += max(len(entries) - free, 0)
 
 
 def _now_ns() -> int:
@@ -205,11 +246,196 @@ def _now_ns() -> int:
 
 
 def _ahead_ns(clock: Callable[[], int], reference: Callable[[], int]) -> int:
-    """By how much a clock is ahead of another, from the quickest of some looks at both."""
-    looks = []
-    for _ in range(_CLOCK_LOOKS):
+    """How far a clock is ahead of another, from the quickest of several readings of both."""
+    readings = []
+    for _ in range(_CLOCK_READINGS):
         before_ns = reference()
         time_ns = clock()
         after_ns = reference()
-        looks.append((after_ns - before_ns, time_ns - (before_ns + after_ns) // 2))
-    return min(looks)[1]
+        readings.append((after_ns - before_ns, time_ns - (before_ns + after_ns) // 2))
+    return min(readings)[1]
+
+
+# ------------------------------------------------------------------ hint statistics, residency
+
+
+class HintLog:
+    """Keeps a hint engine's statistics at the marks of a run.
+
+    Parameters
+    ----------
+    ask : callable
+        Returns the statistics, or None while there is no engine.
+    """
+
+    def __init__(self, ask: Callable[[], HintStatistics | None]) -> None:
+        self._ask = ask
+        self._marks: list[HintStatistics | None] = []
+
+    def mark(self) -> None:
+        """Keep the present statistics: at the start of the run, and at the end of each step."""
+        self._marks.append(self._ask())
+
+    def reports(self) -> tuple[HintReport | None, ...]:
+        """What was done between each mark and the next; empty where there was no engine."""
+        if not any(self._marks):
+            return ()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return tuple(
+            None if after is None else hints_between(before, after) for before, after in pairs
+        )
+
+    def notes(self) -> list[str]:
+        """Calls of the engine that the driver refused between the first mark and the last."""
+        marks = [mark for mark in self._marks if mark is not None]
+        if not marks:
+            return []
+        before: dict[tuple[str, int], int] = {}
+        if len(marks) > 1:
+            before = {(it.call, it.error): it.count for it in marks[0].failures}
+        since = [(it, it.count - before.get((it.call, it.error), 0)) for it in marks[-1].failures]
+        return [
+            f"the driver refused hints: {it.call}, {it.text} ({it.error}), count {count}"
+            for it, count in since
+            if count > 0
+        ]
+
+
+class ResidencySampler:
+    """Takes samples of the residency, from any thread. Past the limit, every other is dropped.
+
+    Parameters
+    ----------
+    ask : callable
+        Returns bytes on the device by class, or None while nothing is known.
+    limit
+        Most samples that are kept, at least 2.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Mapping[TensorClass, int] | None], limit: int = MAX_SAMPLES
+    ) -> None:
+        self._ask = ask
+        self._limit = limit
+        self._lock = threading.Lock()  # phases begin in autograd's threads too
+        self._rows: list[tuple[int, ...]] = []
+        self._stride = 1
+        self._skipped = 0
+
+    def take(self, now_ns: Callable[[], int]) -> None:
+        """Take a sample, unless the stride leaves it out."""
+        with self._lock:
+            self._skipped += 1
+            if self._skipped < self._stride:
+                return
+            self._skipped = 0
+            found = self._ask()
+            if found is None:
+                return
+            self._rows.append((now_ns(), *(int(found.get(it, 0)) for it in TensorClass)))
+            if len(self._rows) >= self._limit:
+                del self._rows[1::2]
+                self._stride *= 2
+
+    def series(self, begin_ns: int) -> Residency | None:
+        """The samples since a moment; None where there are none."""
+        rows = [row for row in self._rows if row[0] >= begin_ns]
+        if not rows:
+            return None
+        table = np.array(rows, np.int64)
+        return Residency(table[:, 0] - begin_ns, table[:, 1:].copy())
+
+
+# --------------------------------------------------------------- questions to the rest of umem
+
+
+def live_blocks() -> Sequence[LiveTensor] | None:
+    """The blocks of :func:`umem.tensors`, or None where umem is not enabled."""
+    from umem.runtime.inspection import tensors
+
+    with suppress(EnableError):
+        return tensors()
+    return None
+
+
+def policy_name() -> str:
+    """Name of the policy in use, or ``none``."""
+    from umem.runtime.state import is_enabled, runtime
+
+    return runtime().policy.name if is_enabled() else "none"
+
+
+def device_name() -> str:
+    """Torch's name of the current GPU."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_initialized() else "no GPU"
+
+
+def name_numbers(
+    model: nn.Module | None, optimizers: Sequence[Optimizer], names: dict[str, int]
+) -> dict[int, int]:
+    """Number the names of a model's tensors by address.
+
+    Parameters
+    ----------
+    model
+        Whose parameters, gradients and optimizer state have names.
+    optimizers
+        Those that hold the state.
+    names
+        Numbers of names; new ones are added.
+
+    Returns
+    -------
+    dict of int to int
+        Number of the name of the tensor that begins at an address.
+    """
+    from umem.runtime.model_parts import storage_addresses
+
+    numbers: dict[int, int] = {}
+    for name, tensor in () if model is None else _named_tensors(model, optimizers):
+        for address in storage_addresses(tensor):
+            numbers.setdefault(address, names.setdefault(name, len(names)))
+    return numbers
+
+
+def _named_tensors(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    from umem.runtime.model_parts import optimizer_parameters, optimizer_state, parameter_names
+
+    names = parameter_names(model.named_parameters(), optimizer_parameters(*optimizers))
+    for parameter, name in names.items():
+        yield name, parameter
+        if parameter.grad is not None:
+            yield f"{name}.grad", parameter.grad
+    for optimizer in optimizers:
+        yield from optimizer_state(optimizer, names)
+
+
+def current_statistics() -> HintStatistics | None:
+    """Statistics of the executor's hint engine, or None where there is no executor."""
+    found: HintStatistics | None = _ask_executor("current_statistics")
+    return found
+
+
+def current_residency() -> Mapping[TensorClass, int] | None:
+    """Bytes on the device by class, as the executor counts them, or None where it does not."""
+    found: Mapping[TensorClass, int] | None = _ask_executor("residency")
+    return found
+
+
+def ideal_step_s() -> float | None:
+    """Time of the executor's recorded step with everything resident, or None."""
+    found: float | None = _ask_executor("ideal_step_s")
+    return found
+
+
+def _ask_executor(name: str) -> Any:
+    # The executor can only be running if it is imported, and a profile must not import it.
+    executor = sys.modules.get("umem.executor")
+    if executor is not None:
+        with suppress(EnableError):
+            return getattr(executor, name)()
+    return None

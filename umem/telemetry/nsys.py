@@ -16,24 +16,23 @@ from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
-import numpy.typing as npt
 
 from umem.core.errors import UmemError
-from umem.telemetry.recording import NamedRange, Recording, unattributed
+from umem.telemetry.phases import PHASE_PREFIX, STEP_PREFIX
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     MAX_RECORDS,
+    UNKNOWN,
+    Integers,
     MigrationRecords,
+    NamedRange,
+    Recording,
     RecordKind,
-    concatenated,
-    records_of,
+    concatenate,
+    make_records,
 )
 
-__all__ = ["PHASE_PREFIX", "STEP_PREFIX", "is_nsys_export", "read_nsys"]
-
-STEP_PREFIX = "umem step "
-PHASE_PREFIX = "umem phase "
-"""How the names of the NVTX ranges begin that :func:`umem.profile` opens."""
+__all__ = ["is_nsys_export", "read_nsys"]
 
 MAX_RANGES = 2**16
 _ROWS_AT_ONCE = 2**16
@@ -108,7 +107,7 @@ def read_nsys(path: str | os.PathLike[str]) -> Recording:
                 "was recorded without --trace=cuda"
             )
         chunks = list(_chunks(export))
-        return _recording(export, concatenated(chunks))
+        return _recording(export, concatenate(chunks))
 
 
 def _open(place: str) -> sqlite3.Connection:
@@ -148,12 +147,12 @@ def _chunks(export: _Export) -> Iterator[MigrationRecords]:
                     f"more than {MAX_RECORDS} records with those before it: record fewer steps, or "
                     "export a part with --filter-time",
                 )
-            yield _columns(table, block)
+            yield _records(table, block)
 
 
 def _rows(
     export: _Export, table: str, required: tuple[str, ...], optional: tuple[str, ...]
-) -> Iterator[npt.NDArray[np.int64]]:
+) -> Iterator[Integers]:
     """Blocks of rows, one column for each name; an optional one that is missing is 0."""
     there = export.columns(table)
     for name in required:
@@ -185,36 +184,32 @@ def _rows(
         yield block
 
 
-def _columns(name: str, block: npt.NDArray[np.int64]) -> MigrationRecords:
-    table = np.zeros((len(block), 9), np.int64)
-    # In the order of MigrationRecords: kind, start, end, address, bytes, faults, cause, access,
-    # kind of copy.
+def _records(name: str, block: Integers) -> MigrationRecords:
     if name == _MEMCPY:
         start, end, size, copied, address, cause = block.T
         moved = np.isin(copied, list(_UM_KINDS))
-        table[:, 0] = RecordKind.MEMCPY
-        for number, kind in _UM_KINDS.items():
-            table[copied == number, 0] = kind
-        table[:, 3] = np.where(moved, address, 0)
-        table[:, 4] = size
-        table[:, 6] = _small(np.where(moved, cause, 0), len(CAUSE_OF_NUMBER))
-        table[:, 8] = _small(np.where(moved, 0, copied), 256)
+        columns = {
+            "kind": [_UM_KINDS.get(number, RecordKind.MEMCPY) for number in copied.tolist()],
+            "address": np.where(moved, address, 0),
+            "bytes": size,
+            "cause": _small(np.where(moved, cause, 0), len(CAUSE_OF_NUMBER)),
+            "copy_kind": _small(np.where(moved, 0, copied), 256),
+        }
     elif name == _MEMSET:
         start, end, size = block.T
-        table[:, 0], table[:, 4] = RecordKind.MEMSET, size
+        columns = {"kind": RecordKind.MEMSET, "bytes": size}
     elif name == _GPU_FAULTS:
         start, end, address, faults, access = block.T
-        table[:, 0], table[:, 3], table[:, 5] = RecordKind.GPU_FAULT, address, faults
-        table[:, 7] = _small(access, 5)
+        columns = {"kind": RecordKind.GPU_FAULT, "address": address, "faults": faults}
+        columns["access"] = _small(access, 5)
     else:
         start, address = block.T
         end = start
-        table[:, 0], table[:, 3], table[:, 5] = RecordKind.CPU_FAULT, address, 1
-    table[:, 1], table[:, 2] = start, np.maximum(start, end)
-    return records_of(table)
+        columns = {"kind": RecordKind.CPU_FAULT, "address": address, "faults": 1}
+    return make_records(len(block), start_ns=start, end_ns=np.maximum(start, end), **columns)
 
 
-def _small(values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+def _small(values: Integers, count: int) -> Integers:
     """Numbers from 0 to count - 1; others become 0, which means unknown."""
     return np.where((values >= 0) & (values < count), values, 0)
 
@@ -235,16 +230,15 @@ def _recording(export: _Export, records: MigrationRecords) -> Recording:
         steps = []
     elif not steps:
         notes.append("no step was marked: the figures are of the whole recording")
-    tensor_class, tensor = unattributed(len(records))
     return Recording(
         workload=Path(export.place).stem,
         hardware=_gpus(export),
         policy="unknown",
         source="nsys",
         duration_ns=max(ends) - begin_ns,
-        records=_since(records, begin_ns),
-        tensor_class=tensor_class,
-        tensor=tensor,
+        records=records.since(begin_ns),
+        tensor_class=np.full(len(records), UNKNOWN, np.int8),
+        tensor=np.full(len(records), UNKNOWN, np.int32),
         tensor_names=(),
         step_start_ns=np.array([step.start_ns for step in steps], np.int64),
         step_end_ns=np.array([step.end_ns for step in steps], np.int64),
@@ -300,7 +294,3 @@ def _gpus(export: _Export) -> str:
         return "unknown"
     names = export.database.execute(f"SELECT DISTINCT name FROM {_GPUS} LIMIT 16").fetchall()
     return ", ".join(str(row[0])[:_LONGEST_TEXT] for row in names) or "unknown"
-
-
-def _since(records: MigrationRecords, begin_ns: int) -> MigrationRecords:
-    return replace(records, start_ns=records.start_ns - begin_ns, end_ns=records.end_ns - begin_ns)

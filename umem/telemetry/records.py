@@ -1,37 +1,56 @@
-"""Memory operations of a run, as columns."""
+"""A recorded run: its memory operations as columns, their tensors, and the marks of its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from umem.core.report import Cause, Direction
+from umem.core.classes import TensorClass
+from umem.core.report import Cause, Direction, HintReport, Source
 
 __all__ = [
     "CAUSE_OF_NUMBER",
     "DIRECTION_OF_KIND",
     "MAX_RECORDS",
+    "MAX_SAMPLES",
     "TRANSFERS",
+    "UNKNOWN",
     "Columns",
+    "Integers",
     "MigrationRecords",
+    "NamedRange",
     "RecordKind",
+    "Recording",
+    "Residency",
     "Row",
-    "concatenated",
+    "Shares",
+    "TensorParts",
+    "concatenate",
+    "make_records",
+    "no_shares",
     "records_of",
 ]
 
+Integers = npt.NDArray[np.int64]
+
 MAX_RECORDS = 2**21
-"""Most records that are kept of one run. A transfer carries at most 2 MiB, so that they cover 4 TiB
-at best and, where pages fault in one by one, some tens of GiB."""
+"""Most records kept of one run. A transfer carries at most 2 MiB, so these records cover at most
+4 TiB, and some tens of GiB where pages fault in one by one."""
+
+MAX_SAMPLES = 2**16
+"""Most residency samples kept of one run."""
+
+UNKNOWN = -1
+"""Tensor class and name of bytes that belong to no known tensor."""
 
 
 class RecordKind(IntEnum):
-    """What a record is of. Saved profiles hold the numbers."""
+    """What a record describes. Saved profiles hold these numbers."""
 
     TO_DEVICE = 0
     TO_HOST = 1
@@ -58,17 +77,17 @@ CAUSE_OF_NUMBER: tuple[Cause, ...] = (
     "eviction",
     "counter",
 )
-"""By CUPTI's number of the cause of a migration (``CUpti_ActivityUnifiedMemoryMigrationCause``),
-which Nsight Systems exports as it is."""
+"""Causes by CUPTI's number (``CUpti_ActivityUnifiedMemoryMigrationCause``). Nsight Systems and the
+driver use the same numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Base of tables, whose fields are columns of one length."""
+    """Base of tables: all fields are columns of the same length."""
 
-    def taken(self, which: npt.NDArray[Any]) -> Self:
+    def select(self, rows: npt.NDArray[Any]) -> Self:
         """The rows that an index or a mask picks, in its order."""
-        return type(self)(*(getattr(self, column.name)[which] for column in fields(self)))
+        return type(self)(*(getattr(self, column.name)[rows] for column in fields(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +99,13 @@ class MigrationRecords(Columns):
     kind : uint8[N]
         :class:`RecordKind`.
     start_ns, end_ns : int64[N]
-        On the clock of whoever recorded; equal where no duration is known.
+        On the recorder's clock; equal where the duration is unknown.
     address : int64[N]
-        Of the first byte that moved, or the page that faulted; 0 where there is none.
+        Of the first byte that moved, or of the page that faulted; 0 where there is none.
     bytes : int64[N]
         Moved, copied or set; 0 for faults.
     faults : int64[N]
-        Faults on the page, for records of faults.
+        Number of faults, for records of faults.
     cause : uint8[N]
         Of transfers: index into :data:`CAUSE_OF_NUMBER`.
     access : uint8[N]
@@ -98,11 +117,11 @@ class MigrationRecords(Columns):
     """
 
     kind: npt.NDArray[np.uint8]
-    start_ns: npt.NDArray[np.int64]
-    end_ns: npt.NDArray[np.int64]
-    address: npt.NDArray[np.int64]
-    bytes: npt.NDArray[np.int64]
-    faults: npt.NDArray[np.int64]
+    start_ns: Integers
+    end_ns: Integers
+    address: Integers
+    bytes: Integers
+    faults: Integers
     cause: npt.NDArray[np.uint8]
     access: npt.NDArray[np.uint8]
     copy_kind: npt.NDArray[np.uint8]
@@ -114,34 +133,229 @@ class MigrationRecords(Columns):
         """Which records are unified-memory transfers."""
         return self.kind <= RecordKind.BETWEEN_DEVICES
 
+    def since(self, begin_ns: int) -> MigrationRecords:
+        """The same records with times counted from `begin_ns`."""
+        return replace(self, start_ns=self.start_ns - begin_ns, end_ns=self.end_ns - begin_ns)
+
+
+_COLUMNS = tuple(column.name for column in fields(MigrationRecords))
+_TYPES: dict[str, type[np.integer[Any]]] = dict.fromkeys(
+    ("kind", "cause", "access", "copy_kind"), np.uint8
+)
 
 Row = tuple[int, int, int, int, int, int, int, int, int]
-"""One record, in the order of the columns."""
+"""One record, in the order of the columns of :class:`MigrationRecords`."""
 
 
-def records_of(rows: Sequence[Row] | npt.NDArray[np.int64]) -> MigrationRecords:
-    """Columns of rows, or of a table with one column for each field."""
-    table = np.asarray(rows, np.int64).reshape(-1, 9)
-    return MigrationRecords(
-        kind=table[:, 0].astype(np.uint8),
-        start_ns=table[:, 1].copy(),
-        end_ns=table[:, 2].copy(),
-        address=table[:, 3].copy(),
-        bytes=table[:, 4].copy(),
-        faults=table[:, 5].copy(),
-        cause=table[:, 6].astype(np.uint8),
-        access=table[:, 7].astype(np.uint8),
-        copy_kind=table[:, 8].astype(np.uint8),
+def make_records(count: int, **columns: Any) -> MigrationRecords:
+    """Make records from some of their columns, or one value for all; other columns are 0.
+
+    Parameters
+    ----------
+    count
+        Number of records, N.
+    **columns : int or int[N]
+        Fields of :class:`MigrationRecords`.
+    """
+    made: list[Any] = [
+        np.broadcast_to(columns.get(name, 0), count).astype(_TYPES.get(name, np.int64))
+        for name in _COLUMNS
+    ]
+    return MigrationRecords(*made)
+
+
+def records_of(rows: Sequence[Row] | Integers) -> MigrationRecords:
+    """Records from rows, or from a table with one column for each field."""
+    table = np.asarray(rows, np.int64).reshape(-1, len(_COLUMNS))
+    return make_records(len(table), **dict(zip(_COLUMNS, table.T, strict=True)))
+
+
+def concatenate(chunks: Iterable[MigrationRecords]) -> MigrationRecords:
+    """All records of several tables by start time; equal starts keep their order."""
+    parts = [make_records(0), *chunks]
+    merged = MigrationRecords(
+        *(np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS)
+    )
+    return merged.select(np.argsort(merged.start_ns, kind="stable"))
+
+
+@dataclass(frozen=True, eq=False)
+class Shares(Columns):
+    """Parts of transfers that belong to another tensor than their record's. M shares.
+
+    A record covers up to 2 MiB of addresses, and large blocks begin and end anywhere in them.
+
+    Parameters
+    ----------
+    record : int64[M]
+        Index of the transfer, ascending.
+    bytes : int64[M]
+        Of the transfer's bytes, at least 1. The rest belongs to the record's own tensor.
+    tensor_class : int8[M]
+        :attr:`umem.TensorClass.number`, or :data:`UNKNOWN`.
+    tensor : int32[M]
+        Index of a tensor's name, or :data:`UNKNOWN`.
+    """
+
+    record: Integers
+    bytes: Integers
+    tensor_class: npt.NDArray[np.int8]
+    tensor: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+
+def no_shares() -> Shares:
+    """Shares of a recording in which each record belongs to one tensor."""
+    return Shares(
+        np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.int32)
     )
 
 
-def concatenated(chunks: Iterable[MigrationRecords]) -> MigrationRecords:
-    """All records of several, by their start; those that start together keep their order."""
-    parts = [records_of([]), *chunks]
-    everything = MigrationRecords(
-        *(
-            np.concatenate([getattr(part, column.name) for part in parts])
-            for column in fields(MigrationRecords)
+@dataclass(frozen=True, eq=False)
+class TensorParts(Columns):
+    """Records split by tensor: each record's own part, then its :class:`Shares`. P parts.
+
+    Parameters
+    ----------
+    record : int64[P]
+        Index of the record.
+    is_own : bool[P]
+        Whether the part belongs to the record's own tensor.
+    bytes : int64[P]
+    time_ns : int64[P]
+        Of the record's time, in proportion to bytes.
+    tensor_class : int8[P]
+        :attr:`umem.TensorClass.number`, or :data:`UNKNOWN`.
+    tensor : int32[P]
+        Index of a name, or :data:`UNKNOWN`.
+    """
+
+    record: Integers
+    is_own: npt.NDArray[np.bool_]
+    bytes: Integers
+    time_ns: Integers
+    tensor_class: npt.NDArray[np.int8]
+    tensor: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Residency:
+    """Bytes on the device over a run. K samples.
+
+    They come from the executor's accounts, which count a tensor as arrived when its move has been
+    requested. The host runs ahead of the device, so the device reaches the same state a little
+    later.
+
+    Parameters
+    ----------
+    time_ns : int64[K]
+        Ascending, since the start of the recording, on the host's clock.
+    resident_bytes : int64[K, 6]
+        By class number, from this sample until the next one.
+    """
+
+    time_ns: Integers
+    resident_bytes: Integers
+
+    def peak_bytes(self) -> dict[TensorClass, int]:
+        """The peak of each class; classes that never were on the device are left out."""
+        peak = self.resident_bytes.max(axis=0, initial=0)
+        return {it: int(peak[it.number]) for it in TensorClass if peak[it.number]}
+
+    def total_peak_bytes(self) -> int:
+        """The peak of all classes together."""
+        return int(self.resident_bytes.sum(axis=1).max(initial=0))
+
+
+@dataclass(frozen=True)
+class NamedRange:
+    """A part of the run that its script has named."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A recorded run. N records, S steps. All times are nanoseconds since its start.
+
+    Parameters
+    ----------
+    workload, hardware, policy : str
+        Names of what ran.
+    source : Source
+    duration_ns : int
+    records : MigrationRecords
+        By start.
+    tensor_class : int8[N]
+        :attr:`umem.TensorClass.number` of what a record touched, or :data:`UNKNOWN`.
+    tensor : int32[N]
+        Index into `tensor_names`, or :data:`UNKNOWN`.
+    tensor_names : tuple of str
+    step_start_ns, step_end_ns : int64[S]
+        Of the marked steps, which follow each other.
+    phases : tuple of NamedRange
+        Phases that the script has marked.
+    dropped : int
+        Records that were lost.
+    notes : tuple of str
+        What a reader should know before trusting the figures.
+    ideal_s : float or None
+        Time of a step with everything resident, if known.
+    hints : tuple of HintReport or None
+        Of each step, or of the whole recording where no step is marked; None for a step without a
+        hint engine. Empty if there was no engine at all.
+    residency : Residency or None
+        None if no executor kept accounts.
+    shares : Shares
+        Parts of transfers that belong to other tensors than `tensor_class` and `tensor` say.
+    """
+
+    workload: str
+    hardware: str
+    policy: str
+    source: Source
+    duration_ns: int
+    records: MigrationRecords
+    tensor_class: npt.NDArray[np.int8]
+    tensor: npt.NDArray[np.int32]
+    tensor_names: tuple[str, ...]
+    step_start_ns: Integers
+    step_end_ns: Integers
+    phases: tuple[NamedRange, ...]
+    dropped: int
+    notes: tuple[str, ...]
+    ideal_s: float | None = None
+    hints: tuple[HintReport | None, ...] = ()
+    residency: Residency | None = None
+    shares: Shares = field(default_factory=no_shares)
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether memory operations were recorded."""
+        return self.source in ("driver", "driver_only", "cupti", "nsys")
+
+    @property
+    def step_count(self) -> int:
+        """Number of marked steps."""
+        return len(self.step_start_ns)
+
+    def parts(self) -> TensorParts:
+        """The records split by tensor; bytes and times add up to those of the records."""
+        records, shares = self.records, self.shares
+        own_bytes, own_ns = records.bytes.copy(), records.end_ns - records.start_ns
+        share_of_time = shares.bytes / records.bytes[shares.record]
+        share_ns = (own_ns[shares.record] * share_of_time).astype(np.int64)
+        np.subtract.at(own_bytes, shares.record, shares.bytes)
+        np.subtract.at(own_ns, shares.record, share_ns)
+        return TensorParts(
+            np.concatenate([np.arange(len(records)), shares.record]),
+            np.arange(len(records) + len(shares)) < len(records),
+            np.concatenate([own_bytes, shares.bytes]),
+            np.concatenate([own_ns, share_ns]),
+            np.concatenate([self.tensor_class, shares.tensor_class]),
+            np.concatenate([self.tensor, shares.tensor]),
         )
-    )
-    return everything.taken(np.argsort(everything.start_ns, kind="stable"))

@@ -9,7 +9,7 @@ import numpy as np
 
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
-from umem.telemetry.figures import GREY, NOTE_POINTS, TEXT_POINTS, new_figure, style
+from umem.telemetry.figures import GREY, new_figure, styled
 from umem_bench.train.cells import METHOD_WORDS, batches
 from umem_bench.train.figures import fits, shown_of, stock_of, tokens_per_s
 from umem_bench.train.results import (
@@ -51,6 +51,7 @@ _UNFIT_ALPHA = 0.35
 _NOTE_CHARACTERS = 68
 
 
+@styled
 def training_figure(run: TrainingRun) -> Figure:
     """Draw tokens per second in groups by budget, one panel for each workload and method.
 
@@ -89,19 +90,19 @@ def training_figure(run: TrainingRun) -> Figure:
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     for axes in grid[::columns]:
-        axes.set_ylabel("tokens/s", fontsize=TEXT_POINTS)
+        axes.set_ylabel("tokens/s", fontsize=9)
     machine = run.machine
     figure.suptitle(
         f"{machine.gpu or machine.cpu}, torch {machine.torch}",
         x=0.01,
         ha="left",
-        fontsize=TEXT_POINTS,
+        fontsize=9,
         color=GREY,
     )
     figure.legend(
         handles=_legend(run, shown),
         loc="outside right center",
-        fontsize=NOTE_POINTS,
+        fontsize=8,
         frameon=False,
     )
     return figure
@@ -115,7 +116,6 @@ def _panel(
     entries: list[Outcome],
     shown: list[Variant],
 ) -> None:
-    style(axes)
     budgets = workload.budgets_percent
     width = _GROUP_WIDTH / len(shown)
     for group, percent in enumerate(budgets):
@@ -133,7 +133,7 @@ def _panel(
                     rotation=90,
                     ha="center",
                     va="bottom",
-                    fontsize=NOTE_POINTS,
+                    fontsize=8,
                     color=_COLOURS[outcome.variant],
                 )
                 continue
@@ -158,13 +158,13 @@ def _panel(
                 f"{label}\n{format_bytes(int(percent / 100 * whole_bytes))}"
                 for label, percent in zip(labels, budgets, strict=True)
             ]
-    axes.set_xticks(np.arange(len(budgets)), labels, fontsize=NOTE_POINTS)
+    axes.set_xticks(np.arange(len(budgets)), labels, fontsize=8)
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel(
         f"device budget, of the working set{_reasons(entries)}",
-        fontsize=NOTE_POINTS,
+        fontsize=8,
     )
-    axes.set_title(f"{METHOD_WORDS[method]}\n{batches(workload.model)}", fontsize=TEXT_POINTS)
+    axes.set_title(f"{METHOD_WORDS[method]}\n{batches(workload.model)}", fontsize=9)
 
 
 def _reasons(entries: list[Outcome]) -> str:

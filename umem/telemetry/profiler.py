@@ -1,28 +1,30 @@
-"""Marks of a run: where its steps and named phases begin and end, for reports and profilers."""
+"""`umem.profile`: records what migrates while a run goes on."""
 
 from __future__ import annotations
 
-import importlib
+import logging
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.report import MeasuredReport
 from umem.core.units import format_bytes
-from umem.telemetry.aggregate import report_of, step_reports
-from umem.telemetry.attribution import (
-    Snapshot,
-    attribute,
+from umem.telemetry.attribution import Snapshot, attribute, snapshot_of
+from umem.telemetry.cupti import torch_profiles
+from umem.telemetry.file import save_recording
+from umem.telemetry.live import (
+    HintLog,
+    LiveCollector,
+    ResidencySampler,
     current_residency,
     current_statistics,
     device_name,
@@ -30,16 +32,10 @@ from umem.telemetry.attribution import (
     live_blocks,
     name_numbers,
     policy_name,
-    snapshot_of,
 )
-from umem.telemetry.cupti import torch_profiles
-from umem.telemetry.file import save_recording
-from umem.telemetry.hints import HintLog
-from umem.telemetry.live import LiveCollector
-from umem.telemetry.nsys import PHASE_PREFIX, STEP_PREFIX
-from umem.telemetry.recording import NamedRange, Recording
-from umem.telemetry.records import MigrationRecords, RecordKind, records_of
-from umem.telemetry.residency import ResidencySampler
+from umem.telemetry.phases import Marks, nvtx_phases, watched_phases
+from umem.telemetry.records import MigrationRecords, Recording, RecordKind, make_records
+from umem.telemetry.reports import report_of, step_reports
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,167 +44,13 @@ if TYPE_CHECKING:
     from umem.core.classes import TensorClass
     from umem.core.report import Source
     from umem.runtime.hints import HintStatistics
+    from umem.runtime.inspection import LiveTensor
 
-__all__ = [
-    "Collector",
-    "Marks",
-    "PhaseRanges",
-    "Profile",
-    "nvtx_phases",
-    "profile",
-    "watched_phases",
-]
+__all__ = ["Collector", "Profile", "profile"]
 
+_LOG = logging.getLogger("umem")
 
-class Marks:
-    """Steps, which follow each other, and phases, by whatever clock they are given.
-
-    Where NVIDIA's package ``nvtx`` is installed, both are NVTX ranges too, which any profiler
-    shows.
-    """
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []
-        self.phases: list[NamedRange] = []
-        self._step_begin_ns = 0
-        self._nvtx = _nvtx()
-        self._step_range: Any = None
-
-    def open_step(self, now_ns: int) -> None:
-        """The next step begins."""
-        self._step_begin_ns = now_ns
-        if self._nvtx:
-            message = f"{STEP_PREFIX}{len(self.steps)}"
-            self._step_range = self._nvtx.start_range(message=message)
-
-    def end_step(self, now_ns: int) -> None:
-        """The step is over."""
-        self.steps.append((self._step_begin_ns, now_ns))
-        self.abandon_step()
-
-    def abandon_step(self) -> None:
-        """What has begun is not a whole step."""
-        if self._nvtx and self._step_range is not None:
-            self._nvtx.end_range(self._step_range)
-            self._step_range = None
-
-    @contextmanager
-    def phase(self, name: str, now_ns: Callable[[], int]) -> Iterator[None]:
-        """A phase that lasts as long as the ``with`` block."""
-        begin_ns = now_ns()
-        opened = self._nvtx.start_range(message=PHASE_PREFIX + name) if self._nvtx else None
-        try:
-            yield
-        finally:
-            if self._nvtx:
-                self._nvtx.end_range(opened)
-            self.phases.append(NamedRange(name, begin_ns, now_ns()))
-
-    def columns_since(self, begin_ns: int) -> dict[str, Any]:
-        """The fields of a recording that began at a moment."""
-        starts, ends = zip(*self.steps, strict=True) if self.steps else ((), ())
-        return {
-            "step_start_ns": np.array(starts, np.int64) - begin_ns,
-            "step_end_ns": np.array(ends, np.int64) - begin_ns,
-            "phases": tuple(
-                NamedRange(it.name, it.start_ns - begin_ns, it.end_ns - begin_ns)
-                for it in self.phases
-            ),
-        }
-
-
-def _nvtx() -> ModuleType | None:
-    with suppress(ImportError):
-        return importlib.import_module("nvtx")
-    return None
-
-
-# Phases of a step while they run: named for profilers, and told to an open profile.
-
-_VARIABLE = "UMEM_NVTX"
-
-_lock = threading.Lock()
-_switches = 0
-_watchers: tuple[Callable[[], None], ...] = ()
-
-
-class PhaseRanges:
-    """NVTX ranges of the phases that follow each other in a step.
-
-    Whoever runs the step calls :meth:`begin` where a phase begins, in the thread that runs it. The
-    ranges are pushed and popped in that thread, as NVTX wants it: a phase that another thread began
-    stays open there until that thread comes to its next phase, or ends.
-
-    Ranges are made inside of :func:`nvtx_phases`, and always where the environment variable
-    ``UMEM_NVTX`` is ``1`` when the object is made. Otherwise calls cost well below a microsecond.
-    """
-
-    def __init__(self) -> None:
-        self._always = os.environ.get(_VARIABLE) == "1"
-        self._thread = threading.local()
-
-    def begin(self, label: str) -> None:
-        """Say that a phase begins, which ends the one before it in this thread."""
-        for watch in _watchers:
-            watch()
-        self.end()
-        if _switches or self._always:
-            nvtx = _torch_nvtx()
-            if nvtx is not None:
-                nvtx.range_push(PHASE_PREFIX + label)
-                self._thread.open = True
-
-    def end(self) -> None:
-        """Say that the phase which this thread began is over. Does nothing where none is open."""
-        if getattr(self._thread, "open", False):
-            self._thread.open = False
-            nvtx = _torch_nvtx()
-            if nvtx is not None:
-                nvtx.range_pop()
-
-
-@contextmanager
-def nvtx_phases() -> Iterator[None]:
-    """Make NVTX ranges of the phases of every step that runs in the ``with`` block.
-
-    They show in Nsight Systems, and ``umem report`` finds them in its exports. A torch without CUDA
-    makes none.
-
-    Examples
-    --------
-    >>> with nvtx_phases():
-    ...     pass  # training steps
-    """
-    global _switches
-    with _lock:
-        _switches += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _switches -= 1
-
-
-@contextmanager
-def watched_phases(watch: Callable[[], None]) -> Iterator[None]:
-    """Call a function wherever a phase begins, in the thread that runs it."""
-    global _watchers
-    with _lock:
-        _watchers = (*_watchers, watch)
-    try:
-        yield
-    finally:
-        with _lock:
-            _watchers = tuple(it for it in _watchers if it is not watch)
-
-
-def _torch_nvtx() -> ModuleType | None:
-    import torch
-
-    return torch.cuda.nvtx if torch.version.cuda is not None else None
-
-
-# A run being recorded: its marks, and whoever is asked what moved between them.
+_T = TypeVar("_T")
 
 
 class Collector(Protocol):
@@ -216,21 +58,21 @@ class Collector(Protocol):
 
     @property
     def source(self) -> Source:
-        """Who is asked."""
+        """What the records come from."""
 
     def start(self) -> None:
         """Begin to record."""
 
     def now_ns(self) -> int:
-        """The time by the clock of the records, ns."""
+        """The time on the clock of the records, ns."""
 
     def stop(self) -> tuple[MigrationRecords, int]:
         """End, and return the records with the count of those that were lost."""
 
 
 @runtime_checkable
-class _KnowsLosses(Collector, Protocol):
-    """A collector that may lose records, and says so."""
+class _ReportsLosses(Collector, Protocol):
+    """A collector that may lose records, and reports it."""
 
     def late(self) -> int: ...
     def notes(self) -> tuple[str, ...]: ...
@@ -239,8 +81,12 @@ class _KnowsLosses(Collector, Protocol):
 class Profile:
     """A run being recorded; made by :func:`umem.profile`.
 
-    Blocks are looked up at the marks of steps, at the end of named phases and when an optimizer's
-    step begins: what is born and dies in between is not attributed.
+    Live blocks are listed at the marks of steps, at the end of named phases and when an optimizer's
+    step begins: blocks that are allocated and freed in between are not attributed.
+
+    After the recording has begun, no failure of what it observes ends the training: hint
+    statistics, residency or live blocks that fail once are logged, noted in the report, and no
+    longer asked for.
     """
 
     def __init__(
@@ -254,6 +100,7 @@ class Profile:
         synchronize: bool = True,
         hints: Callable[[], HintStatistics | None] = current_statistics,
         residency: Callable[[], Mapping[TensorClass, int] | None] = current_residency,
+        blocks: Callable[[], Sequence[LiveTensor] | None] = live_blocks,
         ideal_s: float | None = None,
         nvtx: bool = False,
     ) -> None:
@@ -265,20 +112,25 @@ class Profile:
         self._waits = synchronize
         self._now: Callable[[], int] = collector.now_ns
         self._notes: list[str] = []
+        self._failed: set[str] = set()
         self._names: dict[str, int] = {}
         self._optimizers: list[Optimizer] = []
+        self._list_blocks = blocks
+        self._find_snapshot = self._guarded("live blocks", self._snapshot)
         self._snapshots: list[Snapshot] = []
         self._marks = Marks()
         self._ask_hints = hints
-        self._hints = HintLog(hints)
+        self._hints = HintLog(self._guarded("hint statistics", hints))
         self._residency = ResidencySampler(residency)
+        self._sample_residency = self._guarded("residency", self._take_residency)
         self._ideal_s = ideal_s
         self._wants_nvtx = nvtx
         self._hardware = ""
         self._begin_ns = 0
-        self._entered = False
+        self._is_entered = False
+        self._has_begun = False
         self._running = False
-        self._is_robbed = False
+        self._saw_torch_profiler = False
         self._recording: Recording | None = None
         self._installed = ExitStack()
 
@@ -288,30 +140,30 @@ class Profile:
         Raises
         ------
         UnsupportedError
-            If nobody can say here what moves, unless that was not required.
+            If nothing here can record what moves, unless that was not required.
         """
-        if self._entered:
+        if self._is_entered:
             raise UmemError("a profile records once: call umem.profile() again")
-        self._entered = True
+        self._is_entered = True
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._start_collector()
         try:
             hook = register_optimizer_step_pre_hook(self._before_optimizer)
             self._installed.callback(hook.remove)
-            self._installed.enter_context(watched_phases(self._sample))
+            self._installed.enter_context(watched_phases(self._sample_residency))
             if self._wants_nvtx:
                 self._installed.enter_context(nvtx_phases())
             self._wait()
-            # Now, because a device that has failed in the block does not tell its name.
+            # Now, because a device that fails in the block does not give its name.
             self._hardware = device_name()
             self._begin_ns = self._now()
-            self._look()
+            self._take_snapshot()
             self._hints.mark()
-            self._marks.open_step(self._now())
-            self._running = True
+            self._marks.begin_step(self._now())
+            self._running = self._has_begun = True
         except BaseException:
-            # Nobody calls __exit__ for us, and CUPTI would stay taken.
+            # __exit__ is not called, and CUPTI would stay in use.
             self._installed.close()
             self._stop_collector()
             raise
@@ -336,7 +188,7 @@ class Profile:
 
     @property
     def running(self) -> bool:
-        """Whether the run is being recorded: not before the block, and not after its last step."""
+        """Whether the run is being recorded: in the block, until its last step."""
         return self._running
 
     @property
@@ -352,7 +204,7 @@ class Profile:
             raise UmemError(
                 "the profile has no results yet: leave its `with` block, or mark all its steps"
             )
-        late = self._collector.late() if isinstance(self._collector, _KnowsLosses) else 0
+        late = self._collector.late() if isinstance(self._collector, _ReportsLosses) else 0
         if not late:
             return self._recording
         return replace(
@@ -360,8 +212,8 @@ class Profile:
             dropped=self._recording.dropped + late,
             notes=(
                 *self._recording.notes,
-                f"{late} records came after the end of the recording, so that the figures are too "
-                "low: record fewer steps",
+                f"{late} records came after the end of the recording, so the figures are too low: "
+                "record fewer steps",
             ),
         )
 
@@ -372,28 +224,28 @@ class Profile:
         self._wait()
         self._marks.end_step(self._now())
         self._hints.mark()
-        self._look_for_torch(len(self._marks.steps) - 1)
+        self._note_torch_profiler(len(self._marks.steps) - 1)
         if self._steps is not None and len(self._marks.steps) >= self._steps:
             self._finish()
             return
-        self._look()
-        self._marks.open_step(self._now())
+        self._take_snapshot()
+        self._marks.begin_step(self._now())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name a part of a step, by the time of the host: it does not wait for the device.
+        """Name a part of a step, by the host's time: it does not wait for the device.
 
-        The blocks that are alive when it ends are looked up: around the forward pass, it tells
-        whose activations move.
+        The blocks that are live at its end are listed: around the forward pass, this attributes
+        activations.
         """
         if not self._running:
             yield
             return
-        self._sample()
+        self._sample_residency()
         with self._marks.phase(name, self._now):
             yield
         if self._running:
-            self._look()
+            self._take_snapshot()
 
     def report(self) -> MeasuredReport:
         """The typical step: the marked one whose time is the median.
@@ -430,7 +282,7 @@ class Profile:
         """
         save_recording(self.recording, path)
 
-    # ------------------------------------------------------------------ how it goes
+    # ------------------------------------------------------------------ begin and end
 
     def _start_collector(self) -> None:
         import torch
@@ -448,24 +300,24 @@ class Profile:
             self._now = time.monotonic_ns
 
     def _finish(self) -> RuntimeError | None:
-        """End, and return what the device said if it has failed."""
+        """End, and return the device's error if it has failed."""
         self._running = False
         self._installed.close()
-        self._look_for_torch(len(self._marks.steps))
+        self._note_torch_profiler(len(self._marks.steps))
         failure = None
         try:
             self._wait()
         except RuntimeError as error:
             failure = error
             self._notes.append(
-                f"the device has failed ({error}), so that what moved last may be missing"
+                f"the device has failed ({error}), so the last transfers may be missing"
             )
         try:
             end_ns = self._now()
         finally:
-            # Whatever has failed: CUPTI would stay taken.
+            # In any case: CUPTI would stay in use.
             records, dropped = self._stop_collector()
-        self._look()
+        self._take_snapshot()
         self._marks.abandon_step()
         if not self._marks.steps:
             self._hints.mark()
@@ -473,31 +325,26 @@ class Profile:
         source: Source = "hints" if hints else "none"
         if self._collector is not None:
             source = self._collector.source
-        records, strange = _within(records, self._begin_ns, end_ns)
-        if strange and source == "cupti":
-            self._notes.append(strange)
+        records, outside = _within(records, self._begin_ns, end_ns)
+        if outside and source == "cupti":
+            self._notes.append(outside)
         tensor_class, tensor, shares = attribute(records, self._snapshots)
-        begin_ns = self._begin_ns
         self._recording = Recording(
             workload=self._name,
             hardware=self._hardware,
             policy=policy_name(),
             source=source,
-            duration_ns=end_ns - begin_ns,
-            records=replace(
-                records,
-                start_ns=records.start_ns - begin_ns,
-                end_ns=records.end_ns - begin_ns,
-            ),
+            duration_ns=end_ns - self._begin_ns,
+            records=records.since(self._begin_ns),
             tensor_class=tensor_class,
             tensor=tensor,
             tensor_names=tuple(self._names),
-            **self._marks.columns_since(begin_ns),
+            **self._marks.columns_since(self._begin_ns),
             dropped=dropped,
             notes=tuple(self._all_notes(source, dropped)),
             ideal_s=ideal_step_s() if self._ideal_s is None else self._ideal_s,
             hints=hints,
-            residency=self._residency.series(begin_ns),
+            residency=self._residency.series(self._begin_ns),
             shares=shares,
         )
         return failure
@@ -507,57 +354,84 @@ class Profile:
             try:
                 return self._collector.stop()
             except UnsupportedError as error:
-                # The steps are done, and whoever trains has more to lose than figures.
+                # The steps are done, and a training is worth more than its figures.
                 self._notes.append(f"memory operations were lost: {error}")
                 self._collector = None
-        return records_of([]), 0
+        return make_records(0), 0
 
     def _all_notes(self, source: Source, dropped: int) -> list[str]:
         notes = list(self._notes)
-        if isinstance(self._collector, _KnowsLosses):
+        if isinstance(self._collector, _ReportsLosses):
             notes += self._collector.notes()
         if source == "hints":
             notes.append(
-                "what moved is the hint engine's own count: pages that faulted are not in it, and "
-                "pages that were there already are"
+                "what moved is the hint engine's own count: it lacks pages that faulted, and "
+                "includes pages that were there already"
             )
         notes += self._hints.notes()
         if not self._marks.steps:
             notes.append("no step was marked: the figures are of the whole recording")
-        if self._collector is not None and not self._snapshots:
+        if self._collector is not None and not self._snapshots and not self._failed:
             notes.append("umem is not enabled: all traffic is of class other")
         if dropped:
             notes.append(
-                f"{dropped} records were lost, so that the figures are too low: record fewer steps"
+                f"{dropped} records were lost, so the figures are too low: record fewer steps"
             )
         return notes
 
+    # ------------------------------------------------------------------ while it goes on
+
+    def _guarded(self, what: str, ask: Callable[[], _T | None]) -> Callable[[], _T | None]:
+        """A function that returns None once `ask` has failed after the recording has begun."""
+
+        def guarded() -> _T | None:
+            if what in self._failed:
+                return None
+            try:
+                return ask()
+            except Exception as error:
+                if not self._has_begun:
+                    raise
+                self._failed.add(what)
+                self._notes.append(f"{what} could not be read ({error!r}), and are left out")
+                _LOG.warning("umem: the profile leaves out %s", what, exc_info=True)
+                return None
+
+        return guarded
+
     def _before_optimizer(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        # Gradients are alive now, and by the end of the step they may not be.
+        # Gradients are live now, and at the end of the step they may not be.
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
-        self._look()
+        self._take_snapshot()
 
-    def _look(self) -> None:
-        blocks = live_blocks()
-        if blocks is not None:
-            time_ns = self._now()
-            numbers = name_numbers(self._model, self._optimizers, self._names)
-            self._snapshots.append(snapshot_of(blocks, time_ns, numbers))
-        self._sample()
+    def _take_snapshot(self) -> None:
+        snapshot = self._find_snapshot()
+        if snapshot is not None:
+            self._snapshots.append(snapshot)
+        self._sample_residency()
 
-    def _look_for_torch(self, step: int) -> None:
-        if self._collector is not None and not self._is_robbed and torch_profiles():
-            self._is_robbed = True
-            of_what = "figures" if self._collector.source == "cupti" else "copies and memory sets"
-            self._notes.append(
-                f"the {of_what} are not whole: torch.profiler began inside of the recording, and "
-                f"CUPTI serves one profiler: what it recorded from step {step} on may be "
-                "missing. Begin umem.profile() outside of torch.profiler, or leave that out"
-            )
+    def _snapshot(self) -> Snapshot | None:
+        blocks = self._list_blocks()
+        if blocks is None:
+            return None
+        time_ns = self._now()
+        numbers = name_numbers(self._model, self._optimizers, self._names)
+        return snapshot_of(blocks, time_ns, numbers)
 
-    def _sample(self) -> None:
+    def _take_residency(self) -> None:
         self._residency.take(self._now)
+
+    def _note_torch_profiler(self, step: int) -> None:
+        if self._collector is None or self._saw_torch_profiler or not torch_profiles():
+            return
+        self._saw_torch_profiler = True
+        what = "figures" if self._collector.source == "cupti" else "copies and memory sets"
+        self._notes.append(
+            f"the {what} are incomplete: torch.profiler began inside of the recording, and CUPTI "
+            f"serves one profiler: records from step {step} on may be missing. Use umem.profile() "
+            "outside of torch.profiler, or leave torch.profiler out"
+        )
 
     def _wait(self) -> None:
         import torch
@@ -569,25 +443,21 @@ class Profile:
 def _within(records: MigrationRecords, begin_ns: int, end_ns: int) -> tuple[MigrationRecords, str]:
     """Records that start in a recording, and a note of migrations and faults that do not.
 
-    Those of CUPTI are what an earlier recording of the process has left there; those of the driver
-    are of what was at work in other threads before the first mark and after the last. What is said
-    to have taken longer than the recording has no length.
+    CUPTI's may be left over from an earlier recording of the process; the driver's are of work in
+    other threads before the first mark and after the last. A record that seems to be longer than
+    the recording gets no length.
     """
     inside = (records.start_ns >= begin_ns) & (records.start_ns <= end_ns)
-    of_memory = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
-    strange = ~inside & ~of_memory
-    kept = records.taken(inside)
+    outside = ~inside & ~np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
+    kept = records.select(inside)
     is_possible = kept.end_ns - kept.start_ns <= end_ns - begin_ns
     kept = replace(kept, end_ns=np.where(is_possible, kept.end_ns, kept.start_ns))
-    if not strange.any():
+    if not outside.any():
         return kept, ""
     return kept, (
-        f"{int(strange.sum())} records ({format_bytes(int(records.bytes[strange].sum()))}) that "
-        "CUPTI handed over start outside of the recording, and are left out"
+        f"{int(outside.sum())} records ({format_bytes(int(records.bytes[outside].sum()))}) from "
+        "CUPTI start outside of the recording, and are left out"
     )
-
-
-# `umem.profile`: what migration costs the steps of a real run.
 
 
 def profile(
@@ -607,25 +477,25 @@ def profile(
     Parameters
     ----------
     steps
-        Stop recording after so many calls of :meth:`Profile.step`; the block may go on.
+        Stop recording after this many calls of :meth:`Profile.step`; the block may go on.
     model
         Its parameters, their gradients and their optimizer state are reported by name.
     name
-        Of the workload; the script's name when none is given.
+        Of the workload; by default the script's name.
     required
-        Whether it is an error that nobody can say here what moves: the driver's event queue cannot
-        be had, CUPTI is missing or in another profiler's hands, and no hint engine is at work. If
-        not, steps are timed and the report says what is missing. With a hint engine its own counts
-        stand in, and the report says so too.
+        Whether it is an error if nothing here can record what moves: the driver's event queue is
+        not available, CUPTI is missing or used by another profiler, and there is no hint engine.
+        If not required, steps are timed and the report says what is missing. With a hint engine,
+        its own counts are used instead, and the report says so too.
     synchronize
         Wait for the device at the marks of steps, so that a step's work counts with that step.
         Without it a step ends when the host is done with it.
     hints
-        Asked for the statistics of the hint engine at the marks of steps, such as
-        :meth:`HintEngine.statistics`. By default that of umem's executor, if it runs.
+        Returns the statistics of the hint engine at the marks of steps, such as
+        :meth:`HintEngine.statistics`. By default those of umem's executor, if it runs.
     residency
-        Asked for the bytes on the device by class, at the marks of steps and phases. By default the
-        executor's books, if it runs.
+        Returns the bytes on the device by class, at the marks of steps and phases. By default the
+        executor's accounts, if it runs.
     ideal_s
         Time of a step with everything resident, from which the exposed stall follows. By default
         that of the step that the executor has recorded, if it runs.

@@ -1,0 +1,426 @@
+"""Recordings as one page of HTML, and as timelines for Perfetto and Chrome."""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError, UnsupportedError
+from umem.core.report import HintReport, MeasuredReport, Source
+from umem.core.units import format_bytes
+from umem.io.files import compress, replace_file
+from umem.telemetry.figures import classes_figure, residency_over_run_figure, transfers_figure
+from umem.telemetry.records import CAUSE_OF_NUMBER, UNKNOWN, Integers, Recording, RecordKind
+from umem.telemetry.reports import (
+    HINT_COUNTS,
+    hint_row,
+    report_of,
+    step_reports,
+    tensor_traffic,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["figures_of_recording", "lanes", "write_html", "write_perfetto"]
+
+
+def _write(path: str | os.PathLike[str], content: bytes) -> None:
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise UmemError(
+            f"{path}: cannot be written ({error.strerror}): choose another place"
+        ) from None
+
+
+# ---------------------------------------------------------------------------------- HTML page
+
+_SOURCE_WORDS: dict[Source, str] = {
+    "driver": "recorded by the driver, copies and memory sets by CUPTI",
+    "driver_only": "recorded by the driver, copies and memory sets not recorded",
+    "cupti": "recorded by CUPTI",
+    "nsys": "recorded by Nsight Systems",
+    "hints": "memory operations not recorded, hints as the hint engine counts them",
+    "none": "memory operations not recorded",
+}
+_MOST_ROWS = 200
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A part of a section: a table whose last columns are numbers, words, a picture."""
+
+    title: str = ""
+    heading: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+    numbers: int = 0
+    words: str = ""
+    image: str = ""
+    alt: str = ""
+
+
+def write_html(recordings: Sequence[Recording], path: str | os.PathLike[str]) -> None:
+    """Write a page on recordings, with pictures where matplotlib is installed.
+
+    The page loads nothing from the network, and runs no script.
+
+    Parameters
+    ----------
+    recordings
+        In the order of the page.
+    path
+        Such as ``run.html``. Replaced in one piece.
+
+    Raises
+    ------
+    UmemError
+        If the file cannot be written.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    templates = Environment(
+        loader=PackageLoader("umem.telemetry", ""), autoescape=True, trim_blocks=True
+    )
+    sections = [
+        {
+            "title": recording.workload,
+            "subtitle": f"{recording.hardware}, policy {recording.policy}, "
+            f"{_SOURCE_WORDS[recording.source]}",
+            "notes": recording.notes,
+            "blocks": list(_blocks(recording, report_of(recording))),
+        }
+        for recording in recordings
+    ]
+    page = templates.get_template("page.html.j2").render(sections=sections)
+    _write(path, page.encode("utf-8", "replace"))
+
+
+def _blocks(recording: Recording, report: MeasuredReport) -> Iterator[_Block]:
+    yield _Block(heading=("", "in a step"), rows=_summary(report), numbers=1)
+    if report.source != "none":
+        yield _moved(report)
+    if report.hints is not None:
+        yield _hints(report.hints)
+    yield from _pictures(recording, report)
+    if report.source != "none":
+        yield _tensors(recording)
+        yield _steps(recording)
+
+
+def _summary(report: MeasuredReport) -> list[tuple[str, ...]]:
+    what = "median step" if report.step_count > 1 else "step" if report.step_count else "recording"
+    rows: list[tuple[str, ...]] = [
+        (f"{what}, ms", f"{report.step_s * 1e3:,.3f}"),
+        ("steps", f"{report.step_count:,}"),
+    ]
+    if report.ideal_s is not None:
+        rows.append(("all resident, ms", f"{report.ideal_s * 1e3:,.3f}"))
+    if report.exposed_stall_s is not None:
+        rows.append(("exposed stall, ms", f"{report.exposed_stall_s * 1e3:,.3f}"))
+    if report.exposed_stall_share is not None:
+        rows.append(("exposed stall, % of the step", _percent(report.exposed_stall_share)))
+    if report.source == "none":
+        return rows
+    if not report.collected:
+        return [
+            *rows,
+            ("moved to the device by hints", format_bytes(report.moved_bytes("to_device"))),
+            ("moved to the host by hints", format_bytes(report.moved_bytes("to_host"))),
+        ]
+    if report.has_copies:
+        rows += [
+            ("unified memory, % of the time of memory operations", _percent(report.um_time_share)),
+            ("the same by count, %", _percent(report.um_ops_share)),
+            ("the same by bytes, %", _percent(report.um_bytes_share)),
+        ]
+    return [
+        *rows,
+        ("moved to the device", format_bytes(report.moved_bytes("to_device"))),
+        ("moved to the host", format_bytes(report.moved_bytes("to_host"))),
+        ("moved between devices", format_bytes(report.moved_bytes("between_devices"))),
+        ("of unknown tensors", format_bytes(report.unattributed_bytes)),
+        ("batches of faults on the device", f"{report.fault_batches:,}"),
+        ("faults on the device", f"{report.gpu_faults:,}"),
+        ("faults on the host", f"{report.cpu_faults:,}"),
+        ("copies and memory sets", f"{report.memory_ops_count:,}"),
+        ("bytes copied and set", format_bytes(report.memory_ops_bytes)),
+    ]
+
+
+def _moved(report: MeasuredReport) -> _Block:
+    rows = [
+        (
+            entry.direction.replace("_", " "),
+            entry.cause,
+            entry.tensor_class.value,
+            format_bytes(entry.bytes),
+            f"{entry.count:,}",
+            f"{entry.seconds * 1e3:,.3f}",
+        )
+        for entry in report.traffic
+    ]
+    transfers = "transfers" if report.collected else "calls"
+    heading = ("direction", "cause", "class", "moved", transfers, "time, ms")
+    return _Block("What moved", heading, rows, 3, "" if rows else "Nothing.")
+
+
+def _hints(hints: HintReport) -> _Block:
+    rows = [
+        (
+            use.op.replace("_", " "),
+            use.tensor_class.value,
+            *(f"{getattr(use, name):,}" for name in HINT_COUNTS),
+            format_bytes(use.moved_bytes),
+            f"{use.late_s * 1e3:,.3f}",
+        )
+        for use in hints.uses
+    ]
+    heading = ("operation", "class", *HINT_COUNTS, "moved", "late by, ms")
+    words = (
+        f"{hints.refused:,} requests refused, {hints.failures:,} driver calls failed, "
+        f"{format_bytes(hints.over_budget_bytes)} over the budget"
+    )
+    return _Block("Hints", heading, rows, len(HINT_COUNTS) + 2, words)
+
+
+def _tensors(recording: Recording) -> _Block:
+    rows = [
+        (it.name, it.tensor_class.value, format_bytes(it.bytes), f"{it.count:,}")
+        for it in tensor_traffic(recording)[:_MOST_ROWS]
+    ]
+    title = "Tensors that moved most, over all steps" if rows else ""
+    return _Block(title, ("tensor", "class", "moved", "transfers"), rows, 2)
+
+
+def _steps(recording: Recording) -> _Block:
+    if not recording.step_count:
+        return _Block()
+    rows = [
+        (
+            str(number),
+            f"{step.step_s * 1e3:,.3f}",
+            format_bytes(step.moved_bytes("to_device")),
+            format_bytes(step.moved_bytes("to_host")),
+            _percent(step.um_time_share) if step.has_copies else "",
+            f"{step.fault_batches:,}" if step.collected else "",
+            str(sum(use.late for use in step.hints.uses)) if step.hints else "",
+        )
+        for number, step in enumerate(step_reports(recording)[:_MOST_ROWS])
+    ]
+    heading = ("step", "ms", "to device", "to host", "UM, % of time", "fault batches", "hints late")
+    return _Block("Steps", heading, rows, 6)
+
+
+def figures_of_recording(
+    recording: Recording, report: MeasuredReport
+) -> dict[str, tuple[str, Callable[[], Figure]]]:
+    """The pictures for which a recording has data.
+
+    Parameters
+    ----------
+    recording, report
+        A recording, and its typical step.
+
+    Returns
+    -------
+    dict
+        By short name: what the picture shows, and the function that draws it.
+    """
+    figures: dict[str, tuple[str, Callable[[], Figure]]] = {}
+    if recording.residency is not None:
+        draw = partial(residency_over_run_figure, recording)
+        figures["residency"] = ("Bytes on the device over the recording", draw)
+    if recording.records.is_transfer().any():
+        draw = partial(transfers_figure, recording)
+        figures["transfers"] = ("Rate of transfers over the recording", draw)
+    if report.traffic:
+        draw = partial(classes_figure, recording, report)
+        figures["moved"] = ("Bytes moved by direction, cause and class", draw)
+    return figures
+
+
+def _pictures(recording: Recording, report: MeasuredReport) -> Iterator[_Block]:
+    try:
+        for words, draw in figures_of_recording(recording, report).values():
+            picture = io.BytesIO()
+            draw().savefig(picture, format="png")
+            yield _Block(alt=words, image=base64.b64encode(picture.getvalue()).decode())
+    except UnsupportedError as error:
+        yield _Block(words=str(error))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+# ----------------------------------------------------------------------------------- timelines
+
+_TRACKS = {
+    RecordKind.TO_DEVICE: "transfers to device",
+    RecordKind.TO_HOST: "transfers to host",
+    RecordKind.BETWEEN_DEVICES: "transfers between devices",
+    RecordKind.GPU_FAULT: "page faults on the device",
+    RecordKind.CPU_FAULT: "page faults on the host",
+    RecordKind.MEMCPY: "memcpy",
+    RecordKind.MEMSET: "memset",
+}
+_ACCESS = ("access", "read", "write", "atomic access", "prefetch")
+_COPIES = {1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer"}
+_CLASSES = tuple(TensorClass)
+_LANES_OF_TRACK = 1000
+_STEPS, _PHASES, _FIRST_TRACK = 1, 1000, 2000
+
+_Event = dict[str, object]
+
+
+def write_perfetto(recordings: Sequence[Recording], path: str | os.PathLike[str]) -> None:
+    """Write a timeline, one process for each recording.
+
+    Steps, phases and each kind of record have tracks of their own; records that overlap are on
+    several lines of one track. Bytes on the device are counters, one for each class. The results of
+    hints are with the steps.
+
+    Parameters
+    ----------
+    recordings
+        In the order of the processes.
+    path
+        Such as ``run.perfetto.json``; compressed where it ends in ``.gz``. Replaced in one piece.
+
+    Raises
+    ------
+    UmemError
+        If the file cannot be written.
+    """
+    events = [
+        json.dumps({"pid": number, **event}, separators=(",", ":"))
+        for number, recording in enumerate(recordings, start=1)
+        for event in _events(recording)
+    ]
+    content = '{"displayTimeUnit":"ns","traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
+    is_compressed = os.fspath(path).endswith(".gz")
+    _write(path, compress(content.encode()) if is_compressed else content.encode())
+
+
+def lanes(start: Integers, end: Integers) -> Integers:
+    """Number ranges so that those with the same number do not overlap; the lowest free number.
+
+    Parameters
+    ----------
+    start, end : int64[N]
+        By start.
+
+    Returns
+    -------
+    int64[N]
+        From 0.
+    """
+    numbers = np.zeros(len(start), np.int64)
+    busy: list[tuple[int, int]] = []  # end, number
+    free: list[int] = []
+    for index, (begin, finish) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        while busy and busy[0][0] <= begin:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        number = heapq.heappop(free) if free else len(busy)
+        numbers[index] = number
+        heapq.heappush(busy, (finish, number))
+    return numbers
+
+
+def _events(recording: Recording) -> Iterator[_Event]:
+    title = f"{recording.workload} on {recording.hardware}, policy {recording.policy}"
+    if not recording.is_collected:
+        title += ", memory operations not recorded"
+    yield _metadata("process_name", 0, name=title)
+    if recording.notes:
+        labels = {"labels": "; ".join(recording.notes)}
+        yield {"ph": "M", "name": "process_labels", "args": labels}
+    yield _metadata("thread_name", _STEPS, name="steps")
+    for number, (start, end) in enumerate(
+        zip(recording.step_start_ns.tolist(), recording.step_end_ns.tolist(), strict=True)
+    ):
+        hints = recording.hints[number] if recording.hints else None
+        row = {} if hints is None else hint_row(hints)
+        row.pop("by_operation", None)
+        arguments = {f"hints {name}": count for name, count in row.items()}
+        yield _slice(f"step {number}", _STEPS, start, end, arguments)
+    yield from _phase_events(recording)
+    yield from _residency_events(recording)
+    for kind, track in _TRACKS.items():
+        yield from _record_events(recording, kind, track)
+
+
+def _phase_events(recording: Recording) -> Iterator[_Event]:
+    phases = sorted(recording.phases, key=lambda it: it.start_ns)
+    start = np.array([it.start_ns for it in phases], np.int64)
+    lane = lanes(start, np.array([it.end_ns for it in phases], np.int64))
+    yield from _lane_names(_PHASES, "phases", lane)
+    for phase, number in zip(phases, lane.tolist(), strict=True):
+        yield _slice(phase.name, _PHASES + number, phase.start_ns, phase.end_ns, {})
+
+
+def _residency_events(recording: Recording) -> Iterator[_Event]:
+    residency = recording.residency
+    if residency is None:
+        return
+    shown = [it for it in _CLASSES if residency.resident_bytes[:, it.number].any()]
+    rows = zip(residency.time_ns.tolist(), residency.resident_bytes.tolist(), strict=True)
+    for time_ns, sizes in rows:
+        sizes_by_class = {it.value: sizes[it.number] for it in shown}
+        counter = {"ph": "C", "name": "bytes on the device"}
+        yield {**counter, "ts": time_ns / 1000, "args": sizes_by_class}
+
+
+def _record_events(recording: Recording, kind: RecordKind, track: str) -> Iterator[_Event]:
+    rows = np.flatnonzero(recording.records.kind == kind)
+    records = recording.records.select(rows)
+    lane = np.minimum(lanes(records.start_ns, records.end_ns), _LANES_OF_TRACK - 1)
+    first = _FIRST_TRACK + _LANES_OF_TRACK * kind
+    yield from _lane_names(first, track, lane)
+    for index, row in enumerate(rows.tolist()):
+        arguments: dict[str, object] = {}
+        if kind in (RecordKind.GPU_FAULT, RecordKind.CPU_FAULT):
+            name = _ACCESS[records.access[index]]
+            arguments["faults"] = int(records.faults[index])
+        else:
+            arguments["bytes"] = int(records.bytes[index])
+            name = "memset"
+            if kind == RecordKind.MEMCPY:
+                name = _COPIES.get(int(records.copy_kind[index]), "copy")
+            elif kind != RecordKind.MEMSET:
+                name = CAUSE_OF_NUMBER[records.cause[index]]
+        if kind <= RecordKind.CPU_FAULT:
+            found = int(recording.tensor_class[row])
+            arguments["class"] = "unknown" if found == UNKNOWN else _CLASSES[found].value
+            arguments["address"] = hex(int(records.address[index]) & (2**64 - 1))
+            if recording.tensor[row] != UNKNOWN:
+                arguments["tensor"] = recording.tensor_names[recording.tensor[row]]
+        start, end = int(records.start_ns[index]), int(records.end_ns[index])
+        yield _slice(name, first + int(lane[index]), start, end, arguments)
+
+
+def _lane_names(first: int, track: str, lane: Integers) -> Iterator[_Event]:
+    for thread in range(first, first + int(lane.max(initial=-1)) + 1):
+        yield _metadata("thread_name", thread, name=track)
+        yield _metadata("thread_sort_index", thread, sort_index=thread)
+
+
+def _metadata(what: str, thread: int, **arguments: object) -> _Event:
+    return {"ph": "M", "name": what, "tid": thread, "args": arguments}
+
+
+def _slice(name: str, thread: int, start_ns: int, end_ns: int, arguments: _Event) -> _Event:
+    # Times are microseconds; the third decimal is the nanosecond.
+    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"ph": "X", "name": name, "tid": thread, **times, "args": arguments}

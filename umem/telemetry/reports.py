@@ -1,0 +1,394 @@
+"""Reports of a recording: what moved in each step and in a typical one, and what hints did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.core.classes import TensorClass
+from umem.core.report import Cause, Direction, HintReport, HintUse, MeasuredReport, Traffic
+from umem.telemetry.records import (
+    CAUSE_OF_NUMBER,
+    DIRECTION_OF_KIND,
+    TRANSFERS,
+    UNKNOWN,
+    Integers,
+    Recording,
+    RecordKind,
+    TensorParts,
+)
+
+if TYPE_CHECKING:
+    from umem.runtime.hints import HintCounts, HintStatistics
+
+__all__ = [
+    "HINT_COUNTS",
+    "HINT_FIGURES",
+    "HINT_OPS",
+    "HINT_TOTALS",
+    "TensorTraffic",
+    "hint_row",
+    "hint_traffic",
+    "hints_between",
+    "measured_row",
+    "report_of",
+    "step_reports",
+    "tensor_traffic",
+]
+
+_CLASSES = tuple(TensorClass)
+_NS = 1e-9
+
+
+@dataclass(frozen=True)
+class TensorTraffic:
+    """Unified-memory transfers of one named tensor, over all steps or the recording."""
+
+    name: str
+    tensor_class: TensorClass
+    bytes: int
+    count: int
+
+
+def step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
+    """One exact report for each marked step, or one for the whole recording if none is marked.
+
+    A record belongs to the step in which it starts. What starts outside of all steps is in no
+    report.
+    """
+    parts = recording.parts()
+    if not recording.step_count:
+        everything = np.ones(len(recording.records), np.bool_)
+        return (_report(recording, parts, everything, recording.duration_ns, 0, 0),)
+    step = _step_of_records(recording)
+    times_ns = recording.step_end_ns - recording.step_start_ns
+    return tuple(
+        _report(recording, parts, step == number, int(time_ns), 1, number)
+        for number, time_ns in enumerate(times_ns)
+    )
+
+
+def report_of(recording: Recording) -> MeasuredReport:
+    """The typical step: the one whose time is the median.
+
+    Of an even number of steps it is the lower of the two in the middle, and of several equal times
+    the first. It is a step that occurred, so its sums and shares are consistent. A recording
+    without steps is reported as a whole.
+    """
+    reports = step_reports(recording)
+    typical = sorted(reports, key=lambda it: it.step_s)[(len(reports) - 1) // 2]
+    return replace(typical, step_count=recording.step_count)
+
+
+def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
+    """Named tensors that moved, by bytes, the most first.
+
+    Over all marked steps, or the whole recording where none is marked.
+    """
+    counted = recording.records.is_transfer()
+    if recording.step_count:
+        counted &= _step_of_records(recording) != UNKNOWN
+    parts = recording.parts()
+    parts = parts.select(counted[parts.record] & (parts.tensor != UNKNOWN))
+    names = len(recording.tensor_names)
+    size_bytes = _sums(parts.bytes, parts.tensor, names)
+    count = np.bincount(parts.tensor, minlength=names)
+    found = np.full(names, TensorClass.OTHER.number)
+    found[parts.tensor] = parts.tensor_class
+    return tuple(
+        TensorTraffic(
+            recording.tensor_names[name],
+            _CLASSES[found[name]],
+            int(size_bytes[name]),
+            int(count[name]),
+        )
+        for name in np.argsort(-size_bytes, kind="stable")
+        if count[name]
+    )
+
+
+def measured_row(recording: Recording) -> dict[str, Any]:
+    """Put a recording's report into plain values, for JSON.
+
+    Returns
+    -------
+    dict
+        The keys of :func:`umem.planning.prediction.report_row`, with None for figures that a run
+        does not have, and further keys that only a run has. ``per_step`` has one entry for each
+        marked step.
+    """
+    report = report_of(recording)
+    unknown = dict.fromkeys(("lower_bound_s", "regret", "fault_pages", "stall_s"))
+    return {
+        "workload": report.workload,
+        "planner": report.planner,
+        "hardware": report.hardware,
+        "policy": report.policy,
+        **unknown,
+        **_figures(report),
+        "bytes": None if report.source == "none" else report.bytes_by_cause(),
+        "ideal_s": report.ideal_s,
+        "source": recording.source,
+        "steps": recording.step_count,
+        "dropped": recording.dropped,
+        "per_step": [_figures(step) for step in step_reports(recording) if recording.step_count],
+        "tensors": [
+            {
+                "name": entry.name,
+                "class": entry.tensor_class.value,
+                "bytes": entry.bytes,
+                "transfers": entry.count,
+            }
+            for entry in tensor_traffic(recording)
+        ],
+        "residency": _residency_row(recording),
+        "notes": list(report.notes),
+    }
+
+
+def _figures(report: MeasuredReport) -> dict[str, Any]:
+    moved: dict[str, Any] = {
+        "moved_bytes": {
+            direction: report.moved_bytes(direction) for direction in DIRECTION_OF_KIND.values()
+        },
+    }
+    of_copies: dict[str, Any] = {
+        "um_time_share": report.um_time_share,
+        "um_ops_share": report.um_ops_share,
+        "um_bytes_share": report.um_bytes_share,
+        "memory_ops": {
+            "seconds": report.memory_ops_s,
+            "bytes": report.memory_ops_bytes,
+            "count": report.memory_ops_count,
+        },
+    }
+    recorded: dict[str, Any] = {
+        "unattributed_bytes": report.unattributed_bytes,
+        "fault_batches": report.fault_batches,
+        "gpu_faults": report.gpu_faults,
+        "cpu_faults": report.cpu_faults,
+    }
+    return {
+        "step_s": report.step_s,
+        "exposed_stall_s": report.exposed_stall_s,
+        **(dict.fromkeys(moved) if report.source == "none" else moved),
+        **(of_copies if report.has_copies else dict.fromkeys(of_copies)),
+        **(recorded if report.collected else dict.fromkeys(recorded)),
+        "hints": None if report.hints is None else hint_row(report.hints),
+    }
+
+
+def _residency_row(recording: Recording) -> dict[str, Any] | None:
+    residency = recording.residency
+    if residency is None:
+        return None
+    return {
+        "samples": len(residency.time_ns),
+        "total_peak_bytes": residency.total_peak_bytes(),
+        "peak_bytes": {it.value: size for it, size in residency.peak_bytes().items()},
+    }
+
+
+def _step_of_records(recording: Recording) -> Integers:
+    """The step in which each record starts, or UNKNOWN."""
+    starts = recording.records.start_ns
+    step = np.searchsorted(recording.step_start_ns, starts, side="right") - 1
+    inside = (step >= 0) & (starts < recording.step_end_ns[np.maximum(step, 0)])
+    return np.where(inside, step, UNKNOWN)
+
+
+def _report(
+    recording: Recording,
+    parts: TensorParts,
+    which: npt.NDArray[np.bool_],
+    time_ns: int,
+    step_count: int,
+    number: int,
+) -> MeasuredReport:
+    hints = recording.hints[number] if recording.hints else None
+    records = recording.records.select(which)
+    moved = parts.select((which & recording.records.is_transfer())[parts.record])
+    others = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
+    on_device = records.kind == RecordKind.GPU_FAULT
+    traffic = _traffic(recording, moved)
+    if recording.source == "hints" and hints is not None:
+        traffic = hint_traffic(hints)
+    return MeasuredReport(
+        workload=recording.workload,
+        hardware=recording.hardware,
+        policy=recording.policy,
+        planner="measured",
+        step_s=time_ns * _NS,
+        traffic=traffic,
+        memory_ops_s=int((records.end_ns - records.start_ns)[others].sum()) * _NS,
+        memory_ops_bytes=int(records.bytes[others].sum()),
+        memory_ops_count=int(others.sum()),
+        fault_batches=int(on_device.sum()),
+        collected=recording.is_collected,
+        step_count=step_count,
+        gpu_faults=int(records.faults[on_device].sum()),
+        cpu_faults=int(records.faults[records.kind == RecordKind.CPU_FAULT].sum()),
+        unattributed_bytes=int(moved.bytes[moved.tensor_class == UNKNOWN].sum()),
+        notes=recording.notes,
+        source=recording.source,
+        ideal_s=recording.ideal_s,
+        hints=hints,
+    )
+
+
+def _traffic(recording: Recording, parts: TensorParts) -> tuple[Traffic, ...]:
+    """Sums over the parts of transfers; a transfer counts once, with its record's own part."""
+    records = recording.records
+    classes = np.where(parts.tensor_class == UNKNOWN, TensorClass.OTHER.number, parts.tensor_class)
+    shape = (len(TRANSFERS), len(CAUSE_OF_NUMBER), len(_CLASSES))
+    cell = np.ravel_multi_index(
+        (records.kind[parts.record], records.cause[parts.record], classes), shape
+    )
+    size = int(np.prod(shape))
+    moved = _sums(parts.bytes, cell, size).reshape(shape)
+    spent_ns = _sums(parts.time_ns, cell, size).reshape(shape)
+    count = np.bincount(cell[parts.is_own], minlength=size).reshape(shape)
+    return tuple(
+        Traffic(
+            DIRECTION_OF_KIND[RecordKind(kind)],
+            CAUSE_OF_NUMBER[cause],
+            _CLASSES[number],
+            int(moved[kind, cause, number]),
+            int(spent_ns[kind, cause, number]) * _NS,
+            int(count[kind, cause, number]),
+        )
+        for kind, cause, number in np.ndindex(*shape)
+        if count[kind, cause, number] or moved[kind, cause, number]
+    )
+
+
+def _sums(values: Integers, cell: npt.NDArray[Any], size: int) -> Integers:
+    # The weights of bincount are floats, which are exact only up to 2**53.
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, cell, values)
+    return sums
+
+
+# --------------------------------------------------------------------------------------- hints
+
+HINT_OPS = ("prefetch", "evict", "discard", "copy_in", "copy_out", "advise")
+"""Operations of the hint engine, in the order of their numbers in saved profiles."""
+
+HINT_FIGURES = tuple(it.name for it in fields(HintUse) if it.name not in ("op", "tensor_class"))
+"""Figures by operation and class."""
+
+HINT_COUNTS = ("asked", "done", "late", "early", "missed", "wasted")
+"""The figures that count requests."""
+
+HINT_TOTALS = tuple(it.name for it in fields(HintReport) if it.name != "uses")
+"""Figures of a whole engine."""
+
+_MOVES: dict[str, tuple[Direction, Cause]] = {
+    "prefetch": ("to_device", "hint"),
+    "evict": ("to_host", "hint"),
+    "copy_in": ("to_device", "copy"),
+    "copy_out": ("to_host", "copy"),
+}
+_WASTED = ("superseded", "forgotten", "dropped", "failed")
+
+
+def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintReport:
+    """What an engine did between two statistics.
+
+    Parameters
+    ----------
+    before
+        None where there was no engine yet. Statistics of another engine, which `after`'s engine has
+        replaced, count as None.
+    after
+        The later statistics.
+    """
+    new = {(op, of): _use(op, of, counts) for (op, of), counts in after.counts.items()}
+    old: dict[tuple[str, TensorClass], HintUse] = {}
+    if before is not None:
+        old = {(op, of): _use(op, of, counts) for (op, of), counts in before.counts.items()}
+    if any(key not in new or new[key].asked < use.asked for key, use in old.items()):
+        old, before = {}, None
+    uses = [_less(use, old[key]) if key in old else use for key, use in new.items()]
+    return HintReport(
+        uses=tuple(
+            sorted(
+                (use for use in uses if any(getattr(use, name) for name in HINT_FIGURES)),
+                key=lambda it: (HINT_OPS.index(it.op), it.tensor_class.number),
+            )
+        ),
+        **{
+            name: _total(after, name) - (0 if before is None else _total(before, name))
+            for name in HINT_TOTALS
+        },
+    )
+
+
+def hint_traffic(report: HintReport) -> tuple[Traffic, ...]:
+    """What hints moved, as the engine counts it, with its driver calls in place of transfers."""
+    moved = [
+        Traffic(*_MOVES[use.op], use.tensor_class, use.moved_bytes, use.driver_s, use.calls)
+        for use in report.uses
+        if use.op in _MOVES and use.moved_bytes
+    ]
+    return tuple(sorted(moved, key=lambda it: it.direction != "to_device"))
+
+
+def hint_row(report: HintReport) -> dict[str, Any]:
+    """Put hints into plain values, for JSON.
+
+    Returns
+    -------
+    dict
+        Sums over all requests (``issued`` are those asked for, as in a prediction), and all figures
+        in ``by_operation``, from operation to class.
+    """
+    total = {name: sum(map(attrgetter(name), report.uses)) for name in HINT_COUNTS}
+    by_operation: dict[str, dict[str, Any]] = {}
+    for use in report.uses:
+        figures = {name: getattr(use, name) for name in HINT_FIGURES}
+        by_operation.setdefault(use.op, {})[use.tensor_class.value] = figures
+    return {
+        "issued": total.pop("asked"),
+        **total,
+        **{name: getattr(report, name) for name in HINT_TOTALS},
+        "by_operation": by_operation,
+    }
+
+
+def _use(op: str, tensor_class: TensorClass, counts: HintCounts) -> HintUse:
+    requests = {outcome.value: count for outcome, count in counts.requests.items()}
+    return HintUse(
+        op=op,
+        tensor_class=tensor_class,
+        asked=sum(requests.values()),
+        done=requests.get("done", 0),
+        late=counts.late,
+        early=counts.early,
+        missed=counts.missed,
+        wasted=sum(requests.get(outcome, 0) for outcome in _WASTED),
+        asked_bytes=counts.asked_bytes,
+        moved_bytes=counts.moved_bytes,
+        wasted_bytes=counts.wasted_bytes,
+        calls=counts.calls,
+        driver_s=counts.driver_s,
+        late_s=counts.late_s,
+    )
+
+
+def _less(use: HintUse, before: HintUse) -> HintUse:
+    # Differences of float sums may fall below 0 by a rounding.
+    return replace(
+        use,
+        **{name: max(getattr(use, name) - getattr(before, name), 0) for name in HINT_FIGURES},
+    )
+
+
+def _total(found: HintStatistics, name: str) -> int:
+    if name == "failures":
+        return sum(failure.count for failure in found.failures)
+    return int(getattr(found, name))
