@@ -10,7 +10,7 @@ from cards import GH200, H200
 from umem.core.errors import UnsupportedError
 from umem.hardware.capabilities import host_memory_bytes
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.swap import _check_devices, _with_default_limit
+from umem.swap import check_devices, with_default_limit
 
 GIB = 1 << 30
 
@@ -23,19 +23,19 @@ class TestDevices:
     def test_managed_memory_needs_concurrent_access(self) -> None:
         card = replace(H200, concurrent_managed_access=False)
         with pytest.raises(UnsupportedError, match=r"GPU 0 .*kind: device.*fallback=True"):
-            _check_devices(policy(), (card,))
-        _check_devices(policy(defaults={"kind": "device"}), (card,))
+            check_devices(policy(), (card,))
+        check_devices(policy(defaults={"kind": "device"}), (card,))
 
     def test_system_memory_needs_a_gpu_that_reaches_it(self) -> None:
         system = policy(defaults={"kind": "system"})
         with pytest.raises(UnsupportedError, match="kind: managed"):
-            _check_devices(system, (H200,))
-        _check_devices(system, (GH200,))
+            check_devices(system, (H200,))
+        check_devices(system, (GH200,))
 
     def test_every_gpu_is_looked_at(self) -> None:
         second = replace(H200, device_index=1, concurrent_managed_access=False)
         with pytest.raises(UnsupportedError, match="GPU 1"):
-            _check_devices(policy(), (H200, second))
+            check_devices(policy(), (H200, second))
 
 
 class TestDefaultLimit:
@@ -43,18 +43,18 @@ class TestDefaultLimit:
 
     def test_named_limits_hold(self) -> None:
         named = policy(limits={"managed_bytes": "7GiB"})
-        assert _with_default_limit(named, (H200,)).managed_limit_bytes == 7 * GIB
+        assert with_default_limit(named, (H200,)).managed_limit_bytes == 7 * GIB
 
     def test_a_share_of_the_cards(self) -> None:
-        limit = _with_default_limit(policy(), (H200, H200)).managed_limit_bytes
+        limit = with_default_limit(policy(), (H200, H200)).managed_limit_bytes
         assert limit == int(0.9 * 2 * H200.total_bytes)
 
     def test_under_a_budget_the_host_comes_on_top(self) -> None:
         host = host_memory_bytes()
         assert host is not None
-        limit = _with_default_limit(policy(device_budget="50GiB"), (H200,)).managed_limit_bytes
+        limit = with_default_limit(policy(device_budget="50GiB"), (H200,)).managed_limit_bytes
         assert limit is not None
         assert 50 * GIB < limit < 50 * GIB + host[0]
 
     def test_coherent_cards_have_none(self) -> None:
-        assert _with_default_limit(policy(), (GH200,)).managed_limit_bytes is None
+        assert with_default_limit(policy(), (GH200,)).managed_limit_bytes is None

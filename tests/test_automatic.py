@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 import umem.executor
-from umem.swap import _model_of, manage_automatically
+from umem.swap import manage_automatically
 
 SCRIPT = """
 import sys
@@ -38,14 +38,6 @@ def test_the_executor_is_loaded_for_a_training_and_its_refusal_stops_nothing() -
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_the_model_is_what_holds_most_of_what_is_trained() -> None:
-    small, large = nn.Linear(2, 2), nn.Linear(64, 64)
-    optimizer = optim.SGD([*small.parameters(), *large.parameters()], lr=0.1)
-    assert _model_of(optimizer, [small, large]) is large
-    assert _model_of(optimizer, [nn.Linear(2, 2)]) is None
-    assert _model_of(optimizer, []) is None
-
-
 @pytest.fixture
 def roots() -> Iterator[list[nn.Module]]:
     """Modules that were called, while trainings are managed."""
@@ -63,6 +55,50 @@ def managed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     found: list[nn.Module] = []
     monkeypatch.setattr(umem.executor, "manage", lambda model, _: found.append(model))
     return found
+
+
+def test_the_model_is_what_holds_most_of_what_is_trained(
+    roots: list[nn.Module], managed: list[nn.Module]
+) -> None:
+    small, large = nn.Linear(2, 2), nn.Linear(64, 64)
+    roots += [small, large, nn.Linear(128, 128)]
+    optim.SGD([*small.parameters(), *large.parameters()], lr=0.1).step()
+    assert managed == [large]
+
+
+@pytest.mark.parametrize("fails", ["import", "manage", "roots"])
+def test_no_error_of_umem_reaches_the_training(
+    fails: str,
+    roots: list[nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One warning for the process, and the traceback for whoever asks for it."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    model = nn.Linear(4, 4)
+    roots.append(model)
+    if fails == "import":
+        monkeypatch.setitem(sys.modules, "umem.executor", None)
+    elif fails == "manage":
+        monkeypatch.setattr(umem.executor, "manage", fail)
+    else:
+        monkeypatch.setattr(model, "parameters", fail)
+    with caplog.at_level(logging.DEBUG, "umem"):
+        for _ in range(2):
+            tensor = model.weight
+            before = tensor.detach().clone()
+            tensor.grad = torch.ones_like(tensor)
+            optim.SGD([tensor], lr=0.1).step()
+            assert not tensor.equal(before)
+    warning, trace = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert ("ModuleNotFoundError" if fails == "import" else "broken") in warning.getMessage()
+    assert warning.exc_info is None
+    assert trace.levelno == logging.DEBUG
+    assert trace.exc_info is not None
 
 
 def test_an_optimizer_may_step_before_its_model_is_called(

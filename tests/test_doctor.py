@@ -29,6 +29,7 @@ from umem.doctor import (
     diagnose,
 )
 from umem.hardware.capabilities import Capabilities
+from umem.torch_compat import PRIVATE_NAMES
 
 GIB = 1 << 30
 
@@ -45,7 +46,7 @@ HOST = Host(
     nvcc=None,
 )
 H200 = replace(cards.H200, free_bytes=139 * GIB, pageable_memory_access=True)  # through HMM
-TORCH = Torch("2.11.0+cu130", "/venv/torch", cuda="13.0", can_swap=True, cuda_started=False)
+TORCH = Torch("2.11.0+cu130", "/venv/torch", cuda="13.0", missing=(), cuda_started=False)
 NATIVE = Native("/venv/umem/_native.so", True, cuda_version="13.0", rmm_version="26.10.00")
 
 HEALTHY = Environment(
@@ -161,7 +162,7 @@ def test_nothing_installed() -> None:
             id="not Linux",
         ),
         pytest.param(
-            {"torch": replace(TORCH, can_swap=False)},
+            {"torch": replace(TORCH, missing=(PRIVATE_NAMES["change_allocator"],))},
             "allocator can be swapped",
             "--force-reinstall",
             id="torch without pluggable allocators",
@@ -213,6 +214,11 @@ def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, rem
     ("change", "name"),
     [
         pytest.param({"torch": replace(TORCH, version="2.16.0")}, "torch", id="newer torch"),
+        pytest.param(
+            {"torch": replace(TORCH, missing=(PRIVATE_NAMES["FakeTensorMode"],))},
+            "allocator can be swapped",
+            id="torch in which nothing can be traced",
+        ),
         pytest.param({"host": replace(HOST, shm_bytes=64 << 20)}, "/dev/shm", id="docker's shm"),
         pytest.param({"python_version": "3.14.0"}, "Python", id="newer Python"),
         pytest.param(

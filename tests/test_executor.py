@@ -712,3 +712,25 @@ def test_small_tensors_stay() -> None:
     assert trace.tensor_bytes[schedule.hint_tensor].min() >= 2 * MIB
     assert min(trace.tensor_bytes) < 2 * MIB
     assert isinstance(_.model.head, Scale)
+
+
+# ------------------------------------------------------------------------------------ residency
+
+
+def test_residency_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another device's managers have sent away says nothing about this device."""
+
+    def sent_away(device: int, size_bytes: int) -> SimpleNamespace:
+        away = {TensorClass.WEIGHTS: size_bytes}
+        return SimpleNamespace(device=torch.device("cuda", device), away_bytes=lambda: away)
+
+    allocated = {"allocated_bytes": {"current": 100}}
+    allocator = SimpleNamespace(class_stats=lambda _device: [allocated] * len(TensorClass))
+    monkeypatch.setattr(
+        "umem.executor.manage.runtime", lambda: SimpleNamespace(allocator=allocator)
+    )
+    monkeypatch.setattr(
+        "umem.executor.manage.managers", lambda: [sent_away(0, 30), sent_away(1, 60)]
+    )
+    found = [umem.executor.residency(device)[TensorClass.WEIGHTS] for device in (0, 1, 2)]
+    assert found == [70, 40, 100]

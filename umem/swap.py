@@ -1,4 +1,4 @@
-"""Managing without a call: after an optimizer's first step, what it trains is known."""
+"""`umem.enable`: swaps torch's CUDA allocator for umem's, and manages the trainings that follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemErr
 from umem.hardware.capabilities import Capabilities, detect_all, host_memory_bytes
 from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
-from umem.runtime.classification import Classifier, gradient_hook
-from umem.runtime.memory_stats import install_parity
+from umem.runtime.memory_stats import install_memory_stats
 from umem.runtime.native_library import native
 from umem.runtime.state import (
     Runtime,
@@ -29,82 +28,29 @@ from umem.runtime.state import (
     runtime,
     set_runtime,
 )
+from umem.torch_compat import require, set_allocator_functions
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["enable", "manage_automatically"]
+__all__ = [
+    "MANAGED_SHARE_OF_CARD",
+    "MANAGED_SHARE_OF_HOST",
+    "check_devices",
+    "enable",
+    "manage_automatically",
+    "with_default_limit",
+]
 
 _LOG = logging.getLogger("umem")
-
-_MOST_WITHOUT_MODEL = 8
-"""Steps of an optimizer after which no model is looked for: some other program calls it."""
-
-
-def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
-    """Manage every training of the process from its optimizer's first step on.
-
-    An optimizer may step before its model is called: loading a distributed checkpoint does so, to
-    make the state that is loaded. Then a later step finds the model.
-
-    Parameters
-    ----------
-    roots
-        Tells the modules that the program has called: the one that holds most of what the optimizer
-        trains is its model.
-    """
-    steps_without = WeakIdKeyDictionary()  # optimizer -> steps so far; None when all is said
-
-    def after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        steps = steps_without.get(optimizer, 0)
-        if steps is None:
-            return
-        model = _model_of(optimizer, roots())
-        if model is None:
-            is_last = steps + 1 >= _MOST_WITHOUT_MODEL
-            steps_without[optimizer] = None if is_last else steps + 1
-            if is_last:
-                _LOG.warning(
-                    "umem: %s is not managed: no module that was called in %d steps holds its "
-                    "parameters. Call umem.manage(model, optimizer) where the training begins",
-                    type(optimizer).__name__,
-                    _MOST_WITHOUT_MODEL,
-                )
-            return
-        steps_without[optimizer] = None
-        # With planner and simulator behind it: not before there is a training.
-        from umem.executor import manage
-
-        try:
-            manage(model, optimizer)
-        except UmemError as error:
-            _LOG.info("umem: %s is not managed: %s", type(model).__name__, error)
-
-    # torch iterates over an optimizer's own hooks before it comes to the global ones, so that
-    # `manage` may add to them here.
-    register_optimizer_step_post_hook(after_step)
-
-
-def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
-    """The outermost module with the most bytes of an optimizer's parameters."""
-    trained = {id(p): p.nbytes for group in optimizer.param_groups for p in group["params"]}
-
-    def held_bytes(module: nn.Module) -> int:
-        return sum(trained.get(id(parameter), 0) for parameter in module.parameters())
-
-    model = max(roots, key=held_bytes, default=None)
-    return model if model is not None and held_bytes(model) else None
-
-
-# `umem.enable`: the swap of torch's CUDA allocator for umem's, once per process.
 
 MANAGED_SHARE_OF_CARD = 0.9
 """Managed bytes that a process may hold, as a share of its cards' memory, where the policy sets
 neither a cap nor a budget: a card that the driver has to oversubscribe far can hang."""
 
 MANAGED_SHARE_OF_HOST = 0.5
-"""Where there is a budget, what is over it lives on the host: a share of what is available there
-comes on top of the budget. The rest is for the data loaders and everybody else."""
+"""Where there is a budget, tensors beyond it live on the host: the cap is the budget plus this
+share of the available host memory. The rest is for data loaders and other programs."""
+
+_STEPS_WITHOUT_MODEL = 8
+"""Steps of an optimizer after which umem stops looking for its model."""
 
 
 def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = False) -> bool:
@@ -167,8 +113,13 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
 
 
 def _enable(policy: Policy) -> Runtime:
+    # Everything that can fail comes before `install`, the first change to the process.
     library = native()
     _check_torch(library)
+    require()
+    # With the private names of torch that `require` has checked.
+    from umem.runtime.classification import Classifier, gradient_hook
+
     capabilities = detect_all()
     if not capabilities:
         raise UnsupportedError(
@@ -177,9 +128,9 @@ def _enable(policy: Policy) -> Runtime:
             "umem.enable(..., fallback=True) runs the script without umem."
         )
     resolved = resolve(policy, capabilities[0].total_bytes)
-    _check_devices(resolved, capabilities)
-    import_libraries(resolved.share)  # a missing one must be known before the swap
-    config = native_config(_with_default_limit(resolved, capabilities))
+    check_devices(resolved, capabilities)
+    import_libraries(resolved.share)
+    config = native_config(with_default_limit(resolved, capabilities))
     try:
         allocator = library.install(config)
     except RuntimeError as error:
@@ -187,7 +138,7 @@ def _enable(policy: Policy) -> Runtime:
             f"CUDA's runtime or RMM refuses this machine ({error}): see `umem doctor`."
         ) from error
     _swap(library)
-    install_parity(allocator)
+    install_memory_stats(allocator)
     classifier = Classifier(allocator, gradient_hook(allocator))
     classifier.install()
     share_with(resolved.share, allocator)
@@ -215,7 +166,14 @@ def _check_torch(library: Any) -> None:
         )
 
 
-def _check_devices(resolved: ResolvedPolicy, capabilities: tuple[Capabilities, ...]) -> None:
+def check_devices(resolved: ResolvedPolicy, capabilities: Sequence[Capabilities]) -> None:
+    """Check that every GPU has what a policy asks for.
+
+    Raises
+    ------
+    UnsupportedError
+        If one has not; the message names it.
+    """
     kinds = {rule.kind for rule in resolved.rules}
     for device in capabilities:
         place = f"GPU {device.device_index} ({device.device_name})"
@@ -233,9 +191,13 @@ def _check_devices(resolved: ResolvedPolicy, capabilities: tuple[Capabilities, .
             )
 
 
-def _with_default_limit(
-    resolved: ResolvedPolicy, capabilities: tuple[Capabilities, ...]
+def with_default_limit(
+    resolved: ResolvedPolicy, capabilities: Sequence[Capabilities]
 ) -> ResolvedPolicy:
+    """Add a cap on managed memory to a policy that names none.
+
+    :data:`MANAGED_SHARE_OF_CARD` and :data:`MANAGED_SHARE_OF_HOST` say how large it is.
+    """
     # Cards that share the host's page tables (Grace Hopper) oversubscribe in hardware: no default.
     coherent = all(device.pageable_uses_host_page_tables for device in capabilities)
     if resolved.managed_limit_bytes is not None or coherent:
@@ -251,23 +213,11 @@ def _with_default_limit(
 
 
 def _swap(library: Any) -> None:
-    """Hand torch the library's entry points.
-
-    torch calls the first two by name. The others have setters only: without them `record_stream`
-    would be a silent no-op and graphs would have no pools of their own.
-    """
+    """Hand torch the library's entry points."""
     pluggable = torch.cuda.memory.CUDAPluggableAllocator(
         library.__file__, "umem_malloc", "umem_free"
     )
-    entry: dict[str, int] = library.torch_entry_points()
-    hooks: Any = pluggable._allocator  # its stub lists none of the setters
-    hooks.set_record_stream_fn(entry["record_stream"])
-    hooks.set_reset_fn(entry["empty_cache"])
-    hooks.set_memory_fraction_fn(entry["memory_fraction"])
-    hooks.set_base_alloc_fn(entry["base_allocation"])
-    hooks.set_begin_allocate_to_pool(entry["begin_pool"])
-    hooks.set_end_allocate_to_pool_fn(entry["end_pool"])
-    hooks.set_release_pool(entry["release_pool"])
+    set_allocator_functions(pluggable.allocator(), library.torch_entry_points())
     try:
         torch.cuda.memory.change_current_allocator(pluggable)
     except RuntimeError as error:
@@ -275,3 +225,78 @@ def _swap(library: Any) -> None:
             f"torch refuses the swap ({error}): something used the GPU before umem.enable(). Move "
             "`import umem; umem.enable(...)` to the top of the script."
         ) from error
+
+
+def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
+    """Manage every training of the process from its optimizer's first step on.
+
+    An optimizer may step before its model is called: loading a distributed checkpoint does so, to
+    make the state that is loaded. Then a later step finds the model. Nothing is raised into the
+    training: an error of umem ends the search with a warning, and its traceback is logged at debug
+    level.
+
+    Parameters
+    ----------
+    roots
+        Returns the modules that the program has called. The one that holds most of the optimizer's
+        parameters is its model.
+    """
+    # torch iterates over an optimizer's own hooks before it comes to the global ones, so that
+    # `manage` may add to them there.
+    register_optimizer_step_post_hook(_AutomaticManagement(roots))
+
+
+class _AutomaticManagement:
+    def __init__(self, roots: Callable[[], Sequence[nn.Module]]) -> None:
+        self._roots = roots
+        # Optimizer -> its steps without a model so far; None when it needs no more looks.
+        self._steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._has_failed = False
+
+    def __call__(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._look(optimizer)
+        except UmemError as error:
+            _LOG.info("umem: %s is not managed: %s", type(optimizer).__name__, error)
+        except Exception as error:  # the training goes on without umem
+            self._has_failed = True
+            _LOG.warning(
+                "umem: trainings are not managed in this process, and go on without: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            _LOG.debug("umem: the error was raised here", exc_info=True)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        steps = self._steps.get(optimizer, 0)
+        if steps is None:
+            return
+        self._steps[optimizer] = None
+        model = _model_of(optimizer, self._roots())
+        if model is not None:
+            # It imports planner and simulator: not before there is a training.
+            from umem.executor import manage
+
+            manage(model, optimizer)
+        elif steps + 1 < _STEPS_WITHOUT_MODEL:
+            self._steps[optimizer] = steps + 1
+        else:
+            _LOG.warning(
+                "umem: %s is not managed: no module that was called in %d steps holds its "
+                "parameters. Call umem.manage(model, optimizer) where the training begins",
+                type(optimizer).__name__,
+                _STEPS_WITHOUT_MODEL,
+            )
+
+
+def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
+    """The outermost module with the most bytes of an optimizer's parameters."""
+    trained = {id(p): p.nbytes for group in optimizer.param_groups for p in group["params"]}
+
+    def held_bytes(module: nn.Module) -> int:
+        return sum(trained.get(id(parameter), 0) for parameter in module.parameters())
+
+    model = max(roots, key=held_bytes, default=None)
+    return model if model is not None and held_bytes(model) else None

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from umem.core.classes import TensorClass
+from umem.torch_compat import storage_key
 from umem.trace import Access, PhaseKind, Precision, Trace, check_trace, ranges
 
 __all__ = ["BEFORE", "Lifetime", "Phase", "Storage", "Storages", "build_trace", "lifetime"]
@@ -64,7 +65,7 @@ class Storages:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Number of the storage behind a tensor, or None for one not seen yet."""
-        known = self._live.get(tensor.untyped_storage()._cdata)
+        known = self._live.get(storage_key(tensor.untyped_storage()))
         return None if known is None else known[0]
 
     def add(
@@ -79,7 +80,7 @@ class Storages:
         nbytes = storage.nbytes()
         if nbytes == 0:
             return None
-        key = storage._cdata
+        key = storage_key(storage)
         known = self._live.get(key)
         if known is not None:
             record = self.records[known[0]]

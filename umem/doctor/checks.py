@@ -12,6 +12,7 @@ from umem.doctor.report import Check, Feature, Report, Section, Status, Verdict,
 from umem.hardware.capabilities import Capabilities
 from umem.policy import load_policy, resolve
 from umem.telemetry import knows_release
+from umem.torch_compat import NEWEST, OLDEST, Need
 
 __all__ = [
     "diagnose",
@@ -548,7 +549,6 @@ def _other_variable(name: str, value: str) -> Check:
 # Checks of what is installed: the system, umem, PyTorch, libraries.
 
 _PYTHON_OLDEST, _PYTHON_NEWEST = (3, 11), (3, 13)
-_TORCH_OLDEST, _TORCH_NEWEST, _TORCH_BELOW = (2, 8), (2, 15), (2, 16)
 
 
 # ---- the system ----------------------------------------------------------------------------
@@ -648,7 +648,8 @@ def _cuda_match(environment: Environment, native: Native) -> Check:
 def torch_checks(environment: Environment) -> tuple[Check, ...]:
     """Check torch's version, its CUDA, and that its allocator can be swapped still."""
     torch = environment.torch
-    install = install_torch(environment, f">={dotted(_TORCH_OLDEST)},<{dotted(_TORCH_BELOW)}")
+    below = dotted((NEWEST[0], NEWEST[1] + 1))
+    install = install_torch(environment, f">={dotted(OLDEST)},<{below}")
     if torch is None:
         return (Check("torch", Status.FAIL, "cannot be loaded", environment.torch_error, install),)
     reinstall = f"{install} --force-reinstall"
@@ -662,11 +663,11 @@ def torch_checks(environment: Environment) -> tuple[Check, ...]:
 def _torch_version(torch: Torch, install: str) -> Check:
     value = f"{torch.version} at {torch.path}"
     version = version_numbers(torch.version)
-    oldest, newest = dotted(_TORCH_OLDEST), dotted(_TORCH_NEWEST)
-    if version < _TORCH_OLDEST:
+    oldest, newest = dotted(OLDEST), dotted(NEWEST)
+    if version < OLDEST:
         why = f"umem needs torch {oldest} or newer"
         return Check("torch", Status.FAIL, value, why, install)
-    if version > _TORCH_NEWEST:
+    if version > NEWEST:
         why = f"newer than the tested range, {oldest} to {newest}"
         return Check("torch", Status.WARN, value, why, install)
     return Check("torch", Status.OK, value)
@@ -682,9 +683,13 @@ def _swap_check(torch: Torch, reinstall: str) -> Check:
             "torch takes another allocator only before its first CUDA call",
             "call umem.enable() before anything that touches CUDA, or use umem run",
         )
-    if not torch.can_swap:
-        why = "this build lacks torch's pluggable allocator"
+    needed = [entry for entry in torch.missing if entry.need is Need.ENABLE]
+    if needed:
+        why = "; ".join(f"this torch lacks {entry.name}: {entry.without}" for entry in needed)
         return Check(name, Status.FAIL, "no", why, reinstall)
+    if torch.missing:
+        names = ", ".join(f"{entry.name} ({entry.need})" for entry in torch.missing)
+        return Check(name, Status.WARN, "yes", f"some calls will fail without {names}", reinstall)
     return Check(name, Status.OK, "yes")
 
 

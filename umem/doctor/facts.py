@@ -16,6 +16,7 @@ from umem._version import __version__
 from umem.core.errors import NativeLibraryError, UmemError
 from umem.hardware.capabilities import Capabilities, detect_all, host_memory_bytes
 from umem.runtime.native_library import native
+from umem.torch_compat import PrivateName, missing
 
 __all__ = [
     "PACKAGES",
@@ -87,8 +88,8 @@ class Torch:
         Its version and folder.
     cuda : str or None
         CUDA of its build ("13.0"), None for a build without.
-    can_swap : bool
-        It has the calls that change the allocator.
+    missing : tuple of PrivateName
+        The private names that umem uses and this torch lacks.
     cuda_started : bool
         CUDA has started in this process.
     """
@@ -96,7 +97,7 @@ class Torch:
     version: str
     path: str
     cuda: str | None
-    can_swap: bool
+    missing: tuple[PrivateName, ...]
     cuda_started: bool
 
 
@@ -219,8 +220,7 @@ def _torch() -> tuple[Torch | None, str]:
         version=str(torch.__version__),
         path=str(Path(torch.__file__ or "").parent),
         cuda=torch.version.cuda,
-        can_swap=hasattr(torch.cuda.memory, "CUDAPluggableAllocator")
-        and hasattr(torch._C, "_cuda_changeCurrentAllocator"),
+        missing=tuple(missing()),
         cuda_started=torch.cuda.is_initialized(),
     )
     return found, ""

@@ -97,6 +97,8 @@ def cuda_machine(device: int) -> Machine:
     UnsupportedError, NativeLibraryError
         If there can be no hints.
     """
+    from umem.torch_compat import current_raw_stream  # not in a torch without CUDA
+
     state = runtime()
     engine = _process_engine()
     engine.start(device)
@@ -107,7 +109,7 @@ def cuda_machine(device: int) -> Machine:
         policy=state.resolved,
         allocator=state.allocator,
         mover=None,
-        stream=lambda: torch._C._cuda_getCurrentRawStream(device),
+        stream=lambda: current_raw_stream(device),
     )
 
 

@@ -204,7 +204,8 @@ def residency(device: int = 0) -> dict[TensorClass, int]:
     stats = runtime().allocator.class_stats(device)
     away: Counter[TensorClass] = Counter()
     for manager in managers():
-        away.update(manager.away_bytes())
+        if (manager.device.index or 0) == device:
+            away.update(manager.away_bytes())
     return {
         tensor_class: max(
             stats[tensor_class.number]["allocated_bytes"]["current"] - away[tensor_class],

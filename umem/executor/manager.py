@@ -38,6 +38,7 @@ from umem.planning.plan_search import places_state_on_host
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
 from umem.runtime.torch_hooks.modules import Guard
+from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace
 
 __all__ = ["Manager"]
@@ -103,7 +104,7 @@ class Manager:
         self._phase_tracker = PhaseTracker(root, blocks, self._guard, self._runner)
         slices = PartialOptimizerStep(optimizer, blocks) if can_slice(optimizer) else None
         begin_part = self._guard(self._runner.part_begins)
-        self._parts = PerBlockStepHook(optimizer, slices, begin_part)
+        self._parts = PerBlockStepHook(slices, begin_part)
         self._backward_step: StepInBackward | None = None
         if step_in_backward and slices is not None:
             self._backward_step = StepInBackward(slices, begin_part, self._beside)
@@ -136,7 +137,7 @@ class Manager:
         self._budget_lift.acquire()
         self._look_at_optimizer = self._guard(self._see_optimizer)
         begins = optimizer.register_step_pre_hook(torch.compiler.disable(self._optimizer_begins))
-        self._parts.set_hook(begins.id)
+        self._parts.set_hook(begins)
         self._undo.append(begins.remove)
 
     # ------------------------------------------------------------------ for the user
@@ -189,6 +190,11 @@ class Manager:
         """The hint engine that moves pages."""
         return self._machine.engine
 
+    @property
+    def device(self) -> torch.device:
+        """The device that its model is on."""
+        return self._machine.device
+
     def away_bytes(self) -> dict[TensorClass, int]:
         """Bytes by class that the plan keeps off the device now."""
         return self._runner.away_bytes()
@@ -229,7 +235,7 @@ class Manager:
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
-            or torch._C._current_graph_task_id() != -1  # a checkpoint computes again
+            or current_graph_task_id() != -1  # a checkpoint computes again
         ):
             return
         if self._is_in_step:

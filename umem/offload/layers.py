@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from umem.core.errors import OffloadError
 from umem.offload.store import (
@@ -23,6 +22,7 @@ from umem.offload.store import (
 )
 from umem.runtime.model_parts import main_chain, members
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.torch_compat import tree_leaves
 
 __all__ = ["Layers", "OffloadedBlocks", "offload", "offload_blocks"]
 

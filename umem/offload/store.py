@@ -22,6 +22,7 @@ from umem.runtime.torch_hooks.saved_tensors import (
     may_leave,
     unpack_kept,
 )
+from umem.torch_compat import current_graph_task_id, storage_key, version_counter
 
 if TYPE_CHECKING:
     from umem.offload.movers import HostBuffer, HostPool
@@ -245,7 +246,7 @@ class Handle:
         self._offset = tensor.storage_offset()
         self._size = tensor.size()
         self._stride = tensor.stride()
-        self._version = tensor._version
+        self._version = version_counter(tensor)
         # Shares the counter of in-place modifications with the tensor, but none of its memory.
         self._probe = tensor.detach()
         self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -318,7 +319,7 @@ class HookStack(threading.local):
 
 def in_backward_or_compiler() -> bool:
     """Whether a compiler traces, or a backward pass runs: a checkpoint's second forward pass."""
-    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
+    return torch.compiler.is_compiling() or current_graph_task_id() != -1
 
 
 # Saved tensors of one device, and the copies that make room for others.
@@ -396,7 +397,7 @@ class ActivationStore:
             them.
         """
         addresses = frozenset(
-            tensor.untyped_storage()._cdata
+            storage_key(tensor.untyped_storage())
             for tensor in tensors
             if tensor.layout is torch.strided
             and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -448,7 +449,7 @@ class ActivationStore:
         if tensor.device != self.device or not may_leave(tensor):
             return None
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_key(storage)
         if storage.nbytes() < max(self._min_bytes, 1):  # an empty one holds no memory
             return None
         if address in self._stays or address in self._always_stays:
@@ -461,11 +462,13 @@ class ActivationStore:
             if (
                 entry is None
                 or entry.stream != group.stream
-                or (entry.buffer is not None and entry.version != tensor._version)
+                or (entry.buffer is not None and entry.version != version_counter(tensor))
             ):
-                entry = Entry(storage, tensor._version, group.stream, self._pool, self._retired)
+                entry = Entry(
+                    storage, version_counter(tensor), group.stream, self._pool, self._retired
+                )
                 self._resident[address] = entry
-            entry.version = tensor._version
+            entry.version = version_counter(tensor)
             entry.wanted_by.add(group.reference)
         return Handle(tensor, entry, group)
 
@@ -571,7 +574,7 @@ class ActivationStore:
                     self._settle(entry)
                     waited = entry.sent_with
                 entry.is_settled = True  # what was sent with a later one has left before it
-                self._resident.pop(entry.storage._cdata, None)
+                self._resident.pop(storage_key(entry.storage), None)
                 entry.let_go()
                 released += entry.size_bytes
         return released

@@ -30,6 +30,7 @@ from umem.runtime.model_parts import (
     weight_classes,
 )
 from umem.runtime.native_library import native
+from umem.torch_compat import PRIVATE_NAMES, replace
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -129,7 +130,7 @@ class Classifier:
 
         They all go through `Module._apply`, which has no hook.
         """
-        apply: Callable[..., nn.Module] = nn.Module._apply
+        apply = PRIVATE_NAMES["module_apply"].find()
         classifier = self
 
         def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -143,7 +144,7 @@ class Classifier:
             finally:
                 classifier._moving.inside = False
 
-        setattr(nn.Module, "_apply", _apply)  # noqa: B010 - its stub is an untyped callable
+        replace("module_apply", _apply)
 
     @contextmanager
     def override(self, tensor_class: TensorClass) -> Iterator[None]:

@@ -1,8 +1,7 @@
-"""What torch loses with a swapped allocator, given back: its memory statistics and their kin.
+"""Memory statistics for a pluggable allocator: replaces torch.cuda.memory_*, which raise otherwise.
 
-torch's pluggable allocator raises for every statistic. The functions below `torch.cuda.memory_*`
-and `torch.accelerator.memory.*` are replaced by ones that ask umem, so that the public ones, and
-all that build on them, work as documented.
+The functions below `torch.cuda.memory_*` and `torch.accelerator.memory.*` are replaced, so that
+the public ones, and all that build on them, work as documented.
 """
 
 from __future__ import annotations
@@ -11,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from umem.torch_compat import replace
+
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-__all__ = ["install_parity"]
+__all__ = ["install_memory_stats"]
 
 
-def install_parity(allocator: Allocator) -> None:
-    """Let torch's memory functions ask `allocator`.
+def install_memory_stats(allocator: Allocator) -> None:
+    """Answer torch's memory statistics from an allocator.
 
     Parameters
     ----------
@@ -42,21 +43,15 @@ def install_parity(allocator: Allocator) -> None:
             "external_annotations": [],
         }
 
-    functions = {
-        # torch asks this before every statistic, and a swapped allocator says no.
-        "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
-        "_cuda_memoryStats": allocator.stats,
-        "_cuda_resetPeakMemoryStats": allocator.reset_peak_stats,
-        "_cuda_resetAccumulatedMemoryStats": allocator.reset_accumulated_stats,
-        "_cuda_getMemoryFraction": allocator.memory_fraction,
-        # torch.accelerator's go to the allocator that torch started with, swapped or not.
-        "_accelerator_emptyCache": allocator.empty_cache,
-        "_accelerator_getDeviceStats": allocator.stats,
-        "_accelerator_resetPeakStats": allocator.reset_peak_stats,
-        "_accelerator_resetAccumulatedStats": allocator.reset_accumulated_stats,
-    }
-    for name, function in functions.items():
-        # Not every version of torch has every one.
-        if hasattr(torch._C, name):
-            setattr(torch._C, name, function)
-    setattr(torch._C, "_cuda_memorySnapshot", snapshot)  # noqa: B010 - its stub wants every pool
+    replace("cuda_memory_stats", allocator.stats)
+    replace("cuda_memory_snapshot", snapshot)
+    replace("cuda_reset_peak_stats", allocator.reset_peak_stats)
+    replace("cuda_reset_accumulated_stats", allocator.reset_accumulated_stats)
+    replace("cuda_memory_fraction", allocator.memory_fraction)
+    # torch asks this before every statistic, and a swapped allocator says no.
+    replace("accelerator_is_initialized", torch.cuda.is_initialized)
+    # torch.accelerator's go to the allocator that torch started with, swapped or not.
+    replace("accelerator_empty_cache", allocator.empty_cache)
+    replace("accelerator_stats", allocator.stats)
+    replace("accelerator_reset_peak_stats", allocator.reset_peak_stats)
+    replace("accelerator_reset_accumulated_stats", allocator.reset_accumulated_stats)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from umem.core.classes import TensorClass
+from umem.torch_compat import is_traceable_wrapper_subclass
 
 __all__ = [
     "find_chains",

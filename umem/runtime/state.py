@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from umem.core.errors import EnableError
 from umem.hardware.capabilities import Capabilities
 from umem.policy import Policy, ResolvedPolicy
-from umem.runtime.classification import Classifier
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:
     from umem.runtime import _native
+    from umem.runtime.classification import Classifier
 
 __all__ = [
     "Runtime",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from umem.telemetry.records import (
     concatenate,
     make_records,
 )
+from umem.torch_compat import torch_profiler_runs
 
 __all__ = [
     "ActivityBuffer",
@@ -655,8 +655,7 @@ def torch_profiles() -> bool:
     CUPTI has one pair of buffer callbacks: a later profiler takes the earlier one's records without
     an error, so torch has to be asked.
     """
-    torch_profiler = sys.modules.get("torch.autograd.profiler")
-    return bool(getattr(torch_profiler, "_is_profiler_enabled", False))
+    return torch_profiler_runs()
 
 
 def _load() -> Any:

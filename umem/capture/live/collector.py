@@ -16,6 +16,7 @@ from umem.capture.live.memory_tracker import MemoryTracker, StepMemory
 from umem.capture.live.timing import Clock, Window, find_windows
 from umem.capture.live.trace_builder import JoinedPhases, join_phases
 from umem.runtime.model_parts import named_tensors, plain_tensors
+from umem.torch_compat import storage_key
 
 __all__ = [
     "MAX_TRACKED_STEPS",
@@ -105,7 +106,7 @@ class SignatureWatch:
     def kept_storages(self) -> frozenset[int]:
         """Addresses of the storages that were inputs of the last step and still exist."""
         storages = (reference() for reference in self._last_storages)
-        return frozenset(storage._cdata for storage in storages if storage is not None)
+        return frozenset(storage_key(storage) for storage in storages if storage is not None)
 
     def forget_storages(self) -> None:
         """Let go of the references to inputs."""

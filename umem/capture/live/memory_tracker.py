@@ -24,6 +24,7 @@ from umem.runtime.model_parts import (
 )
 from umem.runtime.torch_hooks.modules import Guard, hook_calls
 from umem.runtime.torch_hooks.saved_tensors import may_leave
+from umem.torch_compat import current_graph_task_id, storage_key, version_counter
 from umem.trace import Access
 
 __all__ = ["MemoryTracker", "OptimizerPart", "StepMemory", "note_access"]
@@ -161,7 +162,7 @@ class MemoryTracker:
         known = self._known
         for buffer, name in known.buffers.items():
             self._tag(buffer, name, TensorClass.OTHER)
-            self._versions[buffer] = buffer._version
+            self._versions[buffer] = version_counter(buffer)
         on_gradient = self._guard(self._on_gradient)
         for parameter, tensor_class in weight_classes(known.names):
             name = known.names[parameter]
@@ -286,7 +287,7 @@ class MemoryTracker:
         for value in given:
             for name, tensor in named_tensors(value):
                 for part in plain_tensors(tensor):
-                    is_kept = part.untyped_storage()._cdata in self._kept
+                    is_kept = storage_key(part.untyped_storage()) in self._kept
                     born = BEFORE if is_kept else self._current
                     for number, _ in self._add(part, f"input {name}", TensorClass.OTHER, born):
                         self._use(number, Access.READ)
@@ -316,8 +317,8 @@ class MemoryTracker:
             self._save_log.end_call()
         self.see_made(output, "result")
         for tensor in self._known.held[block]:
-            if self._versions.get(tensor, tensor._version) != tensor._version:
-                self._versions[tensor] = tensor._version
+            if self._versions.get(tensor, version_counter(tensor)) != version_counter(tensor):
+                self._versions[tensor] = version_counter(tensor)
                 for number in self._numbers(tensor):
                     self._use(number, Access.READ | Access.WRITE)
         if is_recomputed:
@@ -332,7 +333,7 @@ class MemoryTracker:
 
     def _enter_inner(self, block: Block, *_: object) -> None:
         """A module inside a block is called; by a checkpoint, where no call of the block runs."""
-        if self._is_running() or torch._C._current_graph_task_id() == -1:
+        if self._is_running() or current_graph_task_id() == -1:
             return
         self._inner_calls += 1
         if self._inner_calls == 1:

@@ -19,6 +19,12 @@ from umem.capture.live.memory_tracker import MemoryTracker
 from umem.capture.live.timing import Window
 from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.modules import Guard, hook_calls
+from umem.torch_compat import (
+    current_graph_task_id,
+    hook_gradient,
+    next_sequence_number,
+    sequence_number,
+)
 from umem.trace import OPTIMIZER
 
 __all__ = ["AFTER_BACKWARD", "BACKWARD_LOSS", "FORWARD_LOSS", "PhaseTracker", "StepListener"]
@@ -79,13 +85,6 @@ class StepListener(Protocol):
         is_broken
             Whether an exception or an interrupt has cut the step short, so that phases are missing.
         """
-
-
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""-1 outside of a backward pass."""
-
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Number of the next autograd node of this thread."""
 
 
 @dataclass(slots=True)
@@ -213,11 +212,11 @@ class PhaseTracker:
         """The model or a block is called."""
         if self._hooks is None:
             return  # torch calls hooks that were removed since the call began
-        in_backward = _graph_task() != -1
+        in_backward = current_graph_task_id() != -1
         step = self._step
         if step is not None and block.name in step.skipped:
             if not in_backward:
-                step.skipped_nodes.append(_next_node())
+                step.skipped_nodes.append(next_sequence_number())
             return
         if block is self._root and self._running:
             self._end_interrupted()
@@ -227,7 +226,7 @@ class PhaseTracker:
         if step is None:
             step = self._step = self._begin_step()
         is_outermost = not self._running and not in_backward
-        memory, next_node = step.memory, _next_node()
+        memory, next_node = step.memory, next_sequence_number()
         if memory is not None:
             memory.before_call(args, kwargs, is_outermost=is_outermost)
         if not is_outermost and not in_backward and next_node != step.left_at:
@@ -278,12 +277,12 @@ class PhaseTracker:
 
     def _leave(self, block: Block, output: Any, *, failed: bool) -> None:
         """The call returns, or an exception goes through it."""
-        in_backward = _graph_task() != -1
+        in_backward = current_graph_task_id() != -1
         step = self._step
         if step is not None and block.name in step.skipped:
             if not in_backward:
                 step.is_broken |= failed
-                step.left_at = _next_node()
+                step.left_at = next_sequence_number()
                 step.skipped_nodes.append(step.left_at)
             return
         call = self._running.pop() if self._running else None
@@ -297,7 +296,7 @@ class PhaseTracker:
         step.is_broken |= failed and not in_backward
         if block is not self._root:
             self._hook_nodes(step, output, first_node, block.backward)
-            step.left_at = _next_node()
+            step.left_at = next_sequence_number()
         if step.memory is not None:
             step.memory.end_call(
                 self._memory_name(block),
@@ -319,7 +318,7 @@ class PhaseTracker:
         None, all nodes but those of skipped blocks.
         """
         for tensor, node in _computed_tensors(value):
-            number = node._sequence_nr()
+            number = sequence_number(node)
             if first_node is not None:
                 is_others = number < first_node
             else:
@@ -332,7 +331,7 @@ class PhaseTracker:
                 continue
             step.hooked[key] = label
             reached = self._unowned(PhaseTracker._node_reached, step.number, label)
-            _hook_gradient(tensor, node, reached)
+            hook_gradient(tensor, node, reached)
 
     def _node_reached(self, step_number: int, label: str, gradient: Any) -> None:
         """The backward pass has reached a node with which a phase begins.
@@ -399,20 +398,6 @@ class PhaseTracker:
         self._listener.phase_begins(label)
         if step.memory is not None:
             step.memory.begin_phase(label)
-
-
-def _hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) -> None:
-    """Call a function with the gradient of a tensor, before the node that made it runs.
-
-    As ``Tensor.register_hook`` does, which takes several times as long: it makes an ordered
-    dictionary, and a handle to remove the hook. The tensor keeps the hooks that it has.
-    """
-    others = tensor._backward_hooks
-    tensor._backward_hooks = {0: hook}
-    try:
-        node._register_hook_dict(tensor)  # the node holds the dictionary from now on
-    finally:
-        tensor._backward_hooks = others
 
 
 _MAX_DEPTH = 8

@@ -32,6 +32,7 @@ from umem.core.errors import TraceError
 from umem.runtime.model_parts import optimizer_parameters, plain_tensors
 from umem.runtime.state import is_enabled, runtime
 from umem.runtime.torch_hooks.modules import Guard, hook_calls
+from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace
 
 __all__ = ["StepRecording", "record"]
@@ -272,7 +273,7 @@ class StepRecording:
     # ------------------------------------------------------------------ steps
 
     def _on_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint
+        is_recomputed = current_graph_task_id() != -1  # by a checkpoint
         if torch.is_grad_enabled() and not is_recomputed:
             self._watch.add(args, kwargs, note_storages=self._signature is None)
 

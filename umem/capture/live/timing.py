@@ -50,6 +50,9 @@ class CudaClock:
     """
 
     def __init__(self, device: torch.device) -> None:
+        from umem.torch_compat import current_raw_stream  # not in a torch without CUDA
+
+        self._raw_stream = current_raw_stream
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._free: list[torch.cuda.Event] = []
@@ -63,7 +66,7 @@ class CudaClock:
     def mark(self) -> torch.cuda.Event:
         """Record an event; the autograd engine runs a node on the stream of its forward pass."""
         event = self._free.pop() if self._free else new_event(timing=True)
-        address = torch._C._cuda_getCurrentRawStream(self._index)
+        address = self._raw_stream(self._index)
         stream = self._streams.get(address)
         if stream is None:
             stream = self._streams[address] = torch.cuda.current_stream(self._device)

@@ -21,6 +21,12 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.runtime.model_parts import optimizer_parameters, parameter_names
+from umem.torch_compat import (
+    current_autograd_node,
+    current_graph_task_id,
+    next_sequence_number,
+    sequence_number,
+)
 from umem.trace import OPTIMIZER
 
 __all__ = ["Places"]
@@ -95,34 +101,32 @@ class Places:
         return (
             bool(self._stepping)
             and not self._modules
-            and self._stepping[-1] == torch._C._current_graph_task_id()
+            and self._stepping[-1] == current_graph_task_id()
         )
 
     def note_node(self) -> None:
         """Remember the module of the autograd node that an operator of the forward pass made."""
         if self._modules and torch.is_grad_enabled():
-            self._module_of_node.setdefault(
-                torch._C._autograd._get_sequence_nr() - 1, self._modules[-1]
-            )
+            self._module_of_node.setdefault(next_sequence_number() - 1, self._modules[-1])
 
     def where(self) -> str:
         """The pass and the module: ``backward layers.3.mlp``, or what is known of it."""
         if self.is_optimizer:
             return OPTIMIZER
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = current_graph_task_id() != -1
         if self._modules:
             # Only a checkpoint calls modules in the backward pass.
             return f"{'recompute' if in_backward else 'forward'} {self._modules[-1]}".rstrip()
         if not in_backward:
             return ""
-        return f"backward {self._module_of(torch._C._current_autograd_node())}".rstrip()
+        return f"backward {self._module_of(current_autograd_node())}".rstrip()
 
     def _module_of(self, node: Any) -> str:
         if node is None:
             return ""
         if (variable := getattr(node, "variable", None)) is not None:
             return self.parameter_names.get(variable, "")
-        return self._module_of_node.get(node._sequence_nr(), "")
+        return self._module_of_node.get(sequence_number(node), "")
 
     # ------------------------------------------------------------------ hooks
 
@@ -159,7 +163,7 @@ class Places:
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         self._optimizers[optimizer] = True
-        self._stepping.append(torch._C._current_graph_task_id())
+        self._stepping.append(current_graph_task_id())
 
     def _after_step(self, *_: object) -> None:
         self._stepping.pop()

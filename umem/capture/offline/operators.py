@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from umem.torch_compat import operator_schema
 from umem.trace import Access, PhaseKind, Precision
 
 __all__ = [
@@ -97,7 +98,7 @@ class Operator:
 @functools.cache
 def describe_operator(func: Any) -> Operator:
     """Read an operator's schema."""
-    schema = getattr(func, "_schema", None)
+    schema = operator_schema(func)
     if schema is None:
         # A higher-order operator has none. It is functional: it reads what it is given.
         operands = tuple((f"operand {position}", Access.READ) for position in range(64))
@@ -188,18 +189,24 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
 
 # Arithmetic of one operator: how many floating-point operations, and in which precision.
 
-_aten = torch.ops.aten
 
-# torch counts the attention kernels of GPUs; the one for the CPU takes the same leading arguments.
-_FORMULAS: dict[Any, Callable[..., Any]] = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _aten._scaled_dot_product_flash_attention
-    ],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
-}
+@functools.cache
+def _formulas() -> dict[Any, Callable[..., Any]]:
+    from umem.torch_compat import (
+        flash_attention,
+        flash_attention_backward,
+        flash_attention_cpu,
+        flash_attention_cpu_backward,
+    )
+
+    # torch counts the attention kernels of GPUs; the one for the CPU takes the same leading
+    # arguments.
+    return {
+        **flop_registry,
+        flash_attention_cpu: flop_registry[flash_attention],
+        flash_attention_cpu_backward: flop_registry[flash_attention_backward],
+    }
+
 
 _PRECISION = {
     torch.float16: Precision.FP16,
@@ -219,7 +226,7 @@ def operator_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], resul
     torch says, because its kernels skip the blocks above the diagonal.
     """
     packet = getattr(func, "overloadpacket", func)
-    formula = _FORMULAS.get(packet)
+    formula = _formulas().get(packet)
     if formula is None:
         return 0.0
     flops = float(formula(*args, **kwargs, out_val=result))
@@ -227,7 +234,7 @@ def operator_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], resul
 
 
 def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    schema = getattr(func, "_schema", None)
+    schema = operator_schema(func)
     if schema is None:
         return False
     for position, argument in enumerate(schema.arguments):

@@ -13,17 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from umem.capture.offline.module_scopes import Places
 from umem.capture.offline.operators import (
@@ -40,6 +31,15 @@ from umem.capture.storages import BEFORE, Phase, Storages, build_trace, lifetime
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
 from umem.runtime.model_parts import optimizer_state, unwrapped, weight_classes
+from umem.torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    tree_map_only,
+)
 from umem.trace import OPTIMIZER, Access, PhaseKind, Precision, Trace
 
 __all__ = ["Phase", "Progress", "Recorder", "Step", "explained", "one_device", "record_step"]

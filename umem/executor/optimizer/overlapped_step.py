@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.executor.optimizer.partial_step import Part
 from umem.runtime.cuda_events import new_event
+from umem.torch_compat import foreach_add, fused_adam, fused_adamw, queue_backward_callback
 
 __all__ = ["OverlappedOptimizerStep", "can_run_beside"]
 
@@ -103,8 +104,7 @@ class OverlappedOptimizerStep:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         # After the backward pass every weight has to be updated.
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self.join_all)
+        queue_backward_callback(self.join_all)
         asking = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(asking)
         with torch.cuda.stream(self._stream):
@@ -163,9 +163,9 @@ def _update(work: Sequence[_Work]) -> None:
     for group, rows in work:
         if not rows:
             continue
-        torch._foreach_add_([row[-1] for row in rows], 1)
+        foreach_add([row[-1] for row in rows], 1)
         is_decoupled = group["decoupled_weight_decay"]
-        kernel: Callable[..., None] = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+        kernel = fused_adamw if is_decoupled else fused_adam
         for piece in _pieces(rows):
             weights, gradients, first, second, *most, steps = map(list, zip(*piece, strict=True))
             kernel(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.capture.live import Block
@@ -163,26 +164,18 @@ class PerBlockStepHook:
 
     Parameters
     ----------
-    optimizer
-        The optimizer. Only a weak reference is kept.
     slices
         Runs the parts; None if the optimizer cannot step in parts.
     begin
         Called before each part with its name. Must not raise.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        slices: PartialOptimizerStep | None,
-        begin: Callable[[str], None],
-    ) -> None:
+    def __init__(self, slices: PartialOptimizerStep | None, begin: Callable[[str], None]) -> None:
         self.is_possible = False
         """Whether the last step could run in parts."""
-        self._optimizer = weakref.ref(optimizer)
         self._slices = slices
         self._begin = begin
-        self._hook = -1
+        self._hook: RemovableHandle | None = None
         self._is_due = False
         self._refused = 0
 
@@ -191,19 +184,23 @@ class PerBlockStepHook:
         """Whether too many steps in a row could not run in parts."""
         return self._refused >= _MOST_REFUSED
 
-    def set_hook(self, number: int) -> None:
-        """Set the id of the pre-step hook that calls :meth:`run`."""
-        self._hook = number
+    def set_hook(self, handle: RemovableHandle) -> None:
+        """Set the pre-step hook that calls :meth:`run`."""
+        self._hook = handle
+
+    def _hooks(self) -> dict[int, Any]:
+        """The optimizer's pre-step hooks, in their order."""
+        found = None if self._hook is None else self._hook.hooks_dict_ref()
+        return found or {}
 
     def stay_last(self) -> None:
         """Move the hook behind those of the program, which may change gradients before the step.
 
         Do not call it from a hook of the optimizer.
         """
-        optimizer = self._optimizer()
-        hooks: dict[int, Any] = {} if optimizer is None else optimizer._optimizer_step_pre_hooks
-        if self._hook in hooks and next(reversed(hooks)) != self._hook:
-            hooks[self._hook] = hooks.pop(self._hook)
+        hooks = self._hooks()
+        if self._hook is not None and self._hook.id in hooks:
+            hooks[self._hook.id] = hooks.pop(self._hook.id)
 
     def look(
         self,
@@ -226,7 +223,8 @@ class PerBlockStepHook:
             self._slices is not None
             and len(args) == 1  # the optimizer itself
             and not any(value is not None for value in kwargs.values())  # no closure
-            and next(reversed(optimizer._optimizer_step_pre_hooks)) == self._hook
+            and self._hook is not None
+            and next(reversed(self._hooks()), None) == self._hook.id
         )
         self._is_due = is_wanted and self.is_possible
         if is_wanted:

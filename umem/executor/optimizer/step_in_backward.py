@@ -16,6 +16,8 @@ from umem.core.errors import PlanError
 from umem.executor.bit_checksum import bit_checksum
 from umem.executor.optimizer.overlapped_step import OverlappedOptimizerStep
 from umem.executor.optimizer.partial_step import Part, PartialOptimizerStep
+from umem.runtime.model_parts import unwrapped
+from umem.torch_compat import version_counter
 
 __all__ = ["StepInBackward"]
 
@@ -211,13 +213,12 @@ class StepInBackward:
 def _version(gradient: torch.Tensor) -> tuple[int, int]:
     """Address of a gradient, and its version counter."""
     address = _local(gradient).data_ptr() if _is_plain(gradient) else 0
-    return address, gradient._version
+    return address, version_counter(gradient)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or the part of a DTensor on this rank."""
-    local: torch.Tensor = getattr(gradient, "_local_tensor", gradient)
-    return local
+    return next(unwrapped(gradient))
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from umem.torch_compat import compiled_call, set_compiled_call
+
 __all__ = ["Guard", "Hook", "OnError", "Undo", "hook_calls"]
 
 Undo = Callable[[], None]
@@ -143,7 +145,7 @@ def hook_calls(
     list of callable
         Each removes one hook.
     """
-    if module._compiled_call_impl is not None:
+    if compiled_call(module) is not None:
         return [_hook_compiled(module, enter, leave, on_error)]
     undo = [module.register_forward_pre_hook(_Before(enter, on_error), with_kwargs=True).remove]
     if leave is not None:
@@ -190,20 +192,19 @@ def _hook_compiled(
     leave: Callable[..., None] | None,
     on_error: OnError,
 ) -> Undo:
-    owner: Any = module
-    found = owner._compiled_call_impl
+    found: Any = compiled_call(module)
     call = found if isinstance(found, _CompiledCall) else _CompiledCall(found)
     after = None
     if leave is not None:
         after = Hook(lambda output, failed: leave(output, failed=failed), on_error)
     pair = Hook(enter, on_error), after
     call.hooks.append(pair)
-    owner._compiled_call_impl = call
+    set_compiled_call(module, call)
 
     def undo() -> None:
         call.hooks.remove(pair)
         # The module may have been compiled again since.
-        if not call.hooks and owner._compiled_call_impl is call:
-            owner._compiled_call_impl = call.compiled
+        if not call.hooks and compiled_call(module) is call:
+            set_compiled_call(module, call.compiled)
 
     return undo

@@ -11,6 +11,15 @@ from typing import Any
 
 import torch
 
+from umem.torch_compat import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_enabled,
+    top_saved_tensor_hooks,
+    version_counter,
+    view_base,
+)
+
 __all__ = [
     "Hooks",
     "Kept",
@@ -24,8 +33,6 @@ __all__ = [
     "unpack_kept",
 ]
 
-_autograd: Any = torch._C._autograd
-
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs a tensor that is saved, and what unpacks it when it is needed."""
 
@@ -35,18 +42,18 @@ Kept = tuple[torch.Tensor, int]
 
 def are_allowed() -> bool:
     """Whether this thread may push hooks."""
-    return bool(_autograd._saved_tensors_hooks_is_enabled())
+    return saved_tensor_hooks_enabled()
 
 
 def innermost() -> Hooks | None:
     """The pair that sees what this thread saves."""
-    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
+    hooks: Hooks | None = top_saved_tensor_hooks(True)
     return hooks
 
 
 def push(hooks: Hooks) -> None:
     """Put a pair in place in this thread."""
-    _autograd._push_saved_tensors_default_hooks(*hooks)
+    push_saved_tensor_hooks(*hooks)
 
 
 def pop_if_innermost(hooks: Hooks) -> bool:
@@ -54,7 +61,7 @@ def pop_if_innermost(hooks: Hooks) -> bool:
     top = innermost()
     if top is None or top[0] is not hooks[0]:
         return False
-    _autograd._pop_saved_tensors_default_hooks()
+    pop_saved_tensor_hooks()
     return True
 
 
@@ -68,14 +75,15 @@ def may_leave(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_conj() or tensor.is_neg():
         return False
-    base = tensor if tensor._base is None else tensor._base
+    base = view_base(tensor)
+    base = tensor if base is None else base
     return type(base) is torch.Tensor and not (base.is_leaf and base.requires_grad)
 
 
 def keep(tensor: torch.Tensor) -> Kept:
     """Pack a tensor that stays where it is."""
     # What a node saves of its own results would keep the node alive, and the node this.
-    return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+    return tensor if tensor.is_leaf else tensor.detach(), version_counter(tensor)
 
 
 def unpack_kept(kept: Kept) -> torch.Tensor:
@@ -102,9 +110,9 @@ def check_version(tensor: torch.Tensor, version: int, size: torch.Size | None = 
     RuntimeError
         If it is at another version.
     """
-    if tensor._version != version:
+    if version_counter(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: [{tensor.type()} {list(tensor.size() if size is None else size)}] is at "
-            f"version {tensor._version}; expected version {version} instead."
+            f"version {version_counter(tensor)}; expected version {version} instead."
         )

@@ -1,0 +1,442 @@
+"""Every private name of torch that umem uses: purpose, torch versions, and a check for all of them.
+
+The rest of umem takes these names from here. A name that this torch lacks raises
+:class:`~umem.core.errors.UnsupportedError` when it is imported from this module;
+:func:`require` checks all that ``umem.enable`` needs before it changes anything. torch is imported
+when the first name is looked up, not with this module.
+
+The versions were checked against torch 2.8.0 to 2.15.0, builds with CUDA 12 and 13.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from umem.core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "PRIVATE_NAMES",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Need",
+    "PrivateName",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "missing",
+    "replace",
+    "require",
+    "set_allocator_functions",
+]
+
+OLDEST, NEWEST = (2, 8), (2, 15)
+"""The torch versions that umem supports, both included."""
+
+
+class Need(StrEnum):
+    """The call that fails in a torch without a name."""
+
+    ENABLE = "umem.enable"
+    TRACE = "umem trace"
+    PROFILE = "umem.profile"
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private name of torch.
+
+    Parameters
+    ----------
+    path : str
+        ``module:attribute``, as in an entry point.
+    purpose : str
+        What umem uses it for.
+    without : str
+        What umem loses in a torch that lacks it.
+    need : Need
+        The call that fails without it.
+    since : tuple of int
+        The first torch version that has it; it is in all later ones up to :data:`NEWEST`.
+    is_cuda : bool
+        Whether only torch builds with CUDA have it.
+    """
+
+    path: str
+    purpose: str
+    without: str
+    need: Need = Need.ENABLE
+    since: tuple[int, int] = OLDEST
+    is_cuda: bool = False
+
+    @property
+    def name(self) -> str:
+        """The dotted name: ``torch._C._cuda_memoryStats``."""
+        return self.path.replace(":", ".")
+
+    def owner(self) -> tuple[Any, str]:
+        """The object that has the name, and the name there."""
+        module, _, attributes = self.path.partition(":")
+        *parents, attribute = attributes.split(".")
+        return pkgutil.resolve_name(f"{module}:{'.'.join(parents)}"), attribute
+
+    def find(self) -> Any:
+        """Look it up in torch.
+
+        Raises
+        ------
+        UnsupportedError
+            If this torch lacks it.
+        """
+        try:
+            return pkgutil.resolve_name(self.path)
+        except (AttributeError, ModuleNotFoundError):
+            raise _lacks([self]) from None
+
+
+_SETTERS = {
+    # torch takes `malloc` and `free` by name, the other entry points by a setter each.
+    "record_stream": "set_record_stream_fn",
+    "empty_cache": "set_reset_fn",
+    "memory_fraction": "set_memory_fraction_fn",
+    "base_allocation": "set_base_alloc_fn",
+    "begin_pool": "set_begin_allocate_to_pool",
+    "end_pool": "set_end_allocate_to_pool_fn",
+    "release_pool": "set_release_pool",
+}
+
+
+def _names(
+    purpose: str,
+    without: str,
+    names: Mapping[str, str],
+    need: Need = Need.ENABLE,
+    since: tuple[int, int] = OLDEST,
+    *,
+    is_cuda: bool = False,
+) -> dict[str, PrivateName]:
+    return {
+        key: PrivateName(path, purpose, without, need, since, is_cuda)
+        for key, path in names.items()
+    }
+
+
+PRIVATE_NAMES: Mapping[str, PrivateName] = {
+    **_names(
+        "torch.cuda.memory.change_current_allocator calls it",
+        "the allocator cannot be swapped",
+        {"change_allocator": "torch._C:_cuda_changeCurrentAllocator"},
+        is_cuda=True,
+    ),
+    **_names(
+        "gives torch umem's functions beside malloc and free",
+        "record_stream and empty_cache would do nothing, and CUDA graphs had no memory pools",
+        {f"set_{e}": f"torch._C:_CUDAPluggableAllocator.{name}" for e, name in _SETTERS.items()},
+        is_cuda=True,
+    ),
+    **_names(
+        "replaced: torch's own raises for a pluggable allocator",
+        "torch.cuda.memory_* would raise",
+        {
+            "cuda_memory_stats": "torch._C:_cuda_memoryStats",
+            "cuda_memory_snapshot": "torch._C:_cuda_memorySnapshot",
+            "cuda_reset_peak_stats": "torch._C:_cuda_resetPeakMemoryStats",
+            "cuda_reset_accumulated_stats": "torch._C:_cuda_resetAccumulatedMemoryStats",
+            "cuda_memory_fraction": "torch._C:_cuda_getMemoryFraction",
+        },
+        is_cuda=True,
+    ),
+    **_names(
+        "replaced: torch's own asks the allocator that was swapped",
+        "torch.accelerator.memory.* would answer for torch's own allocator",
+        {
+            "accelerator_is_initialized": "torch._C:_accelerator_isAllocatorInitialized",
+            "accelerator_empty_cache": "torch._C:_accelerator_emptyCache",
+            "accelerator_stats": "torch._C:_accelerator_getDeviceStats",
+            "accelerator_reset_peak_stats": "torch._C:_accelerator_resetPeakStats",
+            "accelerator_reset_accumulated_stats": "torch._C:_accelerator_resetAccumulatedStats",
+        },
+        since=(2, 9),
+    ),
+    **_names(
+        "wrapped, so that what Module.to, .cuda and .half allocate is counted as weights",
+        "moved weights would be counted as activations",
+        {"module_apply": "torch.nn:Module._apply"},
+    ),
+    **_names(
+        "hooks around a call that Module.compile has compiled",
+        "the phases of compiled modules would not be seen",
+        {"compiled_call": "torch.nn:Module._compiled_call_impl"},
+    ),
+    **_names(
+        "finds the tensors inside DTensors, quantised weights and nested arguments",
+        "sharded and quantised weights would have no class",
+        {
+            "is_traceable_wrapper_subclass": (
+                "torch.utils._python_dispatch:is_traceable_wrapper_subclass"
+            ),
+            "tree_leaves": "torch.utils._pytree:tree_leaves",
+        },
+    ),
+    **_names(
+        "detects in-place changes, views, and tensors that share a storage",
+        "a tensor could be restored from an old copy, or counted twice",
+        {
+            "version_counter": "torch:Tensor._version",
+            "view_base": "torch:Tensor._base",
+            "storage_key": "torch:UntypedStorage._cdata",
+        },
+    ),
+    **_names(
+        "tells whether this thread runs a backward pass",
+        "a checkpoint's second forward pass would be taken for a new step",
+        {"current_graph_task_id": "torch._C:_current_graph_task_id"},
+    ),
+    **_names(
+        "tells which module made an autograd node, and hooks its gradient in a fraction of "
+        "Tensor.register_hook's time",
+        "the backward pass could not be divided into modules",
+        {
+            "next_sequence_number": "torch._C:_autograd._get_sequence_nr",
+            "sequence_number": "torch._C:_FunctionBase._sequence_nr",
+            "register_hook_dict": "torch._C:_FunctionBase._register_hook_dict",
+            "backward_hooks": "torch:Tensor._backward_hooks",
+        },
+    ),
+    **_names(
+        "saved_tensors_hooks without a `with` block: left in any order, and only if innermost",
+        "activations could not be followed or offloaded",
+        {
+            "saved_tensor_hooks_enabled": "torch._C:_autograd._saved_tensors_hooks_is_enabled",
+            "top_saved_tensor_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
+            "push_saved_tensor_hooks": "torch._C:_autograd._push_saved_tensors_default_hooks",
+            "pop_saved_tensor_hooks": "torch._C:_autograd._pop_saved_tensors_default_hooks",
+        },
+    ),
+    **_names(
+        "updates weights beside the backward pass, and waits for them at its end",
+        "the optimizer's step could not overlap the backward pass",
+        {
+            "queue_backward_callback": ("torch.autograd:Variable._execution_engine.queue_callback"),
+            "foreach_add": "torch:_foreach_add_",
+            "fused_adam": "torch:_fused_adam_",
+            "fused_adamw": "torch:_fused_adamw_",
+        },
+    ),
+    **_names(
+        "the current stream's handle, without an object for it",
+        "hints could not be ordered behind the computation",
+        {"current_raw_stream": "torch._C:_cuda_getCurrentRawStream"},
+        is_cuda=True,
+    ),
+    **_names(
+        "runs a model without its memory, and sees every operator and its module",
+        "traces could not be recorded",
+        {
+            **{
+                name: f"torch._subclasses.fake_tensor:{name}"
+                for name in (
+                    "DataDependentOutputException",
+                    "DynamicOutputShapeException",
+                    "FakeTensor",
+                    "FakeTensorMode",
+                    "UnsupportedOperatorException",
+                )
+            },
+            "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+            "tree_map_only": "torch.utils._pytree:tree_map_only",
+            "current_autograd_node": "torch._C:_current_autograd_node",
+            "operator_schema": "torch:ops.aten.add.Tensor._schema",
+        },
+        Need.TRACE,
+    ),
+    **_names(
+        "counts the operations of attention on the CPU",
+        "attention on the CPU would count as no work",
+        {
+            key: f"torch:ops.aten._scaled_dot_product_flash_attention{end}"
+            for key, end in (
+                ("flash_attention", ""),
+                ("flash_attention_backward", "_backward"),
+                ("flash_attention_cpu", "_for_cpu"),
+                ("flash_attention_cpu_backward", "_for_cpu_backward"),
+            )
+        },
+        Need.TRACE,
+    ),
+    **_names(
+        "refuses to measure beside torch.profiler, which takes the same records",
+        "one of two profilers would miss records without an error",
+        {"torch_profiler_runs": "torch.autograd.profiler:_is_profiler_enabled"},
+        Need.PROFILE,
+    ),
+}
+"""By the name under which this module offers it."""
+
+
+def missing() -> list[PrivateName]:
+    """Look up every name that this torch should have, and return those that it lacks.
+
+    Names for CUDA are left out in a torch without it, and those newer than this torch.
+    """
+    torch = importlib.import_module("torch")
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    absent = []
+    for entry in PRIVATE_NAMES.values():
+        if version < entry.since or (entry.is_cuda and torch.version.cuda is None):
+            continue
+        try:
+            entry.find()
+        except UnsupportedError:
+            absent.append(entry)
+    return absent
+
+
+def require(need: Need = Need.ENABLE) -> None:
+    """Check the names that a call needs.
+
+    Raises
+    ------
+    UnsupportedError
+        If this torch lacks one; the message names it, and the torch versions that umem supports.
+    """
+    absent = [entry for entry in missing() if entry.need is need]
+    if absent:
+        raise _lacks(absent)
+
+
+def _lacks(absent: list[PrivateName]) -> UnsupportedError:
+    version = importlib.import_module("torch").__version__
+    names = ", ".join(entry.name for entry in absent)
+    remedy = ""
+    if any(entry.need is Need.ENABLE for entry in absent):
+        remedy = ", or run without umem: umem.enable(..., fallback=True)"
+    return UnsupportedError(
+        f"torch {version} lacks {names}, without which {absent[0].without}. Install a torch from "
+        f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}{remedy}"
+    )
+
+
+# Looked up when they are first used.
+current_graph_task_id: Callable[[], int]
+current_autograd_node: Callable[[], Any]
+current_raw_stream: Callable[[int], int]
+flash_attention: Any
+flash_attention_backward: Any
+flash_attention_cpu: Any
+flash_attention_cpu_backward: Any
+foreach_add: Callable[..., None]
+fused_adam: Callable[..., None]
+fused_adamw: Callable[..., None]
+is_traceable_wrapper_subclass: Callable[[Any], bool]
+next_sequence_number: Callable[[], int]
+pop_saved_tensor_hooks: Callable[[], None]
+push_saved_tensor_hooks: Callable[..., None]
+queue_backward_callback: Callable[[Callable[[], None]], None]
+"""Calls a function when the running backward pass ends."""
+saved_tensor_hooks_enabled: Callable[[], bool]
+top_saved_tensor_hooks: Callable[[bool], Any]
+tree_leaves: Callable[[Any], list[Any]]
+tree_map_only: Callable[..., Any]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PRIVATE_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = PRIVATE_NAMES[name].find()
+    return value
+
+
+# Attributes of objects.
+version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
+view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The address of the C++ storage: nothing else has it until the storage's weak references died."""
+compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_compiled_call_impl")
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Replace what `Module.compile` has made of a module's call."""
+    module._compiled_call_impl = call
+
+
+def operator_schema(operator: Any) -> Any:
+    """The schema of an operator; None for a higher-order operator."""
+    return getattr(operator, "_schema", None)
+
+
+def sequence_number(node: Any) -> int:
+    """The place of an autograd node in the order in which this thread has made them."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) -> None:
+    """Call a function with the gradient of a tensor, before the node that made it runs.
+
+    As ``Tensor.register_hook`` does, which takes several times as long: it makes an ordered
+    dictionary, and a handle to remove the hook. The tensor keeps the hooks that it has.
+    """
+    others = tensor._backward_hooks
+    tensor._backward_hooks = {0: hook}
+    try:
+        node._register_hook_dict(tensor)  # the node holds the dictionary from now on
+    finally:
+        tensor._backward_hooks = others
+
+
+def torch_profiler_runs() -> bool:
+    """Whether torch.profiler is at work in this process."""
+    if "torch.autograd.profiler" not in sys.modules:
+        return False
+    return bool(PRIVATE_NAMES["torch_profiler_runs"].find())
+
+
+def set_allocator_functions(allocator: Any, entry_points: Mapping[str, int]) -> None:
+    """Give torch's pluggable allocator the entry points that it does not take by name.
+
+    Parameters
+    ----------
+    allocator
+        From ``CUDAPluggableAllocator.allocator()``.
+    entry_points
+        Addresses by name, as the native library's ``torch_entry_points()`` returns them.
+    """
+    for entry, setter in _SETTERS.items():
+        getattr(allocator, setter)(entry_points[entry])
+
+
+def replace(name: str, function: Callable[..., Any]) -> None:
+    """Put a function in the place of one of torch's; nothing where this torch has no such name.
+
+    Parameters
+    ----------
+    name
+        A key of :data:`PRIVATE_NAMES`.
+    function
+        Takes the same arguments.
+    """
+    owner, attribute = PRIVATE_NAMES[name].owner()
+    if hasattr(owner, attribute):
+        setattr(owner, attribute, function)
