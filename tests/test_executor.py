@@ -42,7 +42,7 @@ from umem.executor.program import Hints, PhaseWork, Program
 from umem.executor.runner import Runner
 from umem.offload import ActivationStore
 from umem.planning.running_step import with_gradient_lifetimes
-from umem.runtime.hints import HintEngine, Outcome
+from umem.runtime.hints import HintEngine, HintOutcome
 from umem.trace import check_trace, is_optimizer_phase, phase_of_access
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -573,7 +573,7 @@ def test_every_prefetch_is_seen_to_be_early_or_late(planner: str) -> None:
             time.sleep(0.001)
         counts = manager.engine.statistics().counts
         found = [of for (op, _), of in counts.items() if op == "prefetch"]
-        done = sum(it.requests.get(Outcome.DONE, 0) for it in found)
+        done = sum(it.requests.get(HintOutcome.DONE, 0) for it in found)
         return done, sum(it.late + it.early for it in found)
 
     training.steps(BEFORE_PLANNED + 2)  # what is asked for in one step may be needed in the next
@@ -644,11 +644,11 @@ def test_a_phase_waits_for_the_pages_of_all_batches_that_it_needs(
         for part in (weights[:2], weights[2:])
     ]
     for hints in coming:
-        assert machine.engine.fire(hints.batch, 0)
+        assert machine.engine.submit_batch(hints.batch, 0)
     waited: list[int] = []
     wait = HintEngine.wait
 
-    def spy(engine: HintEngine, ticket: int, **timeout: Any) -> Outcome:
+    def spy(engine: HintEngine, ticket: int, **timeout: Any) -> HintOutcome:
         waited.append(ticket)
         return wait(engine, ticket, **timeout)
 

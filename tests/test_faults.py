@@ -25,7 +25,7 @@ from umem.executor import Manager, ManagerState
 from umem.executor.machine import within_host
 from umem.executor.manage import manage_on
 from umem.policy import PolicyPlanner
-from umem.runtime.hints import HintEngine, HintSettings, Outcome
+from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,8 +52,11 @@ def test_a_driver_that_always_fails(planner: str, stock: Training) -> None:
     assert manager.status().state is ManagerState.RUNNING
     assert manager.status().steps == 5
     counts = manager.engine.statistics().counts.values()
-    assert sum(of.requests[Outcome.DONE] for of in counts) == 0
-    assert sum(of.requests[Outcome.FAILED] + of.requests[Outcome.DROPPED] for of in counts) > 20
+    assert sum(of.requests[HintOutcome.DONE] for of in counts) == 0
+    assert (
+        sum(of.requests[HintOutcome.FAILED] + of.requests[HintOutcome.DROPPED] for of in counts)
+        > 20
+    )
     assert manager.engine.statistics().open_requests == 0
 
 
@@ -82,9 +85,9 @@ def test_every_driver_call_may_fail_once(call: str, planner: str, stock: Trainin
     assert (status.state, status.steps, status.diverged_steps) == (ManagerState.RUNNING, 5, 0)
     statistics = manager.engine.statistics()
     counts = statistics.counts.values()
-    lost = sum(of.requests[Outcome.FAILED] + of.requests[Outcome.DROPPED] for of in counts)
+    lost = sum(of.requests[HintOutcome.FAILED] + of.requests[HintOutcome.DROPPED] for of in counts)
     assert lost >= 1
-    assert sum(of.requests[Outcome.DONE] for of in counts) > 20
+    assert sum(of.requests[HintOutcome.DONE] for of in counts) > 20
 
 
 def test_a_queue_that_is_full(stock: Training) -> None:
@@ -270,7 +273,7 @@ class Disturber:
                 ticket = engine.submit(
                     op, address, size_bytes, tensor_class=of_class, host_address=spare
                 )
-                assert engine.wait(ticket, timeout_s=10) is Outcome.DONE
+                assert engine.wait(ticket, timeout_s=10) is HintOutcome.DONE
                 # What left may be overwritten: its values come from the copy.
                 if op == HintOp.COPY_OUT:
                     tensor.data.view(-1)[::4096] = float("nan")

@@ -17,7 +17,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UnsupportedError
 from umem.core.schedule import HintOp
 from umem.runtime._native import NO_EVENT, Allocator, ClassSetting, Config
-from umem.runtime.hints import HintBatch, HintEngine, HintSettings, Outcome
+from umem.runtime.hints import HintBatch, HintEngine, HintOutcome, HintSettings
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -41,7 +41,7 @@ class TestRequests:
         with HintEngine.on_host(SMALL) as engine:
             before_ns = time.monotonic_ns()
             ticket = engine.submit(op, at(0), 3 * BLOCK, tensor_class=TensorClass.WEIGHTS)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
             times = engine.times(ticket)
             assert (times.address, times.size_bytes) == (at(0), 3 * BLOCK)
             assert times.moved_bytes == 3 * BLOCK
@@ -55,7 +55,7 @@ class TestRequests:
             stats = engine.statistics()
             ((key, counts),) = stats.counts.items()
             assert key == (op.name.lower(), TensorClass.WEIGHTS)
-            assert counts.requests[Outcome.DONE] == 1
+            assert counts.requests[HintOutcome.DONE] == 1
             assert counts.calls == 3
             assert counts.moved_bytes == counts.asked_bytes == 3 * BLOCK
             assert stats.open_requests == 0
@@ -70,16 +70,16 @@ class TestRequests:
             place = ctypes.addressof(device), size_bytes
             block = ctypes.addressof(host)
             out = engine.submit(HintOp.COPY_OUT, *place, host_address=block)
-            assert engine.wait(out, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(out, timeout_s=PATIENCE_S) is HintOutcome.DONE
             ctypes.memset(device, 0, size_bytes)
             back = engine.submit(HintOp.COPY_IN, *place, host_address=block)
-            assert engine.wait(back, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(back, timeout_s=PATIENCE_S) is HintOutcome.DONE
         assert device.raw == contents
 
     def test_advice(self) -> None:
         with HintEngine.on_host() as engine:
             ticket = engine.advise(at(0), BLOCK, placement="host", accessed_by_device=True)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
             assert engine.times(ticket).op == "advise"
             with pytest.raises(ValueError, match="placement: moon"):
                 engine.advise(at(0), BLOCK, placement="moon")  # type: ignore[arg-type]
@@ -89,15 +89,15 @@ class TestRequests:
             engine.submit(HintOp.EVICT, at(10), BLOCK)  # keeps the worker busy
             out = engine.submit(HintOp.EVICT, at(0), BLOCK)
             back = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
-            assert engine.wait(out, timeout_s=PATIENCE_S) is Outcome.SUPERSEDED
-            assert engine.wait(back, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(out, timeout_s=PATIENCE_S) is HintOutcome.SUPERSEDED
+            assert engine.wait(back, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
     def test_events(self) -> None:
         with HintEngine.on_host() as engine:
             event = engine.record(0, 7)
             ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK, event=event)
             engine.release(event)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
     def test_an_event_that_cannot_be_had_drops_its_requests(
         self, capfd: pytest.CaptureFixture[str]
@@ -106,7 +106,7 @@ class TestRequests:
             event = engine.record(1, 7)
             assert event == NO_EVENT
             ticket = engine.submit(HintOp.DISCARD, at(0), BLOCK, event=event)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DROPPED
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DROPPED
         assert "record failed" in capfd.readouterr().err
 
     def test_what_cannot_be_meant(self) -> None:
@@ -150,31 +150,15 @@ class TestRequests:
 class TestWaiting:
     def test_what_is_open(self) -> None:
         with slow_engine() as engine:
-            start_s = time.monotonic()
             ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
-            assert engine.wait(ticket, timeout_s=1e-3) is Outcome.OPEN
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
-            assert 200e-3 < time.monotonic() - start_s < PATIENCE_S
+            assert engine.wait(ticket, timeout_s=1e-3) is HintOutcome.OPEN
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
     def test_the_end_lets_everyone_go(self) -> None:
         engine = slow_engine()
         tickets = [engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK) for i in range(100)]
         threading.Timer(0.05, engine.shutdown).start()
-        assert engine.wait(tickets[-1], timeout_s=PATIENCE_S) is Outcome.DROPPED
-
-    def test_what_is_over_costs_next_to_nothing(self) -> None:
-        """Also while the engine works."""
-        rounds = 20_000
-        with HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 1e-3) as engine:
-            over = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
-            assert engine.wait(over, timeout_s=PATIENCE_S) is Outcome.DONE
-            engine.submit(HintOp.EVICT, at(0), 1000 * BLOCK)
-            start_s = time.thread_time()
-            for _ in range(rounds):
-                engine.wait(over, timeout_s=1.0)
-            each_us = (time.thread_time() - start_s) / rounds * 1e6
-            print(f"wait for what is over: {each_us:.2f} us")
-            assert each_us < 10
+        assert engine.wait(tickets[-1], timeout_s=PATIENCE_S) is HintOutcome.DROPPED
 
 
 class TestPunctuality:
@@ -195,7 +179,7 @@ class TestPunctuality:
         with HintEngine.on_host(settings, bytes_per_s=link_bytes_per_s) as engine:
             engine.start(0)
             ticket = engine.submit(HintOp.PREFETCH, at(0), 100 * BLOCK)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
             counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
             times = engine.times(ticket)
         assert times.issued_ns is not None
@@ -233,7 +217,7 @@ class TestRoom:
             engine.set_resident(0, at(0), 2 * BLOCK, resident=True)
             leaving = engine.submit(HintOp.EVICT, at(0), 2 * BLOCK)
             arriving = engine.submit(HintOp.PREFETCH, at(10), 2 * BLOCK)
-            assert engine.wait(arriving, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(arriving, timeout_s=PATIENCE_S) is HintOutcome.DONE
             out, back = engine.times(leaving).done_ns, engine.times(arriving).done_ns
             assert out is not None
             assert back is not None
@@ -247,7 +231,7 @@ class TestRoom:
         with HintEngine.on_host(SMALL) as engine:
             engine.set_budget(0, 2 * BLOCK)
             ticket = engine.submit(HintOp.PREFETCH, at(10), 5 * BLOCK)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
             assert engine.statistics().over_budget_bytes == 3 * BLOCK
 
     def test_a_full_queue_refuses(self) -> None:
@@ -262,7 +246,7 @@ class TestRoom:
         with slow_engine() as engine:
             ticket = engine.submit(HintOp.EVICT, at(0), 20 * BLOCK)
             assert engine.forget(at(0), 20 * BLOCK)
-            assert engine.wait(ticket, timeout_s=0) is Outcome.FORGOTTEN
+            assert engine.wait(ticket, timeout_s=0) is HintOutcome.FORGOTTEN
             assert engine.times(ticket).moved_bytes <= 2 * BLOCK
 
 
@@ -293,10 +277,10 @@ class TestBatches:
             ):
                 assert len(batch) == 3
                 assert len(batch.tickets) == 0
-                last = engine.fire(batch, 7)
+                last = engine.submit_batch(batch, 7)
                 assert batch.tickets == range(last - 2, last + 1)
                 for i, ticket in enumerate(batch.tickets):
-                    assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+                    assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
                     times = engine.times(ticket)
                     assert (times.op, times.tensor_class) == (ops[i].name.lower(), classes[i])
                     assert (times.address, times.size_bytes) == (addresses[i], BLOCK)
@@ -306,20 +290,20 @@ class TestBatches:
             batch = batch_of(engine, 3)
             batch.set_address(0, 0)
             batch.set_address(2, at(100))
-            last = engine.fire(batch, 0)
+            last = engine.submit_batch(batch, 0)
             assert len(batch.tickets) == 2
-            assert engine.wait(last, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(last, timeout_s=PATIENCE_S) is HintOutcome.DONE
             assert [engine.times(ticket).address for ticket in batch.tickets] == [at(2), at(100)]
             for index in (1, 2):
                 batch.set_address(index, 0)
-            assert engine.fire(batch, 0) == 0
+            assert engine.submit_batch(batch, 0) == 0
             assert len(batch.tickets) == 0
 
     def test_a_full_queue_takes_what_it_can(self) -> None:
         settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)
         with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.2) as engine:
             batch = batch_of(engine, 5)
-            assert engine.fire(batch, 0) == 3
+            assert engine.submit_batch(batch, 0) == 3
             assert batch.tickets == range(1, 4)
             assert engine.statistics().refused == 2
 
@@ -330,16 +314,16 @@ class TestBatches:
             batch = batch_of(engine, 3)
             for index in range(3):
                 batch.set_address(index, at(100 + 2 * index))
-            engine.fire(batch, 0, [0, out[0], out[2]])
+            engine.submit_batch(batch, 0, [0, out[0], out[2]])
             for ticket in batch.tickets:
-                assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+                assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
             left_ns = [engine.times(ticket).done_ns or 0 for ticket in out]
             came_ns = [engine.times(ticket).issued_ns or 0 for ticket in batch.tickets]
             assert 0 < came_ns[0] < left_ns[0]
             assert left_ns[0] <= came_ns[1] < left_ns[2]
             assert left_ns[2] <= came_ns[2]
             with pytest.raises(ValueError, match="after: one ticket for each entry"):
-                engine.fire(batch, 0, out[:2])
+                engine.submit_batch(batch, 0, out[:2])
 
     def test_what_cannot_be_meant(self) -> None:
         with HintEngine.on_host() as engine:
@@ -359,36 +343,6 @@ class TestBatches:
             with pytest.raises(ValueError, match="beyond all addresses"):
                 batch.set_address(0, 2**64 - 1)
 
-    def test_firing_is_quick(self) -> None:
-        """Beside so many single requests. The bound leaves room for a busy machine."""
-        count, rounds = 30, 300
-        with HintEngine.on_host() as engine:
-            engine.start(0)
-            batch = batch_of(engine, count)
-
-            def submit_all() -> None:
-                event = engine.record(0, 0)
-                for i in range(count):
-                    engine.submit(HintOp.PREFETCH, at(2 * i), BLOCK, event=event)
-                engine.release(event)
-
-            def fire() -> None:
-                engine.fire(batch, 0)
-
-            medians_us = {}
-            for name, ask in (("fire", fire), ("submit", submit_all)):
-                durations_ns = []
-                for _ in range(rounds):
-                    start_ns = time.thread_time_ns()
-                    ask()
-                    durations_ns.append(time.thread_time_ns() - start_ns)
-                    time.sleep(2e-4)
-                durations_ns.sort()
-                medians_us[name] = durations_ns[rounds // 2] / 1e3
-                print(f"{name}: p50 {medians_us[name]:.1f} us, p99 {durations_ns[-3] / 1e3:.1f} us")
-            assert medians_us["fire"] < medians_us["submit"]
-            assert medians_us["fire"] < 50
-
 
 class TestReleases:
     def test_what_an_allocator_gives_back_is_forgotten(self) -> None:
@@ -399,7 +353,7 @@ class TestReleases:
             ticket = engine.submit(HintOp.EVICT, address, 20 * BLOCK)
             allocator.free(address)
             allocator.empty_cache()
-            assert engine.wait(ticket, timeout_s=0) is Outcome.FORGOTTEN
+            assert engine.wait(ticket, timeout_s=0) is HintOutcome.FORGOTTEN
             allocator.set_release_listener(None)
         allocator.malloc(20 * BLOCK)
 
@@ -440,9 +394,9 @@ class TestFailures:
                 engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK, device=5) for i in range(4)
             ]
             outcomes = {engine.wait(ticket, timeout_s=PATIENCE_S) for ticket in tickets}
-            assert outcomes == {Outcome.FAILED}
+            assert outcomes == {HintOutcome.FAILED}
             good = engine.submit(HintOp.PREFETCH, at(0), BLOCK, device=1)
-            assert engine.wait(good, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(good, timeout_s=PATIENCE_S) is HintOutcome.DONE
             (failure,) = engine.statistics().failures
             assert (failure.call, failure.text) == ("open", "no such device")
             assert failure.count == 4
@@ -451,16 +405,16 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("call", "outcome"),
         [
-            ("record", Outcome.DROPPED),
-            ("open", Outcome.FAILED),
-            ("load", Outcome.DONE),
-            ("query", Outcome.DROPPED),
-            ("evict", Outcome.FAILED),
-            ("synchronize", Outcome.FAILED),
+            ("record", HintOutcome.DROPPED),
+            ("open", HintOutcome.FAILED),
+            ("load", HintOutcome.DONE),
+            ("query", HintOutcome.DROPPED),
+            ("evict", HintOutcome.FAILED),
+            ("synchronize", HintOutcome.FAILED),
         ],
     )
     def test_on_purpose(
-        self, call: str, outcome: Outcome, capfd: pytest.CaptureFixture[str]
+        self, call: str, outcome: HintOutcome, capfd: pytest.CaptureFixture[str]
     ) -> None:
         """The call that is named fails once; the one after it does its work."""
         with HintEngine.on_host(SMALL, fail={call: 1}) as engine:
@@ -470,7 +424,7 @@ class TestFailures:
                 ticket = engine.submit(HintOp.EVICT, at(0), BLOCK, event=event)
                 engine.release(event)
                 outcomes.append(engine.wait(ticket, timeout_s=PATIENCE_S))
-            assert outcomes == [outcome, Outcome.DONE, Outcome.DONE]
+            assert outcomes == [outcome, HintOutcome.DONE, HintOutcome.DONE]
             (failure,) = engine.statistics().failures
             assert (failure.call, failure.count) == (call, 1)
         assert capfd.readouterr().err.count(f"umem: hint: {call} failed") == 1
@@ -481,7 +435,7 @@ class TestFailures:
                 engine.wait(engine.submit(op, at(0), BLOCK), timeout_s=PATIENCE_S)
                 for op in (HintOp.EVICT, HintOp.PREFETCH) * 3
             ]
-        failed = [number for number, of in enumerate(outcomes) if of is Outcome.FAILED]
+        failed = [number for number, of in enumerate(outcomes) if of is HintOutcome.FAILED]
         assert failed == [1, 2]
 
     @pytest.mark.parametrize(
@@ -522,7 +476,7 @@ class TestThreadsAndProcesses:
             assert 0 not in flat
             assert len(set(flat)) == 800
             for ticket in flat:
-                assert engine.wait(ticket, timeout_s=PATIENCE_S) is not Outcome.OPEN
+                assert engine.wait(ticket, timeout_s=PATIENCE_S) is not HintOutcome.OPEN
 
     def test_waiting_lets_other_threads_run(self) -> None:
         with slow_engine() as engine:
@@ -537,19 +491,19 @@ class TestThreadsAndProcesses:
         tickets = [engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK) for i in range(50)]
         assert engine.shutdown()
         assert engine.shutdown()
-        assert engine.wait(tickets[-1], timeout_s=0) is Outcome.DROPPED
+        assert engine.wait(tickets[-1], timeout_s=0) is HintOutcome.DROPPED
         assert engine.submit(HintOp.PREFETCH, at(0), BLOCK) == 0
 
     def test_a_stuck_call_is_waited_for_once(self) -> None:
+        threads = len(os.listdir("/proc/self/task"))
         engine = HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 5.0)
         engine.submit(HintOp.EVICT, at(0), BLOCK)
         while engine.statistics().in_flight_bytes == (0, 0):
             time.sleep(1e-3)
-        start_s = time.monotonic()
         assert not engine.shutdown(timeout_s=1e-3)
         del engine
         gc.collect()
-        assert time.monotonic() - start_s < 2.5
+        assert len(os.listdir("/proc/self/task")) > threads  # in its call still
 
     def test_garbage_takes_its_threads_along(self) -> None:
         before = len(os.listdir("/proc/self/task"))
@@ -570,12 +524,10 @@ class TestThreadsAndProcesses:
             "    assert engine.submit(HintOp(i % 2), (1 << 40) + (i << 22), 2 << 20)\n"
             "print('asked')\n"
         )
-        start_s = time.monotonic()
-        done = subprocess.run(
+        done = subprocess.run(  # all requests would take over 100 s
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "asked\n", "")
-        assert time.monotonic() - start_s < 30  # all of them would take over 100 s
 
     def test_a_forked_child_refuses(self) -> None:
         code = (

@@ -14,7 +14,7 @@ import umem
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
 from umem.core.schedule import HintOp
-from umem.runtime.hints import HintEngine, HintSettings, Outcome
+from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
 from umem.telemetry import Profile, hint_traffic, hints_between, measured_row
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def move(
     device: int = 0,
 ) -> int:
     ticket = engine.submit(op, BASE, blocks * BLOCK, tensor_class=of, device=device)
-    assert engine.wait(ticket, timeout_s=PATIENCE_S) is not Outcome.OPEN
+    assert engine.wait(ticket, timeout_s=PATIENCE_S) is not HintOutcome.OPEN
     return ticket
 
 
@@ -78,7 +78,7 @@ def test_late_and_wasted_hints_are_counted_apart() -> None:
         assert slow.forget(BASE, 8 * BLOCK)
         slow.mark_needed(forgotten)
         other = move(slow, HintOp.PREFETCH, 1, device=7)
-        assert slow.times(other).outcome is Outcome.FAILED
+        assert slow.times(other).outcome is HintOutcome.FAILED
         report = hints_between(before, slow.statistics())
     use = use_of(report, "prefetch", TensorClass.OTHER)
     assert (use.asked, use.late, use.wasted) == (2, 1, 1)

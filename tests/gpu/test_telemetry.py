@@ -24,7 +24,7 @@ from umem.core.classes import TensorClass
 from umem.core.report import MeasuredReport
 from umem.core.schedule import HintOp
 from umem.cuda import Location
-from umem.runtime.hints import HintEngine, Outcome
+from umem.runtime.hints import HintEngine, HintOutcome
 from umem.telemetry import (
     PhaseRanges,
     Profile,
@@ -179,7 +179,7 @@ def rounds(engine: HintEngine, tensor: torch.Tensor, profile: Profile, count: in
     for _ in range(count):
         for op in (HintOp.EVICT, HintOp.PREFETCH):
             ticket = engine.submit(op, *place, tensor_class=TensorClass.OPTIMIZER_STATE)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
         profile.step()
 
 
@@ -189,19 +189,19 @@ def test_frozen_weights_leave_without_a_byte_to_the_host(engine: HintEngine) -> 
     place = tensor.data_ptr(), tensor.nbytes
     engine.advise(*place, placement="device", read_mostly=True)
     ticket = engine.submit(HintOp.EVICT, *place)
-    assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+    assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
     try:
         with umem.profile(steps=3, name="frozen") as profile:
             for _ in range(3):
                 ticket = engine.submit(HintOp.PREFETCH, *place)
-                assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+                assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
                 assert int(tensor.view(torch.int64).amax()) == ONES
                 ticket = engine.submit(HintOp.EVICT, *place)
-                assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+                assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
                 profile.step()
     finally:
         ticket = engine.advise(*place, placement="device")
-        assert engine.wait(ticket, timeout_s=PATIENCE_S) is Outcome.DONE
+        assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
         assert engine.forget(*place)
     for report in profile.step_reports():
         print(report)

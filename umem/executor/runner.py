@@ -17,7 +17,7 @@ from umem.executor.optimizer.partial_step import part_label
 from umem.executor.program import MODEL, GroupKey, Hints, PhaseWork, Program
 from umem.executor.tensor_addresses import storage_address, whole_blocks
 from umem.offload import ActivationStore
-from umem.runtime.hints import Outcome
+from umem.runtime.hints import HintOutcome
 from umem.telemetry import PhaseRanges, call_watcher
 
 __all__ = ["Runner", "RunnerCounts"]
@@ -212,7 +212,7 @@ class Runner:
             hints.batch.set_address(number, address)
             if not address:
                 missing.add(number)
-        if not self._machine.engine.fire(hints.batch, self._machine.stream(), after):
+        if not self._machine.engine.submit_batch(hints.batch, self._machine.stream(), after):
             return frozenset()
         asked = [tensor for number, tensor in enumerate(hints.tensors) if number not in missing]
         return frozenset(asked[: len(hints.batch.tickets)])  # a full queue takes only the first
@@ -238,7 +238,7 @@ class Runner:
                 outcome = engine.wait(ticket, timeout_s=_PATIENCE_S)
             except KeyError:  # finished so long ago that the engine has forgotten it
                 continue
-            if outcome is Outcome.OPEN:
+            if outcome is HintOutcome.OPEN:
                 self.counts.wait_timeouts += 1
                 break
         self.counts.wait_s += time.perf_counter() - began_s

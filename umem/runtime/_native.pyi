@@ -139,14 +139,14 @@ class HintBatch:
     def set_address(self, index: int, address: int) -> None:
         """0 skips the entry until it has an address again."""
     def tickets(self) -> tuple[int, int]:
-        """Of the last firing: the first ticket, and the one after the last."""
+        """Of the last submission: the first ticket, and the one after the last."""
 
 class HintEngine:
     """Native threads that ask the driver to move managed memory. Thread-safe.
 
-    Operations are `umem.HintOp` numbers, outcomes the names of `umem.hints.Outcome` (`wait`: their
-    places in it); times are those of `time.monotonic_ns`. A ticket of 0: the queue is full or the
-    engine has stopped.
+    Operations are `HintOp` numbers, outcomes are names of `umem.runtime.hints.HintOutcome` (`wait`:
+    their places in it); times are those of `time.monotonic_ns`. A ticket of 0: the queue is full or
+    the engine has stopped.
     """
 
     @staticmethod

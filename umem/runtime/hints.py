@@ -1,6 +1,8 @@
-"""What became of hints: a request's outcome and times, and an engine's counts.
+"""The hint engine: native threads that move managed memory ahead of need, and their statistics.
 
-Callers find all of it in :mod:`umem.runtime.hints`.
+:meth:`HintEngine.submit` only queues a request about an address range: bring it to the device, send
+it to the host, drop its contents. The engine's threads wait for the GPU's work where the request
+says so, call the driver and record the times. ``docs/hints.md`` explains the engine.
 """
 
 from __future__ import annotations
@@ -25,22 +27,16 @@ if TYPE_CHECKING:
     from umem.runtime import _native
 
 __all__ = [
-    "OUTCOMES",
     "HintBatch",
     "HintCounts",
     "HintEngine",
     "HintFailure",
+    "HintOutcome",
     "HintSettings",
     "HintStatistics",
     "HintTimes",
     "OpName",
-    "Outcome",
-    "statistics_from_native",
-    "times_from_native",
 ]
-
-_ADVISE = len(HintOp)
-"""The native number of advice, which moves nothing and so is no `HintOp`."""
 
 OpName = Literal["prefetch", "evict", "discard", "copy_in", "copy_out", "advise"]
 _OP_NAMES: dict[int, OpName] = {
@@ -49,44 +45,48 @@ _OP_NAMES: dict[int, OpName] = {
     HintOp.DISCARD: "discard",
     HintOp.COPY_IN: "copy_in",
     HintOp.COPY_OUT: "copy_out",
-    _ADVISE: "advise",
+    len(HintOp): "advise",  # moves nothing, and so is no `HintOp`
 }
 _CLASSES = tuple(TensorClass)
 
 
-class Outcome(StrEnum):
-    """What became of a request; the worst part of its range speaks for the whole."""
+class HintOutcome(StrEnum):
+    """How a request ended. If parts of its range ended in different ways, the worst one counts.
+
+    In the order of the native numbers.
+    """
 
     OPEN = "open"
-    """Queued, waiting or under way."""
+    """Queued, waiting or being issued."""
     DONE = "done"
     SUPERSEDED = "superseded"
     """A newer request made it pointless before it was issued."""
     FORGOTTEN = "forgotten"
     """Its range was freed."""
     DROPPED = "dropped"
-    """The engine ended, or the event to wait for could not be had."""
+    """The engine ended, or the event to wait for could not be recorded."""
     FAILED = "failed"
     """The driver refused; :attr:`HintStatistics.failures` says why."""
 
 
-OUTCOMES = tuple(Outcome)
-"""By native number."""
+_OUTCOMES = tuple(HintOutcome)
+_LATER_TIMES = ("ready_ns", "issued_ns", "done_ns", "needed_ns")
+"""0 in the native records until they are known."""
 
 
 @dataclass(frozen=True)
 class HintTimes:
-    """One request's history. Times are those of `time.monotonic_ns`; None: not yet."""
+    """The history of one request. Times are those of `time.monotonic_ns`; None: not yet."""
 
     op: OpName
     tensor_class: TensorClass
     address: int
     size_bytes: int
     moved_bytes: int
-    outcome: Outcome
+    outcome: HintOutcome
     asked_ns: int
     ready_ns: int | None
-    """The event that it waited for was over."""
+    """The event that it waited for was complete."""
     issued_ns: int | None
     """Its first driver call began."""
     done_ns: int | None
@@ -96,9 +96,9 @@ class HintTimes:
 
 @dataclass(frozen=True)
 class HintCounts:
-    """What requests of one operation on one tensor class came to."""
+    """Sums over the requests of one operation on one tensor class."""
 
-    requests: Mapping[Outcome, int]
+    requests: Mapping[HintOutcome, int]
     asked_bytes: int
     moved_bytes: int
     wasted_bytes: int
@@ -108,16 +108,16 @@ class HintCounts:
     event_wait_s: float
     """From asked to ready."""
     queued_s: float
-    """From ready to issued: behind others, or for room."""
+    """From ready to issued: behind other requests, or for room on the device."""
     driver_s: float
-    """In driver calls. Calls of one direction that are under way together share its link and the
-    time, so that ``moved_bytes / driver_s`` is the link's rate however many workers there are. A
-    call that serves several requests is shared out by bytes."""
+    """In driver calls. Concurrent calls in one direction share its link and the time, so that
+    ``moved_bytes / driver_s`` is the link's rate for any number of workers. The time of a call that
+    serves several requests is divided by bytes."""
     late: int
     """Requests that were done after the phase that needs them began."""
     late_s: float
     early: int
-    """Requests that were done before it began."""
+    """Requests that were done before that phase began."""
     early_s: float
     missed: int
     """Requests that were needed but never wholly done."""
@@ -125,7 +125,7 @@ class HintCounts:
 
 @dataclass(frozen=True)
 class HintFailure:
-    """A driver call that failed, and how often it did so in the same way."""
+    """A driver call that failed, and how often it failed with the same error."""
 
     call: str
     error: int
@@ -135,10 +135,10 @@ class HintFailure:
 
 @dataclass(frozen=True)
 class HintStatistics:
-    """What an engine has done so far, and what it is at now."""
+    """A snapshot of an engine's counters."""
 
     counts: Mapping[tuple[OpName, TensorClass], HintCounts]
-    """Only pairs that were asked for."""
+    """Only pairs that were requested."""
     failures: tuple[HintFailure, ...]
     refused: int
     """Requests without a ticket."""
@@ -150,56 +150,14 @@ class HintStatistics:
     room_waits: int
     """Requests that found the device full."""
     resident_bytes: Mapping[int, int]
-    """By device, as far as the engine was told or moved it."""
+    """By device, as far as the engine moved them or was told about them."""
     over_budget_bytes: int
-    """Brought to a full device, because no request asked for before could make room."""
-
-
-def times_from_native(found: dict[str, Any]) -> HintTimes:
-    """Name the parts of one native record."""
-    values = {
-        **found,
-        "op": _OP_NAMES[found["op"]],
-        "tensor_class": _CLASSES[found["tensor_class"]],
-        "outcome": Outcome(found["outcome"]),
-    }
-    for name in ("ready_ns", "issued_ns", "done_ns", "needed_ns"):
-        values[name] = found[name] or None
-    return HintTimes(**values)
-
-
-def statistics_from_native(found: dict[str, Any]) -> HintStatistics:
-    """Name the parts of a native snapshot."""
-    values = {
-        **found,
-        "counts": {
-            (_OP_NAMES[op], _CLASSES[number]): _counts(of)
-            for (op, number), of in found["counts"].items()
-        },
-        "failures": tuple(HintFailure(*failure) for failure in found["failures"]),
-    }
-    return HintStatistics(**values)
-
-
-def _counts(found: dict[str, Any]) -> HintCounts:
-    requests = {Outcome(name): count for name, count in found["requests"].items()}
-    return HintCounts(**{**found, "requests": requests})
-
-
-# The hint engine: managed memory moved ahead of need by native threads.
-#
-# A request is a wish about a range of addresses: bring it to the device, send it to the host, drop
-# its contents. :meth:`HintEngine.submit` only queues it; threads of the engine wait for the GPU's
-# work where that is asked for, call the driver, and keep the times. ``docs/hints.md`` explains.
-
-_MIB = 1 << 20
-_PATIENCE_S = 10.0
-"""What the end of a process, and the end of a range, wait for a driver call under way."""
+    """Prefetched to a full device, because no request submitted before could make room."""
 
 
 @dataclass(frozen=True)
 class HintSettings:
-    """How an engine is set up.
+    """Settings of an engine.
 
     Parameters
     ----------
@@ -209,26 +167,27 @@ class HintSettings:
     in_flight_bytes : int
         Most bytes in driver calls at once, in each direction, at least 2 MiB.
     capacity : int
-        Most requests that are open at once; further ones are refused. As many ended ones stay on
-        record.
+        Most requests that are open at once; further ones are refused. The history of as many ended
+        requests is kept.
     prefetch_workers : int
         Threads for the direction to the device, 1 to 16. The other direction always has one.
     poll_s : float
-        Seconds between two looks at an event that requests wait for.
+        Seconds between two queries of an event that requests wait for.
     """
 
-    chunk_bytes: int = 128 * _MIB
-    in_flight_bytes: int = 256 * _MIB
+    chunk_bytes: int = 128 << 20
+    in_flight_bytes: int = 256 << 20
     capacity: int = 8192
     prefetch_workers: int = 2
     poll_s: float = 100e-6
 
 
-class HintBatch:
-    """Requests that are made together, again and again; from :meth:`HintEngine.batch`.
+_CALL_TIMEOUT_S = 10.0
+"""How long `shutdown` and `forget` wait for a driver call under way."""
 
-    Thread-safe.
-    """
+
+class HintBatch:
+    """Requests to submit together, repeatedly; made by :meth:`HintEngine.batch`. Thread-safe."""
 
     def __init__(self, batch: _native.HintBatch) -> None:
         self._native = batch
@@ -250,14 +209,14 @@ class HintBatch:
 
     @property
     def tickets(self) -> range:
-        """Tickets of the last firing, in the order of entries; skipped entries have none."""
+        """Tickets of the last submission, in the order of entries; skipped entries have none."""
         return range(*self._native.tickets())
 
 
 class HintEngine:
     """Threads that move managed memory; make one with :meth:`on_cuda` or :meth:`on_host`.
 
-    Thread-safe. A driver call that fails raises nothing: it is counted, and told once on stderr.
+    Thread-safe. A failing driver call raises nothing: it is counted, and printed once on stderr.
     The engine ends with the process at the latest; in a forked child it refuses every request.
 
     Examples
@@ -266,13 +225,13 @@ class HintEngine:
     >>> with HintEngine.on_host() as engine:
     ...     ticket = engine.submit(HintOp.PREFETCH, 1 << 40, 2 << 20)
     ...     engine.wait(ticket, timeout_s=10)
-    <Outcome.DONE: 'done'>
+    <HintOutcome.DONE: 'done'>
     """
 
     def __init__(self, engine: _native.HintEngine) -> None:
         self._native = engine
-        # Also at the end of the process, when CUDA is still there to end calls with.
-        self._finalizer = weakref.finalize(self, engine.shutdown, _PATIENCE_S)
+        # It runs at the end of the process too, while CUDA can still complete its calls.
+        self._finalizer = weakref.finalize(self, engine.shutdown, _CALL_TIMEOUT_S)
 
     @classmethod
     def on_cuda(cls, settings: HintSettings | None = None) -> HintEngine:
@@ -311,7 +270,7 @@ class HintEngine:
         bytes_per_s: float = 0.0,
         fail: Mapping[str, int] | None = None,
     ) -> HintEngine:
-        """Make an engine over host memory: nothing moves, streams do their work at once.
+        """Make an engine over host memory: nothing moves, and streams are always idle.
 
         Parameters
         ----------
@@ -319,13 +278,12 @@ class HintEngine:
         devices : int
             Devices that exist; requests for others fail.
         bytes_per_s : float
-            What a link seems to carry in each direction, shared by the direction's workers; 0 for
-            moves that take no time at all.
+            Simulated rate of the link in each direction, shared by the direction's workers; 0 for
+            moves that take no time.
         fail : mapping of str to int, optional
-            Which call fails, by its name: ``{"evict": 2}`` for the second eviction. Each fails
-            once. The names are those of :attr:`HintStatistics.failures`: ``record``, ``open``,
-            ``load``, ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``,
-            ``synchronize``.
+            The call that fails, by name: ``{"evict": 2}`` for the second eviction. Each fails once.
+            The names are those of :attr:`HintStatistics.failures`: ``record``, ``open``, ``load``,
+            ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``.
 
         Raises
         ------
@@ -339,9 +297,9 @@ class HintEngine:
         )
 
     def start(self, device: int = 0) -> None:
-        """Start the threads now, and let each get what it needs of `device`.
+        """Start the threads now, and let each create its contexts and streams on `device`.
 
-        Contexts and streams take a worker up to a second: better before training than in it.
+        That takes up to a second, which is better spent before training than in its first step.
         """
         self._native.start(device)
 
@@ -361,16 +319,16 @@ class HintEngine:
         Parameters
         ----------
         op : HintOp
-            What to do. ``DISCARD`` and ``COPY_OUT`` end with undefined contents at `address`: call
+            The operation. ``DISCARD`` and ``COPY_OUT`` leave undefined contents at `address`: call
             :meth:`forget`, or wait for the ticket, before anything writes there again.
         address, size_bytes : int
-            The range. Managed memory, that of copies included.
+            A range of managed memory, also for copies.
         device : int
-            The device to bring it to, or that it is sent away from.
+            The device that the range moves to or leaves.
         event : int
-            From :meth:`record`: the request waits until the work before it is over. 0 for nothing.
+            From :meth:`record`: the request waits until the work before it is done. 0: no wait.
         tensor_class : TensorClass
-            Under which the request is counted.
+            The class in whose statistics the request is counted.
         host_address : int
             Copies only: the host-resident block, as long as the range.
 
@@ -382,7 +340,7 @@ class HintEngine:
         Raises
         ------
         ValueError
-            For a range, a device or a copy that cannot be meant.
+            For an invalid range, device or copy.
         """
         return self._native.submit(
             op, address, size_bytes, device, event, tensor_class.number, host_address
@@ -400,7 +358,7 @@ class HintEngine:
         event: int = 0,
         tensor_class: TensorClass = TensorClass.OTHER,
     ) -> int:
-        """Queue standing advice, which replaces whatever the range had.
+        """Queue standing advice, which replaces the advice that the range had.
 
         Parameters
         ----------
@@ -409,9 +367,9 @@ class HintEngine:
         accessed_by_device : bool
             Whether `device` keeps a mapping of the range, wherever its pages are.
         read_mostly : bool
-            Whether reading makes a copy on the reader's side, and leaves the other.
+            Whether a read makes a copy on the reader's side and keeps the other one.
 
-        The other parameters, what is returned and what is raised are as for :meth:`submit`.
+        The other parameters, the result and the errors are those of :meth:`submit`.
         """
         return self._native.advise(
             address,
@@ -432,7 +390,7 @@ class HintEngine:
         classes: Sequence[TensorClass] | NDArray[np.integer[Any]],
         device: int = 0,
     ) -> HintBatch:
-        """Check requests once, to be made with one :meth:`fire` as often as needed.
+        """Check requests once, to submit them together with :meth:`submit_batch` repeatedly.
 
         Parameters
         ----------
@@ -449,7 +407,7 @@ class HintEngine:
         Raises
         ------
         ValueError
-            For lengths that differ, copies, and what :meth:`submit` would refuse.
+            For lengths that differ, copies, and entries that :meth:`submit` would refuse.
         """
         numbers = [of.number if isinstance(of, TensorClass) else int(of) for of in classes]
         return HintBatch(
@@ -462,42 +420,43 @@ class HintEngine:
             )
         )
 
-    def fire(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
-        """Make all requests of a batch, behind the work that a stream holds now.
+    def submit_batch(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
+        """Submit all requests of a batch, ordered behind the work now queued on a stream.
 
-        One driver call, which records an event, and one lock.
+        It takes one driver call, which records an event, and one lock.
 
         Parameters
         ----------
         batch : HintBatch
         stream : int
-            A handle, on the batch's device.
+            A stream handle on the batch's device.
         after : sequence of int, shape (n,)
             For each entry, skipped ones included, the ticket of an eviction or discard on the same
-            device; 0 for none. A prefetch waits until it and all of these that were asked for
-            before it have ended, whatever became of them, so that nobody else has to wait for the
+            device; 0 for none. A prefetch waits until that request and all evictions and discards
+            submitted before it have ended, in any way, so that no other thread has to wait for the
             room that they make. Later prefetches do not overtake it.
 
         Returns
         -------
         int
-            The last ticket: those of one firing are consecutive (:attr:`HintBatch.tickets`). 0 when
-            nothing was taken. What a full queue refuses is counted; it is the end of the batch.
-            Requests may end in another order, so :meth:`wait` for each that is needed.
+            The last ticket. The tickets of one submission are consecutive
+            (:attr:`HintBatch.tickets`). 0 if no request was queued. A full queue refuses the last
+            entries of the batch, and counts them. Requests may end in another order, so
+            :meth:`wait` for each that is needed.
 
         Raises
         ------
         ValueError
-            For another number of tickets in `after` than there are entries.
+            If `after` does not have one ticket for each entry.
         """
         return self._native.fire(batch._native, stream, after)
 
     def mark_needed(self, *tickets: int) -> None:
-        """Say that the phase that needs these requests begins now. Tickets of 0 are passed over."""
+        """Record that the phase that needs these requests begins now. Tickets of 0 are ignored."""
         self._native.mark_needed(tickets)
 
     def record(self, device: int, stream: int) -> int:
-        """Mark the end of the work that a stream holds now.
+        """Record an event behind the work now queued on a stream.
 
         Parameters
         ----------
@@ -507,32 +466,32 @@ class HintEngine:
         Returns
         -------
         int
-            An event for :meth:`submit`, to be given back with :meth:`release`. Where none can be
-            had, as during a graph's capture, one whose requests are dropped.
+            An event for :meth:`submit`, to pass to :meth:`release` later. If none can be recorded,
+            as during the capture of a CUDA graph, the event's requests are dropped.
         """
         return self._native.record(device, stream)
 
     def release(self, event: int) -> None:
-        """Give an event back, once the requests that wait for it are submitted."""
+        """Release an event, once all requests that wait for it are submitted."""
         self._native.release(event)
 
     def set_budget(self, device: int, size_bytes: int) -> None:
-        """Keep prefetches from filling a device past a number of bytes. 0: no bound.
+        """Limit the bytes that prefetches make resident on a device. 0: no limit.
 
-        Past it a prefetch waits for the evictions, discards and copies out that were asked for
-        before it. When these have ended it goes on, over the budget: room that is asked for later
-        may depend on it.
+        At the limit a prefetch waits for the evictions, discards and copies out that were submitted
+        before it. When these have ended it goes on, over the budget: evictions that are submitted
+        later may depend on it.
         """
         self._native.set_budget(device, size_bytes)
 
     def set_resident(self, device: int, address: int, size_bytes: int, *, resident: bool) -> None:
-        """Tell of a range that came to be on a device, or left it, without a hint."""
+        """Report a range that became resident on a device, or left it, without a hint."""
         self._native.set_resident(device, address, size_bytes, resident)
 
-    def forget(self, address: int, size_bytes: int, *, timeout_s: float = _PATIENCE_S) -> bool:
-        """Drop what is queued of a range, and wait until no driver call is at work on it.
+    def forget(self, address: int, size_bytes: int, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
+        """Drop the queued requests of a range, and wait until no driver call works on it.
 
-        The range may also be, or lie in, the host block of copies.
+        The range may also be the host block of copies, or a part of one.
 
         Returns
         -------
@@ -542,40 +501,40 @@ class HintEngine:
         Raises
         ------
         ValueError
-            For a range that cannot be meant, or a time below 0.
+            For an invalid range, or a time below 0.
         """
         return self._native.forget(address, size_bytes, timeout_s)
 
     def listen_to_releases(self, allocator: _native.Allocator) -> None:
-        """Forget by itself what the allocator gives back to its source, before it does.
+        """Forget every segment before the allocator returns it to its source.
 
         One engine per allocator. ``allocator.set_release_listener(None)`` ends it. Blocks that the
         allocator keeps in its cache are not forgotten: do not discard an allocator's blocks.
         """
         allocator.set_release_listener(self._native)
 
-    def wait(self, ticket: int, *, timeout_s: float) -> Outcome:
-        """Wait for a request's end. Where it has ended already, no lock is taken.
+    def wait(self, ticket: int, *, timeout_s: float) -> HintOutcome:
+        """Wait until a request has ended. If it has already, no lock is taken.
 
         Returns
         -------
-        Outcome
-            ``OPEN`` when the time ran out.
+        HintOutcome
+            ``OPEN`` if the time ran out.
 
         Raises
         ------
         KeyError
-            For a ticket that is not on record any more, or never was; 0 among them.
+            For a ticket whose history is not kept any more, or that never was; 0 is such a ticket.
         ValueError
             For a time below 0.
         """
         outcome = self._native.wait(ticket, timeout_s)
         if outcome is None:
             raise KeyError(f"no hint on record has ticket {ticket}")
-        return OUTCOMES[outcome]
+        return _OUTCOMES[outcome]
 
     def times(self, ticket: int) -> HintTimes:
-        """Look up one request's history.
+        """Look up the history of one request.
 
         Raises
         ------
@@ -585,20 +544,32 @@ class HintEngine:
         found = self._native.find(ticket)
         if found is None:
             raise KeyError(f"no hint on record has ticket {ticket}")
-        return times_from_native(found)
+        found |= {name: found[name] or None for name in _LATER_TIMES}
+        found["op"] = _OP_NAMES[found["op"]]
+        found["tensor_class"] = _CLASSES[found["tensor_class"]]
+        found["outcome"] = HintOutcome(found["outcome"])
+        return HintTimes(**found)
 
     def statistics(self) -> HintStatistics:
-        """Take a snapshot of all counts."""
-        return statistics_from_native(self._native.statistics())
+        """Take a snapshot of all counters."""
+        found = self._native.statistics()
+        found["counts"] = {
+            (_OP_NAMES[op], _CLASSES[number]): _counts(counts)
+            for (op, number), counts in found["counts"].items()
+        }
+        found["failures"] = tuple(HintFailure(*failure) for failure in found["failures"])
+        return HintStatistics(**found)
 
-    def shutdown(self, *, timeout_s: float = _PATIENCE_S) -> bool:
-        """End the engine: running driver calls end, the rest is dropped. More calls do nothing.
+    def shutdown(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
+        """End the engine: driver calls under way complete, queued requests are dropped.
+
+        A second call does nothing.
 
         Returns
         -------
         bool
-            False when a driver call did not end in time; its thread is left to itself, and not
-            waited for again.
+            False if a driver call did not complete in time; its thread is detached, and not waited
+            for again.
 
         Raises
         ------
@@ -621,7 +592,11 @@ class HintEngine:
         self.shutdown()
 
 
+def _counts(found: dict[str, Any]) -> HintCounts:
+    requests = {HintOutcome(name): count for name, count in found["requests"].items()}
+    return HintCounts(**{**found, "requests": requests})
+
+
 def _native_settings(settings: HintSettings | None) -> _native.HintSettings:
-    chosen = HintSettings() if settings is None else settings
-    native_settings: _native.HintSettings = native().HintSettings(**vars(chosen))
-    return native_settings
+    made: _native.HintSettings = native().HintSettings(**vars(settings or HintSettings()))
+    return made
