@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 import weakref
 from collections import Counter
@@ -726,11 +727,8 @@ def test_residency_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
     allocated = {"allocated_bytes": {"current": 100}}
     allocator = SimpleNamespace(class_stats=lambda _device: [allocated] * len(TensorClass))
-    monkeypatch.setattr(
-        "umem.executor.manage.runtime", lambda: SimpleNamespace(allocator=allocator)
-    )
-    monkeypatch.setattr(
-        "umem.executor.manage.managers", lambda: [sent_away(0, 30), sent_away(1, 60)]
-    )
+    manage = sys.modules["umem.executor.manage"]  # the package's attribute is the function
+    monkeypatch.setattr(manage, "runtime", lambda: SimpleNamespace(allocator=allocator))
+    monkeypatch.setattr(manage, "managers", lambda: [sent_away(0, 30), sent_away(1, 60)])
     found = [umem.executor.residency(device)[TensorClass.WEIGHTS] for device in (0, 1, 2)]
     assert found == [70, 40, 100]
