@@ -38,12 +38,12 @@ from umem.policy import (
     load_policy,
     policy_schema,
     preset_names,
-    presets_dir,
     resolve,
 )
 
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parents[1]
+FOLDER = CHECKOUT / "policies"
 PRESETS = ("inference", "lora", "managed", "rmm-managed", "sft")
 
 
@@ -69,7 +69,7 @@ def problem_of(path: Path) -> PolicyProblem:
 
 def test_presets_are_these() -> None:
     assert preset_names() == PRESETS
-    assert {path.stem for path in presets_dir().glob("*.yaml")} == set(PRESETS)
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PRESETS)
 
 
 def test_presets_come_from_the_package_before_the_checkout(
@@ -78,11 +78,10 @@ def test_presets_come_from_the_package_before_the_checkout(
     monkeypatch.setattr(yaml_files, "__file__", str(tmp_path / "umem" / "io" / "yaml_files.py"))
     with pytest.raises(PolicyError, match=r"no preset policies in .*: reinstall umem"):
         load_policy("sft")
-    for folder in (tmp_path / "policies", tmp_path / "umem" / "policies"):
-        folder.mkdir(parents=True)
-        write(folder, "description: moved\n", "sft.yaml")
-        assert presets_dir() == folder
-    assert load_policy("sft").description == "moved"
+    for place in ("policies", "umem/policies"):
+        (tmp_path / place).mkdir(parents=True)
+        write(tmp_path / place, f"description: {place}\n", "sft.yaml")
+        assert load_policy("sft").description == place
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -90,7 +89,7 @@ def test_preset_loads_under_its_own_name(name: str) -> None:
     policy = load_policy(name)
     assert policy.name == name
     assert policy.description
-    assert load_policy(presets_dir() / f"{name}.yaml") == policy
+    assert load_policy(FOLDER / f"{name}.yaml") == policy
 
 
 @pytest.mark.parametrize("name", ["sft", "lora", "inference"])

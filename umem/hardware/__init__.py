@@ -18,7 +18,7 @@ from umem.hardware.model import (
     figures,
     with_durations,
 )
-from umem.hardware.profile import hardware_dir, hardware_names
+from umem.hardware.profile import hardware_names
 
 __all__ = [
     "EvictionOrder",
@@ -29,7 +29,6 @@ __all__ = [
     "detect_hardware",
     "explain_hardware",
     "figures",
-    "hardware_dir",
     "hardware_names",
     "load_hardware",
     "with_durations",

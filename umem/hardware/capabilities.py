@@ -139,11 +139,6 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
         Without a driver, a GPU, or one of this ordinal.
     umem.core.errors.CudaError
         When CUDA refuses a query.
-
-    Examples
-    --------
-    >>> detect(0).is_grace_hopper  # doctest: +SKIP
-    False
     """
     count = driver.device_count()
     if not 0 <= device < count:
@@ -152,18 +147,17 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
         )
 
     def attribute(name: str) -> int:
-        number: int = driver.device_attribute(device, name)
-        return number
-
-    def node(name: str) -> int | None:
-        number = attribute(name)
-        return number if number >= 0 else None
+        return driver.device_attribute(device, name)
 
     version = _version(driver.driver_version())
     total_bytes = driver.device_total_bytes(device)
     pci_address = driver.device_pci_address(device)
     concurrent = attribute("CONCURRENT_MANAGED_ACCESS") != 0
-    has_numa = version >= _CUDA_12_2
+    batches = concurrent and version >= _CUDA_13
+    host_node = device_node = -1
+    if version >= _CUDA_12_2:
+        host_node = attribute("HOST_NUMA_ID")
+        device_node = attribute("NUMA_ID") if attribute("NUMA_CONFIG") else -1
     return Capabilities(
         device_index=device,
         device_name=driver.device_name(device),
@@ -178,8 +172,8 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
         pageable_uses_host_page_tables=attribute("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
         != 0,
         direct_managed_access_from_host=attribute("DIRECT_MANAGED_MEM_ACCESS_FROM_HOST") != 0,
-        prefetch_batch=concurrent and version >= _CUDA_13,
-        discard=concurrent and version >= _CUDA_13,
+        prefetch_batch=batches,
+        discard=batches,
         driver_version=version,
         driver_release=driver.driver_release(),
         bindings_version=_version(driver.bindings_version()),
@@ -187,8 +181,8 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
         pcie_link=driver.nvml_pcie_link(pci_address),
         nvlink_c2c=driver.nvml_nvlink_c2c(pci_address),
         cpu_architecture=platform.machine(),
-        host_numa_node=node("HOST_NUMA_ID") if has_numa else None,
-        device_numa_node=node("NUMA_ID") if has_numa and attribute("NUMA_CONFIG") else None,
+        host_numa_node=host_node if host_node >= 0 else None,
+        device_numa_node=device_node if device_node >= 0 else None,
         numa_nodes=numa_nodes(),
     )
 
@@ -214,13 +208,7 @@ def _free_bytes(card: tuple[int, int] | None, device_total_bytes: int) -> int | 
 
 
 def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode, ...]:
-    """The host's NUMA nodes that have memory, by number; empty on a kernel without NUMA.
-
-    Parameters
-    ----------
-    root
-        The kernel's directory of nodes.
-    """
+    """The host's NUMA nodes that have memory, by number; none on a kernel without NUMA."""
     nodes = []
     for directory in root.glob("node[0-9]*"):
         # Lines read "Node 0 MemTotal:       24623428 kB".
@@ -234,12 +222,9 @@ def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode,
 
 
 def host_memory_bytes() -> tuple[int, int] | None:
-    """Host memory that this process may use, within its container's limit.
+    """Host memory that this process may use, within its container's limit: (total, available).
 
-    Returns
-    -------
-    tuple of int or None
-        (total, available) in bytes; None where the kernel does not report it.
+    None where the kernel does not report it.
     """
     path = Path("/proc/meminfo")
     if not path.exists():

@@ -57,7 +57,7 @@ def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any])
 
 
 class _Reference(NamedTuple):
-    """A profile that other machines are described by."""
+    """A profile from which other machines are described."""
 
     profile: str
     device_name: str
@@ -75,13 +75,11 @@ _SAME_MEMORY = 0.1
 
 # Transfers per second of a lane, times the share of its bits that is payload (PCI Express Base
 # Specification: 8b/10b, then 128b/130b, then 242 of 256 bytes of a flit).
-_LANE_BYTES_PER_S = {
-    1: 2.5e9 * 8 / 10 / 8,
-    2: 5e9 * 8 / 10 / 8,
-    3: 8e9 * 128 / 130 / 8,
-    4: 16e9 * 128 / 130 / 8,
-    5: 32e9 * 128 / 130 / 8,
-    6: 64e9 * 242 / 256 / 8,
+_LANE_BITS_PER_S = {1: 2e9, 2: 4e9} | {
+    3: 8e9 * 128 / 130,
+    4: 16e9 * 128 / 130,
+    5: 32e9 * 128 / 130,
+    6: 64e9 * 242 / 256,
 }
 
 _LINK_FIGURES = (
@@ -115,11 +113,6 @@ def detect_hardware(device: int = 0) -> Hardware:
     ------
     HardwareError
         Where there is no such GPU; choose a profile then.
-
-    Examples
-    --------
-    >>> detect_hardware().device_bytes  # doctest: +SKIP
-    150109880320
     """
     try:
         found = capabilities.detect(device)
@@ -133,19 +126,9 @@ def detect_hardware(device: int = 0) -> Hardware:
 
 
 def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:
-    """Describe a machine by its capabilities.
+    """Describe a machine by its capabilities and, where it is known, its host memory.
 
-    Parameters
-    ----------
-    machine
-        From :func:`umem.hardware.capabilities.detect`.
-    host_bytes
-        Host memory that this process may use; None where the kernel does not report it.
-
-    Returns
-    -------
-    Hardware
-        Figures that are neither detected nor of the same device are assumptions.
+    Figures that are neither detected nor of the same device are marked as assumptions.
     """
     reference = _nearest(machine)
     profile = load_hardware(reference.profile)
@@ -197,14 +180,14 @@ def _link_of(machine: Capabilities, reference: _Reference) -> str:
     """Name of the link of this machine that corresponds to the reference's; empty if unknown."""
     if reference.pcie is None:
         return "NVLink-C2C" if machine.nvlink_c2c else ""
-    if machine.pcie_link is None or machine.pcie_link[0] not in _LANE_BYTES_PER_S:
+    if machine.pcie_link is None or machine.pcie_link[0] not in _LANE_BITS_PER_S:
         return ""
     return "PCIe {} x{}".format(*machine.pcie_link)
 
 
 def _scaled(profile: Hardware, link: Any, theirs: tuple[int, int]) -> dict[str, float]:
     """Figures of a profile's PCIe link, for another link of (generation, lanes)."""
-    here, there = (_LANE_BYTES_PER_S[generation] * lanes for generation, lanes in (link, theirs))
+    here, there = (_LANE_BITS_PER_S[generation] * lanes for generation, lanes in (link, theirs))
     values = {name: getattr(profile, name) * (here / there) for name in _LINK_FIGURES}
     to_host = min(profile.to_host_bytes_per_s, values["to_device_bytes_per_s"])
     return values | {"to_host_bytes_per_s": to_host}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
@@ -21,9 +20,9 @@ from pydantic import (
 from umem.core.errors import HardwareError
 from umem.hardware.model import FIGURES, PRECISIONS, Hardware, Source, quantity_of
 from umem.io.problems import Conflict, InvalidFileError, KeyPath, raise_conflicts, validate
-from umem.io.yaml_files import FileKind, read, shipped_dir, shipped_names
+from umem.io.yaml_files import FileKind, read, shipped_names
 
-__all__ = ["hardware_dir", "hardware_names", "load_profile"]
+__all__ = ["hardware_names", "load_profile"]
 
 _Value = TypeVar("_Value")
 _MAX_TEXT = 2000
@@ -174,14 +173,3 @@ def hardware_names() -> tuple[str, ...]:
         If they are missing.
     """
     return shipped_names(_KIND)
-
-
-def hardware_dir() -> Path:
-    """Folder of these profiles: inside the installed package, else in the source checkout.
-
-    Raises
-    ------
-    HardwareError
-        If neither exists.
-    """
-    return shipped_dir(_KIND)

@@ -19,7 +19,7 @@ from umem.core.errors import UmemError
 from umem.io.files import read_file
 from umem.io.problems import Document, Entry, KeyPath, Place, did_you_mean, reject, shown
 
-__all__ = ["FileKind", "read", "shipped_dir", "shipped_names", "stated_keys"]
+__all__ = ["FileKind", "read", "shipped_names", "stated_keys"]
 
 _MAX_FILE_BYTES = 2**20
 _MAX_DEPTH = 16
@@ -122,7 +122,7 @@ def _merged(
     entries: dict[KeyPath, Entry],
     kind: FileKind,
 ) -> dict[str, Any]:
-    """Mapping `above` over `below`, whose `entries` lose what is replaced."""
+    """Mapping `above` over `below`; places of replaced keys are removed from `entries`."""
     merged = below | above
     for key in below.keys() & above.keys():
         both, here = (below[key], above[key]), (*path, key)
@@ -137,14 +137,19 @@ def _merged(
 # Files that come with umem.
 
 
-def shipped_dir(kind: FileKind) -> Path:
-    """Folder of umem's own files: inside the installed package, else in the source checkout.
+def shipped_names(kind: FileKind) -> tuple[str, ...]:
+    """Names of umem's own files, sorted.
 
     Raises
     ------
     UmemError
-        ``kind.error``, if neither exists.
+        ``kind.error``, if they are missing.
     """
+    return tuple(sorted(path.stem for path in _shipped_folder(kind).glob("*.yaml")))
+
+
+def _shipped_folder(kind: FileKind) -> Path:
+    """Folder inside the installed package, else in the source checkout."""
     package = Path(__file__).resolve().parents[1]
     candidates = [root / "policies" / kind.folder for root in (package, package.parent)]
     for folder in candidates:
@@ -155,17 +160,6 @@ def shipped_dir(kind: FileKind) -> Path:
         f"no {kind.plural} in {candidates[0]} or {candidates[1]}: reinstall umem, or give the "
         f"path of a {kind.noun} file"
     )
-
-
-def shipped_names(kind: FileKind) -> tuple[str, ...]:
-    """Names of umem's own files, sorted.
-
-    Raises
-    ------
-    UmemError
-        ``kind.error``, if they are missing.
-    """
-    return tuple(sorted(path.stem for path in shipped_dir(kind).glob("*.yaml")))
 
 
 def _is_shipped_name(source: str) -> bool:
@@ -181,7 +175,7 @@ def _shipped_path(name: str, place: Place, key: KeyPath, kind: FileKind) -> Path
             hint = f"; to read the file of this name, write './{name}'."
         known = f"{kind.shipped.capitalize()}s: {', '.join(names)}"
         reject(place, key, f"no {kind.shipped} is called {name!r}{hint} {known}")
-    return shipped_dir(kind) / f"{name}.yaml"
+    return _shipped_folder(kind) / f"{name}.yaml"
 
 
 # A mapping made in Python.
@@ -260,8 +254,7 @@ class _TextReader:
 
     def __init__(self, text: str, file: str, kind: FileKind) -> None:
         self.events: Iterator[Any] = yaml.parse(text, yaml.SafeLoader)
-        self.file = file
-        self.kind = kind
+        self.file, self.kind = file, kind
         top = Place(file, 1, 1)
         self.entries: dict[KeyPath, Entry] = {(): Entry(top, top)}
 
@@ -272,19 +265,16 @@ class _TextReader:
         if isinstance(next(self.events), yaml.StreamEndEvent):
             reject(top, (), f"the file is empty: a {self.kind.noun} is {example}")
         data = self._value(next(self.events), (), 1)
-        next(self.events)
-        after = next(self.events)
+        _, after = next(self.events), next(self.events)
         if not isinstance(after, yaml.StreamEndEvent):
-            message = (
-                f"a second YAML document: keep one {self.kind.noun} per file and remove the '---'"
-            )
+            message = f"a second YAML document: keep one {self.kind.noun} per file, remove '---'"
             reject(_place(after.start_mark, self.file), (), message)
         if not isinstance(data, dict):
             reject(top, (), f"not {example}")
         return Document(data, self.entries)
 
     def _value(self, event: Any, path: KeyPath, depth: int) -> Any:
-        """Data that begins with an event; `depth` counts what it is nested in, and itself."""
+        """Data that begins with an event, at a nesting depth of 1 for the whole document."""
         place = _place(event.start_mark, self.file)
         if isinstance(event, yaml.AliasEvent):
             reject(place, (), f"aliases are not supported: {self.kind.instead_of_aliases}")

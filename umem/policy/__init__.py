@@ -8,7 +8,7 @@ and raise pydantic's ``ValidationError``.
 
 from __future__ import annotations
 
-from umem.policy.load import find_problems, load_policy, preset_names, presets_dir
+from umem.policy.load import find_problems, load_policy, preset_names
 from umem.policy.models import (
     ClassRule,
     ClassRules,
@@ -43,6 +43,5 @@ __all__ = [
     "load_policy",
     "policy_schema",
     "preset_names",
-    "presets_dir",
     "resolve",
 ]

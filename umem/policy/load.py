@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from umem.core.errors import PolicyError
 from umem.io.problems import InvalidFileError, KeyPath, Problem, validate
-from umem.io.yaml_files import FileKind, read, shipped_dir, shipped_names
+from umem.io.yaml_files import FileKind, read, shipped_names
 from umem.policy.models import EXTENDS_FOLLOWED, Policy
 
-__all__ = ["find_problems", "load_policy", "preset_names", "presets_dir"]
+__all__ = ["find_problems", "load_policy", "preset_names"]
 
 _KIND = FileKind(
     noun="policy",
@@ -24,17 +23,6 @@ _KIND = FileKind(
     "common in a file to `extends`",
     error=PolicyError,
 )
-
-
-def presets_dir() -> Path:
-    """Folder of the preset policies: inside the installed package, else in the source checkout.
-
-    Raises
-    ------
-    PolicyError
-        If neither exists.
-    """
-    return shipped_dir(_KIND)
 
 
 def preset_names() -> tuple[str, ...]:
