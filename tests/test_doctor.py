@@ -1,4 +1,4 @@
-"""The doctor: verdicts on recorded environments, and real runs on whatever machine this is."""
+"""The doctor: its checks on recorded environments, and the command on this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cards
 import pytest
 from cards import GH200
+from command_line import Run, umem_command
 
 import umem
 from umem.doctor import (
@@ -26,6 +28,7 @@ from umem.doctor import (
     Status,
     Torch,
     Verdict,
+    collect,
     diagnose,
 )
 from umem.hardware.capabilities import Capabilities
@@ -93,7 +96,7 @@ def test_healthy_machine() -> None:
 
 
 def test_nothing_installed() -> None:
-    """With nothing there, everything missing is named with its remedy, and nothing else fails."""
+    """Each missing package is named with its remedy, and nothing else fails."""
     report = diagnose(
         replace(
             HEALTHY,
@@ -424,102 +427,102 @@ def test_to_dict_goes_through_json() -> None:
     assert {one["verdict"] for one in data["features"]} == {"yes", "no"}
 
 
-# ---- real runs -----------------------------------------------------------------------------
+# The command, on a recorded environment.
 
-RUN = "from umem.cli.doctor import app; app()"
+NO_GPU = replace(HEALTHY, devices=None, devices_error="no CUDA-capable device is detected")
 
 
-def run_doctor(
-    *arguments: str, before: str = "", columns: str = "100"
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process that sees no GPU; `before` takes things away first."""
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`umem doctor` on a machine without a GPU."""
+    monkeypatch.setattr("umem.cli.doctor.collect", lambda: NO_GPU)
+    return partial(umem_command(monkeypatch, capsys), "doctor")
+
+
+def test_json_is_all_that_is_printed(run: Run) -> None:
+    """The report, and 1 for a swap that does not work."""
+    status, output, errors = run("--json")
+    assert (status, errors) == (1, "")
+    assert output == json.dumps(diagnose(NO_GPU).to_dict(), indent=2) + "\n"
+
+
+def test_exit_status_where_the_swap_works(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is 0."""
+    monkeypatch.setattr("umem.cli.doctor.collect", lambda: HEALTHY)
+    status, output, errors = run()
+    assert (status, errors) == (0, "")
+    assert "umem.enable() works here" in output
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_table_is_readable_without_colour(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """Marks are words, and long names are folded into the lines, not cut."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    status, output, errors = run()
+    assert (status, errors) == (1, "")
+    assert "FAIL  GPU" in output
+    assert "\x1b" not in output
+    assert "…" not in output
+    assert max(len(line) for line in output.splitlines()) <= columns
+    assert "umem.enable() does not work here: GPU." in output
+
+
+def test_brackets_are_not_markup(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and values are printed as they are."""
+    environment = replace(NO_GPU, variables={"UMEM_[bold]": "[red]"})
+    monkeypatch.setattr("umem.cli.doctor.collect", lambda: environment)
+    _, output, _ = run()
+    assert "UMEM_[bold]" in output
+    assert "[red]" in output
+
+
+# Facts of the machine that the tests run on.
+
+
+def test_facts_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Facts that only Linux or Unix offers may be missing."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    host = collect().host
+    assert host.cpu_count == os.cpu_count()
+    assert host.memlock_bytes is None
+
+
+def run_doctor(before: str = "", after: str = "pass") -> dict[str, dict[str, str]]:
+    """Run the command in a process that sees no GPU; return its checks by name."""
+    code = f"{before}\nfrom umem.cli.doctor import app\ntry:\n    app()\nfinally:\n    {after}\n"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("UMEM_")}
-    return subprocess.run(
-        [sys.executable, "-c", f"{before}\n{RUN}", *arguments],
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--json"],
         capture_output=True,
         text=True,
         check=False,
-        env=kept | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": columns, "NO_COLOR": "1"},
+        env=kept | {"CUDA_VISIBLE_DEVICES": ""},
     )
+    assert (done.returncode, done.stderr) == (1, "")
+    report = json.loads(done.stdout)
+    assert report["swap_works"] is False
+    assert report["devices"] == []
+    return {one["name"]: one for part in report["sections"] for one in part["checks"]}
 
 
 def test_run_without_a_gpu() -> None:
-    """It says what is missing, ends with 1, and prints machine output only for --json."""
-    result = run_doctor("--json")
-    assert result.returncode == 1, result.stderr
-    assert result.stderr == ""
-    report = json.loads(result.stdout)
-    assert report["swap_works"] is False
-    checks = {one["name"]: one for part in report["sections"] for one in part["checks"]}
-    assert checks["GPU"]["status"] == "fail"
-    assert checks["Python"]["value"].startswith(sys.version.split()[0])
-    assert checks["umem"]["status"] == "ok"
-    assert checks["umem"]["value"].endswith(str(Path(umem.__file__).parent))
-    assert report["devices"] == []
+    """The missing GPU is a finding, and CUDA is not started: the allocator could be swapped."""
+    found = run_doctor(after="import torch; assert not torch.cuda.is_initialized()")
+    assert found["GPU"]["status"] == "fail"
+    assert found["Python"]["value"].startswith(sys.version.split()[0])
+    assert found["umem"]["status"] == "ok"
+    assert found["umem"]["value"].endswith(str(Path(umem.__file__).parent))
 
 
-def test_table_is_readable_without_colour() -> None:
-    """Marks are words, and long names are folded, not cut."""
-    result = run_doctor()
-    assert result.returncode == 1, result.stderr
-    assert "FAIL  GPU" in result.stdout
-    assert "\x1b" not in result.stdout
-    assert "…" not in result.stdout
-    assert "umem.enable() does not work here" in result.stdout
-
-
-def test_narrow_terminal() -> None:
-    """Sixty columns hold it."""
-    result = run_doctor(columns="60")
-    assert result.returncode == 1, result.stderr
-    assert max(len(line) for line in result.stdout.splitlines()) <= 60
-    assert "…" not in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("module", "failing"),
-    [("torch", "torch"), ("umem.runtime._native", "native library"), ("cuda", "GPU")],
-)
-def test_run_with_a_library_missing(module: str, failing: str) -> None:
+def test_run_with_libraries_missing() -> None:
     """An import that fails is a finding with a remedy, not a crash."""
-    result = run_doctor("--json", before=f"import sys; sys.modules[{module!r}] = None")
-    assert result.returncode == 1, result.stderr
-    report = json.loads(result.stdout)
-    checks = {one["name"]: one for part in report["sections"] for one in part["checks"]}
-    assert checks[failing]["status"] == "fail"
-    assert module in checks[failing]["why"]
-    assert checks[failing]["remedy"]
-
-
-def test_run_on_another_system() -> None:
-    """Without what only Linux or Unix has, the report still comes."""
-    before = "import os, sys; sys.modules['resource'] = None; del os.sched_getaffinity"
-    result = run_doctor("--json", before=before)
-    assert result.returncode == 1, result.stderr
-    report = json.loads(result.stdout)
-    checks = {one["name"]: one for part in report["sections"] for one in part["checks"]}
-    assert f"{os.cpu_count()} usable" in checks["CPU"]["value"]
-    assert checks["locked memory (ulimit -l)"]["value"] == "unlimited"
-
-
-def test_brackets_in_a_name() -> None:
-    """Names are not markup."""
-    result = run_doctor(before="import os; os.environ['UMEM_[bold]'] = '[red]'")
-    assert "UMEM_[bold]" in result.stdout
-    assert "[red]" in result.stdout
-
-
-def test_leaves_cuda_alone() -> None:
-    """The allocator could still be swapped after a diagnosis in the same process."""
-    code = (
-        "import torch\n"
-        "from umem.doctor import collect, diagnose\n"
-        "report = diagnose(collect())\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "print(len(report.features))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 15
+    missing = {"torch": "torch", "umem.runtime._native": "native library", "cuda": "GPU"}
+    names = [*missing, "numba", "rmm"]
+    found = run_doctor(before=f"import sys; sys.modules |= dict.fromkeys({names})")
+    for module, name in missing.items():
+        assert found[name]["status"] == "fail"
+        assert module in found[name]["why"]
+        assert found[name]["remedy"]

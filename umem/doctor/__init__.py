@@ -1,15 +1,15 @@
-"""What this machine and this Python environment offer umem, what is missing, and the remedy.
+"""Diagnosis of this machine and Python environment: what umem needs, what is missing, the remedy.
 
 :func:`collect` reads the facts and judges nothing; :func:`diagnose` judges them and reads
-nothing but a policy file that the environment names. Neither needs a GPU, torch, RMM or the
-native library: their absence is a finding.
+nothing but a policy file that the environment names. Neither needs a GPU, torch, RMM, numba or
+the native library: if one is missing, the report says so.
 """
 
 from __future__ import annotations
 
-from umem.doctor.checks import diagnose
+from umem.doctor.checks import Check, Report, Section, Status, diagnose
 from umem.doctor.facts import PACKAGES, Environment, Host, Native, Torch, collect
-from umem.doctor.report import Check, Feature, Report, Section, Status, Verdict
+from umem.doctor.features import Feature, Verdict
 
 __all__ = [
     "PACKAGES",

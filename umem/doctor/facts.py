@@ -1,4 +1,4 @@
-"""The facts that a diagnosis goes by."""
+"""Facts about this machine and Python environment, for the doctor to judge."""
 
 from __future__ import annotations
 
@@ -41,105 +41,66 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "peft": ("peft",),
     "accelerate": ("accelerate",),
 }
-"""Name in the report -> names of the distributions that provide it."""
+"""Package -> names of the distributions that provide it."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The machine apart from its GPUs; None where the system does not say.
-
-    Parameters
-    ----------
-    system, distribution : str
-        Kernel with release, and distribution.
-    cpu_architecture, cpu_model : str
-        As ``uname -m`` and ``/proc/cpuinfo`` have them.
-    cpu_count : int
-        CPUs that this process may use.
-    total_bytes, available_bytes : int or None
-        Host memory, the smaller of the machine's and the control group's.
-    memlock_bytes : int or None
-        Limit on locked memory; None for unlimited.
-    shm_bytes : int or None
-        Size of ``/dev/shm``.
-    nvcc : str or None
-        Path of a CUDA toolkit's compiler.
-    """
+    """The machine apart from its GPUs."""
 
     system: str
+    """Kernel with release."""
     distribution: str
     cpu_architecture: str
+    """As ``uname -m`` prints it."""
     cpu_model: str
+    """As ``/proc/cpuinfo`` has it."""
     cpu_count: int
+    """CPUs that this process may use."""
     total_bytes: int | None
+    """Host memory, of the machine or its control group, whichever is less; None if unknown."""
     available_bytes: int | None
     memlock_bytes: int | None
+    """Limit on locked memory; None for unlimited."""
     shm_bytes: int | None
+    """Size of ``/dev/shm``; None where there is none."""
     nvcc: str | None
+    """Path of a CUDA toolkit's compiler."""
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The installed torch.
-
-    Parameters
-    ----------
-    version, path : str
-        Its version and folder.
-    cuda : str or None
-        CUDA of its build ("13.0"), None for a build without.
-    missing : tuple of PrivateName
-        The private names that umem uses and this torch lacks.
-    cuda_started : bool
-        CUDA has started in this process.
-    """
+    """The installed torch."""
 
     version: str
     path: str
     cuda: str | None
+    """CUDA version of the build, such as "13.0"; None for a build without CUDA."""
     missing: tuple[PrivateName, ...]
+    """Private names that umem uses and this torch lacks."""
     cuda_started: bool
+    """Whether CUDA has started in this process."""
 
 
 @dataclass(frozen=True)
 class Native:
-    """The native library.
-
-    Parameters
-    ----------
-    path : str
-        Its file.
-    has_cuda : bool
-        Built against CUDA and RMM; the host core only otherwise.
-    cuda_version, rmm_version : str
-        Versions at build time, "" without.
-    """
+    """The native library."""
 
     path: str
     has_cuda: bool
+    """Whether it is built with CUDA and RMM, and not the host core only."""
     cuda_version: str
+    """At build time; "" without CUDA."""
     rmm_version: str
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything that :func:`umem.doctor.diagnose` goes by.
+    """The facts that :func:`umem.doctor.diagnose` judges.
 
-    Parameters
-    ----------
-    host : Host
-        The machine.
-    python_version, python_path : str
-        The interpreter.
-    umem_version, umem_path : str
-        The package.
-    packages : mapping of str to str or None
-        Versions of the installed distributions by the names of `PACKAGES`.
-    torch, native, devices
-        What was found; None where it could not be loaded, and then `torch_error`,
-        `native_error`, `devices_error` say why.
-    variables : mapping of str to str
-        Environment variables that matter to umem, as set.
+    `torch`, `native` and `devices` are None where they could not be loaded; `torch_error`,
+    `native_error` and `devices_error` then say why. `packages` has the version of each package
+    in `PACKAGES`, and `variables` the environment variables that matter to umem.
     """
 
     host: Host
@@ -156,8 +117,38 @@ class Environment:
     devices_error: str
     variables: Mapping[str, str]
 
+    @property
+    def cuda_major(self) -> int:
+        """CUDA's major version to install for: torch's, else the driver's, else 13."""
+        if self.torch and self.torch.cuda:
+            major = version_numbers(self.torch.cuda)[0]
+        else:
+            major = self.devices[0].driver_version[0] if self.devices else 13
+        return min(max(major, 12), 13)
 
-# Reading the facts of this machine and process.
+    @property
+    def install_umem(self) -> str:
+        """The command that installs umem and what it needs at run time."""
+        return f"pip install 'umem[cuda{self.cuda_major}]'"
+
+    @property
+    def rebuild_umem(self) -> str:
+        """The command that replaces the native library, and the one for a source folder."""
+        return (
+            f"{self.install_umem} --force-reinstall --no-cache-dir (from a source folder: "
+            f"UMEM_CUDA={self.cuda_major} pip install '.[cuda{self.cuda_major}]')"
+        )
+
+    @property
+    def install_cupy(self) -> str:
+        """The command that installs CuPy."""
+        return f"pip install cupy-cuda{self.cuda_major}x"
+
+    def install_torch(self, versions: str) -> str:
+        """The command that installs a CUDA build of torch; `versions` as pip writes them."""
+        index = {12: "cu126", 13: "cu130"}[self.cuda_major]
+        return f"pip install 'torch{versions}' --index-url https://download.pytorch.org/whl/{index}"
+
 
 _CUDA_VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
@@ -170,13 +161,7 @@ _CUDA_VARIABLES = (
 
 
 def collect() -> Environment:
-    """Read the facts of this machine and process; CUDA is not started.
-
-    Returns
-    -------
-    Environment
-        What could not be read is None, beside the reason.
-    """
+    """Read the facts of this machine and process, without starting CUDA."""
     torch, torch_error = _torch()
     library, native_error = _native()
     devices, devices_error = _devices()
@@ -213,17 +198,16 @@ def _installed_version(distributions: tuple[str, ...]) -> str | None:
 def _torch() -> tuple[Torch | None, str]:
     try:
         torch = import_module("torch")
-    # OSError: a shared library of torch's that cannot be loaded.
+    # OSError: one of torch's shared libraries cannot be loaded.
     except (ImportError, OSError) as error:
         return None, str(error)
-    found = Torch(
+    return Torch(
         version=str(torch.__version__),
         path=str(Path(torch.__file__ or "").parent),
         cuda=torch.version.cuda,
         missing=tuple(missing()),
         cuda_started=torch.cuda.is_initialized(),
-    )
-    return found, ""
+    ), ""
 
 
 def _native() -> tuple[Native | None, str]:
@@ -231,13 +215,8 @@ def _native() -> tuple[Native | None, str]:
         library = native()
     except NativeLibraryError as error:
         return None, str(error)
-    found = Native(
-        path=str(library.__file__),
-        has_cuda=library.HAS_CUDA,
-        cuda_version=library.CUDA_VERSION,
-        rmm_version=library.RMM_VERSION,
-    )
-    return found, ""
+    path, versions = str(library.__file__), (library.CUDA_VERSION, library.RMM_VERSION)
+    return Native(path, library.HAS_CUDA, *versions), ""
 
 
 def _devices() -> tuple[tuple[Capabilities, ...] | None, str]:
@@ -274,13 +253,13 @@ def _distribution() -> str:
 def _cpu_model() -> str:
     path = Path("/proc/cpuinfo")
     text = path.read_text() if path.exists() else ""
-    # Arm kernels name no model.
+    # Arm kernels do not name the model.
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1) if match else "unknown model"
 
 
 def _cpu_count() -> int:
-    # Only Linux says which CPUs a process may use.
+    # Only Linux has it.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -295,15 +274,12 @@ def _memlock_bytes() -> int | None:
     return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
 
 
-# Versions as pairs of numbers, (major, minor).
-
-
 def version_numbers(version: str) -> tuple[int, int]:
-    """Return (major, minor) of a version, (0, 0) for what is none."""
+    """Return (major, minor) of a version; (0, 0) for text that is no version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match.group(1)), int(match.group(2))) if match else (0, 0)
 
 
 def dotted(version: tuple[int, int]) -> str:
-    """Write (major, minor) as versions are written."""
+    """Write (major, minor) as text, such as "13.0"."""
     return "{}.{}".format(*version)
