@@ -1,4 +1,4 @@
-"""`umem run`: the program finds what `python program` would have given it."""
+"""`umem run`: the program runs as under `python program`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_line import Run, umem_command
 
+import umem
 from umem.cli.run import INTERRUPTED_STATUS, launch
-from umem.core.errors import UmemError
+from umem.core.errors import EnableError, UmemError
+from umem.policy import load_policy
 
 UMEM = str(Path(sys.executable).with_name("umem"))
 
-# What a program sees of the way it was started.
+# Prints what a program can see of the way it was started.
 LOOK = """
 import json, os, sys
 if __name__ == "__main__":
@@ -59,59 +61,32 @@ if __name__ == "__main__":
 SPAWN_OUTPUT = "[(0, False), (1, False), (4, False), (9, False)]\n[[0, 1], [4, 9]]\n"
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """This process's, with no GPU in sight and none of umem's variables but these."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("UMEM_")}
-    return kept | {"CUDA_VISIBLE_DEVICES": ""} | variables
-
-
-def umem_run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`umem run` with these words, in a folder."""
-    return subprocess.run(
-        [UMEM, "run", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env=environment(**variables),
-    )
-
-
 def write(path: Path, source: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)
     return path
 
 
-def look(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout)
-    return seen
+# In this process, whose allocator is not swapped.
 
 
-def test_script_sees_its_own_command_line(tmp_path: Path) -> None:
-    write(tmp_path / "code" / "look.py", LOOK)
-    words = ["a", "--policy", "its own", "-m", "--", "--help"]
-
-    done = umem_run(tmp_path, "--fallback", "--policy", "lora", "code/look.py", *words)
-
-    assert look(done) == {
-        "argv": ["code/look.py", *words],
-        "path": str(tmp_path / "code"),
-        "file": "code/look.py",
-        "spec": None,
-        "main": True,
-        "policy": "lora",
-    }
-    assert "RuntimeWarning: umem is not in use, torch's own allocator stays" in done.stderr
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`umem run` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(umem, "enable", lambda policy, *, fallback: load_policy(policy))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("UMEM_POLICY", "")  # so that it is restored
+    monkeypatch.delenv("UMEM_POLICY")
+    return partial(umem_command(monkeypatch, capsys), "run")
 
 
-def test_module_runs_as_under_python_m(tmp_path: Path) -> None:
+def test_module_runs_as_under_python_m(run: Run, tmp_path: Path) -> None:
     main = write(tmp_path / "package" / "__main__.py", LOOK)
-
-    seen = look(umem_run(tmp_path, "--fallback", "-m", "package", "--lr", "1e-4"))
-
-    assert seen == {
+    status, output, errors = run("-m", "package", "--lr", "1e-4")
+    assert (status, errors) == (0, "")
+    assert json.loads(output) == {
         "argv": [str(main), "--lr", "1e-4"],
         "path": str(tmp_path),
         "file": str(main),
@@ -121,38 +96,11 @@ def test_module_runs_as_under_python_m(tmp_path: Path) -> None:
     }
 
 
-def test_double_dash_ends_umems_options(tmp_path: Path) -> None:
+def test_double_dash_ends_umems_options(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "-odd.py", LOOK)
-
-    assert look(umem_run(tmp_path, "--fallback", "--", "-odd.py", "x"))["argv"] == ["-odd.py", "x"]
-
-
-def test_child_takes_the_policy_over(tmp_path: Path) -> None:
-    write(tmp_path / "mine.yaml", "extends: lora\n")
-    write(tmp_path / "elsewhere" / "look.py", LOOK)
-    child = [UMEM, "run", "--fallback", "look.py"]
-    write(
-        tmp_path / "parent.py",
-        f"import subprocess; subprocess.run({child!r}, cwd='elsewhere', check=True)",
-    )
-
-    seen = look(umem_run(tmp_path, "--fallback", "parent.py", UMEM_POLICY="./mine.yaml"))
-
-    assert seen["policy"] == str(tmp_path / "mine.yaml")
-
-
-@pytest.mark.parametrize("as_module", [False, True])
-def test_spawned_workers_import_the_program_and_do_not_swap(
-    tmp_path: Path, as_module: bool
-) -> None:
-    write(tmp_path / "spawning.py", SPAWN)
-    program = ["-m", "spawning"] if as_module else ["spawning.py"]
-
-    done = umem_run(tmp_path, "--fallback", *program)
-
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == SPAWN_OUTPUT
-    assert done.stderr.count("umem is not in use") == 1
+    status, output, errors = run("--", "-odd.py", "x")
+    assert (status, errors) == (0, "")
+    assert json.loads(output)["argv"] == ["-odd.py", "x"]
 
 
 @pytest.mark.parametrize(
@@ -169,20 +117,135 @@ def test_spawned_workers_import_the_program_and_do_not_swap(
     ],
 )  # fmt: skip
 def test_ends_as_the_program_ends(
-    tmp_path: Path, source: str, status: int, last_line: str | None
+    run: Run, tmp_path: Path, source: str, status: int, last_line: str | None
 ) -> None:
     write(tmp_path / "ending.py", source)
-
-    done = umem_run(tmp_path, "--fallback", "ending.py")
-
-    assert done.returncode == status
-    if last_line:
-        assert done.stderr.splitlines()[-1] == last_line
-    # The traceback is the program's alone.
-    trace = done.stderr.partition("Traceback")[2]
-    assert not any(own in trace for own in ("cli/run.py", "runpy", "typer"))
+    found, output, errors = run("ending.py")
+    assert (found, output) == (status, "")
+    assert (errors.splitlines() or [None])[-1] == last_line
+    # The traceback shows the program's frames only.
+    assert not any(own in errors for own in ("cli/run.py", "runpy", "typer"))
 
 
+def test_nothing_runs_where_umem_cannot_take_over(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(policy: str, *, fallback: bool) -> None:
+        raise EnableError("torch sees no GPU")
+
+    monkeypatch.setattr(umem, "enable", refuse)
+    write(tmp_path / "look.py", LOOK)
+    assert run("look.py") == (2, "", "umem: torch sees no GPU\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["--policy", "sfft", "look.py"], "no preset is called 'sfft'"),
+        (["--polcy", "sft", "look.py"], "No such option"),
+        ([], "Usage: umem run"),
+    ],
+)
+def test_command_line_errors_end_with_status_2(
+    run: Run, tmp_path: Path, words: list[str], message: str
+) -> None:
+    write(tmp_path / "look.py", LOOK)
+    status, output, errors = run(*words)
+    assert status == 2
+    assert message in output + errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "message"),
+    [
+        ("missing.py", False, r"no script 'missing\.py' in .*: give the path"),
+        ("folder", False, r"'folder' is a folder without a __main__\.py"),
+        ("no_such_package.train", True, r"no module 'no_such_package\.train': install"),
+        ("", True, r"no module ''"),
+    ],
+)
+def test_program_that_is_not_there(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    module: bool,
+    message: str,
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+
+    with pytest.raises(UmemError, match=message):
+        launch(program, module=module)
+
+    assert sys.path == path
+
+
+# In a process that sees no GPU, so that `--fallback` keeps torch's allocator.
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("UMEM_")}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""} | variables
+
+
+def umem_run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`umem run` with these words, in a folder."""
+    return subprocess.run(
+        [UMEM, "run", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=environment(**variables),
+    )
+
+
+def test_script_sees_its_own_command_line(tmp_path: Path) -> None:
+    write(tmp_path / "code" / "look.py", LOOK)
+    words = ["a", "--policy", "its own", "-m", "--", "--help"]
+    done = umem_run(tmp_path, "--fallback", "--policy", "lora", "code/look.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "argv": ["code/look.py", *words],
+        "path": str(tmp_path / "code"),
+        "file": "code/look.py",
+        "spec": None,
+        "main": True,
+        "policy": "lora",
+    }
+    assert "RuntimeWarning: umem is not in use, torch's own allocator stays" in done.stderr
+
+
+@pytest.mark.slow
+def test_child_process_inherits_the_policy(tmp_path: Path) -> None:
+    write(tmp_path / "mine.yaml", "extends: lora\n")
+    write(tmp_path / "elsewhere" / "look.py", LOOK)
+    child = [UMEM, "run", "--fallback", "look.py"]
+    write(
+        tmp_path / "parent.py",
+        f"import subprocess; subprocess.run({child!r}, cwd='elsewhere', check=True)",
+    )
+    done = umem_run(tmp_path, "--fallback", "parent.py", UMEM_POLICY="./mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["policy"] == str(tmp_path / "mine.yaml")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [["spawning.py"], ["-m", "spawning"]])
+def test_spawned_workers_import_the_program_and_do_not_swap(
+    tmp_path: Path, program: list[str]
+) -> None:
+    write(tmp_path / "spawning.py", SPAWN)
+    done = umem_run(tmp_path, "--fallback", *program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == SPAWN_OUTPUT
+    assert done.stderr.count("umem is not in use") == 1
+
+
+@pytest.mark.slow
 def test_interrupt_ends_cleanly(tmp_path: Path) -> None:
     source = """
 import atexit, time
@@ -211,62 +274,3 @@ time.sleep(60)
     assert output == "cleaned up\n"
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
     assert errors.count("Traceback") == 1
-
-
-def test_without_gpu_and_fallback_nothing_runs(tmp_path: Path) -> None:
-    write(tmp_path / "look.py", LOOK)
-
-    done = umem_run(tmp_path, "look.py")
-
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("umem: ")
-    assert "umem demo" in done.stderr or "umem doctor" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["missing.py"], "there is no script 'missing.py'"),
-        (["--policy", "sfft", "look.py"], "no preset is called 'sfft'"),
-        (["--polcy", "sft", "look.py"], "No such option"),
-        ([], "Usage: umem run"),
-    ],
-)
-def test_command_line_errors_end_with_status_2(
-    tmp_path: Path, words: list[str], message: str
-) -> None:
-    write(tmp_path / "look.py", LOOK)
-
-    done = umem_run(tmp_path, *words)
-
-    assert done.returncode == 2
-    assert message in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("program", "module", "message"),
-    [
-        ("missing.py", False, r"no script 'missing\.py' in .*: give the path"),
-        ("folder", False, r"'folder' is a folder without a __main__\.py"),
-        ("no_such_package.train", True, r"no module 'no_such_package\.train': install"),
-        ("", True, r"no module ''"),
-    ],
-)
-def test_program_that_is_not_there(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    program: str,
-    module: bool,
-    message: str,
-) -> None:
-    (tmp_path / "folder").mkdir()
-    monkeypatch.chdir(tmp_path)
-    path = list(sys.path)
-
-    with pytest.raises(UmemError, match=message):
-        launch(program, module=module)
-
-    assert sys.path == path
