@@ -122,7 +122,7 @@ def test_ends_as_the_program_ends(
     write(tmp_path / "ending.py", source)
     found, output, errors = run("ending.py")
     assert (found, output) == (status, "")
-    assert (errors.splitlines() or [None])[-1] == last_line
+    assert errors.splitlines()[-1:] == ([last_line] if last_line else [])
     # The traceback shows the program's frames only.
     assert not any(own in errors for own in ("cli/run.py", "runpy", "typer"))
 
