@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from umem.telemetry import (
     NamedRange,
     Recording,
-    lanes,
-    link_bytes,
     measured_row,
     read_recording,
     records_of,
     save_recording,
 )
+from umem.telemetry.export import lanes
+from umem.telemetry.figures import link_bytes
 
 MIB = 1 << 20
 EVIL = "<script>alert('x')</script>$\\frac$[red]\x1b[31m\ud800"
@@ -81,7 +81,7 @@ def saved(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_the_tables(run: Run, tmp_path: Path) -> None:
+def test_tables(run: Run, tmp_path: Path) -> None:
     code, out, err = run(saved(tmp_path / "run.json.gz"))
     assert (code, err) == (0, "")
     assert "finetune on NVIDIA H200, policy sft, measured" in out
@@ -93,14 +93,14 @@ def test_the_tables(run: Run, tmp_path: Path) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_rows_for_a_program(run: Run, tmp_path: Path) -> None:
+def test_json_rows(run: Run, tmp_path: Path) -> None:
     paths = [saved(tmp_path / f"{name}.json.gz", workload=name) for name in ("one", "two")]
     code, out, _ = run(*paths, "--json")
     assert code == 0
     assert json.loads(out) == {"results": [measured_row(read_recording(path)) for path in paths]}
 
 
-def test_a_run_without_records_says_so(run: Run, tmp_path: Path) -> None:
+def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
     path = saved(
         tmp_path / "run.json.gz",
         source="none",
@@ -173,7 +173,7 @@ def evil_file(path: Path) -> Path:
     return path
 
 
-def test_names_of_strangers_stay_names(run: Run, tmp_path: Path) -> None:
+def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
     path, page = evil_file(tmp_path / "run.json.gz"), tmp_path / "run.html"
     trace = tmp_path / "run.perfetto.json"
     code, out, _ = run(
@@ -189,7 +189,7 @@ def test_names_of_strangers_stay_names(run: Run, tmp_path: Path) -> None:
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_the_page_stands_alone(run: Run, tmp_path: Path) -> None:
+def test_the_html_page_is_self_contained(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "new" / "run.html"
     code, out, _ = run(saved(tmp_path / "run.json.gz"), "--html", page)
     assert code == 0
@@ -203,7 +203,7 @@ def test_the_page_stands_alone(run: Run, tmp_path: Path) -> None:
         assert words in parsed.text
 
 
-def test_the_page_without_matplotlib(
+def test_the_html_page_without_matplotlib(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

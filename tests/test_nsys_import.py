@@ -185,7 +185,7 @@ def test_steps_of_several_processes_are_not_mixed(tmp_path: Path) -> None:
     assert any("several processes overlap" in note for note in report.notes)
 
 
-def test_older_exports_lack_columns(tmp_path: Path) -> None:
+def test_exports_of_older_versions_without_optional_columns(tmp_path: Path) -> None:
     path = tmp_path / "old.sqlite"
     with closing(sqlite3.connect(path)) as made, made:
         made.execute(
@@ -195,7 +195,7 @@ def test_older_exports_lack_columns(tmp_path: Path) -> None:
     assert report_of(read_nsys(path)).moved_bytes("to_device", "unknown") == 3
 
 
-def test_values_out_of_the_enumerations_are_unknown(tmp_path: Path) -> None:
+def test_values_outside_of_enumerations_are_unknown(tmp_path: Path) -> None:
     rows: Tables = {
         "CUPTI_ACTIVITY_KIND_MEMCPY": [memcpy(0, 1, 8, 11, cause=99), memcpy(2, 3, 8, 4711)],
         "CUDA_UM_GPU_PAGE_FAULT_EVENTS": [gpu_fault(5, 1, access=-3)],
@@ -206,7 +206,7 @@ def test_values_out_of_the_enumerations_are_unknown(tmp_path: Path) -> None:
     assert records.access.tolist() == [0, 0, 0]
 
 
-def test_reading_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+def test_reading_does_not_change_the_file(tmp_path: Path) -> None:
     path = database(tmp_path / "a # of % names?.sqlite", RUN)
     path.chmod(0o444)
     before = path.read_bytes()
@@ -225,14 +225,14 @@ def test_reading_leaves_the_file_as_it_is(tmp_path: Path) -> None:
         ),
         (
             "UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = 'many' WHERE copyKind = 12",
-            "table CUPTI_ACTIVITY_KIND_MEMCPY: row 3 holds something else than whole numbers",
+            "table CUPTI_ACTIVITY_KIND_MEMCPY: row 3 has a value that is not a whole number",
         ),
         ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = -1", "bytes is not from 0"),
-        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET migrationCause = 1.5", "row 1 holds something"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET migrationCause = 1.5", "row 1 has a value"),
         ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET start = -5", "a time is not from 0"),
     ],
 )
-def test_exports_that_cannot_be_used(statement: str, said: str, tmp_path: Path) -> None:
+def test_invalid_exports_are_refused(statement: str, said: str, tmp_path: Path) -> None:
     rows: Tables = {"CUPTI_ACTIVITY_KIND_MEMCPY": RUN["CUPTI_ACTIVITY_KIND_MEMCPY"]}
     path = database(tmp_path / "run.sqlite", rows)
     with closing(sqlite3.connect(path)) as made, made:
@@ -256,11 +256,10 @@ def test_a_view_in_place_of_a_table_is_not_followed(tmp_path: Path) -> None:
         read_nsys(path)
 
 
-def test_more_records_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_records_than_are_read(tmp_path: Path) -> None:
     path = database(tmp_path / "run.sqlite", RUN)
-    monkeypatch.setattr("umem.telemetry.nsys.MAX_RECORDS", 7)
     with pytest.raises(UmemError, match=r"KIND_MEMSET: more than 7 records .* --filter-time"):
-        read_nsys(path)
+        read_nsys(path, limit=7)
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what the report says, and a file is whole or not there."""
+"""Pictures of predictions: they show the report's figures, and files are written in one piece."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def notes(axes: Any) -> list[str]:
 # ---------------------------------------------------------------------------------- residency
 
 
-def test_areas_are_the_resident_bytes_of_the_classes_that_there_are() -> None:
+def test_residency_areas_are_the_resident_bytes_by_class() -> None:
     (axes,) = panels(residency_figure(made_up_report()))
     labels = [area.get_label() for area in axes.collections]
     assert labels == ["weights", "optimizer state", "activations"]
@@ -136,14 +136,14 @@ def test_areas_are_the_resident_bytes_of_the_classes_that_there_are() -> None:
     assert axes.get_xlim() == pytest.approx((0, STEP_S * 1e3))
 
 
-def test_pictures_of_a_prediction_say_so(hardware: Hardware) -> None:
+def test_titles_of_predictions(hardware: Hardware) -> None:
     report = made_up_report()
     for figure in (residency_figure(report), link_figure(report, hardware)):
         said = panels(figure)[0].get_title(loc="left")
         assert said.startswith(f"predicted: {report.workload}, planner ")
 
 
-def test_a_class_has_one_colour_whatever_else_is_drawn() -> None:
+def test_a_class_has_the_same_colour_in_each_picture() -> None:
     all_of_it = made_up_report()
     assert all_of_it.timeline is not None
     only_state = np.zeros_like(all_of_it.timeline.resident_bytes)
@@ -157,21 +157,21 @@ def test_a_class_has_one_colour_whatever_else_is_drawn() -> None:
     assert colours[0] == colours[1]
 
 
-def test_colours_differ() -> None:
+def test_class_colours_differ() -> None:
     from umem.telemetry.figures import CLASS_COLOURS
 
     assert set(CLASS_COLOURS) == set(TensorClass)
     assert len(set(CLASS_COLOURS.values())) == len(TensorClass)
 
 
-def test_the_budget_has_a_line_above_nothing_but_itself() -> None:
+def test_the_budget_is_a_labelled_line() -> None:
     (axes,) = panels(residency_figure(made_up_report()))
     (line,) = axes.lines
     assert list(line.get_ydata()) == [60, 60]
     assert "device budget 60 GiB" in notes(axes)
 
 
-def test_passes_are_marked_where_phases_are_named_by_them() -> None:
+def test_passes_are_marked_if_phases_are_named_by_pass() -> None:
     words = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2
     (axes,) = panels(residency_figure(made_up_report(), trace_with_passes(words)))
     assert {"forward", "backward", "optimizer"} <= set(notes(axes))
@@ -184,7 +184,7 @@ def test_passes_are_marked_where_phases_are_named_by_them() -> None:
 # ---------------------------------------------------------------------------------- link
 
 
-def test_link_use_is_the_timelines_against_the_hardwares(hardware: Hardware) -> None:
+def test_link_traffic_against_the_hardwares_bandwidth(hardware: Hardware) -> None:
     figure = link_figure(made_up_report(), hardware)
     limits = (hardware.to_device_bytes_per_s, hardware.to_host_bytes_per_s)
     # 2e9 and 3e9 bytes in bins of 20 ms.
@@ -197,7 +197,9 @@ def test_link_use_is_the_timelines_against_the_hardwares(hardware: Hardware) -> 
 
 
 @pytest.mark.parametrize("cause", ["mapped", "copy"])
-def test_what_is_no_page_transfer_has_its_own_line(hardware: Hardware, cause: Cause) -> None:
+def test_copies_and_mapped_accesses_have_their_own_bandwidth_line(
+    hardware: Hardware, cause: Cause
+) -> None:
     alone = made_up_report(traffic=(moved("to_device", cause, 10**9, 0),))
     beside = replace(alone, traffic=(*alone.traffic, moved("to_device", "hint", 10**9, 9)))
     own = {
@@ -209,7 +211,7 @@ def test_what_is_no_page_transfer_has_its_own_line(hardware: Hardware, cause: Ca
         assert drawn == pytest.approx([limit / 1e9 for limit in limits])
 
 
-def test_nothing_moved_is_drawn_too(hardware: Hardware) -> None:
+def test_a_step_without_traffic_is_drawn(hardware: Hardware) -> None:
     report = made_up_report(traffic=())
     assert report.timeline is not None
     still = replace(report.timeline, link_bytes=np.zeros((BINS, 2), np.int64))
@@ -220,7 +222,7 @@ def test_nothing_moved_is_drawn_too(hardware: Hardware) -> None:
 # ---------------------------------------------------------------------------------- shares
 
 
-def test_bars_are_the_shares_and_published_ones_stand_beside() -> None:
+def test_bars_are_the_shares_beside_the_published_ones() -> None:
     reports = [
         made_up_report(f"llama-2-7b-{mode}", planner, timeline=None)
         for mode in ("lora", "sft")
@@ -248,13 +250,13 @@ def test_bars_are_the_shares_and_published_ones_stand_beside() -> None:
 @pytest.mark.parametrize(
     "changes", [{"workload": "bert"}, {"workload": "llama-2-7b-lora", "hardware": "h200-pcie"}]
 )
-def test_other_workloads_and_machines_have_no_published_share(changes: dict[str, str]) -> None:
+def test_no_published_share_for_other_workloads_and_machines(changes: dict[str, str]) -> None:
     figure = shares_figure([replace(made_up_report(), **changes)])  # type: ignore[arg-type]
     assert all(not bar.get_hatch() for axes in panels(figure) for bar in axes.patches)
     assert not any("published" in text for text in texts(figure))
 
 
-def test_shares_of_nothing_are_refused() -> None:
+def test_shares_need_a_report() -> None:
     with pytest.raises(ValueError, match="no reports"):
         shares_figure([])
 
@@ -270,7 +272,7 @@ def test_published_shares_name_their_source() -> None:
 # ---------------------------------------------------------------------------------- all of them
 
 
-def test_all_that_is_written_lies_within_the_picture(hardware: Hardware) -> None:
+def test_all_text_lies_within_the_picture(hardware: Hardware) -> None:
     report = made_up_report()
     words = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2
     for figure in (
@@ -306,7 +308,7 @@ def test_saved_as_png_and_svg(tmp_path: Path) -> None:
     assert "dc:date" not in drawn
 
 
-def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "shares.png"
     path.write_bytes(b"old")
     figure = shares_figure([made_up_report(timeline=None)])
@@ -317,7 +319,7 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+def test_save_errors_name_the_file(tmp_path: Path) -> None:
     figure = shares_figure([made_up_report(timeline=None)])
     with pytest.raises(UmemError, match=r"shares\.pdf: a picture's name ends in \.png or \.svg"):
         save(figure, tmp_path / "shares.pdf")
@@ -326,7 +328,7 @@ def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
         save(figure, tmp_path / "file" / "shares.png")
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'umem\[plots\]'"):
         residency_figure(made_up_report())

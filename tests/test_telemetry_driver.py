@@ -1,4 +1,4 @@
-"""The driver's queue of events, the records made of it, and who is asked where it cannot be had."""
+"""The driver's event queue, its records, and live recording with and without it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from umem.core.errors import UnsupportedError
 from umem.core.report import Source
 from umem.cuda import Range
 from umem.telemetry import (
-    DriverEvents,
-    DriverQueue,
-    LiveCollector,
     MigrationRecords,
     Profile,
     RecordKind,
@@ -32,8 +29,12 @@ from umem.telemetry.driver_events import (
     GPU_FAULT,
     GPU_FAULT_REPLAY,
     MIGRATION,
+    DriverEvents,
+    DriverQueue,
     EventType,
+    Kernel,
 )
+from umem.telemetry.live import LiveCollector
 
 MIB = 1 << 20
 BLOCK = 0x7F0000000000
@@ -42,7 +43,7 @@ RECORDED = Path(__file__).parent / "recorded/h200-driver-events.npz"
 580.159.04, cupti-python 13.0.1, 2026-11-22. Its times are CUPTI's; so much is it ahead."""
 
 
-class StandInKernel:
+class StandInKernel(Kernel):
     """In place of the driver's kernel module: `enqueue_event` of its ``uvm_tools.c``, no more.
 
     The memory that it writes to is that of the process, as the real one's.
@@ -179,7 +180,7 @@ def records(*entries: bytes) -> MigrationRecords:
 # ----------------------------------------------------------------------------------- the queue
 
 
-def test_the_queue_hands_over_what_the_driver_writes_and_goes_round() -> None:
+def test_the_queue_returns_entries_and_wraps_around() -> None:
     kernel = StandInKernel()
     queue = queue_of(kernel, 8)
     assert kernel.enabled == 0b11110
@@ -195,7 +196,7 @@ def test_the_queue_hands_over_what_the_driver_writes_and_goes_round() -> None:
     assert kernel.closed == kernel.opened  # two of them were not the address space
 
 
-def test_what_comes_to_a_full_queue_is_counted() -> None:
+def test_entries_dropped_by_a_full_queue_are_counted() -> None:
     kernel = StandInKernel()
     queue = queue_of(kernel, 8)
     kernel.write(*(migration(n, 1, 1, 2) for n in range(9)), *(replay(1, 2) for _ in range(3)))
@@ -207,7 +208,7 @@ def test_what_comes_to_a_full_queue_is_counted() -> None:
     assert [it["address"] for it in queue.take().view(MIGRATION)] == [77]
 
 
-def test_events_that_were_not_asked_for_are_not_there() -> None:
+def test_only_enabled_events_are_in_the_queue() -> None:
     kernel = StandInKernel()
     queue = queue_of(kernel, 8)
     kernel.write(bytes([9]) + bytes(ENTRY_BYTES - 1), migration(1, 1, 1, 2))
@@ -223,21 +224,23 @@ def test_events_that_were_not_asked_for_are_not_there() -> None:
         (StandInKernel(refusal=0x1F), "5: request 76: NV_STATUS 0x16; file 6: .* 0x1f; file 7: "),
     ],
 )
-def test_a_driver_that_is_not_known_is_not_asked(kernel: StandInKernel, words: str) -> None:
+def test_unknown_drivers_are_refused(kernel: StandInKernel, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         queue_of(kernel, 8)
     assert kernel.closed == kernel.opened
 
 
-@pytest.mark.parametrize("told", [[], [(BLOCK, 2 * MIB)], [(BLOCK, 4 * MIB), (BLOCK + MIB, MIB)]])
-def test_a_queue_that_does_not_tell_of_what_moved_is_not_believed(
-    told: list[tuple[int, int]],
+@pytest.mark.parametrize(
+    "reported", [[], [(BLOCK, 2 * MIB)], [(BLOCK, 4 * MIB), (BLOCK + MIB, MIB)]]
+)
+def test_a_queue_must_report_the_probe_block(
+    reported: list[tuple[int, int]],
 ) -> None:
     """Its entries may be laid out otherwise."""
     kernel = StandInKernel()
 
     def move(size_bytes: int) -> Range:
-        kernel.late = [migration(*it, 1, 2) for it in told]
+        kernel.late = [migration(*it, 1, 2) for it in reported]
         return Range(BLOCK, size_bytes)
 
     with pytest.raises(UnsupportedError, match="file 7: it did not report a block that was moved"):
@@ -245,7 +248,7 @@ def test_a_queue_that_does_not_tell_of_what_moved_is_not_believed(
     assert kernel.closed == kernel.opened
 
 
-def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = StandInKernel()
     kernel.error = PermissionError(errno.EACCES, "Permission denied")
     with pytest.raises(UnsupportedError, match=r"uvm-tools does not open \(Permission denied"):
@@ -291,7 +294,7 @@ def test_events_become_records() -> None:
     assert found.end_ns.tolist() == [800, 685, 885, 945, 1000, 1200, 1300]
 
 
-def test_no_transfer_begins_before_it_was_asked_for() -> None:
+def test_no_transfer_begins_before_it_was_queued() -> None:
     found = records(
         migration(1, 1, 100, 130, begin=20),
         migration(2, 1, 500, 530, begin=490),
@@ -302,18 +305,18 @@ def test_no_transfer_begins_before_it_was_asked_for() -> None:
     assert set((found.end_ns - found.start_ns).tolist()) == {30}
 
 
-def test_a_transfer_that_the_device_did_not_time_has_the_hosts_times() -> None:
+def test_transfers_without_device_times_have_host_times() -> None:
     found = records(migration(1, 1, 100, 130, begin_on_device=0, begin=90, end=140))
     assert (found.start_ns.tolist(), found.end_ns.tolist()) == ([90], [140])
 
 
-def test_nothing_gives_no_records() -> None:
+def test_no_events_give_no_records() -> None:
     assert len(records()) == 0
     assert len(records(replay(1, 2))) == 0
 
 
 @pytest.mark.parametrize("work", ["back", "cpu", "scattered"])
-def test_the_drivers_events_are_what_cupti_recorded(work: str) -> None:
+def test_driver_events_equal_cuptis_records(work: str) -> None:
     """The same transfers on a real card: prefetched both ways; touched by the host; by a kernel."""
     with np.load(RECORDED, allow_pickle=False) as recorded:
         entries = recorded[f"{work}_entries"]
@@ -343,7 +346,7 @@ def test_the_drivers_events_are_what_cupti_recorded(work: str) -> None:
             assert (np.abs(lengths) <= 1).all()
 
 
-# --------------------------------------------------------------------------------- who is asked
+# ------------------------------------------------------------------------------ live recording
 
 
 class Copies:

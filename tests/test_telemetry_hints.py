@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
 from umem.core.schedule import HintOp
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
-from umem.telemetry import Profile, hint_traffic, hints_between, measured_row
+from umem.telemetry import Profile, measured_row
+from umem.telemetry.live import current_residency, current_statistics, ideal_step_s
+from umem.telemetry.reports import hint_traffic, hints_between
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -216,6 +219,13 @@ def test_a_running_executor_is_asked(engine: HintEngine, monkeypatch: pytest.Mon
     with Profile(StandInCollector(), ideal_s=2e-9) as profile:
         profile.step()
     assert profile.report().ideal_s == 2e-9
+
+
+def test_the_executor_has_what_a_profile_asks_of_it() -> None:
+    importlib.import_module("umem.executor")
+    assert current_statistics() is None
+    assert current_residency() is None
+    assert ideal_step_s() is None
 
 
 def test_a_profile_does_not_import_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:

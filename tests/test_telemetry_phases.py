@@ -45,7 +45,7 @@ def words(calls: Calls) -> list[str]:
     return [word for _, word in calls]
 
 
-def test_ranges_follow_each_other_where_they_are_wanted(calls: Calls) -> None:
+def test_ranges_are_made_inside_nvtx_phases(calls: Calls) -> None:
     ranges = PhaseRanges()
     ranges.begin("before")
     with nvtx_phases():
@@ -66,7 +66,7 @@ def test_ranges_follow_each_other_where_they_are_wanted(calls: Calls) -> None:
     ]
 
 
-def test_each_thread_ends_its_own(calls: Calls) -> None:
+def test_each_thread_ends_its_own_ranges(calls: Calls) -> None:
     ranges = PhaseRanges()
 
     def backward() -> None:
@@ -88,7 +88,7 @@ def test_each_thread_ends_its_own(calls: Calls) -> None:
     ]
 
 
-def test_switches_nest_and_end_with_errors(calls: Calls) -> None:
+def test_nvtx_phases_nest_and_end_with_errors(calls: Calls) -> None:
     ranges = PhaseRanges()
     with nvtx_phases():
         with pytest.raises(RuntimeError), nvtx_phases():
@@ -99,7 +99,9 @@ def test_switches_nest_and_end_with_errors(calls: Calls) -> None:
     assert words(calls) == ["umem phase still on", "pop"]
 
 
-def test_the_environment_switches_them_on(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_switches_ranges_on(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UMEM_NVTX", "1")
     ranges = PhaseRanges()
     ranges.begin("forward")
@@ -109,7 +111,7 @@ def test_the_environment_switches_them_on(calls: Calls, monkeypatch: pytest.Monk
     assert words(calls) == ["umem phase forward", "pop"]
 
 
-def test_a_profile_switches_them_on(calls: Calls) -> None:
+def test_a_profile_switches_ranges_on(calls: Calls) -> None:
     ranges = PhaseRanges()
     for wanted in (False, True):
         with Profile(StandInCollector(), nvtx=wanted) as profile:
@@ -121,7 +123,7 @@ def test_a_profile_switches_them_on(calls: Calls) -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA")
-def test_a_torch_without_cuda_makes_none() -> None:
+def test_a_torch_without_cuda_makes_no_ranges() -> None:
     ranges = PhaseRanges()
     with nvtx_phases():
         ranges.begin("forward")

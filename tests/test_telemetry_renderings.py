@@ -124,7 +124,7 @@ def page_of(path: Path) -> _Page:
     return page
 
 
-def test_the_tables(run: Run, tmp_path: Path) -> None:
+def test_tables_of_a_recording(run: Run, tmp_path: Path) -> None:
     code, out, err = run("report", saved(tmp_path / "run.json.gz"))
     assert (code, err) == (0, "")
     assert "exposed stall: 20 ms, 20.0 % of the step (all resident: 80 ms)" in out
@@ -136,7 +136,7 @@ def test_the_tables(run: Run, tmp_path: Path) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_the_tables_of_the_engines_own_count(run: Run, tmp_path: Path) -> None:
+def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("report", by_hints(tmp_path / "run.json.gz"))
     assert code == 0
     assert "note: memory operations were not recorded: CUPTI is taken" in out
@@ -149,7 +149,7 @@ def test_the_tables_of_the_engines_own_count(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [saved, by_hints])
-def test_the_page(kind: Callable[[Path], Path], run: Run, tmp_path: Path) -> None:
+def test_html_page(kind: Callable[[Path], Path], run: Run, tmp_path: Path) -> None:
     page_path = tmp_path / "run.html"
     assert run("report", kind(tmp_path / "run.json.gz"), "--html", page_path)[0] == 0
     page = page_of(page_path)
@@ -171,7 +171,7 @@ def test_the_page(kind: Callable[[Path], Path], run: Run, tmp_path: Path) -> Non
     assert page.images == pictures
 
 
-def test_pictures(run: Run, tmp_path: Path) -> None:
+def test_pictures_of_the_data_that_there_is(run: Run, tmp_path: Path) -> None:
     for kind, expected in ((saved, 3), (by_hints, 2)):
         folder = tmp_path / kind.__name__
         assert run("report", kind(tmp_path / "run.json.gz"), "--plot", folder)[0] == 0
@@ -180,7 +180,7 @@ def test_pictures(run: Run, tmp_path: Path) -> None:
         assert "residency-layers.png" in files
 
 
-def test_the_timeline(run: Run, tmp_path: Path) -> None:
+def test_timeline_with_hints_and_residency(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "run.perfetto.json"
     assert run("report", saved(tmp_path / "run.json.gz"), "--perfetto", trace)[0] == 0
     events = json.loads(trace.read_text())["traceEvents"]
@@ -192,7 +192,7 @@ def test_the_timeline(run: Run, tmp_path: Path) -> None:
     assert first["args"]["hints refused"] == 3
 
 
-def test_the_timeline_says_what_is_missing(run: Run, tmp_path: Path) -> None:
+def test_timeline_labels_what_is_missing(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "run.perfetto.json"
     assert run("report", by_hints(tmp_path / "run.json.gz"), "--perfetto", trace)[0] == 0
     said = {it["name"]: it["args"] for it in json.loads(trace.read_text())["traceEvents"][:2]}
@@ -200,7 +200,7 @@ def test_the_timeline_says_what_is_missing(run: Run, tmp_path: Path) -> None:
     assert said["process_labels"]["labels"].endswith("CUPTI is taken")
 
 
-def test_rows_for_a_program(run: Run, tmp_path: Path) -> None:
+def test_json_rows(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("report", by_hints(tmp_path / "run.json.gz"), "--json")
     assert code == 0
     (row,) = json.loads(out)["results"]
@@ -252,7 +252,7 @@ def test_against_predictions(run: Run, tmp_path: Path, predictions: Path) -> Non
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_comparisons_for_a_program(run: Run, tmp_path: Path, predictions: Path) -> None:
+def test_json_comparisons(run: Run, tmp_path: Path, predictions: Path) -> None:
     path = saved(tmp_path / "run.json.gz")
     code, out, _ = run("report", path, "--against", predictions, "--json")
     assert code == 0
@@ -277,7 +277,7 @@ def test_only_the_same_workload_is_compared_where_there_is_one(
         assert len(json.loads(out)["comparisons"]) == count
 
 
-def test_predictions_that_are_none(run: Run, tmp_path: Path) -> None:
+def test_a_file_without_predictions(run: Run, tmp_path: Path) -> None:
     path = saved(tmp_path / "run.json.gz")
     code, out, err = run("report", path, "--against", path)
     assert (code, out) == (2, "")

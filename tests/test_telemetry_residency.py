@@ -1,4 +1,4 @@
-"""What is on the device over a run: samples, and their pictures and counters."""
+"""Residency over a run: samples, pictures and counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from umem.telemetry import (
     Residency,
     measured_row,
     residency_over_run_figure,
-    write_html,
     write_perfetto,
 )
 from umem.telemetry.live import ResidencySampler
@@ -31,17 +30,17 @@ WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
 
 
 def test_samples_are_taken_at_phases_and_steps() -> None:
-    books = {WEIGHTS: GIB, STATE: 0}
+    accounts = {WEIGHTS: GIB, STATE: 0}
     ranges = PhaseRanges()
-    ranges.begin("nobody listens")
-    with Profile(StandInCollector(), residency=lambda: books) as profile:
-        books[STATE] = 2 * GIB
+    ranges.begin("no profile yet")
+    with Profile(StandInCollector(), residency=lambda: accounts) as profile:
+        accounts[STATE] = 2 * GIB
         ranges.begin("forward")
-        books[STATE] = 0
+        accounts[STATE] = 0
         profile.step()
         with profile.phase("mine"):
             pass
-    ranges.begin("nobody listens any more")
+    ranges.begin("no profile any more")
     residency = profile.recording.residency
     assert residency is not None
     sizes = residency.resident_bytes
@@ -60,7 +59,7 @@ def test_samples_are_taken_at_phases_and_steps() -> None:
     }
 
 
-def test_without_books_there_are_no_samples() -> None:
+def test_without_accounts_there_are_no_samples() -> None:
     with Profile(StandInCollector(), residency=lambda: None) as profile:
         profile.step()
     assert profile.recording.residency is None
@@ -69,15 +68,15 @@ def test_without_books_there_are_no_samples() -> None:
         residency_over_run_figure(profile.recording)
 
 
-def test_long_runs_keep_a_bounded_number() -> None:
+def test_long_runs_keep_a_limited_number_of_samples() -> None:
     clock, asked = StandInCollector(), [0]
     clock.time_ns = 0
 
-    def books() -> Mapping[TensorClass, int]:
+    def accounts() -> Mapping[TensorClass, int]:
         asked[0] += 1
         return {WEIGHTS: asked[0]}
 
-    sampler = ResidencySampler(books, limit=16)
+    sampler = ResidencySampler(accounts, limit=16)
     for _ in range(1000):
         sampler.take(clock.now_ns)
     series = sampler.series(0)
@@ -124,7 +123,7 @@ def recording() -> Recording:
     return replace(profile.recording, residency=Residency(np.array([0, 10, 30]), sizes))
 
 
-def test_the_picture(recording: Recording) -> None:
+def test_the_figure_stacks_classes_up_to_the_peak(recording: Recording) -> None:
     figure = residency_over_run_figure(recording)
     (axes,) = figure.axes
     assert axes.get_ylabel() == "on the device, GiB"
@@ -135,15 +134,9 @@ def test_the_picture(recording: Recording) -> None:
     assert axes.get_xlim()[1] == pytest.approx(recording.duration_ns * 1e-3)
 
 
-def test_an_empty_device_is_drawn(recording: Recording) -> None:
+def test_the_figure_of_an_empty_device(recording: Recording) -> None:
     nothing = Residency(np.array([0]), np.zeros((1, len(TensorClass)), np.int64))
     assert residency_over_run_figure(replace(recording, residency=nothing)).axes
-
-
-def test_the_page_shows_it(recording: Recording, tmp_path: Path) -> None:
-    path = tmp_path / "run.html"
-    write_html([recording], path)
-    assert 'alt="Bytes on the device over the recording"' in path.read_text()
 
 
 def test_the_timeline_has_counters(recording: Recording, tmp_path: Path) -> None:

@@ -8,14 +8,11 @@ code that runs a step: it names the step's phases for profilers.
 
 from __future__ import annotations
 
-from umem.telemetry.attribution import Snapshot, attribute, blocks_hit, snapshot_of
-from umem.telemetry.cupti import CuptiCollector
-from umem.telemetry.driver_events import DriverEvents, DriverQueue, knows_release, managed_on_host
-from umem.telemetry.export import figures_of_recording, lanes, write_html, write_perfetto
+from umem.telemetry.driver_events import knows_release, managed_on_host
+from umem.telemetry.export import figures_of_recording, write_html, write_perfetto
 from umem.telemetry.figures import (
     FORMATS,
     classes_figure,
-    link_bytes,
     link_figure,
     require_matplotlib,
     residency_figure,
@@ -24,9 +21,8 @@ from umem.telemetry.figures import (
     shares_figure,
     transfers_figure,
 )
-from umem.telemetry.file import PROFILE_FORMAT, load_recording, read_recording, save_recording
-from umem.telemetry.live import LiveCollector
-from umem.telemetry.nsys import is_nsys_export, read_nsys
+from umem.telemetry.file import load_recording, read_recording, save_recording
+from umem.telemetry.nsys import read_nsys
 from umem.telemetry.phases import PhaseRanges, call_watcher, nvtx_phases
 from umem.telemetry.profiler import Profile, profile
 from umem.telemetry.records import (
@@ -43,8 +39,6 @@ from umem.telemetry.records import (
 from umem.telemetry.reports import (
     HINT_COUNTS,
     TensorTraffic,
-    hint_traffic,
-    hints_between,
     measured_row,
     report_of,
     step_reports,
@@ -54,11 +48,6 @@ from umem.telemetry.reports import (
 __all__ = [
     "FORMATS",
     "HINT_COUNTS",
-    "PROFILE_FORMAT",
-    "CuptiCollector",
-    "DriverEvents",
-    "DriverQueue",
-    "LiveCollector",
     "MigrationRecords",
     "NamedRange",
     "PhaseRanges",
@@ -67,20 +56,12 @@ __all__ = [
     "Recording",
     "Residency",
     "Shares",
-    "Snapshot",
     "TensorTraffic",
-    "attribute",
-    "blocks_hit",
     "call_watcher",
     "classes_figure",
     "concatenate",
     "figures_of_recording",
-    "hint_traffic",
-    "hints_between",
-    "is_nsys_export",
     "knows_release",
-    "lanes",
-    "link_bytes",
     "link_figure",
     "load_recording",
     "managed_on_host",
@@ -98,7 +79,6 @@ __all__ = [
     "save",
     "save_recording",
     "shares_figure",
-    "snapshot_of",
     "step_reports",
     "tensor_traffic",
     "transfers_figure",

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -340,30 +339,15 @@ def knows_release(release: str) -> bool:
     return release.partition(".")[0] in map(str, _KNOWN_RELEASES)
 
 
-class Kernel(Protocol):
-    """The requests to the driver's kernel module."""
+class Kernel:
+    """The requests to the driver's kernel module, on Linux."""
 
     def release(self) -> str | None:
         """The driver's release; None where there is no driver."""
-
-    def spaces(self) -> list[int]:
-        """Open files of this process that may be its address space on the device."""
-
-    def open(self) -> int:
-        """Open the tools' file."""
-
-    def call(self, file: int, request: int, parameters: bytearray) -> None:
-        """Make a request of a file; the answer is written into the parameters."""
-
-    def close(self, file: int) -> None:
-        """Close a file that :meth:`open` opened."""
-
-
-class _LinuxKernel:
-    def release(self) -> str | None:
         return _bindings.driver_release()
 
     def spaces(self) -> list[int]:
+        """Open files of this process that may be its address space on the device."""
         found = []
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -374,12 +358,15 @@ class _LinuxKernel:
         return sorted(found)
 
     def open(self) -> int:
+        """Open the tools' file."""
         return os.open(_TOOLS_PATH, os.O_RDWR | os.O_CLOEXEC)
 
     def call(self, file: int, request: int, parameters: bytearray) -> None:
+        """Make a request of a file; the answer is written into the parameters."""
         fcntl.ioctl(file, request, parameters, True)
 
     def close(self, file: int) -> None:
+        """Close a file that :meth:`open` opened."""
         os.close(file)
 
 
@@ -395,7 +382,7 @@ class DriverQueue:
     entry_count
         Size of the ring, a power of two. The driver drops and counts what comes to a full ring.
     kernel
-        Linux's by default.
+        Makes the requests.
     move
         Moves a block of the given size to the device, and returns its former place.
 
@@ -411,7 +398,7 @@ class DriverQueue:
         kernel: Kernel | None = None,
         move: Callable[[int], Range] = prefetch_probe,
     ) -> None:
-        self._kernel = kernel or _LinuxKernel()
+        self._kernel = kernel or Kernel()
         self._entry_count = entry_count
         self._fence = threading.Lock()
         self._require_known_release()

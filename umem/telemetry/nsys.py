@@ -1,7 +1,7 @@
-"""Recordings that Nsight Systems made, from its SQLite exports.
+"""Reads recordings from the SQLite exports of Nsight Systems.
 
-Tables and columns are those of its documentation ("SQLite Schema Reference" in the User Guide).
-Tables are written only where there is something to write into them.
+Tables and columns are those of its documentation ("SQLite Schema Reference" in the User Guide). It
+leaves out tables that would be empty.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -72,7 +73,7 @@ class _Export:
 
 
 def is_nsys_export(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a SQLite database, which no other file of ours is."""
+    """Whether a file is a SQLite database, as no other file of umem's is."""
     try:
         with open(path, "rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -80,17 +81,19 @@ def is_nsys_export(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def read_nsys(path: str | os.PathLike[str]) -> Recording:
+def read_nsys(path: str | os.PathLike[str], limit: int = MAX_RECORDS) -> Recording:
     """Read the memory operations of a run that Nsight Systems recorded.
 
-    Steps and phases are known where the run was under :func:`umem.profile` and its NVTX ranges were
-    recorded. Tensor classes are not known: Nsight Systems does not know umem's blocks.
+    Steps and phases are known if the run used :func:`umem.profile` and its NVTX ranges were
+    recorded. Tensor classes are unknown: Nsight Systems does not know umem's blocks.
 
     Parameters
     ----------
     path
         What ``nsys export --type sqlite`` wrote. It may come from a stranger: it is opened
         read-only, and read within bounds of size and count.
+    limit
+        Most records that are read.
 
     Raises
     ------
@@ -103,11 +106,10 @@ def read_nsys(path: str | os.PathLike[str]) -> Recording:
         export = _Export(place, database, frozenset(str(row[0]) for row in names))
         if not export.tables.intersection(_ANY_OF):
             raise UmemError(
-                f"{place}: holds nothing of CUDA: it is no export of Nsight Systems, or the run "
-                "was recorded without --trace=cuda"
+                f"{place}: holds nothing of CUDA: it is not an export of Nsight Systems, or the "
+                "run was recorded without --trace=cuda"
             )
-        chunks = list(_chunks(export))
-        return _recording(export, concatenate(chunks))
+        return _recording(export, concatenate(_chunks(export, limit)))
 
 
 def _open(place: str) -> sqlite3.Connection:
@@ -129,8 +131,8 @@ def _errors(place: str) -> Iterator[None]:
         raise UmemError(f"{place}: cannot be read ({error}): {_EXPORT_AGAIN}") from error
 
 
-def _chunks(export: _Export) -> Iterator[MigrationRecords]:
-    room = MAX_RECORDS
+def _chunks(export: _Export, limit: int) -> Iterator[MigrationRecords]:
+    count = 0
     for table, columns, optional in (
         (_MEMCPY, ("start", "end", "bytes", "copyKind"), ("virtualAddress", "migrationCause")),
         (_MEMSET, ("start", "end", "bytes"), ()),
@@ -140,11 +142,11 @@ def _chunks(export: _Export) -> Iterator[MigrationRecords]:
         if table not in export.tables:
             continue
         for block in _rows(export, table, columns, optional):
-            room -= len(block)
-            if room < 0:
+            count += len(block)
+            if count > limit:
                 raise export.refuse(
                     table,
-                    f"more than {MAX_RECORDS} records with those before it: record fewer steps, or "
+                    f"more than {limit} records with those before it: record fewer steps, or "
                     "export a part with --filter-time",
                 )
             yield _records(table, block)
@@ -168,7 +170,7 @@ def _rows(
         f"SELECT rowid FROM {table} WHERE {' OR '.join(wrong)} LIMIT 1"
     ).fetchone()
     if bad:
-        raise export.refuse(table, f"row {bad[0]} holds something else than whole numbers")
+        raise export.refuse(table, f"row {bad[0]} has a value that is not a whole number")
     chosen = [f'"{name}"' for name in required]
     chosen += [f'COALESCE("{name}", 0)' if name in there else "0" for name in optional]
     cursor = export.database.execute(f"SELECT {', '.join(chosen)} FROM {table}")
@@ -187,9 +189,12 @@ def _rows(
 def _records(name: str, block: Integers) -> MigrationRecords:
     if name == _MEMCPY:
         start, end, size, copied, address, cause = block.T
-        moved = np.isin(copied, list(_UM_KINDS))
-        columns = {
-            "kind": [_UM_KINDS.get(number, RecordKind.MEMCPY) for number in copied.tolist()],
+        kind = np.full(len(block), RecordKind.MEMCPY)
+        for number, of_kind in _UM_KINDS.items():
+            kind[copied == number] = of_kind
+        moved = kind != RecordKind.MEMCPY
+        columns: dict[str, Any] = {
+            "kind": kind,
             "address": np.where(moved, address, 0),
             "bytes": size,
             "cause": _small(np.where(moved, cause, 0), len(CAUSE_OF_NUMBER)),
