@@ -1,14 +1,12 @@
-"""`umem.profile` on a real card: what is recorded of transfers that the test causes itself."""
+"""`umem.profile` on a real GPU: records of transfers that the tests cause themselves."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import multiprocessing
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -85,13 +83,13 @@ def test_faults_are_counted_and_attributed() -> None:
     assert back.moved_bytes("to_device", "hint") == 0
     assert back.moved_bytes("to_device", "fault") > 0
     assert 0.5 < back.um_bytes_share <= 1
-    # Faults move pages at some GB/s: neither a microsecond nor a minute.
+    # Faults move pages at some GB/s: this catches a wrong unit.
     seconds = sum(it.seconds for it in back.traffic if it.direction == "to_device")
     assert 1e9 < SIZE / seconds < 1e12
     assert seconds <= back.step_s
 
 
-def test_what_is_asked_for_is_a_hint() -> None:
+def test_prefetches_are_hints() -> None:
     tensor = managed("weights")
     stream = torch.cuda.current_stream()
     with umem.profile(steps=2) as profile:
@@ -107,7 +105,7 @@ def test_what_is_asked_for_is_a_hint() -> None:
     assert back.fault_batches == 0
 
 
-def test_copies_and_memory_sets_are_the_rest_of_the_memory_operations() -> None:
+def test_copies_and_memory_sets_are_memory_operations() -> None:
     host = torch.ones(8 * MIB, dtype=torch.uint8).pin_memory()
     device = managed("activations", 8 * MIB)
     with umem.profile(steps=1) as profile:
@@ -183,7 +181,7 @@ def rounds(engine: HintEngine, tensor: torch.Tensor, profile: Profile, count: in
         profile.step()
 
 
-def test_frozen_weights_leave_without_a_byte_to_the_host(engine: HintEngine) -> None:
+def test_frozen_weights_are_evicted_without_a_transfer(engine: HintEngine) -> None:
     """Read-mostly pages keep their copy on the host: to drop those of the device moves nothing."""
     tensor = managed("frozen_weights", 4 * SIZE)
     place = tensor.data_ptr(), tensor.nbytes
@@ -211,7 +209,7 @@ def test_frozen_weights_leave_without_a_byte_to_the_host(engine: HintEngine) -> 
         assert report.moved_bytes("to_device", "fault") == 0
 
 
-def test_the_engines_count_is_the_drivers(engine: HintEngine) -> None:
+def test_the_hint_engine_and_the_driver_count_the_same(engine: HintEngine) -> None:
     tensor = managed("optimizer_state", 4 * SIZE)
     ranges = PhaseRanges()
     with umem.profile(steps=3, hints=engine.statistics, ideal_s=1e-3, nvtx=True) as profile:
@@ -234,7 +232,7 @@ def test_the_engines_count_is_the_drivers(engine: HintEngine) -> None:
         assert report.exposed_stall_s == report.step_s - 1e-3
 
 
-def test_a_profiler_that_has_cupti_keeps_it(engine: HintEngine) -> None:
+def test_torch_profiler_keeps_cupti(engine: HintEngine) -> None:
     """Beside torch.profiler the driver is asked alone, and torch's records are whole."""
     tensor = managed("optimizer_state")
     copied = torch.zeros(MIB, device="cuda")
@@ -329,41 +327,14 @@ def test_a_saved_run_is_reported(tmp_path: Path) -> None:
     assert all(output.exists() for output in outputs)
 
 
-def test_profiling_changes_no_result_and_its_cost_is_told() -> None:
+def test_profiling_changes_no_result() -> None:
     _, _, plain = training()
     _, _, profiled = training()
-
-    def timed(step: Callable[[], torch.Tensor], steps: int) -> tuple[list[float], list[str]]:
-        times, losses = [], []
-        for _ in range(steps):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            loss = step()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-            losses.append(float(loss).hex())
-        return times, losses
-
-    before, expected = timed(plain, 60)
+    expected = [float(plain()).hex() for _ in range(20)]
+    losses = []
     with umem.profile() as profile:
-        during, losses = timed(lambda: _marked(profile, profiled), 60)
-    after, _ = timed(plain, 60)
-    median = {
-        name: 1e3 * statistics.median(times[10:])
-        for name, times in (("before", before), ("profiled", during), ("after", after))
-    }
-    begin = time.perf_counter()
-    umem.tensors()
-    look_ms = 1e3 * (time.perf_counter() - begin)
-    overhead_ms = median["profiled"] - statistics.mean((median["before"], median["after"]))
-    print({**median, "records": len(profile.recording.records), "umem.tensors() ms": look_ms})
-    print(f"profiling costs {overhead_ms:.3f} ms a step of {median['before']:.3f} ms")
+        for _ in range(20):
+            losses.append(float(profiled()).hex())
+            profile.step()
     assert losses == expected
-    assert len(profile.step_reports()) == 60
-    assert median["profiled"] < 3 * min(median["before"], median["after"])
-
-
-def _marked(profile: Profile, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-    loss = step()
-    profile.step()
-    return loss
+    assert len(profile.step_reports()) == 20
