@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+from archives import contents, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +20,9 @@ from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware, Source
 from umem.planning.plan_files import (
+    PLAN_COLUMNS,
     PLAN_FORMAT,
-    PLAN_KEYS,
+    PlanHeader,
     load_schedule,
     plan_key,
     save_schedule,
@@ -104,9 +103,9 @@ def assert_same(one: Schedule, other: Schedule) -> None:
 )
 def test_a_schedule_comes_back_as_it_was(tmp_path: Path, changes: dict[str, Any]) -> None:
     schedule = small_schedule(**changes)
-    save_schedule(schedule, tmp_path / "plan.json.gz", key=KEY)
-    assert_same(schedule, load_schedule(tmp_path / "plan.json.gz", small_trace()))
-    assert_same(schedule, load_schedule(tmp_path / "plan.json.gz", small_trace(), key=KEY))
+    save_schedule(schedule, tmp_path / "plan.npz", key=KEY)
+    assert_same(schedule, load_schedule(tmp_path / "plan.npz", small_trace()))
+    assert_same(schedule, load_schedule(tmp_path / "plan.npz", small_trace(), key=KEY))
 
 
 @given(
@@ -121,7 +120,7 @@ def test_any_schedule_comes_back_as_it_was(
     waits: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "any-plan.json.gz"
+    path = tmp_path_factory.getbasetemp() / "any-plan.npz"
     columns = np.array(sorted(hints), np.int64).reshape(-1, 3)
     schedule = Schedule(
         planner="p",
@@ -147,95 +146,87 @@ def test_the_same_schedule_gives_the_same_bytes(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"planner": ""}, "planner: ''; give a name of at most 64 letters"),
-        ({"planner": "a\n"}, r"planner: 'a\\n'; give a name"),
-        ({"planner": None}, "planner: null; give a name"),
-        ({"waits": 1}, "waits: 1; give true or false"),
-        (
-            {"residency": np.array([0, 5, 0], np.uint8)},
-            r"residency\[1\]: 5; give one of 0 \(migrate\), 1 ",
-        ),
-        ({"residency": np.zeros(3, np.int64)}, "residency: not a column; give an array of uint8"),
-        ({"hint_phase": [0, 1, 2, 3]}, "hint_phase: not a column; give an array of int32"),
-        ({"hint_op": np.zeros(3, np.uint8)}, "hint_op: 3 entries, and hint_phase has 4"),
-        (
-            {"hint_phase": np.array([0, 2, 1, 3], np.int32)},
-            r"hint_phase\[2\]: 1; the phases of hints ascend",
-        ),
-        ({"hint_phase": np.array([-1, 0, 1, 2], np.int32)}, r"hint_phase\[0\]: -1; the phases are"),
-        ({"hint_op": np.array([0, 1, 2, 5], np.uint8)}, r"hint_op\[3\]: 5; give one of 0 \(pref"),
-        ({"hint_tensor": np.array([0, 1, 2, 3], np.int32)}, r"hint_tensor\[3\]: 3; the tensors"),
-        ({"hint_tensor": np.array([0, -1, 2, 0], np.int32)}, r"hint_tensor\[1\]: -1; the tensors"),
+        ({"planner": ""}, r"planner: '': .*\{1,64\}"),
+        ({"planner": "a\n"}, r"planner: 'a\\n': .*\{1,64\}"),
+        ({"planner": None}, "planner: null is not text"),
+        ({"waits": 1}, "waits: 1 is not true or false"),
+        ({"residency": np.array([0, 5, 0], np.uint8)}, r"residency\[1\]: 5 is not from 0 to 4"),
+        ({"residency": np.zeros(3, np.int64)}, "residency: of int64; make it uint8"),
+        ({"hint_phase": [0, 1, 2, 3]}, "hint_phase: not a column"),
+        ({"hint_op": np.zeros(3, np.uint8)}, "hint_op: 3 entries; it takes 4"),
+        ({"hint_phase": np.array([0, 2, 1, 3], np.int32)}, r"hint_phase\[2\]: 1 follows 2"),
+        ({"hint_phase": np.array([-1, 0, 1, 2], np.int32)}, r"hint_phase\[0\]: -1 is not from 0"),
+        ({"hint_op": np.array([0, 1, 2, 5], np.uint8)}, r"hint_op\[3\]: 5 is not from 0 to 4"),
+        ({"hint_tensor": np.array([0, 1, 2, 3], np.int32)}, r"hint_tensor\[3\]: 3 is not from 0 "),
+        ({"hint_tensor": np.array([0, -1, 2, 0], np.int32)}, r"hint_tensor\[1\]: -1 is not from"),
     ],
 )
 def test_an_invalid_schedule_is_not_saved(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    path = tmp_path / "plan.json.gz"
+    path = tmp_path / "plan.npz"
     save_schedule(small_schedule(), path, key=KEY)
     before = path.read_bytes()
-    with pytest.raises(PlanError, match=rf"plan\.json\.gz: not written: {message}"):
+    with pytest.raises(PlanError, match=rf"plan\.npz: not written: {message}"):
         save_schedule(small_schedule(**changes), path, key=KEY)
     assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json.gz"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.npz"]
 
 
-def written(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    save_schedule(small_schedule(), folder / "whole.json.gz", key=KEY)
-    data = json.loads(gzip.decompress((folder / "whole.json.gz").read_bytes()))
-    assert tuple(data) == PLAN_KEYS
-    assert data["format"] == PLAN_FORMAT
-    change(data)
-    (folder / "plan.json").write_text(json.dumps(data))
-    return folder / "plan.json"
+def saved(folder: Path, **changes: Any) -> Path:
+    """A saved plan, changed; lists become columns."""
+    path = folder / "plan.npz"
+    save_schedule(small_schedule(), path, key=KEY)
+    assert tuple(contents(path)) == (*PlanHeader.model_fields, *PLAN_COLUMNS)
+    assert contents(path)["format"] == PLAN_FORMAT
+    rewrite(path, lambda content: content.update(changes))
+    return path
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "umem-plan/3"}, "format: umem-plan/3 comes from a newer umem; .* upgrade"),
-        ({"format": "umem-trace/2"}, "format: 'umem-trace/2' is not a plan"),
-        ({"wait": True}, "wait: unknown key. Valid keys: format, key"),
-        ({"key": KEY.upper()}, "key: '0123.*; give the 64 hexadecimal digits"),
-        ({"key": None}, "key: null; give the 64 hexadecimal digits"),
-        ({"planner": 5}, "planner: 5 is not text"),
-        ({"planner": "\x1b[2J"}, "planner: .*; give a name of at most 64"),
-        ({"waits": None}, "waits: null; give true or false"),
-        (
-            {"residency": "00"},
-            "residency: for a trace of 2 tensors, and this one has 3: plan again",
-        ),
-        ({"residency": "009"}, r"residency\[2\]: 9; give one of"),
-        ({"residency": [0, 0, 0]}, "residency: a list is not text"),
-        ({"hint_phase": [0, 1, 1, 4]}, r"hint_phase\[3\]: 4; the phases are 0 to 3: plan again"),
-        ({"hint_phase": [0, 1, True, 3]}, r"hint_phase\[2\]: true is not an integer"),
-        ({"hint_phase": [3, 2, 1, 0]}, r"hint_phase\[1\]: 2; the phases of hints ascend"),
-        ({"hint_op": "0129"}, r"hint_op\[3\]: 9; give one of"),
-        ({"hint_op": "012"}, "hint_op: 3 entries, and hint_phase has 4"),
-        ({"hint_tensor": [1, 0, 2, 3]}, r"hint_tensor\[3\]: 3; the tensors are 0 to 2: plan again"),
-        ({"hint_tensor": [1, 0, 2, 2**31]}, r"hint_tensor\[3\]: 2147483648 is not from"),
+        ({"format": "umem-plan/99"}, r"format: umem-plan/99 is of a newer umem; .* upgrade"),
+        ({"format": "umem-plan/1"}, r"format: umem-plan/1 is of an older umem"),
+        ({"format": "umem-trace/3"}, "format: 'umem-trace/3' is not a plan"),
+        ({"wait": True}, "wait: unknown key, did you mean 'waits'"),
+        ({"key": KEY.upper()}, r"key: '0123.*0-9a-f\]\{64\}"),
+        ({"key": None}, "key: null is not text"),
+        ({"planner": "\x1b[2J"}, r"planner: .*\{1,64\}"),
+        ({"waits": None}, "waits: null is not true or false"),
+        ({"residency": [0, 0]}, "residency: 2 entries; it takes 3: plan again"),
+        ({"residency": [0, 0, 9]}, r"residency\[2\]: 9 is not from 0 to 4: plan again"),
+        ({"hint_phase": [0, 1, 1, 4]}, r"hint_phase\[3\]: 4 is not from 0 to 3: plan again"),
+        ({"hint_phase": [3, 2, 1, 0]}, r"hint_phase\[1\]: 2 follows 3; .*: plan again"),
+        ({"hint_op": [0, 1, 2, 9]}, r"hint_op\[3\]: 9 is not from 0 to 4: plan again"),
+        ({"hint_op": [0, 1, 2]}, "hint_op: 3 entries; it takes 4: plan again"),
+        ({"hint_tensor": [1, 0, 2, 3]}, r"hint_tensor\[3\]: 3 is not from 0 to 2: plan again"),
+        ({"hint_tensor": np.zeros(4)}, "hint_tensor: of float64; it takes int32"),
     ],
 )
 def test_a_bad_file_names_file_and_place(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    path = written(tmp_path, lambda data: data.update(change))
+    path = saved(tmp_path, **change)
     with pytest.raises(PlanError, match=message) as info:
         load_schedule(path, small_trace())
     assert str(info.value).startswith(f"{path}: ")
     assert len(str(info.value)) < 400
 
 
-@pytest.mark.parametrize("key", PLAN_KEYS)
+@pytest.mark.parametrize("key", [*PlanHeader.model_fields, *PLAN_COLUMNS])
 def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
-    path = written(tmp_path, lambda data: data.pop(key))
-    with pytest.raises(PlanError, match=rf"plan\.json: {key}: missing"):
+    path = saved(tmp_path)
+    rewrite(path, lambda content: content.pop(key))
+    with pytest.raises(PlanError, match=rf"plan\.npz: {key}: missing"):
         load_schedule(path, small_trace())
 
 
 def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
     save_schedule(small_schedule(), tmp_path / "plan", key=KEY)
-    with pytest.raises(PlanError, match=r"plan: planned for another trace, .* wanted ffffffffffff"):
+    with pytest.raises(
+        PlanError, match=r"plan: key: planned for another trace, .* wanted ffffffffffff"
+    ):
         load_schedule(tmp_path / "plan", small_trace(), key="f" * 64)
 
 
@@ -244,7 +235,7 @@ def test_damaged_and_missing_files_are_plan_errors(tmp_path: Path) -> None:
         load_schedule(tmp_path / "none", small_trace())
     save_schedule(small_schedule(), tmp_path / "plan", key=KEY)
     (tmp_path / "plan").write_bytes((tmp_path / "plan").read_bytes()[:-4])
-    with pytest.raises(PlanError, match="plan: its gzip data ends too early"):
+    with pytest.raises(PlanError, match="plan: damaged, or ends too early"):
         load_schedule(tmp_path / "plan", small_trace())
 
 
@@ -391,6 +382,7 @@ def test_umems_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PREPARED = f"""
 import runpy, sys
+sys.path.append({str(Path(__file__).with_name("support"))!r})
 case = runpy.run_path({str(Path(__file__))!r}, run_name="case")
 """
 
@@ -415,7 +407,7 @@ def test_a_stored_plan_is_found_by_its_key(tmp_path: Path) -> None:
     folder, trace, key = tmp_path / "plans", small_trace(), key_of()
     assert stored_plan(folder, key, trace) is None
     path = store_plan(folder, key, small_schedule())
-    assert path == folder / f"{key}.json.gz"
+    assert path == folder / f"{key}.npz"
     found = stored_plan(folder, key, trace)
     assert found is not None
     assert_same(small_schedule(), found)
@@ -424,7 +416,7 @@ def test_a_stored_plan_is_found_by_its_key(tmp_path: Path) -> None:
 
 def test_a_plan_under_the_key_of_another_is_refused(tmp_path: Path) -> None:
     path = store_plan(tmp_path, KEY, small_schedule())
-    path.rename(tmp_path / f"{'f' * 64}.json.gz")
+    path.rename(tmp_path / f"{'f' * 64}.npz")
     with pytest.raises(PlanError, match=r"planned for another trace.*; delete the file to plan"):
         stored_plan(tmp_path, "f" * 64, small_trace())
 
@@ -477,7 +469,7 @@ def test_processes_may_store_the_same_plan_at_once(tmp_path: Path) -> None:
     ]
     failures = [writer.communicate()[1] for writer in writers]
     assert [writer.returncode for writer in writers] == [0, 0, 0], failures
-    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.json.gz"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.npz"]
 
 
 # ----------------------------------------------------------------------------------- docs
@@ -485,4 +477,5 @@ def test_processes_may_store_the_same_plan_at_once(tmp_path: Path) -> None:
 
 def test_the_documentation_names_every_key() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    assert [key for key in PLAN_KEYS if f"| `{key}` |" not in text] == []
+    keys = (*PlanHeader.model_fields, *PLAN_COLUMNS)
+    assert [key for key in keys if f"| `{key}` |" not in text] == []

@@ -192,7 +192,7 @@ def _planner(trace: Trace, setting: _Setting, planner: str, rounds: int) -> Plan
     report, simulate_s = _timed(lambda: simulate(trace, schedule, hardware, policy), rounds)
     key = plan_key(trace, hardware, policy, planner, window=WINDOW)
     with tempfile.TemporaryDirectory(prefix="umem-bench-") as folder:
-        path = Path(folder, "plan.json.gz")
+        path = Path(folder, "plan.npz")
         _, store_s = _timed(lambda: save_schedule(schedule, path, key=key), rounds)
         _, load_s = _timed(lambda: load_schedule(path, trace, key=key), rounds)
         plan_bytes = path.stat().st_size

@@ -85,14 +85,18 @@ class Checker:
         Path of the file, or another name of what is checked.
     error : type of UmemError
         Error to raise.
+    remedy : str
+        End of each message.
     """
 
     place: str
     error: type[UmemError]
+    remedy: str = ""
 
     def refuse(self, where: str, message: str) -> NoReturn:
         """Raise the error for a place in the file, such as ``phases[3].reads``."""
-        raise self.error(": ".join(part for part in (self.place, where, message) if part))
+        parts = (self.place, where, message + self.remedy)
+        raise self.error(": ".join(part for part in parts if part))
 
     def refuse_where(
         self, bad: npt.NDArray[np.bool_], key: str, message: Callable[[Any], str]

@@ -1,4 +1,4 @@
-"""Schedules as files."""
+"""Plans as files, and folders of plans in which each is found by everything that it depends on."""
 
 from __future__ import annotations
 
@@ -12,70 +12,50 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from umem._version import __version__
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
-from umem.io.documents import (
-    digits,
-    digits_text,
-    integers,
-    read_document,
-    refuse,
-    require_format,
-    require_keys,
-    shown,
-    text,
-    write_document,
-)
-from umem.trace import MAX_TENSORS, Trace, trace_fingerprint
+from umem.io.columns import Checker, Header, read_columns, write_columns
+from umem.trace import MAX_TENSORS, trace_fingerprint
 
 if TYPE_CHECKING:
-    from umem.core.schedule import Schedule
     from umem.hardware import Hardware
     from umem.policy import ResolvedPolicy
     from umem.trace import Trace
 
 __all__ = [
     "MAX_HINTS",
+    "PLAN_COLUMNS",
     "PLAN_FORMAT",
-    "PLAN_KEYS",
+    "PlanHeader",
     "load_schedule",
     "plan_key",
-    "require_key",
     "save_schedule",
     "store_plan",
     "stored_plan",
 ]
 
-PLAN_FORMAT = "umem-plan/2"
-
-PLAN_KEYS = (
-    "format",
-    "key",
-    "planner",
-    "waits",
-    "residency",
-    "hint_phase",
-    "hint_op",
-    "hint_tensor",
-)
-"""Keys of the format, all required: the fields of :class:`Schedule`, and the key of
-:func:`umem.planning.plan_key`."""
-
-MAX_HINTS = 2**22
-
-_KEY = re.compile(r"[0-9a-f]{64}")
-_PLANNER = re.compile(r"[\w.:-]{1,64}")
-
-_DTYPES = {
+PLAN_FORMAT = "umem-plan/3"
+PLAN_COLUMNS = {
     "residency": np.uint8,
     "hint_phase": np.int32,
     "hint_op": np.uint8,
     "hint_tensor": np.int32,
 }
+MAX_HINTS = 2**22
+
+_KEY = "^[0-9a-f]{64}$"
+
+
+class PlanHeader(Header):
+    """Header of a plan's file. Its columns are those of :class:`Schedule`."""
+
+    format: str = PLAN_FORMAT
+    key: str = Field(pattern=_KEY)
+    planner: str = Field(pattern=r"^[\w.:-]{1,64}$")
+    waits: bool
 
 
 def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str) -> None:
@@ -89,9 +69,9 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str)
     schedule
         A valid schedule.
     path
-        Such as ``plan.json.gz``.
+        Such as ``plan.npz``.
     key
-        What it was planned for: :func:`umem.planning.plan_key`.
+        Key of the problem that was planned: :func:`umem.planning.plan_key`.
 
     Raises
     ------
@@ -99,25 +79,16 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str)
         If the schedule contradicts itself or the file cannot be written; an old file is then as it
         was.
     """
-    place = f"{os.fspath(path)}: not written"
-    require_key(key, place)
-    if not isinstance(schedule.planner, str) or not _PLANNER.fullmatch(schedule.planner):
-        raise PlanError(f"{place}: planner: {shown(schedule.planner)}; {_PLANNER_FORM}")
-    if not isinstance(schedule.waits, bool):
-        raise PlanError(f"{place}: waits: {shown(schedule.waits)}; give true or false")
-    _check_columns(schedule, place)
-    _check_hints(schedule, place, len(schedule.residency), None)
-    data = {
-        "format": PLAN_FORMAT,
-        "key": key,
-        "planner": schedule.planner,
-        "waits": schedule.waits,
-        "residency": digits_text(schedule.residency),
-        "hint_phase": schedule.hint_phase.tolist(),
-        "hint_op": digits_text(schedule.hint_op),
-        "hint_tensor": schedule.hint_tensor.tolist(),
-    }
-    write_document(data, path, PlanError)
+    check = Checker(f"{os.fspath(path)}: not written", PlanError)
+    header = check.validate(
+        PlanHeader, {"key": key, "planner": schedule.planner, "waits": schedule.waits}
+    )
+    check.require_column("residency", schedule.residency, np.uint8)
+    if len(schedule.residency) > MAX_TENSORS:
+        check.refuse("residency", f"{len(schedule.residency)} entries; at most {MAX_TENSORS} fit")
+    _check(schedule, check, len(schedule.residency), np.iinfo(np.int32).max)
+    columns = {name: getattr(schedule, name) for name in PLAN_COLUMNS}
+    write_columns(path, header, columns, error=PlanError)
 
 
 def load_schedule(
@@ -128,13 +99,13 @@ def load_schedule(
     Parameters
     ----------
     path
-        A file of format ``umem-plan/2``, compressed with gzip or plain JSON. It may come from a
-        stranger: it is read as data, within bounds of size and count.
+        A file that :func:`save_schedule` wrote. It may come from a stranger: it is read as data,
+        within bounds of size and count.
     trace
-        The trace that it is for: the schedule has to name its tensors and phases only.
+        The trace that the schedule is for: it has to name tensors and phases of this trace only.
     key
-        If given, what the schedule has to be planned for: :func:`umem.planning.plan_key`. A trace
-        alone does not tell whether a schedule fits the machine and the policy.
+        Key of the problem that the schedule has to be for: :func:`umem.planning.plan_key`. Without
+        it, nobody checks that the schedule fits the machine and the policy.
 
     Raises
     ------
@@ -142,125 +113,39 @@ def load_schedule(
         If the file cannot be read, holds no valid schedule, or one for another trace or key; the
         message names file, place and remedy.
     """
-    document = read_document(path, PlanError)
-    require_format(document, "a plan", (PLAN_FORMAT,))
-    require_keys(document, "", document.data, PLAN_KEYS)
-    place = document.place
-    require_key(document.data["key"], place)
-    if key is not None and document.data["key"] != key:
-        raise PlanError(
-            f"{place}: planned for another trace, machine, policy, planner or umem (key "
-            f"{document.data['key'][:12]}, wanted {key[:12]}): plan again"
+    check = Checker(os.fspath(path), PlanError, remedy=": plan again")
+    header, columns = read_columns(path, PlanHeader, PLAN_COLUMNS, noun="a plan", error=PlanError)
+    if key not in (None, header.key):
+        check.refuse(
+            "key",
+            "planned for another trace, machine, policy, planner or umem (key "
+            f"{header.key[:12]}, wanted {key:.12})",
         )
-    planner = text(document, "planner")
-    if not _PLANNER.fullmatch(planner):
-        refuse(document, "planner", f"{shown(planner)}; {_PLANNER_FORM}")
-    waits = document.data["waits"]
-    if not isinstance(waits, bool):
-        refuse(document, "waits", f"{shown(waits)}; give true or false")
-    schedule = Schedule(
-        planner=planner,
-        residency=digits(document, "residency", MAX_TENSORS),
-        hint_phase=integers(document, "hint_phase", MAX_HINTS, np.int32),
-        hint_op=digits(document, "hint_op", MAX_HINTS),
-        hint_tensor=integers(document, "hint_tensor", MAX_HINTS, np.int32),
-        waits=waits,
-    )
-    if len(schedule.residency) != trace.tensor_count:
-        refuse(
-            document,
-            "residency",
-            f"for a trace of {len(schedule.residency)} tensors, and this one has "
-            f"{trace.tensor_count}: plan again",
-        )
-    _check_columns(schedule, place)
-    _check_hints(schedule, place, trace.tensor_count, trace.phase_count)
+    schedule = Schedule(planner=header.planner, waits=header.waits, **columns)
+    _check(schedule, check, trace.tensor_count, trace.phase_count - 1)
     return schedule
 
 
-def require_key(key: object, place: str) -> None:
-    """Refuse what is no key of a plan: it names files.
-
-    Raises
-    ------
-    PlanError
-        If it is not the 64 hexadecimal digits of SHA-256.
-    """
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise PlanError(
-            f"{place}: key: {shown(key)}; give the 64 hexadecimal digits of umem.planning.plan_key"
-        )
-
-
-_PLANNER_FORM = "give a name of at most 64 letters, digits and _ . : -"
-
-
-def _check_columns(schedule: Schedule, place: str) -> None:
-    for key, dtype in _DTYPES.items():
-        column = getattr(schedule, key)
-        if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != dtype:
-            raise PlanError(f"{place}: {key}: not a column; give an array of {np.dtype(dtype)}")
-        most = MAX_TENSORS if key == "residency" else MAX_HINTS
-        if len(column) > most:
-            raise PlanError(f"{place}: {key}: {len(column)} entries; at most {most} can be kept")
-        if key != "residency" and len(column) != len(schedule.hint_phase):
-            raise PlanError(
-                f"{place}: {key}: {len(column)} entries, and hint_phase has "
-                f"{len(schedule.hint_phase)}; give one for each hint"
-            )
-
-
-def _check_hints(
-    schedule: Schedule, place: str, tensor_count: int, phase_count: int | None
-) -> None:
-    """Check values; without `phase_count`, phases only for their order."""
-    phase, tensor = schedule.hint_phase, schedule.hint_tensor
-    most = np.iinfo(np.int32).max if phase_count is None else phase_count - 1
-    falls = np.zeros(len(phase), dtype=np.bool_)
-    falls[1:] = phase[1:] < phase[:-1]
-    _refuse_where(
-        schedule.residency > max(ResidencyMode),
-        place,
-        "residency",
-        schedule.residency,
-        _one_of(ResidencyMode),
-    )
-    _refuse_where(falls, place, "hint_phase", phase, "the phases of hints ascend: plan again")
-    _refuse_where(
-        (phase < 0) | (phase > most),
-        place,
+def _check(schedule: Schedule, check: Checker, tensor_count: int, last_phase: int) -> None:
+    phase = schedule.hint_phase
+    check.require_column("hint_phase", phase, np.int32)
+    if len(phase) > MAX_HINTS:
+        check.refuse("hint_phase", f"{len(phase)} entries; at most {MAX_HINTS} fit")
+    for name, dtype in PLAN_COLUMNS.items():
+        length = tensor_count if name == "residency" else len(phase)
+        check.require_column(name, getattr(schedule, name), dtype, length)
+    check.require_range("residency", schedule.residency, 0, max(ResidencyMode))
+    check.require_range("hint_phase", phase, 0, last_phase)
+    check.refuse_where(
+        np.diff(phase, prepend=0) < 0,
         "hint_phase",
-        phase,
-        f"the phases are 0 to {most}: plan again",
+        lambda hint: f"{phase[hint]} follows {phase[hint - 1]}; phases of hints never fall",
     )
-    _refuse_where(
-        schedule.hint_op > max(HintOp), place, "hint_op", schedule.hint_op, _one_of(HintOp)
-    )
-    _refuse_where(
-        (tensor < 0) | (tensor >= tensor_count),
-        place,
-        "hint_tensor",
-        tensor,
-        f"the tensors are 0 to {tensor_count - 1}: plan again",
-    )
+    check.require_range("hint_op", schedule.hint_op, 0, max(HintOp))
+    check.require_range("hint_tensor", schedule.hint_tensor, 0, tensor_count - 1)
 
 
-def _one_of(kinds: type[ResidencyMode] | type[HintOp]) -> str:
-    return "give one of " + ", ".join(f"{kind:d} ({kind.name.lower()})" for kind in kinds)
-
-
-def _refuse_where(
-    bad: npt.NDArray[np.bool_], place: str, key: str, column: npt.NDArray[np.integer], remedy: str
-) -> None:
-    if bad.any():
-        at = int(bad.argmax())
-        raise PlanError(f"{place}: {key}[{at}]: {column[at]}; {remedy}")
-
-
-# Plans kept by what they depend on, so that one process plans and the others reuse.
-
-_HARDWARE_WORDS = ("name", "description", "sources")
-_POLICY_WORDS = ("name",)
+# Folders of plans: one process plans, and the others find the plan.
 
 
 def plan_key(
@@ -271,7 +156,7 @@ def plan_key(
     *,
     window: int = 8,
 ) -> str:
-    """Content address of a plan: what :func:`umem.planning.plan` makes its answer from.
+    """Content address of a plan: a hash of everything that :func:`umem.planning.plan` reads.
 
     Parameters
     ----------
@@ -296,8 +181,8 @@ def plan_key(
         "format": PLAN_FORMAT,
         "umem": __version__,
         "trace": trace_fingerprint(trace),
-        "hardware": _fields(hardware, _HARDWARE_WORDS),
-        "policy": _fields(policy, _POLICY_WORDS),
+        "hardware": _fields(hardware, ("name", "description", "sources")),
+        "policy": _fields(policy, ("name",)),
         "planner": planner,
         "window": window,
     }
@@ -305,7 +190,7 @@ def plan_key(
 
 
 def stored_plan(folder: str | os.PathLike[str], key: str, trace: Trace) -> Schedule | None:
-    """The plan of a key from a folder, or None if there is none yet.
+    """Find the plan of a key in a folder. Returns None if there is none yet.
 
     Parameters
     ----------
@@ -331,7 +216,7 @@ def stored_plan(folder: str | os.PathLike[str], key: str, trace: Trace) -> Sched
 
 
 def store_plan(folder: str | os.PathLike[str], key: str, schedule: Schedule) -> Path:
-    """Keep a plan in a folder, as ``<key>.json.gz``.
+    """Keep a plan in a folder, as ``<key>.npz``.
 
     Processes may do so at once: each replaces the file in one piece, and all of them write the
     same.
@@ -361,8 +246,11 @@ def store_plan(folder: str | os.PathLike[str], key: str, schedule: Schedule) -> 
 
 
 def _path(folder: str | os.PathLike[str], key: str) -> Path:
-    require_key(key, os.fspath(folder))
-    return Path(folder, f"{key}.json.gz")
+    if not re.fullmatch(_KEY[1:-1], key):
+        raise PlanError(
+            f"{folder}: key: {key!a:.80}; give the 64 hexadecimal digits of umem.planning.plan_key"
+        )
+    return Path(folder, f"{key}.npz")
 
 
 def _fields(record: Any, words: tuple[str, ...]) -> dict[str, Any]:
