@@ -6,19 +6,21 @@ holds JSON in UTF-8, and each other member one column of numbers.
 
 from __future__ import annotations
 
+import codecs
+import dataclasses
 import io
 import json
 import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
 from umem._version import __version__
 from umem.core.errors import UmemError
@@ -29,12 +31,13 @@ from umem.io.problems import did_you_mean, first_problem, shown
 __all__ = [
     "MAX_COLUMN_BYTES",
     "MAX_FILE_BYTES",
+    "MAX_KEYS",
     "MAX_VALUES",
     "Checker",
     "Columns",
     "Header",
+    "Items",
     "Model",
-    "check_format",
     "is_archive",
     "read_columns",
     "read_json",
@@ -50,6 +53,13 @@ MAX_COLUMN_BYTES = 512 * 2**20
 MAX_VALUES = 2**24
 """Most commas and opening brackets in JSON text, and so most values: a file can name millions of
 empty lists in few bytes, and each takes a hundred times the memory."""
+
+MAX_KEYS = 4096
+"""Most keys of one JSON object."""
+
+_Item = TypeVar("_Item")
+Items = Annotated[list[_Item], FailFast()]
+"""List of a model. The first bad item ends its validation: a stranger's file may hold millions."""
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -125,28 +135,16 @@ class Checker:
         if length is not None and len(column) != length:
             self.refuse(key, f"{len(column)} entries; it takes {length}")
 
-    def validate(self, model: type[_Model], data: object) -> _Model:
-        """Make a model of plain data; the error names the first key that is wrong."""
+    def validate(self, model: type[_Model], text: bytes) -> _Model:
+        """Make a model of JSON text; the error names the first key that is wrong."""
         try:
-            return model.model_validate(data)
+            return model.model_validate_json(text)
         except ValidationError as problem:
-            raise self.error(str(first_problem(problem, self.place, model))) from None
+            raise self.error(str(first_problem(problem, self.place, model)) + self.remedy) from None
 
 
-def check_format(said: object, noun: str, readable: tuple[str, ...], check: Checker) -> None:
-    """Refuse a format that cannot be read.
-
-    Parameters
-    ----------
-    said
-        The format that a file names, such as ``umem-plan/2``: family and version.
-    noun
-        Content that is wanted, such as ``a plan``.
-    readable
-        Formats of one family, the newest last.
-    check
-        Names the file.
-    """
+def _check_format(said: object, noun: str, readable: Sequence[str], check: Checker) -> None:
+    """Refuse a format, such as ``umem-plan/2``, that is none of the readable ones of a family."""
     if said in readable:
         return
     known = " and ".join(readable)
@@ -164,7 +162,12 @@ def check_format(said: object, noun: str, readable: tuple[str, ...], check: Chec
 
 
 def write_columns(
-    path: str | os.PathLike[str], header: Header, columns: Columns, *, error: type[UmemError]
+    path: str | os.PathLike[str],
+    header_type: type[Header],
+    header: Mapping[str, Any],
+    columns: Columns,
+    *,
+    error: type[UmemError],
 ) -> None:
     """Write a header and columns as a compressed ``.npz`` archive, in one piece.
 
@@ -174,17 +177,22 @@ def write_columns(
     ----------
     path
         The name does not matter; ``.npz`` is usual.
+    header_type
+        Model of the header.
     header
-        Everything that is not a column of numbers, texts included.
+        Its fields but `format`: everything that is not a column of numbers. Dataclasses are
+        written as objects.
     columns
         One-dimensional arrays of numbers, by name.
     error
-        Raised if the file cannot be written, or is too large to be read again; an old file is then
-        as it was.
+        Raised if the file could not be read again or cannot be written; an old file is then as it
+        was.
     """
     check = Checker(f"{os.fspath(path)}: not written", error)
-    text = json.dumps(header.model_dump(), allow_nan=False, separators=(",", ":")).encode()
-    _check_text(text, check)
+    data = {"format": header_type.model_fields["format"].default, **header}
+    text = json.dumps(data, default=dataclasses.asdict, separators=(",", ":")).encode()
+    _parsed(text, check)
+    check.validate(header_type, text)
     if sum(column.nbytes for column in columns.values()) + len(text) > MAX_COLUMN_BYTES:
         check.refuse("", f"columns of more than {format_bytes(MAX_COLUMN_BYTES)}")
     content = io.BytesIO()
@@ -250,8 +258,8 @@ def read_columns(
     members = _members(archive, check)
     text = _column(archive, members.pop(_HEADER, None), _HEADER, np.uint8, check).tobytes()
     data = _parsed(text, Checker(f"{check.place}: {_HEADER}", error))
-    check_format(data.get("format"), noun, (known,), check)
-    header = check.validate(header_type, data)
+    _check_format(data.get("format"), noun, (known,), check)
+    header = check.validate(header_type, text)
     for name in members.keys() - dtypes.keys():
         hint = did_you_mean(name, dtypes) or "."
         check.refuse(shown(name), f"unknown column{hint} Valid columns: {', '.join(dtypes)}")
@@ -329,45 +337,56 @@ def _column(
 # Plain JSON documents.
 
 
-def read_json(path: str | os.PathLike[str], *, error: type[UmemError]) -> dict[str, Any]:
+def read_json(
+    path: str | os.PathLike[str],
+    model: type[_Model],
+    *,
+    noun: str,
+    readable: Sequence[str] = (),
+    check: Checker,
+) -> _Model:
     """Read a file of one JSON object, plain or compressed with gzip.
 
-    Raises
-    ------
-    error
-        If the file cannot be read, is too large, or is not strictly such a file: duplicate keys
-        are refused, and so are numbers that JSON lacks.
+    Parameters
+    ----------
+    path
+        The file. It may come from a stranger.
+    model
+        Model of the object.
+    noun
+        Content of the file, such as ``a trace``.
+    readable
+        Formats of one family that the key ``format`` may name, the newest last; none for a file
+        without this key.
+    check
+        Raises if the file cannot be read, is too large, or is not strictly such a file: duplicate
+        keys are refused, and so are numbers that JSON lacks.
     """
-    check = Checker(os.fspath(path), error)
-    return _parsed(_content(path, check), check)
+    text = _content(path, check)
+    data = _parsed(text, check)
+    if readable:
+        _check_format(data.get("format"), noun, readable, check)
+    return check.validate(model, text.removeprefix(codecs.BOM_UTF8))
 
 
-def _check_text(text: bytes, check: Checker) -> None:
-    """Refuse JSON text that breaks a bound."""
+def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
+    """Plain data of JSON text. It is read more strictly than pydantic does, and within bounds."""
     if len(text) > MAX_FILE_BYTES:
         check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}: no file of umem is")
     if sum(text.count(mark) for mark in b",[{") > MAX_VALUES:
         check.refuse("", f"more than {MAX_VALUES} values: no file of umem has as many")
-
-
-def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
-    _check_text(text, check)
     try:
         data = json.loads(
-            text.decode("utf-8-sig"),
-            object_pairs_hook=_object,
-            parse_constant=_refuse_constant,
+            text.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse_constant
         )
     except UnicodeDecodeError:
         check.refuse("", "neither gzip nor UTF-8 text: give a file that umem wrote")
     except json.JSONDecodeError as problem:
-        raise check.error(
-            f"{check.place}:{problem.lineno}:{problem.colno}: not valid JSON ({problem.msg}): "
-            "give a file that umem wrote"
-        ) from problem
+        where = Checker(f"{check.place}:{problem.lineno}:{problem.colno}", check.error)
+        where.refuse("", f"not valid JSON ({problem.msg}): give a file that umem wrote")
     except RecursionError:
         check.refuse("", "nested too deeply: no file of umem is")
-    except ValueError as problem:  # what the hooks refuse, and integers of thousands of digits
+    except ValueError as problem:  # of the hooks, and for integers of thousands of digits
         check.refuse("", str(problem))
     if not isinstance(data, dict):
         check.refuse("", f"holds {shown(data)}: a file of umem holds one JSON object")
@@ -376,6 +395,10 @@ def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(
+            f"an object of {len(pairs)} keys: no file of umem has more than {MAX_KEYS}"
+        )
     if len(mapping) != len(pairs):
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {shown(twice)} is there twice: remove one of the two")

@@ -273,13 +273,12 @@ def _unknown_key(model: type[BaseModel], path: KeyPath) -> str:
 
 
 def _type_at(model: type[BaseModel], path: Iterable[str | int]) -> Any:
+    """Type at a path of keys and list items; None below anything but models and lists."""
     at: Any = model
     for key in path:
-        if isinstance(key, int):  # of a list
-            (at,) = get_args(at)
-        else:
-            aliases = {field.alias: field for field in at.model_fields.values()}
-            at = (at.model_fields.get(key) or aliases[key]).annotation
+        fields = getattr(at, "model_fields", {})
+        inner = [it.annotation for name, it in fields.items() if key in (name, it.alias)]
+        at = next(iter(get_args(at) if isinstance(key, int) else inner), None)
     return at
 
 

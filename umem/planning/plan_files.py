@@ -80,15 +80,13 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str)
         was.
     """
     check = Checker(f"{os.fspath(path)}: not written", PlanError)
-    header = check.validate(
-        PlanHeader, {"key": key, "planner": schedule.planner, "waits": schedule.waits}
-    )
     check.require_column("residency", schedule.residency, np.uint8)
     if len(schedule.residency) > MAX_TENSORS:
         check.refuse("residency", f"{len(schedule.residency)} entries; at most {MAX_TENSORS} fit")
     _check(schedule, check, len(schedule.residency), np.iinfo(np.int32).max)
     columns = {name: getattr(schedule, name) for name in PLAN_COLUMNS}
-    write_columns(path, header, columns, error=PlanError)
+    header = {"key": key, "planner": schedule.planner, "waits": schedule.waits}
+    write_columns(path, PlanHeader, header, columns, error=PlanError)
 
 
 def load_schedule(

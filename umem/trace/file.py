@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -16,8 +16,8 @@ from umem.core.errors import TraceError
 from umem.io.columns import (
     Checker,
     Header,
+    Items,
     Model,
-    check_format,
     is_archive,
     read_columns,
     read_json,
@@ -59,8 +59,8 @@ class TraceHeader(Header):
     name: str
     source: str
     metadata: dict[str, Any]
-    tensor_names: list[str]
-    phase_names: list[str]
+    tensor_names: Items[str]
+    phase_names: Items[str]
 
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -83,17 +83,12 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
         written; an old file is then as it was.
     """
     check_trace(trace, f"{os.fspath(path)}: not written")
-    header = TraceHeader(
-        name=trace.name,
-        source=trace.source,
-        metadata=dict(sorted(trace.metadata.items())),
-        tensor_names=list(trace.tensor_names),
-        phase_names=list(trace.phase_names),
-    )
+    header = {key: getattr(trace, key) for key in TraceHeader.model_fields if key != "format"}
+    header["metadata"] = dict(sorted(trace.metadata.items()))
     columns = {key: getattr(trace, key) for key in DTYPES}
     if trace.duration_s is None:
         del columns["duration_s"]
-    write_columns(path, header, columns, error=TraceError)
+    write_columns(path, TraceHeader, header, columns, error=TraceError)
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
@@ -139,7 +134,7 @@ class ExchangeTensor(Model):
 
     id: int = Field(ge=-(2**63), lt=2**63)
     bytes: int = Field(ge=1, le=MAX_TENSOR_BYTES)
-    tensor_class: Annotated[TensorClass, Field(alias="class", strict=False)]
+    tensor_class: TensorClass = Field(alias="class")
     persistent: bool
 
 
@@ -148,8 +143,8 @@ class ExchangePhase(Model):
 
     name: str
     duration_us: float = Field(ge=0, le=MAX_PHASE_S * _US_PER_S)
-    reads: list[int]
-    writes: list[int]
+    reads: Items[int]
+    writes: Items[int]
 
 
 class Exchange(Model):
@@ -158,8 +153,8 @@ class Exchange(Model):
     model_config = ConfigDict(extra="ignore")
 
     format: str = EXCHANGE_FORMAT
-    tensors: list[ExchangeTensor] = Field(max_length=MAX_TENSORS)
-    phases: list[ExchangePhase] = Field(max_length=MAX_PHASES)
+    tensors: Items[ExchangeTensor] = Field(max_length=MAX_TENSORS)
+    phases: Items[ExchangePhase] = Field(max_length=MAX_PHASES)
     name: str = ""
     source: str = EXCHANGE_FORMAT
     published: dict[str, Any] = Field(default_factory=dict)
@@ -176,9 +171,8 @@ def _imported(path: str | os.PathLike[str]) -> Trace:
     names.
     """
     check = Checker(os.fspath(path), TraceError)
-    data = read_json(path, error=TraceError)
-    check_format(data.get("format"), "a trace", (EXCHANGE_FORMAT, TRACE_FORMAT), check)
-    document = check.validate(Exchange, data)
+    formats = (EXCHANGE_FORMAT, TRACE_FORMAT)
+    document = read_json(path, Exchange, noun="a trace", readable=formats, check=check)
     tensors, phases = document.tensors, document.phases
     accesses = _accesses(document, check)
     counts = np.array([len(uses) for uses in accesses], dtype=np.int64)
