@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from archives import rewrite
 from command_line import Run, umem_command
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ from umem.telemetry.export import lanes
 from umem.telemetry.figures import link_bytes
 
 MIB = 1 << 20
-EVIL = "<script>alert('x')</script>$\\frac$[red]\x1b[31m\ud800"
+EVIL = "<script>alert('x')</script>$\\frac$[red]\x1b[31m"
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def saved(path: Path, **changes: Any) -> Path:
 
 
 def test_tables(run: Run, tmp_path: Path) -> None:
-    code, out, err = run(saved(tmp_path / "run.json.gz"))
+    code, out, err = run(saved(tmp_path / "run.npz"))
     assert (code, err) == (0, "")
     assert "finetune on NVIDIA H200, policy sft, measured" in out
     assert "the median step of 2: 1 ms" in out
@@ -94,7 +95,7 @@ def test_tables(run: Run, tmp_path: Path) -> None:
 
 
 def test_json_rows(run: Run, tmp_path: Path) -> None:
-    paths = [saved(tmp_path / f"{name}.json.gz", workload=name) for name in ("one", "two")]
+    paths = [saved(tmp_path / f"{name}.npz", workload=name) for name in ("one", "two")]
     code, out, _ = run(*paths, "--json")
     assert code == 0
     assert json.loads(out) == {"results": [measured_row(read_recording(path)) for path in paths]}
@@ -102,7 +103,7 @@ def test_json_rows(run: Run, tmp_path: Path) -> None:
 
 def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
     path = saved(
-        tmp_path / "run.json.gz",
+        tmp_path / "run.npz",
         source="none",
         records=records_of([]),
         tensor_class=np.zeros(0, np.int8),
@@ -133,7 +134,7 @@ def test_an_export_of_nsight_systems(run: Run, tmp_path: Path) -> None:
 
 
 def test_pictures(run: Run, tmp_path: Path) -> None:
-    paths = [saved(tmp_path / f"{name}.json.gz", workload=f"{name}/..") for name in "ab"]
+    paths = [saved(tmp_path / f"{name}.npz", workload=f"{name}/..") for name in "ab"]
     code, out, _ = run(*paths, "--plot", tmp_path / "pictures")
     assert code == 0
     files = sorted((tmp_path / "pictures").iterdir())
@@ -165,16 +166,19 @@ class _Page(HTMLParser):
 def evil_file(path: Path) -> Path:
     """A profile from a stranger, whose every name wants to be more than a name."""
     saved(path)
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    data["workload"] = data["hardware"] = data["policy"] = EVIL
-    data["tensor_names"] = data["notes"] = [EVIL]
-    data["phase_names"] = [EVIL, EVIL]
-    path.write_text(json.dumps(data))
+
+    def change(content: dict[str, Any]) -> None:
+        content["workload"] = content["hardware"] = content["policy"] = EVIL
+        content["tensor_names"] = content["notes"] = [EVIL]
+        for phase in content["phases"]:
+            phase["name"] = EVIL
+
+    rewrite(path, change)
     return path
 
 
 def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
-    path, page = evil_file(tmp_path / "run.json.gz"), tmp_path / "run.html"
+    path, page = evil_file(tmp_path / "run.npz"), tmp_path / "run.html"
     trace = tmp_path / "run.perfetto.json"
     code, out, _ = run(
         path, "--html", page, "--perfetto", trace, "--plot", tmp_path / "p", "--plot-format", "svg"
@@ -191,7 +195,7 @@ def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
 
 def test_the_html_page_is_self_contained(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "new" / "run.html"
-    code, out, _ = run(saved(tmp_path / "run.json.gz"), "--html", page)
+    code, out, _ = run(saved(tmp_path / "run.npz"), "--html", page)
     assert code == 0
     assert f"wrote {page}" in out
     parsed = _Page()
@@ -207,7 +211,7 @@ def test_the_html_page_without_matplotlib(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path, page = saved(tmp_path / "run.json.gz"), tmp_path / "run.html"
+    path, page = saved(tmp_path / "run.npz"), tmp_path / "run.html"
     assert run(path, "--html", page)[0] == 0
     assert "umem[plots]" in page.read_text()
     code, _, err = run(path, "--plot", tmp_path / "pictures")
@@ -218,7 +222,7 @@ def test_the_html_page_without_matplotlib(
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_the_timeline_has_every_record(name: str, run: Run, tmp_path: Path) -> None:
     trace = tmp_path / f"perfetto-{name}"
-    assert run(saved(tmp_path / "run.json.gz"), "--perfetto", trace)[0] == 0
+    assert run(saved(tmp_path / "run.npz"), "--perfetto", trace)[0] == 0
     content = trace.read_bytes()
     data = json.loads(gzip.decompress(content) if name.endswith(".gz") else content)
     events = [it for it in data["traceEvents"] if it["ph"] == "X"]
@@ -281,8 +285,8 @@ def test_the_rate_of_transfers_adds_up() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["missing.json.gz"], "missing.json.gz: cannot be read"),
-        (["{run}", "broken.json"], "broken.json:1:1: not valid JSON"),
+        (["missing.npz"], "missing.npz: cannot be read"),
+        (["{run}", "broken.json"], "broken.json: not an .npz archive"),
         (["{run}", "--html", "."], "--html: . is a folder"),
         (["{run}", "--perfetto", "{run}/x.json"], "--perfetto: "),
         (["{run}", "--plot-format", "gif"], "--plot-format"),
@@ -293,11 +297,11 @@ def test_bad_input_ends_with_status_2(
     arguments: list[str], said: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = saved(tmp_path / "run.json.gz")
+    path = saved(tmp_path / "run.npz")
     (tmp_path / "broken.json").write_text("hello")
     code, out, err = run(*(it.replace("{run}", str(path)) for it in arguments))
     assert code == 2
     assert out == ""
     assert err.startswith("umem: ")
     assert said in err
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["broken.json", "run.json.gz"]
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["broken.json", "run.npz"]

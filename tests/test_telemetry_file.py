@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from archives import contents, rewrite
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +29,9 @@ from umem.telemetry import (
     records_of,
     save_recording,
 )
+from umem.telemetry.file import PROFILE_COLUMNS, ProfileHeader
 
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
 TIMES = st.integers(0, 2**40)
 ROWS = st.tuples(
     st.integers(0, 6),
@@ -138,7 +139,7 @@ def plain(value: Any) -> Any:
 def test_what_is_saved_is_read_again_exactly(
     tmp_path_factory: pytest.TempPathFactory, recording: Recording
 ) -> None:
-    path = tmp_path_factory.mktemp("saved") / "run.json.gz"
+    path = tmp_path_factory.mktemp("saved") / "run.npz"
     save_recording(recording, path)
     assert plain(read_recording(path)) == plain(recording)
     before = path.read_bytes()
@@ -176,137 +177,115 @@ def set_to(key: str, value: Any) -> Change:
     return lambda data: data.__setitem__(key, value)
 
 
+def changed(key: str, value: Any, **others: Any) -> Change:
+    return lambda data: data.update({key: value, **others})
+
+
+def in_hints(key: str, value: Any) -> Change:
+    return lambda data: data["hints"][1].__setitem__(key, value)
+
+
+def in_use(key: str, value: Any) -> Change:
+    return lambda data: data["hints"][1]["uses"][0].__setitem__(key, value)
+
+
+def phase(start_ns: int, end_ns: int) -> dict[str, Any]:
+    return {"name": "x", "start_ns": start_ns, "end_ns": end_ns}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (set_to("format", "umem-profile/3"), "comes from a newer umem"),
-        (set_to("format", "umem-profile/1"), "unknown key"),
+        (set_to("format", "umem-profile/9"), "is of a newer umem"),
+        (set_to("format", "umem-profile/2"), "is of an older umem"),
         (set_to("format", "umem-plan/1"), "is not a profile of umem"),
         (lambda data: data.pop("cause"), "cause: missing"),
         (set_to("extra", 1), "extra: unknown key"),
         (
             set_to("source", "guess"),
-            "source: 'guess' is none of driver, driver_only, cupti, nsys, hints, none",
+            "source: 'guess' is not valid. Valid values: driver, driver_only, cupti, nsys, hints",
         ),
-        (set_to("kind", "7"), "kind[0]: '7' is not a digit from 0 to 6"),
-        (set_to("kind", "0"), "cause: 2 entries, and kind has 1"),
-        (set_to("cause", "29"), "cause[1]"),
-        (set_to("gap_ns", [-1, 3]), "gap_ns[0]: -1 is not from 0"),
-        (set_to("gap_ns", [2**53, 2**53]), "gap_ns: together more than"),
-        (set_to("length_ns", [2**50, 0]), "length_ns[0]"),
+        (set_to("kind", [0, 7]), "kind[1]: 7 is not from 0 to 6"),
+        (set_to("kind", [0]), "start_ns: 2 entries; it takes 1"),
+        (set_to("cause", [2, 9]), "cause[1]: 9 is not from 0 to 5"),
+        (set_to("start_ns", [-1, 3]), "start_ns[0]: -1 is not from 0"),
+        (set_to("start_ns", [16, 15]), "start_ns[1]: 15 is before the one in front"),
+        (set_to("start_ns", [0, 2**53 + 1]), "start_ns[1]: 9007199254740993 is not from 0"),
+        (set_to("end_ns", [9, 30]), "end_ns[0]: 9 is not from 0 to 4398046511103 after its start"),
+        (set_to("end_ns", [2**50, 30]), "end_ns[0]: 1125899906842624 is not"),
+        (set_to("end_ns", [-(2**63), 30]), "end_ns[0]: -9223372036854775808 is not from 0"),
         (set_to("bytes", [64, 2**62]), "bytes[1]"),
-        (set_to("bytes", [64, 1.5]), "bytes[1]: 1.5 is not an integer"),
+        (set_to("bytes", np.array([64, 1.5])), "bytes: of float64; it takes int64"),
         (set_to("tensor", [1, -1]), "tensor[0]: 1 is not from -1 to 0"),
-        (set_to("tensor_class", "79"), "tensor_class[0]"),
+        (set_to("tensor_class", [0, 6]), "tensor_class[1]: 6 is not from -1 to 5"),
         (set_to("step_start_ns", [0, 400]), "step_start_ns[1]: 400 is before the last end"),
         (set_to("step_end_ns", [500, 499]), "step_end_ns[1]: 499 is before its start"),
-        (set_to("step_end_ns", [500]), "step_end_ns: 1 entries"),
-        (set_to("phase_names", ["x"]), "phase_start_ns: 0 entries"),
-        (set_to("dropped", -1), "dropped: -1 is not a whole number"),
-        (set_to("duration_ns", True), "duration_ns: true is not a whole number"),
+        (set_to("step_end_ns", [500]), "step_end_ns: 1 entries; it takes 2"),
+        (set_to("phases", [{"name": "x"}]), "phases[0].start_ns: missing"),
+        (set_to("phases", [phase(5, 4)]), "phases[0]: 5 to 4 is no time"),
+        (set_to("phases", [phase(0, 2**53 + 1)]), "phases[0]: 0 to 9007199254740993 is no time"),
+        (set_to("dropped", -1), "dropped: -1: "),
+        (set_to("duration_ns", True), "duration_ns: true: "),
         (set_to("notes", ["x", 5]), "notes[1]: 5 is not text"),
-        (set_to("ideal_s", 0), "ideal_s: 0 is no time above 0"),
-        (set_to("ideal_s", "1"), "ideal_s: '1' is no time above 0"),
-        (set_to("hint_refused", [-1]), "hint_failures: 2 entries, and hint_refused has 1"),
-        (set_to("hint_refused", [-2, 0]), "hint_refused[0]: -2 is not from -1"),
-        (set_to("hint_failures", [-1, -1]), "hint_failures[1]: -1 is not of the steps"),
-        (set_to("hint_step", [2]), "hint_step[0]: 2 is not from 0 to 1"),
-        (set_to("hint_step", [0]), "hint_step[0]: 0 is a step without an engine"),
-        (set_to("hint_op", "6"), "hint_op[0]: '6' is not a digit from 0 to 5"),
-        (set_to("hint_class", ""), "hint_class: 0 entries, and hint_step has 1"),
-        (set_to("hint_late", [-1]), "hint_late[0]: -1 is not from 0"),
-        (set_to("hint_late_s", [1e300]), "hint_late_s[0]: 1e+300 is not from 0"),
+        (set_to("workload", "\ud800"), "Invalid JSON"),
+        (set_to("ideal_s", 0), "ideal_s: 0: "),
+        (set_to("ideal_s", "1"), "ideal_s: '1': "),
+        (set_to("hints", [None]), "hints: 1 entries for 2 steps"),
+        (set_to("hints", [None, {"refused": 1}]), "hints[1].uses: missing"),
+        (in_hints("refused", -1), "hints[1]: -1 is not from 0"),
+        (in_hints("refused", 1.5), "hints[1].refused: 1.5: "),
+        (in_use("op", "guess"), "hints[1].uses: 'guess' is none of"),
+        (in_use("tensor_class", "weight"), "hints[1].uses[0].tensor_class: 'weight': "),
+        (in_use("late", -1), "hints[1]: -1 is not from 0"),
+        (in_use("late_s", 1e300), "hints[1]: 1e+300 is not from 0"),
         (set_to("residency_ns", [-5]), "residency_ns[0]: -5 is not from 0"),
-        (set_to("residency_ns", []), "resident_bytes: 6 entries for 0 samples"),
+        (set_to("residency_ns", []), "resident_bytes: 6 entries; it takes 0"),
         (set_to("resident_bytes", [0] * 5 + [-1]), "resident_bytes[5]: -1 is not from 0"),
-        (lambda data: data.pop("share_class"), "share_class: missing"),
-        (set_to("share_bytes", [4, 4]), "share_bytes: 2 entries, and share_record has 1"),
+        (lambda data: data.pop("share_tensor_class"), "share_tensor_class: missing"),
+        (set_to("share_bytes", [4, 4]), "share_bytes: 2 entries; it takes 1"),
         (set_to("share_record", [2]), "share_record[0]: 2 is not from 0 to 1"),
         (set_to("share_record", [1]), "share_record[0]: 1 is a record of no transfer"),
         (set_to("share_bytes", [0]), "share_bytes[0]: 0 is not from 1"),
         (set_to("share_bytes", [65]), "share_bytes[0]: 65 is more than its transfer has"),
-        (set_to("share_class", "7"), "share_class[0]"),
+        (set_to("share_tensor_class", [6]), "share_tensor_class[0]: 6 is not from -1 to 5"),
         (set_to("share_tensor", [1]), "share_tensor[0]: 1 is not from -1 to 0"),
+        (changed("residency_ns", [5, 4], resident_bytes=[0] * 12), "residency_ns[1]: 4 is before"),
+        (
+            changed(
+                *("share_record", [1, 0]),
+                share_bytes=[1, 1],
+                share_tensor_class=[0, 0],
+                share_tensor=[0, 0],
+            ),
+            "share_record[1]: 0 is before the one in front",
+        ),
     ],
 )
 def test_files_that_contradict_themselves(change: Change, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
+    path = tmp_path / "run.npz"
     save_recording(small(), path)
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    change(data)
-    path.write_text(json.dumps(data))
+    rewrite(path, change)
     with pytest.raises(UmemError) as caught:
         read_recording(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert said in str(caught.value)
 
 
-def test_samples_are_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
+def test_the_file_has_the_keys_of_the_format(tmp_path: Path) -> None:
+    path = tmp_path / "run.npz"
     save_recording(small(), path)
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    data |= {"residency_ns": [5, 4], "resident_bytes": [0] * 12}
-    path.write_text(json.dumps(data))
-    with pytest.raises(UmemError, match=r"residency_ns\[1\]: 4 is before the sample in front"):
-        read_recording(path)
-
-
-def test_shares_are_in_the_order_of_their_records(tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
-    save_recording(small(), path)
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    data |= {"share_record": [1, 0], "share_bytes": [1, 1]}
-    data |= {"share_class": "00", "share_tensor": [0, 0]}
-    path.write_text(json.dumps(data))
-    with pytest.raises(UmemError, match=r"share_record\[1\]: 0 is before the record in front"):
-        read_recording(path)
-
-
-def test_files_from_before_shares(tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
-    alone = replace(small(), shares=no_shares())
-    save_recording(alone, path)
-    assert not any(
-        key.startswith("share_") for key in json.loads(gzip.decompress(path.read_bytes()))
-    )
-    assert plain(read_recording(path)) == plain(alone)
-
-
-def test_hints_are_of_the_marked_steps(tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
-    save_recording(replace(small(), hints=(None, None)), path)
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    for key in ("hint_refused", "hint_failures", "hint_over_budget_bytes"):
-        data[key] = [-1]
-    path.write_text(json.dumps(data))
-    with pytest.raises(UmemError, match="hint_refused: 1 entries for 2 steps"):
-        read_recording(path)
-
-
-def test_files_of_the_first_format(tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
-    plainly = replace(small(), ideal_s=None, hints=(), residency=None, shares=no_shares())
-    save_recording(plainly, path)
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    added = [key for key in data if key.startswith("hint_")]
-    for key in (*added, "ideal_s", "residency_ns", "resident_bytes"):
-        del data[key]
-    data["format"] = "umem-profile/1"
-    path.write_text(json.dumps(data))
-    assert plain(read_recording(path)) == plain(plainly)
-    # It knew nothing of hints.
-    data["source"] = "hints"
-    path.write_text(json.dumps(data))
-    with pytest.raises(UmemError, match="none of cupti, nsys, none"):
-        read_recording(path)
+    assert tuple(contents(path)) == (*ProfileHeader.model_fields, *PROFILE_COLUMNS)
+    text = DOCS.read_text(encoding="utf-8")
+    keys = (*ProfileHeader.model_fields, *PROFILE_COLUMNS)
+    assert [key for key in keys if f"`{key}`" not in text] == []
 
 
 def test_files_that_are_something_else(tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
+    path = tmp_path / "run.npz"
     with pytest.raises(UmemError, match=r"cannot be read .no such file"):
         read_recording(path)
     path.write_bytes(b"\x80\x04K\x01.")  # a pickle
-    with pytest.raises(UmemError, match="neither gzip nor UTF-8"):
+    with pytest.raises(UmemError, match=r"not an \.npz archive, so this is not a profile"):
         read_recording(path)
     with pytest.raises(UmemError, match=r"nsys export --type sqlite run\.nsys-rep"):
         read_recording(tmp_path / "run.nsys-rep")
@@ -315,18 +294,18 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ((0, 10, 2**60, 4096, 64, 0, 2, 0, 0), "length_ns[0]"),
+        ((0, 10, 2**60, 4096, 64, 0, 2, 0, 0), "end_ns[0]"),
         ((0, 10, 20, 4096, 2**60, 0, 2, 0, 0), "bytes[0]"),
         ((3, 10, 20, 4096, 0, 2**60, 0, 0, 0), "faults[0]"),
-        ((0, -10, 20, 4096, 64, 0, 2, 0, 0), "gap_ns[0]"),
-        ((0, 2**60, 2**60, 4096, 64, 0, 2, 0, 0), "gap_ns[0]"),
+        ((0, -10, 20, 4096, 64, 0, 2, 0, 0), "start_ns[0]"),
+        ((0, 2**60, 2**60, 4096, 64, 0, 2, 0, 0), "start_ns[0]"),
         ((0, 10, 20, 4096, 64, 0, 9, 0, 0), "cause[0]"),
     ],
 )
 def test_what_could_not_be_loaded_is_not_saved(
     row: tuple[int, ...], said: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.json.gz"
+    path = tmp_path / "run.npz"
     save_recording(small(), path)
     before = path.read_bytes()
     bad = replace(
@@ -343,7 +322,7 @@ def test_what_could_not_be_loaded_is_not_saved(
 
 
 def test_what_cannot_be_saved_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.json.gz"
+    path = tmp_path / "run.npz"
     path.mkdir()
     with pytest.raises(UmemError, match="cannot be written"):
         save_recording(small(), path)

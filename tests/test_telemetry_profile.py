@@ -266,8 +266,8 @@ def test_a_transfer_that_is_longer_than_the_recording_has_no_length(
         profile.step()
     (entry,) = profile.report().traffic
     assert (entry.bytes, entry.seconds) == (KIB, 0.0)
-    profile.save(tmp_path / "run.json.gz")
-    assert load_recording(tmp_path / "run.json.gz").records.bytes.tolist() == [KIB]
+    profile.save(tmp_path / "run.npz")
+    assert load_recording(tmp_path / "run.npz").records.bytes.tolist() == [KIB]
 
 
 @pytest.mark.parametrize("raised", [False, True])

@@ -125,7 +125,7 @@ def page_of(path: Path) -> _Page:
 
 
 def test_tables_of_a_recording(run: Run, tmp_path: Path) -> None:
-    code, out, err = run("report", saved(tmp_path / "run.json.gz"))
+    code, out, err = run("report", saved(tmp_path / "run.npz"))
     assert (code, err) == (0, "")
     assert "exposed stall: 20 ms, 20.0 % of the step (all resident: 80 ms)" in out
     assert re.search(r"prefetch +optimizer_state +1,200 +1,100 +30 +1,000 +2 +98 +2 GiB", out), out
@@ -137,7 +137,7 @@ def test_tables_of_a_recording(run: Run, tmp_path: Path) -> None:
 
 
 def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run("report", by_hints(tmp_path / "run.json.gz"))
+    code, out, _ = run("report", by_hints(tmp_path / "run.npz"))
     assert code == 0
     assert "note: memory operations were not recorded: CUPTI is taken" in out
     assert "by the hint engine's own count, without what faulted:" in out
@@ -151,7 +151,7 @@ def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [saved, by_hints])
 def test_html_page(kind: Callable[[Path], Path], run: Run, tmp_path: Path) -> None:
     page_path = tmp_path / "run.html"
-    assert run("report", kind(tmp_path / "run.json.gz"), "--html", page_path)[0] == 0
+    assert run("report", kind(tmp_path / "run.npz"), "--html", page_path)[0] == 0
     page = page_of(page_path)
     assert "exposed stall, % of the step 20.0" in page.text
     assert "prefetch optimizer_state 1,200 1,100 30 1,000 2 98 2 GiB 12.500" in page.text
@@ -174,7 +174,7 @@ def test_html_page(kind: Callable[[Path], Path], run: Run, tmp_path: Path) -> No
 def test_pictures_of_the_data_that_there_is(run: Run, tmp_path: Path) -> None:
     for kind, expected in ((saved, 3), (by_hints, 2)):
         folder = tmp_path / kind.__name__
-        assert run("report", kind(tmp_path / "run.json.gz"), "--plot", folder)[0] == 0
+        assert run("report", kind(tmp_path / "run.npz"), "--plot", folder)[0] == 0
         files = sorted(it.name for it in folder.iterdir())
         assert len(files) == expected
         assert "residency-layers.png" in files
@@ -182,7 +182,7 @@ def test_pictures_of_the_data_that_there_is(run: Run, tmp_path: Path) -> None:
 
 def test_timeline_with_hints_and_residency(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "run.perfetto.json"
-    assert run("report", saved(tmp_path / "run.json.gz"), "--perfetto", trace)[0] == 0
+    assert run("report", saved(tmp_path / "run.npz"), "--perfetto", trace)[0] == 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert [it["args"] for it in events if it["ph"] == "C"] == [
         {"weights": size * GIB} for size in (4, 3, 4, 3)
@@ -194,14 +194,14 @@ def test_timeline_with_hints_and_residency(run: Run, tmp_path: Path) -> None:
 
 def test_timeline_labels_what_is_missing(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "run.perfetto.json"
-    assert run("report", by_hints(tmp_path / "run.json.gz"), "--perfetto", trace)[0] == 0
+    assert run("report", by_hints(tmp_path / "run.npz"), "--perfetto", trace)[0] == 0
     said = {it["name"]: it["args"] for it in json.loads(trace.read_text())["traceEvents"][:2]}
     assert said["process_name"]["name"].endswith("memory operations not recorded")
     assert said["process_labels"]["labels"].endswith("CUPTI is taken")
 
 
 def test_json_rows(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run("report", by_hints(tmp_path / "run.json.gz"), "--json")
+    code, out, _ = run("report", by_hints(tmp_path / "run.npz"), "--json")
     assert code == 0
     (row,) = json.loads(out)["results"]
     assert (row["source"], row["um_time_share"], row["ideal_s"]) == ("hints", None, 0.08)
@@ -239,7 +239,7 @@ def predictions(run: Run, tmp_path: Path) -> Path:
 
 
 def test_against_predictions(run: Run, tmp_path: Path, predictions: Path) -> None:
-    path = saved(tmp_path / "run.json.gz")
+    path = saved(tmp_path / "run.npz")
     code, out, err = run("report", path, "--against", predictions)
     assert (code, err) == (0, "")
     for planner in ("fault", "planned"):
@@ -253,7 +253,7 @@ def test_against_predictions(run: Run, tmp_path: Path, predictions: Path) -> Non
 
 
 def test_json_comparisons(run: Run, tmp_path: Path, predictions: Path) -> None:
-    path = saved(tmp_path / "run.json.gz")
+    path = saved(tmp_path / "run.npz")
     code, out, _ = run("report", path, "--against", predictions, "--json")
     assert code == 0
     found = json.loads(out)
@@ -272,13 +272,13 @@ def test_only_the_same_workload_is_compared_where_there_is_one(
     data["results"].append({**data["results"][0], "workload": "another"})
     predictions.write_text(json.dumps(data))
     for workload, count in (("layers", 2), ("another", 1), ("train", 3)):
-        path = saved(tmp_path / "run.json.gz", workload=workload)
+        path = saved(tmp_path / "run.npz", workload=workload)
         _, out, _ = run("report", path, "--against", predictions, "--json")
         assert len(json.loads(out)["comparisons"]) == count
 
 
 def test_a_file_without_predictions(run: Run, tmp_path: Path) -> None:
-    path = saved(tmp_path / "run.json.gz")
+    path = saved(tmp_path / "run.npz")
     code, out, err = run("report", path, "--against", path)
     assert (code, out) == (2, "")
-    assert "results: missing: give what `umem simulate --json` printed" in err
+    assert "give the output of `umem simulate --json`" in err

@@ -314,7 +314,7 @@ def test_a_saved_run_is_reported(tmp_path: Path) -> None:
     with umem.profile(name="saved") as profile:
         ctypes.memset(tensor.data_ptr(), 1, SIZE)
         profile.step()
-    path = tmp_path / "run.json.gz"
+    path = tmp_path / "run.npz"
     profile.save(path)
     assert measured_row(read_recording(path)) == measured_row(profile.recording)
     outputs = [tmp_path / "run.html", tmp_path / "run.perfetto.json", tmp_path / "pictures"]

@@ -33,7 +33,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="Saved profiles (run.json.gz), or SQLite exports of Nsight Systems.",
+            help="Saved profiles (run.npz), or SQLite exports of Nsight Systems.",
         ),
     ],
     as_json: options.Json = False,

@@ -273,7 +273,7 @@ class Profile:
         Parameters
         ----------
         path
-            Such as ``run.json.gz``. Names of tensors and phases are in the file, values are not.
+            Such as ``run.npz``. Names of tensors and phases are in the file, values are not.
 
         Raises
         ------
@@ -519,7 +519,7 @@ def profile(
     ...         train(batch)
     ...         profile.step()
     >>> profile.report().um_time_share  # doctest: +SKIP
-    >>> profile.save("run.json.gz")  # doctest: +SKIP
+    >>> profile.save("run.npz")  # doctest: +SKIP
     """
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"steps={steps!r}: give a whole number above 0, or None for all")
