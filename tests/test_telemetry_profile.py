@@ -232,7 +232,7 @@ def test_misuse_is_an_error(profiled: Profiled) -> None:
     with pytest.raises(UmemError, match="no results yet"):
         profile.report()
     with profile, pytest.raises(UmemError, match="leave its `with` block"):
-        profile.save("nowhere.json.gz")
+        profile.save("nowhere.npz")
     with pytest.raises(UmemError, match="a profile records once"), profile:
         pytest.fail("it must not begin again")
 
