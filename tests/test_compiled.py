@@ -1,4 +1,4 @@
-"""Compiled functions run with a cache, and where there is no place for one."""
+"""Compiled functions run with a cache on disk, and without one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     print(double(21), half(84))
 """
 
-NOTICE = "umem: compiling the planner, for this machine: up to half a minute\n"
+NOTICE = "umem: compiling the planner, once on this machine: up to half a minute\n"
 NO_CACHE = (
     "umem: compiling the planner, in every process, for want of a cache: up to half a minute\n"
 )
@@ -44,21 +44,21 @@ def python(arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str
     )
 
 
-def test_compiled_code_is_kept_and_compilation_told_once(tmp_path: Path) -> None:
+def test_compiled_code_is_cached_and_compilation_announced_once(tmp_path: Path) -> None:
     source, cache = tmp_path / "doubled.py", tmp_path / "cache"
     source.write_text(MODULE, encoding="utf-8")
-    for told in (NOTICE, ""):
+    for message in (NOTICE, ""):
         done = python([str(source)], cache)
-        assert (done.stdout, done.stderr) == ("21\n42 42\n", told)
+        assert (done.stdout, done.stderr) == ("21\n42 42\n", message)
         assert list(cache.rglob("*.nbi"))
 
 
-def test_no_place_for_a_cache_is_no_error(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     for _ in range(2):
         done = python(["-c", MODULE], tmp_path)  # numba keeps only what comes from a file
         assert (done.stdout, done.stderr) == ("21\n42 42\n", NO_CACHE)
 
 
-def test_what_others_compile_is_not_told(tmp_path: Path) -> None:
+def test_what_others_compile_is_not_announced(tmp_path: Path) -> None:
     code = MODULE.replace("@compiled", "@njit")
     assert python(["-c", code], tmp_path).stderr == ""

@@ -7,17 +7,17 @@ import sys
 
 SCRIPT = """
 import os, sys
-from umem.runtime.cuda_events import LeftToItsProcess
+from umem.runtime.cuda_events import KeptInForks
 
-class Told:
+class AbortsAtItsEnd:
     def __del__(self):
         os._exit(7)  # the end of torch's events in a child is an abort
 
-class Event(LeftToItsProcess, list):
+class Event(KeptInForks, list):
     pass
 
 event = Event()
-event.append(Told())
+event.append(AbortsAtItsEnd())
 child = os.fork()
 if child == 0:
     del event
@@ -25,7 +25,7 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status), flush=True)
 del event
-print("its own process destroys it not")
+print("not destroyed")
 """
 
 

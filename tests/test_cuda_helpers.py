@@ -1,4 +1,4 @@
-"""umem.cuda without a GPU: what is checked before CUDA hears of it, and how it fails."""
+"""umem.cuda without a GPU: the checks before any call into CUDA, and its errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOME_RANGE = Range(1 << 21, 1 << 21)
 
 @dataclass(frozen=True)
 class Array:
-    """What CuPy and numba show of an array, over no memory."""
+    """An array as CuPy and numba describe theirs, without memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
@@ -52,14 +52,14 @@ class Array:
 
 
 class ProtocolStream:
-    """A stream by CUDA's protocol, as cuda.core has them."""
+    """A stream with CUDA's stream protocol, like those of cuda.core."""
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, 0x5678
 
 
 class TorchLikeStream:
-    """A stream by torch's attribute."""
+    """A stream with torch's attribute."""
 
     cuda_stream = 0x1234
 
@@ -78,7 +78,7 @@ def run_python(code: str) -> str:
 
 
 class TestLocation:
-    """Places and their names."""
+    """Locations and their names."""
 
     def test_equality_is_by_kind_and_number(self) -> None:
         """Batch calls group equal locations."""
@@ -94,12 +94,12 @@ class TestLocation:
             (Location.host_numa_current(), "the calling thread's host NUMA node"),
         ],
     )
-    def test_reads_well(self, location: Location, text: str) -> None:
-        """Errors name places in words."""
+    def test_text(self, location: Location, text: str) -> None:
+        """Error messages name locations in words."""
         assert str(location) == text
 
     def test_minus_one_is_not_the_host(self) -> None:
-        """CUDA 12 wrote the host as device -1; here it has a name."""
+        """CUDA 12 uses device -1 for the host; umem has a name for it."""
         with pytest.raises(ValueError, match=r"the host is Location\.host\(\)"):
             Location.device(-1)
 
@@ -115,7 +115,7 @@ class TestLocation:
 
 
 class TestTargets:
-    """Ranges read off what users hold."""
+    """Ranges of tensors, arrays and pairs."""
 
     def test_pair(self) -> None:
         """A pair is (address, bytes)."""
@@ -141,7 +141,7 @@ class TestTargets:
         assert as_range(Array((1, 4), strides=(999, 4))) == Range(1 << 21, 16)
 
     def test_array_not_contiguous(self) -> None:
-        """A transposed array spans others' elements."""
+        """The range of a transposed array holds other elements too."""
         with pytest.raises(ValueError, match="not C-contiguous"):
             as_range(Array((3, 4), strides=(4, 12)))
 
@@ -151,7 +151,7 @@ class TestTargets:
             as_range(Array((0, 4), address=0))
 
     def test_cpu_tensor(self) -> None:
-        """The remedy is named."""
+        """The message names the remedy."""
         with pytest.raises(TypeError, match=r"on cpu.*tensor\.to\('cuda'\)"):
             as_range(torch.zeros(4))
 
@@ -161,14 +161,14 @@ class TestTargets:
             as_range(torch.eye(3).to_sparse())
 
     def test_cuda_tensor_that_is_a_strided_view(self) -> None:
-        """Seen on a fake CUDA tensor: strides are checked before the address is asked for."""
+        """With a fake CUDA tensor: strides are checked before the address is read."""
         with FakeTensorMode():
             view = torch.empty(4, 8, device="cuda").t()
         with pytest.raises(ValueError, match="not contiguous"):
             as_range(view)
 
     def test_empty_cuda_tensor(self) -> None:
-        """Likewise for size."""
+        """The size is checked before the address is read."""
         with FakeTensorMode():
             tensor = torch.empty(0, 8, device="cuda")
         with pytest.raises(ValueError, match="empty"):
@@ -191,18 +191,18 @@ class TestStreams:
 
     @pytest.mark.parametrize("stream", [None, True, "0"])
     def test_rejected(self, stream: object) -> None:
-        """No silent default stream."""
+        """There is no default stream."""
         with pytest.raises(TypeError, match="stream must be"):
             as_stream(stream)
 
     def test_required(self) -> None:
-        """A stream is never implied."""
+        """There is no default for the argument."""
         with pytest.raises(TypeError, match="stream"):
             prefetch(SOME_RANGE, Location.host())  # type: ignore[call-arg]
 
     @pytest.mark.parametrize("stream", [0, 1])
     def test_batch_calls_refuse_the_default_stream(self, stream: int) -> None:
-        """CUDA does not take the legacy stream there, under either of its names."""
+        """CUDA does not take the legacy stream in these calls, by either handle."""
         with pytest.raises(ValueError, match="default stream"):
             discard(SOME_RANGE, stream=stream)
         with pytest.raises(ValueError, match="default stream"):
@@ -212,7 +212,7 @@ class TestStreams:
 
 
 class TestChecks:
-    """Arguments that are wrong whatever the machine."""
+    """Arguments that are wrong on every machine."""
 
     def test_whole_pages_shrinks_inwards(self) -> None:
         """A neighbour that shares a page must not lose its data."""
@@ -220,7 +220,7 @@ class TestChecks:
         assert whole_pages(Range(PAGE + 1, 3 * PAGE)) == Range(2 * PAGE, 2 * PAGE)
 
     def test_discard_of_less_than_a_page(self) -> None:
-        """It could only hit a neighbour."""
+        """It could only discard a neighbour's data."""
         with pytest.raises(ValueError, match="no whole page"):
             discard((PAGE + 8, PAGE), stream=7)
 
@@ -232,7 +232,7 @@ class TestChecks:
             prefetch_batch([], Location.host(), stream=7)
 
     def test_location_must_be_one(self) -> None:
-        """Device numbers of CUDA 12 are not taken for places."""
+        """CUDA 12's device numbers are no locations."""
         with pytest.raises(TypeError, match=r"Location\.device\(0\)"):
             prefetch(SOME_RANGE, -1, stream=7)  # type: ignore[arg-type]
 
@@ -253,10 +253,10 @@ class TestChecks:
 
 
 class TestWithoutGpu:
-    """The real cuda-python, with no GPU to serve."""
+    """The real cuda-python on a machine without a GPU."""
 
-    def test_says_what_is_missing(self) -> None:
-        """No driver and no visible GPU are told plainly, not as an error number."""
+    def test_the_error_says_what_is_missing(self) -> None:
+        """The message says that there is no driver or no visible GPU."""
         out = run_python(
             "from umem.cuda import Location, prefetch\n"
             "from umem.core.errors import UnsupportedError\n"
@@ -268,7 +268,7 @@ class TestWithoutGpu:
         assert "no NVIDIA driver" in out or "sees no GPU" in out
 
     def test_import_needs_neither_cuda_python_nor_torch(self) -> None:
-        """The error with the remedy comes with the first call."""
+        """The first call raises the error, which names the remedy."""
         out = run_python(
             "import sys\n"
             "sys.modules['cuda'] = None\n"
@@ -285,24 +285,24 @@ class TestWithoutGpu:
         assert torch_loaded == "False"
 
     def test_calls_have_the_form_that_cuda_python_takes(self) -> None:
-        """Every operation reaches CUDA, whose refusal names call, cause and range.
+        """Every operation calls CUDA, and the error names call, cause and range.
 
         cuda-python converts the arguments before it finds that there is no GPU. Only the
-        driver's version is made up: without it no call would be attempted.
+        driver's version is a stand-in: without it umem would attempt no call.
         """
         out = run_python(
             "import json\n"
-            "from umem.cuda import Location, Range, _bindings\n"
+            "from umem.cuda import Location, Range, bindings\n"
             "from umem.core.errors import CudaError\n"
-            "_bindings.driver_version = lambda: 13000\n"
+            "bindings.driver_version = lambda: 13000\n"
             "range_, places = Range(1 << 21, 4096), [Location.device(0), Location.host_numa(0)]\n"
             "calls = [\n"
-            "    lambda: _bindings.prefetch(range_, Location.host(), 7),\n"
-            "    lambda: _bindings.advise(range_, 'SetReadMostly', Location.host()),\n"
-            "    lambda: _bindings.advise(range_, 'UnsetAccessedBy', Location.device(0)),\n"
-            "    lambda: _bindings.prefetch_batch([range_, range_], places, 7),\n"
-            "    lambda: _bindings.discard(range_, 7),\n"
-            "    lambda: _bindings.discard_and_prefetch(range_, places[1], 7),\n"
+            "    lambda: bindings.prefetch(range_, Location.host(), 7),\n"
+            "    lambda: bindings.advise(range_, 'SetReadMostly', Location.host()),\n"
+            "    lambda: bindings.advise(range_, 'UnsetAccessedBy', Location.device(0)),\n"
+            "    lambda: bindings.prefetch_batch([range_, range_], places, 7),\n"
+            "    lambda: bindings.discard(range_, 7),\n"
+            "    lambda: bindings.discard_and_prefetch(range_, places[1], 7),\n"
             "]\n"
             "messages = []\n"
             "for call in calls:\n"

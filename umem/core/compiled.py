@@ -1,4 +1,4 @@
-"""Functions compiled by numba, and kept compiled from process to process."""
+"""Functions compiled by numba, with a cache on disk."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _functions: set[Any] = set()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function at its first call, or take it from numba's cache.
+    """Compile a function at its first call, or load it from numba's cache.
 
-    The cache lies beside the source file or in the user's cache folder (``NUMBA_CACHE_DIR`` names
-    another); where none of them can be written, every process compiles anew. The first function
-    that a process compiles is announced.
+    The cache is beside the source file or in the user's cache folder (``NUMBA_CACHE_DIR`` sets
+    another); if neither can be written, every process compiles again. A message announces the
+    first compilation of a process.
     """
     try:
         made = njit(cache=True)(function)
-    except RuntimeError:  # numba found no place for a cache
+    except RuntimeError:  # no cache folder can be written
         made = njit(function)
     _functions.add(made)
     return made
 
 
 class _Announcer(event.Listener):
-    """Hears of every function that numba compiles, but not of those that it has in its cache."""
+    """Announces the first function that numba compiles instead of loading it from its cache."""
 
     def __init__(self) -> None:
-        self._has_told = False
+        self._has_announced = False
 
     def on_start(self, started: Any) -> None:
         function = started.data["dispatcher"]
-        if self._has_told or function not in _functions:
+        if self._has_announced or function not in _functions:
             return
-        self._has_told = True
-        is_kept = function.stats.cache_path is not None
-        how_often = "for this machine" if is_kept else "in every process, for want of a cache"
+        self._has_announced = True
+        has_cache = function.stats.cache_path is not None
+        how_often = "once on this machine" if has_cache else "in every process, for want of a cache"
         notify(f"compiling the planner, {how_often}: up to half a minute")
 
     def on_end(self, ended: Any) -> None:

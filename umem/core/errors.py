@@ -1,4 +1,4 @@
-"""The errors umem raises. Each message names the place and the remedy."""
+"""umem's errors. Each message names the place and the remedy."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = [
 
 
 class UmemError(Exception):
-    """Base of every error that umem raises on purpose."""
+    """Base of umem's errors."""
 
 
 class PolicyError(UmemError, ValueError):
-    """A policy, or a setting that overrides one, that cannot be used."""
+    """An invalid policy, or an invalid setting that overrides one."""
 
 
 class TraceError(UmemError, ValueError):
-    """A trace that cannot be read or recorded, or that contradicts itself."""
+    """A trace that cannot be read or recorded, or is inconsistent."""
 
 
 class HardwareError(UmemError, ValueError):
-    """A hardware profile that cannot be used, or a machine that cannot be described."""
+    """An invalid hardware profile, or a machine that cannot be detected."""
 
 
 class PlanError(UmemError, ValueError):
@@ -37,7 +37,7 @@ class PlanError(UmemError, ValueError):
 
 
 class EnableError(UmemError, RuntimeError):
-    """`umem.enable` cannot take over the allocator in this process."""
+    """`umem.enable` cannot replace the allocator in this process."""
 
 
 class NativeLibraryError(UmemError, ImportError):
@@ -53,4 +53,4 @@ class CudaError(UmemError, RuntimeError):
 
 
 class OffloadError(UmemError, RuntimeError):
-    """Activation offload is used in a way that it cannot serve."""
+    """An unsupported use of activation offload."""

@@ -1,4 +1,4 @@
-"""Words for whoever has to wait: in a command its progress, elsewhere the log."""
+"""Progress messages: shown by a command while it runs, log records elsewhere."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["notify", "notify_by"]
 _LOG = logging.getLogger("umem")
 
 
-def _log(words: str) -> None:
-    _LOG.warning("umem: %s", words)
+def _log(message: str) -> None:
+    _LOG.warning("umem: %s", message)
 
 
-_notify: ContextVar[Callable[[str], None]] = ContextVar("_notify", default=_log)
+_show: ContextVar[Callable[[str], None]] = ContextVar("_show", default=_log)
 
 
-def notify(words: str) -> None:
-    """Say what takes long, just before it begins."""
-    _notify.get()(words)
+def notify(message: str) -> None:
+    """Announce a long operation, just before it begins."""
+    _show.get()(message)
 
 
 @contextmanager
-def notify_by(say: Callable[[str], None]) -> Iterator[None]:
-    """Let `say` have the words, and not the log."""
-    before = _notify.set(say)
+def notify_by(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass messages to a function instead of the log."""
+    token = _show.set(show)
     try:
         yield
     finally:
-        _notify.reset(before)
+        _show.reset(token)

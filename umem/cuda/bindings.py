@@ -1,12 +1,13 @@
 """Every foreign call of umem's Python side: CUDA's runtime and driver, and NVML.
 
-Three generations of cuda-python are in use. Since 13.0 the prefetch and advice calls take a
-location; 12.2 to 12.9 have that form under a ``_v2`` name; before, and on drivers older than
-CUDA 12.2, they take a device number, with -1 for the host. The rest of umem sees one form.
+Prefetch and advice calls take a location since cuda-python 13.0; 12.9 has that form under a ``_v2``
+name; drivers older than CUDA 12.2 take a device number, with -1 for the host. The rest of umem sees
+one form. cuda.core's ManagedBuffer does not replace these calls: cuda-python 12.9 and 13.0
+do not install it, and it has neither host NUMA nodes on CUDA 12 nor the last prefetch location.
 
 Operations go through the runtime, which makes the primary context current in any thread that
 calls. Questions about the machine go through the driver and NVML, which create no context:
-they are asked before torch starts CUDA.
+umem asks them before torch starts CUDA.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from umem.core.errors import CudaError, NativeLibraryError, UnsupportedError
 from umem.cuda.targets import Location, Range
@@ -36,15 +37,14 @@ __all__ = [
     "driver_version",
     "free",
     "is_read_mostly",
-    "last_prefetch_location",
     "memory_type",
     "nvml_memory_bytes",
     "nvml_nvlink_c2c",
     "nvml_pcie_link",
     "nvml_sm_clock_mhz",
-    "preferred_location",
     "prefetch",
     "prefetch_batch",
+    "range_location",
 ]
 
 _CUDA_12_2 = 12020
@@ -65,9 +65,9 @@ _LOCATION_TYPES = {
 
 # CUmemLocationType and CUmem_range_attribute of cuda.h.
 _DEVICE_TYPE, _HOST_TYPE, _HOST_NUMA_TYPE = 1, 2, 3
-_READ_MOSTLY, _PREFERRED, _ACCESSED_BY, _LAST_PREFETCH = 1, 2, 3, 4
-_PREFERRED_TYPE, _PREFERRED_NUMBER = 5, 6
-_LAST_PREFETCH_TYPE, _LAST_PREFETCH_NUMBER = 7, 8
+_READ_MOSTLY, _ACCESSED_BY = 1, 3
+_RANGE_LOCATIONS = {"preferred": (2, 5, 6), "last_prefetch": (4, 7, 8)}
+"""The attribute before CUDA 12.2, and since then those of the location's type and number."""
 
 _NVML_CLOCK_SM = 1  # nvmlClockType_t of nvml.h
 
@@ -81,15 +81,10 @@ def _modules() -> tuple[Any, Any]:
     try:
         from cuda.bindings import driver, runtime
     except ImportError as error:
-        try:
-            # Before 12.6.1 the modules had these names.
-            from cuda import cuda as driver
-            from cuda import cudart as runtime
-        except ImportError:
-            raise NativeLibraryError(
-                f"umem.cuda needs cuda-python, which cannot be imported ({error}); install it "
-                "with: pip install 'umem[cuda13]' (or 'umem[cuda12]' for a CUDA 12 torch)"
-            ) from error
+        raise NativeLibraryError(
+            f"umem.cuda needs cuda-python, which cannot be imported ({error}); install it "
+            "with: pip install 'umem[cuda13]' (or 'umem[cuda12]' for a CUDA 12 torch)"
+        ) from error
     return runtime, driver
 
 
@@ -103,7 +98,7 @@ def _driver() -> Any:
 
 @cache
 def _libcuda() -> ctypes.CDLL:
-    """Load the driver's library, for the one call that cuda-python does not offer in full."""
+    """Load the driver's library, for the one call that cuda-python offers only in part."""
     library = ctypes.CDLL("libcuda.so.1")
     library.cuMemRangeGetAttribute.restype = ctypes.c_int
     library.cuMemRangeGetAttribute.argtypes = [
@@ -126,36 +121,28 @@ def _nvml() -> ctypes.CDLL | None:
     return library if library.nvmlInit_v2() == 0 else None
 
 
-def _call_runtime(name: str, *arguments: Any, subject: str = "") -> Any:
-    """Call one function of the runtime; its result, or `CudaError` naming call and cause."""
-    runtime = _runtime()
-    error, *values = getattr(runtime, name)(*arguments)
-    if int(error) != 0:
-        code = runtime.cudaError_t(error)
-        cuda_name = runtime.cudaGetErrorName(code)[1].decode()
-        description = runtime.cudaGetErrorString(code)[1].decode()
-        raise CudaError(_failure(name, subject, cuda_name, int(error), description))
+def _call(name: str, *arguments: Any, subject: str = "") -> Any:
+    """Call a function of the runtime or the driver.
+
+    Its result, or a `CudaError` that names the call, the subject and the cause.
+    """
+    library = _runtime() if name.startswith("cuda") else _driver()
+    error, *values = getattr(library, name)(*arguments)
+    _check(name, error, subject)
     return values[0] if values else None
 
 
-def _check_driver(name: str, error: Any, subject: str = "") -> None:
-    if int(error) != 0:
-        driver = _driver()
-        code = driver.CUresult(error)
-        cuda_name = driver.cuGetErrorName(code)[1].decode()
-        description = driver.cuGetErrorString(code)[1].decode()
-        raise CudaError(_failure(name, subject, cuda_name, int(error), description))
-
-
-def _failure(call: str, subject: str, name: str, number: int, description: str) -> str:
+def _check(call: str, error: Any, subject: str = "") -> None:
+    if int(error) == 0:
+        return
+    if call.startswith("cuda"):
+        library, prefix, code = _runtime(), "cuda", _runtime().cudaError_t(error)
+    else:
+        library, prefix, code = _driver(), "cu", _driver().CUresult(error)
+    name = getattr(library, f"{prefix}GetErrorName")(code)[1].decode()
+    description = getattr(library, f"{prefix}GetErrorString")(code)[1].decode()
     of = f" for {subject}" if subject else ""
-    return f"{call} failed{of}: {name} ({number}): {description}"
-
-
-def _call_driver(name: str, *arguments: Any, subject: str = "") -> Any:
-    error, *values = getattr(_driver(), name)(*arguments)
-    _check_driver(name, error, subject)
-    return values[0] if values else None
+    raise CudaError(f"{call} failed{of}: {name} ({int(error)}): {description}")
 
 
 # ---- versions ------------------------------------------------------------------------------
@@ -171,11 +158,11 @@ def driver_version() -> int:
         Without an NVIDIA driver.
     """
     try:
-        return int(_call_driver("cuDriverGetVersion"))
+        return int(_call("cuDriverGetVersion"))
     except CudaError:
         raise
     except RuntimeError as error:
-        # cuda-python's own way to say that libcuda.so.1 cannot be loaded.
+        # cuda-python raises it where libcuda.so.1 cannot be loaded.
         raise UnsupportedError(
             f"no NVIDIA driver on this machine ({error}); install NVIDIA's driver, or start the "
             "container with --gpus all"
@@ -185,16 +172,16 @@ def driver_version() -> int:
 @cache
 def bindings_version() -> int:
     """Return the CUDA that cuda-python was built for, as 1000 * major + 10 * minor."""
-    return int(_call_runtime("cudaRuntimeGetVersion"))
+    return int(_call("cudaRuntimeGetVersion"))
 
 
 def _start_driver() -> None:
-    """Initialise the driver, which creates no context; fails plainly where there is none."""
+    """Initialise the driver, which creates no context."""
     driver_version()
     error = int(_driver().cuInit(0)[0])
     if error == int(_driver().CUresult.CUDA_ERROR_NO_DEVICE):
         raise UnsupportedError("the driver sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES")
-    _check_driver("cuInit", error)
+    _check("cuInit", error)
 
 
 # ---- the machine ---------------------------------------------------------------------------
@@ -203,34 +190,36 @@ def _start_driver() -> None:
 def device_count() -> int:
     """Count the devices this process sees (CUDA_VISIBLE_DEVICES applies)."""
     _start_driver()
-    return int(_call_driver("cuDeviceGetCount"))
+    return int(_call("cuDeviceGetCount"))
 
 
 def _device(number: int) -> Any:
-    return _call_driver("cuDeviceGet", number, subject=f"device {number}")
+    return _call("cuDeviceGet", number, subject=f"device {number}")
 
 
 def device_name(number: int) -> str:
     """Return the device's marketing name."""
-    raw = _call_driver("cuDeviceGetName", 256, _device(number), subject=f"device {number}")
-    return bytes(raw).split(b"\0", 1)[0].decode()
+    return _text(_call("cuDeviceGetName", 256, _device(number), subject=f"device {number}"))
 
 
 def device_total_bytes(number: int) -> int:
     """Return the device's memory in bytes."""
-    return int(_call_driver("cuDeviceTotalMem", _device(number), subject=f"device {number}"))
+    return int(_call("cuDeviceTotalMem", _device(number), subject=f"device {number}"))
 
 
 def device_attribute(number: int, name: str) -> int:
     """Return one device attribute by its name in ``CUdevice_attribute``, less the prefix."""
     attribute = getattr(_driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
     subject = f"{name} of device {number}"
-    return int(_call_driver("cuDeviceGetAttribute", attribute, _device(number), subject=subject))
+    return int(_call("cuDeviceGetAttribute", attribute, _device(number), subject=subject))
 
 
 def device_pci_address(number: int) -> str:
     """Return the device's address on PCI, which CUDA and NVML agree on."""
-    raw = _call_driver("cuDeviceGetPCIBusId", 32, _device(number), subject=f"device {number}")
+    return _text(_call("cuDeviceGetPCIBusId", 32, _device(number), subject=f"device {number}"))
+
+
+def _text(raw: Any) -> str:
     return bytes(raw).split(b"\0", 1)[0].decode()
 
 
@@ -303,34 +292,31 @@ def nvml_sm_clock_mhz(pci_address: str) -> int | None:
 
 
 def memory_type(address: int) -> str:
-    """Return what CUDA calls the memory at `address`: ``cudaMemoryTypeManaged``, and so on."""
+    """Return CUDA's type of the memory at `address`: ``cudaMemoryTypeManaged``, and so on."""
     _start_driver()
-    attributes = _call_runtime("cudaPointerGetAttributes", address, subject=f"{address:#x}")
+    attributes = _call("cudaPointerGetAttributes", address, subject=f"{address:#x}")
     return str(_runtime().cudaMemoryType(attributes.type).name)
 
 
 def allocate_managed(size_bytes: int) -> int:
-    """Managed memory of the driver's own, which no allocator knows; its address."""
+    """Allocate managed memory outside of every allocator; return its address."""
     every_stream = _runtime().cudaMemAttachGlobal
     subject = f"{size_bytes} bytes"
-    return int(_call_runtime("cudaMallocManaged", size_bytes, every_stream, subject=subject))
+    return int(_call("cudaMallocManaged", size_bytes, every_stream, subject=subject))
 
 
 def free(address: int) -> None:
-    """Give it back."""
-    _call_runtime("cudaFree", address, subject=f"{address:#x}")
+    """Free memory from `allocate_managed`."""
+    _call("cudaFree", address, subject=f"{address:#x}")
 
 
 def prefetch(range_: Range, location: Location, stream: int) -> None:
     """Queue the migration of a range."""
     subject = f"{range_} to {location}"
     place = range_.address, range_.size_bytes
-    name = _location_form("cudaMemPrefetchAsync")
-    if name is None:
-        device = _device_number(location)
-        _call_runtime("cudaMemPrefetchAsync", *place, device, stream, subject=subject)
-    else:
-        _call_runtime(name, *place, _location(location), 0, stream, subject=subject)
+    name, where = _form("cudaMemPrefetchAsync", location)
+    flags = () if isinstance(where, int) else (0,)
+    _call(name, *place, where, *flags, stream, subject=subject)
 
 
 def advise(range_: Range, advice: str, location: Location) -> None:
@@ -338,12 +324,8 @@ def advise(range_: Range, advice: str, location: Location) -> None:
     subject = f"{advice}, {location}, {range_}"
     value = getattr(_runtime().cudaMemoryAdvise, f"cudaMemAdvise{advice}")
     place = range_.address, range_.size_bytes
-    name = _location_form("cudaMemAdvise")
-    if name is None:
-        device = _device_number(location)
-        _call_runtime("cudaMemAdvise", *place, value, device, subject=subject)
-    else:
-        _call_runtime(name, *place, value, _location(location), subject=subject)
+    name, where = _form("cudaMemAdvise", location)
+    _call(name, *place, value, where, subject=subject)
 
 
 def prefetch_batch(ranges: Sequence[Range], locations: Sequence[Location], stream: int) -> None:
@@ -357,7 +339,7 @@ def discard(range_: Range, stream: int) -> None:
     name = "cudaMemDiscardBatchAsync"
     _require_batch(name, "leave the discard out: it saves a migration, no more")
     place = [range_.address], [range_.size_bytes], 1
-    _call_runtime(name, *place, 0, stream, subject=str(range_))
+    _call(name, *place, 0, stream, subject=str(range_))
 
 
 def discard_and_prefetch(range_: Range, location: Location, stream: int) -> None:
@@ -372,16 +354,6 @@ def is_read_mostly(range_: Range) -> bool:
     return _range_attribute(_READ_MOSTLY, range_, 1)[0] == 1
 
 
-def preferred_location(range_: Range) -> Location | None:
-    """Return the preferred location that all pages share; None where they share none."""
-    return _range_location(range_, _PREFERRED, _PREFERRED_TYPE, _PREFERRED_NUMBER)
-
-
-def last_prefetch_location(range_: Range) -> Location | None:
-    """Return where all pages were last prefetched to; None where they share no such place."""
-    return _range_location(range_, _LAST_PREFETCH, _LAST_PREFETCH_TYPE, _LAST_PREFETCH_NUMBER)
-
-
 def accessed_by(range_: Range) -> tuple[Location, ...]:
     """Return the processors that all pages have accessed-by advice for."""
     # Every device and the host; unused places are filled with the invalid device's number.
@@ -389,13 +361,13 @@ def accessed_by(range_: Range) -> tuple[Location, ...]:
     return tuple(_numbered(number) for number in numbers if number != _INVALID_DEVICE_NUMBER)
 
 
-def _location_form(name: str) -> str | None:
-    """Return the name under which a call takes a location, None where it takes a device number."""
+def _form(name: str, location: Location) -> tuple[str, Any]:
+    """Return the name of a call for this cuda-python, and a location or device number for it."""
     if bindings_version() >= _CUDA_13:
-        return name
-    if driver_version() >= _CUDA_12_2 and hasattr(_runtime(), f"{name}_v2"):
-        return f"{name}_v2"
-    return None
+        return name, _location(location)
+    if driver_version() >= _CUDA_12_2:
+        return f"{name}_v2", _location(location)
+    return name, _device_number(location)
 
 
 def _location(location: Location) -> Any:
@@ -412,8 +384,7 @@ def _device_number(location: Location) -> int:
     if location.kind == "host":
         return _HOST_DEVICE_NUMBER
     raise UnsupportedError(
-        f"{location} needs a driver for CUDA 12.2 or newer and cuda-python 12.2 or newer; "
-        "update them, or use Location.host()"
+        f"{location} needs a driver for CUDA 12.2 or newer; update it, or use Location.host()"
     )
 
 
@@ -436,7 +407,7 @@ def _call_batch(
 ) -> None:
     # The call wants each location once per run of ranges, with the index where the run starts.
     runs = [next(group) for _, group in groupby(enumerate(locations), key=lambda item: item[1])]
-    _call_runtime(
+    _call(
         name,
         [range_.address for range_ in ranges],
         [range_.size_bytes for range_ in ranges],
@@ -456,17 +427,19 @@ def _range_attribute(attribute: int, range_: Range, count: int) -> list[int]:
     error = _libcuda().cuMemRangeGetAttribute(
         values, ctypes.sizeof(values), attribute, range_.address, range_.size_bytes
     )
-    _check_driver("cuMemRangeGetAttribute", error, subject=str(range_))
+    _check("cuMemRangeGetAttribute", error, subject=str(range_))
     return list(values)
 
 
-def _range_location(range_: Range, whole: int, type_: int, number: int) -> Location | None:
+def range_location(range_: Range, which: Literal["preferred", "last_prefetch"]) -> Location | None:
+    """Return the preferred or last prefetch location of all pages; None where they differ."""
+    device_attribute, type_attribute, number_attribute = _RANGE_LOCATIONS[which]
     if driver_version() < _CUDA_12_2:
-        device = _range_attribute(whole, range_, 1)[0]
+        device = _range_attribute(device_attribute, range_, 1)[0]
         return None if device == _INVALID_DEVICE_NUMBER else _numbered(device)
-    kind = _range_attribute(type_, range_, 1)[0]
+    kind = _range_attribute(type_attribute, range_, 1)[0]
     if kind == _DEVICE_TYPE:
-        return Location.device(_range_attribute(number, range_, 1)[0])
+        return Location.device(_range_attribute(number_attribute, range_, 1)[0])
     if kind == _HOST_NUMA_TYPE:
-        return Location.host_numa(_range_attribute(number, range_, 1)[0])
+        return Location.host_numa(_range_attribute(number_attribute, range_, 1)[0])
     return Location.host() if kind == _HOST_TYPE else None

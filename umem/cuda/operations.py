@@ -1,4 +1,4 @@
-"""What a program can ask of managed memory, checked before CUDA hears of it."""
+"""Operations on managed memory, with their arguments checked before any call into CUDA."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _LEGACY_STREAMS = (0, 1)
 
 
 class Advice(StrEnum):
-    """Standing advice on a range, each with an opposite through :func:`unadvise`."""
+    """Standing advice on a range; :func:`unadvise` removes it."""
 
     READ_MOSTLY = "ReadMostly"
-    """Mostly read: every processor that reads gets a copy of its own."""
+    """Mostly read: every processor that reads gets its own copy."""
 
     PREFERRED_LOCATION = "PreferredLocation"
-    """Where the pages should stay when they have a choice."""
+    """Where the pages should stay."""
 
     ACCESSED_BY = "AccessedBy"
-    """A processor that should have the pages mapped, wherever they are."""
+    """A processor that keeps the pages mapped, wherever they are."""
 
 
 def prefetch(target: Any, location: Location, *, stream: Any) -> None:
@@ -86,17 +86,15 @@ def prefetch_batch(
         As in :func:`prefetch`, at least one.
     locations : Location or sequence of Location
         One for all targets, or one for each.
-    stream : int, torch.cuda.Stream, or an object with ``__cuda_stream__``
-        The stream to queue on; not the default stream, which CUDA does not allow here.
+    stream
+        As in :func:`prefetch`, but not the default stream, which CUDA does not allow here.
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, umem.core.errors.CudaError
         As :func:`prefetch`; also for no targets, numbers that differ, or the default stream.
     umem.core.errors.UnsupportedError
-        As :func:`prefetch`; also where driver or cuda-python is older than CUDA 13.
-    umem.core.errors.CudaError
-        When CUDA refuses.
+        As :func:`prefetch`; also if the driver or cuda-python is older than CUDA 13.
 
     Examples
     --------
@@ -121,20 +119,18 @@ def advise(target: Any, advice: Advice, location: Location | None = None) -> Non
 
     Parameters
     ----------
-    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
+    target
         As in :func:`prefetch`.
     advice : Advice
-        What to advise.
+        The advice.
     location : Location, optional
         Required for `PREFERRED_LOCATION`, and for `ACCESSED_BY`, where it is a device or the
         host as a whole; `READ_MOSTLY` has none.
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
         As :func:`prefetch`; also for a location that the advice lacks or cannot have.
-    umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`prefetch`.
 
     Examples
     --------
@@ -148,21 +144,9 @@ def advise(target: Any, advice: Advice, location: Location | None = None) -> Non
 
 
 def unadvise(target: Any, advice: Advice, location: Location | None = None) -> None:
-    """Take :func:`advise` back.
+    """Remove advice. `location` is required for `ACCESSED_BY`; the others have none.
 
-    Parameters
-    ----------
-    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
-        As in :func:`prefetch`.
-    advice : Advice
-        What to take back.
-    location : Location, optional
-        Required for `ACCESSED_BY`; the others have none.
-
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`advise`.
+    Parameters and errors are those of :func:`advise`.
     """
     needed = advice is Advice.ACCESSED_BY
     place = _advice_location("unadvise", advice, location, needed=needed)
@@ -179,19 +163,15 @@ def discard(target: Any, *, stream: Any) -> None:
 
     Parameters
     ----------
-    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
+    target
         As in :func:`prefetch`; at least one whole host page.
-    stream : int, torch.cuda.Stream, or an object with ``__cuda_stream__``
-        The stream to queue on; not the default stream, which CUDA does not allow here.
+    stream
+        As in :func:`prefetch_batch`.
 
     Raises
     ------
-    TypeError, ValueError
-        As :func:`prefetch`; also for a target without a whole page, or the default stream.
-    umem.core.errors.UnsupportedError
-        As :func:`prefetch`; also where driver or cuda-python is older than CUDA 13.
-    umem.core.errors.CudaError
-        When CUDA refuses.
+    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
+        As :func:`prefetch_batch`; also for a target without a whole page.
     """
     handle = _own_stream(stream)
     pages = _managed(whole_pages(as_range(target)), None)
@@ -201,22 +181,8 @@ def discard(target: Any, *, stream: Any) -> None:
 def discard_and_prefetch(target: Any, location: Location, *, stream: Any) -> None:
     """Put pages for `target` at `location` without moving their dead contents.
 
-    What :func:`discard` says of whole pages holds here; a shared first or last page moves
-    with its contents.
-
-    Parameters
-    ----------
-    target : torch.Tensor, Range, (address, bytes), or ``__cuda_array_interface__``
-        As in :func:`discard`.
-    location : Location
-        Where the pages should be.
-    stream : int, torch.cuda.Stream, or an object with ``__cuda_stream__``
-        As in :func:`discard`.
-
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`discard`.
+    Only whole pages are discarded, as by :func:`discard`; a shared first or last page moves with
+    its contents. Parameters and errors are those of :func:`discard` and :func:`prefetch`.
     """
     handle = _own_stream(stream)
     range_ = as_range(target)
@@ -228,37 +194,23 @@ def discard_and_prefetch(target: Any, location: Location, *, stream: Any) -> Non
 
 
 def is_read_mostly(target: Any) -> bool:
-    """Tell whether every page of `target` has read-mostly advice.
-
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`prefetch`.
-    """
+    """Return whether every page of `target` has read-mostly advice; errors as :func:`prefetch`."""
     return _bindings.is_read_mostly(_managed(as_range(target), None))
 
 
 def preferred_location(target: Any) -> Location | None:
-    """Return the preferred location that all pages of `target` share, None where they share none.
+    """Return the preferred location that all pages of `target` share, None if they share none.
 
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`prefetch`.
+    Errors are those of :func:`prefetch`.
     """
-    return _bindings.preferred_location(_managed(as_range(target), None))
+    return _bindings.range_location(_managed(as_range(target), None), "preferred")
 
 
 def last_prefetch_location(target: Any) -> Location | None:
-    """Return where all pages of `target` were last sent, None where they share no such place.
+    """Return the location of the last prefetch of all pages, None if they share none.
 
-    It tells of the last prefetch, not of faults and evictions since, and not whether the
-    prefetch is done.
-
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`prefetch`.
+    Faults and evictions since that prefetch do not change it, and the prefetch may still be
+    running. Errors are those of :func:`prefetch`.
 
     Examples
     --------
@@ -266,17 +218,11 @@ def last_prefetch_location(target: Any) -> Location | None:
     >>> last_prefetch_location(weight)
     Location(kind='host', number=0)
     """
-    return _bindings.last_prefetch_location(_managed(as_range(target), None))
+    return _bindings.range_location(_managed(as_range(target), None), "last_prefetch")
 
 
 def accessed_by(target: Any) -> tuple[Location, ...]:
-    """Return the processors that every page of `target` has accessed-by advice for.
-
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`prefetch`.
-    """
+    """Return the processors that every page has accessed-by advice for; errors as `prefetch`."""
     return _bindings.accessed_by(_managed(as_range(target), None))
 
 
@@ -313,7 +259,7 @@ def _names(members: Iterable[Enum]) -> str:
 
 
 def _managed(range_: Range, location: Location | None) -> Range:
-    """`range_` when it and `location` are fit for a driver call, an error otherwise."""
+    """Check that a range is managed memory and a location a Location; return the range."""
     if location is not None and not isinstance(location, Location):
         raise TypeError(
             f"location must be a Location, not {location!r}; for example Location.device(0) or "
@@ -322,7 +268,7 @@ def _managed(range_: Range, location: Location | None) -> Range:
     found = _bindings.memory_type(range_.address)
     if found == "cudaMemoryTypeManaged":
         return range_
-    # Memory from malloc: fit for these calls where the GPU can reach pageable memory.
+    # Memory from malloc: the calls take it if the GPU can reach pageable memory.
     if found == "cudaMemoryTypeUnregistered" and _bindings.device_attribute(
         0, "PAGEABLE_MEMORY_ACCESS"
     ):

@@ -1,4 +1,4 @@
-"""Where pages can be: a device, the host, or one of the host's NUMA nodes."""
+"""Locations, address ranges and streams, and how to read them from tensors and arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LocationKind = Literal["device", "host", "host_numa", "host_numa_current"]
 
 @dataclass(frozen=True)
 class Location:
-    """A place for pages, in the terms of CUDA's ``cudaMemLocation``.
+    """A place for pages, as in CUDA's ``cudaMemLocation``.
 
     Build one with :meth:`device`, :meth:`host`, :meth:`host_numa` or
     :meth:`host_numa_current`.
@@ -22,7 +22,7 @@ class Location:
     Parameters
     ----------
     kind : {"device", "host", "host_numa", "host_numa_current"}
-        What the place is.
+        The kind of memory.
     number : int
         The device's ordinal or the host's NUMA node; 0 for the other kinds.
 
@@ -89,12 +89,9 @@ class Location:
         return "host" if self.kind == "host" else "the calling thread's host NUMA node"
 
 
-# Address ranges and streams, read off the objects that users hold.
-
-
 @dataclass(frozen=True)
 class Range:
-    """A run of addresses.
+    """A contiguous address range.
 
     Parameters
     ----------

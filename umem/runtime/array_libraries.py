@@ -1,9 +1,9 @@
-"""One memory for numba and CuPy: their arrays come from umem's allocator and count in it."""
+"""Shares umem's memory with numba and CuPy: their arrays come from umem's allocator."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,47 +15,57 @@ if TYPE_CHECKING:
 
 __all__ = ["import_libraries", "share_with"]
 
+_MODULES = {
+    # The array library with its package, and RMM's allocator for it.
+    "numba": ("numba.cuda", "numba-cuda", "rmm.allocators.numba"),
+    "cupy": ("cupy", "cupy-cuda{}x", "rmm.allocators.cupy"),
+}
 
-def import_libraries(libraries: Iterable[str]) -> None:
-    """Import what `share_with` will need, which starts CUDA in none of them.
+
+def import_libraries(libraries: Collection[str]) -> None:
+    """Import what `share_with` needs; none of it starts CUDA.
 
     Raises
     ------
     UnsupportedError
         If a library is not installed.
     """
+    cuda_major = (torch.version.cuda or "13").split(".")[0]
     for name in libraries:
-        _rmm("rmm")
-        _IMPORTERS[name]()
+        module, package, allocator_module = _MODULES[name]
+        _import("rmm", f"rmm-cu{cuda_major}")
+        _import(module, package.format(cuda_major))
+        _import(allocator_module, f"rmm-cu{cuda_major}")
 
 
-def share_with(libraries: Iterable[str], allocator: Allocator) -> None:
-    """Point libraries at umem's memory, by way of RMM's current device resource.
+def share_with(libraries: Collection[str], allocator: Allocator) -> None:
+    """Let libraries allocate from umem, through RMM's current device resource.
 
     Parameters
     ----------
     libraries
-        ``numba``, ``cupy`` or both. None: RMM's own resource stays as it is.
+        ``numba``, ``cupy`` or both, imported by `import_libraries`. If empty, RMM keeps its own
+        resource.
     allocator
         The process's allocator.
-
-    Raises
-    ------
-    UnsupportedError
-        If a library is not installed.
     """
-    names = tuple(libraries)
-    if names:
+    if libraries:
         _set_rmm_resource(allocator)
-    for name in names:
-        _SHARERS[name]()
+    for name in libraries:
+        module, _, allocator_module = _MODULES[name]
+        library = importlib.import_module(module)
+        rmm_allocator = importlib.import_module(allocator_module)
+        if name == "numba":
+            library.set_memory_manager(rmm_allocator.RMMNumbaManager)
+        else:
+            library.cuda.set_allocator(rmm_allocator.rmm_cupy_allocator)
 
 
 def _set_rmm_resource(allocator: Allocator) -> None:
-    rmm = _rmm("rmm")
+    resources = importlib.import_module("rmm").mr
     for device in range(allocator.device_count()):
-        allocate, deallocate = _callbacks(allocator, device)
-        rmm.mr.set_per_device_resource(device, rmm.mr.CallbackMemoryResource(allocate, deallocate))
+        resource = resources.CallbackMemoryResource(*_callbacks(allocator, device))
+        resources.set_per_device_resource(device, resource)
 
 
 def _callbacks(
@@ -65,7 +75,7 @@ def _callbacks(
         return allocator.malloc(size, device, _stream_address(stream))
 
     def deallocate(address: int, _size: int, stream: Any) -> None:
-        # RMM may give a buffer back on another stream than it was taken on.
+        # RMM may free a buffer on another stream than it was allocated on.
         if address:
             allocator.record_stream(address, _stream_address(stream), device)
             allocator.free(address, device)
@@ -77,39 +87,11 @@ def _stream_address(stream: Any) -> int:
     return int(stream.__cuda_stream__()[1])
 
 
-def _share_with_numba() -> None:
-    _numba_cuda().set_memory_manager(_rmm("rmm.allocators.numba").RMMNumbaManager)
-
-
-def _share_with_cupy() -> None:
-    _cupy().cuda.set_allocator(_rmm("rmm.allocators.cupy").rmm_cupy_allocator)
-
-
-def _numba_cuda() -> Any:
-    return _import("numba.cuda", "numba-cuda")
-
-
-def _cupy() -> Any:
-    return _import("cupy", f"cupy-cuda{_cuda_major()}x")
-
-
-def _rmm(module: str) -> Any:
-    return _import(module, f"rmm-cu{_cuda_major()}")
-
-
-def _cuda_major() -> str:
-    return (torch.version.cuda or "13").split(".")[0]
-
-
-_IMPORTERS = {"numba": _numba_cuda, "cupy": _cupy}
-_SHARERS = {"numba": _share_with_numba, "cupy": _share_with_cupy}
-
-
-def _import(module: str, package: str) -> Any:
+def _import(module: str, package: str) -> None:
     try:
-        return importlib.import_module(module)
+        importlib.import_module(module)
     except ImportError as error:
         raise UnsupportedError(
             f"the policy's share needs {module}, which does not import ({error}): "
-            f"`pip install {package}`, or take it out of share"
+            f"`pip install {package}`, or remove it from share"
         ) from error

@@ -1,8 +1,8 @@
-"""Which class a tensor belongs to, told from what torch is doing when it is born.
+"""Gives each tensor its class at allocation, from what torch is doing at that moment.
 
-The phase of the program decides: weights before the first forward, activations in forward and
-backward, optimizer state while a new optimizer takes its first step. Parameters, gradients and
-state are then tagged one by one, where the phase alone could not know them.
+The phase of the program sets the class: weights before the first forward pass, activations in
+forward and backward, optimizer state in the first step of an optimizer. Parameters, gradients and
+state that were allocated in another phase are retagged one by one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Classifier", "gradient_hook"]
 
 
 def gradient_hook(allocator: Allocator) -> Callable[[torch.Tensor], object]:
-    """What tags the gradient of each parameter that it is called with."""
+    """Make a hook that tags the gradient of each parameter that it is called with."""
 
     def tag_parts(gradient: torch.Tensor) -> None:
         for address in storage_addresses(gradient):
@@ -50,70 +50,67 @@ def gradient_hook(allocator: Allocator) -> Callable[[torch.Tensor], object]:
 
 
 class Classifier:
-    """torch's global hooks, and what they tell the allocator.
+    """Sets the allocator's phase and tags tensors from torch's global hooks.
 
-    A steady training step runs two optimizer hooks and one gradient hook per parameter. The hook
-    that every module call would run is armed only while there are modules it has not seen: at
-    start, and whenever parameters are registered or moved.
+    A steady training step runs two optimizer hooks and one gradient hook per parameter. The hook on
+    every module call is installed only while there may be unknown modules: at start, and after
+    parameters were registered or moved.
 
     Parameters
     ----------
     allocator
-        Told of phases (`set_phase`), overrides (`enter_class`, `leave_class`) and tags (`retag`).
+        The process's allocator.
     on_gradient
-        Called with each parameter whose gradient has been accumulated: :func:`gradient_hook`'s.
+        Called with each parameter whose gradient was accumulated: from :func:`gradient_hook`.
     """
 
     def __init__(self, allocator: Allocator, on_gradient: Callable[[torch.Tensor], object]) -> None:
         self._allocator = allocator
         self._on_gradient = on_gradient
         self._forward_hook: Any = None
-        self._walked_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._walked_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._seen_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._seen_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooked_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._known_states: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._moving = threading.local()
 
     def install(self) -> None:
         """Register the hooks, for the rest of the process."""
-        self._arm()
+        self._watch_calls()
         global_hooks.register_module_parameter_registration_hook(self._on_parameter)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         self._wrap_apply()
 
     def roots(self) -> list[nn.Module]:
-        """Modules that were called by the program itself, and not by another module."""
-        return list(self._walked_roots)
+        """The modules that the program called itself, not through another module."""
+        return list(self._seen_roots)
 
     # ------------------------------------------------------------------ modules
 
-    def _arm(self) -> None:
-        """Look at the modules that run next."""
-        self._walked_roots.clear()
-        self._walked_modules.clear()
+    def _watch_calls(self) -> None:
+        """Look at the modules that are called next."""
+        self._seen_roots.clear()
+        self._seen_modules.clear()
         if self._forward_hook is None:
             self._forward_hook = nn.modules.module.register_module_forward_pre_hook(
                 self._before_forward
             )
 
-    def _disarm(self) -> None:
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
-            self._forward_hook = None
-
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
-        if torch.compiler.is_compiling():  # the hook is no part of what the compiler traces
+        if torch.compiler.is_compiling():  # keeps the hook out of the compiled graph
             return
-        if module in self._walked_roots:
-            # It comes round again: a whole iteration has shown every module that takes part.
-            self._disarm()
+        if module in self._seen_roots:
+            # Its second call: the whole iteration in between has shown every module.
+            if self._forward_hook is not None:
+                self._forward_hook.remove()
+                self._forward_hook = None
             return
-        if module in self._walked_modules:
+        if module in self._seen_modules:
             return
-        self._walked_roots[module] = True
+        self._seen_roots[module] = True
         for part in module.modules():
-            self._walked_modules[part] = True
+            self._seen_modules[part] = True
         self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
         self._tag_parameters(module.parameters())
         self._tag(module.buffers(), TensorClass.OTHER)
@@ -122,13 +119,13 @@ class Classifier:
         if parameter is None:
             return
         if self._forward_hook is None:
-            self._arm()
+            self._watch_calls()
         self._tag([parameter], TensorClass.WEIGHTS)
 
     def _wrap_apply(self) -> None:
-        """Give what `Module.to`, `.cuda`, `.half`, ... make the class of weights.
+        """Class what `Module.to`, `.cuda`, `.half` and others allocate as weights.
 
-        They all go through `Module._apply`, which has no hook.
+        They all call `Module._apply`, which has no hook.
         """
         apply = PRIVATE_NAMES["module_apply"].find()
         classifier = self
@@ -136,7 +133,7 @@ class Classifier:
         def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             if getattr(classifier._moving, "inside", False):  # a child of the module being moved
                 return apply(module, *args, **kwargs)
-            classifier._arm()
+            classifier._watch_calls()
             classifier._moving.inside = True
             try:
                 with classifier.override(TensorClass.WEIGHTS):
@@ -148,7 +145,7 @@ class Classifier:
 
     @contextmanager
     def override(self, tensor_class: TensorClass) -> Iterator[None]:
-        """Give every tensor born in the block a class, whatever the phase."""
+        """Give every tensor allocated in the block a class, in any phase."""
         token = self._allocator.enter_class(tensor_class.number)
         try:
             yield
@@ -163,21 +160,21 @@ class Classifier:
         if optimizer not in self._known_states:
             self._forget_state(optimizer)
             optimizer.register_load_state_dict_post_hook(self._forget_state)
-        phase = TensorClass.OTHER  # what a step allocates beside its state is gone when it ends
+        phase = TensorClass.OTHER  # a step frees its temporary tensors before it ends
         if self._known_states[optimizer] != _state_sizes(optimizer):
             phase = TensorClass.OPTIMIZER_STATE
             parameters = list(optimizer_parameters(optimizer))
             self._tag_parameters(parameters)
             self._tag((p.grad for p in parameters if p.grad is not None), TensorClass.GRADIENTS)
         self._allocator.set_phase(phase.number)
-        return self._with_forward_in_closure(args, kwargs, phase)
+        return self._wrap_closure(args, kwargs, phase)
 
-    def _with_forward_in_closure(
+    def _wrap_closure(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: TensorClass
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Give a step's closure, which runs forward and backward inside the step, their phase.
+        """Set the phase of activations while a step's closure runs forward and backward.
 
-        Returns the step's new arguments, or None to leave them. The first is the optimizer.
+        Returns the step's new arguments, the optimizer first, or None if there is no closure.
         """
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -185,7 +182,7 @@ class Classifier:
 
         def in_phase() -> Any:
             self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
-            loss = closure()  # where it raises, the step is over, and with it the step's phase
+            loss = closure()  # if it raises, the step is over, and so is its phase
             self._allocator.set_phase(phase.number)
             return loss
 
@@ -202,7 +199,7 @@ class Classifier:
         self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
 
     def _forget_state(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer's state after its next step: it is new, or has been loaded."""
+        """Tag an optimizer's state after its next step: it is new, or was loaded."""
         self._known_states[optimizer] = None
 
     # ------------------------------------------------------------------ tags
@@ -225,11 +222,11 @@ class Classifier:
 
 
 def _state_sizes(optimizer: Optimizer) -> tuple[int, int]:
-    """Number of parameters with state, and of parameters: they change when the state grows."""
+    """Numbers of parameters with state, and of parameters, which change when the state grows."""
     parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     return len(optimizer.state), parameters
 
 
 def _cuda_addresses(tensor: torch.Tensor) -> list[int]:
-    """Addresses of the CUDA memory that holds a tensor."""
+    """Addresses of a tensor's CUDA storages."""
     return storage_addresses(tensor) if tensor.is_cuda else []

@@ -1,7 +1,7 @@
-"""CUDA events that a forked child leaves alone.
+"""CUDA events that are not destroyed in a forked child.
 
-torch destroys an event with a call into CUDA, which is not there in a forked child: it would end
-with an abort where a plain ``sys.exit`` was meant.
+torch destroys an event with a call into CUDA, which does not work in a forked child: the child
+would abort where it only wanted to exit.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["LeftToItsProcess", "new_event"]
+__all__ = ["KeptInForks", "new_event"]
 
 
-class LeftToItsProcess:
-    """An object that lives for ever in a process that did not make it.
+class KeptInForks:
+    """An object that is never destroyed in a process other than the one that made it.
 
-    It has no list of weak references to all of its kind: those of torch's events outlive them and
-    dangle, in versions without https://github.com/pytorch/pytorch/pull/183403.
+    It has no list of weak references to its instances: those to torch's events outlive the events
+    and dangle, in versions without https://github.com/pytorch/pytorch/pull/183403.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
         self._made_in = os.getpid()
 
-    # What it needs is at hand also when the interpreter has cleared its modules.
+    # As defaults, the functions are still there when the interpreter has cleared its modules.
     def __del__(
         self,
         process: Callable[[], int] = os.getpid,
@@ -37,7 +37,7 @@ class LeftToItsProcess:
             keep(reference(self))
 
 
-class _Event(LeftToItsProcess, torch.cuda.Event):
+class _Event(KeptInForks, torch.cuda.Event):
     pass
 
 
@@ -47,6 +47,6 @@ def new_event(*, timing: bool = False) -> torch.cuda.Event:
     Parameters
     ----------
     timing
-        Whether its time can be read.
+        Whether the event records its time.
     """
     return _Event(enable_timing=timing)

@@ -1,4 +1,4 @@
-"""What is in the allocator's hands: live blocks, and the memory of each class."""
+"""Live tensors and memory by class, read from the allocator."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _CLASSES = tuple(TensorClass)
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A block in a tensor's hands. Tensors that are views of one storage are one block."""
+    """An allocated block. Tensors that are views of one storage are one block."""
 
     address: int
     bytes: int
-    """As asked for."""
+    """As requested."""
     block_bytes: int
-    """As handed out: rounded to 512 bytes, or 64 KiB from 2 MiB on."""
+    """As allocated: rounded to 512 bytes, or to 64 KiB from 2 MiB on."""
     tensor_class: TensorClass
     device: int
     memory_kind: str
@@ -47,18 +47,18 @@ class ClassMemory:
     allocated_bytes: int
     peak_allocated_bytes: int
     requested_bytes: int
-    """Bytes as asked for, before rounding."""
+    """Bytes as requested, before rounding."""
     allocations: int
-    """Blocks handed out since the start or `torch.cuda.reset_accumulated_memory_stats`."""
+    """Blocks allocated since the start or `torch.cuda.reset_accumulated_memory_stats`."""
 
 
 def tensors(device: int | None = None) -> list[LiveTensor]:
-    """Live blocks by address.
+    """Live blocks, ordered by address.
 
     Parameters
     ----------
     device
-        One GPU's blocks only.
+        Only the blocks of this GPU.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def tensors(device: int | None = None) -> list[LiveTensor]:
 
 
 def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]:
-    """Memory of each tensor class on a GPU, the current one when none is named.
+    """Memory of each tensor class on a GPU, by default the current one.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]
 
 
 def memory_summary(device: int | None = None) -> str:
-    """Table of a GPU's memory by tensor class, for people.
+    """A GPU's memory by tensor class, as a table to print.
 
     Raises
     ------
@@ -128,13 +128,9 @@ def memory_summary(device: int | None = None) -> str:
             f"{stats['allocation']['all']['allocated']:,}",
         )
     )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
     rule = "-" * len(lines[0])
     reserved = stats["reserved_bytes"]["all"]
@@ -148,28 +144,18 @@ def memory_summary(device: int | None = None) -> str:
         for name, kind in kinds.items()
         if kind["reserved_bytes"]
     )
-    return "\n".join(
-        [
-            f"GPU {number}, policy {state.policy.name}",
-            rule,
-            lines[0],
-            rule,
-            *lines[1:-1],
-            rule,
-            lines[-1],
-            rule,
-            f"reserved {format_bytes(reserved['current'])}, peak {format_bytes(reserved['peak'])}"
-            + (f": {held}" if held else ""),
-        ]
-    )
+    title = f"GPU {number}, policy {state.policy.name}"
+    end = f"reserved {format_bytes(reserved['current'])}, peak {format_bytes(reserved['peak'])}"
+    body = [title, rule, lines[0], rule, *lines[1:-1], rule, lines[-1], rule]
+    return "\n".join([*body, f"{end}: {held}" if held else end])
 
 
 @contextmanager
 def tensor_class(name: str | TensorClass) -> Iterator[None]:
-    """Give every tensor born in a ``with`` block a class, whatever the phase.
+    """Give every tensor allocated in a ``with`` block a class, in any phase.
 
-    Threads without an override of their own, such as autograd's or a loader's, follow it too.
-    After a fallback to torch's allocator it does nothing.
+    It also holds for threads without an override, such as autograd's or a data loader's. After a
+    fallback to torch's allocator it does nothing.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The native library: loaded once, with the libraries that it needs."""
+"""Loads the native library, and the libraries that it needs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["native"]
 
 @functools.cache
 def native() -> ModuleType:
-    """The module `umem.runtime._native`, whose contract is ``umem/runtime/_native.pyi``.
+    """Load the module `umem.runtime._native`; ``umem/runtime/_native.pyi`` describes it.
 
     Raises
     ------
     NativeLibraryError
         If it, RMM's or CUDA's library is missing; the message names the remedy.
     """
-    # The wheel's own search path finds RMM beside umem; this finds it anywhere else, as after
-    # `pip install --target`. A core-only build needs none; any other says below what it misses.
+    # The wheel's search path finds RMM beside umem; this also finds it elsewhere, as after
+    # `pip install --target`. A core-only build needs no RMM; other builds report a missing library
+    # below.
     with contextlib.suppress(ImportError):
         importlib.import_module("librmm").load_library()
     try:

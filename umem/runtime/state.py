@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Runtime:
-    """What `enable` has put in place."""
+    """The policy, allocator and classifier that `umem.enable` installed."""
 
     policy: Policy
     resolved: ResolvedPolicy
@@ -41,7 +41,7 @@ _fallback_reason: str | None = None
 
 
 def set_runtime(state: Runtime) -> None:
-    """Record what `umem.enable` has put in place."""
+    """Record what `umem.enable` installed."""
     global _runtime
     _runtime = state
 
@@ -53,12 +53,12 @@ def record_fallback(reason: str) -> None:
 
 
 def is_enabled() -> bool:
-    """Whether umem's allocator serves torch in this process."""
+    """Whether torch allocates from umem in this process."""
     return _runtime is not None
 
 
 def runtime() -> Runtime:
-    """What `enable` put in place.
+    """The state that `umem.enable` installed.
 
     Raises
     ------
