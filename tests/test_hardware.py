@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def problems_of(source: Any) -> list[str]:
 # ---------------------------------------------------------------------------------- profiles
 
 
-def test_profiles_are_these_and_no_policies() -> None:
+def test_profile_names() -> None:
     assert hardware_names() == PROFILES
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PROFILES)
     assert not set(PROFILES) & set(preset_names())
@@ -88,13 +88,7 @@ def test_profile_loads_under_its_own_name_with_a_source_for_every_figure(name: s
     )
 
 
-def test_fields_are_those_of_hardware() -> None:
-    names = [field.name for field in fields(Hardware)]
-    assert ["name", "description", *FIGURES, "sources"] == names
-    assert tuple(member.name.lower() for member in Precision) == PRECISIONS
-
-
-def test_the_faults_of_an_h200_come_in_at_the_middle_of_what_was_measured() -> None:
+def test_faults_of_an_h200_have_the_mean_of_the_measured_rates() -> None:
     h200 = load_hardware("h200-pcie")
     pages = h200.block_bytes // h200.page_bytes
     faulting = int(h200.speculation_threshold * pages) + 1
@@ -109,7 +103,7 @@ def test_the_faults_of_an_h200_come_in_at_the_middle_of_what_was_measured() -> N
     assert moved / time_s == pytest.approx(math.sqrt(5e9 * 12e9), rel=1e-3)
 
 
-def test_the_call_cost_of_an_h200_gives_what_four_threads_measured() -> None:
+def test_call_cost_of_an_h200_gives_the_measured_rate_of_four_threads() -> None:
     h200 = load_hardware("h200-pcie")
     chunk = 32 * 2**20
     rate = chunk / (h200.call_s + chunk / h200.to_device_bytes_per_s)
@@ -137,7 +131,7 @@ def test_grace_hoppers_differ_in_their_memory_only() -> None:
     assert differing == {"device_bytes", "memory_bytes_per_s"}
 
 
-def test_a_profile_passes_through_and_other_types_are_refused() -> None:
+def test_load_hardware_returns_a_machine_as_it_is_and_refuses_other_types() -> None:
     hardware = load_hardware("h200-pcie")
     assert load_hardware(hardware) is hardware
     with pytest.raises(TypeError, match=r"a hardware profile is the name of .* not int"):
@@ -239,86 +233,10 @@ def test_a_mapping_may_extend_a_profile() -> None:
         (f"description: {'x' * 3000}\n", "2:14: description", "longer than 2000 characters"),
         ("name: [x]\n", "2:7: name", "is not text"),
         ("extends: h200\n", "3:1: extends", "duplicate key"),
-        # values
-        (
-            "call_s: {value: 45, source: x}\n",
-            "2:17: call_s.value",
-            "45 is not a number and a unit: give one such as '45 us'",
-        ),
-        ("call_s: {value: -45 us, source: x}\n", "2:17: call_s.value", "not a number and a unit"),
-        ("call_s: {value: 45 μs, source: x}\n", "2:17: call_s.value", "an unknown unit"),
-        ("call_s: {value: 45 US, source: x}\n", "2:17: call_s.value", "did you mean 'us'?"),
-        ("call_s: {value: 2 s, source: x}\n", "2:17: call_s.value", "give 0 s to 1 s"),
-        ("call_s: {value: .inf, source: x}\n", "2:17: call_s.value", "not a number and a unit"),
-        ("call_s: {value: nan s, source: x}\n", "2:17: call_s.value", "not a number and a unit"),
-        ("call_s: {value: 1e3 us, source: x}\n", "2:17: call_s.value", "not a number and a unit"),
-        (
-            f"call_s: {{value: {'9' * 500} us, source: x}}\n",
-            "2:17: call_s.value",
-            "not a number and a unit",
-        ),
-        (
-            "link_bytes_per_s: {value: 51 GB, source: x}\n",
-            "2:27: link_bytes_per_s.value",
-            "unknown unit 'GB', did you mean 'GB/s'?",
-        ),
-        (
-            "link_bytes_per_s: {value: 0 GB/s, source: x}\n",
-            "2:27: link_bytes_per_s.value",
-            "give 1 MB/s to 1000 TB/s",
-        ),
-        (
-            "copy_slowdown_s_per_byte: {value: 5 ms, source: x}\n",
-            "2:35: copy_slowdown_s_per_byte.value",
-            "unknown unit 'ms': give one such as '5 ms/GiB'",
-        ),
         (
             "flops_per_s: {fp8: {value: 5 TFLOPS, source: x}}\n",
             "2:28: flops_per_s.fp8.value",
             "did you mean 'TFLOP/s'?",
-        ),
-        (
-            "device_bytes: {value: 40G, source: x}\n",
-            "2:23: device_bytes.value",
-            "'40G' could mean 40GiB or 40GB",
-        ),
-        ("device_bytes: {value: 0, source: x}\n", "2:23: device_bytes.value", "give 1 MiB to"),
-        (
-            "block_bytes: {value: 3 MiB, source: x}\n",
-            "2:22: block_bytes.value",
-            "not a power of two",
-        ),
-        ("ats: {value: yes, source: x}\n", "2:14: ats.value", "'yes' is not true or false"),
-        (
-            "faults_per_batch: {value: 1.5, source: x}\n",
-            "2:27: faults_per_batch.value",
-            "1.5 is not a whole number from 1 to 65535",
-        ),
-        (
-            "faults_per_batch: {value: true, source: x}\n",
-            "2:27: faults_per_batch.value",
-            "true is not a whole number",
-        ),
-        (
-            "speculation_threshold: {value: 0.51, source: x}\n",
-            "2:32: speculation_threshold.value",
-            "not a percentage",
-        ),
-        (
-            "fault_eviction: {value: seriel, source: x}\n",
-            "2:25: fault_eviction.value",
-            "did you mean 'serial'? Valid values: serial, overlapped",
-        ),
-        # values that contradict each other
-        (
-            "block_bytes: {value: 32 KiB, source: x}\n",
-            "2:22: block_bytes.value",
-            "less than page_bytes: give at least 64 KiB",
-        ),
-        (
-            "link_bytes_per_s: {value: 40 GB/s, source: x}\n",
-            "2:27: link_bytes_per_s.value",
-            "less than to_device_bytes_per_s: give at least 51 GB/s",
         ),
     ],
 )
@@ -331,6 +249,43 @@ def test_error_names_file_line_column_key_and_remedy(
     assert len(problems) == 1
     assert says in problems[0]
     assert len(problems[0]) < 1000
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "says"),
+    [
+        ("call_s", "45", "45 is not a number and a unit: give one such as '45 us'"),
+        ("call_s", "-45 us", "not a number and a unit"),
+        ("call_s", "45 μs", "an unknown unit"),
+        ("call_s", "45 US", "did you mean 'us'?"),
+        ("call_s", "2 s", "give 0 s to 1 s"),
+        ("call_s", ".inf", "not a number and a unit"),
+        ("call_s", "nan s", "not a number and a unit"),
+        ("call_s", "1e3 us", "not a number and a unit"),
+        ("call_s", f"{'9' * 500} us", "not a number and a unit"),
+        ("link_bytes_per_s", "51 GB", "unknown unit 'GB', did you mean 'GB/s'?"),
+        ("link_bytes_per_s", "0 GB/s", "give 1 MB/s to 1000 TB/s"),
+        ("copy_slowdown_s_per_byte", "5 ms", "unknown unit 'ms': give one such as '5 ms/GiB'"),
+        ("device_bytes", "40G", "'40G' could mean 40GiB or 40GB"),
+        ("device_bytes", "0", "give 1 MiB to"),
+        ("block_bytes", "3 MiB", "not a power of two"),
+        ("ats", "yes", "'yes' is not true or false"),
+        ("faults_per_batch", "1.5", "1.5 is not a whole number from 1 to 65535"),
+        ("faults_per_batch", "true", "true is not a whole number"),
+        ("speculation_threshold", "0.51", "not a percentage"),
+        ("fault_eviction", "seriel", "did you mean 'serial'? Valid values: serial, overlapped"),
+        ("block_bytes", "32 KiB", "less than page_bytes: give at least 64 KiB"),
+        ("link_bytes_per_s", "40 GB/s", "less than to_device_bytes_per_s: give at least 51 GB/s"),
+    ],
+)
+def test_error_of_a_value_names_its_place_and_remedy(
+    tmp_path: Path, figure: str, value: str, says: str
+) -> None:
+    text = f"extends: h200-pcie\n{figure}: {{value: {value}, source: x}}\n"
+    path = write(tmp_path, text)
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path}:2:{len(figure) + 11}: {figure}.value: ")
+    assert says in problem
 
 
 def test_all_problems_are_reported_in_order(tmp_path: Path) -> None:
@@ -456,7 +411,7 @@ def test_quantities_are_read_exactly(figure: str, text: Any, value: float) -> No
 
 @settings(deadline=None)
 @given(st.sampled_from(PROFILES), st.floats(0.3, 3.0))
-def test_what_is_shown_can_be_read_back(name: str, factor: float) -> None:
+def test_shown_figures_can_be_read_back(name: str, factor: float) -> None:
     profile = load_hardware(name)
     scaled = {
         field: value * factor
@@ -540,7 +495,7 @@ def a_trace(
     )
 
 
-def test_a_phase_lasts_as_its_slowest_part() -> None:
+def test_a_phase_takes_its_longest_time() -> None:
     h200 = load_hardware("h200-pcie")
     trace = a_trace(
         [660e12, 660e12, 51e12, 0.0, 1.0],
@@ -562,7 +517,7 @@ def test_durations_of_a_trace_are_kept_unless_forced() -> None:
     assert forced.duration_s == pytest.approx([1.0])
 
 
-def test_a_precision_that_the_machine_lacks_is_named() -> None:
+def test_the_error_for_a_missing_precision_names_it() -> None:
     h200 = load_hardware("h200-pcie")
     poor = replace(h200, flops_per_s={"fp32": 1e12})
     assert with_durations(a_trace([0.0], [0], [Precision.FP8]), poor).duration_s is not None
@@ -584,7 +539,7 @@ def test_the_machine_of_a_profile_keeps_its_figures() -> None:
     assert found.sources["to_device_bytes_per_s"].text.startswith("detected: PCIe 5 x16; measured")
 
 
-def test_another_link_scales_what_follows_it() -> None:
+def test_figures_of_the_link_are_scaled_to_another_link() -> None:
     profile = load_hardware("h200-pcie")
     found = describe_machine(replace(H200, pcie_link=(4, 16)), None)
     assert found.to_device_bytes_per_s == pytest.approx(profile.to_device_bytes_per_s / 2)
@@ -602,7 +557,7 @@ def test_another_link_scales_what_follows_it() -> None:
     assert unknown.sources["link_bytes_per_s"] == profile.sources["link_bytes_per_s"]
 
 
-def test_a_strange_card_is_described_by_assumptions() -> None:
+def test_an_unknown_card_is_described_by_assumptions() -> None:
     card = replace(
         H200,
         device_name="NVIDIA T4",
@@ -621,7 +576,7 @@ def test_a_strange_card_is_described_by_assumptions() -> None:
 @pytest.mark.parametrize(
     ("total_bytes", "profile"), [(int(94.5 * GIB), "gh200-96"), (142 * GIB, "gh200-144")]
 )
-def test_a_grace_hopper_by_its_memory(total_bytes: int, profile: str) -> None:
+def test_a_grace_hopper_is_matched_by_its_memory(total_bytes: int, profile: str) -> None:
     # The kernel counts the GPU's memory as the host's too.
     found = describe_machine(replace(GH200, total_bytes=total_bytes), 575 * GIB)
     assert found.description.endswith(f"{profile}'s")

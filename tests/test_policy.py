@@ -1,4 +1,4 @@
-"""Policies: presets, inheritance, every error with its place, resolution, and the CLI."""
+"""Policies: presets, inheritance, errors with their place, resolution, and the CLI."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def problem_of(path: Path) -> PolicyProblem:
 # ---------------------------------------------------------------------------------- presets
 
 
-def test_presets_are_these() -> None:
+def test_preset_names() -> None:
     assert preset_names() == PRESETS
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PRESETS)
 
@@ -85,7 +85,7 @@ def test_presets_come_from_the_package_before_the_checkout(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_loads_under_its_own_name(name: str) -> None:
+def test_preset_is_named_after_its_file(name: str) -> None:
     policy = load_policy(name)
     assert policy.name == name
     assert policy.description
@@ -93,7 +93,7 @@ def test_preset_loads_under_its_own_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sft", "lora", "inference"])
-def test_preset_classes_can_use_each_others_memory(name: str) -> None:
+def test_classes_of_a_preset_share_memory(name: str) -> None:
     policy = load_policy(name)
     advice = {
         (rule.kind, rule.placement, rule.accessed_by_device, rule.read_mostly)
@@ -131,7 +131,7 @@ def test_unknown_preset_names_the_nearest_and_all() -> None:
     assert "Presets: inference, lora, managed, rmm-managed, sft" in str(e.value)
 
 
-def test_a_file_named_like_a_preset_is_pointed_out(
+def test_the_error_for_an_unknown_preset_points_to_a_file_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "device_budget: 1GiB", "special")
@@ -144,7 +144,7 @@ def test_a_file_named_like_a_preset_is_pointed_out(
 # ---------------------------------------------------------------------------------- sources
 
 
-def test_a_policy_passes_through_and_other_types_are_refused() -> None:
+def test_load_policy_returns_a_policy_as_it_is_and_refuses_other_types() -> None:
     policy = load_policy("sft")
     assert load_policy(policy) is policy
     with pytest.raises(TypeError, match="not int"):
@@ -183,7 +183,7 @@ def test_models_are_frozen_and_hashable() -> None:
     assert hash(policy) == hash(load_policy("sft"))
 
 
-def test_extends_needs_load_policy() -> None:
+def test_extends_works_only_through_load_policy() -> None:
     with pytest.raises(ValidationError, match="only load_policy follows `extends`"):
         Policy(extends="sft")
 
@@ -210,7 +210,7 @@ def test_defaults_reach_every_class_and_class_keys_win(tmp_path: Path) -> None:
         assert rule.min_bytes == 2 * 2**20
 
 
-def test_what_follows_from_a_key_is_not_inherited() -> None:
+def test_defaults_that_depend_on_a_key_are_not_inherited() -> None:
     policy = Policy(defaults=ClassRule(min_bytes=1), classes={"other": {"placement": "host"}})
     assert policy.classes.other.accessed_by_device is True
     assert policy.classes.other.min_bytes == 1
@@ -244,7 +244,7 @@ def test_a_file_may_have_the_name_of_the_preset_it_extends(tmp_path: Path) -> No
     assert load_policy(path).device_budget == GIB
 
 
-def test_a_cycle_names_the_way_round(tmp_path: Path) -> None:
+def test_the_error_for_a_cycle_names_its_files(tmp_path: Path) -> None:
     write(tmp_path, "name: b\nextends: mine.yaml\n", "b.yaml")
     problem = problem_of(write(tmp_path, "extends: b.yaml\n"))
     assert problem.file.endswith("b.yaml")
@@ -335,6 +335,7 @@ def test_a_conflict_with_a_parent_names_the_key_that_was_written(tmp_path: Path)
         ("? [a]\n: b\n", 1, 3, "", "the key ['a'] is not text"),
         ("name: x\ndescription: \x01\n", 2, 14, "", "a control character"),
         ("[" * 200_000, 1, 17, "", "nested deeper than 16 levels"),
+        ("? " * 40, 1, 33, "", "nested deeper than 16 levels"),
     ],
 )
 def test_error_names_file_line_column_key_and_remedy(
@@ -449,7 +450,7 @@ def test_conflict_names_key_and_remedy(rule: dict[str, Any], key: str, remedy: s
 
 
 @pytest.mark.parametrize("name", ["weights", "frozen_weights", "optimizer_state"])
-def test_discard_is_for_contents_that_die(name: str) -> None:
+def test_discard_is_refused_for_classes_that_live_through_the_run(name: str) -> None:
     (problem,) = find_problems({"classes": {name: {"mechanism": "discard"}}})
     assert problem.key == f"classes.{name}.mechanism"
     assert f"give {name} mechanism: auto" in problem.message
@@ -458,7 +459,7 @@ def test_discard_is_for_contents_that_die(name: str) -> None:
 
 
 def test_every_remedy_of_a_conflict_is_a_valid_rule() -> None:
-    """Doing what a message says, as often as it says so, ends at a rule that is accepted."""
+    """Applying the remedies one after the other ends at a valid rule."""
     values = itertools.product(
         get_args(MemoryKind),
         get_args(Placement),
@@ -519,7 +520,7 @@ def test_a_budget_is_at_most_the_device() -> None:
         ("8GiB", "4GiB", 4 * GIB),
     ],
 )
-def test_the_smaller_limit_holds(
+def test_the_smaller_of_two_limits_holds(
     own: str | None, environment: str | None, limit_bytes: int | None
 ) -> None:
     policy = load_policy({"limits": {"managed_bytes": own}})
@@ -555,7 +556,7 @@ def test_the_environment_overrides_the_planner() -> None:
     assert resolve(policy, 80 * GIB, {"UMEM_PLANNER": "none"}).planner == "none"
 
 
-def test_planners_that_there_are_not() -> None:
+def test_unknown_planners_are_refused() -> None:
     (problem,) = find_problems({"planner": "lokahead"})
     assert problem.key == "planner"
     assert "lookahead" in problem.message
@@ -572,7 +573,7 @@ def test_planners_that_there_are_not() -> None:
             resolve(load_policy("sft"), 80 * GIB, {"UMEM_PLANNER": value})
 
 
-def test_resolve_refuses_what_does_not_fit_the_device() -> None:
+def test_resolve_refuses_sizes_that_do_not_fit_the_device() -> None:
     with pytest.raises(PolicyError, match="has no memory"):
         resolve(load_policy("sft"), 0, {})
     with pytest.raises(PolicyError, match="device_budget: 1% of 10 B is less than a byte"):

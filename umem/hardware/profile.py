@@ -44,7 +44,7 @@ _Text = Annotated[str, AfterValidator(_one_line)]
 _Reason = Annotated[_Text, AfterValidator(_not_empty)]
 
 
-class _Figure(BaseModel, Generic[_Value], extra="forbid"):
+class _Figure(BaseModel, Generic[_Value], extra="forbid", defer_build=True):
     """A value, and where it comes from."""
 
     value: _Value
@@ -77,7 +77,7 @@ class _Figure(BaseModel, Generic[_Value], extra="forbid"):
         return f"write {{value: {example}, source: ...}}, or assumption in place of source"
 
 
-class _Profile(BaseModel, extra="forbid"):
+class _Profile(BaseModel, extra="forbid", defer_build=True):
     name: _Text = "custom"
     description: _Text = ""
     extends: str | None = None
@@ -102,7 +102,7 @@ class _Profile(BaseModel, extra="forbid"):
         return self
 
 
-class _ByPrecision(BaseModel, extra="forbid"):
+class _ByPrecision(BaseModel, extra="forbid", defer_build=True):
     @model_validator(mode="after")
     def _is_not_empty(self) -> _ByPrecision:
         if not self.model_fields_set:
