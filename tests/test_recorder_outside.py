@@ -19,7 +19,7 @@ def look(start_mib: list[int]) -> StepMemory:
             Storage("activation", 2 * MIB, TensorClass.ACTIVATIONS, 0, 2),
         ),
         accesses=({}, {}, {}),
-        optimizer_parts=(),
+        optimizer_parts={},
         saves=(),
         peak_bytes=tuple(20 * MIB for _ in start_mib),
         start_bytes=tuple(mib * MIB for mib in start_mib),

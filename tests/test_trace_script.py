@@ -98,7 +98,7 @@ def test_a_script_for_a_gpu_needs_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def make_setp(): ...", r"no function make_step, did you mean make_setp\?"),
+        ("def make_setp(): ...", r"no function make_step, did you mean 'make_setp'\?"),
         ("x = 1", r"no function make_step\. Define it to make the model"),
         ("make_step = 3", r"make_step is a int, not a function"),
         ("def make_step(config): ...", r"make_step must take no arguments \(missing a required"),

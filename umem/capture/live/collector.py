@@ -15,7 +15,7 @@ from umem.capture.live.blocks import Block
 from umem.capture.live.memory_tracker import MemoryTracker, StepMemory
 from umem.capture.live.timing import Clock, Window, find_windows
 from umem.capture.live.trace_builder import JoinedPhases, join_phases
-from umem.runtime.model_parts import named_tensors, plain_tensors
+from umem.runtime.model_parts import named_tensors, plain_tensors, tensors_in
 from umem.torch_compat import storage_key
 
 __all__ = [
@@ -93,7 +93,7 @@ class SignatureWatch:
         if note_storages:
             self._storages += [
                 weakref.ref(part.untyped_storage())
-                for _, tensor in named_tensors((args, kwargs))
+                for tensor in tensors_in((args, kwargs))
                 for part in plain_tensors(tensor)
             ]
 

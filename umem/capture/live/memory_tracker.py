@@ -20,6 +20,7 @@ from umem.runtime.model_parts import (
     optimizer_parameters,
     optimizer_state,
     plain_tensors,
+    tensors_in,
     weight_classes,
 )
 from umem.runtime.torch_hooks.modules import Guard, hook_calls
@@ -27,16 +28,7 @@ from umem.runtime.torch_hooks.saved_tensors import may_leave
 from umem.torch_compat import current_graph_task_id, storage_key, version_counter
 from umem.trace import Access
 
-__all__ = ["MemoryTracker", "OptimizerPart", "StepMemory", "note_access"]
-
-
-@dataclass(frozen=True)
-class OptimizerPart:
-    """The optimizer's work on the parameters of one block."""
-
-    name: str
-    accesses: Mapping[int, Access]
-    """By number of the storage."""
+__all__ = ["MemoryTracker", "StepMemory", "note_access"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,8 @@ class StepMemory:
     storages: tuple[Storage, ...]
     accesses: tuple[Mapping[int, Access], ...]
     """Of each phase, by number of the storage."""
-    optimizer_parts: tuple[OptimizerPart, ...]
+    optimizer_parts: Mapping[str, Mapping[int, Access]]
+    """Accesses of the optimizer to the parameters of each block, their gradients and state."""
     saves: tuple[Save, ...]
     peak_bytes: tuple[int, ...]
     """The most bytes allocated during each phase; empty where no allocator reports them."""
@@ -235,14 +228,14 @@ class MemoryTracker:
 
     def see_made(self, value: object, what: str) -> None:
         """The phase that ends has made these tensors, if they are not known."""
-        for _, tensor in named_tensors(value):
+        for tensor in tensors_in(value):
             for part in plain_tensors(tensor):
                 if part.device == self._device and self._storages.find(part) is None:
                     self._see(part, what)
 
     def see_used(self, value: object) -> None:
         """The phase that has begun uses these tensors."""
-        for _, tensor in named_tensors(value):
+        for tensor in tensors_in(value):
             self._see(tensor, "input")
 
     # ------------------------------------------------------------------ calls
@@ -404,13 +397,13 @@ class MemoryTracker:
             # Copies, as deaths after the step are noted in the records.
             storages=tuple(replace(record) for record in self._storages.records),
             accesses=tuple(self._accesses),
-            optimizer_parts=tuple(self._optimizer_parts()),
+            optimizer_parts=self._optimizer_parts(),
             saves=tuple(self._save_log.saves),
             peak_bytes=tuple(self._peaks[1:]),  # the first one was before the step
             start_bytes=tuple(self._starts),
         )
 
-    def _optimizer_parts(self) -> Iterable[OptimizerPart]:
+    def _optimizer_parts(self) -> dict[str, dict[int, Access]]:
         """By block, in the order in which the optimizer holds the parameters."""
         parts: dict[str, dict[int, Access]] = {}
         for parameter in optimizer_parameters(self._optimizer):
@@ -421,7 +414,7 @@ class MemoryTracker:
             for number in self._numbers(gradient):
                 part[number] = Access.READ
             state = self._optimizer.state.get(parameter, {})
-            for tensor in (parameter, *(tensor for _, tensor in named_tensors(state))):
+            for tensor in (parameter, *tensors_in(state)):
                 for number in self._numbers(tensor):
                     part[number] = Access.READ | Access.WRITE
-        return (OptimizerPart(name, accesses) for name, accesses in parts.items())
+        return parts

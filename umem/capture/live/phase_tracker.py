@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from umem.capture.live.blocks import NO_BLOCK, Block
 from umem.capture.live.memory_tracker import MemoryTracker
 from umem.capture.live.timing import Window
+from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.modules import Guard, hook_calls
 from umem.torch_compat import (
@@ -317,7 +317,10 @@ class PhaseTracker:
         Only nodes from `first_node` on: earlier ones belong to the block before. Where that is
         None, all nodes but those of skipped blocks.
         """
-        for tensor, node in _computed_tensors(value):
+        for tensor in tensors_in(value):
+            node = tensor.grad_fn
+            if node is None:
+                continue
             number = sequence_number(node)
             if first_node is not None:
                 is_others = number < first_node
@@ -398,40 +401,3 @@ class PhaseTracker:
         self._listener.phase_begins(label)
         if step.memory is not None:
             step.memory.begin_phase(label)
-
-
-_MAX_DEPTH = 8
-"""Levels of nested containers that are searched: a container may contain itself."""
-
-_NO_TENSORS = frozenset({type(None), bool, int, float, str})
-"""Types of most other arguments of modules."""
-
-
-def _computed_tensors(value: object) -> list[tuple[torch.Tensor, Any]]:
-    """Tensors in nested containers that have an autograd node, and the node.
-
-    Without names, which :func:`umem.runtime.model_parts.named_tensors` gives: it runs in each step.
-    """
-    found: list[tuple[torch.Tensor, Any]] = []
-    _add_computed((value,), found, 0)
-    return found
-
-
-def _add_computed(
-    values: Iterable[object], found: list[tuple[torch.Tensor, Any]], depth: int
-) -> None:
-    value: Any
-    for value in values:
-        kind = type(value)
-        if kind is torch.Tensor or isinstance(value, torch.Tensor):
-            node = value.grad_fn
-            if node is not None:
-                found.append((value, node))
-        elif kind in _NO_TENSORS or depth == _MAX_DEPTH:
-            continue
-        elif isinstance(value, tuple | list):
-            _add_computed(value, found, depth + 1)
-        elif isinstance(value, dict | Mapping):  # a dictionary is recognised sooner
-            _add_computed(value.values(), found, depth + 1)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            _add_computed(vars(value).values(), found, depth + 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from umem.capture.live.memory_tracker import OptimizerPart, StepMemory, note_access
+from umem.capture.live.memory_tracker import StepMemory, note_access
 from umem.capture.live.saved_tensors import Save, SavedTensor
 from umem.capture.storages import Lifetime, Phase, Storage, build_trace, lifetime
 from umem.core.block_sizes import block_bytes
@@ -132,15 +132,14 @@ def build_step_trace(
     parts = memory.optimizer_parts
     if not optimizer_parts or not parts:
         # Each part that has tied parameters writes them.
-        merged = {number: mode for part in parts for number, mode in part.accesses.items()}
-        parts = (OptimizerPart("", merged),)
+        parts = {"": {number: mode for part in parts.values() for number, mode in part.items()}}
     optimizer = len(joined.labels) - 1
     accesses: list[dict[int, Access]] = [{} for _ in range(optimizer)]
     for phase, used in enumerate(memory.accesses[:-1]):
         for number, access in used.items():
             note_access(accesses[joined.numbers[phase]], number, access)
-    accesses += [dict(part.accesses) for part in parts]
-    labels = (*joined.labels[:-1], *(f"{joined.labels[-1]} {it.name}".rstrip() for it in parts))
+    accesses += map(dict, parts.values())
+    labels = (*joined.labels[:-1], *(f"{joined.labels[-1]} {name}".rstrip() for name in parts))
 
     storages = list(memory.storages)
     touched = np.array([_touched_bytes(phase, storages) for phase in accesses], np.int64)

@@ -1,15 +1,16 @@
-"""Traces of fine-tuning Llama 2, recorded from the real model with no weights downloaded."""
+"""Traces of fine-tuning Llama 2, recorded from the real model without a download of weights."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from umem.core.errors import TraceError
+from umem.io.problems import did_you_mean
 from umem.trace import Trace
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MODELS", "MODES", "Attention", "model_trace"]
 
 Attention = Literal["sdpa", "eager"]
-"""One fused kernel, or one operator for each step of the formula."""
+"""One fused kernel, or an operator for each step of the formula."""
 
 MODES = ("lora", "sft")
 """Adapters over a frozen model, or every weight (supervised fine-tuning)."""
@@ -69,13 +70,13 @@ def model_trace(
     attention: Attention = "sdpa",
     progress: Progress | None = None,
 ) -> Trace:
-    """Record one step of fine-tuning a known model.
+    """Record one step of fine-tuning a known model with :func:`record_step`.
 
-    The model is the real one of `transformers`, with bfloat16 weights, under
-    :func:`record_step`. ``lora`` trains PEFT adapters of rank 16 on the four attention projections,
-    in float32 as PEFT makes them, with fused AdamW. ``sft`` trains every weight with bfloat16
-    gradients and AdamW whose two moments and copy of the weights are float32: 16 bytes per
-    parameter in all. Gradients are let go after each step (``set_to_none=True``).
+    The model is that of `transformers`, with bfloat16 weights. ``lora`` trains PEFT adapters of
+    rank 16 on the four attention projections, in float32 as PEFT makes them, with fused AdamW.
+    ``sft`` trains every weight, with bfloat16 gradients and an AdamW whose two moments and copy of
+    the weights are float32: 16 bytes per parameter in all. Gradients are freed after each step
+    (``set_to_none=True``).
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def model_trace(
     accumulate
         Micro-batches per step.
     checkpoint
-        Keep only each layer's input and compute the rest again in the backward pass
+        Whether to keep only each layer's input and to recompute the rest in the backward pass
         (non-reentrant).
     attention
         Implementation of attention.
@@ -121,11 +122,11 @@ def model_trace(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise TraceError(f"{name} is {value!r}: give a whole number from 1 to {most}")
-    # Before the recording, so that no tensor that they make on import is part of it.
+    # Before the recording, which would see the tensors that they make on import.
     transformers = _import("transformers")
     peft = _import("peft") if mode == "lora" else None
 
-    # Not at the top: naming models must not need torch.
+    # Not at the top: listing the models must not need torch.
     import torch
 
     from umem.capture.offline.record import record_step
@@ -174,13 +175,10 @@ def model_trace(
     return replace(trace, metadata=metadata)
 
 
-def _check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    choices = list(choices)
-    if value in choices:
-        return
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else "."
-    raise TraceError(f"unknown {name} {value!r}{hint} Known: {', '.join(choices)}")
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        hint = did_you_mean(str(value), choices) or "."
+        raise TraceError(f"unknown {name} {value!r}{hint} Known: {', '.join(choices)}")
 
 
 def _import(name: str) -> Any:
@@ -209,9 +207,9 @@ def _build(transformers: Any, shape: _Shape, seq: int, attention: str) -> Any:
         use_cache=False,
     )
     if attention == "sdpa":
-        # Where a mask is all ones, transformers leaves it out and the kernel runs as causal. To
-        # find that out it reads the mask, except where tensors have no data: then it keeps the
-        # mask. An implementation that has no function for masks gets none.
+        # transformers drops a mask of ones, so that the kernel runs as causal, but to see that it
+        # reads the mask, and it keeps one without data. An implementation that has no function for
+        # masks gets none.
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         transformers.AttentionInterface.register(_CAUSAL_SDPA, sdpa_attention_forward)
@@ -229,18 +227,23 @@ def _with_adapters(peft: Any, network: Any) -> Any:
         target_modules=list(LORA_TARGETS),
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():
-        # transformers renames what PEFT still calls, and what releases since 4.56 share.
-        warnings.simplefilter("ignore", FutureWarning)
+    with _no_future_warnings():
         return peft.get_peft_model(network, adapters)
 
 
 def _enable_checkpointing(network: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with _no_future_warnings():
         network.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
+
+
+@contextmanager
+def _no_future_warnings() -> Iterator[None]:
+    """For names that PEFT uses, and that releases of transformers since 4.56 change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _optimizer(mode: str, trained: list[torch.Tensor]) -> torch.optim.Optimizer:

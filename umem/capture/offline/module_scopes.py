@@ -1,6 +1,6 @@
-"""Where in the program an operator runs, and which parameters and optimizers take part.
+"""The module in which each operator runs, and the parameters and optimizers of the program.
 
-torch's global hooks tell both, so that the program itself need not.
+torch's global hooks report them, so that the program needs no changes.
 """
 
 from __future__ import annotations
@@ -29,27 +29,34 @@ from umem.torch_compat import (
 )
 from umem.trace import OPTIMIZER
 
-__all__ = ["Places"]
+__all__ = ["ModuleScopeTracker"]
 
 
-class Places:
-    """Follows modules and optimizers while it is entered."""
+class ModuleScopeTracker:
+    """Tracks the modules and optimizers of a program while it is entered.
+
+    Attributes
+    ----------
+    parameter_names
+        Qualified names of the parameters that :meth:`find_parameters` has found.
+    """
 
     def __init__(self) -> None:
+        self.parameter_names: Mapping[torch.Tensor, str] = {}
         self._parents: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._module_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._root_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._loose: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.parameter_names: Mapping[torch.Tensor, str] = {}
-        self._modules: list[str] = []
-        # Module in whose forward an autograd node was made, by the node's sequence number.
+        self._other_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Names of the modules whose forward pass runs, innermost last.
+        self._scopes: list[str] = []
+        # Module in whose forward pass an autograd node was made, by the node's sequence number.
         self._module_of_node: dict[int, str] = {}
-        # The optimizers whose step runs, each with the backward pass that it runs in.
+        # For each optimizer step that runs, the backward pass inside which it runs.
         self._stepping: list[int] = []
         self._hooks = ExitStack()
 
-    def __enter__(self) -> Places:
+    def __enter__(self) -> ModuleScopeTracker:
         handles = (
             module_hooks.register_module_module_registration_hook(self._on_child),
             module_hooks.register_module_forward_pre_hook(self._before_forward),
@@ -64,59 +71,60 @@ class Places:
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
-    # ------------------------------------------------------------------ what takes part
+    # ------------------------------------------------------------------ parameters
 
     def add_parameter(self, tensor: torch.Tensor) -> None:
-        """Take a tensor as a parameter, whether a module holds it or not."""
-        self._loose[tensor] = True
+        """Count a tensor as a parameter even if no module holds it."""
+        self._other_parameters[tensor] = True
 
     def find_parameters(self) -> None:
-        """Look for the parameters that there are now, and name them.
+        """Find and name the parameters that there are now.
 
-        Not earlier: a tensor with a weak reference to it cannot be swapped, which is how
-        ``Module.to`` works on tensors without data.
+        Not while the model is made: a tensor with a weak reference to it cannot be swapped, which
+        is how ``Module.to`` works on tensors without data.
         """
         named = (
             entry
             for root, prefix in self._root_names.items()
             for entry in root.named_parameters(prefix=prefix)
         )
-        unnamed = (*optimizer_parameters(*self._optimizers), *self._loose)
-        self.parameter_names = parameter_names(named, unnamed)
+        others = (*optimizer_parameters(*self._optimizers), *self._other_parameters)
+        self.parameter_names = parameter_names(named, others)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers of the modules by qualified name."""
         for root, prefix in self._root_names.items():
             yield from root.named_buffers(prefix=prefix)
 
-    def optimizers(self) -> Iterator[Optimizer]:
+    def optimizers(self) -> list[Optimizer]:
         """Optimizers that have stepped."""
-        return iter(list(self._optimizers))
+        return list(self._optimizers)
 
-    # ------------------------------------------------------------------ where it is
+    # ------------------------------------------------------------------ the present scope
 
     @property
     def is_optimizer(self) -> bool:
-        """An optimizer's own step runs, not a closure in it."""
+        """Whether an optimizer's step runs, outside of its closure."""
         return (
             bool(self._stepping)
-            and not self._modules
+            and not self._scopes
             and self._stepping[-1] == current_graph_task_id()
         )
 
     def note_node(self) -> None:
-        """Remember the module of the autograd node that an operator of the forward pass made."""
-        if self._modules and torch.is_grad_enabled():
-            self._module_of_node.setdefault(next_sequence_number() - 1, self._modules[-1])
+        """Note the module of the autograd node that the operator of a forward pass has made."""
+        if self._scopes and torch.is_grad_enabled():
+            number = next_sequence_number() - 1
+            self._module_of_node.setdefault(number, self._scopes[-1])
 
-    def where(self) -> str:
-        """The pass and the module: ``backward layers.3.mlp``, or what is known of it."""
+    def scope(self) -> str:
+        """The pass and the module, as far as they are known: ``backward layers.3.mlp``."""
         if self.is_optimizer:
             return OPTIMIZER
         in_backward = current_graph_task_id() != -1
-        if self._modules:
-            # Only a checkpoint calls modules in the backward pass.
-            return f"{'recompute' if in_backward else 'forward'} {self._modules[-1]}".rstrip()
+        if self._scopes:
+            # In the backward pass, only a checkpoint calls modules.
+            return f"{'recompute' if in_backward else 'forward'} {self._scopes[-1]}".rstrip()
         if not in_backward:
             return ""
         return f"backward {self._module_of(current_autograd_node())}".rstrip()
@@ -136,14 +144,14 @@ class Places:
 
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
         if module not in self._module_names:
-            self._name_all(module)
-        self._modules.append(self._module_names[module])
+            self._name_tree(module)
+        self._scopes.append(self._module_names[module])
 
     def _after_forward(self, _module: nn.Module, _inputs: object, _outputs: object) -> None:
-        self._modules.pop()
+        self._scopes.pop()
 
-    def _name_all(self, module: nn.Module) -> None:
-        """Name a module and all that belongs to the same outermost one."""
+    def _name_tree(self, module: nn.Module) -> None:
+        """Name a module and all others below the same outermost module."""
         root = module
         seen = {root}
         while (parent := self._parent(root)) is not None and parent not in seen:
@@ -155,7 +163,7 @@ class Places:
         prefix = self._root_names[root]
         for name, part in root.named_modules(prefix=prefix):
             self._module_names.setdefault(part, name)
-        self._module_names.setdefault(module, prefix)  # where its parent has let go of it
+        self._module_names.setdefault(module, prefix)  # where its parent no longer has it
 
     def _parent(self, module: nn.Module) -> nn.Module | None:
         reference = self._parents.get(module)

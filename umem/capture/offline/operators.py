@@ -1,4 +1,4 @@
-"""What an operator does to memory, read from its schema."""
+"""What an operator does: the memory that it touches, by its schema, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ __all__ = [
     "operator_precision",
     "phase_kind",
     "split_launches",
-    "tensors_in",
 ]
 
 Uses = list[tuple[torch.Tensor, Access]]
 
-# In-place operators that do not read what they write.
+# In-place operators that do not read the tensor that they write.
 _OVERWRITES = frozenset(
     (
         *("_foreach_copy_", "_foreach_zero_", "bernoulli_", "cauchy_", "copy_", "exponential_"),
@@ -37,24 +36,23 @@ _OVERWRITES = frozenset(
 _ALLOCATES = frozenset(
     ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"]
 )
-# These read as many elements of their first argument as they return, not the whole of it.
+# These read only as many elements of their first argument as they return.
 _GATHERS = frozenset(["embedding", "gather", "index", "index_select", "take"])
-# Running statistics are updated, which the schemas of these do not say.
+# These update running statistics, which their schemas do not say.
 _BATCH_NORMS = frozenset(["cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"])
 
 _COPIES = frozenset(["_to_copy", "clone", "copy_"])
 _ZEROS = frozenset(["new_zeros", "zero_", "zeros", "zeros_like"])
 _FILLS = frozenset(["fill", "fill_", "full", "full_like", "new_full"])
 
-# torch/csrc of multi_tensor_apply (aten/src/ATen/native/cuda/MultiTensorApply.cuh): elements per
-# block, and blocks per launch.
+# Elements per block and blocks per launch of aten/src/ATen/native/cuda/MultiTensorApply.cuh.
 _BLOCK_ELEMENTS = 65_536
 _LAUNCH_BLOCKS = 320
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What is the same for all calls of an operator."""
+    """The properties that all calls of an operator share."""
 
     name: str
     """Such as ``aten.mm``."""
@@ -63,9 +61,9 @@ class Operator:
     arguments: tuple[tuple[str, Access], ...]
     """Names of the arguments, in order, and how each is used if it is a tensor."""
     is_data_op: bool
-    """Neither hands out untouched memory nor changes a tensor's shape alone."""
+    """Does more than to allocate memory or to change a tensor's shape."""
     is_split: bool
-    """Works through lists of tensors, position by position."""
+    """Works on lists of tensors, position by position."""
 
     def groups(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Access]]:
         """The arguments of a call that hold tensors, and how each is used."""
@@ -87,7 +85,7 @@ class Operator:
         self, name: str, access: Access, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Access:
         if name == "grads" and kwargs.get("grad_scale") is None:
-            # Fused optimizers write gradients only to take back a scaling, whatever they declare.
+            # Fused optimizers write gradients only to undo a scaling, whatever they declare.
             return Access.READ
         if self.base in _BATCH_NORMS and name.startswith("running_"):
             position = [argument for argument, _ in self.arguments].index("training")
@@ -100,7 +98,7 @@ def describe_operator(func: Any) -> Operator:
     """Read an operator's schema."""
     schema = operator_schema(func)
     if schema is None:
-        # A higher-order operator has none. It is functional: it reads what it is given.
+        # A higher-order operator has none. It is functional: it reads its arguments.
         operands = tuple((f"operand {position}", Access.READ) for position in range(64))
         return Operator(str(func), str(func), operands, is_data_op=True, is_split=False)
     base = schema.name.partition("::")[2]
@@ -122,23 +120,14 @@ def describe_operator(func: Any) -> Operator:
     )
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Tensors of an argument or result, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
-
-
 def split_launches(
     groups: Sequence[tuple[Any, Access]], result: object
 ) -> Iterator[tuple[Uses, list[torch.Tensor]]]:
     """Split a call on lists of tensors into launches: uses and results of each.
 
-    The kernels go through the lists in launches of limited size, so not everything has to be on
-    the device at once. Positions share a launch while their blocks fit into it; a tensor with more
-    blocks than that takes several launches, which are one here.
+    A launch has a limited number of blocks, so the lists need not be on the device as a whole.
+    Positions share a launch while their blocks fit into it; a tensor with more blocks takes several
+    launches, which are one here.
     """
     lists = [(value, access) for value, access in groups if isinstance(value, list | tuple)]
     shared = [(value, access) for value, access in groups if isinstance(value, torch.Tensor)]
@@ -159,7 +148,7 @@ def split_launches(
 
 
 def phase_kind(operator: Operator, args: Sequence[Any], result: object) -> PhaseKind:
-    """What an operator runs on the device, as a profiler would name it."""
+    """The kind of work that an operator gives the device, as a profiler would name it."""
     if operator.base == "lift_fresh":  # a Python number or list that becomes a tensor
         return PhaseKind.MEMCPY
     if operator.base in _COPIES:
@@ -174,7 +163,7 @@ def phase_kind(operator: Operator, args: Sequence[Any], result: object) -> Phase
 
 
 def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
-    """Both are the same run of bytes, up to their address."""
+    """Whether both are the same run of bytes at two addresses."""
     if source.dtype != result.dtype or source.shape != result.shape:
         return False
     if source.stride() != result.stride():
@@ -185,9 +174,6 @@ def _same_layout(source: torch.Tensor, result: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-# Arithmetic of one operator: how many floating-point operations, and in which precision.
 
 
 @functools.cache
@@ -222,8 +208,8 @@ def operator_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], resul
     """Count the floating-point operations of one call, as :mod:`torch.utils.flop_counter` does.
 
     An addition and a multiplication count separately. Operators without a formula there, such as
-    element-wise ones, count 0: their time is that of memory. Causal attention counts half of what
-    torch says, because its kernels skip the blocks above the diagonal.
+    element-wise ones, count 0: memory bounds their time. Causal attention counts half of torch's
+    number, because its kernels skip the blocks above the diagonal.
     """
     packet = getattr(func, "overloadpacket", func)
     formula = _formulas().get(packet)

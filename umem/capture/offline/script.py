@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -10,9 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from umem.core.errors import TraceError
+from umem.io.problems import did_you_mean
 from umem.trace import Trace
 
 if TYPE_CHECKING:
@@ -26,18 +26,16 @@ _FORM = f"give a Python file and a function in it, such as train.py:{DEFAULT_FUN
 
 
 def script_trace(spec: str, *, progress: Progress | None = None) -> Trace:
-    """Record one step of a training script.
+    """Record one step of a training script with :func:`record_step`.
 
-    The file is imported as a module: it runs, but not what it keeps for ``__main__``. Modules
-    beside it can be imported, as when it is run. Then :func:`record_step` records the step that its
-    function makes.
+    The file is imported as a module, so its part for ``__main__`` does not run. It can import the
+    modules beside it, as when it is run.
 
     Parameters
     ----------
     spec
-        Path of a Python file, a colon and the name of a function in it, of no arguments, that
-        returns the step, as for :func:`record_step`. The colon and the name can be left out:
-        ``make_step``.
+        Path of a Python file, a colon and the name of a function in it that makes the step, as for
+        :func:`record_step`. Without a colon and a name: ``make_step``.
     progress
         As for :func:`record_step`.
 
@@ -49,12 +47,11 @@ def script_trace(spec: str, *, progress: Progress | None = None) -> Trace:
     Raises
     ------
     TraceError
-        If there is no such file or function, if the file cannot be imported, or for what
-        :func:`record_step` raises it for. The message names the file, and the line where there is
-        one.
+        If there is no such file or function, if the file cannot be imported, or as for
+        :func:`record_step`. The message names the file, and the line if there is one.
     """
     path, function = _parse(spec)
-    # Before the recording, so that no tensor made on import is part of it.
+    # Before the recording, which would see the tensors that are made on import.
     import torch
 
     from umem.capture.offline.record import explained, record_step
@@ -86,21 +83,21 @@ def _parse(spec: str) -> tuple[Path, str]:
 
 @contextmanager
 def _importable_folder(folder: Path) -> Iterator[None]:
-    """Let modules in a folder be imported, as Python does for a script that is run."""
+    """Make the modules in a folder importable, as Python does when it runs a script there."""
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        # The script may have put others before it.
+        # The script may have put other folders before it.
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
 
 
 @contextmanager
 def _module_of(path: Path) -> Iterator[tuple[ModuleType, Callable[[], None]]]:
-    """An empty module for a file, and what fills it; known to Python inside the block only.
+    """An empty module for a file, and a function that runs the file in it.
 
-    Its name is no other module's, and not ``__main__``.
+    Python knows the module inside the block only, by a name that is not ``__main__``.
     """
     name = f"_umem_script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -108,7 +105,7 @@ def _module_of(path: Path) -> Iterator[tuple[ModuleType, Callable[[], None]]]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     loader = spec.loader
-    # Dataclasses and torch's own tools look a class's module up.
+    # Dataclasses and torch look up the module of a class.
     sys.modules[name] = module
     try:
         yield module, lambda: loader.exec_module(module)
@@ -124,8 +121,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
             for word, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        near = difflib.get_close_matches(name, defined, n=1)
-        hint = f", did you mean {near[0]}?" if near else "."
+        hint = did_you_mean(name, defined) or "."
         raise TraceError(
             f"{path}: there is no function {name}{hint} Define it to make the model and return a "
             "function of no arguments that runs one training step"
@@ -138,5 +134,4 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
         raise TraceError(
             f"{path}: {name} must take no arguments ({error}): give them defaults, or wrap it"
         ) from None
-    callable_function: Callable[[], Any] = function
-    return callable_function
+    return cast(Callable[[], Any], function)
