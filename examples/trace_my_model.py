@@ -1,10 +1,10 @@
-"""A small language model to record a training step of, with no memory and no GPU.
+"""A small language model whose training step umem records, without memory and without a GPU.
 
     python examples/trace_my_model.py
 
-`make_step` makes the model and returns the step. It is all that `umem.trace.script_trace` needs:
+`make_step` makes the model and returns the step. `script_trace` needs nothing else:
 
-    umem.trace.script_trace("examples/trace_my_model.py:make_step")
+    umem.capture.offline.script_trace("examples/trace_my_model.py:make_step")
 
 Run as a script, it trains the same step on the CPU and prints the loss.
 """

@@ -7,7 +7,6 @@ import functools
 import gc
 import io
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -730,41 +729,3 @@ def test_gradients_taken_by_hand_are_followed_too() -> None:
     gradients = trace.tensor_class == TensorClass.GRADIENTS.number
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert trace.tensor_bytes[gradients].sum() == parameter_bytes
-
-
-# ---------------------------------------------------------------------------------- cost
-
-
-def test_recording_costs_little() -> None:
-    """Processor time of the quickest steps: what else the machine does cannot make a step shorter.
-
-    The bound is loose: a step on the CPU is short.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs = torch.randn(256, 256)
-
-    def step_s() -> float:
-        start = time.process_time()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.process_time() - start
-
-    plain, recorded, after = [], [], []
-    for _ in range(10):
-        plain += [step_s() for _ in range(4)]
-        with umem.record(model, optimizer, steps=5, warmup=1) as recording:
-            step_s(), step_s()
-            recorded += [step_s() for _ in range(4)]
-            step_s()
-            assert recording.done
-            after += [step_s() for _ in range(4)]
-    base = min(plain)
-    print(
-        f"\nplain {base * 1e3:.2f} ms, recording {min(recorded) / base - 1:+.1%}, "
-        f"done {min(after) / base - 1:+.1%}"
-    )
-    assert min(recorded) < 1.25 * base
-    assert min(after) < 1.25 * base

@@ -1,4 +1,4 @@
-"""Timed steps follow a part of the blocks each, and together all of the step."""
+"""Each timed step measures some of the blocks, and together they measure the whole step."""
 
 from __future__ import annotations
 
@@ -168,32 +168,49 @@ def test_each_phase_is_timed_three_times_or_more(kind: str) -> None:
     assert min(map(len, found.seconds)) >= 3
     assert len(found.totals) == 9
     assert recording.trace.phase_names == whole.trace.phase_names
-    # Two to warm up, one that is looked at.
+    # Two to warm up, and one whose memory is tracked.
     assert max(counts[3:12]) < 0.75 * max(whole_counts[3:8])
     assert counts[12:] == [0] * 3
 
 
 def test_the_phases_add_up_to_the_step() -> None:
-    class Sleeping(nn.Module):
+    class Work(WallClock):
+        """A clock that modules put forward by the work that they do."""
+
         def __init__(self) -> None:
+            self.now = 0
+
+        def mark(self) -> int:
+            return self.now
+
+        def add(self, seconds: int) -> None:
+            self.now += seconds * 10**9
+
+    class Working(nn.Module):
+        def __init__(self, seconds: int) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(400, 400))
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.seconds = seconds
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for _ in range(4):
-                hidden = hidden @ self.weight * 1e-3
-            return hidden
+            clock.add(self.seconds)
+            result: torch.Tensor = self.linear(hidden)
+            result.register_hook(lambda _: clock.add(2 * self.seconds))
+            return result
 
-    model = nn.Sequential(*(Sleeping() for _ in range(9)))
+    clock = Work()
+    model = nn.Sequential(*(Working(number + 1) for number in range(9)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with umem.record(model, optimizer, steps=21) as recording:
-        for _ in range(24):
-            model(torch.ones(400, 400)).sum().backward()
+    with umem.record(model, optimizer, clock=clock) as recording:
+        for _ in range(12):
+            model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert recording.trace.duration_s is not None
-    median_s = recording.trace.metadata["median_step_s"]
-    assert recording.trace.duration_s.sum() == pytest.approx(median_s, rel=0.25)
+    trace = recording.trace
+    assert trace.duration_s is not None
+    assert trace.duration_s.sum() == pytest.approx(3 * sum(range(10)))
+    assert trace.metadata["median_step_s"] == pytest.approx(trace.duration_s.sum())
+    assert trace.duration_s[trace.phase_names.index("forward 4")] == pytest.approx(5)
 
 
 def test_the_step_is_measured_from_begin_to_end() -> None:
@@ -223,7 +240,7 @@ def test_the_step_is_measured_from_begin_to_end() -> None:
     np.testing.assert_array_equal([np.median(part) for part in found.seconds], 1)
 
 
-def test_a_window_that_is_told_of_other_phases_is_given_up(
+def test_windows_with_unexpected_phases_are_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wrong(*given: Any) -> tuple[Window, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -202,13 +201,10 @@ def test_naming_models_imports_no_torch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "parameters", "seconds"),
-    [("llama-2-7b", 6_738_415_616, 30), ("llama-2-70b", 68_976_648_192, 120)],
+    ("model", "parameters"), [("llama-2-7b", 6_738_415_616), ("llama-2-70b", 68_976_648_192)]
 )
-def test_real_sizes(model: str, parameters: int, seconds: float) -> None:
-    start = time.process_time()
+def test_real_sizes(model: str, parameters: int) -> None:
     trace = model_trace(model, "sft", batch=1, seq=2048)
-    assert time.process_time() - start < seconds  # several times what one core takes
     check_trace(trace, model)
     assert trace.metadata["parameters"] == parameters
     assert count_bytes(trace, TensorClass.WEIGHTS, persistent=True) == 2 * parameters

@@ -1,4 +1,4 @@
-"""What autograd saves call by call, and what operators hold for a moment."""
+"""Saved tensors by call, temporaries of operators, and memory outside of the recorded step."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.capture.live import Block, PhaseTracker, SavedTensor, SavedTensorHooks, find_blocks
+from umem.capture.live.memory_tracker import StepMemory
+from umem.capture.live.trace_builder import outside_bytes
+from umem.capture.storages import BEFORE, Storage
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
@@ -87,11 +90,11 @@ def recorded(
     return recording.trace, recording.saved_tensors
 
 
-# ---------------------------------------------------------------------------------- what is saved
+# ---------------------------------------------------------------------------------- saved tensors
 
 
 class Packer:
-    """Counts as whoever moves activations does, with hooks of torch's own."""
+    """Counts saved tensors with torch's own hooks, as the offload of activations does."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int, int], torch.Tensor] = {}
@@ -122,15 +125,15 @@ class Packer:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_saved_tensors_are_found_again_by_counting(accumulate: int) -> None:
+def test_saved_tensors_are_found_again_by_call_and_ordinal(accumulate: int) -> None:
     model, optimizer, step = training(accumulate=accumulate)
     trace, saved = recorded(model, optimizer, step)
     packer, errors = Packer(), list[Exception]()
     root = Block("Net", model)
-    follower = PhaseTracker(root, find_blocks(model, None), Guard(errors.append), packer)
-    follower.start()
+    tracker = PhaseTracker(root, find_blocks(model, None), Guard(errors.append), packer)
+    tracker.start()
     step()
-    follower.stop()
+    tracker.stop()
     assert not errors
     assert {entry.call for entry in saved} == set(range(accumulate))
     expected = {(entry.block, entry.call, entry.ordinal): entry for entry in saved}
@@ -156,13 +159,13 @@ def test_saved_tensors_are_found_again_by_counting(accumulate: int) -> None:
     assert sum(int(trace.tensor_bytes[tensor]) for tensor in layer) == 4 * ROWS * (10 * WIDTH + 2)
 
 
-def test_what_a_checkpoint_puts_away_is_not_saved() -> None:
+def test_tensors_that_a_checkpoint_packs_are_not_listed() -> None:
     saved = recorded(*training(is_checkpointed=True))[1]
     assert [entry for entry in saved if entry.block.startswith("layers")] == []
 
 
-def test_a_result_that_gradients_are_taken_of_is_not_among_them() -> None:
-    """As adapters make of the embedding's: the program may hold it, and nobody can put it away."""
+def test_a_leaf_that_requires_a_gradient_is_not_listed() -> None:
+    """As PEFT makes of the embedding's result. The program may hold it, so it stays in place."""
     model, optimizer, step = training(is_checkpointed=True)
     first = "forward first: result"
     assert first in saved_names(model, optimizer, step)
@@ -194,7 +197,7 @@ def test_a_saved_tensor_that_was_modified_in_place_raises() -> None:
     assert not used
 
 
-def test_hooks_that_another_thread_ends_go_with_the_next_saved_tensor() -> None:
+def test_hooks_closed_in_another_thread_are_popped_with_the_next_saved_tensor() -> None:
     seen: list[torch.Tensor] = []
     hooks = SavedTensorHooks(seen.append, seen.append)
     inputs = torch.ones(3, requires_grad=True)
@@ -213,7 +216,7 @@ def test_hooks_that_another_thread_ends_go_with_the_next_saved_tensor() -> None:
     assert torch.equal(inputs.grad, result + inputs.detach().cos())
 
 
-def test_a_thread_leaves_the_hooks_of_others() -> None:
+def test_a_thread_pops_only_its_own_hooks() -> None:
     hooks = SavedTensorHooks(lambda tensor: None, lambda tensor: None)
     hooks.push()
 
@@ -275,7 +278,7 @@ def live_blocks(trace: Trace, *, with_temporaries: bool = True) -> np.ndarray[An
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_the_allocators_peak_is_the_traces(is_checkpointed: bool) -> None:
+def test_the_trace_has_the_allocators_peak(is_checkpointed: bool) -> None:
     with Allocated() as memory:
         others = torch.empty(5 << 20)  # no part of the training
         model, optimizer, step = training(is_checkpointed)
@@ -325,3 +328,34 @@ def test_blocks_are_rounded_as_the_allocator_does() -> None:
         blocks += [block for _, asked, block, *_ in allocator.live_blocks() if asked == size]
         allocator.free(address)
     assert block_bytes(np.array(sizes)).tolist() == blocks
+
+
+# ---------------------------------------------------------------------- outside of the step
+
+MIB = 1 << 20
+
+
+def step_memory(start_mib: list[int]) -> StepMemory:
+    """Three phases with a weight of 4 MiB, and an activation of 2 MiB made in the first."""
+    return StepMemory(
+        labels=("forward", "backward", "optimizer"),
+        storages=(
+            Storage("weight", 4 * MIB, TensorClass.WEIGHTS, BEFORE),
+            Storage("activation", 2 * MIB, TensorClass.ACTIVATIONS, 0, 2),
+        ),
+        accesses=({}, {}, {}),
+        optimizer_parts={},
+        saves=(),
+        peak_bytes=tuple(20 * MIB for _ in start_mib),
+        start_bytes=tuple(mib * MIB for mib in start_mib),
+    )
+
+
+def test_memory_of_all_phases_and_of_no_tensor_is_outside() -> None:
+    assert outside_bytes(step_memory([4 + 6, 4 + 2 + 6, 4 + 6])) == 6 * MIB
+    # Memory of some phases only is the step's own.
+    assert outside_bytes(step_memory([4, 4 + 2 + 6, 4 + 6])) == 0
+
+
+def test_without_an_allocator_no_memory_is_known_to_be_outside() -> None:
+    assert outside_bytes(step_memory([])) == 0

@@ -1,4 +1,4 @@
-"""What a listener is told while steps run, and how that fits the recorded trace."""
+"""The phases that a listener receives while steps run, and those of the recorded trace."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class Log:
-    """Writes down what it is told."""
+    """Writes down the reports."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -91,24 +91,24 @@ class Training:
         self.optimizer.zero_grad()
 
     @contextmanager
-    def followed(self, log: Log) -> Iterator[PhaseTracker]:
+    def tracked(self, log: Log) -> Iterator[PhaseTracker]:
         root = Block(type(self.model).__name__, self.model)
         guard = Guard(self.errors.append)
-        follower = PhaseTracker(root, find_blocks(self.model, None), guard, log)
+        tracker = PhaseTracker(root, find_blocks(self.model, None), guard, log)
         undo = [
-            self.optimizer.register_step_pre_hook(guard(lambda *_: follower.optimizer_begins())),
-            self.optimizer.register_step_post_hook(guard(lambda *_: follower.optimizer_ends())),
+            self.optimizer.register_step_pre_hook(guard(lambda *_: tracker.optimizer_begins())),
+            self.optimizer.register_step_post_hook(guard(lambda *_: tracker.optimizer_ends())),
         ]
-        follower.start()
-        yield follower
-        follower.stop()
+        tracker.start()
+        yield tracker
+        tracker.stop()
         for handle in undo:
             handle.remove()
 
 
-def test_a_plain_step_is_told_in_order() -> None:
+def test_a_plain_step_is_reported_in_order() -> None:
     training, log = Training(), Log()
-    with training.followed(log):
+    with training.tracked(log):
         training.step()
     assert log.lines == [
         "step",
@@ -130,9 +130,9 @@ def test_a_plain_step_is_told_in_order() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_blocks_that_a_checkpoint_calls_are_told_as_such(reentrant: bool) -> None:
+def test_calls_of_blocks_by_a_checkpoint_are_reported_as_recomputed(reentrant: bool) -> None:
     training, log = Training(reentrant), Log()
-    with training.followed(log):
+    with training.tracked(log):
         training.step()
     again = log.lines.index("again layers.1")
     assert log.lines[again - 1 : again + 3] == [
@@ -144,13 +144,13 @@ def test_blocks_that_a_checkpoint_calls_are_told_as_such(reentrant: bool) -> Non
     assert log.lines[-1] == "whole"
 
 
-def test_a_step_that_an_exception_came_into_is_broken() -> None:
+def test_a_step_with_an_exception_is_broken() -> None:
     training, log = Training(), Log()
 
     def fail(*_: object) -> None:
         raise ValueError("no")
 
-    with training.followed(log):
+    with training.tracked(log):
         handle = training.model.layers[0][1].register_forward_hook(fail)
         with pytest.raises(ValueError, match="no"):
             training.step()
@@ -162,13 +162,13 @@ def test_a_step_that_an_exception_came_into_is_broken() -> None:
         assert log.take()[-1] == "whole"
 
 
-def test_blocks_that_an_interrupt_has_left_end_with_the_next_step() -> None:
+def test_interrupted_blocks_end_when_the_next_step_begins() -> None:
     training, log = Training(), Log()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with training.followed(log):
+    with training.tracked(log):
         handle = training.model.layers[0][1].register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             training.step()
@@ -183,19 +183,19 @@ def test_blocks_that_an_interrupt_has_left_end_with_the_next_step() -> None:
         assert log.lines[-1] == "whole"
 
 
-def test_a_fault_of_a_listener_does_not_reach_the_training() -> None:
+def test_an_error_of_a_listener_does_not_reach_the_training() -> None:
     class Faulty(Log):
         def phase_begins(self, label: str) -> None:
             raise OSError(label)
 
     training = Training()
-    with training.followed(Faulty()):
+    with training.tracked(Faulty()):
         training.step()
     assert "forward Net" in {str(error) for error in training.errors}
     assert all(isinstance(error, OSError) for error in training.errors)
 
 
-def test_a_fault_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
+def test_an_error_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
     """As autograd's own threads run the backward pass of a GPU."""
     training = Training()
     blocks = find_blocks(training.model, None)
@@ -211,11 +211,11 @@ def test_a_fault_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
 
     def on_error(error: Exception) -> None:
         training.errors.append(error)
-        follower.stop()
+        tracker.stop()
 
     guard = Guard(on_error)
-    follower = PhaseTracker(Block("Net", training.model), blocks, guard, Faulty())
-    follower.start()
+    tracker = PhaseTracker(Block("Net", training.model), blocks, guard, Faulty())
+    tracker.start()
     loss = training.model(torch.ones(2, WIDTH)).sum()
     backward = Thread(target=torch.autograd.grad, args=(loss, list(training.model.parameters())))
     backward.start()
@@ -225,8 +225,8 @@ def test_a_fault_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
     assert saved_tensor_hooks.innermost() is None
 
 
-def test_a_fault_leaves_no_hooks_of_a_tracked_step() -> None:
-    """The hooks on saved tensors are pushed in one call of the listener's and popped in another."""
+def test_an_error_leaves_no_hooks_of_the_memory_tracker() -> None:
+    """It pushes hooks on saved tensors in one hook of a module and pops them in another."""
     training = Training()
     blocks = find_blocks(training.model, None)
 
@@ -241,7 +241,7 @@ def test_a_fault_leaves_no_hooks_of_a_tracked_step() -> None:
     def fail(error: Exception) -> None:
         training.errors.append(error)
 
-    with training.followed(Faulty()):
+    with training.tracked(Faulty()):
         training.model(torch.ones(2, WIDTH))
         assert str(training.errors[0]) == "first"
         assert saved_tensor_hooks.innermost() is None
@@ -261,7 +261,7 @@ def test_a_start_that_fails_leaves_no_hooks() -> None:
     assert torch.autograd.backward is backward
 
 
-def test_a_node_that_takes_no_hook_leaves_the_tensors_own() -> None:
+def test_a_failed_hook_on_a_node_leaves_the_hooks_of_the_tensor() -> None:
     class Node:
         def _sequence_nr(self) -> int:
             return 1 << 40
@@ -276,18 +276,18 @@ def test_a_node_that_takes_no_hook_leaves_the_tensors_own() -> None:
     result = torch.ones(2, WIDTH).as_subclass(Odd)
     hooks = result._backward_hooks = {7: print}
     training.model.first.register_forward_hook(lambda *_: result)
-    with training.followed(Log()):
+    with training.tracked(Log()):
         training.model.layers = nn.ModuleList()
         training.model(torch.ones(2, WIDTH))
     assert [str(error) for error in training.errors] == ["no hook"]
     assert result._backward_hooks is hooks
 
 
-def test_a_call_that_is_under_way_at_the_start_is_not_followed() -> None:
+def test_a_call_in_progress_at_the_start_is_not_tracked() -> None:
     training, log = Training(), Log()
-    with training.followed(log) as follower:
-        follower.stop()
-        handle = training.model.register_forward_pre_hook(lambda *_: follower.start())
+    with training.tracked(log) as tracker:
+        tracker.stop()
+        handle = training.model.register_forward_pre_hook(lambda *_: tracker.start())
         training.step()
         assert log.lines == []
         handle.remove()
@@ -296,10 +296,10 @@ def test_a_call_that_is_under_way_at_the_start_is_not_followed() -> None:
         assert log.lines[-1] == "whole"
 
 
-def test_a_stop_inside_a_call_is_at_once() -> None:
+def test_a_stop_inside_a_call_takes_effect_at_once() -> None:
     training, log = Training(), Log()
-    with training.followed(log) as follower:
-        handle = training.model.layers[0].register_forward_pre_hook(lambda *_: follower.stop())
+    with training.tracked(log) as tracker:
+        handle = training.model.layers[0].register_forward_pre_hook(lambda *_: tracker.stop())
         training.step()
         assert log.take()[-1] == "begin layers.0"
         training.step()
@@ -307,9 +307,9 @@ def test_a_stop_inside_a_call_is_at_once() -> None:
         handle.remove()
 
 
-def test_blocks_called_alone_begin_no_step() -> None:
+def test_a_block_called_alone_begins_no_step() -> None:
     training, log = Training(), Log()
-    with training.followed(log):
+    with training.tracked(log):
         training.model.layers[0](torch.ones(2, WIDTH)).sum().backward()
         training.optimizer.step()
         assert log.lines == []
@@ -323,12 +323,12 @@ def recording_of(training: Training, **options: Any) -> StepRecording:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_a_recording_tells_which_phase_of_the_trace_a_listener_is_in(
+def test_a_recording_maps_reported_phases_to_those_of_the_trace(
     reentrant: bool | None,
 ) -> None:
     training, log = Training(reentrant), Log()
     recording = recording_of(training)
-    with training.followed(log):
+    with training.tracked(log):
         training.step()
     assert [phase.label for phase in recording.phases] == log.phases
     numbers = np.array([phase.phase for phase in recording.phases])
@@ -342,7 +342,7 @@ def test_a_recording_tells_which_phase_of_the_trace_a_listener_is_in(
         labels = [phase.label for phase in recording.phases if phase.phase == number]
         assert names[number] in labels
     if reentrant is not None:
-        # The phase in which the backward pass finds that it has to compute again is no own one.
+        # The backward phase up to the recomputation joins it.
         assert "backward layers.1" not in names[: names.index("recompute layers.1")]
 
 
