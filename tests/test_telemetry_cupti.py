@@ -23,14 +23,8 @@ from hypothesis import strategies as st
 from umem.core.errors import UnsupportedError
 from umem.cuda import Range
 from umem.telemetry import MigrationRecords, Profile, RecordKind, concatenate, records_of
-from umem.telemetry.cupti import (
-    BufferCallbacks,
-    CuptiCollector,
-    CuptiTiming,
-    activity_format,
-    copy_buffer,
-    read_activities,
-)
+from umem.telemetry.cupti import BufferCallbacks, CuptiCollector, CuptiTiming
+from umem.telemetry.cupti_activities import activity_format, copy_buffer, read_activities
 from umem.telemetry.records import Row
 
 MIB = 1 << 20

@@ -212,8 +212,12 @@ def _size_unit(size_bytes: int) -> tuple[int, str]:
     return (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
 
 
-def _stack_classes(
-    axes: Axes, times: npt.NDArray[np.float64], resident: npt.NDArray[np.float64], end: float
+def _draw_residency(
+    axes: Axes,
+    times: npt.NDArray[np.float64],
+    resident_bytes: Integers,
+    end: float,
+    capacity_bytes: int,
 ) -> None:
     """Draw residency over time as areas stacked by class, the first class lowest.
 
@@ -222,25 +226,30 @@ def _stack_classes(
     axes
     times : float64[K]
         From when a row holds, in the unit of the axis.
-    resident : float64[K, 6]
-        By class number, in the unit of the axis.
+    resident_bytes : int64[K, 6]
+        By class number.
     end
         Until when the last row holds.
+    capacity_bytes
+        Budget or peak, from which the unit follows.
     """
-    shown = [member for member in TensorClass if resident[:, member.number].any()]
-    if not shown:
-        return
-    rows = np.vstack([resident, resident[-1:]])
-    axes.stackplot(
-        np.append(times, end),
-        *(rows[:, member.number] for member in shown),
-        labels=[_words(member.value) for member in shown],
-        colors=[CLASS_COLOURS[member] for member in shown],
-        step="post",
-        linewidth=0,
-        # Thousands of rows; as paths they would make a vector picture of megabytes.
-        rasterized=True,
-    )
+    unit_bytes, unit_name = _size_unit(capacity_bytes)
+    shown = [member for member in TensorClass if resident_bytes[:, member.number].any()]
+    rows = np.vstack([resident_bytes, resident_bytes[-1:]]) / unit_bytes
+    if shown:
+        axes.stackplot(
+            np.append(times, end),
+            *(rows[:, member.number] for member in shown),
+            labels=[_words(member.value) for member in shown],
+            colors=[CLASS_COLOURS[member] for member in shown],
+            step="post",
+            linewidth=0,
+            # Thousands of rows; as paths they would make a vector picture of megabytes.
+            rasterized=True,
+        )
+    highest = max(capacity_bytes / unit_bytes, rows.sum(axis=1).max())
+    axes.set_ylim(0, 1.15 * max(highest, 1e-9))
+    axes.set_ylabel(f"on the device, {unit_name}")
 
 
 def _words(name: str) -> str:
@@ -345,19 +354,16 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
     figure = new_figure(8.0, 4.2)
     axes = figure.subplots()
     factor, unit = time_unit(report.step_s)
-    unit_bytes, unit_name = _size_unit(timeline.budget_bytes)
-
+    budget_bytes = timeline.budget_bytes
     edges = np.append(timeline.phase_start_s, timeline.phase_end_s[-1:]) * factor
-    resident = timeline.resident_bytes / unit_bytes
-    _stack_classes(axes, edges[:-1], resident, edges[-1])
-    budget = timeline.budget_bytes / unit_bytes
+    _draw_residency(axes, edges[:-1], timeline.resident_bytes, edges[-1], budget_bytes)
+    unit_bytes, unit_name = _size_unit(budget_bytes)
+    budget = budget_bytes / unit_bytes
     _limit_line(axes, budget, f"device budget {budget:.4g} {unit_name}")
     axes.set_xlim(0, max(edges[-1], report.step_s * factor))
-    axes.set_ylim(0, 1.15 * max(budget, resident.sum(axis=1).max()))
     if trace is not None:
         _mark_passes(axes, trace, edges)
     axes.set_xlabel(f"time in the step, {unit}")
-    axes.set_ylabel(f"on the device, {unit_name}")
     axes.set_title(_predicted_title(report))
     _legend(figure, axes, "tensor class", is_stacked=True)
     return figure
@@ -634,16 +640,13 @@ def residency_over_run_figure(recording: Recording) -> Figure:
     figure = new_figure(8.0, 3.6)
     axes = figure.subplots()
     factor, unit = time_unit(recording.duration_ns * 1e-9)
-    peak = residency.total_peak_bytes()
-    unit_bytes, unit_name = _size_unit(peak)
+    peak_bytes = residency.total_peak_bytes()
     end = max(recording.duration_ns, int(residency.time_ns[-1])) * 1e-9 * factor
     times = np.asarray(residency.time_ns * 1e-9 * factor, np.float64)
-    _stack_classes(axes, times, residency.resident_bytes / unit_bytes, end)
+    _draw_residency(axes, times, residency.resident_bytes, end, peak_bytes)
     _mark_steps(axes, recording, factor)
     axes.set_xlim(0, max(end, 1e-12))
-    axes.set_ylim(0, 1.15 * max(peak / unit_bytes, 1e-9))
     axes.set_xlabel(f"time of the recording, {unit}")
-    axes.set_ylabel(f"on the device, {unit_name}")
     axes.set_title(_measured_title(recording))
     _legend(figure, axes, "tensor class", is_stacked=True)
     return figure

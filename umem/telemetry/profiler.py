@@ -19,7 +19,6 @@ from umem.core.errors import UmemError, UnsupportedError
 from umem.core.report import MeasuredReport
 from umem.core.units import format_bytes
 from umem.telemetry.attribution import Snapshot, attribute, snapshot_of
-from umem.telemetry.cupti import torch_profiles
 from umem.telemetry.file import save_recording
 from umem.telemetry.live import (
     HintLog,
@@ -36,6 +35,7 @@ from umem.telemetry.live import (
 from umem.telemetry.phases import Marks, nvtx_phases, watched_phases
 from umem.telemetry.records import MigrationRecords, Recording, RecordKind, make_records
 from umem.telemetry.reports import report_of, step_reports
+from umem.torch_compat import torch_profiler_runs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -423,7 +423,7 @@ class Profile:
         self._residency.take(self._now)
 
     def _note_torch_profiler(self, step: int) -> None:
-        if self._collector is None or self._saw_torch_profiler or not torch_profiles():
+        if self._collector is None or self._saw_torch_profiler or not torch_profiler_runs():
             return
         self._saw_torch_profiler = True
         what = "figures" if self._collector.source == "cupti" else "copies and memory sets"
