@@ -287,6 +287,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         demo.record_example([])
 
 
+@pytest.mark.slow
 def test_on_a_gpu_the_examples_exit_status_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

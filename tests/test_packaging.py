@@ -84,7 +84,8 @@ def build_wheel(cuda: str, folder: Path) -> tuple[Path, str]:
 def native_library(wheel: Path, folder: Path) -> Path:
     """Unpack the native library of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.startswith("umem/_native.cpython")]
+        names = archive.namelist()
+        (name,) = [name for name in names if name.startswith("umem/runtime/_native.cpython")]
         return Path(archive.extract(name, folder))
 
 
@@ -144,13 +145,16 @@ def test_builds_the_core_without_cuda_and_rmm(tmp_path: Path) -> None:
     run(sys.executable, "-I", "-c", load, library, cwd=tmp_path)
 
 
-def test_wheel_holds_policies_and_types(wheel13: tuple[Path, str]) -> None:
+def test_wheel_holds_policies_examples_and_types(wheel13: tuple[Path, str]) -> None:
     with zipfile.ZipFile(wheel13[0]) as archive:
         names = set(archive.namelist())
     files = (path.relative_to(ROOT) for path in (ROOT / "policies").rglob("*.yaml"))
     policies = {f"umem/{path.as_posix()}" for path in files}
     assert {"umem/policies/sft.yaml", "umem/policies/hardware/h200-pcie.yaml"} <= policies
     assert policies | {"umem/py.typed", "umem/runtime/_native.pyi"} <= names
+    examples = {f"umem/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    assert "umem/examples/demo.py" in examples
+    assert {name for name in names if name.startswith("umem/examples/")} == examples
     assert {name.split("/")[0] for name in names} == {"umem", "umem-0.1.0.dist-info"}
 
 
@@ -159,7 +163,7 @@ def test_native_library_finds_its_libraries_by_itself(clean_python: Path, tmp_pa
     find = "import importlib.util as u; spec = u.find_spec('umem')"
     load = (
         f"{find}; import ctypes, pathlib\n"
-        "(library,) = pathlib.Path(spec.origin).parent.glob('_native.cpython*')\n"
+        "(library,) = pathlib.Path(spec.origin).parent.glob('runtime/_native.cpython*')\n"
         "torch_side = ctypes.CDLL(library)\n"
         "assert torch_side.umem_malloc and torch_side.umem_free\n"
         "loaded = pathlib.Path('/proc/self/maps').read_text()\n"
@@ -182,6 +186,9 @@ def test_installed_wheel_works_away_from_the_checkout(clean_python: Path, tmp_pa
     listed = run(command, "policy", "list", cwd=tmp_path, env=clean_environment())
     for path in (ROOT / "policies").glob("*.yaml"):
         assert path.stem in listed
+    find = "from umem.cli.demo import examples_folder; print(examples_folder())"
+    found = run(clean_python, "-c", find, cwd=tmp_path, env=clean_environment()).strip()
+    assert Path(found).is_relative_to(clean_python.parent.parent)
 
 
 class Configuration:

@@ -213,34 +213,29 @@ def _torch(environment: Environment) -> Iterator[Check]:
         yield _ok(name, "yes")
 
 
-_NEEDED = {
-    "librmm": "the native library allocates through it",
-    "cuda-python": "umem reads the machine through it",
-    "numba": "the planner and the simulator are compiled by it",
+_NEEDED = ("librmm", "cuda-python", "numba")
+
+_LIBRARIES = {
+    "rmm": ("for sharing memory with numba and CuPy", ""),
+    "librmm": ("the native library allocates through it", ""),
+    "cuda-python": ("umem reads the machine through it", ""),
+    "cupti-python": ("for telemetry", "telemetry"),
+    "numba": ("the planner and the simulator are compiled by it", ""),
+    "numba-cuda": ("for numba sharing", "numba"),
+    "cupy": ("for CuPy sharing", ""),
+    "transformers": ("for the fine-tuning example, --model", "examples"),
+    "peft": ("for LoRA in both", "examples"),
+    "accelerate": ("for find_executable_batch_size", "examples"),
 }
-_OPTIONAL = {
-    "rmm": "for sharing memory with numba and CuPy",
-    "cupti-python": "for telemetry",
-    "numba-cuda": "for numba sharing",
-    "cupy": "for CuPy sharing",
-    "transformers": "for the fine-tuning example, --model",
-    "peft": "for LoRA in both",
-    "accelerate": "for find_executable_batch_size",
-}
-_EXTRAS = {
-    "telemetry": ("cupti-python",),
-    "numba": ("numba-cuda",),
-    "examples": ("transformers", "peft", "accelerate"),
-}
+"""Library -> its purpose, and the extra of umem that installs it."""
 
 
 def _libraries(environment: Environment) -> Iterator[Check]:
-    commands = {"cupy": environment.install_cupy}
-    for extra, names in _EXTRAS.items():
-        commands |= dict.fromkeys(names, f"pip install 'umem[{extra}]'")
-    for name, version in environment.packages.items():
-        why = _NEEDED.get(name) or _OPTIONAL[name]
-        command = commands.get(name, environment.install_umem)
+    for name, (why, extra) in _LIBRARIES.items():
+        version = environment.packages[name]
+        command = f"pip install 'umem[{extra}]'" if extra else environment.install_umem
+        if name == "cupy":
+            command = environment.install_cupy
         if version is not None:
             yield _ok(name, version, why)
         elif name in _NEEDED:
@@ -395,9 +390,6 @@ _UMEM_VARIABLES = (
     "UMEM_COMMIT",
 )
 
-_BUILD_VARIABLES = ("UMEM_CUDA",)
-"""Read when umem is built."""
-
 _ANY_DEVICE_BYTES = 1 << 40
 """Percentages are checked against a card's memory; without a card, against this."""
 
@@ -414,12 +406,13 @@ _HARMFUL_VARIABLES = {
 
 
 def _settings(environment: Environment) -> Iterator[Check]:
-    if not set(environment.variables) - set(_BUILD_VARIABLES):
+    # UMEM_CUDA is read when umem is built.
+    variables = {name: it for name, it in environment.variables.items() if name != "UMEM_CUDA"}
+    if not variables:
         yield _info("environment variables", "none set")
-    for name, value in environment.variables.items():
+    for name, value in variables.items():
         if name.startswith("UMEM_"):
-            if name not in _BUILD_VARIABLES:
-                yield _umem_variable(name, value, environment)
+            yield _umem_variable(name, value, environment)
         elif name in _HARMFUL_VARIABLES and value not in ("", "0"):
             yield _warn(name, value, _HARMFUL_VARIABLES[name], f"unset {name}")
         else:
