@@ -109,14 +109,13 @@ class Workload:
 
 def find_workloads(
     modes: Sequence[str],
-    *,
+    trace: Path | None,
     model: str | None,
     mode: str | None,
     batch: int | None,
     seq: int | None,
     accumulate: int | None,
     checkpoint: bool | None,
-    trace: Path | None,
 ) -> tuple[Workload, ...]:
     """Find the workloads that the options name: a trace, or a model in one mode or several.
 
@@ -124,8 +123,8 @@ def find_workloads(
     ----------
     modes
         Values that ``--mode`` may have; the first is its default. ``both`` stands for LoRA and SFT.
-    model, mode, batch, seq, accumulate, checkpoint, trace
-        The options' values; None where they were not given.
+    trace, model, mode, batch, seq, accumulate, checkpoint
+        The options' values; None if not given.
 
     Raises
     ------

@@ -57,14 +57,7 @@ def plan(
         raise UmemError("--output and --store: give one of them")
     options.known_name("--planner", planner, planning.PLANNERS)
     (workload,) = options.find_workloads(
-        ("sft", "lora"),
-        model=model,
-        mode=mode,
-        batch=batch,
-        seq=seq,
-        accumulate=accumulate,
-        checkpoint=checkpoint,
-        trace=trace,
+        ("sft", "lora"), trace, model, mode, batch, seq, accumulate, checkpoint
     )
     machine = load_hardware(hardware)
     resolved = options.find_policy(policy or workload.preset, machine, budget)

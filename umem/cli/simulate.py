@@ -86,14 +86,7 @@ def simulate(
     planners = options.known_names("--planner", planner, PLANNERS)
     options.known_name("--addresses", addresses, ("reused", "own"))
     workloads = options.find_workloads(
-        _MODES,
-        model=model,
-        mode=mode,
-        batch=batch,
-        seq=seq,
-        accumulate=accumulate,
-        checkpoint=checkpoint,
-        trace=trace,
+        _MODES, trace, model, mode, batch, seq, accumulate, checkpoint
     )
     machine = load_hardware(hardware)
     # All of them before the first trace, which may take long.

@@ -76,14 +76,7 @@ def trace(
                 made = script_trace(script, progress=options.recording_progress(script, say))
         else:
             (workload,) = options.find_workloads(
-                ("sft", "lora"),
-                model=model,
-                mode=mode,
-                batch=batch,
-                seq=seq,
-                accumulate=accumulate,
-                checkpoint=checkpoint,
-                trace=file,
+                ("sft", "lora"), file, model, mode, batch, seq, accumulate, checkpoint
             )
             made = workload.make(say)
         say(f"Timing {made.name} on {machine.name}")
