@@ -134,7 +134,7 @@ def _print(console: Console, data: dict[str, Any]) -> None:
         f"policy {escape(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
         f"memory\nplanner {data['planner']}, {how}"
     )
-    tables = (("hint", "hints", data["hints"]), ("held by", "tensors", data["residency"]))
+    tables = (("hint", "hints", data["hints"]), ("residency", "tensors", data["residency"]))
     for heading, counted, rows in tables:
         console.print()
         if not rows:
