@@ -35,7 +35,7 @@ if __name__ == "__main__":
         model(batch.cuda()).sum().backward()
         swapped_workers += int(swapped.sum())
     import umem
-    from umem.swap import runtime
+    from umem.runtime.state import runtime
     print(json.dumps({
         "backend": torch.cuda.get_allocator_backend(),
         "policy": runtime().policy.name,
