@@ -221,7 +221,9 @@ def test_the_optimizers_step_may_be_in_the_backward_pass(run: Run, tmp_path: Pat
     (within,) = rows_of(run(*words, "--step-in-backward")[1])
     assert within["workload"] == f"{behind['workload']}-in-backward"
     assert within["ideal_s"] == pytest.approx(behind["ideal_s"])
-    assert 0 < within["exposed_stall_s"] < behind["exposed_stall_s"] / 2
+    # Pages slow the computation in both; only what the step waits for goes away.
+    waits_s = [row["exposed_stall_s"] - row["stall_s"]["pages"] for row in (within, behind)]
+    assert 0 < waits_s[0] < waits_s[1]
 
 
 def test_own_addresses_keep_the_dead(run: Run, layers: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from simulation_audit import find_errors
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError, PolicyError
@@ -33,7 +34,6 @@ from umem.policy import (
     resolve,
 )
 from umem.simulation import report, run, simulate
-from umem.simulation.audit import find_errors
 from umem.trace import Trace, find_gaps
 
 BLOCK = 2**21

@@ -613,9 +613,7 @@ def test_every_schedule_moves_at_least_the_unavoidable(
     in_bytes, out_bytes = unavoidable_bytes(trace, capacity)
     sim = build(trace, schedule, machine, managed(machine, capacity))
     rows = _STEPS * (schedule.hint_count + 1)  # `build` makes queues for fewer steps
-    sim = sim._replace(
-        in_queue=np.zeros((rows, 2), np.int64), out_queue=np.zeros((rows, 2), np.int64)
-    )
+    sim = sim._replace(queue=np.zeros((2, rows, 2), np.int64))
     for _ in range(_STEPS):
         assert _engine.run_step(sim)
     moved = sim.traffic_bytes.sum(axis=(1, 2))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation_audit import find_errors
 
 from umem.core.errors import PlanError, TraceError
 from umem.core.report import MigrationReport
@@ -18,7 +19,6 @@ from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.simulation import engine as _engine
 from umem.simulation import lower_bound_s, run, simulate, unavoidable_bytes
-from umem.simulation.audit import find_errors
 from umem.simulation.run import build
 from umem.trace import Trace
 
@@ -280,6 +280,43 @@ def test_the_copy_kernel_has_its_own_rates_and_slows_compute(
     assert report.um_time_share == 0
 
 
+def test_pages_slow_the_computation_that_they_move_beside(
+    machine: Hardware, make_trace: MakeTrace
+) -> None:
+    machine = dataclasses.replace(machine, page_slowdown_s_per_byte=1e-3 / BLOCK)
+    trace = make_trace(
+        {"a": (8 * BLOCK, "activations")},
+        [(0.1, ["a"], ["a"]), (0.1, [], []), (0.1, [], [])],
+    )
+    ahead = [(1, HintOp.EVICT, "a"), (2, HintOp.PREFETCH, "a")]
+    report = simulate(trace, schedule_of(trace, ahead), machine, policy_of(machine))
+    assert report.stall_s["pages"] == pytest.approx(16e-3)
+    assert report.step_s == pytest.approx(0.3 + 16e-3)
+    # While a phase waits for pages, no computation is slowed by them.
+    late = [(0, HintOp.PREFETCH, "a"), (1, HintOp.EVICT, "a")]
+    report = simulate(trace, schedule_of(trace, late), machine, policy_of(machine))
+    assert report.stall_s["pages"] == pytest.approx(8e-3)
+    waited_s = 8 * BLOCK / machine.to_device_bytes_per_s
+    assert report.step_s == pytest.approx(0.3 + 8e-3 + waited_s)
+
+
+def test_memory_in_place_slows_the_computation_beside_it(
+    machine: Hardware, swapping: Trace
+) -> None:
+    """A phase takes as long as its bytes need, or as its slowed kernel: whichever is longer."""
+
+    def step_of(trace: Trace, slowdown_s: float) -> MigrationReport:
+        slow = dataclasses.replace(machine, mapped_slowdown_s_per_byte=slowdown_s / BLOCK)
+        schedule = schedule_of(trace, residencies={"b": ResidencyMode.MAP})
+        return simulate(trace, schedule, slow, policy_of(slow, 10))
+
+    report = step_of(swapping, 1e-3)
+    assert report.stall_s["mapped"] == pytest.approx(20e-3)  # b is read and written
+    assert report.step_s == pytest.approx(0.2 + 20e-3)
+    quick = dataclasses.replace(swapping, duration_s=np.array([0.1, 0.0]))
+    assert step_of(quick, 1e-6).step_s == step_of(quick, 0.0).step_s > 0.1
+
+
 def test_a_copy_is_kept_on_the_host_for_what_is_not_written(
     machine: Hardware, make_trace: MakeTrace
 ) -> None:
@@ -499,11 +536,8 @@ def test_bytes_are_conserved_whatever_the_hints(
         return
     machine_state = outcome.sim.machine[0]
     change = int(machine_state["used_bytes"]) - outcome.used_before_bytes
-    in_flight = sum(
-        int(outcome.sim.blocks[block]["bytes"])
-        for block in (int(machine_state["in_block"]),)
-        if block >= 0
-    )
+    arriving = int(outcome.sim.directions[_engine.TO_DEVICE]["block"])
+    in_flight = int(outcome.sim.blocks[arriving]["bytes"]) if arriving >= 0 else 0
     assert find_errors(outcome.sim) == []
     balance = int(
         machine_state["in_bytes"]

@@ -32,6 +32,7 @@ _STALLS = {
     "room": "waiting for evictions",
     "mapped": "host memory used in place",
     "copy": "computing beside copies",
+    "pages": "computing beside migration",
 }
 
 app = output.make_app()
@@ -72,6 +73,14 @@ def simulate(
             "step_in_backward=True) does.",
         ),
     ] = False,
+    runnable: Annotated[
+        bool,
+        typer.Option(
+            "--runnable",
+            help="Predict the plan that umem.manage would run: only what a running training can "
+            "carry out.",
+        ),
+    ] = False,
     as_json: options.Json = False,
     plot: options.Plot = None,
     plot_format: options.PlotFormat = "png",
@@ -110,6 +119,8 @@ def simulate(
                 planners,
                 addresses="own" if addresses == "own" else "reused",
                 window=window,
+                runnable=runnable,
+                step_in_backward=step_in_backward,
                 timeline=plot is not None,
                 progress=say,
             )

@@ -13,7 +13,7 @@ from umem.hardware import Hardware, detect_hardware
 from umem.hardware.capabilities import host_memory_bytes
 from umem.offload import Mover
 from umem.policy import ResolvedPolicy
-from umem.runtime.hints import HintEngine
+from umem.runtime.hints import HintEngine, HintSettings
 from umem.runtime.state import runtime
 
 if TYPE_CHECKING:
@@ -115,7 +115,10 @@ def cuda_machine(device: int) -> Machine:
 
 @functools.cache
 def _process_engine() -> HintEngine:
-    """One engine for all models of the process: they share the link."""
-    engine = HintEngine.on_cuda()
+    """One engine for all models and devices of the process, with two driver calls each way."""
+    call_bytes = detect_hardware(0).call_bytes
+    engine = HintEngine.on_cuda(
+        HintSettings(chunk_bytes=call_bytes, in_flight_bytes=2 * call_bytes)
+    )
     engine.listen_to_releases(runtime().allocator)
     return engine

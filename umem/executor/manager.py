@@ -99,7 +99,9 @@ class Manager:
         self._guard = Guard(self._fail)
         root = Block(type(model).__name__, model)
         blocks = find_blocks(model, None)
-        self._beside = OverlappedOptimizerStep(optimizer, machine.device)
+        self._beside = OverlappedOptimizerStep(
+            optimizer, machine.device, machine.hardware.overlapped_update_chunks
+        )
         self._runner = Runner(machine, self._store, root, self._beside.join)
         self._phase_tracker = PhaseTracker(root, blocks, self._guard, self._runner)
         slices = PartialOptimizerStep(optimizer, blocks) if can_slice(optimizer) else None

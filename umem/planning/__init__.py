@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from umem.planning.plan_files import load_schedule, plan_key, save_schedule, store_plan, stored_plan
-from umem.planning.planners import PLANNERS, page_out, plan
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from umem.planning.plan_files import (
+        load_schedule,
+        plan_key,
+        save_schedule,
+        store_plan,
+        stored_plan,
+    )
+    from umem.planning.planners import PLANNERS, page_out, plan
 
 __all__ = [
     "PLANNERS",
@@ -15,3 +25,13 @@ __all__ = [
     "store_plan",
     "stored_plan",
 ]
+
+_OF_PLANNERS = ("PLANNERS", "page_out", "plan")
+
+
+def __getattr__(name: str) -> Any:
+    """Load a module at the first use of a name: planners load numba, which takes long."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "planners" if name in _OF_PLANNERS else "plan_files"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -21,17 +21,15 @@ from umem.core.schedule import ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.planning.planners import page_out, plan
 from umem.planning.running_step import with_gradient_lifetimes, with_overlapped_parts
-from umem.policy import ClassRule, PolicyPlanner, ResolvedPolicy
+from umem.policy import ClassRule, ResolvedPolicy
 from umem.simulation import simulate
 from umem.trace import Trace
 
-__all__ = ["PlanCandidate", "places_state_on_host", "search_plan"]
+__all__ = ["RUNNABLE_PLANNERS", "PlanCandidate", "places_state_on_host", "search_plan"]
+
+RUNNABLE_PLANNERS = ("planned", "lookahead", "fault")
 
 _BY_POLICY = -1
-
-_IN_PLACE_SLOWDOWN = 0.4
-"""What a byte that is used in place costs the computation beside it, of what one of a page that
-moves does: on one H200 1.8 to 2.4 ms a GiB, against 5 (benchmarks/results/h200-step-beside.txt)."""
 
 _MAPPED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the optimizer's state that are tried in place on the host. State in place makes the
@@ -63,7 +61,7 @@ def search_plan(
     trace: Trace,
     hardware: Hardware,
     policy: ResolvedPolicy,
-    planner: PolicyPlanner,
+    planner: str,
     *,
     saved: Collection[int] | None = None,
     overlaps_step: bool = False,
@@ -97,17 +95,21 @@ def search_plan(
     Raises
     ------
     PlanError
-        If a phase's working set does not fit the budget all the same, or the host lacks memory.
+        If a phase's working set does not fit the budget all the same, or the host lacks memory, or
+        if no training runs plans of this planner.
     """
+    if planner not in RUNNABLE_PLANNERS:
+        raise PlanError(
+            f"no training runs plans of the planner {planner!r}: give one of "
+            f"{', '.join(RUNNABLE_PLANNERS)}"
+        )
     trace = with_gradient_lifetimes(trace)
     best: PlanCandidate | None = None
     first_error: PlanError | None = None
     on_host = _placed_on_host(trace, policy)
     rules = _runnable_rules(policy, planner)
     for mapped in _mapped_choices(trace, hardware, policy, planner):
-        for step, overlapped in _steps(
-            trace, on_host | mapped, hardware, overlaps_step=overlaps_step
-        ):
+        for step, overlapped in _steps(trace, on_host | mapped, overlaps_step=overlaps_step):
             fixed = _fixed_modes(step, saved, rules, mapped)
             try:
                 if planner == "fault":
@@ -127,12 +129,11 @@ def search_plan(
 
 
 def _steps(
-    trace: Trace, in_place: npt.NDArray[np.bool_], hardware: Hardware, *, overlaps_step: bool
+    trace: Trace, in_place: npt.NDArray[np.bool_], *, overlaps_step: bool
 ) -> Iterator[tuple[Trace, Mapping[str, int]]]:
     """The step with overlapped parts, where it has any; then as it is, which needs less memory."""
     if overlaps_step:
-        slowdown_s_per_byte = _IN_PLACE_SLOWDOWN * hardware.page_slowdown_s_per_byte
-        step, overlapped = with_overlapped_parts(trace, in_place, slowdown_s_per_byte)
+        step, overlapped = with_overlapped_parts(trace, in_place)
         if overlapped:
             yield step, overlapped
     yield trace, {}
@@ -155,7 +156,7 @@ def _large_state(trace: Trace) -> npt.NDArray[np.bool_]:
 
 
 def _mapped_choices(
-    trace: Trace, hardware: Hardware, policy: ResolvedPolicy, planner: PolicyPlanner
+    trace: Trace, hardware: Hardware, policy: ResolvedPolicy, planner: str
 ) -> Iterator[npt.NDArray[np.bool_]]:
     """Which of the optimizer's state to use in place on the host: choices to try, bool[T] each."""
     rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
@@ -201,7 +202,7 @@ def _overflow(
     return mapped
 
 
-def _runnable_rules(policy: ResolvedPolicy, planner: PolicyPlanner) -> ResolvedPolicy:
+def _runnable_rules(policy: ResolvedPolicy, planner: str) -> ResolvedPolicy:
     """The rules, less mechanisms that hints and hooks cannot carry out in a running program.
 
     Only activations are copied away. The program may look at all other tensors at any time, so they

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from umem.core.errors import TraceError
@@ -46,6 +46,8 @@ def predict(
     *,
     addresses: Addresses = "reused",
     window: int = 8,
+    runnable: bool = False,
+    step_in_backward: bool = False,
     timeline: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[MigrationReport, ...]:
@@ -66,6 +68,14 @@ def predict(
         dead and free it.
     window : int
         Phases that the planner ``lookahead`` sees.
+    runnable : bool
+        Whether to predict the plans that :func:`umem.manage` would run, which are those that a
+        running training can carry out (:func:`umem.planning.plan_search.search_plan`). The
+        executor predicts the same figures from the same trace, budget and machine. `addresses` and
+        `window` are then as the executor has them.
+    step_in_backward : bool
+        Whether parts of the optimizer's step are in the trace's backward pass, and overlap with it
+        where their state is used in place; for `runnable`.
     timeline : bool
         Whether the reports have one, for pictures.
     progress : callable, optional
@@ -83,11 +93,13 @@ def predict(
     TraceError
         If all phases of the trace take no time.
     PlanError
-        If a planner is unknown or a phase does not fit the device budget.
+        If a planner is unknown, or runs in no training, or a phase does not fit the device budget.
     """
     # Here, because they load numba, and the commands import this module at their start.
     from umem.hardware import with_durations
+    from umem.planning.plan_search import search_plan
     from umem.planning.planners import plan
+    from umem.planning.running_step import with_open_blocks
     from umem.simulation import simulate
     from umem.trace import require_durations
 
@@ -100,6 +112,11 @@ def predict(
     reports = []
     for planner in planners:
         say(f"Planning {trace.name} with {planner}")
+        if runnable:
+            step = with_open_blocks(timed) if step_in_backward else timed
+            found = search_plan(step, hardware, policy, planner, overlaps_step=step_in_backward)
+            reports.append(found.predicted if timeline else replace(found.predicted, timeline=None))
+            continue
         schedule = plan(timed, hardware, policy, planner, window=window)
         say(f"Simulating {trace.name} with {planner}")
         reports.append(

@@ -86,7 +86,7 @@ def with_open_blocks(trace: Trace) -> Trace:
 
 
 def with_overlapped_parts(
-    trace: Trace, in_place: npt.NDArray[np.bool_], slowdown_s_per_byte: float
+    trace: Trace, in_place: npt.NDArray[np.bool_]
 ) -> tuple[Trace, dict[str, int]]:
     """Let the optimizer's parts use state in place while later phases compute.
 
@@ -125,9 +125,6 @@ def with_overlapped_parts(
     is_part = target[phase] != phase
     moves = is_part & in_place[tensor]
     stays = is_part & ~in_place[tensor] & np.isin(trace.tensor_class[tensor], _USED_BY_PARTS)
-    for way in (Access.READ, Access.WRITE):
-        moved_bytes = np.where(moves & (trace.access_mode & way > 0), trace.tensor_bytes[tensor], 0)
-        np.add.at(duration_s, target[phase], moved_bytes * slowdown_s_per_byte)
     duration_s[list(overlapped)] = 0.0
     # What a part uses on the device is used by both phases.
     phases = np.concatenate([np.where(moves, target[phase], phase), target[phase[stays]]])

@@ -162,8 +162,8 @@ class HintSettings:
     Parameters
     ----------
     chunk_bytes : int
-        Largest range of one driver call, at least 2 MiB. On one H200, 128 MiB is where prefetches
-        reach 44 GB/s beside an eviction at 21 GB/s without slowing the compute next to them.
+        Largest range of one driver call, at least 2 MiB. The executor takes ``call_bytes`` of the
+        hardware profile.
     in_flight_bytes : int
         Most bytes in driver calls at once, in each direction, at least 2 MiB.
     capacity : int

@@ -1,11 +1,11 @@
-"""The machine in motion: blocks, the link and the compute stream, compiled by numba.
+"""Runs a step: blocks, the link and the compute stream, compiled by numba.
 
 All compiled functions are in this file: numba's cache looks at the file of the function that is
 called from Python only, and would not see a change elsewhere.
 
-The link has two directions. Each serves one block at a time, first what a stalled phase waits for
-(the foreground), then hints in their order (the background). Between two events rates are constant,
-so time is exact: the next event is the earliest completion.
+The link has two directions. Each serves one block at a time: first what a stalled phase waits for
+(urgent), then hints in their order. Between two events rates are constant, so time is exact: the
+next event is the earliest completion.
 """
 
 from __future__ import annotations
@@ -17,23 +17,34 @@ from umem.core.report import CAUSES
 from umem.core.schedule import HintOp, ResidencyMode
 from umem.trace import Access
 
-__all__ = ["COUNTER", "HOST", "STALLS", "place", "run_step"]
+__all__ = [
+    "ARRIVING",
+    "BOTH",
+    "COUNTER",
+    "DEVICE",
+    "HOST",
+    "LEAVING",
+    "STALLS",
+    "STALL_PAGES",
+    "TO_DEVICE",
+    "TO_HOST",
+    "place_initially",
+    "run_step",
+]
 
 # States of a block. A block in flight holds device memory.
 NONE, HOST, DEVICE, BOTH, ARRIVING, LEAVING = range(6)
 TO_DEVICE, TO_HOST = range(2)
 
+# What a direction of the link does until the next event.
+IDLE, URGENT, CALLING, MOVING = range(4)
+
 HINT, FAULT, SPECULATION, EVICTION, COUNTER, MAPPED, COPY = range(len(CAUSES))
-STALLS = ("fault", "prefetch", "room", "mapped", "copy")
-STALL_FAULT, STALL_PREFETCH, STALL_ROOM, STALL_MAPPED, STALL_COPY = range(len(STALLS))
+STALLS = ("fault", "prefetch", "room", "mapped", "copy", "pages")
+STALL_FAULT, STALL_PREFETCH, STALL_ROOM, STALL_MAPPED, STALL_COPY, STALL_PAGES = range(len(STALLS))
 
 READ, WRITE = int(Access.READ), int(Access.WRITE)
-KEEP, MAP, DUPLICATE, SYSTEM = (
-    int(ResidencyMode.KEEP),
-    int(ResidencyMode.MAP),
-    int(ResidencyMode.DUPLICATE),
-    int(ResidencyMode.SYSTEM),
-)
+_, KEEP, MAP, DUPLICATE, SYSTEM = map(int, ResidencyMode)
 PREFETCH, EVICT, DISCARD, COPY_IN, COPY_OUT = map(int, HintOp)
 
 
@@ -41,7 +52,7 @@ PREFETCH, EVICT, DISCARD, COPY_IN, COPY_OUT = map(int, HintOp)
 
 
 @compiled
-def _append(m, blocks, tensors, block):
+def _append(m, blocks, block):
     blocks[block].older = m.newest
     blocks[block].newer = -1
     if m.newest >= 0:
@@ -53,7 +64,7 @@ def _append(m, blocks, tensors, block):
 
 
 @compiled
-def _unlist(m, blocks, tensors, block):
+def _unlist(m, blocks, block):
     if not blocks[block].listed:
         return
     before, after = blocks[block].older, blocks[block].newer
@@ -68,85 +79,71 @@ def _unlist(m, blocks, tensors, block):
     blocks[block].listed = False
 
 
-@compiled
-def _evictable(tensors, tensor):
-    return tensors[tensor].residency != KEEP and tensors[tensor].residency != SYSTEM
-
-
 # --- residency ---
 
 
 @compiled
-def _take(m, blocks, tensors, block):
-    """Count the device memory of a block."""
+def _allocate(m, blocks, tensors, block):
+    """Count the device memory of a block as used."""
     size = blocks[block].bytes
     m.used_bytes += size
-    m.class_bytes[tensors[blocks[block].tensor].number] += size
+    m.class_bytes[tensors[blocks[block].tensor].class_number] += size
 
 
 @compiled
-def _give(m, blocks, tensors, block):
+def _free(m, blocks, tensors, block):
     """Count the device memory of a block as free."""
     size = blocks[block].bytes
     m.used_bytes -= size
-    m.class_bytes[tensors[blocks[block].tensor].number] -= size
+    m.class_bytes[tensors[blocks[block].tensor].class_number] -= size
 
 
 @compiled
-def _settle(m, blocks, tensors, block, keeps_copy):
-    """A block whose device memory is taken has its contents there now."""
+def _make_resident(m, blocks, tensors, block, keeps_copy):
+    """Put a block's contents into the device memory that it has already."""
     tensor = blocks[block].tensor
     blocks[block].state = BOTH if keeps_copy else DEVICE
-    tensors[tensor].settled += 1
-    tensors[tensor].copies += keeps_copy
+    tensors[tensor].resident_blocks += 1
+    tensors[tensor].clean_blocks += keeps_copy
     blocks[block].uses = 0
-    if _evictable(tensors, tensor):
-        _append(m, blocks, tensors, block)
+    if tensors[tensor].residency != KEEP and tensors[tensor].residency != SYSTEM:
+        _append(m, blocks, block)
 
 
 @compiled
-def _unsettle(m, blocks, tensors, block):
-    """A block is about to leave the device, or to die there."""
+def _end_residency(m, blocks, tensors, block):
+    """Take a block off the books that is about to leave the device, or to die there."""
     tensor = blocks[block].tensor
-    tensors[tensor].settled -= 1
-    tensors[tensor].copies -= blocks[block].state == BOTH
-    _unlist(m, blocks, tensors, block)
+    tensors[tensor].resident_blocks -= 1
+    tensors[tensor].clean_blocks -= blocks[block].state == BOTH
+    _unlist(m, blocks, block)
 
 
 @compiled
 def _is_whole(tensors, tensor):
     """Whether all of a tensor is on the device, so that there is nothing to do block by block."""
-    return tensors[tensor].settled == tensors[tensor].end - tensors[tensor].first
+    return tensors[tensor].resident_blocks == tensors[tensor].end - tensors[tensor].first
 
 
 @compiled
-def _kill(m, blocks, tensors, block):
-    """The contents of a block are dead."""
+def _discard(m, blocks, tensors, block):
+    """End a block's contents; what is in flight ends with its transfer."""
     state = blocks[block].state
     if state in (ARRIVING, LEAVING):
-        blocks[block].doomed = True
+        blocks[block].dead = True
         return
     if state in (DEVICE, BOTH):
-        _unsettle(m, blocks, tensors, block)
-        _give(m, blocks, tensors, block)
+        _end_residency(m, blocks, tensors, block)
+        _free(m, blocks, tensors, block)
         m.freed_bytes += blocks[block].bytes
     blocks[block].state = NONE
 
 
 @compiled
-def _bury(m, blocks, tensors, block):
-    """End a transfer whose block died under way; the block's device memory is counted still."""
-    _give(m, blocks, tensors, block)
-    m.freed_bytes += blocks[block].bytes
-    blocks[block].state = NONE
-    blocks[block].doomed = False
-
-
-@compiled
 def _drop(m, blocks, tensors, block):
     """Free the device memory of a block that has a valid copy on the host."""
-    _unsettle(m, blocks, tensors, block)
-    _give(m, blocks, tensors, block)
+    _end_residency(m, blocks, tensors, block)
+    _free(m, blocks, tensors, block)
     m.dropped_bytes += blocks[block].bytes
     blocks[block].state = HOST
 
@@ -155,222 +152,215 @@ def _drop(m, blocks, tensors, block):
 
 
 @compiled
-def _start_in(sim):
-    """Give the idle direction to the device its next block, if one may go."""
-    m = sim.machine[0]
-    blocks = sim.blocks
-    tensors = sim.tensors
-    if m.holds:
-        return
-    while m.in_block < 0 and m.in_head < m.in_tail:
-        hint = sim.in_queue[m.in_head, 0]
+def _count_traffic(sim, way, cause, tensor, size, seconds, count):
+    number = sim.tensors[tensor].class_number
+    sim.traffic_bytes[way, cause, number] += size
+    sim.traffic_s[way, cause, number] += seconds
+    sim.traffic_count[way, cause, number] += count
+
+
+@compiled
+def _next_block(sim, way):
+    """Next block of the hints for a direction, and its hint; -1 where no hint is left.
+
+    Hints that are done or superseded leave the queue.
+    """
+    direction = sim.directions[way]
+    while direction.head < direction.tail:
+        hint = sim.queue[way, direction.head, 0]
         tensor = sim.hint_tensor[hint]
-        block = tensors[tensor].first + m.in_cursor
-        superseded = sim.in_queue[m.in_head, 1] != tensors[tensor].generation
-        if superseded or block == tensors[tensor].end:
-            if not m.in_moved:
-                m.hints_wasted += 1
-            if not superseded:
-                tensors[tensor].awaited = 0
-            m.in_head += 1
-            m.in_cursor = 0
-            m.in_call_left = 0
-            m.in_moved = False
-            continue
-        state = blocks[block].state
-        if state == LEAVING:
+        superseded = sim.queue[way, direction.head, 1] != sim.tensors[tensor].generation
+        block = sim.tensors[tensor].first + direction.cursor
+        if not superseded and block < sim.tensors[tensor].end:
+            return block, hint
+        if not direction.moved:
+            sim.machine[0].hints_wasted += 1
+        if way == TO_DEVICE and not superseded:
+            sim.tensors[tensor].awaited = 0
+        direction.head += 1
+        direction.cursor = 0
+        direction.call_left = 0
+        direction.moved = False
+    return -1, -1
+
+
+@compiled
+def _start(sim, way, block, cause, rate):
+    """Give an idle direction a block."""
+    direction = sim.directions[way]
+    direction.block = block
+    direction.left_bytes = sim.blocks[block].bytes
+    direction.cause = cause
+    direction.rate = rate
+    direction.call_s = 0.0
+    if way == TO_DEVICE:
+        sim.blocks[block].state = ARRIVING
+        _allocate(sim.machine[0], sim.blocks, sim.tensors, block)
+    else:
+        _end_residency(sim.machine[0], sim.blocks, sim.tensors, block)
+        sim.blocks[block].state = LEAVING
+
+
+@compiled
+def _start_hinted(sim, way, block, copies, copy_rate, page_rate):
+    """Give an idle direction the next block of a hint, in the driver call at hand or a new one."""
+    _start(sim, way, block, COPY if copies else HINT, copy_rate if copies else page_rate)
+    m, direction = sim.machine[0], sim.directions[way]
+    size = sim.blocks[block].bytes
+    if direction.call_left < size:
+        direction.call_s = m.call_s
+        direction.call_left = m.call_bytes
+    direction.call_left -= size
+    direction.cursor += 1
+    direction.moved = True
+
+
+@compiled
+def _start_in(sim):
+    """Give the direction to the device its next block, if it is idle and the block may come."""
+    m, direction = sim.machine[0], sim.directions[TO_DEVICE]
+    blocks = sim.blocks
+    if m.prefetch_paused:
+        return
+    room_bytes = m.capacity_bytes - m.reserved_bytes - m.used_bytes
+    while direction.block < 0:
+        block, hint = _next_block(sim, TO_DEVICE)
+        if block < 0:
+            break
+        if blocks[block].state == HOST:
+            if blocks[block].bytes > room_bytes:
+                return
+            copies = sim.hint_op[hint] == COPY_IN
+            rates = m.copy_to_device_bytes_per_s, m.to_device_bytes_per_s
+            _start_hinted(sim, TO_DEVICE, block, copies, rates[0], rates[1])
+        elif blocks[block].state == LEAVING:
             return
-        if state != HOST:
-            m.in_cursor += 1
-            continue
-        size = blocks[block].bytes
-        if m.used_bytes + m.reserved_bytes + size > m.capacity_bytes:
-            return
-        copies = sim.hint_op[hint] == COPY_IN
-        m.in_rate = m.copy_to_device_bytes_per_s if copies else m.to_device_bytes_per_s
-        m.in_cause = COPY if copies else HINT
-        m.in_latency = 0.0
-        if m.in_call_left < size:
-            m.in_latency = m.call_s
-            m.in_call_left = m.call_bytes
-        m.in_call_left -= size
-        m.in_moved = True
-        m.in_cursor += 1
-        m.in_block = block
-        m.in_left = size
-        blocks[block].state = ARRIVING
-        _take(m, blocks, tensors, block)
-    while m.in_block < 0 and m.counter_head < m.counter_tail:
+        else:
+            direction.cursor += 1
+    while direction.block < 0 and m.counter_head < m.counter_tail:
         block = sim.counter_queue[m.counter_head]
         m.counter_head += 1
-        size = blocks[block].bytes
         # Access counters move what there is room for; they evict nothing.
-        if blocks[block].state != HOST or m.used_bytes + m.reserved_bytes + size > m.capacity_bytes:
-            continue
-        m.in_rate = m.to_device_bytes_per_s
-        m.in_cause = COUNTER
-        m.in_latency = 0.0
-        m.in_block = block
-        m.in_left = size
-        blocks[block].state = ARRIVING
-        _take(m, blocks, tensors, block)
+        if blocks[block].state == HOST and blocks[block].bytes <= room_bytes:
+            _start(sim, TO_DEVICE, block, COUNTER, m.to_device_bytes_per_s)
 
 
 @compiled
 def _start_out(sim):
-    """Give the idle direction to the host its next block."""
-    m = sim.machine[0]
-    blocks = sim.blocks
-    tensors = sim.tensors
-    while m.out_block < 0 and m.out_head < m.out_tail:
-        hint = sim.out_queue[m.out_head, 0]
-        tensor = sim.hint_tensor[hint]
-        block = tensors[tensor].first + m.out_cursor
-        superseded = sim.out_queue[m.out_head, 1] != tensors[tensor].generation
-        if superseded or block == tensors[tensor].end:
-            if not m.out_moved:
-                m.hints_wasted += 1
-            m.out_head += 1
-            m.out_cursor = 0
-            m.out_call_left = 0
-            m.out_moved = False
-            continue
-        m.out_cursor += 1
-        state = blocks[block].state
-        if state == BOTH:
-            m.out_moved = True
-            _drop(m, blocks, tensors, block)
-        if state != DEVICE:
-            continue
-        copies = sim.hint_op[hint] == COPY_OUT
-        size = blocks[block].bytes
-        m.out_rate = m.copy_to_host_bytes_per_s if copies else m.to_host_bytes_per_s
-        m.out_cause = COPY if copies else HINT
-        m.out_latency = 0.0
-        if m.out_call_left < size:
-            m.out_latency = m.call_s
-            m.out_call_left = m.call_bytes
-        m.out_call_left -= size
-        m.out_moved = True
-        m.out_block = block
-        m.out_left = size
-        _unsettle(m, blocks, tensors, block)
-        blocks[block].state = LEAVING
+    """Give the direction to the host its next block, if it is idle; clean blocks are dropped."""
+    m, direction = sim.machine[0], sim.directions[TO_HOST]
+    while direction.block < 0:
+        block, hint = _next_block(sim, TO_HOST)
+        if block < 0:
+            return
+        if sim.blocks[block].state == DEVICE:
+            copies = sim.hint_op[hint] == COPY_OUT
+            rates = m.copy_to_host_bytes_per_s, m.to_host_bytes_per_s
+            _start_hinted(sim, TO_HOST, block, copies, rates[0], rates[1])
+        else:
+            direction.cursor += 1
+            if sim.blocks[block].state == BOTH:
+                direction.moved = True
+                _drop(m, sim.blocks, sim.tensors, block)
 
 
 @compiled
-def _arrive(sim):
-    m = sim.machine[0]
-    blocks = sim.blocks
-    tensors = sim.tensors
-    block = m.in_block
-    m.in_block = -1
+def _finish(sim, way):
+    """End the transfer of a direction's block."""
+    m, direction = sim.machine[0], sim.directions[way]
+    blocks, tensors = sim.blocks, sim.tensors
+    block = direction.block
+    direction.block = -1
     tensor = blocks[block].tensor
     size = blocks[block].bytes
-    m.in_bytes += size
-    sim.traffic_bytes[TO_DEVICE, m.in_cause, tensors[tensor].number] += size
-    sim.traffic_count[TO_DEVICE, m.in_cause, tensors[tensor].number] += 1
-    if m.in_cause == COPY:
+    _count_traffic(sim, way, direction.cause, tensor, size, 0.0, 1)
+    if direction.cause == COPY:
         m.copied_bytes += size
-    if blocks[block].doomed:
-        _bury(m, blocks, tensors, block)
     else:
-        _settle(
-            m, blocks, tensors, block, tensors[tensor].residency == DUPLICATE or m.in_cause == COPY
-        )
+        m.paged_bytes += size
+    if way == TO_DEVICE:
+        m.in_bytes += size
+    if blocks[block].dead:
+        _free(m, blocks, tensors, block)
+        m.freed_bytes += size
+        blocks[block].state = NONE
+        blocks[block].dead = False
+    elif way == TO_DEVICE:
+        keeps_copy = tensors[tensor].residency == DUPLICATE or direction.cause == COPY
+        _make_resident(m, blocks, tensors, block, keeps_copy)
+    else:
+        m.out_bytes += size
+        _free(m, blocks, tensors, block)
+        blocks[block].state = HOST
 
 
 @compiled
-def _leave(sim):
-    m = sim.machine[0]
-    blocks = sim.blocks
-    tensors = sim.tensors
-    block = m.out_block
-    m.out_block = -1
-    size = blocks[block].bytes
-    sim.traffic_bytes[TO_HOST, m.out_cause, tensors[blocks[block].tensor].number] += size
-    sim.traffic_count[TO_HOST, m.out_cause, tensors[blocks[block].tensor].number] += 1
-    if m.out_cause == COPY:
-        m.copied_bytes += size
-    if blocks[block].doomed:
-        _bury(m, blocks, tensors, block)
-        return
-    m.out_bytes += size
-    _give(m, blocks, tensors, block)
-    blocks[block].state = HOST
+def _activity(direction):
+    """What a direction does until the next event, its rate, and what is left of it.
+
+    Left are bytes at that rate, or seconds of a driver call, which moves nothing.
+    """
+    if direction.urgent_bytes > 0:
+        return URGENT, direction.urgent_rate, direction.urgent_bytes
+    if direction.block < 0:
+        return IDLE, 0.0, 0.0
+    if direction.call_s > 0:
+        return CALLING, 0.0, direction.call_s
+    return MOVING, direction.rate, direction.left_bytes
+
+
+@compiled
+def _time_left(activity, rate, left):
+    if activity == IDLE:
+        return np.inf
+    return left if activity == CALLING else left / rate
+
+
+@compiled
+def _advance(sim, way, activity, rate, seconds, is_done):
+    """Let a direction do what it does for some seconds, to its end where it is done then."""
+    direction = sim.directions[way]
+    moved_bytes = rate * seconds
+    sim.link_bytes[sim.machine[0].phase, way] += moved_bytes
+    if activity == CALLING:
+        direction.call_s = 0.0 if is_done else direction.call_s - seconds
+    elif activity == URGENT:
+        direction.urgent_bytes = 0.0 if is_done else direction.urgent_bytes - moved_bytes
+    elif activity == MOVING:
+        tensor = sim.blocks[direction.block].tensor
+        _count_traffic(sim, way, direction.cause, tensor, 0, seconds, 0)
+        direction.left_bytes -= moved_bytes
+        if is_done:
+            _finish(sim, way)
 
 
 @compiled
 def _event(sim, until_s):
     """Go on to the next event of the link, at most to `until_s`; False if nothing moves."""
     m = sim.machine[0]
-    blocks = sim.blocks
-    tensors = sim.tensors
     _start_out(sim)
     _start_in(sim)
-    in_waits = m.front_in <= 0 and m.in_block >= 0 and m.in_latency > 0
-    out_waits = m.front_out <= 0 and m.out_block >= 0 and m.out_latency > 0
-    in_rate = 0.0
-    out_rate = 0.0
-    in_left = 0.0
-    out_left = 0.0
-    if m.front_in > 0:
-        in_rate, in_left = m.front_in_rate, m.front_in
-    elif m.in_block >= 0 and not in_waits:
-        in_rate, in_left = m.in_rate, m.in_left
-    if m.front_out > 0:
-        out_rate, out_left = m.front_out_rate, m.front_out
-    elif m.out_block >= 0 and not out_waits:
-        out_rate, out_left = m.out_rate, m.out_left
+    in_activity, in_rate, in_left = _activity(sim.directions[TO_DEVICE])
+    out_activity, out_rate, out_left = _activity(sim.directions[TO_HOST])
     if in_rate > 0 and out_rate > 0 and in_rate + out_rate > m.link_bytes_per_s:
-        scale = m.link_bytes_per_s / (in_rate + out_rate)
-        in_rate *= scale
-        out_rate *= scale
-    in_end = np.inf
-    out_end = np.inf
-    if in_waits:
-        in_end = m.in_latency
-    elif in_rate > 0:
-        in_end = in_left / in_rate
-    if out_waits:
-        out_end = m.out_latency
-    elif out_rate > 0:
-        out_end = out_left / out_rate
-    step_s = min(in_end, out_end)
-    if step_s == np.inf:
+        share = m.link_bytes_per_s / (in_rate + out_rate)
+        in_rate *= share
+        out_rate *= share
+    in_s = _time_left(in_activity, in_rate, in_left)
+    out_s = _time_left(out_activity, out_rate, out_left)
+    seconds = min(in_s, out_s)
+    if seconds == np.inf:
         if until_s < np.inf:
             m.now_s = until_s
         return False
-    if m.now_s + step_s > until_s:
-        step_s = until_s - m.now_s
+    if m.now_s + seconds > until_s:
+        seconds = until_s - m.now_s
         m.now_s = until_s
     else:
-        m.now_s += step_s
+        m.now_s += seconds
     # `<=`: what ends first ends exactly, whatever the rounding of rate times time.
-    in_done = in_end <= step_s
-    out_done = out_end <= step_s
-    if in_waits:
-        m.in_latency = 0.0 if in_done else m.in_latency - step_s
-    elif m.front_in > 0:
-        m.front_in = 0.0 if in_done else m.front_in - in_rate * step_s
-    elif in_rate > 0:
-        tensor = blocks[m.in_block].tensor
-        sim.traffic_s[TO_DEVICE, m.in_cause, tensors[tensor].number] += step_s
-        m.in_left -= in_rate * step_s
-        if in_done:
-            _arrive(sim)
-    if out_waits:
-        m.out_latency = 0.0 if out_done else m.out_latency - step_s
-    elif m.front_out > 0:
-        m.front_out = 0.0 if out_done else m.front_out - out_rate * step_s
-    elif out_rate > 0:
-        tensor = blocks[m.out_block].tensor
-        sim.traffic_s[TO_HOST, m.out_cause, tensors[tensor].number] += step_s
-        m.out_left -= out_rate * step_s
-        if out_done:
-            _leave(sim)
-    sim.link_bytes[m.phase, TO_DEVICE] += in_rate * step_s
-    sim.link_bytes[m.phase, TO_HOST] += out_rate * step_s
+    _advance(sim, TO_DEVICE, in_activity, in_rate, seconds, in_s <= seconds)
+    _advance(sim, TO_HOST, out_activity, out_rate, seconds, out_s <= seconds)
     return True
 
 
@@ -383,11 +373,11 @@ def _run_until(sim, until_s):
 
 @compiled
 def _carry(sim, in_bytes, in_rate, out_bytes, out_rate):
-    """Move bytes in the foreground, both directions at once; the background has what is left."""
-    m = sim.machine[0]
-    m.front_in, m.front_in_rate = in_bytes, in_rate
-    m.front_out, m.front_out_rate = out_bytes, out_rate
-    while m.front_in > 0 or m.front_out > 0:
+    """Move urgent bytes, both directions at once; hints have what is left of the link."""
+    to_device, to_host = sim.directions[TO_DEVICE], sim.directions[TO_HOST]
+    to_device.urgent_bytes, to_device.urgent_rate = in_bytes, in_rate
+    to_host.urgent_bytes, to_host.urgent_rate = out_bytes, out_rate
+    while to_device.urgent_bytes > 0 or to_host.urgent_bytes > 0:
         _event(sim, np.inf)
 
 
@@ -398,8 +388,8 @@ def _carry(sim, in_bytes, in_rate, out_bytes, out_rate):
 def _evict_oldest(sim, need_bytes):
     """Send the oldest blocks that the phase does not use to the host.
 
-    The device memory is free at once; the caller spends the time. Gives the bytes to carry, and
-    those that are missing still, above 0 if there is nothing more to evict.
+    Their device memory is free at once, and the caller spends the time. Returns the bytes to carry,
+    and the bytes that are still needed: above 0 if there is nothing more to evict.
     """
     m = sim.machine[0]
     blocks = sim.blocks
@@ -407,7 +397,7 @@ def _evict_oldest(sim, need_bytes):
     out_bytes = 0
     block = m.oldest
     while need_bytes > 0:
-        while block >= 0 and tensors[blocks[block].tensor].pinned == m.stamp:
+        while block >= 0 and tensors[blocks[block].tensor].used_at == m.stamp:
             block = blocks[block].newer
         if block < 0:
             break
@@ -417,31 +407,29 @@ def _evict_oldest(sim, need_bytes):
         if blocks[block].state == BOTH:
             _drop(m, blocks, tensors, block)
         else:
-            tensor_class = tensors[blocks[block].tensor].number
-            _unsettle(m, blocks, tensors, block)
-            _give(m, blocks, tensors, block)
+            _end_residency(m, blocks, tensors, block)
+            _free(m, blocks, tensors, block)
             blocks[block].state = HOST
             out_bytes += size
             m.out_bytes += size
-            sim.traffic_bytes[TO_HOST, EVICTION, tensor_class] += size
-            sim.traffic_s[TO_HOST, EVICTION, tensor_class] += size / m.to_host_bytes_per_s
-            sim.traffic_count[TO_HOST, EVICTION, tensor_class] += 1
+            seconds = size / m.to_host_bytes_per_s
+            _count_traffic(sim, TO_HOST, EVICTION, blocks[block].tensor, size, seconds, 1)
         block = following
     return out_bytes, need_bytes
 
 
 @compiled
 def _wait_for_room(sim, size):
-    """Wait for evictions that were asked for, as long as they are what makes room."""
+    """Wait for evictions by hint, while there are any and there is no room."""
     m = sim.machine[0]
     began_s = m.now_s
-    m.holds = True  # room that is made here is not for what arrives ahead
+    m.prefetch_paused = True  # the room that is made here is not for prefetches
     while m.used_bytes + size > m.capacity_bytes:
         _start_out(sim)
-        if m.used_bytes + size <= m.capacity_bytes or m.out_block < 0:
+        if m.used_bytes + size <= m.capacity_bytes or sim.directions[TO_HOST].block < 0:
             break
         _event(sim, np.inf)
-    m.holds = False
+    m.prefetch_paused = False
     sim.stall_s[STALL_ROOM] += m.now_s - began_s
 
 
@@ -457,18 +445,19 @@ def _serve_faults(sim, count, pages, arrivals_bytes):
     _wait_for_room(sim, room_bytes)
     out_bytes, missing = _evict_oldest(sim, m.used_bytes + room_bytes - m.capacity_bytes)
     began_s = m.now_s
-    m.holds = True
+    m.prefetch_paused = True
     # What is in flight holds memory, and may be sent back once it is there.
-    while missing > 0 and (m.in_block >= 0 or m.out_block >= 0):
+    to_device, to_host = sim.directions[TO_DEVICE], sim.directions[TO_HOST]
+    while missing > 0 and (to_device.block >= 0 or to_host.block >= 0):
         _event(sim, np.inf)
         more_bytes, missing = _evict_oldest(sim, m.used_bytes + room_bytes - m.capacity_bytes)
         out_bytes += more_bytes
-    m.holds = False
+    m.prefetch_paused = False
     sim.stall_s[STALL_ROOM] += m.now_s - began_s
     if missing > 0:
         return False
     for i in range(count):
-        _take(m, blocks, tensors, sim.batch[i])
+        _allocate(m, blocks, tensors, sim.batch[i])
     began_s = m.now_s
     m.fault_batches += 1
     m.fault_pages += pages
@@ -482,7 +471,8 @@ def _serve_faults(sim, count, pages, arrivals_bytes):
         _carry(sim, arrivals_bytes, m.to_device_bytes_per_s, 0.0, 0.0)
     for i in range(count):
         block = sim.batch[i]
-        _settle(m, blocks, tensors, block, tensors[blocks[block].tensor].residency == DUPLICATE)
+        keeps_copy = tensors[blocks[block].tensor].residency == DUPLICATE
+        _make_resident(m, blocks, tensors, block, keeps_copy)
     sim.stall_s[STALL_FAULT] += m.now_s - began_s
     return True
 
@@ -528,8 +518,8 @@ def _fault_in(sim, first, last):
                     blocks[block].state = HOST
                     continue
                 if not new_faults:
-                    _take(m, blocks, tensors, block)
-                    _settle(m, blocks, tensors, block, False)
+                    _allocate(m, blocks, tensors, block)
+                    _make_resident(m, blocks, tensors, block, False)
                     continue
             elif state != HOST or tensors[tensor].residency == SYSTEM:
                 continue
@@ -544,17 +534,13 @@ def _fault_in(sim, first, last):
             if state == HOST:
                 arrivals_bytes += size
                 m.in_bytes += size
-                tensor_class = tensors[tensor].number
                 asked = min(size, faulting * m.page_bytes)
+                seconds = asked / m.to_device_bytes_per_s
+                _count_traffic(sim, TO_DEVICE, FAULT, tensor, asked, seconds, faulting)
                 rest = size - asked
-                sim.traffic_bytes[TO_DEVICE, FAULT, tensor_class] += asked
-                sim.traffic_s[TO_DEVICE, FAULT, tensor_class] += asked / m.to_device_bytes_per_s
-                sim.traffic_count[TO_DEVICE, FAULT, tensor_class] += faulting
                 if rest > 0:
                     seconds = rest / m.to_device_bytes_per_s
-                    sim.traffic_bytes[TO_DEVICE, SPECULATION, tensor_class] += rest
-                    sim.traffic_s[TO_DEVICE, SPECULATION, tensor_class] += seconds
-                    sim.traffic_count[TO_DEVICE, SPECULATION, tensor_class] += 1
+                    _count_traffic(sim, TO_DEVICE, SPECULATION, tensor, rest, seconds, 1)
     if count > 0:
         return _serve_faults(sim, count, pages, arrivals_bytes)
     return True
@@ -564,8 +550,8 @@ def _fault_in(sim, first, last):
 
 
 @compiled
-def place(sim, persistent):
-    """Start with what is kept on the device there, then with what fits; False if that is too much.
+def place_initially(sim, persistent):
+    """Place what is kept on the device there, then what fits; False if the device cannot keep it.
 
     A block of a tensor that is not persistent has no contents before its first use.
     """
@@ -581,15 +567,24 @@ def place(sim, persistent):
                 if kept and not fits:
                     return False
                 if fits and tensors[tensor].residency != MAP:
-                    _take(m, blocks, tensors, block)
-                    _settle(m, blocks, tensors, block, False)
+                    _allocate(m, blocks, tensors, block)
+                    _make_resident(m, blocks, tensors, block, False)
                 else:
                     blocks[block].state = HOST
     return True
 
 
 @compiled
+def _enqueue(sim, way, hint, generation):
+    direction = sim.directions[way]
+    sim.queue[way, direction.tail, 0] = hint
+    sim.queue[way, direction.tail, 1] = generation
+    direction.tail += 1
+
+
+@compiled
 def _issue(sim, phase):
+    """Issue the hints of a phase: discard, or queue for a direction of the link."""
     m = sim.machine[0]
     blocks = sim.blocks
     tensors = sim.tensors
@@ -600,16 +595,12 @@ def _issue(sim, phase):
         tensors[tensor].awaited = 0
         if op == DISCARD:
             for block in range(tensors[tensor].first, tensors[tensor].end):
-                _kill(m, blocks, tensors, block)
+                _discard(m, blocks, tensors, block)
         elif op in (PREFETCH, COPY_IN):
             tensors[tensor].awaited = tensors[tensor].generation
-            sim.in_queue[m.in_tail, 0] = hint
-            sim.in_queue[m.in_tail, 1] = tensors[tensor].generation
-            m.in_tail += 1
+            _enqueue(sim, TO_DEVICE, hint, tensors[tensor].generation)
         else:
-            sim.out_queue[m.out_tail, 0] = hint
-            sim.out_queue[m.out_tail, 1] = tensors[tensor].generation
-            m.out_tail += 1
+            _enqueue(sim, TO_HOST, hint, tensors[tensor].generation)
 
 
 @compiled
@@ -620,14 +611,14 @@ def _claim(sim, first, last):
     tensors = sim.tensors
     for access in range(first, last):
         tensor = sim.access_tensor[access]
-        tensors[tensor].pinned = m.stamp
+        tensors[tensor].used_at = m.stamp
         if tensors[tensor].awaited == 0:
             tensors[tensor].generation += 1
         if m.by_access:
             for block in range(tensors[tensor].first, tensors[tensor].end):
                 if blocks[block].listed:
-                    _unlist(m, blocks, tensors, block)
-                    _append(m, blocks, tensors, block)
+                    _unlist(m, blocks, block)
+                    _append(m, blocks, block)
 
 
 @compiled
@@ -670,9 +661,8 @@ def _use(sim, first, last):
     for access in range(first, last):
         tensor = sim.access_tensor[access]
         mode = sim.access_mode[access]
-        tensor_class = tensors[tensor].number
         residency = tensors[tensor].residency
-        if _is_whole(tensors, tensor) and (tensors[tensor].copies == 0 or not mode & WRITE):
+        if _is_whole(tensors, tensor) and (tensors[tensor].clean_blocks == 0 or not mode & WRITE):
             continue
         for block in range(tensors[tensor].first, tensors[tensor].end):
             state = blocks[block].state
@@ -680,36 +670,35 @@ def _use(sim, first, last):
                 size = blocks[block].bytes
                 if mode & READ:
                     read_bytes += size
-                    sim.traffic_bytes[TO_DEVICE, MAPPED, tensor_class] += size
-                    sim.traffic_s[TO_DEVICE, MAPPED, tensor_class] += (
-                        size / m.mapped_read_bytes_per_s
-                    )
-                    sim.traffic_count[TO_DEVICE, MAPPED, tensor_class] += 1
+                    seconds = size / m.mapped_read_bytes_per_s
+                    _count_traffic(sim, TO_DEVICE, MAPPED, tensor, size, seconds, 1)
                 if mode & WRITE:
                     written_bytes += size
-                    sim.traffic_bytes[TO_HOST, MAPPED, tensor_class] += size
-                    sim.traffic_s[TO_HOST, MAPPED, tensor_class] += (
-                        size / m.mapped_write_bytes_per_s
-                    )
-                    sim.traffic_count[TO_HOST, MAPPED, tensor_class] += 1
+                    seconds = size / m.mapped_write_bytes_per_s
+                    _count_traffic(sim, TO_HOST, MAPPED, tensor, size, seconds, 1)
                 if residency == SYSTEM:
                     blocks[block].uses += 1
-                    if blocks[block].uses == m.counter_threshold:
+                    if blocks[block].uses == m.access_counter_threshold:
                         blocks[block].uses = 0
                         sim.counter_queue[m.counter_tail] = block
                         m.counter_tail += 1
             elif mode & WRITE and state == BOTH:
                 blocks[block].state = DEVICE
-                tensors[tensor].copies -= 1
+                tensors[tensor].clean_blocks -= 1
     return read_bytes, written_bytes
 
 
 @compiled
 def _compute(sim, duration_s, read_bytes, written_bytes):
-    """Run the phase's kernel, beside what it reads and writes in place."""
+    """Run the phase's kernel, beside its accesses in place and whatever the link moves.
+
+    Accesses in place cost the longer of two times: the link's, of which the kernel hides its own
+    duration, and that by which they slow the kernel. Bytes that arrive or leave by hint while the
+    kernel runs slow it besides.
+    """
     m = sim.machine[0]
-    began_s = m.now_s
-    copied_bytes = m.copied_bytes
+    began_s, copied_bytes, paged_bytes = m.now_s, m.copied_bytes, m.paged_bytes
+    slowed_s = 0.0
     if read_bytes > 0 or written_bytes > 0:
         read_rate = m.mapped_read_bytes_per_s
         write_rate = m.mapped_write_bytes_per_s
@@ -718,12 +707,14 @@ def _compute(sim, duration_s, read_bytes, written_bytes):
             read_rate *= scale
             write_rate *= scale
         _carry(sim, read_bytes, read_rate, written_bytes, write_rate)
-        sim.stall_s[STALL_MAPPED] += max(0.0, m.now_s - began_s - duration_s)
-    _run_until(sim, began_s + duration_s)
-    slowed_s = (m.copied_bytes - copied_bytes) * m.copy_slowdown_s_per_byte
-    if slowed_s > 0:
-        sim.stall_s[STALL_COPY] += slowed_s
-        _run_until(sim, m.now_s + slowed_s)
+        slowed_s = (read_bytes + written_bytes) * m.mapped_slowdown_s_per_byte
+        sim.stall_s[STALL_MAPPED] += max(slowed_s, m.now_s - began_s - duration_s)
+    _run_until(sim, began_s + duration_s + slowed_s)
+    copies_s = (m.copied_bytes - copied_bytes) * m.copy_slowdown_s_per_byte
+    pages_s = (m.paged_bytes - paged_bytes) * m.page_slowdown_s_per_byte
+    sim.stall_s[STALL_COPY] += copies_s
+    sim.stall_s[STALL_PAGES] += pages_s
+    _run_until(sim, m.now_s + copies_s + pages_s)
 
 
 @compiled
@@ -758,5 +749,5 @@ def run_step(sim):
                 tensors[tensor].generation += 1
                 tensors[tensor].awaited = 0
                 for block in range(tensors[tensor].first, tensors[tensor].end):
-                    _kill(m, blocks, tensors, block)
+                    _discard(m, blocks, tensors, block)
     return True

@@ -51,6 +51,11 @@ class Run:
     steps: int
     """Steps run, the measured one included."""
 
+    @property
+    def page_slowdown_s(self) -> float:
+        """Time that moving pages added to the kernels beside them."""
+        return float(self.sim.stall_s[_engine.STALL_PAGES])
+
 
 def simulate(
     trace: Trace,
@@ -139,18 +144,18 @@ def build(
     tensors, phases, hints = trace.tensor_count, trace.phase_count, schedule.hint_count
     classes = len(TensorClass)
     machine = np.zeros(1, _state.MACHINE)
-    for name in _state.MACHINE.names or ():
-        if hasattr(hardware, name):
-            machine[name] = getattr(hardware, name)
+    for name, _ in _state.HARDWARE:
+        machine[name] = getattr(hardware, name)
     budget = policy.device_budget_bytes
     machine["capacity_bytes"] = hardware.device_bytes if budget is None else budget
     machine["overlapped"] = hardware.fault_eviction == "overlapped"
     machine["by_access"] = hardware.eviction_order == "access"
-    machine["counter_threshold"] = hardware.access_counter_threshold
     machine["own_addresses"] = addresses == "own"
     machine["waits"] = schedule.waits
-    for name in ("oldest", "newest", "failed_phase", "in_block", "out_block"):
+    for name in ("oldest", "newest", "failed_phase"):
         machine[name] = -1
+    directions = np.zeros(2, _state.DIRECTION)
+    directions["block"] = -1
 
     counts = -(-trace.tensor_bytes // hardware.block_bytes)
     bounds = ranges(counts)
@@ -166,14 +171,14 @@ def build(
     blocks["bytes"][bounds[1:] - 1] = trace.tensor_bytes - (counts - 1) * hardware.block_bytes
     columns = np.zeros(tensors, _state.TENSOR)
     columns["first"], columns["end"] = bounds[:-1], bounds[1:]
-    columns["number"], columns["residency"] = trace.tensor_class, schedule.residency
+    columns["class_number"], columns["residency"] = trace.tensor_class, schedule.residency
 
     mortal = np.flatnonzero(~trace.persistent)
     death_tensor = mortal[np.argsort(trace.last_phase[mortal], kind="stable")].astype(np.int32)
     deaths = np.bincount(trace.last_phase[mortal], minlength=phases)
-    queue = _LARGEST_SETTLING * hints + 1
     sim = _state.Sim(
         machine=machine,
+        directions=directions,
         blocks=blocks,
         tensors=columns,
         duration_s=durations,
@@ -186,8 +191,7 @@ def build(
         hint_start=ranges(np.bincount(schedule.hint_phase, minlength=phases)),
         hint_op=schedule.hint_op,
         hint_tensor=schedule.hint_tensor,
-        in_queue=np.zeros((queue, 2), np.int64),
-        out_queue=np.zeros((queue, 2), np.int64),
+        queue=np.zeros((2, _LARGEST_SETTLING * hints + 1, 2), np.int64),
         # Each block is queued once between two moves, so at most once a step.
         counter_queue=np.zeros(_LARGEST_SETTLING * len(blocks) + 1, np.int32),
         batch=np.zeros(hardware.faults_per_batch + 1, np.int32),
@@ -200,7 +204,7 @@ def build(
         phase_end_s=np.zeros(phases),
         link_bytes=np.zeros((phases, 2)),
     )
-    if not _engine.place(sim, trace.persistent):
+    if not _engine.place_initially(sim, trace.persistent):
         kept_bytes = int(trace.tensor_bytes[schedule.residency == ResidencyMode.KEEP].sum())
         raise PlanError(
             f"trace {trace.name!r}: {format_bytes(kept_bytes)} are kept on the device, more than "

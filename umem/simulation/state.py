@@ -1,4 +1,4 @@
-"""What the engine works on: records of the machine, of blocks and of tensors, and the columns."""
+"""The data that the engine works on: records of machine, link, blocks and tensors, and columns."""
 
 from __future__ import annotations
 
@@ -8,115 +8,30 @@ import numpy as np
 
 from umem.core.classes import TensorClass
 
-__all__ = ["BLOCK", "COUNTERS", "MACHINE", "TENSOR", "Sim"]
+__all__ = ["BLOCK", "COUNTERS", "DIRECTION", "HARDWARE", "MACHINE", "TENSOR", "Sim"]
 
-MACHINE = np.dtype(
-    [
-        # The machine and the mode of the run; names as in Hardware.
-        ("capacity_bytes", "i8"),
-        ("link_bytes_per_s", "f8"),
-        ("to_device_bytes_per_s", "f8"),
-        ("to_host_bytes_per_s", "f8"),
-        ("copy_to_device_bytes_per_s", "f8"),
-        ("copy_to_host_bytes_per_s", "f8"),
-        ("copy_slowdown_s_per_byte", "f8"),
-        ("call_s", "f8"),
-        ("call_bytes", "i8"),
-        ("mapped_read_bytes_per_s", "f8"),
-        ("mapped_write_bytes_per_s", "f8"),
-        ("mapped_bytes_per_s", "f8"),
-        ("fault_batch_s", "f8"),
-        ("faults_per_batch", "i8"),
-        ("fault_service_s", "f8"),
-        ("speculation_threshold", "f8"),
-        ("page_bytes", "i8"),
-        ("overlapped", "?"),
-        ("by_access", "?"),
-        ("counter_threshold", "i8"),
-        ("own_addresses", "?"),
-        ("waits", "?"),
-        # The state of the run.
-        ("now_s", "f8"),
-        ("used_bytes", "i8"),
-        ("class_bytes", "i8", len(TensorClass)),  # the same by class
-        ("reserved_bytes", "i8"),
-        ("oldest", "i8"),
-        ("newest", "i8"),
-        ("stamp", "i8"),
-        ("phase", "i8"),
-        ("holds", "?"),
-        ("copied_bytes", "f8"),
-        ("failed_phase", "i8"),
-        ("in_block", "i8"),
-        ("in_left", "f8"),
-        ("in_latency", "f8"),
-        ("in_rate", "f8"),
-        ("in_cause", "i8"),
-        ("in_cursor", "i8"),
-        ("in_call_left", "i8"),
-        ("in_moved", "?"),
-        ("in_head", "i8"),
-        ("in_tail", "i8"),
-        ("counter_head", "i8"),
-        ("counter_tail", "i8"),
-        ("out_block", "i8"),
-        ("out_left", "f8"),
-        ("out_latency", "f8"),
-        ("out_rate", "f8"),
-        ("out_cause", "i8"),
-        ("out_cursor", "i8"),
-        ("out_call_left", "i8"),
-        ("out_moved", "?"),
-        ("out_head", "i8"),
-        ("out_tail", "i8"),
-        ("front_in", "f8"),
-        ("front_in_rate", "f8"),
-        ("front_out", "f8"),
-        ("front_out_rate", "f8"),
-        # Counters of the step.
-        ("fault_pages", "i8"),
-        ("fault_batches", "i8"),
-        ("hints_late", "i8"),
-        ("hints_wasted", "i8"),
-        ("in_bytes", "i8"),
-        ("out_bytes", "i8"),
-        ("born_bytes", "i8"),
-        ("freed_bytes", "i8"),
-        ("dropped_bytes", "i8"),
-    ],
-    align=True,
+HARDWARE = (
+    ("link_bytes_per_s", "f8"),
+    ("to_device_bytes_per_s", "f8"),
+    ("to_host_bytes_per_s", "f8"),
+    ("copy_to_device_bytes_per_s", "f8"),
+    ("copy_to_host_bytes_per_s", "f8"),
+    ("copy_slowdown_s_per_byte", "f8"),
+    ("page_slowdown_s_per_byte", "f8"),
+    ("call_s", "f8"),
+    ("call_bytes", "i8"),
+    ("mapped_read_bytes_per_s", "f8"),
+    ("mapped_write_bytes_per_s", "f8"),
+    ("mapped_bytes_per_s", "f8"),
+    ("mapped_slowdown_s_per_byte", "f8"),
+    ("fault_batch_s", "f8"),
+    ("faults_per_batch", "i8"),
+    ("fault_service_s", "f8"),
+    ("speculation_threshold", "f8"),
+    ("page_bytes", "i8"),
+    ("access_counter_threshold", "i8"),
 )
-"""Numbers of one run; :class:`Sim` holds one record of it."""
-
-BLOCK = np.dtype(
-    [
-        ("bytes", "i8"),
-        ("tensor", "i4"),
-        # Neighbours in the driver's list of what it may evict, oldest first; -1 at the ends.
-        ("older", "i4"),
-        ("newer", "i4"),
-        ("uses", "i4"),  # in place, since the last move; for access counters
-        ("state", "u1"),
-        ("listed", "?"),
-        ("doomed", "?"),  # dead while in flight
-    ],
-    align=True,
-)
-
-TENSOR = np.dtype(
-    [
-        ("first", "i8"),  # its blocks
-        ("end", "i8"),
-        ("pinned", "i8"),  # stamp of the phase that used it last
-        ("generation", "i8"),  # of its latest hint; older ones are superseded
-        ("awaited", "i8"),  # generation of a prefetch on its way; 0 for none
-        ("settled", "i4"),  # blocks on the device and not in flight
-        ("copies", "i4"),  # of those, blocks with a valid copy on the host
-        ("number", "u1"),  # of its class
-        ("residency", "u1"),
-    ],
-    align=True,
-)
+"""Fields of :class:`umem.hardware.Hardware` that the engine works with."""
 
 COUNTERS = (
     "fault_pages",
@@ -129,12 +44,95 @@ COUNTERS = (
     "freed_bytes",
     "dropped_bytes",
 )
-"""Fields of :data:`MACHINE` that count one step."""
+"""What the engine counts of one step."""
+
+MACHINE = np.dtype(
+    [
+        *HARDWARE,
+        # The mode of the run.
+        ("capacity_bytes", "i8"),
+        ("overlapped", "?"),  # evictions for faults, and the faults' pages
+        ("by_access", "?"),  # the order of the driver's list
+        ("own_addresses", "?"),
+        ("waits", "?"),
+        # The state of the run.
+        ("now_s", "f8"),
+        ("used_bytes", "i8"),
+        ("class_bytes", "i8", len(TensorClass)),  # the same by class
+        ("reserved_bytes", "i8"),  # for tensors that are about to be made
+        ("oldest", "i8"),  # ends of the driver's list
+        ("newest", "i8"),
+        ("stamp", "i8"),  # number of the phase, over all steps
+        ("phase", "i8"),
+        ("failed_phase", "i8"),
+        ("prefetch_paused", "?"),
+        ("counter_head", "i8"),  # ends of the queue of blocks that access counters move
+        ("counter_tail", "i8"),
+        ("copied_bytes", "f8"),  # moved so far by explicit copies
+        ("paged_bytes", "f8"),  # moved so far as pages, ahead of need
+        *((name, "i8") for name in COUNTERS),
+    ],
+    align=True,
+)
+"""Numbers of one run; :class:`Sim` holds one record of it."""
+
+DIRECTION = np.dtype(
+    [
+        # What a stalled phase waits for.
+        ("urgent_bytes", "f8"),
+        ("urgent_rate", "f8"),
+        # The block that moves by hint; -1 for none.
+        ("block", "i8"),
+        ("left_bytes", "f8"),
+        ("rate", "f8"),
+        ("cause", "i8"),
+        ("call_s", "f8"),  # what is left of its driver call's latency
+        # The queue of hints, and the one at its head.
+        ("head", "i8"),
+        ("tail", "i8"),
+        ("cursor", "i8"),  # its next block, from the tensor's first
+        ("call_left", "i8"),  # bytes that the driver call at hand still moves
+        ("moved", "?"),  # it has moved anything
+    ],
+    align=True,
+)
+"""One direction of the link."""
+
+BLOCK = np.dtype(
+    [
+        ("bytes", "i8"),
+        ("tensor", "i4"),
+        # Neighbours in the driver's list of what it may evict, oldest first; -1 at the ends.
+        ("older", "i4"),
+        ("newer", "i4"),
+        ("uses", "i4"),  # in place, since the last move; for access counters
+        ("state", "u1"),
+        ("listed", "?"),
+        ("dead", "?"),  # while in flight
+    ],
+    align=True,
+)
+
+TENSOR = np.dtype(
+    [
+        ("first", "i8"),  # its blocks
+        ("end", "i8"),
+        ("used_at", "i8"),  # stamp of the phase that used it last
+        ("generation", "i8"),  # of its latest hint; older ones are superseded
+        ("awaited", "i8"),  # generation of a prefetch on its way; 0 for none
+        ("resident_blocks", "i4"),  # on the device and not in flight
+        ("clean_blocks", "i4"),  # of those, blocks with a valid copy on the host
+        ("class_number", "u1"),
+        ("residency", "u1"),
+    ],
+    align=True,
+)
 
 Sim = namedtuple(
     "Sim",
     [
         "machine",  # MACHINE[1]
+        "directions",  # DIRECTION[2]
         "blocks",  # BLOCK[B], in the order of their tensors
         "tensors",  # TENSOR[T]
         # Phases.
@@ -149,8 +147,7 @@ Sim = namedtuple(
         "hint_start",  # int64[P + 1]
         "hint_op",  # uint8[H]
         "hint_tensor",  # int32[H]
-        "in_queue",  # int64[Q, 2]: hint, generation
-        "out_queue",  # int64[Q, 2]
+        "queue",  # int64[2, Q, 2]: by direction, hint and generation
         "counter_queue",  # int32[C]: blocks
         "batch",  # int32[faults_per_batch]: blocks of a batch of faults
         # What is counted.

@@ -18,11 +18,6 @@ __all__ = ["OverlappedOptimizerStep", "can_run_beside"]
 _CHUNK = 65_536
 """Elements that one thread block of torch's fused optimizers updates."""
 
-_CHUNKS_AT_ONCE = 16
-"""On one H200 a step with its state on the host took 506 ms in this way, 513 ms with 8 chunks at
-once, 515 ms with 32, and 543 ms with whole blocks' parameters, as long as behind the backward pass
-(0.56 B parameters, 489 ms without the optimizer; benchmarks/results/h200-step-beside.txt)."""
-
 _OWN_STATE = ("exp_avg", "exp_avg_sq")
 
 _Row = tuple[torch.Tensor, ...]
@@ -66,13 +61,16 @@ class OverlappedOptimizerStep:
         One for which :func:`can_run_beside` holds. Only a weak reference is kept.
     device
         Device of its parameters. On the CPU there is no stream, and parts run synchronously.
+    chunks
+        Chunks of 65,536 elements per launch: the hardware's ``overlapped_update_chunks``.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device, chunks: int) -> None:
         self.names: frozenset[str] = frozenset()
         """The parts that overlap with the backward pass."""
         self._optimizer = weakref.ref(optimizer)
         self._device = device
+        self._chunks = chunks
         self._stream: torch.cuda.Stream | None = None
         self._running: dict[str, _Running] = {}
 
@@ -97,7 +95,7 @@ class OverlappedOptimizerStep:
         if self._device.type == "cuda":
             self._update_on_stream(name, work)
         else:
-            _update(work)
+            _update(work, self._chunks)
         return True
 
     def _update_on_stream(self, name: str, work: Sequence[_Work]) -> None:
@@ -108,7 +106,7 @@ class OverlappedOptimizerStep:
         asking = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(asking)
         with torch.cuda.stream(self._stream):
-            _update(work)
+            _update(work, self._chunks)
         end = new_event()
         end.record(self._stream)
         self._running[name] = _Running(end, asking, work)
@@ -159,14 +157,14 @@ def _row(optimizer: Optimizer, parameter: torch.Tensor, *, amsgrad: bool) -> _Ro
 
 
 @torch.no_grad()
-def _update(work: Sequence[_Work]) -> None:
+def _update(work: Sequence[_Work], chunks: int) -> None:
     for group, rows in work:
         if not rows:
             continue
         foreach_add([row[-1] for row in rows], 1)
         is_decoupled = group["decoupled_weight_decay"]
         kernel = fused_adamw if is_decoupled else fused_adam
-        for piece in _pieces(rows):
+        for piece in _pieces(rows, chunks):
             weights, gradients, first, second, *most, steps = map(list, zip(*piece, strict=True))
             kernel(
                 weights,
@@ -187,16 +185,16 @@ def _update(work: Sequence[_Work]) -> None:
             )
 
 
-def _pieces(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+def _pieces(rows: Sequence[_Row], chunks: int) -> Iterator[list[_Row]]:
     """Rows cut into launches of one dtype each. A small tensor counts as a whole chunk."""
     piece: list[_Row] = []
-    room = _CHUNKS_AT_ONCE
+    room = chunks
     for *tensors, step in rows:
         size, begin = tensors[0].numel(), 0
         while begin < size:
             if piece and (room == 0 or piece[0][0].dtype != tensors[0].dtype):
                 yield piece
-                piece, room = [], _CHUNKS_AT_ONCE
+                piece, room = [], chunks
             end = min(size, begin + room * _CHUNK)
             piece.append((*(it[begin:end] for it in tensors), step))
             room -= -(-(end - begin) // _CHUNK)

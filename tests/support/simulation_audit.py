@@ -1,4 +1,4 @@
-"""The engine's books, checked: what it counts is what the states of the blocks say."""
+"""Checks that what the engine counts agrees with the states of the blocks."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ from typing import Any
 import numpy as np
 
 from umem.core.schedule import ResidencyMode
-from umem.simulation import engine as _engine
+from umem.simulation import engine
 
 __all__ = ["find_errors"]
 
 
 def find_errors(sim: Any) -> list[str]:
-    """What is wrong with the books between two steps; empty where nothing is.
+    """Disagreements between two steps, by name; an empty list for none.
 
     A block is in one state; what is used is the sum of the blocks that hold device memory, by class
     too, and at most the capacity; what is in flight is what the link carries; and the driver may
-    evict what is settled, unless it is kept or the host's own.
+    evict what is resident, unless it is kept or the host's own.
     """
     machine, blocks, tensors = sim.machine[0], sim.blocks, sim.tensors
     state, owner = blocks["state"], blocks["tensor"]
-    settled = np.isin(state, (_engine.DEVICE, _engine.BOTH))
-    holds = settled | np.isin(state, (_engine.ARRIVING, _engine.LEAVING))
+    resident = np.isin(state, (engine.DEVICE, engine.BOTH))
+    holds = resident | np.isin(state, (engine.ARRIVING, engine.LEAVING))
     by_class = np.bincount(
-        tensors["number"][owner[holds]],
+        tensors["class_number"][owner[holds]],
         weights=blocks["bytes"][holds],
         minlength=len(machine["class_bytes"]),
     )
-    evictable = settled & ~np.isin(
+    evictable = resident & ~np.isin(
         tensors["residency"][owner], (ResidencyMode.KEEP, ResidencyMode.SYSTEM)
     )
-    count = len(tensors)
+    count, resident_blocks = len(tensors), tensors["resident_blocks"]
+    arriving, leaving = sim.directions["block"]
     checks = {
         "used bytes": blocks["bytes"][holds].sum() == machine["used_bytes"],
         "bytes by class": (by_class == machine["class_bytes"]).all(),
         "capacity": machine["used_bytes"] <= machine["capacity_bytes"],
-        "arriving": set(np.flatnonzero(state == _engine.ARRIVING)) <= {machine["in_block"]},
-        "leaving": set(np.flatnonzero(state == _engine.LEAVING)) <= {machine["out_block"]},
-        "settled": (np.bincount(owner[settled], minlength=count) == tensors["settled"]).all(),
+        "arriving": set(np.flatnonzero(state == engine.ARRIVING)) <= {arriving},
+        "leaving": set(np.flatnonzero(state == engine.LEAVING)) <= {leaving},
+        "resident": (np.bincount(owner[resident], minlength=count) == resident_blocks).all(),
         "copies": (
-            np.bincount(owner[state == _engine.BOTH], minlength=count) == tensors["copies"]
+            np.bincount(owner[state == engine.BOTH], minlength=count) == tensors["clean_blocks"]
         ).all(),
         "marks of the list": (blocks["listed"] == evictable).all(),
         "links of the list": set(_listed(sim)) == set(np.flatnonzero(evictable)),
