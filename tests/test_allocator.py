@@ -1,4 +1,4 @@
-"""What `umem.enable` decides about a machine before it swaps anything."""
+"""Checks of the machine, and the default limit, before `umem.enable` swaps anything."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class TestDevices:
             check_devices(system, (H200,))
         check_devices(system, (GH200,))
 
-    def test_every_gpu_is_looked_at(self) -> None:
+    def test_every_gpu_is_checked(self) -> None:
         second = replace(H200, device_index=1, concurrent_managed_access=False)
         with pytest.raises(UnsupportedError, match="GPU 1"):
             check_devices(policy(), (H200, second))
 
 
 class TestDefaultLimit:
-    """The cap on managed memory where the policy and the environment name none."""
+    """The cap on managed memory if neither the policy nor the environment sets one."""
 
     def test_named_limits_hold(self) -> None:
         named = policy(limits={"managed_bytes": "7GiB"})
@@ -49,7 +49,7 @@ class TestDefaultLimit:
         limit = with_default_limit(policy(), (H200, H200)).managed_limit_bytes
         assert limit == int(0.9 * 2 * H200.total_bytes)
 
-    def test_under_a_budget_the_host_comes_on_top(self) -> None:
+    def test_under_a_budget_host_memory_is_added(self) -> None:
         host = host_memory_bytes()
         assert host is not None
         limit = with_default_limit(policy(device_budget="50GiB"), (H200,)).managed_limit_bytes

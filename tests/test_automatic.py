@@ -1,4 +1,4 @@
-"""Managing without a call."""
+"""Trainings that `umem.enable` manages by itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_executor_is_loaded_for_a_training_and_its_refusal_stops_nothing() -
 
 @pytest.fixture
 def roots() -> Iterator[list[nn.Module]]:
-    """Modules that were called, while trainings are managed."""
+    """The modules called so far, while trainings are managed automatically."""
     called: list[nn.Module] = []
     hooks = dict(torch_optimizer._global_optimizer_post_hooks)
     manage_automatically(lambda: called)
@@ -51,13 +51,13 @@ def roots() -> Iterator[list[nn.Module]]:
 
 @pytest.fixture
 def managed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """Models that came under a manager."""
+    """The models that got a manager."""
     found: list[nn.Module] = []
     monkeypatch.setattr(umem.executor, "manage", lambda model, _: found.append(model))
     return found
 
 
-def test_the_model_is_what_holds_most_of_what_is_trained(
+def test_the_model_holds_most_of_the_trained_parameters(
     roots: list[nn.Module], managed: list[nn.Module]
 ) -> None:
     small, large = nn.Linear(2, 2), nn.Linear(64, 64)
@@ -73,7 +73,7 @@ def test_no_error_of_umem_reaches_the_training(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One warning for the process, and the traceback for whoever asks for it."""
+    """One warning for the process, and the traceback at debug level."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("broken")
@@ -106,7 +106,7 @@ def test_an_optimizer_may_step_before_its_model_is_called(
 ) -> None:
     model = nn.Linear(4, 4)
     optimizer = optim.AdamW(model.parameters())
-    for parameter in model.parameters():  # as torch.distributed.checkpoint makes the state
+    for parameter in model.parameters():  # as torch.distributed.checkpoint creates the state
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(7):
         optimizer.step()
@@ -118,7 +118,7 @@ def test_an_optimizer_may_step_before_its_model_is_called(
     assert caplog.records == []
 
 
-def test_what_no_module_holds_is_given_up_with_one_line(
+def test_parameters_of_no_module_get_one_warning(
     roots: list[nn.Module], managed: list[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     tensor = torch.zeros(4, requires_grad=True)

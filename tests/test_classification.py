@@ -1,4 +1,4 @@
-"""What the classifier tells the allocator while real modules and optimizers run on the CPU.
+"""The classes that the classifier sets while real modules and optimizers run on the CPU.
 
 The allocator is the real one, over host memory: `Witness.born` asks it for a block and reads the
 class off, which is what a tensor would get at that moment. Tags need CUDA tensors, so they are
@@ -49,7 +49,7 @@ class Witness:
         return CLASSES[number]
 
     def born(self) -> TensorClass:
-        """The class of a block born now, in this thread."""
+        """The class of a block allocated now, in this thread."""
         address = self.allocator.malloc(512)
         try:
             return self.class_at(address)
@@ -63,14 +63,14 @@ class Witness:
         return torch.frombuffer(buffer, dtype=torch.float32).zero_()
 
     def watches_forward(self) -> bool:
-        """Whether every module call runs the classifier's hook."""
+        """Whether the classifier's hook is on every module call."""
         hooks = module_hooks._global_forward_pre_hooks.values()
         return any(getattr(hook, "__self__", None) is self.classifier for hook in hooks)
 
 
 @pytest.fixture
 def witness() -> Iterator[Witness]:
-    """An installed classifier, whose hooks go when the test ends: torch's are for ever."""
+    """An installed classifier, whose hooks are removed when the test ends."""
     registries: list[dict[int, Any]] = [
         module_hooks._global_forward_pre_hooks,
         module_hooks._global_parameter_registration_hooks,
@@ -89,7 +89,7 @@ def witness() -> Iterator[Witness]:
 
 
 class Spy(nn.Module):
-    """A layer that notes the class of what is born in its forward and backward."""
+    """A layer that notes the class of allocations in its forward and backward pass."""
 
     def __init__(self, witness: Witness) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Spy(nn.Module):
 
 
 class WatchedSGD(torch.optim.SGD):
-    """SGD with momentum that notes the class of what is born in its step."""
+    """SGD with momentum that notes the class of allocations in its step."""
 
     def __init__(self, parameters: Any, witness: Witness) -> None:
         super().__init__(parameters, lr=0.1, momentum=0.9, foreach=False)
@@ -146,7 +146,7 @@ def test_phases_of_training(witness: Witness) -> None:
     assert witness.born() is TensorClass.ACTIVATIONS
 
 
-def test_forward_hook_goes_when_it_has_seen_all(witness: Witness) -> None:
+def test_forward_hook_is_removed_after_an_iteration(witness: Witness) -> None:
     model = nn.Sequential(Spy(witness), Spy(witness))
     assert witness.watches_forward()
     model(torch.ones(2, WIDTH))
@@ -155,7 +155,7 @@ def test_forward_hook_goes_when_it_has_seen_all(witness: Witness) -> None:
     assert not witness.watches_forward()
 
 
-def test_models_called_in_turn_are_all_seen(witness: Witness) -> None:
+def test_all_models_called_in_turn_are_classified(witness: Witness) -> None:
     models = [Spy(witness), Spy(witness)]
     for _ in range(2):
         for model in models:
@@ -166,7 +166,7 @@ def test_models_called_in_turn_are_all_seen(witness: Witness) -> None:
 
 
 @pytest.mark.parametrize("change", ["a new layer", "moved", "converted"])
-def test_forward_hook_comes_back(change: str, witness: Witness) -> None:
+def test_forward_hook_is_installed_again(change: str, witness: Witness) -> None:
     model = nn.Sequential(Spy(witness))
     for _ in range(2):
         model(torch.ones(2, WIDTH))
@@ -183,7 +183,7 @@ def test_forward_hook_comes_back(change: str, witness: Witness) -> None:
 
 
 def test_parameters_are_hooked_once(witness: Witness) -> None:
-    """However often modules are seen again, moved, shared or stepped on."""
+    """Also if modules are called again, moved, shared or trained."""
     first, second = Spy(witness), Spy(witness)
     second.linear.weight = first.linear.weight
     model = nn.Sequential(first, second)
@@ -204,7 +204,7 @@ def test_frozen_parameters_are_not_hooked(witness: Witness) -> None:
     assert {id(p) for p in witness.gradients} == trained
 
 
-def test_moving_a_module_makes_weights(witness: Witness) -> None:
+def test_moving_a_module_allocates_weights(witness: Witness) -> None:
     backward(Spy(witness))
     assert witness.born() is TensorClass.ACTIVATIONS
     born = []
@@ -227,7 +227,7 @@ def test_a_move_that_fails_leaves_no_override(witness: Witness) -> None:
     with pytest.raises(FloatingPointError):
         nn.Sequential(Spy(witness))._apply(fail)
     assert witness.born() is TensorClass.ACTIVATIONS
-    test_moving_a_module_makes_weights(witness)
+    test_moving_a_module_allocates_weights(witness)
 
 
 def test_an_exception_in_forward(witness: Witness) -> None:
@@ -243,7 +243,7 @@ def test_an_exception_in_forward(witness: Witness) -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_an_exception_in_a_step(steps_before: int, witness: Witness) -> None:
-    """torch runs no hook after it; the next gradient puts the phase right."""
+    """torch runs no hook after it; the next gradient corrects the phase."""
     model = Spy(witness)
     optimizer = WatchedSGD(model.parameters(), witness)
     train(model, optimizer, steps_before)
@@ -260,7 +260,7 @@ def test_an_exception_in_a_step(steps_before: int, witness: Witness) -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_an_exception_in_a_closure(steps_before: int, witness: Witness) -> None:
-    """Such as an out-of-memory in forward under Lightning: the step is over then."""
+    """Such as out of memory in the forward pass under Lightning: the step is over."""
     model = Spy(witness)
     optimizer = WatchedSGD(model.parameters(), witness)
     train(model, optimizer, steps_before)
@@ -269,8 +269,8 @@ def test_an_exception_in_a_closure(steps_before: int, witness: Witness) -> None:
     assert witness.born() is TensorClass.ACTIVATIONS
 
 
-def test_a_closure_in_the_step_makes_activations(witness: Witness) -> None:
-    """Lightning runs forward and backward so, in every step."""
+def test_a_closure_in_the_step_allocates_activations(witness: Witness) -> None:
+    """Lightning runs forward and backward in a closure, in every step."""
     model = Spy(witness)
     optimizer = WatchedSGD(model.parameters(), witness)
 
@@ -287,7 +287,7 @@ def test_a_closure_in_the_step_makes_activations(witness: Witness) -> None:
 
 
 class TestOptimizerState:
-    """State is recognised when it is made, grows, or is loaded."""
+    """State is tagged when it is created, grows, or is loaded."""
 
     def test_a_second_optimizer(self, witness: Witness) -> None:
         model = Spy(witness)
@@ -308,7 +308,7 @@ class TestOptimizerState:
         assert optimizer.classes == ["optimizer_state", "other"] * 2
 
     def test_loaded_again_and_again(self, witness: Witness) -> None:
-        """A new state may lie where an old one was."""
+        """A new state may have the addresses of an old one."""
         model = Spy(witness)
         optimizer = WatchedSGD(model.parameters(), witness)
         train(model, optimizer, steps=2)
@@ -321,7 +321,7 @@ class TestOptimizerState:
             assert optimizer.classes == ["optimizer_state", "other"]
 
     def test_grown(self, witness: Witness) -> None:
-        """Parameters added later: their state is new, and their gradients are seen."""
+        """Parameters added later: their state is new, and their gradients are tagged."""
         model, late = Spy(witness), Spy(witness)
         optimizer = WatchedSGD(model.parameters(), witness)
         train(model, optimizer, steps=2)
@@ -357,7 +357,7 @@ class TestOverride:
         assert witness.born() is TensorClass.WEIGHTS
 
     def test_threads(self, witness: Witness) -> None:
-        """Threads follow it, unless they have one of their own."""
+        """It holds in other threads, unless they have an override."""
         override = witness.classifier.override
         found = []
 
@@ -396,7 +396,7 @@ class TestGradientHook:
         assert bucket.sum().item() == WIDTH
         assert witness.class_at(bucket.data_ptr()) is TensorClass.GRADIENTS
 
-    def test_tags_what_a_wrapper_wraps(self, witness: Witness) -> None:
+    def test_tags_the_tensors_inside_a_wrapper(self, witness: Witness) -> None:
         """FSDP2's gradients are DTensors, which have no address."""
         parts = [witness.tensor(WIDTH) for _ in range(2)]
         gradient_hook(witness.allocator)(cast(Any, SimpleNamespace(grad=TwoTensor(*parts))))

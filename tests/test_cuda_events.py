@@ -11,7 +11,7 @@ from umem.runtime.cuda_events import KeptInForks
 
 class AbortsAtItsEnd:
     def __del__(self):
-        os._exit(7)  # the end of torch's events in a child is an abort
+        os._exit(7)  # to destroy torch's events in a child is an abort
 
 class Event(KeptInForks, list):
     pass
@@ -29,7 +29,7 @@ print("not destroyed")
 """
 
 
-def test_only_their_own_process_destroys_them() -> None:
+def test_only_the_process_that_made_them_destroys_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False
     )

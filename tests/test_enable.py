@@ -12,7 +12,7 @@ import pytest
 
 import umem
 
-# A process of its own: what is enabled in this one stays, and importing umem happens once.
+# In another process: what this one enables stays, and it imports umem only once.
 WITHOUT_GPU = """
 import json, warnings
 import umem
@@ -103,7 +103,7 @@ def test_without_enable(call: str, facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("call", ["tensors", "memory_by_class", "memory_summary"])
-def test_after_a_fallback_the_reason_is_told(call: str, facts: dict[str, Any]) -> None:
+def test_after_a_fallback_errors_name_the_reason(call: str, facts: dict[str, Any]) -> None:
     kind, text = facts[f"{call}, after the fallback"]
     assert kind == "EnableError"
     assert facts["enable"][1] in text

@@ -31,7 +31,7 @@ def at(block: int) -> int:
 
 
 def slow_engine() -> HintEngine:
-    """An engine that takes 0.2 s for a chunk of 2 MiB: longer than busy machines forget threads."""
+    """An engine that takes 0.2 s for a chunk of 2 MiB: longer than threads are delayed."""
     return HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 0.2)
 
 
@@ -84,7 +84,7 @@ class TestRequests:
             with pytest.raises(ValueError, match="placement: moon"):
                 engine.advise(at(0), BLOCK, placement="moon")  # type: ignore[arg-type]
 
-    def test_the_newer_wins(self) -> None:
+    def test_a_newer_request_supersedes_an_older_one(self) -> None:
         with slow_engine() as engine:
             engine.submit(HintOp.EVICT, at(10), BLOCK)  # keeps the worker busy
             out = engine.submit(HintOp.EVICT, at(0), BLOCK)
@@ -99,7 +99,7 @@ class TestRequests:
             engine.release(event)
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
-    def test_an_event_that_cannot_be_had_drops_its_requests(
+    def test_an_event_that_cannot_be_recorded_drops_its_requests(
         self, capfd: pytest.CaptureFixture[str]
     ) -> None:
         with HintEngine.on_host(devices=1) as engine:
@@ -109,7 +109,7 @@ class TestRequests:
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DROPPED
         assert "record failed" in capfd.readouterr().err
 
-    def test_what_cannot_be_meant(self) -> None:
+    def test_invalid_requests(self) -> None:
         with HintEngine.on_host() as engine:
             with pytest.raises(ValueError, match="address cannot be 0"):
                 engine.submit(HintOp.PREFETCH, 0, BLOCK)
@@ -148,20 +148,20 @@ class TestRequests:
 
 
 class TestWaiting:
-    def test_what_is_open(self) -> None:
+    def test_timeout_and_end(self) -> None:
         with slow_engine() as engine:
             ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
             assert engine.wait(ticket, timeout_s=1e-3) is HintOutcome.OPEN
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
-    def test_the_end_lets_everyone_go(self) -> None:
+    def test_shutdown_ends_every_wait(self) -> None:
         engine = slow_engine()
         tickets = [engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK) for i in range(100)]
         threading.Timer(0.05, engine.shutdown).start()
         assert engine.wait(tickets[-1], timeout_s=PATIENCE_S) is HintOutcome.DROPPED
 
 
-class TestPunctuality:
+class TestLateAndEarly:
     def test_late(self) -> None:
         with slow_engine() as engine:
             ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
@@ -173,7 +173,7 @@ class TestPunctuality:
             assert counts.driver_s >= 0.2
 
     def test_a_link_is_shared(self) -> None:
-        """What was moved over the driver's time is the link's rate, with any number of workers."""
+        """Moved bytes over driver time is the link's rate, with any number of workers."""
         link_bytes_per_s = 500e6
         settings = HintSettings(chunk_bytes=4 * MIB, prefetch_workers=2)
         with HintEngine.on_host(settings, bytes_per_s=link_bytes_per_s) as engine:
@@ -210,7 +210,7 @@ class TestPunctuality:
             assert engine.times(ticket).needed_ns is not None
 
 
-class TestRoom:
+class TestBudget:
     def test_a_prefetch_waits_for_room(self) -> None:
         with slow_engine() as engine:
             engine.set_budget(0, 2 * BLOCK)
@@ -227,7 +227,7 @@ class TestRoom:
             assert stats.over_budget_bytes == 0
             assert stats.resident_bytes == {0: 2 * BLOCK}
 
-    def test_a_prefetch_goes_over_the_budget_where_no_room_comes(self) -> None:
+    def test_a_prefetch_exceeds_the_budget_if_nothing_makes_room(self) -> None:
         with HintEngine.on_host(SMALL) as engine:
             engine.set_budget(0, 2 * BLOCK)
             ticket = engine.submit(HintOp.PREFETCH, at(10), 5 * BLOCK)
@@ -251,7 +251,7 @@ class TestRoom:
 
 
 def batch_of(engine: HintEngine, count: int) -> HintBatch:
-    """Prefetches of blocks that do not touch."""
+    """Prefetches of blocks that are not adjacent."""
     return engine.batch(
         [HintOp.PREFETCH] * count,
         [at(2 * i) for i in range(count)],
@@ -261,7 +261,7 @@ def batch_of(engine: HintEngine, count: int) -> HintBatch:
 
 
 class TestBatches:
-    def test_sequences_and_arrays_are_the_same(self) -> None:
+    def test_sequences_and_arrays_give_the_same_batch(self) -> None:
         ops = [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD]
         classes = [TensorClass.WEIGHTS, TensorClass.GRADIENTS, TensorClass.OTHER]
         addresses = [at(0), at(10), at(20)]
@@ -299,7 +299,7 @@ class TestBatches:
             assert engine.submit_batch(batch, 0) == 0
             assert len(batch.tickets) == 0
 
-    def test_a_full_queue_takes_what_it_can(self) -> None:
+    def test_a_full_queue_takes_the_first_entries(self) -> None:
         settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)
         with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.2) as engine:
             batch = batch_of(engine, 5)
@@ -307,7 +307,7 @@ class TestBatches:
             assert batch.tickets == range(1, 4)
             assert engine.statistics().refused == 2
 
-    def test_prefetches_come_after_what_makes_room_for_them(self) -> None:
+    def test_prefetches_wait_for_the_evictions_before_them(self) -> None:
         settings = HintSettings(chunk_bytes=BLOCK)
         with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.05) as engine:
             out = [engine.submit(HintOp.EVICT, at(2 * number), BLOCK) for number in range(3)]
@@ -325,7 +325,7 @@ class TestBatches:
             with pytest.raises(ValueError, match="after: one ticket for each entry"):
                 engine.submit_batch(batch, 0, out[:2])
 
-    def test_what_cannot_be_meant(self) -> None:
+    def test_invalid_requests(self) -> None:
         with HintEngine.on_host() as engine:
             with pytest.raises(ValueError, match="of the same length"):
                 engine.batch([HintOp.EVICT], [at(0), at(1)], [BLOCK], [TensorClass.OTHER])
@@ -345,7 +345,7 @@ class TestBatches:
 
 
 class TestReleases:
-    def test_what_an_allocator_gives_back_is_forgotten(self) -> None:
+    def test_released_segments_are_forgotten(self) -> None:
         allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
         with slow_engine() as engine:
             engine.listen_to_releases(allocator)
@@ -357,8 +357,8 @@ class TestReleases:
             allocator.set_release_listener(None)
         allocator.malloc(20 * BLOCK)
 
-    def test_other_threads_run_meanwhile(self) -> None:
-        """While the cache is given back, which waits for the call under way."""
+    def test_other_threads_run_during_a_release(self) -> None:
+        """The release of the cache waits for the driver call under way."""
         allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
         with slow_engine() as engine:
             engine.listen_to_releases(allocator)
@@ -374,7 +374,7 @@ class TestReleases:
             assert ran.is_set()
             assert engine.times(ticket).moved_bytes == BLOCK
 
-    def test_the_engine_may_go_first(self) -> None:
+    def test_the_engine_may_end_before_the_allocator(self) -> None:
         allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
         engine = HintEngine.on_host()
         engine.listen_to_releases(allocator)
@@ -388,7 +388,7 @@ class TestReleases:
 
 
 class TestFailures:
-    def test_counted_and_told_once(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_counted_and_printed_once(self, capfd: pytest.CaptureFixture[str]) -> None:
         with HintEngine.on_host(devices=2) as engine:
             tickets = [
                 engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK, device=5) for i in range(4)
@@ -413,10 +413,10 @@ class TestFailures:
             ("synchronize", HintOutcome.FAILED),
         ],
     )
-    def test_on_purpose(
+    def test_injected_failures(
         self, call: str, outcome: HintOutcome, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """The call that is named fails once; the one after it does its work."""
+        """The named call fails once; the next one succeeds."""
         with HintEngine.on_host(SMALL, fail={call: 1}) as engine:
             outcomes = []
             for _ in range(3):
@@ -429,7 +429,7 @@ class TestFailures:
             assert (failure.call, failure.count) == (call, 1)
         assert capfd.readouterr().err.count(f"umem: hint: {call} failed") == 1
 
-    def test_on_purpose_later(self) -> None:
+    def test_injected_failure_of_a_later_call(self) -> None:
         with HintEngine.on_host(SMALL, fail={"evict": 2, "prefetch": 1}) as engine:
             outcomes = [
                 engine.wait(engine.submit(op, at(0), BLOCK), timeout_s=PATIENCE_S)
@@ -442,7 +442,7 @@ class TestFailures:
         ("fail", "message"),
         [({"map": 1}, "no such call: map"), ({"evict": 0}, "numbered from 1: evict")],
     )
-    def test_what_cannot_fail(self, fail: dict[str, int], message: str) -> None:
+    def test_invalid_injections(self, fail: dict[str, int], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             HintEngine.on_host(fail=fail)
 
@@ -505,7 +505,7 @@ class TestThreadsAndProcesses:
         gc.collect()
         assert len(os.listdir("/proc/self/task")) > threads  # in its call still
 
-    def test_garbage_takes_its_threads_along(self) -> None:
+    def test_a_collected_engine_ends_its_threads(self) -> None:
         before = len(os.listdir("/proc/self/task"))
         engine = HintEngine.on_host()
         engine.wait(engine.submit(HintOp.PREFETCH, at(0), BLOCK), timeout_s=PATIENCE_S)

@@ -41,7 +41,7 @@ def _allocator(
 
 
 def _block_bytes(requested_bytes: int) -> int:
-    """Size of the block that serves a request."""
+    """Size of the block for a request."""
     step = 64 * KIB if requested_bytes >= LARGE_BYTES else 512
     return -(-requested_bytes // step) * step
 
@@ -56,7 +56,7 @@ class _Tensor:
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Any order of calls, against a plain dictionary of what is live."""
+    """Calls in any order, compared with a dictionary of live blocks."""
 
     tensors: Bundle[int] = Bundle("tensors")
 
@@ -200,7 +200,7 @@ TestCoreMachine.settings = settings(
 
 
 def test_torch_reads_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own summary finds every figure that it asks for."""
+    """torch's summary finds every figure that it needs."""
     allocator = _allocator()
     allocator.malloc(3 * MIB - 32 * KIB)
     freed = allocator.malloc(1000)
@@ -264,7 +264,7 @@ def test_a_limit_is_a_memory_error(limits: dict[str, Any], remedy: str) -> None:
     assert allocator.malloc(32 * MIB) != 0
 
 
-def test_a_fraction_bounds_what_is_reserved() -> None:
+def test_a_memory_fraction_bounds_reserved_memory() -> None:
     allocator = _allocator(total_bytes=100 * MIB)
     allocator.set_memory_fraction(0.2, 0)
     assert allocator.memory_fraction(0) == 0.2
@@ -297,7 +297,7 @@ def test_a_budget_can_be_lifted_at_run_time() -> None:
         allocator.set_device_budget(1, 0)
 
 
-def test_peaks_are_taken_one_after_another() -> None:
+def test_each_peak_is_since_the_last_call() -> None:
     allocator = _allocator()
     kept = allocator.malloc(4 * MIB)
     allocator.free(allocator.malloc(6 * MIB))
@@ -324,21 +324,21 @@ def test_kinds_are_counted(kind: str) -> None:
     assert allocator.managed_bytes() == (12 * MIB if kind == "managed" else 0)
 
 
-def test_without_a_cache_nothing_is_kept() -> None:
+def test_without_a_cache_freed_memory_is_released() -> None:
     allocator = _allocator(caching=False)
     for size in (1, 3 * MIB):
         allocator.free(allocator.malloc(size))
         assert allocator.managed_bytes() == 0
 
 
-def test_no_bytes_have_no_address() -> None:
+def test_an_allocation_of_0_bytes_has_no_address() -> None:
     allocator = _allocator()
     assert allocator.malloc(0) == 0
     allocator.free(0)
     assert allocator.stats(0)["allocation"]["all"]["allocated"] == 0
 
 
-def test_devices_are_apart() -> None:
+def test_devices_are_independent() -> None:
     allocator = _allocator(devices=2)
     assert allocator.device_count() == 2
     address = allocator.malloc(1000, device=1)
@@ -355,7 +355,7 @@ def test_devices_are_apart() -> None:
         allocator.base_allocation(1)
 
 
-def test_peaks_start_again() -> None:
+def test_peaks_can_be_reset() -> None:
     allocator = _allocator()
     allocator.free(allocator.malloc(4 * MIB))
     allocator.reset_peak_stats(0)

@@ -1,4 +1,4 @@
-"""The class of every tensor of real models, under the ways in which people train them."""
+"""The class of every tensor of real models, in the usual kinds of training."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_gradient_accumulation() -> None:
         assert wrong(gradients(model), TensorClass.GRADIENTS) == {}
 
 
-def test_what_backward_needs_is_activations() -> None:
+def test_saved_tensors_are_activations() -> None:
     model, ids = llama(), tokens()
     kept: list[torch.Tensor] = []
 
@@ -222,7 +222,7 @@ def test_tied_weights_are_one_block() -> None:
 
 
 def test_from_pretrained_onto_the_device(tmp_path: Path) -> None:
-    """A second model, loaded while the first is in training."""
+    """A second model, loaded while the first one trains."""
     pytest.importorskip("accelerate")
     first = llama()
     first_optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4)
@@ -269,7 +269,7 @@ def test_loaded_optimizer_state(optimizer_is: str) -> None:
 
 
 def test_kinds_of_memory() -> None:
-    """Under the policy sft, small tensors lie in plain device memory and the others can move."""
+    """Under the policy sft, small tensors are in device memory, others in managed memory."""
     model = llama()
     kinds = {block.address: block.memory_kind for block in umem.tensors()}
     for name, parameter in model.named_parameters():
@@ -301,7 +301,7 @@ class TestOverride:
             fail()
         assert class_of(torch.empty(MIB, device="cuda")) is TensorClass.ACTIVATIONS
 
-    def test_reaches_threads_without_their_own(self, class_of: Find) -> None:
+    def test_holds_in_threads_without_an_override(self, class_of: Find) -> None:
         found: dict[str, TensorClass | None] = {}
         inside, leave = threading.Event(), threading.Event()
 
@@ -331,8 +331,8 @@ class TestOverride:
         }
 
     @pytest.mark.parametrize("overridden", [False, True])
-    def test_reaches_backward(self, overridden: bool, class_of: Find) -> None:
-        """Backward runs in autograd's thread; what is left in `.grad` is gradients all the same."""
+    def test_holds_in_backward(self, overridden: bool, class_of: Find) -> None:
+        """Backward runs in autograd's thread; tensors in `.grad` are gradients all the same."""
         layer = nn.Linear(1024, 1024, device="cuda")
         seen: list[tuple[int, TensorClass | None]] = []
         layer(torch.ones(1024, device="cuda"))  # activations from here on

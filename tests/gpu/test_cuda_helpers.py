@@ -1,4 +1,4 @@
-"""umem.cuda on a real GPU: where pages are sent, what advice holds, whose data survives."""
+"""umem.cuda on a real GPU: prefetches, advice and discards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOST = Location.host()
 
 
 def runtime() -> Any:
-    """cuda-python's runtime, which only GPU machines are sure to have."""
+    """cuda-python's runtime, which other machines may lack."""
     return pytest.importorskip("cuda.bindings.runtime")
 
 
@@ -77,15 +77,15 @@ def part(range_: Range, start: int, size_bytes: int) -> Range:
 
 
 class TestPrefetch:
-    """Prefetch, and the record that the driver keeps of it."""
+    """Prefetches, and the locations that the driver records."""
 
     def test_never_prefetched(self, managed: Range) -> None:
-        """Fresh memory was sent nowhere."""
+        """New memory has no prefetch location."""
         assert ucuda.last_prefetch_location(managed) is None
 
     @pytest.mark.parametrize("location", [DEVICE, HOST], ids=str)
     def test_tensor(self, managed: Range, stream: torch.cuda.Stream, location: Location) -> None:
-        """The place is recorded, and the value is the same wherever the pages are."""
+        """The location is recorded, and values are the same wherever the pages are."""
         tensor = as_tensor(managed)
         tensor.fill_(7)
         torch.cuda.synchronize()
@@ -101,7 +101,7 @@ class TestPrefetch:
         assert ucuda.last_prefetch_location(managed) == HOST
 
     def test_parts_that_differ(self, managed: Range, stream: torch.cuda.Stream) -> None:
-        """Halves in two places share no place."""
+        """Halves in two locations share no location."""
         half = MANAGED_BYTES // 2
         ucuda.prefetch(part(managed, 0, half), DEVICE, stream=stream)
         ucuda.prefetch(part(managed, half, half), HOST, stream=stream)
@@ -132,7 +132,7 @@ class TestPrefetch:
         assert found == [DEVICE]
 
     def test_batch(self, needs_discard: None, managed: Range, stream: torch.cuda.Stream) -> None:
-        """Each part to its own place, in runs and alone."""
+        """Each part to its own location, in groups and alone."""
         places = [DEVICE, DEVICE, HOST, DEVICE]
         size_bytes = MANAGED_BYTES // len(places)
         parts = [part(managed, n * size_bytes, size_bytes) for n in range(len(places))]
@@ -143,10 +143,10 @@ class TestPrefetch:
 
 
 class TestAdvice:
-    """Advice, read back, and taken back."""
+    """Advice, read back and removed."""
 
     def test_read_mostly(self, managed: Range) -> None:
-        """Set on a part, it is not yet on the whole."""
+        """Advice on a part is not advice on the whole."""
         half = part(managed, 0, MANAGED_BYTES // 2)
         ucuda.advise(half, Advice.READ_MOSTLY)
         assert ucuda.is_read_mostly(half)
@@ -156,7 +156,7 @@ class TestAdvice:
 
     @pytest.mark.parametrize("location", [DEVICE, HOST], ids=str)
     def test_preferred_location(self, managed: Range, location: Location) -> None:
-        """On a tensor, then gone."""
+        """Set on a tensor, then removed."""
         tensor = as_tensor(managed)
         assert ucuda.preferred_location(tensor) is None
         ucuda.advise(tensor, Advice.PREFERRED_LOCATION, location)
@@ -177,10 +177,10 @@ class TestAdvice:
 
 @pytest.mark.usefixtures("needs_discard")
 class TestDiscard:
-    """Dead contents, and neighbours that are not."""
+    """Discarded contents, and neighbours that keep theirs."""
 
     def test_memory_is_usable_afterwards(self, managed: Range, stream: torch.cuda.Stream) -> None:
-        """What is written after a discard is there."""
+        """Data written after a discard stays."""
         tensor = as_tensor(managed)
         tensor.fill_(1)
         torch.cuda.synchronize()
@@ -190,7 +190,7 @@ class TestDiscard:
         assert host_bytes(managed) == b"\x02" * MANAGED_BYTES
 
     def test_neighbours_keep_their_data(self, managed: Range, stream: torch.cuda.Stream) -> None:
-        """A target that starts and ends inside a page takes nothing from that page's others."""
+        """A target that starts and ends inside a page leaves the rest of that page alone."""
         tensor = as_tensor(managed)
         tensor.fill_(3)
         torch.cuda.synchronize()
@@ -202,14 +202,14 @@ class TestDiscard:
         assert host_bytes(last) == b"\x03" * mmap.PAGESIZE
 
     def test_discard_and_prefetch(self, managed: Range, stream: torch.cuda.Stream) -> None:
-        """The whole target is sent, shared pages with their data."""
+        """The whole target moves, shared pages with their data."""
         tensor = as_tensor(managed)
         tensor.fill_(4)
         torch.cuda.synchronize()
         edge = mmap.PAGESIZE // 2
         target = part(managed, edge, MANAGED_BYTES - 2 * edge)
         ucuda.discard_and_prefetch(target, HOST, stream=stream)
-        # Pages at the ends are sent by a call of their own, of which CUDA keeps no such record.
+        # A separate call moves the pages at the ends, and CUDA does not record their location.
         inner = part(managed, mmap.PAGESIZE, MANAGED_BYTES - 2 * mmap.PAGESIZE)
         assert ucuda.last_prefetch_location(inner) == HOST
         assert host_bytes(part(managed, 0, mmap.PAGESIZE)) == b"\x04" * mmap.PAGESIZE
@@ -221,10 +221,10 @@ class TestDiscard:
 
 
 class TestRefusals:
-    """Memory that is not managed, and CUDA's own refusals."""
+    """Memory that is not managed, and CUDA's errors."""
 
     def test_device_memory(self, stream: torch.cuda.Stream) -> None:
-        """The attribute that tells is named."""
+        """The message names the attribute."""
         rt = runtime()
         error, pointer = rt.cudaMalloc(MIB)
         assert int(error) == 0
@@ -242,7 +242,7 @@ class TestRefusals:
             ucuda.prefetch((pinned.data_ptr(), MIB), DEVICE, stream=stream)
 
     def test_strided_view(self, managed: Range, stream: torch.cuda.Stream) -> None:
-        """A view with gaps is refused, the tensor under it is not."""
+        """A view with gaps is an error, a contiguous one is not."""
         tensor = as_tensor(managed).view(1024, -1)
         with pytest.raises(ValueError, match="not contiguous"):
             ucuda.prefetch(tensor[:, ::2], HOST, stream=stream)
@@ -259,10 +259,10 @@ class TestRefusals:
 
 
 class TestCapabilities:
-    """The machine's own driver."""
+    """The driver's answers."""
 
     def test_agrees_with_torch(self) -> None:
-        """Name, memory and capability are the ones that torch reads."""
+        """Name, memory and capability are those that torch reads."""
         found = detect(0)
         properties = torch.cuda.get_device_properties(0)
         assert found.device_name == properties.name

@@ -22,7 +22,7 @@ def empty(size_bytes: int, device: int) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{device}")
 
 
-def test_statistics_are_each_devices_own() -> None:
+def test_each_device_has_its_statistics() -> None:
     before = [torch.cuda.memory_allocated(device) for device in (0, 1)]
     kept = [empty(4 * MIB, 0), empty(8 * MIB, 1)]
     after = [torch.cuda.memory_allocated(device) for device in (0, 1)]
@@ -36,7 +36,7 @@ def test_memory_prefers_its_device() -> None:
     assert preferred_location(empty(4 * MIB, 1)) == Location.device(1)
 
 
-def test_values_pass_between_devices() -> None:
+def test_copies_between_devices() -> None:
     numbers = torch.arange(MIB, device="cuda:0")
     assert torch.equal(numbers.to("cuda:1").to("cuda:0"), numbers)
 

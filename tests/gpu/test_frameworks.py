@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, Lightning and accelerate under umem: the stock allocator's losses."""
+"""Hugging Face's Trainer, Lightning and accelerate have the same losses under umem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def jobs(start: Callable[..., Job]) -> dict[tuple[str, str], Job]:
-    """Every framework that is installed, under both allocators, all at once."""
+    """Every installed framework, under both allocators, all at once."""
     return {
         (framework, allocator): start(
             "frameworks.py",
@@ -43,21 +43,21 @@ def jobs(start: Callable[..., Job]) -> dict[tuple[str, str], Job]:
 def facts(
     request: pytest.FixtureRequest, jobs: dict[tuple[str, str], Job]
 ) -> dict[str, dict[str, Any]]:
-    """What one framework's runs report, by allocator."""
+    """The reports of one framework's runs, by allocator."""
     framework = request.param
     if (framework, "umem") not in jobs:
         pytest.skip(f"{framework} needs {' and '.join(NEEDED[framework])}")
     return {allocator: jobs[framework, allocator].facts() for allocator in ("stock", "umem")}
 
 
-def test_losses_are_the_stock_allocators(facts: dict[str, dict[str, Any]]) -> None:
+def test_losses_equal_those_of_the_stock_allocator(facts: dict[str, dict[str, Any]]) -> None:
     losses = facts["umem"]["losses"]
     assert len(losses) >= 4
     assert losses == facts["stock"]["losses"]
 
 
-def test_forward_makes_activations(facts: dict[str, dict[str, Any]]) -> None:
-    """In every step, also where a framework runs forward inside the optimizer's step."""
+def test_forward_allocates_activations(facts: dict[str, dict[str, Any]]) -> None:
+    """In every step, also if a framework runs forward inside the optimizer's step."""
     found = facts["umem"]["logits"]
     assert len(found) >= 4
     assert found == ["activations"] * len(found)

@@ -1,4 +1,4 @@
-"""CUDA graphs: capture and replay over private pools, and what becomes of their memory."""
+"""CUDA graphs: capture and replay with private pools, and the memory of the pools."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def captured(
 
 
 def assert_all_given_back() -> None:
-    """No block waits for a stream for ever."""
+    """No block waits for a stream forever."""
     torch.cuda.synchronize()
     torch.empty(512, device="cuda")  # events are looked at when memory is asked for
     assert stat("active.all.current") == stat("allocation.all.current")
 
 
-def test_replays_follow_their_inputs() -> None:
+def test_replays_use_new_inputs() -> None:
     torch.manual_seed(0)
     weight = torch.randn(256, 256, device="cuda")
     inputs = torch.randn(64, 256, device="cuda")
@@ -118,8 +118,8 @@ def test_graphs_that_share_a_pool() -> None:
     assert pools() == []
 
 
-def test_pool_memory_is_the_graphs_alone() -> None:
-    """What a graph writes to between its own tensors is never an eager tensor's."""
+def test_pool_memory_belongs_to_the_graph_only() -> None:
+    """Memory that a graph writes between its tensors never belongs to an eager tensor."""
     inputs = torch.zeros(4 * MIB, device="cuda")
     graph, output = captured(lambda x: ((x + 1) * 2 - 3).exp(), inputs)
     owned = pool_ranges()
@@ -133,7 +133,7 @@ def test_pool_memory_is_the_graphs_alone() -> None:
     assert all(bool(tensor.isnan().all()) for tensor in junk)
 
 
-def test_pool_goes_with_its_graph() -> None:
+def test_a_pool_is_released_with_its_graph() -> None:
     reserved = torch.cuda.memory_reserved()
     inputs = torch.zeros(16 * MIB, device="cuda")
     graph, output = captured(lambda x: x + 1, inputs)
@@ -175,7 +175,7 @@ def test_streams_recorded_inside_a_capture() -> None:
 
 
 def test_eager_blocks_freed_during_a_capture() -> None:
-    """Blocks of before, one used by the captured stream and one by an idle stream."""
+    """Older blocks, one used by the captured stream and one by an idle stream."""
     idle = torch.cuda.Stream()
     used, apart = torch.ones(MIB, device="cuda"), torch.ones(MIB, device="cuda")
     with torch.cuda.stream(idle):

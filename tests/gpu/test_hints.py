@@ -1,4 +1,4 @@
-"""The hint engine on a real GPU: pages arrive, values stay, and nothing that trains waits."""
+"""The hint engine on a real GPU: pages arrive, values stay, the training thread does not wait."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ MakeManaged = Callable[[int], Range]
 
 
 def runtime() -> Any:
-    """cuda-python's runtime, which only GPU machines are sure to have."""
+    """cuda-python's runtime, which other machines may lack."""
     return pytest.importorskip("cuda.bindings.runtime")
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[HintEngine]:
-    """One engine for all tests: a second context takes a while to make."""
+    """One engine for all tests: a second context takes long to create."""
     torch.zeros(1, device="cuda")
     with HintEngine.on_cuda() as made:
         made.start(0)
@@ -50,7 +50,7 @@ def engine() -> Iterator[HintEngine]:
 
 @pytest.fixture
 def managed(engine: HintEngine) -> Iterator[MakeManaged]:
-    """Makes managed memory of so many bytes, which is freed as a user of the engine should."""
+    """Allocates managed memory, and frees it as a user of the engine should."""
     rt = runtime()
     ranges: list[Range] = []
 
@@ -73,7 +73,7 @@ def as_tensor(range_: Range) -> torch.Tensor:
 
 
 def fill(range_: Range) -> torch.Tensor:
-    """Random bytes in the range; returns what they are, elsewhere."""
+    """Fill a range with random bytes; return a copy of them."""
     tensor = as_tensor(range_)
     tensor.random_(0, 256)
     expected = tensor.to("cpu", copy=True)
@@ -98,13 +98,13 @@ def expect_done(engine: HintEngine, ticket: int) -> None:
 
 
 def _calls(engine: HintEngine) -> int:
-    """Chunks that were ever issued."""
+    """Number of chunks issued so far."""
     return sum(counts.calls for counts in engine.statistics().counts.values())
 
 
 class TestMoves:
-    def test_there_and_back(self, engine: HintEngine, managed: MakeManaged) -> None:
-        """300 MiB is two chunks and a part; the driver's record says where they went."""
+    def test_to_the_host_and_back(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """300 MiB is two chunks and a part; the driver records the location."""
         range_ = managed(300 * MIB)
         expected = fill(range_)
         for op, place in [(HintOp.EVICT, HOST), (HintOp.PREFETCH, DEVICE)] * 2:
@@ -114,10 +114,10 @@ class TestMoves:
         expect_done(engine, ask(engine, HintOp.EVICT, range_))
         assert holds(range_, expected)
 
-    def test_read_mostly_pages_leave_for_nothing_and_come_by_a_copy(
+    def test_evictions_of_read_mostly_pages_copy_nothing(
         self, engine: HintEngine, managed: MakeManaged
     ) -> None:
-        """The driver tells of no page where it is, but a copy takes its time."""
+        """The driver does not report where a page is, but a copy takes longer."""
         range_ = managed(256 * MIB)
         expected = fill(range_)
         ticket = engine.advise(
@@ -229,7 +229,7 @@ class TestMoves:
         copied = as_tensor(Range(block.address + 8, 100_001)).cpu()
         assert torch.equal(copied, expected[3 : 3 + 100_001])
 
-    def test_what_copies_fast_loads(
+    def test_the_copy_kernel_loads(
         self, managed: MakeManaged, capfd: pytest.CaptureFixture[str]
     ) -> None:
         range_ = managed(2 * MIB)
@@ -261,7 +261,7 @@ class TestWaiting:
     def test_an_eviction_does_not_hold_up_launches(
         self, engine: HintEngine, managed: MakeManaged
     ) -> None:
-        """From the primary context every launch would stall until the eviction is over."""
+        """From the primary context every launch would stall until the eviction has ended."""
         range_ = managed(2 * GIB)
         left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
         product = torch.empty_like(left)
@@ -288,8 +288,8 @@ class TestWaiting:
         print(f"compute {alone_s:.4f} s, slowed by {slowdowns}, evictions {evictions}")
         assert statistics.median(slowdowns) < 0.5 * statistics.median(evictions)
 
-    def test_room(self, managed: MakeManaged) -> None:
-        """A prefetch waits for the eviction that makes its room."""
+    def test_budget(self, managed: MakeManaged) -> None:
+        """A prefetch waits for the eviction that makes room for it."""
         first, second = managed(64 * MIB), managed(64 * MIB)
         settings = HintSettings(chunk_bytes=16 * MIB)
         with HintEngine.on_cuda(settings) as own:
@@ -313,7 +313,7 @@ class TestWaiting:
 
 
 def evicted(engine: HintEngine, range_: Range) -> torch.Tensor:
-    """Random bytes on the host; returns what they are."""
+    """Fill a range with random bytes and evict it; return a copy of them."""
     expected = fill(range_)
     expect_done(engine, ask(engine, HintOp.EVICT, range_))
     return expected
@@ -341,7 +341,7 @@ class TestBatches:
         assert engine.wait(last, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
     def test_a_chain_under_a_budget(self, managed: MakeManaged) -> None:
-        """Eight ranges through the room of two. Who trains waits on the host for each."""
+        """Eight ranges through room for two; the training thread waits on the host for each."""
         count, size_bytes = 8, 64 * MIB
         ranges = [managed(size_bytes) for _ in range(count)]
         with HintEngine.on_cuda() as own:
@@ -377,7 +377,7 @@ class TestBatches:
                 assert own.forget(range_.address, range_.size_bytes)
 
     def test_none_in_a_capture(self, engine: HintEngine, managed: MakeManaged) -> None:
-        """Nobody knows when the work before it is over: it is dropped, and the graph is sound."""
+        """No event can be recorded: the requests are dropped, and the graph is valid."""
         range_ = managed(4 * MIB)
         inputs = torch.zeros(1024, device="cuda")
         batch = engine.batch(
@@ -393,10 +393,8 @@ class TestBatches:
         assert outputs[0].item() == 1
 
 
-class TestTheThreadThatTrains:
-    def test_it_takes_and_gives_back_memory_meanwhile(
-        self, engine: HintEngine, managed: MakeManaged
-    ) -> None:
+class TestTrainingThread:
+    def test_allocations_beside_a_prefetch(self, engine: HintEngine, managed: MakeManaged) -> None:
         """Calls that wait for the device neither hang beside a prefetch nor hold it up."""
         rt = runtime()
         range_ = managed(GIB)
@@ -424,7 +422,7 @@ class TestTheThreadThatTrains:
 
 class TestSafety:
     def test_freed_while_moving(self, engine: HintEngine) -> None:
-        """After forget the memory can go, in the middle of a move; CUDA stays usable."""
+        """After forget the memory can be freed during a move; CUDA stays usable."""
         rt = runtime()
         for op in (HintOp.EVICT, HintOp.PREFETCH):
             error, pointer = rt.cudaMallocManaged(GIB, rt.cudaMemAttachGlobal)
@@ -441,10 +439,10 @@ class TestSafety:
             assert engine.wait(ticket, timeout_s=0) in (HintOutcome.FORGOTTEN, HintOutcome.DONE)
         assert torch.ones(10, device="cuda").sum().item() == 10
 
-    def test_a_refusal_is_counted(
+    def test_a_failed_call_is_counted(
         self, engine: HintEngine, managed: MakeManaged, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """cudaMalloc's memory cannot migrate. Neither torch nor the next hint notices."""
+        """cudaMalloc's memory cannot migrate. The error affects neither torch nor the next hint."""
         rt = runtime()
         error, pointer = rt.cudaMalloc(4 * MIB)
         assert int(error) == 0, error
@@ -459,8 +457,8 @@ class TestSafety:
         expect_done(engine, ask(engine, HintOp.EVICT, range_))
         assert holds(range_, expected)
 
-    def test_a_capture_is_left_alone(self, engine: HintEngine, managed: MakeManaged) -> None:
-        """No event inside a capture; hints beside it do not spoil it."""
+    def test_hints_during_a_capture(self, engine: HintEngine, managed: MakeManaged) -> None:
+        """There is no event inside a capture; hints beside it do not break it."""
         range_ = managed(64 * MIB)
         expected = fill(range_)
         inputs = torch.zeros(1024, device="cuda")
@@ -509,7 +507,7 @@ class TestSafety:
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:
-    """A script in a process of its own, with torch's own allocator, an engine and `malloc`."""
+    """A script in another process, with torch's allocator, an engine and `malloc`."""
     preamble = (
         "import torch\n"
         "from cuda.bindings import runtime\n"

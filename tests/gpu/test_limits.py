@@ -1,4 +1,4 @@
-"""Policies and limits on the real card: where memory goes when a policy or a limit says so."""
+"""Policies and limits on a real card: the memory that they lead to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ classes:
 
 @pytest.fixture(scope="module")
 def jobs(start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """All at once, each with its own policy."""
+    """All jobs at once, each with its own policy."""
     folder = tmp_path_factory.mktemp("policies")
     for name, text in (("kinds", KINDS), ("advice", ADVICE)):
         (folder / f"{name}.yaml").write_text(text)

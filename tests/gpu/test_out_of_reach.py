@@ -1,4 +1,4 @@
-"""What `umem doctor` says does not work under a swapped allocator, and what it says does.
+"""The features that `umem doctor` lists as missing, or working, under a swapped allocator.
 
 A failure here is good news from torch, or bad: the doctor's list must follow.
 """
@@ -64,6 +64,6 @@ def test_convolution_works() -> None:
         ),
     ],
 )
-def test_torch_says_what_is_missing(use: Callable[[], object], missing: str) -> None:
+def test_torch_names_the_missing_feature(use: Callable[[], object], missing: str) -> None:
     with pytest.raises(RuntimeError, match=f"(?i){missing}"):
         use()

@@ -1,4 +1,4 @@
-"""torch's memory functions under umem: what they say is exact, and what they ask for happens."""
+"""torch's memory functions under umem: their figures are exact, and their effects happen."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestStatistics:
         torch.cuda.reset_accumulated_memory_stats()
         assert stat("allocation.all.allocated") == 0
 
-    def test_every_documented_statistic_is_there(self) -> None:
+    def test_every_documented_statistic_exists(self) -> None:
         stats = torch.cuda.memory_stats()
         nested = (
             *("allocation", "allocated_bytes", "segment", "reserved_bytes", "active"),
@@ -180,7 +180,7 @@ class TestSnapshot:
             assert block["state"] == "active_allocated"
             assert block["requested_size"] == tensor.numel() <= block["size"]
 
-    def test_form_is_torchs(self) -> None:
+    def test_it_has_the_form_of_torchs_snapshot(self) -> None:
         kept = empty(MIB)
         snapshot = torch.cuda.memory._snapshot()
         assert {"segments", "device_traces"} <= set(snapshot)
@@ -217,7 +217,7 @@ class TestCache:
         with torch.cuda.stream(side):
             assert empty(64 * MIB).data_ptr() == address
 
-    def test_empty_cache_gives_segments_back(self) -> None:
+    def test_empty_cache_releases_segments(self) -> None:
         tensor = empty(64 * MIB)
         kept = empty(64 * MIB)
         del tensor
@@ -234,7 +234,7 @@ class TestCache:
         assert total == pytest.approx(expected, rel=0.01)
 
     def test_raw_allocations(self) -> None:
-        """What other frameworks take from torch's allocator by address."""
+        """Allocations by address, as other frameworks make them through torch."""
         before = torch.cuda.memory_allocated()
         side = torch.cuda.Stream()
         addresses = [
@@ -249,11 +249,11 @@ class TestCache:
 
 
 class TestRecordStream:
-    """A block that another stream works on is not handed out before that work ends."""
+    """A block that another stream uses is not reused before that work ends."""
 
     @pytest.fixture
     def side(self) -> torch.cuda.Stream:
-        """A stream whose kernels are loaded: loading one would wait for the GPU."""
+        """A stream whose kernels are loaded: to load one would wait for the GPU."""
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             torch.cuda._sleep(1)
@@ -261,7 +261,7 @@ class TestRecordStream:
         torch.cuda.synchronize()
         return side
 
-    def test_not_handed_out_before_its_work_ends(self, side: torch.cuda.Stream) -> None:
+    def test_not_reused_before_its_work_ends(self, side: torch.cuda.Stream) -> None:
         tensor, spare = empty(64 * MIB), empty(64 * MIB)
         address, spare_address = tensor.data_ptr(), spare.data_ptr()
         del spare  # serves the next request: a new segment would wait for the GPU
@@ -294,7 +294,7 @@ class TestRecordStream:
         assert torch.cuda.memory_reserved() == reserved
         assert stat("active_bytes.all.current") == stat("allocated_bytes.all.current")
 
-    def test_all_blocks_come_back(self, side: torch.cuda.Stream) -> None:
+    def test_all_blocks_are_reused(self, side: torch.cuda.Stream) -> None:
         for _ in range(20):
             tensor = empty(8 * MIB)
             with torch.cuda.stream(side):
@@ -325,7 +325,7 @@ class TestRecordStream:
 
 @pytest.fixture
 def room() -> Iterator[Callable[[int], None]]:
-    """Leave torch so many bytes beyond what it holds, by the memory fraction."""
+    """Set the memory fraction so that torch can allocate so many more bytes."""
 
     def leave(size_bytes: int) -> None:
         torch.cuda.empty_cache()
@@ -390,7 +390,7 @@ class TestOutOfMemory:
         assert memory.is_oom_error(caught.value)
 
     def test_in_backward(self) -> None:
-        """Raised in autograd's own thread, by a kernel of torch's."""
+        """Raised in autograd's thread, by one of torch's kernels."""
         count = (managed_limit_bytes() + GIB) // 4
         leaf = torch.zeros(1, device="cuda", requires_grad=True)
         index = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -405,7 +405,7 @@ class TestOutOfMemory:
     def test_in_an_optimizer_step(
         self, room: Callable[[int], None], class_of: Callable[[torch.Tensor], Any]
     ) -> None:
-        """The step can be tried again, and what follows a failed one is no optimizer state."""
+        """The step can be repeated, and later allocations are not optimizer state."""
         torch.manual_seed(0)
         layer = torch.nn.Linear(4096, 4096, bias=False, device="cuda")  # 64 MiB
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, foreach=False)

@@ -1,4 +1,4 @@
-"""One memory: numba's and CuPy's arrays come from umem, count in it, and pass to torch as is."""
+"""numba's and CuPy's arrays come from umem, are counted there, and go to torch without a copy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def jobs(start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("library", ["numba", "cupy"])
-def test_arrays_are_umems(library: str, jobs: dict[str, Job]) -> None:
+def test_arrays_come_from_umem(library: str, jobs: dict[str, Job]) -> None:
     facts = jobs["memory"].facts()[library]
     assert facts["known"], facts
     assert facts["block"] == [4 * MIB, "managed"]
@@ -54,7 +54,7 @@ def test_nothing_is_copied(library: str, jobs: dict[str, Job]) -> None:
 
 
 @pytest.mark.parametrize("library", ["numba", "cupy"])
-def test_the_cap_is_theirs_too(library: str, jobs: dict[str, Job]) -> None:
+def test_the_cap_includes_them(library: str, jobs: dict[str, Job]) -> None:
     facts = jobs["memory"].facts()[library]
     assert facts.get("beyond the cap") == "MemoryError", facts
     assert facts["after it"]
