@@ -328,7 +328,10 @@ def test_unknown_names_and_files(name: str, says: str) -> None:
             "",
             "the file is empty: a hardware profile is a mapping of keys to values, such as 'ext",
         ),
-        ("a: &x 1\nb: *x\n", "aliases are not supported: put what profiles have in common in a"),
+        (
+            "a: &x 1\nb: *x\n",
+            "aliases are not supported: put common figures in a file",
+        ),
         ("a: 1\n---\nb: 1\n", "keep one hardware profile per file"),
         ("[" * 1000, "nested deeper than 16 levels: no hardware profile is"),
         ("extends: mine.yaml\n", "a cycle"),

@@ -1,4 +1,4 @@
-"""Sizes and percentages: reading, writing, and what is refused."""
+"""Sizes and percentages: reading, writing and errors."""
 
 from __future__ import annotations
 

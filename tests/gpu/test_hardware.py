@@ -1,4 +1,4 @@
-"""The machine at hand, described by what its driver says."""
+"""Detection of the machine at hand."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["describe_machine", "detect_hardware", "load_hardware"]
 
 
 def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any]) -> Hardware:
-    """Load a hardware profile and whatever it extends.
+    """Load a hardware profile, merged with the profiles that it extends.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any])
     ------
     HardwareError
         If there is no such profile or file, or it is no valid profile. The message has one line for
-        each problem: file, line, column, key, what is wrong and what to do.
+        each problem: file, line, column, key, the error and the remedy.
     TypeError
         If `source` is none of these.
 
@@ -53,7 +53,7 @@ def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any])
     return load_profile(source)
 
 
-# The machine at hand: what can be read is read, and the rest is the nearest profile's.
+# The machine at hand: figures are detected, or else those of the nearest profile.
 
 
 class _Reference(NamedTuple):
@@ -161,7 +161,7 @@ def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:
     return replace(
         profile,
         name=machine.device_name,
-        description=f"This machine; what was not detected is {reference.profile}'s",
+        description=f"This machine; figures that were not detected are {reference.profile}'s",
         sources=MappingProxyType(sources),
         **values,
     )

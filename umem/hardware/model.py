@@ -176,7 +176,7 @@ Flag = Annotated[StrictBool, Quantity("true", shown)]
 # A machine.
 
 EvictionOrder = Literal["access", "migration"]
-"""What the driver counts as a block's last use: the device's last access, or the driver's last
+"""The event that counts as a block's last use: the device's last access, or the driver's last
 migration or mapping of the block."""
 
 FaultEviction = Literal["serial", "overlapped"]
@@ -212,7 +212,7 @@ class Hardware:
     block_bytes: BlockSize
     """Unit in which the driver evicts and the simulator tracks residency: 2 MiB."""
     page_bytes: BlockSize
-    """What one fault brings in: 64 KiB on x86."""
+    """Bytes that one fault brings in: 64 KiB on x86."""
     flops_per_s: Mapping[str, FlopsPerSecond]
     """Sustained matrix throughput by precision: ``fp32 tf32 fp16 bf16 fp8``."""
     memory_bytes_per_s: BytesPerSecond

@@ -134,7 +134,7 @@ _KIND = FileKind(
     plural="hardware profiles",
     folder="hardware",
     example="h200-pcie",
-    instead_of_aliases="put what profiles have in common in a file to `extends`",
+    instead_of_aliases="put common figures in a file to `extends`",
     error=HardwareError,
     replaces=_is_figure,
 )

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration file and where, in one line of text for each problem."""
+"""Problems in files: place, error and remedy of each in one line of text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ __all__ = [
     "Problem",
     "did_you_mean",
     "first_problem",
-    "nearest",
     "raise_conflicts",
     "reject",
     "shown",
@@ -74,7 +73,7 @@ class Problem:
     key: str
     """Dotted key path, such as ``classes.weights.kind``; empty for the file as a whole."""
     message: str
-    """What is wrong and what to do."""
+    """The error and the remedy."""
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}:{self.column}"
@@ -109,11 +108,11 @@ def shown(value: Any) -> str:
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """The question, after a comma; empty where no word is similar."""
-    near = nearest(word, words)
+    near = _nearest(word, words)
     return f", did you mean {near!r}?" if near else ""
 
 
-def nearest(word: str, words: Iterable[str], similarity: float = 0.6) -> str | None:
+def _nearest(word: str, words: Iterable[str], similarity: float = 0.6) -> str | None:
     """The most similar of `words`, if at least this similar as :mod:`difflib` measures it."""
     plain = word.lower().replace("-", "_")
     candidates = {candidate.lower().replace("-", "_"): candidate for candidate in words}
@@ -132,7 +131,7 @@ class Conflict(NamedTuple):
     path: KeyPath
     """The key to change, below the model that finds the conflict."""
     message: str
-    """What is wrong; the remedy."""
+    """The error; the remedy."""
     involved: tuple[str, ...] = ()
     """Other keys of the same mapping that take part."""
 
@@ -267,7 +266,7 @@ def _unknown_key(model: type[BaseModel], path: KeyPath) -> str:
     if not hint:
         # A valid key one level too high or too low.
         dotted = {key.rpartition(".")[2]: key for key in _dotted_keys(model)}
-        near = nearest(str(last), dotted, similarity=0.85)
+        near = _nearest(str(last), dotted, similarity=0.85)
         hint = f", did you mean {dotted[near]}?" if near else "."
     return f"unknown key{hint} Valid keys: {', '.join(keys)}"
 

@@ -1,4 +1,4 @@
-"""Configuration files in YAML: reading them within bounds, and merging what they extend.
+"""Configuration files in YAML: read within bounds, and merged with the files that they extend.
 
 PyYAML parses. Its own types are not used, because YAML 1.1 takes ``on`` for true and ``1:30`` for
 ninety; and a file may come from a stranger, so that size, nesting, aliases and tags are bounded.

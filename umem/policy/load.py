@@ -1,4 +1,4 @@
-"""Loading policies: presets, files and mappings, merged with what they extend."""
+"""Loading policies: presets, files and mappings, merged with the policies that they extend."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KIND = FileKind(
     plural="preset policies",
     folder="",
     example="sft",
-    instead_of_aliases="put what classes have in common under `defaults`, and what files have in "
-    "common in a file to `extends`",
+    instead_of_aliases="put common keys of classes under `defaults`, and common keys of files in a "
+    "file to `extends`",
     error=PolicyError,
 )
 
@@ -55,7 +55,7 @@ def load_policy(source: str | os.PathLike[str] | Policy | Mapping[str, Any]) -> 
     ------
     PolicyError
         If there is no such preset or file, or it is no valid policy. The message has one line for
-        each problem: file, line, column, key, what is wrong, and the nearest valid key or value.
+        each problem: file, line, column, key, the error, and the nearest valid key or value.
     TypeError
         If `source` is none of these.
 

@@ -110,7 +110,7 @@ def _rule_conflicts(rule: ClassRule) -> list[Conflict]:
     if rule.kind in ("device", "pinned"):
         return _conflicts_of_fixed_memory(rule)
     mechanism, eviction = rule.mechanism, rule.eviction
-    # The condition; the key to change; the other keys involved; what is wrong; the remedy.
+    # The condition; the key to change; the other keys involved; the error; the remedy.
     table = [
         (
             mechanism == "map" and rule.placement != "host",
@@ -248,7 +248,7 @@ class ClassRule(_Record):
     keep (no movement)."""
 
     eviction: Eviction = "auto"
-    """What is evicted first when device memory runs short: auto (tensors whose next use is
+    """Order of eviction when device memory runs short: auto (tensors whose next use is
     furthest away), lru (the least recently used), first (this class before all others), never
     (this class stays)."""
 
