@@ -11,14 +11,7 @@ from typing import Any
 from umem.core.errors import UnsupportedError
 from umem.cuda import bindings
 
-__all__ = [
-    "Capabilities",
-    "NumaNode",
-    "detect",
-    "detect_all",
-    "host_memory_bytes",
-    "numa_nodes",
-]
+__all__ = ["Capabilities", "NumaNode", "detect", "detect_all", "host_memory_bytes", "numa_nodes"]
 
 _HOPPER = (9, 0)
 _CUDA_12_2 = (12, 2)
