@@ -1,4 +1,4 @@
-"""What migration cost a step, measured or predicted: the same record for both."""
+"""Migration cost of a step. Predictions and measurements are the same record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 Direction = Literal["to_device", "to_host", "between_devices"]
-"""Where bytes went. Predictions are of one device: ``between_devices`` is measured only."""
+"""Direction of a transfer. Predictions are of one device: only measurements have
+``between_devices``."""
 
 Cause = Literal["hint", "fault", "speculation", "eviction", "counter", "mapped", "copy", "unknown"]
 """Why bytes crossed the link. The first five are unified-memory transfers, as CUPTI names them:
@@ -45,14 +46,18 @@ CAUSES: tuple[Cause, ...] = (
     "mapped",
     "copy",
 )
-"""The causes that a prediction tells apart."""
+"""The causes that a prediction has."""
 
 UM_CAUSES: tuple[Cause, ...] = (*CAUSES[:5], "unknown")
-"""Those of unified-memory transfers: what a profiler shows."""
+"""Causes of unified-memory transfers, which a profiler shows."""
 
+Source = Literal["driver", "driver_only", "cupti", "nsys", "hints", "none"]
+"""Origin of the figures of a measurement: the driver's event queue, with copies and memory sets
+counted by CUPTI or by nobody; CUPTI in the process; Nsight Systems; the hint engine's own counts;
+or nobody (steps were timed only)."""
 
 _ROUNDING = 1e-12
-"""Of a time that is a sum of many."""
+"""Relative error of a sum of many times."""
 
 
 @dataclass(frozen=True)
@@ -69,74 +74,65 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The step as it went, for pictures. P phases, B equal bins of the step's time.
-
-    Parameters
-    ----------
-    phase_start_s, phase_end_s : float64[P]
-        From the start of the step.
-    resident_bytes : int64[P, 6]
-        On the device while the phase ran, by class number.
-    budget_bytes : int
-        Device memory that the step had.
-    link_bin_s : float
-        Length of a bin, seconds.
-    link_bytes : int64[B, 2]
-        Bytes that crossed the link in each bin: to the device, to the host.
-    """
+    """The step over time, for pictures. P phases, B equal bins of the step's time."""
 
     phase_start_s: npt.NDArray[np.float64]
+    """Of each phase, from the start of the step."""
     phase_end_s: npt.NDArray[np.float64]
     resident_bytes: npt.NDArray[np.int64]
+    """int64[P, 6]: on the device while the phase ran, by class number."""
     budget_bytes: int
+    """Device memory that the step had."""
     link_bin_s: float
+    """Length of a bin."""
     link_bytes: npt.NDArray[np.int64]
+    """int64[B, 2]: bytes that crossed the link in each bin, to the device and to the host."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepReport:
-    """What a prediction and a measurement of one step both say.
+    """Figures that a prediction and a measurement of one step have in common.
 
-    Parameters
-    ----------
-    workload, hardware, policy, planner : str
-        Names of what was run; the planner of a measurement is ``measured``.
-    step_s : float
-        Time of the step.
-    traffic : tuple of Traffic
-        Non-zero entries, by direction, cause and class.
-    memory_ops_s, memory_ops_bytes, memory_ops_count : float, int, int
-        The step's own memcpy and memset, without unified-memory transfers.
-    fault_batches : int
-        Batches that the driver served faults of the device in.
+    ``um_time_share``, ``um_ops_share`` and ``um_bytes_share`` are the shares of unified-memory
+    transfers in the time, the count and the bytes of all memory operations; not a number where
+    copies were not counted.
     """
 
     workload: str
     hardware: str
     policy: str
     planner: str
+    """Name of the planner; ``measured`` for a measurement."""
     step_s: float
+    """Time of the step."""
     traffic: tuple[Traffic, ...]
+    """Non-zero entries, by direction, cause and class."""
     memory_ops_s: float
+    """Time of the step's own memcpy and memset, without unified-memory transfers."""
     memory_ops_bytes: int
     memory_ops_count: int
     fault_batches: int
+    """Batches in which the driver served faults of the device."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies and memory sets were counted too, as shares need it."""
+        return True
 
     @property
     def um_time_share(self) -> float:
         """Unified-memory transfers' share of the time of all memory operations."""
-        moved_s = sum(entry.seconds for entry in self._um())
-        return _share(moved_s, self.memory_ops_s)
+        return self._share([entry.seconds for entry in self._um()], self.memory_ops_s)
 
     @property
     def um_ops_share(self) -> float:
-        """The same share, by count."""
-        return _share(sum(entry.count for entry in self._um()), self.memory_ops_count)
+        """Unified-memory transfers' share of the number of all memory operations."""
+        return self._share([entry.count for entry in self._um()], self.memory_ops_count)
 
     @property
     def um_bytes_share(self) -> float:
-        """The same share, by bytes."""
-        return _share(sum(entry.bytes for entry in self._um()), self.memory_ops_bytes)
+        """Unified-memory transfers' share of the bytes of all memory operations."""
+        return self._share([entry.bytes for entry in self._um()], self.memory_ops_bytes)
 
     def moved_bytes(self, direction: Direction | None = None, cause: Cause | None = None) -> int:
         """Bytes that moved, in one direction or for one cause if given."""
@@ -157,37 +153,32 @@ class StepReport:
     def _um(self) -> list[Traffic]:
         return [entry for entry in self.traffic if entry.cause in UM_CAUSES]
 
+    def _share(self, parts: list[int] | list[float], rest: float) -> float:
+        if not self.has_copies:
+            return math.nan
+        part = sum(parts)
+        return part / (part + rest) if part else 0.0
+
 
 @dataclass(frozen=True, eq=False)
 class MigrationReport(StepReport):
-    """Migration in one step in steady state, as predicted.
-
-    Parameters
-    ----------
-    ideal_s : float
-        Time with everything resident.
-    lower_bound_s : float
-        max(ideal, unavoidable traffic / link bandwidth): no schedule is faster.
-    fault_pages : int
-        Pages that faulted on the device.
-    hints_late, hints_wasted : int
-        Hints that a phase had to wait for; hints that found nothing to do.
-    hint_count : int
-        Hints issued.
-    stall_s : mapping of str to float
-        Where the time above `ideal_s` went, by cause: ``fault``, ``prefetch`` (waiting for what was
-        asked for), ``room`` (waiting for evictions), ``mapped``, ``copy`` (computing beside what
-        moves).
-    timeline : Timeline or None
-    """
+    """Migration in one step in steady state, as predicted."""
 
     ideal_s: float
+    """Time with everything resident."""
     lower_bound_s: float
+    """max(ideal, unavoidable traffic / link bandwidth): no schedule is faster."""
     fault_pages: int
+    """Pages that faulted on the device."""
     hint_count: int
+    """Hints issued."""
     hints_late: int
+    """Hints that a phase had to wait for."""
     hints_wasted: int
+    """Hints that found nothing to do."""
     stall_s: Mapping[str, float]
+    """Time above `ideal_s`, by cause: ``fault``, ``prefetch`` (waiting for memory that was asked
+    for), ``room`` (waiting for evictions), ``mapped``, ``copy`` (computing beside transfers)."""
     timeline: Timeline | None = None
 
     @property
@@ -198,144 +189,93 @@ class MigrationReport(StepReport):
 
     @property
     def exposed_stall_s(self) -> float:
-        """Step time beyond that with everything resident, at least 0."""
+        """Step time beyond the time with everything resident, at least 0."""
         return _beyond(self.step_s, self.ideal_s)
 
 
 @dataclass(frozen=True)
 class HintUse:
-    """What hints of one operation on one class came to in one step, as the hint engine says.
-
-    Parameters
-    ----------
-    op : str
-        ``prefetch``, ``evict``, ``discard``, ``copy_in``, ``copy_out`` or ``advise``.
-    tensor_class : TensorClass
-    asked : int
-        Requests that were made in the step.
-    done, wasted : int
-        Requests that ended in the step: as asked; superseded, forgotten, dropped or failed.
-    late, early, missed : int
-        Requests that a phase needed and that were done after it began; done before it began; never
-        wholly done. Only requests that the program says it needs are among them.
-    asked_bytes, moved_bytes, wasted_bytes : int
-        `moved_bytes` are where they were asked to be, and some of them may have been there before.
-    calls : int
-        Driver calls, of which one may serve several requests.
-    driver_s, late_s : float
-        Time in driver calls; by how much late requests were late, added up.
-    """
+    """Hints of one operation on one class in one step, as the hint engine counts them."""
 
     op: str
+    """``prefetch``, ``evict``, ``discard``, ``copy_in``, ``copy_out`` or ``advise``."""
     tensor_class: TensorClass
     asked: int
+    """Requests that were made in the step."""
     done: int
+    """Requests that ended in the step as asked."""
     late: int
+    """Requests that a phase needed and that were done after it began. Like `early` and `missed`, it
+    counts only requests that the program says it needs."""
     early: int
+    """Requests that were done before the phase that needed them began."""
     missed: int
+    """Requests that a phase needed and that were never wholly done."""
     wasted: int
+    """Requests that ended superseded, forgotten, dropped or failed."""
     asked_bytes: int
     moved_bytes: int
+    """Bytes that are where they were asked to be; some may have been there before."""
     wasted_bytes: int
     calls: int
+    """Driver calls, of which one may serve several requests."""
     driver_s: float
+    """Time in driver calls."""
     late_s: float
+    """Lateness of late requests, added up."""
 
 
 @dataclass(frozen=True)
 class HintReport:
-    """What the hints of one step came to.
-
-    Parameters
-    ----------
-    uses : tuple of HintUse
-        Non-zero entries, by operation and class.
-    refused : int
-        Requests that the engine did not take.
-    failures : int
-        Driver calls that failed.
-    over_budget_bytes : int
-        Brought to a device that was full by its budget.
-    """
+    """Hints of one step."""
 
     uses: tuple[HintUse, ...]
+    """Non-zero entries, by operation and class."""
     refused: int
+    """Requests that the engine did not take."""
     failures: int
+    """Driver calls that failed."""
     over_budget_bytes: int
-
-
-Source = Literal["driver", "driver_only", "cupti", "nsys", "hints", "none"]
-"""Who counted what moved: the driver in its event queue, with copies and memory sets counted by
-CUPTI or by nobody; CUPTI in the process; Nsight Systems; the hint engine for itself; or nobody
-(steps were timed only)."""
+    """Bytes brought to a device that was full by its budget."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredReport(StepReport):
     """Migration in one step of a real run: of one step, or the typical one of several.
 
-    What a run alone cannot tell, such as a lower bound, has no field here.
-
-    Parameters
-    ----------
-    collected : bool
-        Whether migrations were recorded. If not, only `step_s`, `ideal_s` and `hints` mean
-        anything, and where `source` is ``hints`` also `traffic`: the hints' part of it, as the
-        engine counts it.
-    step_count : int
-        Steps of which it is the one with the median time; 0 where no step was marked, and the
-        figures are those of the whole recording.
-    gpu_faults : int
-        Page faults on the device; a page may fault several times.
-    cpu_faults : int
-        Page faults on the host.
-    unattributed_bytes : int
-        Bytes of unified-memory transfers that hit no known tensor; they count as class ``other``.
-    notes : tuple of str
-        What to know before trusting the figures.
-    source : Source
-        Who counted what moved.
-    ideal_s : float or None
-        Time of a step with everything resident, where it is known from elsewhere.
-    hints : HintReport or None
-        What hints came to; None where no hint engine drove the step.
+    A figure that a run alone does not show, such as a lower bound, has no field here.
     """
 
     collected: bool
+    """Whether migrations were recorded. If not, only `step_s`, `ideal_s` and `hints` mean anything,
+    and where `source` is ``hints`` also `traffic`: that of hints, as the engine counts it."""
     step_count: int
+    """Steps, of which this one has the median time; 0 where no step was marked, and the figures are
+    those of the whole recording."""
     gpu_faults: int
+    """Page faults on the device; a page may fault several times."""
     cpu_faults: int
+    """Page faults on the host."""
     unattributed_bytes: int
+    """Bytes of unified-memory transfers that hit no known tensor; they count as class ``other``."""
     notes: tuple[str, ...]
+    """Cautions to read before trusting the figures."""
     source: Source = "cupti"
     ideal_s: float | None = None
+    """Time of a step with everything resident, where it is known from elsewhere."""
     hints: HintReport | None = None
+    """Hints of the step; None where no hint engine drove it."""
 
     @property
     def has_copies(self) -> bool:
-        """Whether copies and memory sets were recorded too: shares are of all of these together."""
+        """Whether copies and memory sets were recorded too."""
         return self.collected and self.source != "driver_only"
 
     @property
-    def um_time_share(self) -> float:
-        """As in a prediction; not a number where :attr:`has_copies` is false."""
-        return super().um_time_share if self.has_copies else math.nan
-
-    @property
-    def um_ops_share(self) -> float:
-        """The same share, by count."""
-        return super().um_ops_share if self.has_copies else math.nan
-
-    @property
-    def um_bytes_share(self) -> float:
-        """The same share, by bytes."""
-        return super().um_bytes_share if self.has_copies else math.nan
-
-    @property
     def exposed_stall_s(self) -> float | None:
-        """Step time beyond that with everything resident; None where that is not known.
+        """Step time beyond the time with everything resident; None where that is not known.
 
-        Below 0 where the step was faster than what it is measured against.
+        Below 0 where the step was faster than that.
         """
         return None if self.ideal_s is None else self.step_s - self.ideal_s
 
@@ -347,13 +287,6 @@ class MeasuredReport(StepReport):
 
 
 def _beyond(time_s: float, floor_s: float) -> float:
-    """How much longer a time is than a floor that it cannot be below.
-
-    Both are sums of many times in different orders, which differ by their rounding.
-    """
+    """Time beyond a floor. Both are sums of many times in other orders, so rounding is ignored."""
     beyond_s = time_s - floor_s
     return beyond_s if beyond_s > _ROUNDING * floor_s else 0.0
-
-
-def _share(part: float, rest: float) -> float:
-    return part / (part + rest) if part else 0.0

@@ -18,9 +18,6 @@ from umem.io.columns import Checker, Items, Model, read_json
 
 __all__ = [
     "FIGURES",
-    "NAMES",
-    "REPORTED",
-    "SIDES",
     "Comparison",
     "Difference",
     "StepFigures",
@@ -35,15 +32,16 @@ __all__ = [
 
 Unit = Literal["s", "bytes", "share", "count"]
 
-_WAYS: tuple[Direction, ...] = ("to_device", "to_host")
-_FAULT_CAUSES: tuple[Cause, ...] = ("fault", "speculation")
+_DIRECTIONS: tuple[Direction, ...] = ("to_device", "to_host")
 _SHARES = ("um_time_share", "um_ops_share", "um_bytes_share")
+_NAMES = ("workload", "hardware", "policy", "planner")
 _REPORTED: dict[str, Unit] = {
     "step_s": "s",
     "exposed_stall_s": "s",
     **dict.fromkeys(_SHARES, "share"),
     "fault_batches": "count",
 }
+"""Figures that are fields of a report, and keys of its row."""
 
 FIGURES: Mapping[str, Unit] = MappingProxyType(
     {
@@ -51,38 +49,23 @@ FIGURES: Mapping[str, Unit] = MappingProxyType(
         "fault_bytes": "bytes",
         **{
             name: "bytes"
-            for way in _WAYS
+            for way in _DIRECTIONS
             for name in (way, *(f"{way}.{it.value}" for it in TensorClass))
         },
-        **{f"hinted_{way}": "bytes" for way in _WAYS},
+        **{f"hinted_{way}": "bytes" for way in _DIRECTIONS},
     }
 )
-"""Names and units of what is compared. Bytes are those of unified-memory transfers, by direction,
-in all and by class; ``fault_bytes`` are those that faults brought, with the neighbours that the
-driver brought unasked; ``hinted_...`` are those that somebody asked for. Host memory used in place,
-and explicit copies, are not among them: no profiler shows them as such transfers."""
-
-REPORTED = tuple(_REPORTED)
-"""Those that are fields of a report, and keys of its row."""
-
-NAMES = ("workload", "hardware", "policy", "planner")
-"""Whose step it is; texts."""
-
-SIDES = ("predicted", "measured")
+"""Names and units of the figures that are compared. Bytes are those of unified-memory transfers, by
+direction, in all and by class. ``fault_bytes`` are those of faults, with the neighbours that the
+driver brought unasked; ``hinted_...`` are those that somebody asked for. Host memory used in place
+and explicit copies are left out: no profiler shows them as such transfers."""
 
 Entries = Iterable[tuple[Direction, Cause, TensorClass, int]]
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What is compared of one side.
-
-    Parameters
-    ----------
-    workload, hardware, policy, planner : str
-    values : mapping of str to float or None
-        By the names of :data:`FIGURES`; None: not known.
-    """
+    """Figures of one side, by the names of :data:`FIGURES`; None where a figure is not known."""
 
     workload: str
     hardware: str
@@ -93,15 +76,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Difference:
-    """One figure, predicted and measured.
-
-    Parameters
-    ----------
-    name : str
-        Of :data:`FIGURES`.
-    predicted, measured : float or None
-        None where it is not known.
-    """
+    """One figure of :data:`FIGURES`, predicted and measured; None where it is not known."""
 
     name: str
     predicted: float | None
@@ -109,7 +84,7 @@ class Difference:
 
     @property
     def unit(self) -> Unit:
-        """What the values are in."""
+        """Unit of the values."""
         return FIGURES[self.name]
 
     @property
@@ -121,7 +96,7 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """That difference over what was predicted; None where nothing was, but something came."""
+        """That difference over the prediction; None for a prediction of 0 that was not met."""
         absolute = self.absolute
         if absolute is None or not self.predicted:
             return 0.0 if absolute == 0 else None
@@ -140,7 +115,7 @@ class Comparison:
         return Difference(name, self.predicted.values[name], self.measured.values[name])
 
     def differences(self) -> tuple[Difference, ...]:
-        """Every figure, in order; classes of which neither side moved a byte are left out."""
+        """Every figure, in order, but for classes of which neither side moved a byte."""
         every = map(self.__getitem__, FIGURES)
         return tuple(it for it in every if "." not in it.name or it.predicted or it.measured)
 
@@ -148,43 +123,43 @@ class Comparison:
 def compare(predicted: MigrationReport, measured: MeasuredReport) -> Comparison:
     """Set a prediction against a measurement.
 
-    Whether they are of the same workload, machine and policy is the caller's to know: the names of
-    both are kept.
+    They may be of different workloads, machines or policies: the names of both are kept.
     """
     return Comparison(figures_of(predicted), figures_of(measured))
 
 
 def figures_of(report: MigrationReport | MeasuredReport) -> StepFigures:
-    """What is compared of a report.
+    """Figures of a report. Those that were not recorded are None.
 
-    What was not recorded is None. Where the hint engine's own counts stand in, only what was hinted
-    is known.
+    Where only the hint engine counted, the hinted bytes are known, and no others.
     """
-    names = {name: getattr(report, name) for name in NAMES}
-    reported = {name: getattr(report, name) for name in _REPORTED}
-    moved = moved_figures(
+    values: dict[str, float | None] = {name: getattr(report, name) for name in _REPORTED}
+    values |= moved_figures(
         (it.direction, it.cause, it.tensor_class, it.bytes) for it in report.traffic
     )
-    values = {**reported, **moved}
-    if isinstance(report, MeasuredReport) and not report.has_copies:
+    if not report.has_copies:
         values |= dict.fromkeys(_SHARES)
     if isinstance(report, MeasuredReport) and not report.collected:
         known = ["step_s", "exposed_stall_s"]
         if report.source == "hints":
-            known += [f"hinted_{way}" for way in _WAYS]
+            known += [f"hinted_{way}" for way in _DIRECTIONS]
         values = {name: values[name] if name in known else None for name in FIGURES}
-    return StepFigures(**names, values=values)
+    return StepFigures(**_names(report), values=values)
+
+
+def _names(record: Any) -> dict[str, str]:
+    return {name: getattr(record, name) for name in _NAMES}
 
 
 def moved_figures(entries: Entries) -> dict[str, int]:
     """The figures of bytes, of traffic by direction, cause and class."""
     moved = {name: 0 for name in FIGURES if name not in _REPORTED}
     for way, cause, tensor_class, size in entries:
-        if way not in _WAYS or cause not in UM_CAUSES:
+        if way not in _DIRECTIONS or cause not in UM_CAUSES:
             continue
         moved[way] += size
         moved[f"{way}.{tensor_class.value}"] += size
-        if cause in _FAULT_CAUSES:
+        if cause in ("fault", "speculation"):
             moved["fault_bytes"] += size
         if cause == "hint":
             moved[f"hinted_{way}"] += size
@@ -200,20 +175,12 @@ def comparison_row(comparison: Comparison) -> dict[str, Any]:
         ``predicted`` and ``measured`` with their names, and ``figures``, from name to unit, both
         values, and their absolute and relative difference.
     """
+    keys = ("unit", "predicted", "measured", "absolute", "relative")
     return {
-        **{
-            side: {name: getattr(getattr(comparison, side), name) for name in NAMES}
-            for side in SIDES
-        },
+        "predicted": _names(comparison.predicted),
+        "measured": _names(comparison.measured),
         "figures": {
-            it.name: {
-                "unit": it.unit,
-                "predicted": it.predicted,
-                "measured": it.measured,
-                "absolute": it.absolute,
-                "relative": it.relative,
-            }
-            for it in comparison.differences()
+            it.name: {key: getattr(it, key) for key in keys} for it in comparison.differences()
         },
     }
 
@@ -312,8 +279,8 @@ def read_predictions(path: str | os.PathLike[str]) -> tuple[StepFigures, ...]:
     found = read_json(path, _Predictions, noun="a file of predictions", check=check)
     return tuple(
         StepFigures(
-            **{name: getattr(row, name) for name in NAMES},
-            values={name: getattr(row, name) for name in REPORTED}
+            **_names(row),
+            values={name: getattr(row, name) for name in _REPORTED}
             | moved_figures(
                 (way, cause, tensor_class, size)
                 for way, by_cause in row.bytes.items()
