@@ -56,7 +56,7 @@ def planned(run: Run, *arguments: str) -> dict[str, Any]:
     return data
 
 
-def test_the_plan_written_is_the_plan_told_of(run: Run, layers: str, tmp_path: Path) -> None:
+def test_the_summary_is_of_the_written_plan(run: Run, layers: str, tmp_path: Path) -> None:
     data = planned(run, "--trace", layers, "--budget", "256MiB", "-o", "plans/layers.plan")
     assert data["file"] == "plans/layers.plan"
     assert data["reused"] is False
@@ -96,7 +96,7 @@ def test_a_stored_plan_is_found_again(run: Run, layers: str, tmp_path: Path) -> 
     assert len(list((tmp_path / "store").iterdir())) == 2
 
 
-def test_the_key_is_the_planners(run: Run, layers: str) -> None:
+def test_the_key_is_that_of_plan_key(run: Run, layers: str) -> None:
     data = planned(run, "--trace", layers, "--planner", "lookahead", "--window", "3")
     hardware = load_hardware("gh200-96")
     trace = with_durations(load_trace(layers), hardware)
@@ -105,7 +105,7 @@ def test_the_key_is_the_planners(run: Run, layers: str) -> None:
     assert data["file"] is data["store"] is None
 
 
-def test_tables_say_what_is_asked_for_and_where_from(run: Run, layers: str) -> None:
+def test_tables(run: Run, layers: str) -> None:
     arguments = ("--trace", layers, "--budget", "256MiB", "--store", "store")
     status, output, errors = run(*arguments)
     assert (status, errors) == (0, "")
@@ -118,7 +118,7 @@ def test_tables_say_what_is_asked_for_and_where_from(run: Run, layers: str) -> N
     assert re.search(r"^found in store as [0-9a-f]{64}$", output, re.MULTILINE)
 
 
-def test_no_hints_are_said_to_be_none(run: Run, layers: str) -> None:
+def test_a_plan_without_hints(run: Run, layers: str) -> None:
     status, output, _ = run("--trace", layers, "--planner", "fault")
     assert status == 0
     assert "no hints: nothing is moved ahead of need" in output
@@ -147,7 +147,7 @@ def test_a_damaged_stored_plan_is_an_error(run: Run, layers: str, tmp_path: Path
         (["--json"], "give --model, such as llama-2-7b, or --trace FILE"),
     ],
 )
-def test_bad_input_gets_one_message(
+def test_bad_input_ends_with_one_message(
     run: Run, layers: str, tmp_path: Path, arguments: list[str], says: str
 ) -> None:
     before = sorted(tmp_path.iterdir())

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from umem.core.classes import TensorClass
@@ -21,7 +20,6 @@ from umem.hardware import load_hardware
 from umem.planning.prediction import predict, report_row
 from umem.policy import load_policy, resolve
 from umem.telemetry.comparison import (
-    FIGURES,
     Difference,
     compare,
     comparison_row,
@@ -110,7 +108,7 @@ def predicted(**changes: Any) -> MigrationReport:
     return replace(made, **changes)
 
 
-def test_each_figure_beside_the_other() -> None:
+def test_figures_are_compared() -> None:
     found = compare(predicted(), measured())
     assert found["step_s"] == Difference("step_s", 0.16, 0.2)
     assert found["step_s"].absolute == pytest.approx(0.04)
@@ -136,14 +134,14 @@ def test_each_figure_beside_the_other() -> None:
     ]
 
 
-def test_equal_nothings_do_not_differ() -> None:
+def test_zero_against_zero_is_no_difference() -> None:
     nothing = Difference("fault_batches", 0, 0)
     assert (nothing.absolute, nothing.relative) == (0, 0.0)
     unknown = Difference("fault_batches", 0, None)
     assert (unknown.absolute, unknown.relative) == (None, None)
 
 
-def test_shares_are_not_known_without_copies() -> None:
+def test_shares_are_unknown_without_copies() -> None:
     report = measured(source="driver_only")
     values = figures_of(report).values
     unknown = {name for name, value in values.items() if value is None}
@@ -151,7 +149,7 @@ def test_shares_are_not_known_without_copies() -> None:
     assert values["to_device"] == 68 * MIB
 
 
-def test_what_was_not_recorded_is_not_known() -> None:
+def test_figures_that_were_not_recorded_are_unknown() -> None:
     report = measured(collected=False, source="none", traffic=(), ideal_s=None)
     assert math.isnan(report.um_time_share)
     values = figures_of(report).values
@@ -167,7 +165,7 @@ def test_what_was_not_recorded_is_not_known() -> None:
     }
 
 
-def test_the_table() -> None:
+def test_markdown_table() -> None:
     comparison = compare(predicted(workload="a|b\n*c"), measured())
     table = comparison_table([comparison, compare(predicted(), measured(ideal_s=None))])
     first, second = table.split("\n\n**")
@@ -185,7 +183,7 @@ def test_the_table() -> None:
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 
 
-def test_rows_are_plain_values() -> None:
+def test_json_row() -> None:
     row = comparison_row(compare(predicted(), measured(collected=False, source="none")))
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert row["predicted"]["planner"] == "planned"
@@ -206,7 +204,7 @@ def set_to(key: str, value: Any) -> Change:
     return lambda data: data.__setitem__(key, value)
 
 
-def test_predictions_are_read_from_what_simulate_prints(tmp_path: Path, trace: Trace) -> None:
+def test_predictions_of_umem_simulate_are_read(tmp_path: Path, trace: Trace) -> None:
     hardware = load_hardware("h200-pcie")
     policy = resolve(load_policy({"device_budget": "512MiB"}), hardware.device_bytes, {})
     reports = predict(trace, hardware, policy, ["fault", "planned"])
@@ -248,7 +246,7 @@ def test_predictions_are_read_from_what_simulate_prints(tmp_path: Path, trace: T
         ),
     ],
 )
-def test_files_that_hold_no_predictions(change: Change, said: str, tmp_path: Path) -> None:
+def test_bad_predictions_are_refused(change: Change, said: str, tmp_path: Path) -> None:
     path = tmp_path / "predicted.json"
     data = {"results": [report_row(predicted())]}
     change(data)
@@ -259,15 +257,10 @@ def test_files_that_hold_no_predictions(change: Change, said: str, tmp_path: Pat
     assert said in str(caught.value)
 
 
-def test_it_is_light() -> None:
+def test_importing_it_loads_no_heavy_library() -> None:
     code = (
         "import sys, umem.telemetry.comparison; "
         "print(sorted({'torch', 'numba', 'matplotlib', 'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_figures_are_all_named_once() -> None:
-    assert len(FIGURES) == 6 + 1 + 2 * (1 + len(TensorClass)) + 2
-    assert np.unique(list(FIGURES)).size == len(FIGURES)

@@ -30,7 +30,6 @@ from umem.io import columns as columns_module
 from umem.io.columns import (
     MAX_COLUMN_BYTES,
     MAX_VALUES,
-    Checker,
     Header,
     Model,
     is_archive,
@@ -58,7 +57,7 @@ def test_a_file_is_made_with_its_folders_and_then_replaced(tmp_path: Path) -> No
     assert names_in(path.parent) == ["c.bin"]
 
 
-def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
+def test_a_new_file_has_the_usual_mode(tmp_path: Path) -> None:
     usual = tmp_path / "usual"
     usual.touch()
     replace_file(tmp_path / "ours", b"")
@@ -109,13 +108,13 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
 # Reading.
 
 
-def test_compressed_and_plain_content_is_read(tmp_path: Path) -> None:
+def test_plain_and_compressed_files_are_read(tmp_path: Path) -> None:
     for content in (b"plain", compress(b"plain"), gzip.compress(b"plain")):
         (tmp_path / "f").write_bytes(content)
         assert read_file(tmp_path / "f", LIMIT) == b"plain"
 
 
-def test_compression_knows_no_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compression_does_not_depend_on_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     before = compress(b"content" * 100)
     monkeypatch.setattr(time, "time", lambda: 1e9)
     assert compress(b"content" * 100) == before
@@ -147,7 +146,7 @@ def test_content_of_just_the_limit_is_read(tmp_path: Path) -> None:
         assert len(read_file(tmp_path / "f", LIMIT)) == LIMIT
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_reading_a_pipe_does_not_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="Not a regular file"):
         read_file(tmp_path / "pipe", LIMIT)
@@ -185,7 +184,7 @@ def read(path: Path | str) -> tuple[Names, dict[str, Any]]:
     return read_columns(path, Names, DTYPES, noun="a trace", error=TraceError, optional=("empty",))
 
 
-def test_columns_come_back_as_they_were(tmp_path: Path) -> None:
+def test_columns_come_back_unchanged(tmp_path: Path) -> None:
     write(tmp_path / "f")
     header, columns = read(tmp_path / "f")
     assert header == Names(names=["ü\u2028", "x\ny"])
@@ -381,8 +380,7 @@ class Document(Model):
 
 
 def read_document(path: Path, readable: tuple[str, ...] = ()) -> Document:
-    check = Checker(str(path), TraceError)
-    return read_json(path, Document, noun="a trace", readable=readable, check=check)
+    return read_json(path, Document, noun="a trace", error=TraceError, readable=readable)
 
 
 def test_json_is_read_plain_and_compressed(tmp_path: Path) -> None:

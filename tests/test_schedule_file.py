@@ -101,7 +101,7 @@ def assert_same(one: Schedule, other: Schedule) -> None:
         },
     ],
 )
-def test_a_schedule_comes_back_as_it_was(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_schedule_comes_back_unchanged(tmp_path: Path, changes: dict[str, Any]) -> None:
     schedule = small_schedule(**changes)
     save_schedule(schedule, tmp_path / "plan.npz", key=KEY)
     assert_same(schedule, load_schedule(tmp_path / "plan.npz", small_trace()))
@@ -114,7 +114,7 @@ def test_a_schedule_comes_back_as_it_was(tmp_path: Path, changes: dict[str, Any]
     waits=st.booleans(),
 )
 @settings(max_examples=50, deadline=None)
-def test_any_schedule_comes_back_as_it_was(
+def test_any_schedule_comes_back_unchanged(
     hints: list[tuple[int, int, int]],
     residencies: list[int],
     waits: bool,
@@ -306,14 +306,14 @@ def test_a_key_is_sha256_in_hexadecimal() -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Trace)])
-def test_numbers_of_the_trace_count_and_words_do_not(field: str) -> None:
+def test_the_key_depends_on_numbers_of_the_trace_and_not_on_names(field: str) -> None:
     value = getattr(small_trace(), field)
     changed = {"batch": 9} if field == "metadata" else other(value)
     differs = key_of(small_trace(**{field: changed})) != key_of()
     assert differs == isinstance(value, np.ndarray)
 
 
-def test_a_column_cannot_pass_for_its_neighbour() -> None:
+def test_the_key_tells_columns_apart() -> None:
     timed, swapped = small_trace(), small_trace()
     swapped = dataclasses.replace(
         swapped, first_phase=swapped.last_phase, last_phase=swapped.first_phase
@@ -322,7 +322,7 @@ def test_a_column_cannot_pass_for_its_neighbour() -> None:
     assert key_of(timed) != key_of(small_trace(duration_s=None))
 
 
-def test_the_byte_order_of_the_machine_does_not_count() -> None:
+def test_the_key_does_not_depend_on_byte_order() -> None:
     columns = {
         field.name: column.astype(column.dtype.newbyteorder(">"))
         for field in dataclasses.fields(Trace)
@@ -332,7 +332,7 @@ def test_the_byte_order_of_the_machine_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Hardware)])
-def test_numbers_of_the_machine_count_and_words_do_not(field: str) -> None:
+def test_the_key_depends_on_numbers_of_the_machine_and_not_on_names(field: str) -> None:
     value = getattr(small_hardware(), field)
     changed = {
         "flops_per_s": {"fp32": 1e12, "bf16": 3e12},
@@ -345,7 +345,7 @@ def test_numbers_of_the_machine_count_and_words_do_not(field: str) -> None:
     assert differs == (field not in ("name", "description", "sources"))
 
 
-def test_how_a_number_or_a_mapping_is_written_does_not_count() -> None:
+def test_the_key_does_not_depend_on_notation() -> None:
     whole = small_hardware(memory_bytes_per_s=2e12)
     assert key_of(hardware=whole) == key_of(hardware=small_hardware(memory_bytes_per_s=2 * 10**12))
     reordered = small_hardware(flops_per_s={"bf16": 2e12, "fp32": 1e12})
@@ -355,13 +355,13 @@ def test_how_a_number_or_a_mapping_is_written_does_not_count() -> None:
 @pytest.mark.parametrize(
     "field", [field.name for field in dataclasses.fields(ResolvedPolicy) if field.name != "rules"]
 )
-def test_all_of_a_policy_but_its_name_counts(field: str) -> None:
+def test_the_key_depends_on_a_policy_but_for_its_name(field: str) -> None:
     changed = other(getattr(small_policy(), field))
     assert (key_of(policy=small_policy(**{field: changed})) != key_of()) == (field != "name")
 
 
 @pytest.mark.parametrize("tensor_class", range(6))
-def test_every_key_of_every_rule_counts(tensor_class: int) -> None:
+def test_the_key_depends_on_every_rule(tensor_class: int) -> None:
     rules = small_policy().rules
     for name in type(rules[tensor_class]).model_fields:
         value = getattr(rules[tensor_class], name)
@@ -370,11 +370,11 @@ def test_every_key_of_every_rule_counts(tensor_class: int) -> None:
         assert key_of(policy=small_policy(rules=changed)) != key_of(), name
 
 
-def test_the_planner_and_its_window_count() -> None:
+def test_the_key_depends_on_planner_and_window() -> None:
     assert len({key_of(), key_of(planner="oracle"), key_of(window=4)}) == 3
 
 
-def test_umems_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of()
     monkeypatch.setattr("umem.planning.plan_files.__version__", "0.0.1")
     assert key_of() != before

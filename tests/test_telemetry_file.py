@@ -121,7 +121,7 @@ def recordings(draw: st.DrawFn) -> Recording:
 
 
 def plain(value: Any) -> Any:
-    """A recording, or its records, as what == compares."""
+    """A recording as plain values, which == compares."""
     return {
         field.name: (
             plain(it)
@@ -136,7 +136,7 @@ def plain(value: Any) -> Any:
 
 
 @given(recordings())
-def test_what_is_saved_is_read_again_exactly(
+def test_any_recording_comes_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, recording: Recording
 ) -> None:
     path = tmp_path_factory.mktemp("saved") / "run.npz"
@@ -261,7 +261,7 @@ def phase(start_ns: int, end_ns: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_files_that_contradict_themselves(change: Change, said: str, tmp_path: Path) -> None:
+def test_bad_files_are_refused(change: Change, said: str, tmp_path: Path) -> None:
     path = tmp_path / "run.npz"
     save_recording(small(), path)
     rewrite(path, change)
@@ -280,7 +280,7 @@ def test_the_file_has_the_keys_of_the_format(tmp_path: Path) -> None:
     assert [key for key in keys if f"`{key}`" not in text] == []
 
 
-def test_files_that_are_something_else(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.npz"
     with pytest.raises(UmemError, match=r"cannot be read .no such file"):
         read_recording(path)
@@ -302,9 +302,7 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
         ((0, 10, 20, 4096, 64, 0, 9, 0, 0), "cause[0]"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_saved(
-    row: tuple[int, ...], said: str, tmp_path: Path
-) -> None:
+def test_an_invalid_recording_is_not_saved(row: tuple[int, ...], said: str, tmp_path: Path) -> None:
     path = tmp_path / "run.npz"
     save_recording(small(), path)
     before = path.read_bytes()
@@ -321,7 +319,7 @@ def test_what_could_not_be_loaded_is_not_saved(
     assert path.read_bytes() == before
 
 
-def test_what_cannot_be_saved_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "run.npz"
     path.mkdir()
     with pytest.raises(UmemError, match="cannot be written"):

@@ -1,4 +1,4 @@
-"""The exchange format: small documents of it, and the published traces where they are at hand."""
+"""The exchange format: small documents, and the published traces where they are available."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_document_becomes_a_trace(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_optional_may_be_missing(tmp_path: Path) -> None:
+def test_optional_keys_may_be_missing(tmp_path: Path) -> None:
     document = exchange()
     for key in ("name", "source", "published"):
         del document[key]
@@ -98,7 +98,7 @@ def test_what_is_optional_may_be_missing(tmp_path: Path) -> None:
     assert (trace.name, trace.source, dict(trace.metadata)) == ("doc", "umem-trace/1", {})
 
 
-def test_an_imported_trace_can_be_saved_as_our_own(tmp_path: Path) -> None:
+def test_an_imported_trace_can_be_saved(tmp_path: Path) -> None:
     trace = loaded(tmp_path, exchange())
     save_trace(trace, tmp_path / "own.npz")
     back = load_trace(tmp_path / "own.npz")

@@ -1,4 +1,4 @@
-"""A trace whose optimizer steps in the backward pass."""
+"""Traces with the optimizer's step moved into the backward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MakeTrace = Callable[..., Trace]
 
 @pytest.fixture
 def recorded(make_trace: MakeTrace) -> Trace:
-    """Two blocks, one loose parameter, and what the whole step holds for a moment."""
+    """Two blocks, one loose parameter, and a temporary tensor of the whole optimizer's step."""
     names = ("a", "b", "loose")
     trace = make_trace(
         {
@@ -112,7 +112,7 @@ def test_parts_that_are_not_named_stay(recorded: Trace) -> None:
     assert phases.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_gradients_that_are_kept_from_step_to_step_stay(recorded: Trace) -> None:
+def test_parts_with_persistent_gradients_stay(recorded: Trace) -> None:
     persistent = recorded.persistent.copy()
     number = recorded.tensor_names.index("a.grad")
     persistent[number] = True
@@ -125,7 +125,7 @@ def test_gradients_that_are_kept_from_step_to_step_stay(recorded: Trace) -> None
     assert lives(moved, "a.grad") == (0, 5)
 
 
-def test_a_model_s_parameters_are_updated_one_by_one() -> None:
+def test_parameters_of_a_model_are_updated_one_by_one() -> None:
     trace = model_trace("llama-tiny", "sft", batch=1, seq=64)
     moved, phases = with_step_in_backward(trace)
     check_trace(moved, "moved")

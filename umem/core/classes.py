@@ -1,4 +1,4 @@
-"""Tensor classes: what a block of memory holds, as policies and reports name it."""
+"""Tensor classes: the roles of memory in a training step, as policies and reports name them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["TensorClass"]
 
 
 class TensorClass(StrEnum):
-    """What a tensor is to a training step.
+    """Role of a tensor in a training step.
 
     The order of the members is the order of the native library's class numbers
     (``allocators/core/types.hpp``); :attr:`number` is it.

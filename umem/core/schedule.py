@@ -1,4 +1,4 @@
-"""The planner's answer: where each tensor lives, and the hints that move it, in order."""
+"""A planner's result: where each tensor lives, and the hints that move it, in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ResidencyMode(IntEnum):
 
 
 class HintOp(IntEnum):
-    """What a hint asks for."""
+    """Operation that a hint asks for."""
 
     PREFETCH = 0
     """Bring the tensor's pages to the device."""
@@ -60,7 +60,8 @@ class Schedule:
         :class:`HintOp`.
     hint_tensor : int32[H]
     waits : bool
-        A phase waits for what was asked for before it and has not arrived; otherwise it faults.
+        A phase waits for tensors that were asked for before it and have not arrived; otherwise it
+        faults.
     """
 
     planner: str

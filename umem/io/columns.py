@@ -342,8 +342,9 @@ def read_json(
     model: type[_Model],
     *,
     noun: str,
+    error: type[UmemError],
     readable: Sequence[str] = (),
-    check: Checker,
+    remedy: str = "",
 ) -> _Model:
     """Read a file of one JSON object, plain or compressed with gzip.
 
@@ -355,13 +356,16 @@ def read_json(
         Model of the object.
     noun
         Content of the file, such as ``a trace``.
+    error
+        Raised if the file cannot be read, is too large, or is not strictly such a file: duplicate
+        keys are refused, and so are numbers that JSON lacks.
     readable
         Formats of one family that the key ``format`` may name, the newest last; none for a file
         without this key.
-    check
-        Raises if the file cannot be read, is too large, or is not strictly such a file: duplicate
-        keys are refused, and so are numbers that JSON lacks.
+    remedy
+        End of each message.
     """
+    check = Checker(os.fspath(path), error, remedy)
     text = _content(path, check)
     data = _parsed(text, check)
     if readable:

@@ -14,7 +14,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import UM_CAUSES, Cause, Direction, MeasuredReport, MigrationReport
 from umem.core.units import format_bytes, time_unit
-from umem.io.columns import Checker, Items, Model, read_json
+from umem.io.columns import Items, Model, read_json
 
 __all__ = [
     "FIGURES",
@@ -273,10 +273,8 @@ def read_predictions(path: str | os.PathLike[str]) -> tuple[StepFigures, ...]:
         If the file cannot be read or holds no predictions; the message names file, place and
         remedy.
     """
-    check = Checker(
-        os.fspath(path), UmemError, remedy=": give the output of `umem simulate --json`"
-    )
-    found = read_json(path, _Predictions, noun="a file of predictions", check=check)
+    remedy = ": give the output of `umem simulate --json`"
+    found = read_json(path, _Predictions, noun="predictions", error=UmemError, remedy=remedy)
     return tuple(
         StepFigures(
             **_names(row),

@@ -172,7 +172,7 @@ def _imported(path: str | os.PathLike[str]) -> Trace:
     """
     check = Checker(os.fspath(path), TraceError)
     formats = (EXCHANGE_FORMAT, TRACE_FORMAT)
-    document = read_json(path, Exchange, noun="a trace", readable=formats, check=check)
+    document = read_json(path, Exchange, noun="a trace", error=TraceError, readable=formats)
     tensors, phases = document.tensors, document.phases
     accesses = _accesses(document, check)
     counts = np.array([len(uses) for uses in accesses], dtype=np.int64)

@@ -29,7 +29,7 @@ OPTIMIZER = "optimizer"
 class Access(IntFlag):
     """How a phase uses a tensor.
 
-    A phase that only writes a tensor overwrites it as a whole: what was in it before is dead.
+    A phase that only writes a tensor overwrites it as a whole: its old contents are dead.
     """
 
     READ = 1
@@ -37,7 +37,7 @@ class Access(IntFlag):
 
 
 class PhaseKind(IntEnum):
-    """What runs on the device in a phase, as a profiler's memory summary tells it apart."""
+    """Kind of operation on the device, as a profiler's memory summary distinguishes them."""
 
     KERNEL = 0
     MEMCPY = 1
@@ -45,7 +45,7 @@ class PhaseKind(IntEnum):
 
 
 class Precision(IntEnum):
-    """Arithmetic that a phase's FLOPs are done in, for the roofline."""
+    """Precision of a phase's arithmetic, for the roofline."""
 
     FP32 = 0
     TF32 = 1
@@ -67,7 +67,7 @@ class Trace:
     name : str
         Workload, such as ``llama-2-7b-sft``.
     source : str
-        How the trace was made.
+        Origin of the trace.
     tensor_names : tuple of str, length T
     tensor_bytes : int64[T]
         Sizes, above 0.
@@ -95,7 +95,7 @@ class Trace:
     access_mode : uint8[A]
         :class:`Access`.
     metadata : mapping of str to str, int or float
-        What else is known: model, batch, sequence length, published times.
+        More facts: model, batch, sequence length, published times.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A step as it goes where each parameter is updated as soon as its gradient is complete."""
+"""Moves the optimizer's step of a trace into the backward pass, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def is_optimizer_phase(name: str) -> bool:
 
 @dataclass
 class _Part:
-    """Phases of the optimizer's that belong together: they begin with the use of gradients."""
+    """Consecutive phases of the optimizer that update from the same gradients."""
 
     phases: list[int] = field(default_factory=list)
     gradients: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
-    """Weights and state; the passes use the weights as they were before."""
+    """Weights and state that the part writes; phases before the step use the old weights."""
     complete: int = -1
-    """The last phase before the optimizer's that makes its gradients or uses its weights; -1 if a
-    gradient is not made in the step."""
+    """Last phase before the optimizer's that writes a gradient of the part or uses its weights; -1
+    if the step does not write one of the gradients."""
 
 
 def with_step_in_backward(
@@ -41,23 +41,24 @@ def with_step_in_backward(
 ) -> tuple[Trace, _Numbers]:
     """Move the parts of the optimizer's step behind the phases that complete their gradients.
 
-    A gradient that a part has used is gone after it. Parts stay where their gradients are not made
-    in the step, or are complete only when it begins, as behind clipping.
+    A part is a run of phases that update from the same gradients, which it frees. It stays where it
+    is if the step does not write its gradients, or completes them only when the optimizer begins,
+    as with clipping.
 
     Parameters
     ----------
     trace
         A step that ends with the optimizer's.
     order
-        Names of the phases that parts begin with, in the order in which their gradients are
-        complete; others stay. By default all may move, and their order stays.
+        Names of the first phases of the parts to move, in the order in which their gradients are
+        complete. By default all parts move, and keep their order.
 
     Returns
     -------
     Trace
         The same tensors, by the same numbers, and the same phases in another order.
     int64[P]
-        Where its phases were before.
+        Earlier index of each phase.
 
     Raises
     ------
@@ -85,13 +86,13 @@ def with_step_in_backward(
 def _with_lives(
     trace: Trace, phases: _Numbers, parts: Sequence[_Part], moved: Sequence[int]
 ) -> Trace:
-    """The trace with its phases in another order, and what lives when in that order."""
+    """The trace with its phases in another order, and the lifetimes that follow from it."""
     number = np.argsort(phases)
     reordered = _reordered(trace, phases)
     first, last = number[trace.first_phase], number[trace.last_phase]
 
-    # What is there when the optimizer's step begins is there to the end, but for gradients that a
-    # part in the backward pass has used.
+    # Tensors that live when the optimizer's step begins live to its end, but for gradients that a
+    # part in the backward pass frees.
     own = ~trace.persistent & (trace.first_phase >= parts[0].phases[0])
     last[~own & (trace.last_phase >= parts[0].phases[0])] = trace.phase_count - 1
     _, last_use = first_and_last_use(reordered)
@@ -99,7 +100,7 @@ def _with_lives(
     gradients = taken[trace.tensor_class[taken] == TensorClass.GRADIENTS.number]
     last[gradients] = last_use[gradients]
 
-    # What the whole step holds for a moment, each of its parts now holds its share of.
+    # A temporary tensor of the whole optimizer's step shrinks to the largest part's share of it.
     part_of = np.full(trace.phase_count, -1, np.int64)
     for index, part in enumerate(parts):
         part_of[part.phases] = index
@@ -147,7 +148,7 @@ def _find_parts(trace: Trace) -> list[_Part]:
     made_at = _last_phase_of(trace, is_before & is_write)
     made_at[trace.persistent] = -1  # kept from step to step
     used_at = _last_phase_of(trace, is_before)
-    # What an optimizer makes of a gradient, such as a cast, is a gradient too, and its own.
+    # A tensor that the optimizer makes of a gradient, such as a cast, is of class gradients too.
     is_gradient = (trace.tensor_class == TensorClass.GRADIENTS.number) & (
         trace.first_phase < own[0]
     )
@@ -176,6 +177,6 @@ def _last_phase_of(trace: Trace, accesses: npt.NDArray[np.bool_]) -> _Numbers:
 
 
 def _largest_share(trace: Trace, parts: Sequence[_Part]) -> float:
-    """Of the bytes that the optimizer's step touches, those of its largest part."""
+    """Share of the largest part in the bytes that the optimizer's step touches."""
     touched = [int(trace.memory_bytes[part.phases].sum()) for part in parts]
     return max(touched) / sum(touched) if any(touched) else 1.0

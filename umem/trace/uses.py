@@ -1,4 +1,4 @@
-"""What several readers need of a trace's accesses."""
+"""Uses of tensors in a trace: by phase, first and last, and the idle intervals between them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def with_accesses(
     tensor: npt.NDArray[np.int32],
     mode: npt.NDArray[np.uint8],
 ) -> Trace:
-    """The trace with these accesses in place of its own: the phase, tensor and mode of each.
+    """Replace the accesses of a trace, given the phase, tensor and mode of each.
 
-    They come in any order; those of one phase stay in theirs.
+    They may come in any order; accesses of one phase keep theirs.
     """
     order = np.argsort(phase, kind="stable")
     return replace(
@@ -55,13 +55,13 @@ def first_and_last_use(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray
 
 
 def written_tensors(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Which tensors any phase writes, bool[T]."""
+    """Tensors that a phase writes, as bool[T]."""
     written = np.zeros(trace.tensor_count, np.bool_)
     written[trace.access_tensor[(trace.access_mode & Access.WRITE) > 0]] = True
     return written
 
 
-# Idle intervals: when each tensor's contents wait for their next use.
+# Idle intervals, in which a tensor waits for its next use.
 
 NO_GAP = -1
 
@@ -78,7 +78,7 @@ class Gaps:
     next_use : int64[G]
         Phase after it; P or more where it lies in the next step.
     is_dead : bool[G]
-        The next use overwrites the tensor as a whole, so that its contents are dead meanwhile.
+        The next use overwrites the tensor as a whole, so that its contents are dead until then.
     after_access : int32[A]
         Interval that follows each access of the trace; :data:`NO_GAP` after the last use of a
         tensor that dies.
@@ -92,7 +92,7 @@ class Gaps:
 
 
 def find_gaps(trace: Trace) -> Gaps:
-    """Idle intervals of all tensors of a trace, by tensor and time; O(A log A)."""
+    """Find the idle intervals of all tensors of a trace, by tensor and time, in O(A log A)."""
     phases = phase_of_access(trace)
     order = np.lexsort((phases, trace.access_tensor))
     tensor = trace.access_tensor[order]
