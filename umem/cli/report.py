@@ -1,4 +1,4 @@
-"""`umem report`: what migrated in a real run."""
+"""`umem report`: show the migrations of a recorded run, and compare them with a prediction."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from umem import telemetry
 from umem.cli import options, output
 from umem.core.report import HintReport, MeasuredReport
 from umem.core.units import format_bytes
+from umem.telemetry.comparison import (
+    Comparison,
+    StepFigures,
+    comparison_row,
+    difference_words,
+    figures_of,
+    read_predictions,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from umem.telemetry import Recording, TensorTraffic
-    from umem.telemetry.comparison import Comparison, StepFigures
 
 __all__ = ["app"]
 
@@ -52,22 +58,12 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Compare with predictions: what `umem simulate --json` printed. Those of the same "
-            "workload, or all of them where no name matches.",
+            help="Compare with predictions, from `umem simulate --json`: those for the same "
+            "workload, or all if no name matches.",
         ),
     ] = None,
 ) -> None:
-    """Show what migrated in a recorded run: why, whose it was, and unified memory's share."""
-    from umem.telemetry import (
-        measured_row,
-        read_recording,
-        report_of,
-        tensor_traffic,
-        write_html,
-        write_perfetto,
-    )
-    from umem.telemetry.comparison import comparison_row, read_predictions
-
+    """Show what migrated in a recorded run: by cause and tensor, and unified memory's share."""
     options.check_plot(plot, plot_format)
     for option, target in (("--html", html), ("--perfetto", perfetto)):
         if target is not None:
@@ -80,27 +76,29 @@ def report(
     with output.progress() as say:
         for file in files:
             say(f"Reading {file.name}")
-            recordings.append(read_recording(file))
+            recordings.append(telemetry.read_recording(file))
         if plot is not None:
             written += output.save_figures(_figures(recordings, plot, plot_format), say)
         if html is not None:
             say(f"Writing {html.name}")
-            write_html(recordings, html)
+            telemetry.write_html(recordings, html)
             written.append(html)
         if perfetto is not None:
             say(f"Writing {perfetto.name}")
-            write_perfetto(recordings, perfetto)
+            telemetry.write_perfetto(recordings, perfetto)
             written.append(perfetto)
-    reports = [report_of(recording) for recording in recordings]
+    reports = [telemetry.report_of(recording) for recording in recordings]
     comparisons = [_compared(report, predictions) for report in reports]
     if as_json:
-        data: dict[str, Any] = {"results": [measured_row(recording) for recording in recordings]}
+        data: dict[str, Any] = {
+            "results": [telemetry.measured_row(recording) for recording in recordings]
+        }
         if against is not None:
             data["comparisons"] = [comparison_row(it) for found in comparisons for it in found]
         output.print_json(data)
         return
     for recording, report, found in zip(recordings, reports, comparisons, strict=True):
-        _print_measured(console, report, tensor_traffic(recording))
+        _print_measured(console, report, telemetry.tensor_traffic(recording))
         _print_residency(console, recording)
         for comparison in found:
             _print_comparison(console, comparison)
@@ -109,29 +107,27 @@ def report(
 
 
 def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> list[Comparison]:
-    from umem.telemetry.comparison import Comparison, figures_of
-
     # A run is named after its script, unless it says otherwise.
     same = [it for it in predictions if it.workload == report.workload]
     return [Comparison(it, figures_of(report)) for it in same or predictions]
 
 
-def _figures(recordings: list[Recording], folder: Path, kind: str) -> dict[Path, Figure]:
+def _figures(recordings: list[telemetry.Recording], folder: Path, kind: str) -> dict[Path, Figure]:
     """Pictures of each recording, by the file to save them in; none of data that it lacks."""
-    from umem.telemetry import figures_of_recording, report_of
-
     figures: dict[Path, Figure] = {}
     for number, recording in enumerate(recordings):
         name = output.file_name(recording.workload)[:60]
         if len(recordings) > 1:
             name = f"{number}-{name}"
-        for what, (_, draw) in figures_of_recording(recording, report_of(recording)).items():
+        for what, (_, draw) in telemetry.figures_of_recording(
+            recording, telemetry.report_of(recording)
+        ).items():
             figures[folder / f"{what}-{name}.{kind}"] = draw()
     return figures
 
 
 def _print_measured(
-    console: Console, report: MeasuredReport, tensors: tuple[TensorTraffic, ...]
+    console: Console, report: MeasuredReport, tensors: tuple[telemetry.TensorTraffic, ...]
 ) -> None:
     what = "the whole recording"
     if report.step_count:
@@ -139,7 +135,7 @@ def _print_measured(
     console.print(
         f"[bold]{_plain(report.workload)}[/bold] on {_plain(report.hardware)}, "
         f"policy {_plain(report.policy)}, measured\n"
-        f"{what}: {output.format_seconds(report.step_s)}",
+        f"{what}: {output.format_seconds(report.step_s)}"
     )
     for note in report.notes:
         console.print(f"note: {_plain(note)}", style="yellow")
@@ -148,7 +144,7 @@ def _print_measured(
         of_step = "" if share is None else f", {100 * share:.1f} % of the step"
         console.print(
             f"exposed stall: {output.format_seconds(report.exposed_stall_s)}{of_step} "
-            f"(all resident: {output.format_seconds(report.ideal_s or 0.0)})",
+            f"(all resident: {output.format_seconds(report.ideal_s or 0.0)})"
         )
     if report.collected:
         _print_recorded(console, report)
@@ -167,12 +163,12 @@ def _print_recorded(console: Console, report: MeasuredReport) -> None:
         time, count, size = (f"{100 * share:.1f} %" for share in shares)
         console.print(
             f"unified memory's share of memory operations: {time} of time, {count} of operations, "
-            f"{size} of bytes",
+            f"{size} of bytes"
         )
     _print_moved(console, report)
     console.print(
         f"{report.gpu_faults:,} faults on the device, in {report.fault_batches:,} batches; "
-        f"{report.cpu_faults:,} faults on the host",
+        f"{report.cpu_faults:,} faults on the host"
     )
 
 
@@ -183,19 +179,19 @@ def _print_moved(console: Console, report: MeasuredReport) -> None:
     output.print_traffic(console, report.traffic)
     if report.unattributed_bytes:
         console.print(
-            f"{format_bytes(report.unattributed_bytes)} of class other hit no known tensor",
+            f"{format_bytes(report.unattributed_bytes)} of class other hit no known tensor"
         )
 
 
 def _print_hints(console: Console, hints: HintReport) -> None:
-    from umem.telemetry import HINT_COUNTS
-
-    table = output.make_table("hint", "class", numbers=(*HINT_COUNTS, "moved"), narrow=True)
+    table = output.make_table(
+        "hint", "class", numbers=(*telemetry.HINT_COUNTS, "moved"), narrow=True
+    )
     for use in hints.uses:
         table.add_row(
             use.op.replace("_", " "),
             use.tensor_class.value,
-            *(f"{getattr(use, name):,}" for name in HINT_COUNTS),
+            *(f"{getattr(use, name):,}" for name in telemetry.HINT_COUNTS),
             format_bytes(use.moved_bytes),
         )
     if hints.uses:
@@ -204,11 +200,11 @@ def _print_hints(console: Console, hints: HintReport) -> None:
     console.print(
         f"hints late by {output.format_seconds(late_s)} in all; {hints.refused:,} refused, "
         f"{hints.failures:,} driver calls failed,\n{format_bytes(hints.over_budget_bytes)} over "
-        "the budget",
+        "the budget"
     )
 
 
-def _print_residency(console: Console, recording: Recording) -> None:
+def _print_residency(console: Console, recording: telemetry.Recording) -> None:
     residency = recording.residency
     if residency is None:
         return
@@ -222,12 +218,10 @@ def _print_residency(console: Console, recording: Recording) -> None:
 
 
 def _print_comparison(console: Console, comparison: Comparison) -> None:
-    from umem.telemetry.comparison import difference_words
-
     predicted = comparison.predicted
     console.print(
         f"against [bold]{_plain(predicted.workload)}[/bold] on {_plain(predicted.hardware)}, "
-        f"policy {_plain(predicted.policy)}, planner {_plain(predicted.planner)}, predicted",
+        f"policy {_plain(predicted.policy)}, planner {_plain(predicted.planner)}, predicted"
     )
     table = output.make_table("figure", numbers=("predicted", "measured", "difference", "relative"))
     for difference in comparison.differences():
@@ -236,11 +230,11 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def _plain(words: str) -> str:
-    """Words from a file, without what a terminal would obey or rich would read as markup."""
+    """Text from a file, without the control codes of terminals and the markup of rich."""
     return escape("".join(mark if mark.isprintable() else "?" for mark in words))
 
 
-def _print_tensors(console: Console, tensors: tuple[TensorTraffic, ...]) -> None:
+def _print_tensors(console: Console, tensors: tuple[telemetry.TensorTraffic, ...]) -> None:
     table = output.make_table("tensor", "class", numbers=("moved in all", "transfers"))
     for it in tensors[:_MOST_TENSORS]:
         table.add_row(
