@@ -64,14 +64,11 @@ def show(
     total_bytes = None if device_memory is None else _parse_device_memory(device_memory)
     resolved = None if total_bytes is None else resolve(loaded, total_bytes)
     if as_json:
-        data = loaded.model_dump(mode="json") if resolved is None else _as_json(resolved)
-        output.print_json(data)
+        output.print_json(_as_json(resolved) if resolved else loaded.model_dump(mode="json"))
         return
     console = Console()
     console.print(f"[bold]{escape(loaded.name)}[/bold]  {escape(loaded.description)}")
-    console.print(_bounds_table(loaded, resolved, total_bytes))
-    console.print()
-    console.print(_rules_table(loaded))
+    console.print(_bounds_table(loaded, resolved, total_bytes), "", _rules_table(loaded), sep="\n")
 
 
 @app.command()
@@ -82,16 +79,11 @@ def validate(
     """Check policy files, and print each problem; exit status 2 if any."""
     found = {file: find_problems(file) for file in files}
     if as_json:
-        output.print_json(
-            [
-                {
-                    "file": str(file),
-                    "valid": not problems,
-                    "problems": [asdict(problem) for problem in problems],
-                }
-                for file, problems in found.items()
-            ]
-        )
+        rows = [
+            {"file": str(file), "valid": not problems, "problems": [asdict(it) for it in problems]}
+            for file, problems in found.items()
+        ]
+        output.print_json(rows)
     else:
         for file, problems in found.items():
             if not problems:
@@ -157,16 +149,11 @@ def _rules_table(policy: Policy) -> Table:
     table = output.make_table("class", "kind", "placement", *access, "mechanism", "eviction")
     for member in TensorClass:
         rule = class_rule(policy, member)
-        table.add_row(
-            member.value,
-            rule.kind,
-            rule.placement,
-            "mapped" if rule.accessed_by_device else "-",
-            "yes" if rule.read_mostly else "-",
-            format_bytes(rule.min_bytes) if rule.min_bytes else "-",
-            rule.mechanism,
-            rule.eviction,
-        )
+        mapped = "mapped" if rule.accessed_by_device else "-"
+        read_mostly = "yes" if rule.read_mostly else "-"
+        size = format_bytes(rule.min_bytes) if rule.min_bytes else "-"
+        cells = (rule.kind, rule.placement, mapped, read_mostly, size)
+        table.add_row(member.value, *cells, rule.mechanism, rule.eviction)
     return table
 
 

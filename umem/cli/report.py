@@ -90,9 +90,7 @@ def report(
     reports = [telemetry.report_of(recording) for recording in recordings]
     comparisons = [_compared(report, predictions) for report in reports]
     if as_json:
-        data: dict[str, Any] = {
-            "results": [telemetry.measured_row(recording) for recording in recordings]
-        }
+        data: dict[str, Any] = {"results": [telemetry.measured_row(it) for it in recordings]}
         if against is not None:
             data["comparisons"] = [comparison_row(it) for found in comparisons for it in found]
         output.print_json(data)
@@ -119,9 +117,8 @@ def _figures(recordings: list[telemetry.Recording], folder: Path, kind: str) -> 
         name = output.file_name(recording.workload)[:60]
         if len(recordings) > 1:
             name = f"{number}-{name}"
-        for what, (_, draw) in telemetry.figures_of_recording(
-            recording, telemetry.report_of(recording)
-        ).items():
+        report = telemetry.report_of(recording)
+        for what, (_, draw) in telemetry.figures_of_recording(recording, report).items():
             figures[folder / f"{what}-{name}.{kind}"] = draw()
     return figures
 
@@ -184,16 +181,12 @@ def _print_moved(console: Console, report: MeasuredReport) -> None:
 
 
 def _print_hints(console: Console, hints: HintReport) -> None:
-    table = output.make_table(
-        "hint", "class", numbers=(*telemetry.HINT_COUNTS, "moved"), narrow=True
-    )
+    names = telemetry.HINT_COUNTS
+    table = output.make_table("hint", "class", numbers=(*names, "moved"), narrow=True)
     for use in hints.uses:
-        table.add_row(
-            use.op.replace("_", " "),
-            use.tensor_class.value,
-            *(f"{getattr(use, name):,}" for name in telemetry.HINT_COUNTS),
-            format_bytes(use.moved_bytes),
-        )
+        counts = (f"{getattr(use, name):,}" for name in names)
+        op, moved = use.op.replace("_", " "), format_bytes(use.moved_bytes)
+        table.add_row(op, use.tensor_class.value, *counts, moved)
     if hints.uses:
         console.print(table)
     late_s = sum(use.late_s for use in hints.uses)
@@ -237,9 +230,8 @@ def _plain(words: str) -> str:
 def _print_tensors(console: Console, tensors: tuple[telemetry.TensorTraffic, ...]) -> None:
     table = output.make_table("tensor", "class", numbers=("moved in all", "transfers"))
     for it in tensors[:_MOST_TENSORS]:
-        table.add_row(
-            _plain(it.name), it.tensor_class.value, format_bytes(it.bytes), f"{it.count:,}"
-        )
+        sizes = (format_bytes(it.bytes), f"{it.count:,}")
+        table.add_row(_plain(it.name), it.tensor_class.value, *sizes)
     console.print(table)
     if len(tensors) > _MOST_TENSORS:
         console.print(f"and {len(tensors) - _MOST_TENSORS:,} tensors more")

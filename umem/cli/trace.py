@@ -157,14 +157,12 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
     facts.add_row("phases", f"{sum(phases.values()):,}: {kinds}")
     facts.add_row("operations", f"{summary['flops'] / 1e12:,.4g} TFLOP")
     facts.add_row("memory traffic", format_bytes(summary["memory_bytes"]))
-    timed_by = f"the roofline of {summary['hardware']}"
-    if summary["own_durations"]:
-        timed_by = "the trace itself"
+    roofline = f"the roofline of {summary['hardware']}"
+    timed_by = "the trace itself" if summary["own_durations"] else roofline
     facts.add_row("all resident", f"{output.format_seconds(summary['step_s'])}, by {timed_by}")
     peak = f"{format_bytes(summary['peak_live_bytes'])} live, in {escape(summary['peak_phase'])}"
     facts.add_row("peak", peak)
-    console.print(facts)
-    console.print()
+    console.print(facts, "", sep="\n")
     numbers = ("tensors", "from step to step", "within the step", "at the peak")
     table = output.make_table("class", numbers=numbers)
     for name, row in summary["classes"].items():
