@@ -7,6 +7,7 @@ import json
 import re
 import sqlite3
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from html.parser import HTMLParser
@@ -19,10 +20,14 @@ from archives import rewrite
 from command_line import Run, umem_command
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import make_recording
 
+from umem.core.classes import TensorClass
+from umem.core.report import HintReport, HintUse
 from umem.telemetry import (
     NamedRange,
     Recording,
+    Residency,
     measured_row,
     read_recording,
     records_of,
@@ -30,8 +35,10 @@ from umem.telemetry import (
 )
 from umem.telemetry.export import lanes
 from umem.telemetry.figures import link_bytes
+from umem.telemetry.records import Row
 
 MIB = 1 << 20
+GIB = 1 << 30
 EVIL = "<script>alert('x')</script>$\\frac$[red]\x1b[31m"
 
 
@@ -43,7 +50,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def recording(workload: str = "finetune", **changes: Any) -> Recording:
     """Two steps of 1 ms: faults and hints to the device, an eviction, a copy and a memory set."""
-    rows = [
+    rows: list[Row] = [
         (0, 10_000, 60_000, 4096, 2 * MIB, 0, 2, 0, 0),
         (3, 9_000, 9_500, 4096, 0, 4, 0, 1, 0),
         (0, 100_000, 140_000, 8192, MIB, 0, 1, 0, 0),
@@ -58,23 +65,17 @@ def recording(workload: str = "finetune", **changes: Any) -> Recording:
     rows.sort(key=lambda row: row[1])
     classes = {(0, 2): 0, (0, 1): 3, (3, 0): 0, (1, 4): -1, (4, 0): 3}
     found = [classes.get((row[0], row[6]), -1) for row in rows]
-    made = {
+    fields = {
         "workload": workload,
-        "hardware": "NVIDIA H200",
-        "policy": "sft",
-        "source": "cupti",
-        "duration_ns": 2_000_000,
-        "records": records_of(rows),
-        "tensor_class": np.array(found, np.int8),
-        "tensor": np.array([0 if it == 0 else -1 for it in found], np.int32),
         "tensor_names": ("model.layers.0.weight",),
-        "step_start_ns": np.array([0, 1_000_000]),
-        "step_end_ns": np.array([1_000_000, 2_000_000]),
         "phases": (NamedRange("forward", 0, 500_000), NamedRange("inner", 100_000, 200_000)),
-        "dropped": 0,
-        "notes": (),
     }
-    return Recording(**{**made, **changes})
+    return make_recording(
+        rows,
+        [(it, 0 if it == 0 else -1) for it in found],
+        [(0, 1_000_000), (1_000_000, 2_000_000)],
+        **{**fields, **changes},
+    )
 
 
 def saved(path: Path, **changes: Any) -> Path:
@@ -148,16 +149,25 @@ def test_pictures(run: Run, tmp_path: Path) -> None:
     assert out.count("wrote ") == 4
 
 
-class _Page(HTMLParser):
-    def __init__(self) -> None:
+class Page(HTMLParser):
+    """Tags, links, alternative texts of pictures, and text of a page."""
+
+    def __init__(self, path: Path) -> None:
         super().__init__()
+        self.text = ""
         self.tags: list[str] = []
         self.links: list[str] = []
-        self.text = ""
+        self.images: list[str | None] = []
+        self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.links += [value or "" for key, value in attributes if key in ("src", "href")]
+        if tag == "img":
+            self.images.append(dict(attributes)["alt"])
+
+    def handle_endtag(self, tag: str) -> None:
+        self.text += " " if tag == "td" else ""
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -186,8 +196,7 @@ def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "\x1b" not in out
     assert "[red]" in out
-    parsed = _Page()
-    parsed.feed(page.read_text())
+    parsed = Page(page)
     assert "script" not in parsed.tags
     assert "<script>alert" in parsed.text
     assert json.loads(trace.read_text())["traceEvents"]
@@ -198,8 +207,7 @@ def test_the_html_page_is_self_contained(run: Run, tmp_path: Path) -> None:
     code, out, _ = run(saved(tmp_path / "run.npz"), "--html", page)
     assert code == 0
     assert f"wrote {page}" in out
-    parsed = _Page()
-    parsed.feed(page.read_text())
+    parsed = Page(page)
     assert parsed.tags.count("img") == 2
     assert all(link.startswith("data:image/png;base64,") for link in parsed.links)
     assert "http" not in page.read_text().replace("http-equiv", "")
@@ -305,3 +313,231 @@ def test_bad_input_ends_with_status_2(
     assert err.startswith("umem: ")
     assert said in err
     assert sorted(it.name for it in tmp_path.iterdir()) == ["broken.json", "run.npz"]
+
+
+# ------------------------------------------------------------------------- hints and residency
+
+
+def use(op: str, of: TensorClass, **figures: Any) -> HintUse:
+    return HintUse(
+        **{
+            "op": op,
+            "tensor_class": of,
+            "asked": 1200,
+            "done": 1100,
+            "late": 30,
+            "early": 1000,
+            "missed": 2,
+            "wasted": 98,
+            "asked_bytes": 3 * GIB,
+            "moved_bytes": 2 * GIB,
+            "wasted_bytes": GIB,
+            "calls": 40,
+            "driver_s": 0.05,
+            "late_s": 0.0125,
+            **figures,
+        }
+    )
+
+
+HINTS = HintReport(
+    (
+        use("prefetch", TensorClass.OPTIMIZER_STATE),
+        use("evict", TensorClass.WEIGHTS, late_s=0.0, late=0, moved_bytes=GIB),
+        use("discard", TensorClass.OTHER, moved_bytes=0, late_s=0.0, driver_s=0.0),
+    ),
+    refused=3,
+    failures=1,
+    over_budget_bytes=4 * MIB,
+)
+
+
+def with_hints(path: Path, **changes: Any) -> Path:
+    """Save two steps of 100 ms with hints and residency; one transfer in each was recorded."""
+    sizes = np.zeros((4, len(TensorClass)), np.int64)
+    sizes[:, TensorClass.WEIGHTS.number] = np.array([4, 3, 4, 3]) * GIB
+    fields = {
+        "workload": "layers",
+        "ideal_s": 0.08,
+        "hints": (HINTS, HINTS),
+        "residency": Residency(np.array([0, 50, 100, 150]) * 1_000_000, sizes),
+        **changes,
+    }
+    rows: list[Row] = [
+        (0, at, at + 50_000, 4096, 2 * MIB, 0, 1, 0, 0) for at in (10_000_000, 110_000_000)
+    ]
+    rows = [] if fields.get("source") == "hints" else rows
+    steps = [(0, 100_000_000), (100_000_000, 200_000_000)]
+    save_recording(make_recording(rows, [(3, -1)] * len(rows), steps, **fields), path)
+    return path
+
+
+def by_hints(path: Path) -> Path:
+    """The same where CUPTI was not available."""
+    notes = ("memory operations were not recorded: CUPTI is taken",)
+    return with_hints(path, source="hints", notes=notes)
+
+
+def test_tables_of_hints_and_residency(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(with_hints(tmp_path / "run.npz"))
+    assert (code, err) == (0, "")
+    assert "exposed stall: 20 ms, 20.0 % of the step (all resident: 80 ms)" in out
+    assert re.search(r"prefetch +optimizer_state +1,200 +1,100 +30 +1,000 +2 +98 +2 GiB", out), out
+    assert "hints late by 12.5 ms in all; 3 refused, 1 driver calls failed" in out
+    assert "4 MiB over the budget" in out
+    assert "on the device at most 4 GiB; by class: weights 4 GiB" in out
+    assert re.search(r"to device +hint +optimizer_state +2 MiB", out)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run(by_hints(tmp_path / "run.npz"))
+    assert code == 0
+    assert "note: memory operations were not recorded: CUPTI is taken" in out
+    assert "by the hint engine's own count, without what faulted:" in out
+    assert re.search(r"to device +hint +optimizer_state +2 GiB +40 +50 ms", out)
+    assert re.search(r"to host +hint +weights +1 GiB +40", out)
+    assert "share of memory operations" not in out
+    assert "faulted on the device" not in out
+    assert "nan" not in out
+
+
+@pytest.mark.parametrize("kind", [with_hints, by_hints])
+def test_html_page_of_hints_and_residency(
+    kind: Callable[[Path], Path], run: Run, tmp_path: Path
+) -> None:
+    page_path = tmp_path / "run.html"
+    assert run(kind(tmp_path / "run.npz"), "--html", page_path)[0] == 0
+    page = Page(page_path)
+    assert "exposed stall, % of the step 20.0" in page.text
+    assert "prefetch optimizer_state 1,200 1,100 30 1,000 2 98 2 GiB 12.500" in page.text
+    assert "3 requests refused, 1 driver calls failed, 4 MiB over" in page.text
+    assert "nan" not in page.text
+    pictures = [
+        "Bytes on the device over the recording",
+        "Bytes moved by direction, cause and class",
+    ]
+    if kind is with_hints:
+        pictures.insert(1, "Rate of transfers over the recording")
+        assert "recorded by CUPTI" in page.text
+    else:
+        assert "hints as the hint engine counts them" in page.text
+        assert "moved to the device by hints 2 GiB" in page.text
+        assert "faulted on the device" not in page.text
+    assert page.images == pictures
+
+
+def test_pictures_of_the_data_that_there_is(run: Run, tmp_path: Path) -> None:
+    for kind, expected in ((with_hints, 3), (by_hints, 2)):
+        folder = tmp_path / kind.__name__
+        assert run(kind(tmp_path / "run.npz"), "--plot", folder)[0] == 0
+        files = sorted(it.name for it in folder.iterdir())
+        assert len(files) == expected
+        assert "residency-layers.png" in files
+
+
+def test_timeline_with_hints_and_residency(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "run.perfetto.json"
+    assert run(with_hints(tmp_path / "run.npz"), "--perfetto", trace)[0] == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert [it["args"] for it in events if it["ph"] == "C"] == [
+        {"weights": size * GIB} for size in (4, 3, 4, 3)
+    ]
+    (first, _) = [it for it in events if it["name"].startswith("step ")]
+    assert first["args"]["hints late"] == 60
+    assert first["args"]["hints refused"] == 3
+
+
+def test_timeline_labels_what_is_missing(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "run.perfetto.json"
+    assert run(by_hints(tmp_path / "run.npz"), "--perfetto", trace)[0] == 0
+    said = {it["name"]: it["args"] for it in json.loads(trace.read_text())["traceEvents"][:2]}
+    assert said["process_name"]["name"].endswith("memory operations not recorded")
+    assert said["process_labels"]["labels"].endswith("CUPTI is taken")
+
+
+def test_json_rows_of_hints_and_residency(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run(by_hints(tmp_path / "run.npz"), "--json")
+    assert code == 0
+    (row,) = json.loads(out)["results"]
+    assert (row["source"], row["um_time_share"], row["ideal_s"]) == ("hints", None, 0.08)
+    assert row["exposed_stall_s"] == pytest.approx(0.02)
+    assert row["hints"]["late"] == 60
+    assert row["hints"]["by_operation"]["evict"]["weights"]["moved_bytes"] == GIB
+    assert row["bytes"]["to_device"]["hint"]["optimizer_state"] == 2 * GIB
+    assert row["residency"]["total_peak_bytes"] == 4 * GIB
+
+
+# ---------------------------------------------------------------------------------- predictions
+
+
+@pytest.fixture
+def predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Path:
+    """What `umem simulate --json` prints of a step of 16 layers of 64 MiB."""
+    tensors = [
+        {"id": n, "bytes": 64 * MIB, "class": "weights", "persistent": True} for n in range(16)
+    ]
+    phases = [
+        {"name": f"forward {n}", "duration_us": 4000, "reads": [n], "writes": []} for n in range(16)
+    ]
+    trace = tmp_path / "layers.json"
+    trace.write_text(
+        json.dumps(
+            {"format": "umem-trace/1", "name": "layers", "tensors": tensors, "phases": phases}
+        )
+    )
+    words = ("--hardware", "h200-pcie", "--budget", "512MiB", "--json")
+    umem = umem_command(monkeypatch, capsys)
+    code, out, err = umem("simulate", "--trace", trace, *words)
+    assert code == 0, err
+    path = tmp_path / "predicted.json"
+    path.write_text(out)
+    return path
+
+
+def test_against_predictions(run: Run, tmp_path: Path, predictions: Path) -> None:
+    path = with_hints(tmp_path / "run.npz")
+    code, out, err = run(path, "--against", predictions)
+    assert (code, err) == (0, "")
+    for planner in ("fault", "planned"):
+        assert (
+            f"against layers on h200-pcie, policy managed, planner {planner}, predicted"
+            in re.sub(r"\s+", " ", out)
+        )
+    assert re.search(r"step +[\d.]+ ms +100 ms +\+[\d.]+ ms +\+[\d.]+ %", out)
+    assert re.search(r"to device\.optimizer state +0 B +2 MiB +\+2 MiB", out)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_json_comparisons(run: Run, tmp_path: Path, predictions: Path) -> None:
+    path = with_hints(tmp_path / "run.npz")
+    code, out, _ = run(path, "--against", predictions, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert [it["predicted"]["planner"] for it in found["comparisons"]] == ["fault", "planned"]
+    figure = found["comparisons"][0]["figures"]["step_s"]
+    assert figure["measured"] == pytest.approx(0.1)
+    assert figure["absolute"] == pytest.approx(0.1 - figure["predicted"])
+    # Without predictions there is nothing about them.
+    assert list(json.loads(run(path, "--json")[1])) == ["results"]
+
+
+def test_only_the_same_workload_is_compared_where_there_is_one(
+    run: Run, tmp_path: Path, predictions: Path
+) -> None:
+    data = json.loads(predictions.read_text())
+    data["results"].append({**data["results"][0], "workload": "another"})
+    predictions.write_text(json.dumps(data))
+    for workload, count in (("layers", 2), ("another", 1), ("train", 3)):
+        path = with_hints(tmp_path / "run.npz", workload=workload)
+        _, out, _ = run(path, "--against", predictions, "--json")
+        assert len(json.loads(out)["comparisons"]) == count
+
+
+def test_a_file_without_predictions(run: Run, tmp_path: Path) -> None:
+    path = with_hints(tmp_path / "run.npz")
+    code, out, err = run(path, "--against", path)
+    assert (code, out) == (2, "")
+    assert "give the output of `umem simulate --json`" in err

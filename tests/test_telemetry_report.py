@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recordings import make_recording
 
 from umem.core.classes import TensorClass
 from umem.core.report import MigrationReport
 from umem.planning.prediction import report_row
 from umem.telemetry import (
-    NamedRange,
     Recording,
     Shares,
     TensorTraffic,
     measured_row,
-    records_of,
     report_of,
     step_reports,
     tensor_traffic,
@@ -35,28 +34,16 @@ def recording(
     rows: list[tuple[Any, ...]], steps: list[tuple[int, int]], **changes: Any
 ) -> Recording:
     """Of rows (kind, start, end, bytes, faults, cause, class, name)."""
-    made = Recording(
-        workload="by hand",
-        hardware="no GPU",
-        policy="sft",
-        source="cupti",
-        duration_ns=10_000,
-        records=records_of(
-            [
-                (kind, start, end, 0, size, faults, cause, 0, 0)
-                for kind, start, end, size, faults, cause, _, _ in rows
-            ]
-        ),
-        tensor_class=np.array([row[6] for row in rows], np.int8),
-        tensor=np.array([row[7] for row in rows], np.int32),
-        tensor_names=("layer.weight", "layer.weight.exp_avg"),
-        step_start_ns=np.array([start for start, _ in steps], np.int64),
-        step_end_ns=np.array([end for _, end in steps], np.int64),
-        phases=(NamedRange("forward", 0, 500),),
-        dropped=0,
-        notes=(),
+    names = ("layer.weight", "layer.weight.exp_avg")
+    return make_recording(
+        [
+            (kind, start, end, 0, size, faults, cause, 0, 0)
+            for kind, start, end, size, faults, cause, _, _ in rows
+        ],
+        [(row[6], row[7]) for row in rows],
+        steps,
+        **{"tensor_names": names, "duration_ns": 10_000, **changes},
     )
-    return replace(made, **changes)
 
 
 ROWS: list[tuple[Any, ...]] = [

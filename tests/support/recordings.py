@@ -1,0 +1,52 @@
+"""Recordings written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from umem.telemetry import Recording, records_of
+from umem.telemetry.records import UNKNOWN, Row
+
+__all__ = ["make_recording"]
+
+
+def make_recording(
+    rows: Sequence[Row] = (),
+    owners: Sequence[tuple[int, int]] = (),
+    steps: Sequence[tuple[int, int]] = (),
+    **changes: Any,
+) -> Recording:
+    """Make a recording; further keywords are fields of :class:`Recording`.
+
+    Parameters
+    ----------
+    rows
+        Its records, by start.
+    owners
+        Class and tensor of each record; by default unknown.
+    steps
+        Begin and end of each step, ns.
+    """
+    unknown = [(UNKNOWN, UNKNOWN)] * len(rows)
+    tensor_class, tensor = np.array(owners or unknown, np.int64).reshape(-1, 2).T
+    step_start, step_end = np.array(steps, np.int64).reshape(-1, 2).T
+    fields: dict[str, Any] = {
+        "workload": "by hand",
+        "hardware": "NVIDIA H200",
+        "policy": "sft",
+        "source": "cupti",
+        "duration_ns": int(step_end.max(initial=0)),
+        "records": records_of(rows),
+        "tensor_class": tensor_class.astype(np.int8),
+        "tensor": tensor.astype(np.int32),
+        "tensor_names": (),
+        "step_start_ns": step_start.copy(),
+        "step_end_ns": step_end.copy(),
+        "phases": (),
+        "dropped": 0,
+        "notes": (),
+    }
+    return Recording(**{**fields, **changes})
