@@ -1,4 +1,4 @@
-"""LoRA against full fine-tuning on a real card: what unified memory moves, paged and planned.
+"""LoRA against full fine-tuning on a real GPU: unified-memory traffic, paged and planned.
 
 NVIDIA published for Llama-2-7B on one GH200 under RMM managed memory that 1.1 % of memory
 operations are unified-memory activity with LoRA, and 9.8 % with full supervised fine-tuning
@@ -6,12 +6,11 @@ operations are unified-memory activity with LoRA, and 9.8 % with full supervised
 both ways under one device budget, 60 % of what full fine-tuning needs, and LoRA also under 60 % of
 what it needs itself.
 
-Times are of a machine that others may use as well: what is asserted of them is generous, and the
-table that is printed has the targets beside the figures. Where numba has kept nothing yet, half a
-minute goes by before the first process, for the planner to be compiled. Where records are missing
-that are known, as CUPTI alone loses them, what they would show is not asserted, and the tests are
-skipped: zeros would look like good figures. Of demand paging a part may be lost: those figures are
-lower bounds.
+The machine may be shared, so limits on times are generous; the printed table has the targets beside
+the figures. Without numba's cache, compiling the planner takes half a minute before the first
+process. CUPTI alone may lose records. Where a known block is missing from them, the tests that need
+records are skipped, because zeros would look like good figures. Of demand paging a part may be
+lost: those figures are lower bounds.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ PAGED = {
     "sft in backward": "sft fault",
     "lora tight planned": "lora tight fault",
 }
-"""By plan, the optimizer's step also in the backward pass, and beside each the same by faults."""
+"""Planned runs, and the run with demand paging that each is compared with."""
 
 Runs = dict[str, Facts]
 
@@ -63,7 +62,7 @@ def run(method: Method, variant: Variant, budget_bytes: int | None = None) -> Fa
 
 @pytest.fixture(scope="module")
 def runs() -> Runs:
-    """Every process, one after the other; what they found out is printed."""
+    """Facts of every training, each in a process of its own, one after the other; printed."""
     with pytest.MonkeyPatch.context() as environment:
         # NVML says whether there is a GPU: CUDA does not start, and processes can be forked.
         environment.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -141,7 +140,7 @@ def skip_where_records_were_lost(*seen: Facts) -> None:
             pytest.skip(facts.lost)
 
 
-def test_plans_run_and_losses_are_stocks_to_the_last_bit(runs: Runs) -> None:
+def test_plans_run_and_losses_equal_stocks_bit_for_bit(runs: Runs) -> None:
     for name, facts in runs.items():
         stock = runs[f"{name.partition(' ')[0]} stock"]
         assert len(facts.losses_hex) == KEPT_LOSSES
@@ -154,7 +153,7 @@ def test_plans_run_and_losses_are_stocks_to_the_last_bit(runs: Runs) -> None:
         assert runs[name].plan_running, name
 
 
-def test_the_plan_leaves_lora_next_to_no_unified_memory_traffic(runs: Runs) -> None:
+def test_planned_lora_has_almost_no_unified_memory_traffic(runs: Runs) -> None:
     lora, paged = runs["lora planned"], runs["sft fault"]
     planned = [runs[name] for name in ("sft planned", "sft in backward")]
     assert all(lora.predicted_bytes < it.predicted_bytes for it in planned)
@@ -168,7 +167,7 @@ def test_the_plan_leaves_lora_next_to_no_unified_memory_traffic(runs: Runs) -> N
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_what_is_planned_does_not_fault(name: str, runs: Runs) -> None:
+def test_planned_steps_do_not_fault(name: str, runs: Runs) -> None:
     planned, paged = runs[name], runs[PAGED[name]]
     assert planned.predicted_bytes > 0  # as pages, by copies, or used in place on the host
     skip_where_records_were_lost(planned, paged)
@@ -184,7 +183,7 @@ def test_frozen_weights_never_go_back_to_the_host(runs: Runs) -> None:
     assert tight.hinted_frozen_in_bytes > 0
     skip_where_records_were_lost(tight, runs["lora planned"])
 
-    # They leave, for they come again; and what leaves is only dropped.
+    # They leave the device, since they return; their pages are dropped, not copied.
     assert tight.frozen_in_bytes > 0
     assert [runs[it].frozen_out_bytes for it in ("lora planned", "lora tight planned")] == [0, 0]
 
