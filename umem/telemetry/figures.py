@@ -1,4 +1,7 @@
-"""Pictures of predictions and of recordings, drawn by matplotlib in one style."""
+"""Pictures of predictions and of recordings, drawn by matplotlib in one style.
+
+Each function that draws raises :class:`UnsupportedError` if matplotlib is missing.
+"""
 
 from __future__ import annotations
 
@@ -276,8 +279,6 @@ def link_figure(report: MigrationReport, hardware: Hardware) -> Figure:
     ------
     UmemError
         If the report has no timeline.
-    UnsupportedError
-        If matplotlib is missing.
     """
     timeline = _require_timeline(report)
     figure = new_figure(8.0, 4.6)
@@ -347,8 +348,6 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
     ------
     UmemError
         If the report has no timeline.
-    UnsupportedError
-        If matplotlib is missing.
     """
     timeline = _require_timeline(report)
     figure = new_figure(8.0, 4.2)
@@ -416,8 +415,6 @@ def shares_figure(reports: Sequence[MigrationReport]) -> Figure:
     ------
     ValueError
         If there are no reports.
-    UnsupportedError
-        If matplotlib is missing.
     """
     # Here, because it loads numba, which other commands do without.
     from umem.planning.prediction import published_share
@@ -537,13 +534,7 @@ def _spread(
 
 @styled
 def transfers_figure(recording: Recording) -> Figure:
-    """Draw the rate of unified-memory transfers over the recording, by direction and cause.
-
-    Raises
-    ------
-    UnsupportedError
-        If matplotlib is missing.
-    """
+    """Draw the rate of unified-memory transfers over the recording, by direction and cause."""
     moved = link_bytes(recording, _BINS)
     directions = [kind for kind in TRANSFERS if kind < RecordKind.BETWEEN_DEVICES]
     if moved[RecordKind.BETWEEN_DEVICES].any():
@@ -581,11 +572,6 @@ def classes_figure(recording: Recording, report: MeasuredReport) -> Figure:
     ----------
     recording, report
         A recording, and its typical step.
-
-    Raises
-    ------
-    UnsupportedError
-        If matplotlib is missing.
     """
     rows: list[tuple[Direction, Cause]] = [
         (direction, cause)
@@ -631,8 +617,6 @@ def residency_over_run_figure(recording: Recording) -> Figure:
     ------
     UmemError
         If the recording has no residency.
-    UnsupportedError
-        If matplotlib is missing.
     """
     residency = recording.residency
     if residency is None:
