@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 from cards import GH200, H200
@@ -10,6 +12,7 @@ from cards import GH200, H200
 from umem.core.errors import UnsupportedError
 from umem.hardware.capabilities import host_memory_bytes
 from umem.policy import ResolvedPolicy, load_policy, resolve
+from umem.runtime.array_libraries import import_libraries
 from umem.swap import check_devices, with_default_limit
 
 GIB = 1 << 30
@@ -36,6 +39,25 @@ class TestDevices:
         second = replace(H200, device_index=1, concurrent_managed_access=False)
         with pytest.raises(UnsupportedError, match="GPU 1"):
             check_devices(policy(), (H200, second))
+
+
+@pytest.mark.parametrize(
+    ("library", "absent", "package"),
+    [
+        ("cupy", "rmm", "rmm-cu13"),
+        ("cupy", "cupy", "cupy-cuda13x"),
+        ("cupy", "rmm.allocators.cupy", "rmm-cu13"),
+        ("numba", "numba.cuda", "numba-cuda"),
+    ],
+)
+def test_a_library_that_shares_memory_must_be_installed(
+    library: str, absent: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("rmm", "cupy", "numba.cuda", "rmm.allocators.cupy"):
+        monkeypatch.setitem(sys.modules, name, None if name == absent else ModuleType(name))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    with pytest.raises(UnsupportedError, match=rf"{absent}.*pip install {package}"):
+        import_libraries([library])
 
 
 class TestDefaultLimit:

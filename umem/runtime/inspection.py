@@ -107,47 +107,33 @@ def memory_summary(device: int | None = None) -> str:
     """
     state, number = runtime(), _device(device)
     stats, kinds = state.allocator.stats(number), state.allocator.kind_stats(number)
-    rows = [("class", "tensors", "now", "peak", "allocations")]
-    rows += [
-        (
-            str(name),
-            f"{memory.tensors:,}",
-            format_bytes(memory.allocated_bytes),
-            format_bytes(memory.peak_allocated_bytes),
-            f"{memory.allocations:,}",
-        )
-        for name, memory in memory_by_class(number).items()
+    allocated, blocks = stats["allocated_bytes"]["all"], stats["allocation"]["all"]
+    total = (blocks["current"], allocated["current"], allocated["peak"], blocks["allocated"])
+    by_class = {
+        str(name): (it.tensors, it.allocated_bytes, it.peak_allocated_bytes, it.allocations)
+        for name, it in memory_by_class(number).items()
+    }
+    rows = [("class", "tensors", "now", "peak", "allocations")] + [
+        (name, f"{tensors:,}", format_bytes(now), format_bytes(peak), f"{allocations:,}")
+        for name, (tensors, now, peak, allocations) in (by_class | {"all": total}).items()
     ]
-    total = stats["allocated_bytes"]["all"]
-    rows.append(
-        (
-            "all",
-            f"{stats['allocation']['all']['current']:,}",
-            format_bytes(total["current"]),
-            format_bytes(total["peak"]),
-            f"{stats['allocation']['all']['allocated']:,}",
-        )
-    )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    header, *lines, last = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
-    rule = "-" * len(lines[0])
+    rule = "-" * len(header)
     reserved = stats["reserved_bytes"]["all"]
-    held = ", ".join(
-        f"{format_bytes(kind['reserved_bytes'])} {name}"
-        + (
-            f" ({format_bytes(kind['spilled_bytes'])} of it over the budget, on the host)"
-            if kind["spilled_bytes"]
-            else ""
-        )
-        for name, kind in kinds.items()
-        if kind["reserved_bytes"]
-    )
-    title = f"GPU {number}, policy {state.policy.name}"
     end = f"reserved {format_bytes(reserved['current'])}, peak {format_bytes(reserved['peak'])}"
-    body = [title, rule, lines[0], rule, *lines[1:-1], rule, lines[-1], rule]
-    return "\n".join([*body, f"{end}: {held}" if held else end])
+    by_kind = []
+    for name, kind in kinds.items():
+        if kind["reserved_bytes"]:
+            spilled = f" ({format_bytes(kind['spilled_bytes'])} of it over the budget, on the host)"
+            text = f"{format_bytes(kind['reserved_bytes'])} {name}"
+            by_kind.append(text + (spilled if kind["spilled_bytes"] else ""))
+    if by_kind:
+        end += f": {', '.join(by_kind)}"
+    title = f"GPU {number}, policy {state.policy.name}"
+    return "\n".join([title, rule, header, rule, *lines, rule, last, rule, end])
 
 
 @contextmanager
