@@ -394,7 +394,7 @@ def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
     code, out, _ = run(by_hints(tmp_path / "run.npz"))
     assert code == 0
     assert "note: memory operations were not recorded: CUPTI is taken" in out
-    assert "by the hint engine's own count, without what faulted:" in out
+    assert "by the hint engine's own count, without page faults:" in out
     assert re.search(r"to device +hint +optimizer_state +2 GiB +40 +50 ms", out)
     assert re.search(r"to host +hint +weights +1 GiB +40", out)
     assert "share of memory operations" not in out

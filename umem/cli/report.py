@@ -105,13 +105,13 @@ def report(
 
 
 def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> list[Comparison]:
-    # A run is named after its script, unless it says otherwise.
+    # By default a run is named after its script, and then no prediction has its name.
     same = [it for it in predictions if it.workload == report.workload]
     return [Comparison(it, figures_of(report)) for it in same or predictions]
 
 
 def _figures(recordings: list[telemetry.Recording], folder: Path, kind: str) -> dict[Path, Figure]:
-    """Pictures of each recording, by the file to save them in; none of data that it lacks."""
+    """Pictures of the data that each recording has, by the file to save them in."""
     figures: dict[Path, Figure] = {}
     for number, recording in enumerate(recordings):
         name = output.file_name(recording.workload)[:60]
@@ -146,7 +146,7 @@ def _print_measured(
     if report.collected:
         _print_recorded(console, report)
     elif report.source == "hints":
-        console.print("by the hint engine's own count, without what faulted:")
+        console.print("by the hint engine's own count, without page faults:")
         _print_moved(console, report)
     if report.hints is not None:
         _print_hints(console, report.hints)

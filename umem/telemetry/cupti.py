@@ -115,23 +115,10 @@ class BufferCallbacks:
     def drain(
         self, flush: Callable[[], object], quiet_s: float, end_s: float, notice_s: float
     ) -> bool:
-        """Flush until no buffer arrives any more and no callback is active.
+        """Flush until no buffer arrives for `quiet_s` and no callback is active.
 
-        Parameters
-        ----------
-        flush
-            Makes CUPTI return its buffers.
-        quiet_s
-            Time without a buffer after which there is none any more.
-        end_s
-            When to give up, by :func:`time.monotonic`.
-        notice_s
-            Time after which the wait is announced.
-
-        Returns
-        -------
-        bool
-            Whether all buffers arrived in time.
+        Gives up at `end_s`, by :func:`time.monotonic`, and announces the wait after `notice_s`.
+        Returns whether all buffers arrived in time.
         """
         begin_s = last_s = time.monotonic()
         returned, is_announced = -1, False

@@ -100,15 +100,9 @@ def _newest_layout(cupti: Any, name: str) -> np.dtype[Any]:
 
 
 def copy_buffer(activities: Sequence[Any], form: ActivityFormat) -> ActivityBuffer:
-    """Copy the records of a buffer.
+    """Copy all records of one buffer, of any kinds, in the order in which cupti-python has them.
 
-    Parameters
-    ----------
-    activities
-        Of any kinds, as cupti-python passes them: all of one buffer, in its order. Each has its
-        address in memory, ``ptr``.
-    form
-        Of that version.
+    Each has its address in memory, ``ptr``.
     """
     if not activities:
         return ActivityBuffer(b"", np.zeros(0, np.int64))
@@ -151,13 +145,6 @@ def read_activities(buffers: Sequence[ActivityBuffer], form: ActivityFormat) -> 
 
     A record with an impossible time keeps its bytes: it gets the start of the record before it, and
     no length.
-
-    Parameters
-    ----------
-    buffers
-        From :func:`copy_buffer`.
-    form
-        Of the version of cupti-python.
     """
     return concatenate(_read_buffer(it, form) for it in buffers)
 

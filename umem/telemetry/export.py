@@ -225,12 +225,7 @@ def _steps(recording: Recording) -> _Block:
 def figures_of_recording(
     recording: Recording, report: MeasuredReport
 ) -> dict[str, tuple[str, Callable[[], Figure]]]:
-    """The pictures for which a recording has data.
-
-    Parameters
-    ----------
-    recording, report
-        A recording, and its typical step.
+    """The pictures for which a recording and its typical step have data.
 
     Returns
     -------
@@ -314,18 +309,7 @@ def write_perfetto(recordings: Sequence[Recording], path: str | os.PathLike[str]
 
 
 def lanes(start: Integers, end: Integers) -> Integers:
-    """Number ranges so that those with the same number do not overlap; the lowest free number.
-
-    Parameters
-    ----------
-    start, end : int64[N]
-        By start.
-
-    Returns
-    -------
-    int64[N]
-        From 0.
-    """
+    """Give each range, by start, the lowest number whose ranges it does not overlap, from 0."""
     numbers = np.zeros(len(start), np.int64)
     busy: list[tuple[int, int]] = []  # end, number
     free: list[int] = []

@@ -222,19 +222,9 @@ def _draw_residency(
     end: float,
     capacity_bytes: int,
 ) -> None:
-    """Draw residency over time as areas stacked by class, the first class lowest.
+    """Draw rows of residency over time as areas stacked by class, the first class lowest.
 
-    Parameters
-    ----------
-    axes
-    times : float64[K]
-        From when a row holds, in the unit of the axis.
-    resident_bytes : int64[K, 6]
-        By class number.
-    end
-        Until when the last row holds.
-    capacity_bytes
-        Budget or peak, from which the unit follows.
+    Each row holds from its time on, the last one until `end`. The unit follows from the capacity.
     """
     unit_bytes, unit_name = _size_unit(capacity_bytes)
     shown = [member for member in TensorClass if resident_bytes[:, member.number].any()]

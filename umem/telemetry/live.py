@@ -260,13 +260,7 @@ def _ahead_ns(clock: Callable[[], int], reference: Callable[[], int]) -> int:
 
 
 class HintLog:
-    """Keeps a hint engine's statistics at the marks of a run.
-
-    Parameters
-    ----------
-    ask : callable
-        Returns the statistics, or None while there is no engine.
-    """
+    """Keeps a hint engine's statistics at the marks of a run; None while there is no engine."""
 
     def __init__(self, ask: Callable[[], HintStatistics | None]) -> None:
         self._ask = ask
@@ -375,21 +369,9 @@ def device_name() -> str:
 def name_numbers(
     model: nn.Module | None, optimizers: Sequence[Optimizer], names: dict[str, int]
 ) -> dict[int, int]:
-    """Number the names of a model's tensors by address.
+    """The numbers of the names of a model's parameters, gradients and optimizer state, by address.
 
-    Parameters
-    ----------
-    model
-        Whose parameters, gradients and optimizer state have names.
-    optimizers
-        Those that hold the state.
-    names
-        Numbers of names; new ones are added.
-
-    Returns
-    -------
-    dict of int to int
-        Number of the name of the tensor that begins at an address.
+    `names` has the numbers that names already have; new names are added to it.
     """
     from umem.runtime.model_parts import storage_addresses
 
