@@ -1,4 +1,4 @@
-"""Files of NumPy columns with a JSON header, and plain JSON documents; both checked by pydantic.
+"""Files of NumPy columns with a JSON header, and plain JSON files, checked against models.
 
 A file of columns is an ``.npz`` archive, which ``numpy.load`` reads too. Its member ``header``
 holds JSON in UTF-8, and each other member one column of numbers.
@@ -59,7 +59,7 @@ MAX_KEYS = 4096
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], FailFast()]
-"""List of a model. The first bad item ends its validation: a stranger's file may hold millions."""
+"""List in a model. Its validation ends at the first bad item: a file may hold millions of them."""
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -76,7 +76,7 @@ class Model(BaseModel):
 
 
 class Header(Model):
-    """Base of headers. The default of `format`, such as ``umem-trace/3``, is what is read."""
+    """Base of headers. A file's format has to be the default of `format`: ``umem-trace/3``."""
 
     format: str
 
@@ -217,17 +217,15 @@ def read_columns(
     error: type[UmemError],
     optional: Collection[str] = (),
 ) -> tuple[_Header, dict[str, npt.NDArray[Any]]]:
-    """Read what :func:`write_columns` wrote. The file may come from a stranger.
+    """Read a file of :func:`write_columns`, which may come from a stranger.
 
     The sizes that members declare are checked before anything is decompressed, and nothing is ever
     unpickled.
 
     Parameters
     ----------
-    path
-        The file.
-    header_type
-        Model of the header.
+    path, header_type
+        The file, and the model of its header.
     dtypes
         Types of the columns, by name.
     noun
@@ -260,9 +258,10 @@ def read_columns(
     data = _parsed(text, Checker(f"{check.place}: {_HEADER}", error))
     _check_format(data.get("format"), noun, (known,), check)
     header = check.validate(header_type, text)
-    for name in members.keys() - dtypes.keys():
-        hint = did_you_mean(name, dtypes) or "."
-        check.refuse(shown(name), f"unknown column{hint} Valid columns: {', '.join(dtypes)}")
+    for name in members:
+        if name not in dtypes:
+            hint = did_you_mean(name, dtypes) or "."
+            check.refuse(shown(name), f"unknown column{hint} Valid columns: {', '.join(dtypes)}")
     return header, {
         name: _column(archive, members.get(name), name, dtype, check)
         for name, dtype in dtypes.items()
@@ -271,7 +270,7 @@ def read_columns(
 
 
 def is_archive(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as an ``.npz`` archive does; False if it cannot be read."""
+    """Whether a file begins like an ``.npz`` archive; False if it cannot be read."""
     return begins_with(path, _MAGIC)
 
 
@@ -295,7 +294,7 @@ def _members(archive: zipfile.ZipFile, check: Checker) -> dict[str, zipfile.ZipI
     members = {info.filename.removesuffix(_SUFFIX): info for info in infos}
     size_bytes = sum(info.file_size for info in infos)
     if len(members) != len(infos) or any(info.compress_type not in _METHODS for info in infos):
-        check.refuse("", "members twice, or not compressed with deflate: give a file of umem's")
+        check.refuse("", "members twice, or not compressed by deflate: give a file that umem wrote")
     if size_bytes > MAX_COLUMN_BYTES:
         check.refuse(
             "",
@@ -312,7 +311,7 @@ def _column(
     dtype: npt.DTypeLike,
     check: Checker,
 ) -> npt.NDArray[Any]:
-    """Column of a member. NumPy makes no array by the member's own word, so it may lie."""
+    """Column of a member, whose declared shape is checked against its size first."""
     if info is None:
         check.refuse(name, "missing: give a file that umem wrote")
     try:
@@ -323,12 +322,12 @@ def _column(
         shape, _, found = np.lib.format.read_array_header_1_0(stream)
     except Exception as problem:  # damage makes zipfile and NumPy raise many kinds
         raise check.error(f"{check.place}: {name}: damaged: copy the file again") from problem
-    start = stream.tell()
+    rest = stream.read()
     if found != dtype:
         check.refuse(name, f"of {found}; it takes {np.dtype(dtype)}")
-    if len(shape) != 1 or shape[0] * found.itemsize != len(content) - start:
-        check.refuse(name, f"of shape {shape} in {len(content) - start} bytes: copy the file again")
-    column = np.frombuffer(content, found, offset=start)
+    if len(shape) != 1 or shape[0] * found.itemsize != len(rest):
+        check.refuse(name, f"of shape {shape} in {len(rest)} bytes: copy the file again")
+    column = np.frombuffer(rest, found)  # aligned, as bytes are
     if found == np.bool_ and (column.view(np.uint8) > 1).any():
         check.refuse(name, "bytes other than 0 and 1; give a file that umem wrote")
     return column
