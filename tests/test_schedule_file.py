@@ -448,7 +448,7 @@ schedule = case["small_schedule"](
     hint_op=np.full(3000 * (kind + 1), kind, np.uint8),
     hint_tensor=np.zeros(3000 * (kind + 1), np.int32),
 )
-for _ in range(60):
+for _ in range(30):
     case["store_plan"](folder, case["KEY"], schedule)
     found = case["stored_plan"](folder, case["KEY"], case["small_trace"]())
     seen = int(found.planner.removeprefix("planner"))
