@@ -174,7 +174,7 @@ class Page(HTMLParser):
 
 
 def evil_file(path: Path) -> Path:
-    """A profile from a stranger, whose every name wants to be more than a name."""
+    """Save a profile in which every name is markup for HTML, rich, TeX or a terminal."""
     saved(path)
 
     def change(content: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ def test_ranges_of_one_lane_do_not_overlap(ranges: list[tuple[int, int]]) -> Non
     for lane in set(numbers.tolist()):
         mine = numbers == lane
         assert (start[mine][1:] >= end[mine][:-1]).all()
-    # No more lanes than ranges that are there at one moment; one without length is, where it is.
+    # No more lanes than ranges at one moment; a range without length counts at its start.
     both = list(zip(start.tolist(), end.tolist(), strict=True))
     deepest = max((sum(s <= at < e or s == at for s, e in both) for at, _ in both), default=0)
     assert len(set(numbers.tolist())) <= deepest

@@ -244,7 +244,7 @@ def test_invalid_exports_are_refused(statement: str, said: str, tmp_path: Path) 
 
 
 def test_a_view_in_place_of_a_table_is_not_followed(tmp_path: Path) -> None:
-    """It could compute for ever."""
+    """Its query could run for ever."""
     path = tmp_path / "run.sqlite"
     with closing(sqlite3.connect(path)) as made, made:
         made.execute(

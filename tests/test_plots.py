@@ -107,7 +107,7 @@ def hardware() -> Hardware:
 
 
 def texts(figure: Any) -> list[str]:
-    """All that is written in a picture."""
+    """All texts of a picture."""
     from matplotlib.text import Text
 
     return [text.get_text() for text in figure.findobj(Text) if text.get_text()]

@@ -36,7 +36,7 @@ class StandInError(Exception):
 
 
 class StandInCupti(types.SimpleNamespace):
-    """In place of the module ``cupti.cupti``, which needs a GPU: its names, its numbers, no more.
+    """In place of the module ``cupti.cupti``, which needs a GPU: the names and numbers in use.
 
     The numbers are those of CUPTI's headers. What was called is kept in order.
     """
@@ -62,7 +62,7 @@ class StandInCupti(types.SimpleNamespace):
     activity_unified_memory_counter_config_dtype = np.dtype(
         [("scope", "<i4"), ("kind", "<i4"), ("device_id", "<u4"), ("enable", "<u4")]
     )
-    # Of the layouts, the fields that are read, where they lie in cupti-python 13.0.1.
+    # The fields that are read, with their offsets in cupti-python 13.0.1.
     activity_unified_memory_counter_dtype = np.dtype("<i4")  # an older one
     activity_unified_memory_counter3_dtype = np.dtype(
         {
@@ -154,7 +154,7 @@ LAYOUTS = {
     25: StandInCupti.activity_unified_memory_counter3_dtype,
 }
 OTHER = np.dtype({"names": ["kind"], "formats": ["<i4"], "offsets": [0], "itemsize": 224})
-"""A kernel's, of which only the kind is looked at."""
+"""A kernel's record, of which only the kind is read."""
 
 
 def activity(kind: int, **values: int) -> bytes:
@@ -185,7 +185,7 @@ def memory_set(size: int, start: int, end: int) -> bytes:
 
 
 def buffer_of(*records: bytes, gap: int = 0) -> list[StandInActivity]:
-    """Records in one piece of memory, as CUPTI packs them, or with gaps as it does not."""
+    """Records in one buffer, packed as by CUPTI, or with gaps between them."""
     data = b"".join(record + bytes(gap) for record in records)
     memory = ctypes.create_string_buffer(data, max(len(data), 1))
     at = ctypes.addressof(memory)
@@ -203,7 +203,7 @@ def read(*records: bytes, gap: int = 0) -> MigrationRecords:
 
 
 QUICK = CuptiTiming(first_s=0.01, answer_s=0.05, flush_every_s=1000.0, quiet_s=0.3)
-"""Nothing is late in these tests, but for what they delay themselves."""
+"""Short waits: nothing is late in these tests but what they delay themselves."""
 
 
 def no_gpu(_: int) -> Range:
@@ -212,7 +212,7 @@ def no_gpu(_: int) -> Range:
 
 @pytest.fixture
 def callbacks() -> BufferCallbacks:
-    """Those of a process in which CUPTI has recorded before."""
+    """Callbacks of a process in which CUPTI has recorded before."""
     made = BufferCallbacks()
     made.is_primed = True
     return made
@@ -227,7 +227,7 @@ def cupti(monkeypatch: pytest.MonkeyPatch) -> StandInCupti:
 
 @pytest.fixture
 def make(callbacks: BufferCallbacks) -> Callable[..., CuptiCollector]:
-    """Makes a collector that moves no probe block, unless it is told to."""
+    """Makes a collector, by default one that cannot move a probe block."""
 
     def collector(
         limit: int = 2**21, move: Callable[[int], Range] = no_gpu, **timing: float
@@ -304,7 +304,7 @@ ACTIVITIES = st.one_of(
 
 
 def by_attribute(found: StandInActivity) -> Row | None:
-    """One record as its attributes have it."""
+    """One record, read by its attributes."""
     if found.kind == 10:
         return None
     start, end = found.start, max(found.start, found.end)
@@ -457,7 +457,7 @@ def test_refusals_name_the_remedy(
     with pytest.raises(UnsupportedError, match=remedy) as caught:
         make().start()
     assert said in str(caught.value)
-    # The next one may try: nothing is left behind.
+    # Nothing is left enabled: the next one may start.
     module.refused = ""
     collector = make()
     collector.start()
@@ -521,7 +521,7 @@ def test_layouts_of_another_version_are_refused(cupti: StandInCupti, make: Make)
 def test_a_missing_driver_is_explained(
     cupti: StandInCupti, error: type[Exception], monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
-    """cupti-python looks for it at the first call, and raises its own kinds of RuntimeError."""
+    """cupti-python loads the driver at the first call, and raises subclasses of RuntimeError."""
 
     class NotSupportedError(error):  # type: ignore[misc, valid-type]
         pass
@@ -586,7 +586,7 @@ def test_a_process_begins_with_an_empty_recording(
     kinds = [("enable", 25), ("enable", 1), ("enable", 2)]
     changes = [it for it in cupti.calls if it[0] in ("enable", "disable")]
     assert changes == [*kinds, ("disable", 2), ("disable", 1), ("disable", 25), *kinds]
-    # What it was about came to an end before, and is nobody's.
+    # The record of the empty recording is dropped.
     assert (len(first.stop()[0]), first.late()) == (0, 0)
     cupti.calls.clear()
     second.start()
@@ -698,7 +698,7 @@ def test_late_records_are_lost_and_not_given_to_the_next_recording(
     cupti.full(buffer_of(copy(1, 5, 6), copy(1, 6, 7)))
     assert first.recording.dropped == 2
     assert any("2 records came after the end" in note for note in first.report().notes)
-    # The rest of it, which the next recording asks for at its start.
+    # A late buffer, which the next recording flushes at its start.
     cupti.buffers = [[counter(1, 1, 5, 6, 0, 0)]]
     with Profile(make()) as second:
         second.step()

@@ -40,17 +40,17 @@ MIB = 1 << 20
 BLOCK = 0x7F0000000000
 RECORDED = Path(__file__).parent / "recorded/h200-driver-events.npz"
 """Entries of the queue, and what CUPTI recorded of the same transfers: NVIDIA H200, driver
-580.159.04, cupti-python 13.0.1, 2026-11-22. Its times are CUPTI's; so much is it ahead."""
+580.159.04, cupti-python 13.0.1, 2026-11-22. Its times are on CUPTI's clock, with its lead."""
 
 
 class StandInKernel(Kernel):
-    """In place of the driver's kernel module: `enqueue_event` of its ``uvm_tools.c``, no more.
+    """In place of the driver's kernel module: `enqueue_event` of its ``uvm_tools.c``.
 
     The memory that it writes to is that of the process, as the real one's.
     """
 
     SPACE, STRANGE, OTHER = 7, 6, 5
-    """The address space; one that nobody uses; and what is none."""
+    """Files: the address space, an unused address space, and another file."""
 
     def __init__(self, release: str | None = "580.159.04", refusal: int = 0) -> None:
         self._release, self._refusal = release, refusal
@@ -59,7 +59,7 @@ class StandInKernel(Kernel):
         self.flushes = 0
         self.enabled = 0
         self.late: list[bytes] = []
-        """Entries that it writes when it is flushed."""
+        """Entries that are written at the next flush."""
         self.error: OSError | None = None
 
     def release(self) -> str | None:
@@ -98,7 +98,7 @@ class StandInKernel(Kernel):
                 self.control = (ctypes.c_uint32 * 132).from_address(control)
 
     def move(self, size_bytes: int) -> Range:
-        """Move a block to the device, of which the address space tells when it is flushed."""
+        """Move a block to the device, which the address space reports at the next flush."""
         half = size_bytes // 2
         if self.space == self.SPACE:
             self.late = [migration(at, half, 1, 2) for at in (BLOCK, BLOCK + half)]
@@ -236,7 +236,7 @@ def test_unknown_drivers_are_refused(kernel: StandInKernel, words: str) -> None:
 def test_a_queue_must_report_the_probe_block(
     reported: list[tuple[int, int]],
 ) -> None:
-    """Its entries may be laid out otherwise."""
+    """Otherwise its entries may have another layout."""
     kernel = StandInKernel()
 
     def move(size_bytes: int) -> Range:
@@ -289,7 +289,7 @@ def test_events_become_records() -> None:
     assert found.faults.tolist() == [3, 0, 0, 0, 1, 1, 1]
     assert found.cause.tolist() == [0, 2, 4, 0, 0, 0, 0]
     assert found.access.tolist() == [2, 0, 0, 0, 1, 2, 1]
-    # Transfers are 15 ns early: what was queued soonest before it began took no time.
+    # Transfers are 15 ns early: the clock assumes that the quickest one began when queued.
     assert found.start_ns.tolist() == [500, 585, 685, 935, 1000, 1200, 1300]
     assert found.end_ns.tolist() == [800, 685, 885, 945, 1000, 1200, 1300]
 
@@ -317,7 +317,7 @@ def test_no_events_give_no_records() -> None:
 
 @pytest.mark.parametrize("work", ["back", "cpu", "scattered"])
 def test_driver_events_equal_cuptis_records(work: str) -> None:
-    """The same transfers on a real card: prefetched both ways; touched by the host; by a kernel."""
+    """Transfers on a real GPU: prefetched both ways, accessed by the host, accessed by a kernel."""
     with np.load(RECORDED, allow_pickle=False) as recorded:
         entries = recorded[f"{work}_entries"]
         expected = records_of(recorded[f"{work}_cupti"])
@@ -336,7 +336,7 @@ def test_driver_events_equal_cuptis_records(work: str) -> None:
             assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
         late_ns = ours.start_ns - (theirs.start_ns - ahead_ns)
         if kind == RecordKind.GPU_FAULT:
-            # CUPTI counts from the fault, we from when the driver turns to it.
+            # CUPTI counts from the fault, umem from when the driver serves it.
             assert (late_ns > 0).all()
             assert (ours.end_ns <= theirs.end_ns - ahead_ns).all()
             assert (ours.faults >= theirs.faults).all()
@@ -350,7 +350,7 @@ def test_driver_events_equal_cuptis_records(work: str) -> None:
 
 
 class Copies:
-    """In place of CUPTI's collector: whether it can be had, and records of copies."""
+    """In place of CUPTI's collector: it may refuse, and records copies."""
 
     source: Source = "cupti"
     clock_ahead_ns = 10**15

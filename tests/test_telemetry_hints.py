@@ -67,7 +67,7 @@ def test_hints_between_two_statistics(engine: HintEngine) -> None:
     assert prefetch.asked_bytes == prefetch.moved_bytes == 2 * BLOCK
     assert prefetch.calls == 2
     assert (report.refused, report.failures, report.over_budget_bytes) == (0, 0, 0)
-    # Nothing happened since: nothing is reported.
+    # Nothing has happened since.
     assert hints_between(engine.statistics(), engine.statistics()).uses == ()
 
 
@@ -98,7 +98,7 @@ def test_a_new_engine_begins_at_zero(engine: HintEngine) -> None:
     move(engine, HintOp.EVICT, 1)
     with HintEngine.on_host(SMALL) as other:
         move(other, HintOp.PREFETCH, 1)
-        # It lacks the eviction that the one before it did, so it is another one.
+        # Without the eviction in `before`, it must be another engine.
         for before in (engine.statistics(), None):
             report = hints_between(before, other.statistics())
             assert use_of(report, "prefetch").asked_bytes == BLOCK
@@ -142,7 +142,7 @@ def test_a_profile_reports_the_hints_of_each_step(engine: HintEngine) -> None:
     assert use_of(first.hints, "prefetch").moved_bytes == BLOCK
     assert use_of(second.hints, "prefetch").moved_bytes == 3 * BLOCK
     assert [it.op for it in second.hints.uses] == ["prefetch"]
-    # What the profiler saw is what counts as traffic.
+    # Traffic is what the collector recorded, not the engine's counts.
     assert (first.source, first.collected, first.traffic) == ("cupti", True, ())
     row = measured_row(profile.recording)
     assert [step["hints"]["issued"] for step in row["per_step"]] == [1, 1]

@@ -21,7 +21,7 @@ Calls = list[tuple[str, str]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What torch was asked for, by thread: this one has no CUDA."""
+    """Calls of torch's NVTX functions with their thread, for a torch without CUDA."""
     made: Calls = []
 
     def push(message: str) -> int:
@@ -54,7 +54,7 @@ def test_ranges_are_made_inside_nvtx_phases(calls: Calls) -> None:
         ranges.end()
         ranges.end()
         ranges.begin("optimizer")
-    # What was begun is ended, wanted or not.
+    # An open range is ended also outside of nvtx_phases.
     ranges.begin("after")
     assert words(calls) == [
         "umem phase forward",

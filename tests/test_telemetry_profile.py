@@ -1,4 +1,4 @@
-"""`umem.profile` around real optimizer steps, with a stand-in for what only a GPU records."""
+"""`umem.profile` around real optimizer steps, with a stand-in for the collector."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_gradients_are_attributed_when_the_optimizer_steps(
         allocator.free(gradient)
         profile.step()
     assert [it.tensor_class for it in profile.report().traffic] == [TensorClass.GRADIENTS]
-    # The hook is gone with the recording.
+    # The hook is removed with the recording.
     before = len(profile.recording.records)
     optimizer.step()
     assert len(profile.recording.records) == before
@@ -133,7 +133,7 @@ def test_activations_are_attributed_at_the_end_of_a_phase(
     first, second = profile.step_reports()
     assert first.unattributed_bytes == 0
     assert first.traffic[0].tensor_class is TensorClass.ACTIVATIONS
-    # Nobody looked while it lived.
+    # No snapshot was taken while it was live.
     assert second.unattributed_bytes == KIB
     assert second.traffic[0].tensor_class is TensorClass.OTHER
     (phase,) = profile.recording.phases
@@ -239,7 +239,7 @@ def test_misuse_is_an_error(profiled: Profiled) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_records_outside_of_the_recording_are_left_out(profiled: Profiled, steps: int) -> None:
-    """An earlier recording may have left it with CUPTI."""
+    """CUPTI may return records of an earlier recording."""
     collector = StandInCollector()
     with profiled(collector) as profile:
         for _ in range(steps):

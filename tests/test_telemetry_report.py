@@ -161,13 +161,13 @@ def test_the_typical_step_has_the_median_time(times_ns: tuple[int, ...], typical
     for field in fields(found):
         if field.name != "step_count":
             assert getattr(found, field.name) == getattr(reports[typical], field.name)
-    # The steps themselves lose nothing.
+    # All steps together have all bytes.
     inside = [row for row in rows if row[0] <= BETWEEN]
     assert sum(it.moved_bytes() for it in reports) == sum(row[3] for row in inside)
 
 
 def test_the_typical_step_is_one_that_occurred() -> None:
-    """Medians of each figure by itself would say that nothing moved."""
+    """The medians of single figures would all be 0."""
     rows = [(TO_DEVICE, 1000 * it, 1000 * it + 9, 1 << 20, 0, 2 + it, 0, -1) for it in range(3)]
     typical = report_of(recording(rows, [(1000 * it, 1000 * it + 900) for it in range(3)]))
     assert typical.moved_bytes() == 1 << 20
@@ -252,7 +252,7 @@ def test_exposed_stall_needs_an_ideal_time() -> None:
     row = measured_row(known)
     assert (row["ideal_s"], row["exposed_stall_s"]) == (0.6e-6, pytest.approx(0.4e-6))
     assert row["per_step"][1]["exposed_stall_s"] == pytest.approx(0.4e-6)
-    # Faster than what it is measured against: said as it is.
+    # A step may be faster than the ideal time: the stall is then negative.
     faster = report_of(recording(ROWS, STEPS, ideal_s=2e-6)).exposed_stall_s
     assert faster == pytest.approx(-1e-6)
     assert report_of(recording([], [(5, 5)], ideal_s=1e-6)).exposed_stall_share is None

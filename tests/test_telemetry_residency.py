@@ -82,7 +82,7 @@ def test_long_runs_keep_a_limited_number_of_samples() -> None:
     series = sampler.series(0)
     assert series is not None
     assert 8 <= len(series.time_ns) < 16
-    # Evenly over the whole run, and not its beginning only.
+    # Evenly over the whole run.
     assert series.time_ns[0] == 10
     gaps = np.diff(series.resident_bytes[:, WEIGHTS.number])
     assert (gaps > 0).all()
@@ -129,7 +129,7 @@ def test_the_figure_stacks_classes_up_to_the_peak(recording: Recording) -> None:
     assert axes.get_ylabel() == "on the device, GiB"
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["optimizer state", "weights"]
-    # The highest point is the largest sum, and the last sample holds to the end.
+    # The highest point is the largest sum, and the last sample lasts to the end.
     assert axes.get_ylim()[1] == pytest.approx(1.15 * 2)
     assert axes.get_xlim()[1] == pytest.approx(recording.duration_ns * 1e-3)
 

@@ -46,7 +46,7 @@ UMEM = str(Path(sys.executable).with_name("umem"))
 
 
 def managed(tensor_class: str, size: int = SIZE) -> torch.Tensor:
-    """A tensor whose pages are on the device, in managed memory of its own."""
+    """A tensor in a managed block, with its pages on the device."""
     with umem.tensor_class(tensor_class):
         tensor = torch.ones(size, dtype=torch.uint8, device="cuda")
     (block,) = [it for it in umem.tensors() if it.address == tensor.data_ptr()]
@@ -74,7 +74,7 @@ def test_faults_are_counted_and_attributed() -> None:
     print(out, back, sep="\n")
     assert out.hardware == torch.cuda.get_device_name()
     assert out.policy == "sft"
-    # Every page once; at the edges pages of a neighbour may come along.
+    # Every page once; at the edges pages of a neighbour may move too.
     assert bytes_of(out, "to_host", TensorClass.OPTIMIZER_STATE) == pytest.approx(SIZE, rel=0.02)
     assert bytes_of(back, "to_device", TensorClass.OPTIMIZER_STATE) == pytest.approx(SIZE, rel=0.02)
     assert out.cpu_faults > 0
@@ -124,7 +124,7 @@ def test_copies_and_memory_sets_are_memory_operations() -> None:
 
 
 def test_a_forked_process_is_recorded() -> None:
-    """One that has torch from the process that it was forked from, as `umem bench` makes them."""
+    """Forked from a process that has imported torch, as `umem bench` does it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "umem.telemetry"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -138,7 +138,7 @@ def test_a_forked_process_is_recorded() -> None:
 
 
 def test_heavy_faulting_is_counted() -> None:
-    """A kernel reads 1 GiB that lies on the host. CUPTI alone loses a part of such records."""
+    """A kernel reads 1 GiB that is on the host. CUPTI alone loses a part of such records."""
     tensor = managed("activations", GIB)
     stream = torch.cuda.current_stream()
     umem.cuda.prefetch(tensor, Location.host(), stream=stream)
@@ -182,7 +182,7 @@ def rounds(engine: HintEngine, tensor: torch.Tensor, profile: Profile, count: in
 
 
 def test_frozen_weights_are_evicted_without_a_transfer(engine: HintEngine) -> None:
-    """Read-mostly pages keep their copy on the host: to drop those of the device moves nothing."""
+    """Read-mostly pages keep their host copy, so an eviction only drops the device's copy."""
     tensor = managed("frozen_weights", 4 * SIZE)
     place = tensor.data_ptr(), tensor.nbytes
     engine.advise(*place, placement="device", read_mostly=True)
@@ -233,7 +233,7 @@ def test_the_hint_engine_and_the_driver_count_the_same(engine: HintEngine) -> No
 
 
 def test_torch_profiler_keeps_cupti(engine: HintEngine) -> None:
-    """Beside torch.profiler the driver is asked alone, and torch's records are whole."""
+    """Inside of torch.profiler umem uses the driver's queue alone; torch's records are whole."""
     tensor = managed("optimizer_state")
     copied = torch.zeros(MIB, device="cuda")
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -255,7 +255,7 @@ def test_torch_profiler_keeps_cupti(engine: HintEngine) -> None:
     assert without.report().source in ("driver_only", "none")
     kernels = [it.name for it in torchs.events() if "elementwise" in it.name]
     assert len(kernels) >= 2, [it.name for it in torchs.events()]
-    # What torch has let go of may be had again, or a reason is given; no run ends for it.
+    # Afterwards CUPTI may be available again; if not, a note gives the reason.
     with umem.profile(steps=1, hints=engine.statistics, name="after") as profile:
         rounds(engine, tensor, profile, 1)
     assert engine.forget(tensor.data_ptr(), tensor.nbytes)

@@ -1,4 +1,4 @@
-"""What the drivers of known cards say of them."""
+"""Capabilities of known GPUs, as their drivers report them."""
 
 from __future__ import annotations
 

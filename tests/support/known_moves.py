@@ -1,4 +1,4 @@
-"""Known transfers in a process of its own, and what is recorded of them there."""
+"""Known transfers, and their records, for a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COPIED_BYTES = 8 << 20
 
 
 def known_moves() -> tuple[str, int, int, int]:
-    """Who recorded, and the bytes that came to the device by a hint, by faults, and as a copy."""
+    """Source of the records, and bytes to the device by a hint, by faults, and by a copy."""
     host = torch.ones(COPIED_BYTES, dtype=torch.uint8).pin_memory()
     torch.zeros(1, device="cuda")
     with umem.profile(steps=1) as profile:

@@ -1,4 +1,4 @@
-"""When the tensors of a trace live."""
+"""Lifetimes of the tensors of a trace."""
 
 from __future__ import annotations
 
