@@ -18,8 +18,8 @@ from umem.runtime.model_parts import (
     parameter_names,
     plain_tensors,
     storage_addresses,
+    unwrapped,
     weight_classes,
-    wrapped_tensors,
 )
 
 
@@ -38,7 +38,7 @@ def pair(*parts: torch.Tensor) -> torch.Tensor:
 
 def test_a_plain_tensor_wraps_nothing() -> None:
     tensor = torch.ones(4)
-    assert wrapped_tensors(tensor) is None
+    assert list(unwrapped(tensor)) == [tensor]
     assert list(plain_tensors(tensor)) == [tensor]
 
 

@@ -1,4 +1,4 @@
-"""Traces of real steps: by hand, and beside op-level recordings of the same steps."""
+"""Traces of real steps: checked by hand, and against recordings by operators of the same steps."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Training:
 
 
 class Silent(Training):
-    """The same without a look at the loss, which has no value while it is recorded by operators."""
+    """The same without reading the loss, which has no value while operators are recorded."""
 
     def note(self, loss: torch.Tensor) -> None:
         pass
@@ -381,7 +381,7 @@ def test_llama_agrees_with_operators(mode: str, checkpointing: bool) -> None:
     assert set(trace.access_mode[frozen[trace.access_tensor]].tolist()) <= {READ}
 
 
-def test_the_backward_pass_of_a_frozen_block_is_its_neighbours() -> None:
+def test_the_backward_pass_of_a_frozen_block_belongs_to_its_neighbour() -> None:
     trace = recorded(Silent(partly_frozen()))
     # Nothing before the first trained parameter has a backward pass.
     assert "backward layers.1" in trace.phase_names
@@ -394,7 +394,7 @@ def test_the_backward_pass_of_a_frozen_block_is_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_computes_again_before_its_backward_pass(reentrant: bool) -> None:
+def test_a_checkpoint_recomputes_before_its_backward_pass(reentrant: bool) -> None:
     plain, trace = recorded(Silent(Language())), recorded(Silent(Language(reentrant=reentrant)))
     later = trace.phase_names[trace.phase_names.index("backward loss") + 1 :]
     inner = [name for name in later if "layers." in name and not name.startswith("optimizer")]

@@ -248,10 +248,10 @@ class Allocated(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._follow(tensor.untyped_storage())
+                self._track(tensor.untyped_storage())
         return result
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         if nbytes and key not in self._known:
             self._known.add(key)
@@ -286,7 +286,7 @@ def test_the_trace_has_the_allocators_peak(is_checkpointed: bool) -> None:
         memory.take_peak_bytes()
         step()
         peak = memory.take_peak_bytes() - int(block_bytes(np.array(others.nbytes)))
-    # Less than 1 MiB is left out; what a phase makes after it has let go of something is more.
+    # Less than 1 MiB is left out; memory that a phase makes after freeing other memory is more.
     assert peak - (1 << 20) <= live_blocks(trace).max() <= 1.05 * peak
     assert (live_blocks(trace, with_temporaries=False) < 0.9 * live_blocks(trace)).any()
     found = [name for name in trace.tensor_names if name.startswith("temporary of ")]

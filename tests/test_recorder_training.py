@@ -1,4 +1,4 @@
-"""Recording leaves training alone: results, hooks, memory, errors, and what lies between steps."""
+"""Recording does not change a training: its results, hooks, memory, errors and evaluation."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def nothing_stays() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_bits_are_those_of_an_unrecorded_run(reentrant: bool | None) -> None:
+def test_recording_changes_no_bit(reentrant: bool | None) -> None:
     results = []
     for is_recorded in (False, True):
         model, optimizer = make(reentrant=reentrant)
@@ -143,7 +143,7 @@ def test_bits_are_those_of_an_unrecorded_run(reentrant: bool | None) -> None:
     )
 
 
-def test_hooks_go_as_soon_as_the_recording_is_done() -> None:
+def test_hooks_are_removed_when_the_recording_is_done() -> None:
     model, optimizer = make()
     counts = []
     with umem.record(model, optimizer, steps=2, warmup=1) as recording:
@@ -172,7 +172,7 @@ def test_a_recording_keeps_no_memory_alive() -> None:
     check_trace(recording.trace, "test")
 
 
-def test_a_graph_that_lives_on_does_not_hold_the_model() -> None:
+def test_a_kept_graph_does_not_hold_the_model() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer):
         train(model, optimizer, 3)
@@ -267,7 +267,7 @@ def test_recordings_may_end_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("is_polite", [False, True])
-def test_a_wrapper_around_backward_stays(is_polite: bool) -> None:
+def test_another_wrapper_of_backward_stays(is_polite: bool) -> None:
     model, optimizer = make()
     original = torch.autograd.backward
     calls = []
@@ -293,7 +293,7 @@ def test_a_wrapper_around_backward_stays(is_polite: bool) -> None:
     assert torch.autograd.backward is original
 
 
-def test_a_wrapper_around_backward_takes_ours_away() -> None:
+def test_another_wrapper_of_backward_may_remove_umems() -> None:
     model, optimizer = make()
     original = torch.autograd.backward
     with umem.record(model, optimizer):
@@ -315,7 +315,9 @@ class FaultError(RuntimeError):
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "loop", "optimizer"])
-@pytest.mark.parametrize("step_of_fault", [2, 4])  # the one that is looked at, and a timed one
+@pytest.mark.parametrize(
+    "step_of_fault", [2, 4]
+)  # the one whose memory is tracked, and a timed one
 def test_an_exception_ends_the_recording_and_nothing_else(place: str, step_of_fault: int) -> None:
     model, optimizer = make()
     raised = FaultError("out of memory, say")
@@ -341,7 +343,7 @@ def test_an_exception_ends_the_recording_and_nothing_else(place: str, step_of_fa
 
 @pytest.mark.parametrize("place", ["forward", "backward", "loop", "optimizer"])
 @pytest.mark.parametrize("step_of_fault", [2, 4])
-def test_a_step_that_failed_and_was_skipped_is_left_out(place: str, step_of_fault: int) -> None:
+def test_a_failed_step_is_left_out(place: str, step_of_fault: int) -> None:
     expected = recorded(*make())
     model, optimizer = make()
     with umem.record(model, optimizer, clock=Ticks()) as recording:
@@ -375,7 +377,7 @@ def faulty_step(model: Net, optimizer: torch.optim.Optimizer, place: str, error:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_an_in_place_error_is_raised_all_the_same(steps: int) -> None:
+def test_an_in_place_error_is_raised_as_without_a_recording(steps: int) -> None:
     model, optimizer = make()
 
     def run() -> None:
@@ -390,7 +392,7 @@ def test_an_in_place_error_is_raised_all_the_same(steps: int) -> None:
     check_no_trace_left(model, optimizer)
 
 
-def test_a_fault_of_the_recorder_does_not_reach_the_training() -> None:
+def test_an_error_of_the_recorder_does_not_reach_the_training() -> None:
     class Broken(WallClock):
         marks = 0
 
@@ -411,8 +413,8 @@ def test_a_fault_of_the_recorder_does_not_reach_the_training() -> None:
         _ = recording.trace
 
 
-def test_a_fault_of_the_recorder_in_the_optimizers_hook_leaves_those_of_others() -> None:
-    """torch goes through an optimizer's hooks without a copy: none may go meanwhile."""
+def test_an_error_in_an_optimizer_hook_leaves_the_hooks_of_others() -> None:
+    """torch iterates over an optimizer's hooks without a copy: none may be removed meanwhile."""
 
     class Broken(WallClock):
         def mark(self) -> int:
@@ -499,20 +501,20 @@ def test_a_recording_is_used_once_and_inside_a_block() -> None:
 # ---------------------------------------------------------------------------------- signatures
 
 
-def test_a_step_of_other_shapes_is_told_before_it_runs() -> None:
+def test_a_step_of_other_shapes_does_not_match_before_it_runs() -> None:
     model, optimizer = make()
-    told: list[bool] = []
+    matches: list[bool] = []
     recording = umem.record(model, optimizer)
 
     def tell(*_: object) -> None:
-        told.append(recording.matches)
+        matches.append(recording.matches)
 
     handle = model.first.register_forward_pre_hook(tell)
     with recording:
         train(model, optimizer, 12)
         assert recording.signature == recording.step_signature
         assert str(recording.signature) == "0 4x16 float32"
-        told.clear()
+        matches.clear()
         train(model, optimizer, 1, batch=5)
         assert str(recording.step_signature) == "0 5x16 float32"
         tell()
@@ -521,11 +523,11 @@ def test_a_step_of_other_shapes_is_told_before_it_runs() -> None:
         model(torch.randn(4, WIDTH)).sum().backward()  # two calls in one step
         train(model, optimizer, 1)
         tell()
-    assert told == [False, False, True, True, True, False, False]
+    assert matches == [False, False, True, True, True, False, False]
     handle.remove()
 
 
-def test_steps_of_two_lengths_are_told_apart() -> None:
+def test_steps_of_two_lengths_have_two_signatures() -> None:
     expected = recorded(*make())
     model, optimizer = make()
     with umem.record(model, optimizer, clock=Ticks()) as recording:
@@ -535,7 +537,7 @@ def test_steps_of_two_lengths_are_told_apart() -> None:
     assert trace_fingerprint(recording.trace) == expected
 
 
-def test_a_run_that_never_repeats_itself_is_not_recorded() -> None:
+def test_a_run_without_equal_steps_is_not_recorded() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer) as recording:
         for step in range(15):
@@ -564,7 +566,7 @@ def test_steps_that_cannot_be_kept_are_not_timed() -> None:
             train(model, optimizer, 1, batch=step + 1)
         assert clock.count == count
         train(model, optimizer, 9, batch=5)
-    assert recording.done, "one of the steps that were looked at comes round"
+    assert recording.done, "a tracked step comes again"
 
 
 def test_a_signature_lists_every_call_of_a_step() -> None:
@@ -598,7 +600,7 @@ def test_hooks_of_others_are_called_as_before() -> None:
 
 @pytest.mark.parametrize("around", ["loop", "forward", "loss"])
 def test_offloaded_activations_stay_offloaded(around: str) -> None:
-    """Hooks on saved tensors are exclusive: those of the program have to win."""
+    """torch calls one pair of hooks on saved tensors only: the program's take precedence."""
     packed = []
 
     def offload() -> Any:
@@ -696,7 +698,7 @@ def test_a_compiled_optimizer_ends_steps() -> None:
     check_no_trace_left(model, optimizer)
 
 
-def test_a_graph_is_used_after_its_step() -> None:
+def test_a_graph_may_be_used_after_its_step() -> None:
     model, optimizer = make()
     head = nn.Linear(WIDTH, 1)
     with umem.record(model, optimizer) as recording:
@@ -711,7 +713,7 @@ def test_a_graph_is_used_after_its_step() -> None:
     assert recording.done
 
 
-def test_gradients_taken_by_hand_are_followed_too() -> None:
+def test_gradients_from_autograd_grad_are_tracked() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer) as recording:
         for _ in range(12):

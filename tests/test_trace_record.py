@@ -444,7 +444,7 @@ def test_gradients_that_are_zeroed_persist() -> None:
     assert accesses(trace, last)["layers.0.0.weight.grad"] == WRITE
 
 
-def test_gradients_let_go_at_the_start_of_a_step_are_not_there_twice() -> None:
+def test_gradients_freed_at_the_start_of_a_step_count_once() -> None:
     def make_step() -> Step:
         model = nn.Linear(16, 16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -464,7 +464,7 @@ def test_gradients_let_go_at_the_start_of_a_step_are_not_there_twice() -> None:
     assert trace.last_phase[gradient] == trace.phase_count - 1
 
 
-def test_what_the_step_before_left_is_persistent_if_it_is_read() -> None:
+def test_memory_of_the_step_before_is_persistent_if_it_is_read() -> None:
     def make_step() -> Step:
         average = [torch.zeros(1000)]
 
@@ -545,7 +545,7 @@ def test_an_optimizer_that_steps_inside_the_backward_pass() -> None:
     )
 
 
-def test_lazily_named_roots_and_modules_called_alone() -> None:
+def test_names_of_several_models_and_of_modules_called_alone() -> None:
     def make_step() -> Step:
         encoder, decoder = nn.Linear(8, 4), nn.Linear(4, 8)
         model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
@@ -594,7 +594,7 @@ def test_master_adamw_keeps_one_float32_gradient_at_a_time() -> None:
 # ---------------------------------------------------------------------------------- environment
 
 
-def test_what_is_put_on_a_gpu_needs_none() -> None:
+def test_tensors_for_a_gpu_need_none() -> None:
     def make_step() -> Step:
         model = nn.Linear(16, 16).to("cuda:0").cuda()
         table = torch.zeros(16, 16, device="cuda").to(0).pin_memory()
@@ -610,7 +610,7 @@ def test_what_is_put_on_a_gpu_needs_none() -> None:
     assert torch.autocast.__init__.__qualname__ == "autocast.__init__"
 
 
-def test_real_tensors_stand_for_themselves() -> None:
+def test_real_tensors_are_recorded() -> None:
     table = torch.arange(12.0).view(3, 4)
 
     def make_step() -> Step:
@@ -625,7 +625,7 @@ def test_real_tensors_stand_for_themselves() -> None:
     assert table.sum() == 66
 
 
-def test_tensor_subclasses_are_seen_by_what_they_hold() -> None:
+def test_tensor_subclasses_are_recorded_by_the_tensors_inside() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     def make_step() -> Step:
@@ -636,8 +636,8 @@ def test_tensor_subclasses_are_seen_by_what_they_hold() -> None:
     assert trace.phase_names == ("aten.add", "aten.add")
 
 
-def test_progress_is_told() -> None:
-    told: list[tuple[str, float]] = []
+def test_progress_is_reported() -> None:
+    reports: list[tuple[str, float]] = []
 
     def make_step() -> Step:
         tensor = torch.zeros(4)
@@ -649,12 +649,15 @@ def test_progress_is_told() -> None:
         return step
 
     record_step(
-        make_step, name="n", source="s", progress=lambda stage, share: told.append((stage, share))
+        make_step,
+        name="n",
+        source="s",
+        progress=lambda stage, share: reports.append((stage, share)),
     )
-    assert [entry for entry in told if entry[1] in (0.0, 1.0)] == [
+    assert [entry for entry in reports if entry[1] in (0.0, 1.0)] == [
         (stage, share) for stage in ("build", "warm up", "record") for share in (0.0, 1.0)
     ]
-    between = [share for stage, share in told if 0 < share < 1]
+    between = [share for stage, share in reports if 0 < share < 1]
     assert between == sorted(between)
     assert len(between) == 3
 
@@ -662,7 +665,7 @@ def test_progress_is_told() -> None:
 # ---------------------------------------------------------------------------------- errors
 
 
-def test_a_step_that_needs_data_is_told_what_to_change() -> None:
+def test_a_step_that_needs_data_gets_a_remedy() -> None:
     def make_step() -> Step:
         loss = torch.ones(())
         return lambda: print(loss.item())

@@ -77,7 +77,7 @@ def test_modules_beside_the_script_are_found(
     assert not any(name.startswith("_umem_script") for name in sys.modules)
 
 
-def test_what_is_kept_for_main_does_not_run(tmp_path: Path) -> None:
+def test_the_part_for_main_does_not_run(tmp_path: Path) -> None:
     text = STEP + "\nif __name__ == '__main__':\n    raise RuntimeError('ran')\n"
     assert script_trace(write(tmp_path, text)).phase_count
 

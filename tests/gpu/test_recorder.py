@@ -129,7 +129,7 @@ def test_bytes_agree_with_the_model_and_the_allocator(checkpointing: bool | None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_whole_blocks_are_computed_again_in_autograds_thread(reentrant: bool) -> None:
+def test_whole_blocks_are_recomputed_in_autograds_thread(reentrant: bool) -> None:
     class Stack(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -193,7 +193,7 @@ def test_durations_are_the_devices() -> None:
     assert float(trace.metadata["median_step_s"]) >= least_s
 
 
-def test_bits_are_those_of_an_unrecorded_run() -> None:
+def test_recording_changes_no_bit() -> None:
     results = []
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -247,7 +247,7 @@ def test_recording_does_not_wait_for_the_gpu() -> None:
         assert recording.done
 
 
-def test_a_captured_graph_is_left_alone() -> None:
+def test_a_captured_graph_is_not_recorded() -> None:
     first = torch.nn.Linear(64, 64)
     model = torch.nn.Sequential(first, torch.nn.Linear(64, 64)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)

@@ -138,18 +138,9 @@ def build_trace(
     metadata: Mapping[str, str | int | float],
     duration_s: NDArray[np.float64] | None = None,
 ) -> tuple[Trace, dict[int, int]]:
-    """Write storages and phases into a trace, and check it.
+    """Write storages and phases into a trace, and check it; raises ``TraceError``.
 
-    Parameters
-    ----------
-    storages, lifetimes
-        Of the step, in phases of the trace.
-    phases
-        P phases in order.
-    name, source, metadata
-        For :class:`umem.trace.Trace`.
-    duration_s : float64[P], optional
-        For :class:`umem.trace.Trace`.
+    The other parameters are those of :class:`umem.trace.Trace`.
 
     Returns
     -------
@@ -157,11 +148,6 @@ def build_trace(
         Without the storages that no phase sees.
     dict
         Index in the trace's tensors by number of the storage.
-
-    Raises
-    ------
-    TraceError
-        If they do not make up a valid trace.
     """
     kept = [number for number, (first, last, _) in enumerate(lifetimes) if first <= last]
     index = {number: position for position, number in enumerate(kept)}

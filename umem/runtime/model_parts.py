@@ -31,7 +31,6 @@ __all__ = [
     "tensors_in",
     "unwrapped",
     "weight_classes",
-    "wrapped_tensors",
 ]
 
 _MAX_DEPTH = 8
@@ -133,7 +132,9 @@ def optimizer_state(
         yield from named_tensors(state, names.get(parameter, "optimizer"))
 
 
-def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(
+    value: object, name: str = "", *, depth: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors in nested mappings, sequences and dataclasses, by their path: ``batch.labels``.
 
     Parameters
@@ -142,15 +143,15 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, torch.Te
         A tensor or a container.
     name
         Name of `value`, with which each path begins.
+    depth
+        Containers around `value` that are searched already.
     """
-    return _named_tensors(value, name, 0)
-
-
-def _named_tensors(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
         return
     parts: Any
+    if depth == _MAX_DEPTH:
+        return
     if isinstance(value, Mapping):
         parts = value.items()
     elif isinstance(value, list | tuple):
@@ -159,9 +160,9 @@ def _named_tensors(value: object, name: str, depth: int) -> Iterator[tuple[str, 
         parts = vars(value).items()
     else:
         return
-    if depth < _MAX_DEPTH:
-        for key, part in parts:
-            yield from _named_tensors(part, f"{name}.{key}" if name else str(key), depth + 1)
+    for key, part in parts:
+        path = f"{name}.{key}" if name else str(key)
+        yield from named_tensors(part, path, depth=depth + 1)
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
@@ -190,26 +191,16 @@ def _add_tensors(values: Iterable[object], found: list[torch.Tensor], depth: int
 # ---------------------------------------------------------------------- memory
 
 
-def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """The tensors that a tensor subclass wraps; None for a tensor that wraps none.
-
-    Other parts of the subclass are left out: a DTensor also names its mesh of devices.
-    """
-    wrapper: Any = tensor
-    if not is_traceable_wrapper_subclass(wrapper):
-        return None
-    parts = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
-    return [part for part in parts if isinstance(part, torch.Tensor)]
-
-
 def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The innermost tensors inside a tensor subclass; the tensor itself if it wraps none."""
-    wrapped = None if type(tensor) in _PLAIN else wrapped_tensors(tensor)  # nearly all are plain
-    if wrapped is None:
+    wrapper: Any = tensor
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(wrapper):
         yield tensor
         return
-    for part in wrapped:
-        yield from unwrapped(part)
+    for name in wrapper.__tensor_flatten__()[0]:
+        part = getattr(wrapper, name)
+        if isinstance(part, torch.Tensor):  # a DTensor also names its mesh of devices
+            yield from unwrapped(part)
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -152,16 +152,12 @@ class StepCollector:
     ----------
     watch
         Has the signature of the step in progress. Its step ends before this one's.
-    clock
-        Takes the time at the begin of phases.
-    steps
-        Number of steps of one signature to time.
+    clock, steps, known
+        As for :func:`umem.record`.
     root, blocks
         The model, and the modules in it whose passes are phases.
-    known
-        Steps whose first call has these shapes are ignored.
     make_tracker
-        Makes what tracks the memory of a step.
+        Makes a tracker for the memory of the step in progress.
     on_enough
         Called when the last step has been timed, though the device may not have finished it.
 
@@ -212,13 +208,7 @@ class StepCollector:
         return max((found.timed_count for found in self._found.values()), default=0)
 
     def complete(self, *, wait: bool) -> RecordedSteps | None:
-        """The steps of a signature that has enough.
-
-        Parameters
-        ----------
-        wait
-            For the device to finish them.
-        """
+        """The steps of a signature with enough of them; `wait` for the device to finish these."""
         for found in self._found.values():
             if found.timed_count >= self._steps:
                 self._read_marks(found, wait=wait)

@@ -116,14 +116,8 @@ class MemoryTracker:
     def start(self, blocks: Iterable[Block], is_running: Callable[[], bool]) -> None:
         """Set hooks on gradients, and on the modules inside of blocks.
 
-        A checkpoint within a block's forward recomputes without a call of the block.
-
-        Parameters
-        ----------
-        blocks
-            Of the model.
-        is_running
-            Whether a call of the model or a block is in progress.
+        A checkpoint within a block's forward calls these without the block: then `is_running`,
+        which is true during a call of the model or a block, is false.
         """
         self._is_running = is_running
         with ExitStack() as hooks:
@@ -250,18 +244,9 @@ class MemoryTracker:
     def begin_call(
         self, block: str, args: object, kwargs: object, *, is_outermost: bool, recomputed_for: str
     ) -> None:
-        """Its phase has begun.
+        """The phase of a block's call has begun; :data:`NO_BLOCK` stands for the model.
 
-        Parameters
-        ----------
-        block
-            Name of the block, or :data:`NO_BLOCK` for the model.
-        args, kwargs
-            Of the call.
-        is_outermost
-            Whether it is the program's call of the model.
-        recomputed_for
-            The backward phase for which a checkpoint calls it, or "".
+        Where a checkpoint calls it, `recomputed_for` is the backward phase for which.
         """
         if is_outermost:
             self._see_inputs(args, kwargs)
@@ -293,18 +278,10 @@ class MemoryTracker:
     def end_call(
         self, block: str, output: object, *, is_recomputed: bool, is_abandoned: bool
     ) -> None:
-        """The call returns, or an exception has ended it.
+        """A block's call returns, or an exception has ended it.
 
-        Parameters
-        ----------
-        block
-            Name of the block, or :data:`NO_BLOCK` for the model.
-        output
-            Result of the call.
-        is_recomputed
-            Whether a checkpoint has called it.
-        is_abandoned
-            Whether an exception has ended the outermost call.
+        It is recomputed where a checkpoint has called it, and abandoned where the exception has
+        ended the outermost call.
         """
         if not is_recomputed:
             self._save_log.end_call()
@@ -381,13 +358,7 @@ class MemoryTracker:
                 self._on_gradient(parameter)
 
     def end_step(self, labels: Iterable[str]) -> StepMemory:
-        """The optimizer has stepped.
-
-        Parameters
-        ----------
-        labels
-            Of the phases.
-        """
+        """The optimizer has stepped, and the phases have these labels."""
         if self._take_peak is not None:
             self._peaks.append(self._take_peak())
         for name, tensor in optimizer_state(self._optimizer, self._known.names):

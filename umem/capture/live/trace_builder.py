@@ -117,10 +117,10 @@ def build_step_trace(
     seconds
         Of each joined phase, its durations in the steps that have timed it; the medians count.
     name, source, metadata
-        For :class:`umem.trace.Trace`.
+        As for :class:`umem.trace.Trace`.
     optimizer_parts
-        Whether the optimizer's phase is split by block. The parts share its duration in proportion
-        to the bytes that they use.
+        Whether the optimizer's phase is split by block; the parts share its duration by their
+        bytes.
 
     Returns
     -------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -136,10 +135,7 @@ def model_trace(
     def make_step() -> Step:
         network = _build(transformers, _SHAPES[model], seq, attention)
         counts["parameters"] = sum(part.numel() for part in network.parameters())
-        if peft is not None:
-            network = _with_adapters(peft, network)
-        if checkpoint:
-            _enable_checkpointing(network)
+        network = _adapt(network, peft, checkpoint)
         trained = [part for part in network.parameters() if part.requires_grad]
         counts["trainable_parameters"] = sum(part.numel() for part in trained)
         optimizer = _optimizer(mode, trained)
@@ -220,30 +216,24 @@ def _build(transformers: Any, shape: _Shape, seq: int, attention: str) -> Any:
     return network.train()
 
 
-def _with_adapters(peft: Any, network: Any) -> Any:
-    adapters = peft.LoraConfig(
-        r=LORA_RANK,
-        lora_alpha=2 * LORA_RANK,
-        target_modules=list(LORA_TARGETS),
-        task_type="CAUSAL_LM",
-    )
-    with _no_future_warnings():
-        return peft.get_peft_model(network, adapters)
-
-
-def _enable_checkpointing(network: Any) -> None:
-    with _no_future_warnings():
-        network.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-
-
-@contextmanager
-def _no_future_warnings() -> Iterator[None]:
-    """For names that PEFT uses, and that releases of transformers since 4.56 change."""
+def _adapt(network: Any, peft: Any, checkpoint: bool) -> Any:
+    """Add PEFT's adapters, and enable checkpointing, if wanted."""
     with warnings.catch_warnings():
+        # PEFT uses names that releases of transformers since 4.56 change.
         warnings.simplefilter("ignore", FutureWarning)
-        yield
+        if peft is not None:
+            adapters = peft.LoraConfig(
+                r=LORA_RANK,
+                lora_alpha=2 * LORA_RANK,
+                target_modules=list(LORA_TARGETS),
+                task_type="CAUSAL_LM",
+            )
+            network = peft.get_peft_model(network, adapters)
+        if checkpoint:
+            network.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+    return network
 
 
 def _optimizer(mode: str, trained: list[torch.Tensor]) -> torch.optim.Optimizer:
