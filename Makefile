@@ -66,7 +66,7 @@ lint: native
 
 # Compiled and kept once: the workers of the tests would each do it, at the same time.
 planner: native
-	PYTHONPATH=benchmarks $(BIN)/python -c 'import umem_bench.train.compile_planner as it; it.compile_planner()'
+	PYTHONPATH=benchmarks $(BIN)/python -m umem_bench.compile_planner
 
 # Side by side, but for the tests on a GPU, which share its memory.
 pytest: native

@@ -1,276 +1,137 @@
-"""Benchmarks: what a run leaves behind, its tables and its targets. The figures here are made up,
-except those of the native core, which is measured."""
+"""Benchmarks: results files, tables, limits, and worker processes.
+
+The figures here are made up, except those of the native core, which is measured.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from machines import MADE_UP_MACHINE
+from training_runs import GIB, TINY, made_up_header
 from typer.testing import CliRunner
-from umem_bench._timing import loops_for, time_loops_s
-from umem_bench.cli.commands import app
-from umem_bench.report import checks, grids, heading, markdown
-from umem_bench.results import AllocatorName, Measurement, Run, Settings, read_run, write_run
-from umem_bench.results_file import ResultsFileError
-from umem_bench.runner import worker_managed_limit_bytes
+from umem_bench.allocators import checks, heading, tables, worker_limit_bytes
+from umem_bench.before_after import run_against
+from umem_bench.cli import app
+from umem_bench.machine import git_commit, managed_limit_bytes
+from umem_bench.results import (
+    Measurement,
+    ResultsFileError,
+    Run,
+    read_results,
+    write_results,
+)
+from umem_bench.tables import markdown
+from umem_bench.timing import loops_for, time_calls, time_loops_s
+from umem_bench.workers import Worker, WorkerError
 
-from umem.core.errors import PolicyError
+from umem import PolicyError, UmemError
 
-GIB = 1 << 30
 CASE = "1 MiB, 1 thread"
 STEP = "SFT, small"
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def made_up_step(
-    allocator: AllocatorName, step_s: float, reserved_bytes: int | None
+def alloc(allocator: str, *rounds_us: float, error: str | None = None) -> Measurement:
+    times_s = tuple(it * 1e-6 for it in rounds_us)
+    return Measurement(
+        benchmark="alloc", case=CASE, subject=allocator, rounds_s=times_s, error=error
+    )
+
+
+def step(
+    allocator: str, step_s: float, reserved_bytes: int | None, loss: float = 9.0
 ) -> Measurement:
+    figures = {"peak_reserved_bytes": reserved_bytes, "peak_allocated_bytes": GIB}
     return Measurement(
         benchmark="step",
         case=STEP,
-        allocator=allocator,
+        subject=allocator,
         rounds_s=(step_s * 0.99, step_s, step_s * 1.02),
-        peak_reserved_bytes=reserved_bytes,
-        peak_allocated_bytes=None if reserved_bytes is None else reserved_bytes - GIB // 2,
-        loss_hex=(9.0).hex(),
+        figures={name: it for name, it in figures.items() if it and reserved_bytes},
+        loss_hex=loss.hex(),
     )
 
 
 def made_up_run(*measurements: Measurement) -> Run:
-    """No machine has this GPU."""
-    if not measurements:
-        measurements = (
-            Measurement(
-                benchmark="alloc", case=CASE, allocator="torch", rounds_s=(1e-6, 2e-6, 3e-6)
-            ),
-            Measurement(
-                benchmark="alloc", case=CASE, allocator="umem", rounds_s=(2.1e-6, 2.2e-6, 2.3e-6)
-            ),
-            Measurement(benchmark="alloc", case=CASE, allocator="rmm-pool", error="not installed"),
-            made_up_step("torch", 0.016, 2 * GIB),
-            made_up_step("umem", 0.0163, 2 * GIB + GIB // 8),
-            made_up_step("rmm-managed", 0.32, None),
-        )
-    return Run(
-        date="2026-01-02T03:04:05+00:00",
-        git_commit="0123456789ab",
-        machine=MADE_UP_MACHINE,
-        settings=Settings(policy="sft", rounds=3, quick=False, worker_managed_limit_bytes=5 * GIB),
-        measurements=measurements,
+    measurements = measurements or (
+        alloc("torch", 1, 2, 3),
+        alloc("umem", 2.1, 2.2, 2.3),
+        alloc("rmm-pool", error="not installed"),
+        step("torch", 0.016, 2 * GIB),
+        step("umem", 0.0163, 2 * GIB + GIB // 8),
+        step("rmm-managed", 0.32, None),
     )
+    return Run(made_up_header("allocators", {"policy": "sft", "rounds": 3}), measurements)
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    path = tmp_path / "results.json"
-    write_run(made_up_run(), path)
+    path = tmp_path / "results.jsonl"
+    write_results(made_up_run(), path)
     return path
 
 
-def without_gpu() -> dict[str, str]:
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "UMEM_MANAGED_LIMIT": "1GiB"}
+# ---- what is measured ----
 
 
-def test_core_measures_and_writes_what_the_schema_says(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "core.json"
-    words = ["core", "--quick", "--rounds", "2", "--output", str(path)]
+def test_core_measures_and_writes_provenance_first(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "core.jsonl"
 
-    done = CliRunner().invoke(app, words)
+    done = CliRunner().invoke(app, ["core", "--quick", "--rounds", "2", "--output", str(path)])
 
     assert done.exit_code == 0, done.output
-    content = json.loads(path.read_text())
-    assert set(content) == {
-        "format", "date", "git_commit", "machine", "settings", "measurements"
-    }  # fmt: skip
-    assert content["machine"]["umem"]
-    assert content["machine"]["torch"]
-    assert content["settings"]["policy"] == "sft"
-    run = read_run(path)
-    times = {it.case: it.rounds_s for it in run.measurements}
-    assert len(times) == len(run.measurements) == 8
-    assert all(len(rounds_s) == 2 for rounds_s in times.values())
-    # Two calls that do something take longer than one that does nothing.
-    empty_call_s = min(times.pop("an empty call, of which a pair makes two"))
-    assert all(empty_call_s < min(rounds_s) < 1e-3 for rounds_s in times.values())
+    header = json.loads(path.read_text().splitlines()[0])
+    assert header["format"] == "umem-bench-2"
+    assert header["machine"]["cpu"]
+    assert header["packages"]["torch"]
+    assert header["settings"]["policy"] == "sft"
+    times = {it.case: it.rounds_s for it in read_results(path).measurements("core")}
+    assert len(times) == 8
+    assert all(len(rounds_s) == 2 and min(rounds_s) > 0 for rounds_s in times.values())
     assert "random sizes, 8 threads" in done.stdout
 
 
-def test_worker_that_fails_says_why_and_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "alloc.json"
-    command = "from umem_bench.cli.commands import app; app()"
+@pytest.mark.slow
+def test_a_worker_that_fails_says_why_and_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "alloc.jsonl"
     words = ["alloc", "--quick", "--allocators", "torch", "--output", str(path)]
 
     done = subprocess.run(
-        [sys.executable, "-c", command, *words],
+        [sys.executable, "-m", "umem_bench", *words],
         capture_output=True,
         text=True,
         check=False,
-        env=without_gpu(),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "benchmarks")},
     )
 
-    assert done.returncode == 1
-    assert "alloc: torch failed: UnsupportedError: torch sees no usable GPU" in done.stderr
-    run = read_run(path)
-    assert len(run.measurements) == 6
-    assert all("umem doctor" in str(it.error) for it in run.measurements)
-    assert not any(it.rounds_s for it in run.measurements)
+    assert done.returncode == 1, done.stderr
+    assert "torch failed: UnsupportedError" in done.stderr
+    found = read_results(path).measurements("alloc")
+    assert len(found) == 6
+    assert all("umem doctor" in str(it.error) and not it.rounds_s for it in found)
 
 
-def test_tables_of_a_made_up_run() -> None:
-    times, steps, memory = grids(made_up_run())
-
-    assert times.columns == ("case", "torch", "umem", "rmm-pool")
-    assert times.rows == ((CASE, "2 [1 to 3]", "2.2 [2.1 to 2.3] 1.10x", "failed"),)
-    assert steps.columns == ("case", "torch", "umem", "rmm-managed")
-    assert steps.rows == (
-        (
-            STEP,
-            "16 [15.84 to 16.32]",
-            "16.3 [16.14 to 16.63] 1.02x",
-            "320 [316.8 to 326.4] 20.00x",
-        ),
-    )
-    assert memory.rows == (
-        (f"{STEP}: peak allocated", "1.5 GiB", "1.62 GiB", "—"),
-        (f"{STEP}: peak reserved", "2 GiB", "2.12 GiB 1.06x", "—"),
-        (f"{STEP}: loss", "9.000000", "9.000000 same bits", "9.000000 same bits"),
-    )
-
-
-def test_heading_names_the_machine_and_the_versions() -> None:
-    text = heading(made_up_run())
-
-    for part in ("Made-up GPU", "driver 1.2", "CUDA 13.0", "torch 2.13.0", "rmm 26.10.0",
-                 "umem 0.1.0 (0123456789ab)", "policy sft", "3 rounds", "2026-01-02"):  # fmt: skip
-        assert part in text
-
-
-def test_markdown_is_a_table() -> None:
-    lines = markdown(next(grids(made_up_run()))).splitlines()
-
-    assert lines[2:] == [
-        "| case | torch | umem | rmm-pool |",
-        "| --- | ---: | ---: | ---: |",
-        f"| {CASE} | 2 [1 to 3] | 2.2 [2.1 to 2.3] 1.10x | failed |",
-    ]
-
-
-def test_report_prints_a_results_file(results: Path) -> None:
-    plain = CliRunner().invoke(app, ["report", str(results)])
-    as_markdown = CliRunner().invoke(app, ["report", str(results), "--markdown", "--check"])
-
-    assert plain.exit_code == 0
-    assert "Made-up GPU" in plain.stdout
-    assert as_markdown.exit_code == 0
-    assert f"| {CASE} | 2 [1 to 3] |" in as_markdown.stdout
-    assert as_markdown.stdout.count("pass  ") == 4
-    assert "pass  alloc: 1 MiB, 1 thread, time: 1.100x torch, at most 1.2x" in as_markdown.stdout
-
-
-@pytest.mark.parametrize(
-    ("missed", "detail", "measurements"),
-    [
-        (
-            f"alloc: {CASE}, time",
-            "1.210x",
-            [
-                Measurement(benchmark="alloc", case=CASE, allocator="torch", rounds_s=(1e-6,)),
-                Measurement(benchmark="alloc", case=CASE, allocator="umem", rounds_s=(1.21e-6,)),
-            ],
-        ),
-        (
-            f"step: {STEP}, time",
-            "1.040x",
-            [made_up_step("torch", 0.1, GIB), made_up_step("umem", 0.104, GIB)],
-        ),
-        (
-            f"step: {STEP}, peak reserved",
-            "1.125x",
-            [made_up_step("torch", 0.1, 2 * GIB), made_up_step("umem", 0.1, 2 * GIB + GIB // 4)],
-        ),
-        (
-            f"step: {STEP}, peak reserved",
-            "not measured",
-            [made_up_step("torch", 0.1, GIB), made_up_step("umem", 0.1, None)],
-        ),
-        (
-            f"step: {STEP}, loss to the last bit",
-            "umem 0x1.0",
-            [
-                made_up_step("torch", 0.1, GIB),
-                made_up_step("umem", 0.1, GIB).model_copy(update={"loss_hex": (8.0).hex()}),
-            ],
-        ),
-        (f"step: {STEP}", "needs both torch and umem", [made_up_step("umem", 0.1, GIB)]),
-        (
-            f"step: {STEP}",
-            "ran out",
-            [
-                made_up_step("torch", 0.1, GIB),
-                Measurement(benchmark="step", case=STEP, allocator="umem", error="ran out"),
-            ],
-        ),
-    ],
-)
-def test_a_missed_target_fails(
-    tmp_path: Path, missed: str, detail: str, measurements: list[Measurement]
-) -> None:
-    run = made_up_run(*measurements)
-    path = tmp_path / "results.json"
-    write_run(run, path)
-
-    failed = [check for check in checks(run) if not check.passed]
-    done = CliRunner().invoke(app, ["report", str(path), "--check"])
-
-    assert [check.subject for check in failed] == [missed]
-    assert detail in failed[0].detail
-    assert done.exit_code == 1
-    assert f"FAIL  {missed}: " in done.stdout
-
-
-def test_targets_of_a_run_without_any_fail(tmp_path: Path) -> None:
-    path = tmp_path / "core.json"
-    case = Measurement(benchmark="core", case="512 B", allocator="umem", rounds_s=(1e-7,))
-    write_run(made_up_run(case), path)
-
-    assert CliRunner().invoke(app, ["report", str(path), "--check"]).exit_code == 1
-
-
-def test_results_survive_the_file(results: Path) -> None:
-    assert read_run(results) == made_up_run()
-    assert [path.name for path in results.parent.iterdir()] == ["results.json"]
-
-
-def test_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "taken").mkdir()
-
-    with pytest.raises(OSError, match="taken"):
-        write_run(made_up_run(), tmp_path / "taken")
-
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, r"cannot be read \(No such file or directory\)"),
-        (b"{", "not a file of `umem bench --output`: the file"),
-        (b"\xff\xfe", "not a file of `umem bench --output`: the file"),
-        (b'{"format": "umem-bench-0"}', "not a file of `umem bench --output`: format"),
-        (b"\x1f\x8b cut", r"cannot be read \(.*gzip"),
-    ],
-)
-def test_file_without_results(tmp_path: Path, content: bytes | None, message: str) -> None:
-    path = tmp_path / "other.json"
-    if content is not None:
-        path.write_bytes(content)
-
-    with pytest.raises(ResultsFileError, match=message):
-        read_run(path)
+def test_workers_share_less_than_16_gib_of_managed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UMEM_MANAGED_LIMIT", raising=False)
+    assert worker_limit_bytes(["torch", "umem", "rmm-pool", "rmm-managed"]) == 5 * GIB
+    assert worker_limit_bytes(["torch", "umem"]) == 8 * GIB
+    monkeypatch.setenv("UMEM_MANAGED_LIMIT", "64GiB")
+    assert worker_limit_bytes(["torch", "umem"]) == 15 * GIB
+    assert managed_limit_bytes(16 * GIB) == 16 * GIB
+    monkeypatch.setenv("UMEM_MANAGED_LIMIT", "2GiB")
+    assert worker_limit_bytes(["torch", "umem", "rmm-pool"]) == 2 * GIB
+    monkeypatch.setenv("UMEM_MANAGED_LIMIT", "much")
+    with pytest.raises(PolicyError, match="UMEM_MANAGED_LIMIT"):
+        worker_limit_bytes(["umem"])
 
 
 @pytest.mark.parametrize("option", ["--allocators=torch,jemalloc", "--size=huge", "--rounds=0"])
@@ -278,27 +139,15 @@ def test_unknown_choices_end_with_status_2(option: str) -> None:
     assert CliRunner().invoke(app, ["step", option]).exit_code == 2
 
 
-def test_workers_share_less_than_16_gib_of_managed_memory() -> None:
-    everyone: tuple[AllocatorName, ...] = ("torch", "umem", "rmm-pool", "rmm-managed")
-
-    assert worker_managed_limit_bytes(everyone, {}) == 5 * GIB
-    assert worker_managed_limit_bytes(("torch", "umem"), {}) == 8 * GIB
-    assert (
-        worker_managed_limit_bytes(("torch", "umem"), {"UMEM_MANAGED_LIMIT": "64GiB"}) == 15 * GIB
-    )
-    assert worker_managed_limit_bytes(everyone, {"UMEM_MANAGED_LIMIT": "2GiB"}) == 2 * GIB
-    with pytest.raises(PolicyError, match="UMEM_MANAGED_LIMIT"):
-        worker_managed_limit_bytes(everyone, {"UMEM_MANAGED_LIMIT": "much"})
-
-
 @pytest.mark.parametrize("threads", [1, 4])
 def test_timing_counts_every_pass(threads: int) -> None:
     given: list[int] = []
 
-    pass_s = time_loops_s(given.append, 40, threads)
+    time_loops_s(given.append, 40, threads)
 
     assert given == [40 // threads] * threads
-    assert pass_s > 0
+    assert loops_for(lambda _: time.sleep(1e-3), 0.01) >= 8
+    assert time_calls(lambda: 7, 3, iter(range(10)).__next__) == (7, (1, 1, 1))
 
 
 def test_timing_lets_errors_of_threads_out() -> None:
@@ -309,11 +158,302 @@ def test_timing_lets_errors_of_threads_out() -> None:
         time_loops_s(loop, 8, threads=2)
 
 
-def test_loops_fill_the_time_asked_for() -> None:
-    def loop(passes: int) -> None:
-        for _ in range(passes * 1000):
-            pass
+# ---- worker processes ----
 
-    loops = loops_for(loop, 0.05)
 
-    assert 0.005 < time_loops_s(loop, loops) * loops < 0.5
+def echo(job: Any) -> Iterator[Any]:
+    yield job.tokens
+    raise ValueError(f"no more of {job.tokens}")
+
+
+def die(_: Any) -> Iterator[Any]:
+    print("some last words")
+    yield os._exit(3)
+
+
+def hang(_: Any) -> Iterator[Any]:
+    yield "ready"
+    print("compiling")
+    time.sleep(600)
+
+
+def test_a_worker_answers_one_request_after_the_other() -> None:
+    with Worker(echo, TINY, preload=[]) as worker:
+        assert worker.ask(60) == TINY.tokens
+        with pytest.raises(WorkerError, match="ValueError: no more of 32"):
+            worker.ask(60)
+
+
+def test_a_worker_that_ends_leaves_its_last_words() -> None:
+    with (
+        Worker(die, TINY, preload=[]) as worker,
+        pytest.raises(WorkerError, match="status 3 / some last words"),
+    ):
+        worker.ask(60)
+
+
+def test_a_worker_that_hangs_leaves_its_words_and_where_it_was() -> None:
+    with Worker(hang, TINY, preload=[]) as worker:
+        assert worker.ask(60) == "ready"
+        with pytest.raises(WorkerError) as caught:
+            worker.ask(2)
+
+    words = str(caught.value).split(" / ")
+    assert caught.value.timed_out
+    assert words[:2] == ["no answer within 2 s", "compiling"]
+    assert words[2].endswith("in hang")
+
+
+_ENDLESS = """
+import sys
+sys.path[:0] = {paths!r}
+import test_bench
+from umem_bench.workers import Worker
+
+if __name__ == "__main__":
+    with Worker(test_bench.hang, test_bench.TINY, preload=[]) as worker:
+        worker.ask(600)
+        worker.request(600)
+        print("begun", flush=True)
+        worker.answer(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_ends_with_the_program_that_started_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    script = tmp_path / "endless.py"
+    paths = [str(ROOT / it) for it in ("tests", "tests/support", "benchmarks")]
+    script.write_text(_ENDLESS.format(paths=paths))
+    run = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert run.stdout is not None
+    try:
+        assert run.stdout.readline() == "begun\n"
+        # A worker, its server, and the program itself.
+        assert wait_until(lambda: len(of_session(run.pid)) >= 3)
+        run.send_signal(number)
+        run.wait(30)
+
+        assert run.returncode == -number
+        assert wait_until(lambda: not of_session(run.pid))
+    finally:
+        for pid in of_session(run.pid):
+            os.kill(pid, signal.SIGKILL)
+        run.wait()
+        run.stdout.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + 30
+    while not holds() and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return holds()
+
+
+def of_session(session: int) -> list[int]:
+    """Living processes that a program has started, and it itself."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, own = folder.joinpath("stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+        if int(own) == session and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+# ---- two checkouts ----
+
+
+@pytest.mark.slow
+def test_a_checkout_is_compared_with_another_one(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    found = run_against(ROOT, 1, said.append, "llama-tiny")
+    other = run_against(tmp_path, 1, said.append, "llama-tiny")
+
+    cases = {it.case for it in found}
+    assert {(it.case, it.subject) for it in found} == {
+        (case, side) for case in cases for side in ("before", "after")
+    }
+    assert any("plan of llama-tiny" in case for case in cases)
+    assert all(len(it.rounds_s) == 1 for it in found)
+    (failed,) = (it for it in other if it.error)
+    assert failed.subject == "before"
+    assert "status 1" in str(failed.error)
+
+
+# ---- files ----
+
+
+def test_results_survive_the_file(results: Path) -> None:
+    assert read_results(results) == made_up_run()
+    assert [path.name for path in results.parent.iterdir()] == ["results.jsonl"]
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+
+    with pytest.raises(OSError, match="taken"):
+        write_results(made_up_run(), tmp_path / "taken")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file or directory"),
+        (b"", "line 1"),
+        (b"{", "line 1"),
+        (b"\xff\xfe", "line 1"),
+        (b'{"format": "umem-bench-1"}', "line 1.*format"),
+        (b"\x1f\x8b cut", "gzip"),
+    ],
+)
+def test_a_file_without_results_is_refused(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "other.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(ResultsFileError, match=words):
+        read_results(path)
+
+
+def test_a_line_that_is_no_result_is_named(results: Path) -> None:
+    lines = results.read_text().splitlines()
+    results.write_text("\n".join([*lines[:2], lines[2].replace('"case"', '"cases"'), *lines[3:]]))
+
+    with pytest.raises(ResultsFileError, match=r"line 3.*measurement\.case"):
+        read_results(results)
+
+
+# ---- tables and limits ----
+
+
+def test_tables_of_a_made_up_run() -> None:
+    times, steps, memory = tables(made_up_run())
+
+    assert times.columns == ("case", "torch", "umem", "rmm-pool")
+    assert times.rows == [(CASE, "2 [1 to 3]", "2.2 [2.1 to 2.3] 1.10x", "failed")]
+    assert steps.rows == [
+        (STEP, "16 [15.84 to 16.32]", "16.3 [16.14 to 16.63] 1.02x", "320 [316.8 to 326.4] 20.00x")
+    ]
+    assert memory.rows == [
+        (f"{STEP}: peak allocated", "1 GiB", "1 GiB", "—"),
+        (f"{STEP}: peak reserved", "2 GiB", "2.12 GiB 1.06x", "—"),
+        (f"{STEP}: loss", "9.000000", "9.000000 same bits", "9.000000 same bits"),
+    ]
+    assert markdown(times).splitlines()[2:4] == [
+        "| case | torch | umem | rmm-pool |", "| --- | ---: | ---: | ---: |",
+    ]  # fmt: skip
+
+
+def test_the_heading_names_machine_versions_and_settings() -> None:
+    text = heading(made_up_run())
+
+    for part in ("Made-up GPU", "driver 1.2", "CUDA 13.0", "torch 2.13.0",
+                 "umem 0.1.0 (0123456789ab)", "policy sft", "3 rounds", "2026-01-02"):  # fmt: skip
+        assert part in text
+
+
+def test_report_prints_a_results_file(results: Path) -> None:
+    plain = CliRunner().invoke(app, ["report", str(results)])
+    checked = CliRunner().invoke(app, ["report", str(results), "--markdown", "--check"])
+    one = CliRunner().invoke(app, ["report", str(results), "--markdown", "--tables", "training"])
+
+    assert plain.exit_code == 0
+    assert "Made-up GPU" in plain.stdout
+    assert checked.exit_code == 0, checked.output
+    assert f"| {CASE} | 2 [1 to 3] |" in checked.stdout
+    assert checked.stdout.count("pass  ") == 4
+    assert one.stdout.count("**") == 2
+
+
+@pytest.mark.parametrize(
+    ("missed", "detail", "measurements"),
+    [
+        (f"alloc: {CASE}, time", "1.210x", [alloc("torch", 1), alloc("umem", 1.21)]),
+        (f"step: {STEP}, time", "1.040x", [step("torch", 0.1, GIB), step("umem", 0.104, GIB)]),
+        (
+            f"step: {STEP}, peak reserved",
+            "1.125x",
+            [step("torch", 0.1, 2 * GIB), step("umem", 0.1, 2 * GIB + GIB // 4)],
+        ),
+        (
+            f"step: {STEP}, peak reserved",
+            "not measured",
+            [step("torch", 0.1, GIB), step("umem", 0.1, None)],
+        ),
+        (
+            f"step: {STEP}, loss",
+            "umem 0x1.0",
+            [step("torch", 0.1, GIB), step("umem", 0.1, GIB, loss=8.0)],
+        ),
+        (f"step: {STEP}", "needs both torch and umem", [step("umem", 0.1, GIB)]),
+        (f"alloc: {CASE}", "ran out", [alloc("torch", 1), alloc("umem", error="ran out")]),
+    ],
+)
+def test_a_missed_limit_fails(
+    tmp_path: Path, missed: str, detail: str, measurements: list[Measurement]
+) -> None:
+    path = tmp_path / "results.jsonl"
+    write_results(made_up_run(*measurements), path)
+
+    (failed,) = (it for it in checks(made_up_run(*measurements)) if not it.passed)
+    done = CliRunner().invoke(app, ["report", str(path), "--check"])
+
+    assert failed.subject.startswith(missed)
+    assert detail in failed.detail
+    assert done.exit_code == 1
+    assert f"FAIL  {missed}" in done.stdout
+
+
+def test_a_run_without_limits_fails_the_check(tmp_path: Path) -> None:
+    path = tmp_path / "core.jsonl"
+    case = Measurement(benchmark="core", case="512 B", subject="umem", rounds_s=(1e-7,))
+    write_results(made_up_run(case), path)
+
+    assert CliRunner().invoke(app, ["report", str(path), "--check"]).exit_code == 1
+
+
+def test_a_slower_checkout_fails_the_check() -> None:
+    times_s = {"before": 1.0, "after": 1.2}
+    run = made_up_run(
+        *(
+            Measurement(benchmark="against", case="plan", subject=side, rounds_s=(time_s,))
+            for side, time_s in times_s.items()
+        )
+    )
+
+    (failed,) = checks(run)
+
+    assert failed.passed is False
+    assert "1.200x" in failed.detail
+
+
+# ---- the commit ----
+
+
+def test_the_commit_may_be_told_where_there_is_no_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("umem_bench.machine._git", lambda *_: None)
+
+    assert git_commit({}) is None
+    assert git_commit({"UMEM_COMMIT": "0123456789abcdef" * 2}) == "0123456789ab"
+    for wrong in ("", "main", "0123", "0123456789ab; rm"):
+        with pytest.raises(UmemError, match="UMEM_COMMIT"):
+            git_commit({"UMEM_COMMIT": wrong})
+
+
+def test_a_checkout_knows_its_commit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"ls-files": "machine.py", "rev-parse": "0123456789ab", "status": "M a"}
+    monkeypatch.setattr("umem_bench.machine._git", lambda command, *_: said[command])
+
+    assert git_commit({"UMEM_COMMIT": "fedcba9876543210"}) == "0123456789ab, changed"

@@ -1,674 +1,186 @@
-"""The training benchmark: its command line, and real processes on the CPU."""
+"""The training benchmark: the model, what is measured of it, real processes on the CPU, tables."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import training_runs
-from training_runs import GIB, TINY, made_up_run, outcome, settings
-from training_workers import answer_what_json_cannot_say, print_and_hang
+from managed_training import MIB, Training
+from training_runs import GIB, MIGRATION, TINY, made_up_run, result, settings
 from typer.testing import CliRunner
-from umem_bench.cli.commands import app
-from umem_bench.provenance import git_commit
-from umem_bench.train.jobs import TrainingAnswer, TrainingJob
-from umem_bench.train.order import WORKLOADS, Configuration, configurations
-from umem_bench.train.results import (
-    BUDGETED,
+from umem_bench.cli import app
+from umem_bench.compile_planner import compile_planner, small_step
+from umem_bench.llama import ChunkedLoss, build_llama
+from umem_bench.results import (
     METHODS,
     PLANNERS,
     Method,
-    TrainingRun,
+    Run,
+    TrainingResult,
     Variant,
-    read_training,
-    write_training,
+    read_results,
+    write_results,
 )
-from umem_bench.train.runner import _Workers, managed_limit_bytes, run_training
-from umem_bench.train.sittings import still_to_run
-from umem_bench.train.step import (
-    _OPTIMIZER_ON_HOST,
-    NotInstalledError,
-    place_allocator,
-    require_package,
-)
-from umem_bench.train.task import KEPT_LOSSES
-from umem_bench.train.worker import _answer, work
+from umem_bench.training import measure as measuring
+from umem_bench.training import migration, variants
+from umem_bench.training.run import cells, run_training
+from umem_bench.training.tables import checks, device_peak_bytes, fits, heading, tables
+from umem_bench.training.variants import WORKLOADS, TrainingJob, make_training, place_allocator
+from umem_bench.workers import Worker, WorkerError
 
-from umem.core.classes import TensorClass
-from umem.core.errors import PolicyError, UmemError, UnsupportedError
-from umem.policy import class_rule, load_policy
+from umem import TensorClass, UmemError, UnsupportedError, load_policy
+from umem.core.report import HintReport, HintUse, MeasuredReport, Traffic
+from umem.executor import SETTLING_STEPS
+from umem.policy import class_rule
+from umem.trace import check_trace
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+PAGE = 64 << 10
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.device_count() > 0, reason="it is about a machine without a GPU"
 )
 
 
-def ask(workers: _Workers, job: TrainingJob, limit_s: float = 60.0) -> TrainingAnswer:
-    return workers._ask(work, (job.model_dump_json(),), limit_s)
+def chunked(method: Method = "sft", **changes: Any) -> ChunkedLoss:
+    shape = TINY.model_copy(update=changes)
+    return ChunkedLoss(build_llama(shape, method, CPU), shape.loss_chunk_tokens)
 
 
-# --- the command line ---
-
-
-@needs_no_gpu
-def test_without_a_gpu_it_says_so_at_once() -> None:
-    begin_s = time.process_time()
-
-    done = CliRunner().invoke(app, ["training"])
-
-    assert isinstance(done.exception, UnsupportedError)
-    assert "training is measured on an NVIDIA GPU, and torch sees none" in str(done.exception)
-    assert "umem doctor" in str(done.exception)
-    assert time.process_time() - begin_s < 2
-
-
-@pytest.mark.parametrize(
-    "option",
-    ["--workload=short", "--methods=qlora", "--variants=vllm", "--budgets=0", "--budgets=120",
-     "--budgets=60,half", "--steps=0", "--batch=0", "--loss-chunk=0", "--seconds-limit=0"],
-)  # fmt: skip
-def test_unknown_choices_end_with_status_2(option: str) -> None:
-    assert CliRunner().invoke(app, ["training", option]).exit_code == 2
-
-
-def test_an_output_that_cannot_be_written_is_found_before_the_run(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["training", "--output", str(tmp_path)])
-
-    assert isinstance(done.exception, UmemError)
-    assert f"--output: {tmp_path} is a folder" in str(done.exception)
-
-
-def test_a_process_has_at_most_16_gib_of_managed_memory() -> None:
-    assert managed_limit_bytes({}) == 16 * GIB
-    assert managed_limit_bytes({"UMEM_MANAGED_LIMIT": "4GiB"}) == 4 * GIB
-    assert managed_limit_bytes({"UMEM_MANAGED_LIMIT": "64GiB"}) == 16 * GIB
-    with pytest.raises(PolicyError, match="UMEM_MANAGED_LIMIT"):
-        managed_limit_bytes({"UMEM_MANAGED_LIMIT": "much"})
-
-
-# --- real processes, on the CPU ---
-
-
-def test_processes_train_the_same_model_and_say_what_they_cannot_do(tmp_path: Path) -> None:
-    said: list[str] = []
-    seen: list[int] = []
-    path = tmp_path / "results.json"
-    asked = settings(variants=("stock", "umem-planned", "save-on-cpu"), deterministic=True)
-
-    def keep(so_far: TrainingRun) -> None:
-        write_training(so_far, path)
-        seen.append(len(so_far.outcomes))
-
-    run = run_training(asked, said.append, keep, device="cpu")
-    checkpoints = settings(
-        TINY.model_copy(update={"checkpoint": True}), methods=("sft",), deterministic=True
-    )
-    again = run_training(checkpoints, said.append, device="cpu")
-
-    # What there was by then is in the file after each of them, and what was still to come.
-    assert seen == [len(run.outcomes)] * len(run.outcomes)
-    assert read_training(path) == run
-    assert [it.stock for it in run.sittings] == [()]
-    assert all((it.date is None) == (it.state == "left out") for it in run.outcomes)
-    first, adapters = (it for it in run.outcomes if it.variant == "stock")
-    assert [(it.method, it.variant, it.state) for it in (first, adapters)] == [
-        ("sft", "stock", "measured"), ("lora", "stock", "measured")
-    ]  # fmt: skip
-    for it in (first, adapters):
-        losses = [float.fromhex(loss) for loss in it.losses_hex]
-        assert len(it.steps_s) == 3
-        assert min(it.steps_s) > 0
-        assert losses == sorted(losses, reverse=True)
-        assert len(losses) == KEPT_LOSSES > it.warm_steps + 3
-        assert it.process_s > sum(it.steps_s)
-    # The same seed gives the same bits, with checkpoints too, and adapters begin as the model that
-    # they are put on.
-    assert again.outcomes[0].losses_hex == first.losses_hex
-    assert adapters.losses_hex[0] == first.losses_hex[0] != adapters.losses_hex[1]
-    weights = 2 * 256 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128) + 5 * 64
-    adapter = 2 * 4 * 2 * 64 * 16
-    assert run.parameters == {"sft": weights, "lora": weights + adapter}
-    assert first.optimizer_state_bytes == 2 * weights * 2  # two moments in bfloat16
-    # The CPU counts no peak, so that no budget is a share of it.
-    budgeted = [it for it in run.outcomes if it.variant == "umem-planned"]
-    assert len(budgeted) == 6
-    assert {it.state for it in budgeted} == {"left out"}
-    assert all("which was not measured" in str(it.reason) for it in budgeted)
-    saving = next(it for it in run.outcomes if it.variant == "save-on-cpu")
-    assert saving.state == "failed"
-    assert saving.reason == (
-        "UnsupportedError: save-on-cpu needs a GPU: on the CPU there is only stock"
-    )
-    assert len(said) == len(run.outcomes) + 1 + 2
-    assert said[0].startswith("imports, and the planner compiled: ")
-    assert said[1].startswith("long, sft, stock: ")
-    assert " ms a step" in said[1]
-
-
-def test_what_does_not_fit_the_time_is_left_out() -> None:
-    run = run_training(settings(seconds_limit=0.05), lambda _: None, device="cpu")
-
-    first, second = run.outcomes
-    assert first.state == "measured"  # nobody knew how long it would take
-    assert second.state == "left out"
-    assert second.reason is not None
-    assert second.reason.startswith("0 s were left of 0.05 s, and such a process takes ")
-    assert second.reason.endswith("give more with --seconds-limit, or go on with --continue")
-
-
-def test_a_later_sitting_runs_what_is_missing_and_stock_again(tmp_path: Path) -> None:
-    said: list[str] = []
-    path = tmp_path / "results.json"
-    first = run_training(settings(seconds_limit=0.05), said.append, device="cpu")
-    write_training(first, path)
-
-    second = run_training(settings(), said.append, device="cpu", earlier=read_training(path))
-    third = run_training(settings(), said.append, device="cpu", earlier=second)
-
-    assert second.outcomes[0] == first.outcomes[0]
-    assert [it.state for it in first.outcomes] == ["measured", "left out"]
-    assert [it.state for it in second.outcomes] == ["measured", "measured"]
-    assert (second.date, second.sittings[0]) == (first.date, first.sittings[0])
-    (again,) = second.sittings[1].stock
-    assert (again.method, again.state) == ("sft", "measured")
-    assert set(second.parameters) == {"sft", "lora"}
-    assert second.seconds == pytest.approx(sum(it.seconds for it in second.sittings))
-    assert third == second
-    assert said[-1] == "nothing is left to run"
-
-
-def test_what_was_too_slow_stays_so_until_it_is_run_again() -> None:
-    asked = settings(methods=("sft",), variants=("stock", "save-on-cpu"))
-    first = run_training(asked, lambda _: None, device="cpu")
-    slow = first.outcomes[1].model_copy(update={"timed_out": True, "reason": "no answer"})
-    earlier = first.model_copy(update={"outcomes": (first.outcomes[0], slow)})
-    no_time = asked.model_copy(update={"seconds_limit": 0.01})
-
-    still = run_training(no_time, lambda _: None, device="cpu", earlier=earlier)
-    again = run_training(asked, lambda _: None, device="cpu", earlier=still)
-
-    assert still.outcomes == earlier.outcomes
-    assert not again.outcomes[1].timed_out
-    assert "save-on-cpu needs a GPU" in str(again.outcomes[1].reason)
-
-
-def test_results_of_another_machine_or_other_settings_are_not_continued() -> None:
-    other = made_up_run(outcome("stock"), variants=("stock", "save-on-cpu"))
-
-    with pytest.raises(UmemError) as error:
-        run_training(settings(steps=4), lambda _: None, device="cpu", earlier=other)
-
-    words = str(error.value)
-    assert words.startswith("the earlier results cannot be continued: they have gpu Made-up GPU, ")
-    for part in (
-        "driver 1.2, and now ",
-        "transformers 5.0, and now ",
-        "steps 3, and now 4",
-        "commit 0123456789ab, and now ",
-        "variants of long ('stock', 'save-on-cpu'), ",
-    ):
-        assert part in words  # fmt: skip
-
-
-def test_what_is_missing_is_run_and_what_was_too_slow_comes_last() -> None:
-    cells = configurations(settings(variants=("stock", "save-on-cpu", "torchao-offload")))
-    there = {it.key: outcome(it.variant, method=it.method) for it in cells}
-    left = {"state": "left out", "steps_s": ()}
-    slow = {"state": "failed", "timed_out": True, "steps_s": ()}
-
-    def run_of(*missing: tuple[Variant, Method, dict[str, Any]]) -> list[tuple[str, str]]:
-        found = dict(there)
-        for variant, method, what in missing:
-            key = cell(variant, method=method).key
-            found[key] = found[key].model_copy(update=what)
-        return [(it.method, it.variant) for it in still_to_run(cells, found.values())]
-
-    failed = {"state": "failed", "steps_s": ()}
-    assert run_of(("save-on-cpu", "sft", failed)) == []
-    assert run_of(("torchao-offload", "sft", left), ("save-on-cpu", "sft", slow)) == [
-        ("sft", "stock"), ("sft", "torchao-offload"), ("sft", "save-on-cpu")
-    ]  # fmt: skip
-    # At the beginning stock runs in any case.
-    assert run_of(("save-on-cpu", "lora", left)) == [
-        ("sft", "stock"), ("lora", "stock"), ("lora", "save-on-cpu")
-    ]  # fmt: skip
-
-
-# --- what comes of processes, without any ---
-
-
-def told(monkeypatch: pytest.MonkeyPatch, answers: dict[str, TrainingAnswer]) -> list[str]:
-    """Answer in the place of processes, by variant; the variants that were started."""
-    started: list[str] = []
-
-    def answer(_: _Workers, _target: object, words: tuple[str, ...], _limit: float) -> object:
-        job = TrainingJob.model_validate_json(words[0])
-        started.append(job.variant)
-        return answers[job.variant]
-
-    monkeypatch.setattr(_Workers, "_ask", answer)
-    return started
-
-
-def cell(variant: Variant, percent: float | None = None, method: Method = "sft") -> Configuration:
-    return Configuration("long", method, variant, percent)
-
-
-STOCK = TrainingAnswer(state="measured", steps_s=(0.1,), peak_allocated_bytes=10 * GIB)
-
-
-def test_a_variant_that_hangs_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    hung = TrainingAnswer(state="failed", reason="no answer within 150 s", timed_out=True)
-    started = told(monkeypatch, {"stock": STOCK, "deepspeed-offload": hung})
-    workers = _Workers(settings(), "cuda", time.monotonic() + 100)
-
-    found = [
-        workers.outcome(cell(it, method=method))
-        for method in METHODS
-        for it in ("stock", "deepspeed-offload")
-    ]
-
-    assert started == ["stock", "deepspeed-offload", "stock"]
-    assert [it.state for it in found] == ["measured", "failed", "measured", "left out"]
-    assert found[1].timed_out
-    assert found[3].reason == (
-        "this variant gave no answer before: long, sft, deepspeed-offload: no answer within 150 s"
-    )
-
-
-def test_a_new_variant_is_taken_to_be_as_slow_as_the_slowest() -> None:
-    workers = _Workers(settings(), "cuda", time.monotonic() + 20)
-    # What gave up or failed has told how long it takes too.
-    workers.learn(outcome("stock", process_s=5.0))
-    workers.learn(outcome("umem-planned", percent=60.0, state="off", steps_s=(), process_s=30.0))
-    workers.learn(outcome("deepspeed-offload", state="failed", timed_out=True, process_s=150.0))
-
-    assert workers._needed_s(cell("torchao-offload")) == 30.0
-    assert workers._needed_s(cell("stock-again")) == 5.0
-    late = workers.outcome(cell("torchao-offload"))
-    assert late.state == "left out"
-    assert "such a process takes 30 s or more" in str(late.reason)
-
-
-def test_time_is_kept_for_stock_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = told(monkeypatch, {"save-on-cpu": STOCK, "stock-again": STOCK})
-    workers = _Workers(settings(), "cuda", time.monotonic() + 14)
-    workers.learn(outcome("stock", process_s=5.0))
-    workers.learn(outcome("save-on-cpu", process_s=10.0))
-
-    left_out = workers.outcome(cell("save-on-cpu"), with_again=True)
-    again = workers.outcome(cell("stock-again"))
-
-    assert (left_out.state, again.state) == ("left out", "measured")
-    assert workers.outcome(cell("save-on-cpu")).state == "measured"
-    assert started == ["stock-again", "save-on-cpu"]
-
-
-LARGER = (
-    "trace 'CausalLoss': phases[82] (backward network.model.layers.23) uses {} at once, and the "
-    "device budget is {}, less 100.61 MiB that the policy keeps there: raise the budget"
-)
-
-
-@pytest.mark.parametrize(
-    ("reason", "shared"),
-    [
-        (LARGER.format("3.15 GiB", "3 GiB"), True),
-        # Another planner may keep less on the device beside that phase.
-        (LARGER.format("2.95 GiB", "3 GiB"), False),
-        ("the model was changed", False),
-    ],
-)
-def test_a_phase_that_fits_under_no_planner_is_tried_once(
-    reason: str, shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    off = TrainingAnswer(state="off", reason=reason)
-    everyone: dict[str, TrainingAnswer] = dict.fromkeys(PLANNERS, off)
-    started = told(monkeypatch, {"stock": STOCK, "save-on-cpu": STOCK, **everyone})
-    workers = _Workers(settings(), "cuda", time.monotonic() + 100)
-    workers.outcome(cell("stock"))
-
-    first = workers.outcome(cell("umem-planned", 30.0))
-    second = workers.outcome(cell("umem-fault", 30.0))
-    workers.outcome(cell("umem-fault", 60.0))
-    workers.outcome(cell("save-on-cpu"))
-
-    once = ["stock", "umem-planned", "umem-fault", "save-on-cpu"]
-    assert started == (once if shared else [*once[:2], "umem-fault", *once[2:]])
-    assert (second.state, second.reason) == (first.state, first.reason) == ("off", reason)
-    assert second.budget_bytes == 3 * GIB
-    assert second.notes == (
-        ("no process was started: umem-planned found the same budget too small",) if shared else ()
-    )
-
-
-def test_no_process_is_started_beside_one_that_cannot_be_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Stuck:
-        pid = 1234
-        killed = False
-
-        def is_alive(self) -> bool:
-            return True
-
-        def kill(self) -> None:
-            self.killed = True
-
-        def join(self, limit_s: float) -> None:
-            assert limit_s > 0
-
-    started = told(monkeypatch, {})
-    workers, process = _Workers(settings(), "cuda", time.monotonic() + 100), Stuck()
-
-    workers._end(process)  # type: ignore[arg-type]
-    later = workers.outcome(cell("stock"))
-
-    assert process.killed
-    assert (started, later.state) == ([], "left out")
-    assert str(later.reason).startswith("process 1234 did not end within 20 s of being killed")
-
-
-# --- the order ---
-
-
-def test_what_targets_are_about_comes_first() -> None:
-    asked = settings().model_copy(update={"workloads": tuple(WORKLOADS.values())})
-
-    every = configurations(asked)
-    order = [str(it) for it in every]
-
-    assert order[:13] == [
-        "long, sft, stock",
-        "long, sft, umem-planned at 60 %",
-        "long, sft, umem-backward-step at 60 %",
-        "long, sft, umem-fault at 60 %",
-        "long, sft, umem-planned at 30 %",
-        "long, sft, umem-backward-step at 30 %",
-        "long, sft, umem-optimizer-host",
-        "long, sft, save-on-cpu",
-        "long, sft, bnb-paged-adamw",
-        "long, sft, torchao-offload",
-        "long, sft, deepspeed-offload",
-        "long, sft, backward-step",
-        "long, lora, stock",
-    ]
-    whole = [n for n, words in enumerate(order) if words.endswith("at 100 %")]
-    assert len(whole) == len(PLANNERS) * len(METHODS)
-    assert min(whole) > order.index("long, lora, backward-step")
-    first = next(n for n, words in enumerate(order) if words.startswith("activations"))
-    assert max(whole) < first
-    assert all("activations" in words for words in order[first:-4])
-    assert len(set(order)) == len(order) == 55
-    for name in WORKLOADS:
-        for method in METHODS:
-            own = [words for words in order if words.startswith(f"{name}, {method}")]
-            assert own[0] == f"{name}, {method}, stock"
-    at_most = [it for it in every if it.percent == 100]
-    assert {(it.workload, it.method, it.variant) for it in at_most} == {
-        ("long", method, variant) for method in METHODS for variant in BUDGETED
-    }
-    assert not any("lora, umem-optimizer-host" in words for words in order)
-    # Only what was measured long after the first can show that the machine drifts.
-    assert sorted(order[-4:]) == sorted(
-        f"{name}, {method}, stock-again" for name in WORKLOADS for method in METHODS
-    )
-
-
-# --- how processes end ---
-
-
-def test_an_answer_that_cannot_be_read_is_that_process_s_failure() -> None:
-    workers = _Workers(settings(), "cpu", time.monotonic() + 100)
-
-    answer = workers._ask(answer_what_json_cannot_say, (), 60.0)
-
-    assert answer.state == "failed"
-    assert answer.reason == ("its answer cannot be used: steps_s.0: Input should be a valid number")
-
-
-def test_a_process_that_cannot_be_started_is_a_failure_too() -> None:
-    workers = _Workers(settings(), "cpu", time.monotonic() + 100)
-
-    answer = workers._ask(work, (lambda: None,), 60.0)  # type: ignore[arg-type]
-
-    assert answer.state == "failed"
-    assert "pickle" in str(answer.reason)
-
-
-def test_what_hangs_leaves_its_words_and_where_it_was() -> None:
-    workers = _Workers(settings(), "cpu", time.monotonic() + 100)
-
-    answer = workers._ask(print_and_hang, (), 2.0)
-
-    words = str(answer.reason).split(" / ")
-    assert (answer.state, answer.timed_out) == ("failed", True)
-    assert words[:2] == ["no answer within 2 s", "compiling"]
-    assert words[2].endswith("in _hang")
-    assert words[3].endswith("in print_and_hang")
-
-
-_ENDLESS = """
-import sys
-sys.path[:0] = {paths!r}
-from training_runs import TINY, settings
-from umem_bench.train.runner import run_training
-
-if __name__ == "__main__":
-    run_training(settings(steps=10**9), lambda words: print(words, flush=True), device="cpu")
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_trains_on_when_the_run_is_ended(number: signal.Signals, tmp_path: Path) -> None:
-    script = tmp_path / "endless.py"
-    script.write_text(_ENDLESS.format(paths=[str(Path(training_runs.__file__).parent)]))
-    run = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert run.stdout is not None
-    try:
-        assert run.stdout.readline().startswith("imports, ")
-        # A worker, what it was forked from, and the run itself.
-        assert wait_until(lambda: len(of_session(run.pid)) >= 3)
-        run.send_signal(number)
-        run.wait(30)
-
-        assert run.returncode == (143 if number == signal.SIGTERM else -number)
-        assert wait_until(lambda: not of_session(run.pid))
-    finally:
-        for pid in of_session(run.pid):
-            os.kill(pid, signal.SIGKILL)
-        run.wait()
-        run.stdout.close()
-
-
-def wait_until(holds: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + 30
-    while not holds() and time.monotonic() < end_s:
-        time.sleep(0.1)
-    return holds()
-
-
-def of_session(session: int) -> list[int]:
-    """Processes that a program has started, and it itself, as long as they live."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, own = folder.joinpath("stat").read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):  # it has ended meanwhile
-            continue
-        if int(own) == session and state != "Z":
-            found.append(int(folder.name))
-    return found
-
-
-# --- what a run says of itself ---
-
-
-def test_the_commit_may_be_told_where_git_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umem_bench.provenance._git", lambda *_: None)
-
-    assert git_commit({}) is None
-    assert git_commit({"UMEM_COMMIT": "0123456789abcdef" * 2 + "01234567"}) == "0123456789ab"
-    for wrong in ("", "main", "0123", "0123456789ab; rm"):
-        with pytest.raises(UmemError, match="UMEM_COMMIT"):
-            git_commit({"UMEM_COMMIT": wrong})
-
-
-def test_a_checkout_knows_its_commit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"ls-files": "provenance.py", "rev-parse": "0123456789ab", "status": ""}
-    monkeypatch.setattr("umem_bench.provenance._git", lambda _, command, *__: said[command])
-
-    assert git_commit({"UMEM_COMMIT": "fedcba9876543210"}) == "0123456789ab"
-
-
-def test_the_command_goes_on_with_a_file_and_writes_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "results.json"
-    before, after = made_up_run(outcome("stock")), made_up_run()
-    write_training(before, path)
-
-    def run(_: object, __: object, keep: Callable[[TrainingRun], None], **more: object) -> object:
-        assert more == {"earlier": before}
-        keep(after)
-        return after
-
-    monkeypatch.setattr("umem_bench.cli.training.run_training", run)
-
-    done = CliRunner().invoke(app, ["training", "--continue", str(path)])
-
-    assert done.exit_code == 0, done.output
-    assert read_training(path) == after
-    both = ["training", "--continue", str(path), "--show", str(path)]
-    assert CliRunner().invoke(app, both).exit_code == 2
-
-
-def test_a_process_that_fails_says_why_and_the_run_goes_on() -> None:
-    broken = TINY.model_copy(update={"heads": 3})
-
-    run = run_training(settings(broken), lambda _: None, device="cpu")
-
-    assert [it.state for it in run.outcomes] == ["failed", "failed"]
-    assert all(it.reason and "heads" in it.reason for it in run.outcomes)
-
-
-def test_a_process_that_does_not_answer_is_ended() -> None:
-    workers = _Workers(settings(), "cpu", time.monotonic() + 100)
-    job = tiny_job("stock", device="cpu").model_copy(update={"steps": 1_000_000})
-    begin_s = time.monotonic()
-
-    answer = ask(workers, job, 1.0)
-
-    assert answer.state == "failed"
-    assert answer.reason is not None
-    assert answer.reason.startswith("no answer within 1 s")
-    assert time.monotonic() - begin_s < 30
-
-
-@pytest.mark.slow
-def test_processes_that_cannot_be_forked_are_started_anew() -> None:
-    workers = _Workers(settings(), "cpu", time.monotonic() + 100)
-    forked = ask(workers, tiny_job("stock", device="cpu"))
-
-    workers._forks = False
-    anew = ask(workers, tiny_job("stock", device="cpu"))
-
-    assert anew.state == forked.state == "measured"
-    assert anew.losses_hex == forked.losses_hex
-
-
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_a_process_that_dies_leaves_its_last_words() -> None:
-    workers = _Workers(settings(), "cpu", time.monotonic() + 100)
-    no_job = tiny_job("stock").model_copy(update={"device": "tpu"})
-
-    answer = ask(workers, no_job)
-
-    assert answer.state == "failed"
-    assert answer.reason is not None
-    assert answer.reason.startswith("ended with status 1 / ")
-    assert "device" in answer.reason
-
-
-# --- variants ---
-
-
-def tiny_job(variant: Variant, **changes: Any) -> TrainingJob:
+def job(variant: Variant, method: Method = "sft", **changes: Any) -> TrainingJob:
     asked: dict[str, Any] = {
         "model": TINY,
-        "method": "sft",
+        "method": method,
         "variant": variant,
         "budget_bytes": None,
         "steps": 1,
         "deterministic": False,
         "managed_limit_bytes": GIB,
+        "device": "cpu",
     }
     return TrainingJob.model_validate(asked | changes)
 
 
-@pytest.mark.parametrize(
-    ("variant", "package"),
-    [
-        ("bnb-paged-adamw", "bitsandbytes"),
-        ("torchao-offload", "torchao"),
-        ("deepspeed-offload", "deepspeed"),
-    ],
-)
-def test_what_is_not_installed_is_no_failure(variant: Variant, package: str) -> None:
-    if importlib.util.find_spec(package):
-        pytest.skip(f"{package} is installed")
+# ---- the model ----
 
-    answer = _answer(tiny_job(variant))
 
-    assert answer.state == "not installed"
-    assert answer.reason is not None
-    assert answer.reason.startswith(package)
-    assert f"No module named '{package}'" in answer.reason
-    with pytest.raises(NotInstalledError, match=package):
-        require_package(variant)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("chunk_tokens", [5, 32])
+def test_the_loss_in_chunks_is_that_of_transformers(method: Method, chunk_tokens: int) -> None:
+    model = chunked(method, loss_chunk_tokens=chunk_tokens)
+    model.float()  # so that the order of sums does not matter
+    tokens = torch.randint(0, TINY.vocabulary, (3, TINY.tokens))
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.2, -100)
+
+    def gradients() -> list[torch.Tensor]:
+        found = [it.grad for it in model.parameters() if it.requires_grad]
+        model.zero_grad()
+        return [it for it in found if it is not None]
+
+    loss = model(input_ids=tokens, labels=labels)
+    loss.backward()
+    own = gradients()
+    usual = model.network(input_ids=tokens, labels=labels).loss
+    usual.backward()
+
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, usual)
+    torch.testing.assert_close(own, gradients())
+    assert len(model.layers) == TINY.layers
+
+
+def test_logits_exist_for_one_chunk_at_a_time() -> None:
+    model = chunked()
+    tokens = torch.randint(0, TINY.vocabulary, (2, TINY.tokens))
+    saved: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    rows: list[int] = []
+    model.network.lm_head.register_forward_hook(lambda *it: rows.append(it[2].shape[0]))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+        model(tokens, tokens)
+
+    assert rows == [2 * TINY.loss_chunk_tokens] * 2
+    assert not any(TINY.vocabulary in shape[-1:] for shape in saved)
+
+
+def test_checkpoints_keep_each_layers_input_only() -> None:
+    kept_bytes = {}
+    for checkpoint in (False, True):
+        model = chunked(checkpoint=checkpoint).train()
+        weights = {it.data_ptr() for it in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+            tokens = torch.randint(0, TINY.vocabulary, (2, TINY.tokens))
+            model(tokens, tokens).backward()
+        kept_bytes[checkpoint] = sum(size for at, size in kept.items() if at not in weights)
+
+    assert kept_bytes[True] < kept_bytes[False] / 2
+
+
+# ---- the variants ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_in_the_backward_pass_do_the_arithmetic_of_stock(method: Method) -> None:
+    stock, ours = make_training(job("stock", method)), make_training(job("backward-step", method))
+
+    losses, own_losses = ([float(it.step()).hex() for _ in range(3)] for it in (stock, ours))
+
+    assert own_losses == losses
+    assert losses[0] != losses[-1]
+    pairs = zip(ours.model.parameters(), stock.model.parameters(), strict=True)
+    assert all(torch.equal(own, other) for own, other in pairs)
+    assert len(ours.optimizers) == sum(it.requires_grad for it in ours.model.parameters())
+
+
+def test_no_gradient_waits_for_the_end_of_the_backward_pass() -> None:
+    training = make_training(job("backward-step"))
+    weights = list(training.model.parameters())
+    held: list[int] = []
+    for weight in weights:  # after the training's own hook
+        weight.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(it.grad is not None for it in weights))
+        )
+
+    training.step()
+
+    assert held == [0] * len(weights)
 
 
 @needs_no_gpu
-@pytest.mark.parametrize(
-    ("variant", "planner", "budget"),
-    [
-        ("umem-planned", "planned", "6000"),
-        ("umem-backward-step", "planned", "6000"),
-        ("umem-lookahead", "lookahead", "6000"),
-        ("umem-fault", "fault", "6000"),
-        ("umem-optimizer-host", None, None),
-        ("backward-step", None, None),
-        ("save-on-cpu", None, None),
-    ],
-)
-def test_umem_is_told_planner_and_budget(
-    variant: Variant, planner: str | None, budget: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("variant", [*PLANNERS, "umem-optimizer-host", "save-on-cpu"])
+def test_umem_is_given_planner_and_budget(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UMEM_PLANNER", "UMEM_DEVICE_BUDGET", "UMEM_POLICY", "UMEM_MANAGED_LIMIT"):
         monkeypatch.setenv(name, "another's")
 
     with pytest.raises(UmemError):
-        place_allocator(tiny_job(variant, budget_bytes=6000))
+        place_allocator(job(variant, budget_bytes=6000, device="cuda"))
 
-    assert os.environ.get("UMEM_PLANNER") == planner
-    assert os.environ.get("UMEM_DEVICE_BUDGET") == budget
+    assert os.environ.get("UMEM_PLANNER") == PLANNERS.get(variant)
+    assert os.environ.get("UMEM_DEVICE_BUDGET") == ("6000" if variant in PLANNERS else None)
     assert os.environ["UMEM_MANAGED_LIMIT"] == str(GIB)
     assert "UMEM_POLICY" not in os.environ
 
 
 def test_the_policy_for_state_on_the_host_says_so() -> None:
-    policy = load_policy(_OPTIMIZER_ON_HOST)
+    policy = load_policy(variants.OPTIMIZER_ON_HOST)
 
     state = class_rule(policy, TensorClass.OPTIMIZER_STATE)
     assert (state.placement, state.mechanism, state.accessed_by_device) == ("host", "map", True)
@@ -676,25 +188,660 @@ def test_the_policy_for_state_on_the_host_says_so() -> None:
     assert policy.device_budget is None
 
 
-def test_shared_imports_leave_out_what_would_start_cuda(tmp_path: Path) -> None:
-    for name in ("bitsandbytes", "torchao", "deepspeed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
-    script = (
-        "import importlib.util, sys\n"
-        "import umem_bench.train.shared_imports\n"
-        "print('peft' in sys.modules, 'umem_bench.train.task' in sys.modules,\n"
-        "      importlib.util.find_spec('bitsandbytes') is not None)\n"
+def test_variants_that_cannot_be_compared_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("bitsandbytes", "torchao.optim", "deepspeed"):
+        monkeypatch.setitem(sys.modules, package, None)
+
+    for variant, package in (
+        ("bnb-paged-adamw", "bitsandbytes"),
+        ("torchao-offload", "torchao"),
+        ("deepspeed-offload", "deepspeed"),
+    ):
+        (answer,) = measuring.measure(job(variant))  # type: ignore[arg-type]
+        assert answer["state"] == "not installed"
+        assert package in answer["reason"]
+    # DeepSpeed's engine makes adapters bfloat16.
+    (answer,) = measuring.measure(job("deepspeed-offload", "lora"))
+    assert answer["state"] == "not comparable"
+    assert "float32" in answer["reason"]
+
+
+def test_deepspeed_has_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def initialize(config: dict[str, Any], **_: Any) -> tuple[Any, Any, None, None]:
+        asked.append(config["zero_optimization"])
+        return None, None, None, None
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+
+    make_training(job("deepspeed-offload"))
+
+    sizes = {asked[0][f"{name}_bucket_size"] for name in ("reduce", "allgather")}
+    assert sizes == {variants.DEEPSPEED_BUCKET_ELEMENTS}
+
+
+def test_paged_state_is_counted() -> None:
+    tensors = [torch.zeros(3), torch.zeros(5, dtype=torch.uint8)]
+    optimizer = SimpleNamespace(is_paged=True, page_mng=SimpleNamespace(paged_tensors=tensors))
+
+    assert measuring.paged_state_bytes([optimizer]) == 17
+    assert measuring.paged_state_bytes(make_training(job("stock")).optimizers) is None
+
+
+# ---- steps under umem's manager ----
+
+
+@dataclass
+class _Managed:
+    """As the benchmark's training, but of tensors that a manager on the CPU moves."""
+
+    inner: Training
+    manager: Any
+
+    @property
+    def model(self) -> Any:
+        return self.inner.model
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return (self.inner.optimizer,)
+
+    def step(self) -> torch.Tensor:
+        self.inner.step()
+        return torch.tensor(self.inner.losses[-1])
+
+
+@pytest.mark.parametrize(
+    ("planner", "budget_bytes", "state"),
+    [
+        ("planned", 40 * MIB, "running"),
+        ("lookahead", 34 * MIB, "running"),
+        ("fault", 40 * MIB, "running"),
+        ("planned", 6 * MIB, "off"),
+    ],
+)
+def test_warming_up_ends_when_the_manager_has_decided(
+    planner: str, budget_bytes: int, state: str
+) -> None:
+    inner = Training()
+    training: Any = _Managed(inner, inner.manage(planner, budget_bytes))
+    losses: list[torch.Tensor] = []
+
+    measuring.warm_up(training, losses)
+
+    status = training.manager.status()
+    training.manager.close()
+    assert status.state == state
+    if state == "running":
+        # Under every planner alike, past the last correction and what it moves.
+        planned_steps = status.steps + status.diverged_steps
+        assert planned_steps == SETTLING_STEPS + measuring.ARRANGING_STEPS
+    else:
+        assert len(losses) <= 8
+        assert "6 MiB" in status.reason
+
+
+class _Planner:
+    """A manager that makes new plans before some steps, and whose steps may diverge."""
+
+    def __init__(self, *, corrected: Sequence[int] = (), diverged: Sequence[int] = ()) -> None:
+        self.corrected, self.diverged = corrected, diverged
+        self.state = "running"
+        self.steps = 0
+
+    def step(self) -> torch.Tensor:
+        self.steps += 1
+        return torch.tensor(1.0)
+
+    def status(self) -> Any:
+        return SimpleNamespace(
+            state=self.state,
+            corrections=sum(it <= self.steps for it in self.corrected),
+            diverged_steps=sum(it <= self.steps for it in self.diverged),
+        )
+
+
+@pytest.mark.parametrize(
+    ("corrected", "looks"), [((), 1), ((1,), 1), ((2,), 2), ((3, 5), 1), ((2, 5), 3)]
+)
+def test_what_is_looked_at_goes_by_one_plan(corrected: Sequence[int], looks: int) -> None:
+    manager = _Planner(corrected=corrected)
+    training: Any = SimpleNamespace(manager=manager, step=manager.step)
+    manager.step()
+    seen = []
+
+    def look() -> int:
+        manager.step()
+        seen.append(manager.steps)
+        return len(seen)
+
+    assert measuring.under_one_plan(training, look) == looks == len(seen)
+    training.manager = None
+    assert measuring.under_one_plan(training, look) == looks + 1
+
+
+def test_a_plan_was_running_only_if_every_timed_step_followed_it() -> None:
+    class Failing(_Planner):
+        def step(self) -> torch.Tensor:
+            self.state = "off" if self.steps == 2 else self.state
+            return super().step()
+
+    recording = _Planner()
+    recording.state = "recording"
+    for manager, expected in (
+        (_Planner(diverged=(1,)), True),
+        (_Planner(diverged=(1, 3)), False),
+        (recording, False),
+        (Failing(), False),
+    ):
+        training: Any = SimpleNamespace(manager=manager, step=manager.step)
+        losses = [training.step()]
+        timed = measuring.time_steps(training, 3, losses, None)
+        assert (len(timed.steps_s), len(losses)) == (3, 4)
+        assert timed.plan_running is expected
+
+
+@dataclass
+class Ledger:
+    """In place of umem's allocator, and of its books of what is away."""
+
+    now_bytes: int = 0
+    peak_bytes: int = 0
+    away_bytes: int = 0
+    reads: int = 0
+
+    def allocate(self, size_bytes: int) -> None:
+        self.now_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def take_peak_bytes(self, _device: int) -> int:
+        taken, self.peak_bytes = self.peak_bytes, self.now_bytes
+        return taken
+
+    def residency(self, _device: int) -> dict[TensorClass, int]:
+        self.reads += 1
+        return {TensorClass.WEIGHTS: self.now_bytes - self.away_bytes}
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    made = Ledger()
+    monkeypatch.setattr("umem.runtime.state.runtime", lambda: SimpleNamespace(allocator=made))
+    monkeypatch.setattr("umem.executor.residency", made.residency)
+    return made
+
+
+class _Steps:
+    """The small Llama, with a manager that does nothing."""
+
+    def __init__(self) -> None:
+        self.model = chunked()
+        self.optimizers = (torch.optim.AdamW(self.model.parameters()),)
+        self.tokens = torch.randint(0, TINY.vocabulary, (2, TINY.tokens))
+        self.manager = SimpleNamespace(watch=lambda _: None)
+
+    def step(self) -> None:
+        self.model(self.tokens, self.tokens).backward()
+        self.optimizers[0].step()
+
+
+def test_residency_is_read_in_both_passes(ledger: Ledger) -> None:
+    training: Any = _Steps()
+    ledger.allocate(5)
+
+    assert migration.resident_bytes(training) == 5
+
+    each_step = TINY.layers * 2 + len(list(training.model.parameters())) + 2
+    reads = 2 * each_step + 2  # at the beginning and at the end
+    assert ledger.reads == reads
+    training.step()
+    assert ledger.reads == reads
+
+
+@pytest.mark.parametrize(("before_bytes", "after_bytes"), [(30, 10), (10, 30)])
+def test_residency_has_what_lives_between_two_reads(
+    before_bytes: int, after_bytes: int, ledger: Ledger
+) -> None:
+    training: Any = _Steps()
+    ledger.allocate(100)
+    part = training.model.network.model.layers[1].mlp
+
+    def begins(*_: object) -> None:
+        ledger.away_bytes = before_bytes
+
+    def lives_here(*_: object) -> None:
+        ledger.allocate(50)
+
+    def dies_here(*_: object) -> None:
+        ledger.allocate(-50)
+        ledger.away_bytes = after_bytes
+
+    training.model.register_forward_pre_hook(begins)
+    part.register_forward_pre_hook(lives_here)
+    part.register_forward_hook(dies_here)
+
+    # Of the 30 that were away at one of the two reads, 20 may have been there between them.
+    assert migration.resident_bytes(training) == 150 - 10
+
+
+@pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_steps_whose_residency_is_read_go_as_planned(
+    planner: str, in_backward: bool, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.allocate(GIB)
+    inner = Training()
+    manager = inner.manage(planner, 34 * MIB, step_in_backward=in_backward)
+    training: Any = _Managed(inner, manager)
+    inner.steps(12)
+    before = manager.status()
+    assert before.state == "running", before
+
+    def away() -> int:
+        return sum(manager.away_bytes().values())
+
+    usual: list[int] = []
+    manager.watch(lambda: usual.append(away()))
+    inner.steps(2)
+    read: list[int] = []
+
+    def residency(_device: int) -> dict[TensorClass, int]:
+        read.append(away())
+        return {TensorClass.WEIGHTS: ledger.now_bytes - read[-1]}
+
+    monkeypatch.setattr("umem.executor.residency", residency)
+    most_bytes = migration.resident_bytes(training)
+
+    after = manager.status()
+    manager.close()
+    assert set(read) == set(usual)
+    assert most_bytes == ledger.now_bytes - min(usual)
+    assert (after.steps, after.diverged_steps) == (before.steps + 4, before.diverged_steps)
+
+
+def use(op: str, moved_bytes: int, tensor_class: TensorClass = TensorClass.WEIGHTS) -> HintUse:
+    none: dict[str, Any] = {it.name: 0 for it in fields(HintUse)}
+    return replace(HintUse(**none), op=op, tensor_class=tensor_class, moved_bytes=moved_bytes)
+
+
+@pytest.mark.parametrize(
+    ("recorded_bytes", "uses", "paged_bytes", "words"),
+    [
+        (0, [use("prefetch", 2 * MIB)], None, "not known: there are records of 0 B, and 2 MiB"),
+        (MIB - 1, [use("prefetch", MIB), use("evict", MIB)], None, "and 2 MiB moved"),
+        (MIB, [use("prefetch", MIB), use("evict", MIB)], None, ""),
+        # Frozen weights come, and are dropped.
+        (MIB, [use(it, 2 * MIB, TensorClass.FROZEN_WEIGHTS) for it in ("prefetch", "evict")],
+         None, ""),
+        # Copies and advice are no transfers to the driver.
+        (0, [use("copy_in", MIB), use("copy_out", MIB), use("advise", MIB)], None, ""),
+        (0, [], 0, ""),
+        (9 * MIB, [], 10 * MIB, ""),
+        (9 * MIB, [], 10 * MIB + 2, "lower bounds: there are records of 9 MiB, and 10 MiB"),
+    ],
+)  # fmt: skip
+def test_lost_records_are_not_taken_for_zeros(
+    recorded_bytes: int, uses: list[HintUse], paged_bytes: int | None, words: str
+) -> None:
+    report = MeasuredReport(
+        workload="net", hardware="GPU", policy="sft", planner="measured", step_s=1.0,
+        traffic=(
+            Traffic("to_device", "fault", TensorClass.WEIGHTS, recorded_bytes, 0.1, 1),
+            Traffic("to_device", "copy", TensorClass.WEIGHTS, 9 * MIB, 0.1, 1),
+        ),
+        memory_ops_s=0.0, memory_ops_bytes=0, memory_ops_count=0, fault_batches=0,
+        collected=True, step_count=1, gpu_faults=0, cpu_faults=0, unattributed_bytes=0, notes=(),
+        hints=HintReport(tuple(uses), 0, 0, 0) if uses else None,
+    )  # fmt: skip
+
+    said, is_lower_bound = migration.missing_records(report, paged_bytes)
+
+    assert words in said
+    assert bool(said) == bool(words)
+    assert is_lower_bound == ("lower bounds" in words)
+
+
+@needs_no_gpu
+def test_without_a_profiler_the_step_has_no_migration() -> None:
+    training: Any = SimpleNamespace(model=None, manager=None, step=lambda: None)
+
+    found, notes = migration.profile_step(training, "net")
+
+    assert found is None
+    assert not any("not known" in note for note in notes)
+
+
+def test_the_small_step_compiles_what_plans_need() -> None:
+    check_trace(small_step(), "small step")
+    compile_planner()
+
+
+# ---- a run ----
+
+
+@needs_no_gpu
+def test_without_a_gpu_it_says_so() -> None:
+    done = CliRunner().invoke(app, ["training"])
+
+    assert isinstance(done.exception, UnsupportedError)
+    assert "umem doctor" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--workloads=short", "--methods=qlora", "--variants=vllm", "--budgets=0", "--budgets=120",
+     "--budgets=60,half", "--steps=0", "--batch=0", "--seconds-limit=0"],
+)  # fmt: skip
+def test_unknown_choices_end_with_status_2(option: str) -> None:
+    assert CliRunner().invoke(app, ["training", option]).exit_code == 2
+
+
+def test_stock_comes_first_and_once_more_at_the_end() -> None:
+    asked = settings().model_copy(update={"workloads": tuple(WORKLOADS.values())})
+
+    order = cells(asked)
+
+    assert len(set(order)) == len(order) == 55
+    for name in WORKLOADS:
+        for method in METHODS:
+            own = [it for it in order if it[:2] == (name, method)]
+            assert own[0] == (name, method, "stock", None)
+    assert {it[2] for it in order[-4:]} == {"stock-again"}
+    assert ("long", "lora", "umem-optimizer-host", None) not in order
+    chosen: dict[str, Any] = {"variants": ("umem-fault", "save-on-cpu"), "methods": ("lora",)}
+    assert cells(settings(**chosen, budgets_percent=(45.0,))) == [
+        ("long", "lora", "stock", None),
+        ("long", "lora", "umem-fault", 45.0),
+        ("long", "lora", "save-on-cpu", None),
+    ]
+
+
+@pytest.mark.slow
+def test_processes_train_the_same_model_and_say_what_they_cannot_do(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    said: list[str] = []
+    asked = settings(variants=("stock", "umem-planned", "save-on-cpu"), deterministic=True)
+    begun = settings(
+        TINY.model_copy(update={"checkpoint": True}), methods=("sft",), deterministic=True
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    run = run_training(asked, said.append, lambda it: write_results(it, path), device="cpu")
+    again = run_training(begun, said.append, device="cpu")
+
+    assert read_results(path) == run
+    first, adapters = (it for it in run.trainings if it.variant == "stock")
+    for it in (first, adapters):
+        losses = [float.fromhex(loss) for loss in it.losses_hex]
+        assert it.state == "measured"
+        assert len(it.steps_s) == 3
+        assert losses == sorted(losses, reverse=True)
+        assert len(losses) == measuring.KEPT_LOSSES
+        assert it.process_s > sum(it.steps_s)
+    # The same seed gives the same bits, with checkpoints too, and adapters begin as the model that
+    # they are put on.
+    assert again.trainings[0].losses_hex == first.losses_hex
+    assert adapters.losses_hex[0] == first.losses_hex[0] != adapters.losses_hex[1]
+    # The CPU counts no peak, so that no budget is a share of it.
+    budgeted = [it for it in run.trainings if it.variant == "umem-planned"]
+    assert {(it.state, "not measured" in str(it.reason)) for it in budgeted} == {("left out", True)}
+    saving = next(it for it in run.trainings if it.variant == "save-on-cpu")
+    assert (saving.state, "needs a GPU" in str(saving.reason)) == ("failed", True)
+    assert len(said) == len(run.trainings) + 1
+    assert " ms a step" in said[0]
+
+
+class _ToldWorker(Worker):
+    """In place of a process: answers by variant."""
+
+    answers: dict[str, Any]
+    started: list[str]
+
+    def __init__(self, _: object, job: Any, preload: Sequence[str]) -> None:
+        self.variant = job.variant
+        self.started.append(job.variant)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, limit_s: float) -> Any:
+        answer = self.answers[self.variant]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> type[_ToldWorker]:
+    measured = {"state": "measured", "steps_s": (0.1,), "peak_allocated_bytes": 10 * GIB}
+    _ToldWorker.answers = dict.fromkeys(("stock", "umem-planned", "save-on-cpu"), measured)
+    _ToldWorker.started = []
+    monkeypatch.setattr("umem_bench.training.run.Worker", _ToldWorker)
+    return _ToldWorker
+
+
+def test_budgets_are_shares_of_stocks_peak(told: type[_ToldWorker]) -> None:
+    run = run_training(
+        settings(variants=("umem-planned",), methods=("sft",)), lambda _: None, device="cpu"
     )
 
-    assert done.returncode == 0, done.stderr
-    # Afterwards they are to be found again.
-    assert done.stdout.split() == ["True", "True", "True"]
+    shares = [it.budget_bytes and it.budget_bytes / GIB for it in run.trainings]
+    assert shares == [None, 10, 6, 3]
+
+
+def test_a_variant_that_hangs_is_not_waited_for_twice(told: type[_ToldWorker]) -> None:
+    told.answers["save-on-cpu"] = WorkerError("no answer within 240 s", timed_out=True)
+    asked = settings(variants=("save-on-cpu",))
+
+    run = run_training(asked, lambda _: None, device="cpu")
+    later = run_training(asked, lambda _: None, device="cpu", earlier=run)
+
+    states = [(it.method, it.variant, it.state) for it in run.trainings]
+    assert states == [
+        ("sft", "stock", "measured"), ("sft", "save-on-cpu", "failed"),
+        ("lora", "stock", "measured"), ("lora", "save-on-cpu", "left out"),
+    ]  # fmt: skip
+    assert "no answer within 240 s" in str(run.trainings[3].reason)
+    # A later call tries it once more.
+    assert told.started == ["stock", "save-on-cpu", "stock", "save-on-cpu"]
+    assert len(later.trainings) == 4
+
+
+def test_time_that_is_not_left_leaves_out_and_continuing_runs_it(told: type[_ToldWorker]) -> None:
+    asked = settings(variants=("save-on-cpu",), methods=("sft",))
+    some = made_up_run(result("stock", process_s=9.0), variants=("save-on-cpu",))
+    first = run_training(asked, lambda _: None, device="cpu", seconds_limit=0.0)
+    spent = Run(first.header, (*first.trainings[:1], result("save-on-cpu", state="left out")))
+
+    short = run_training(asked, lambda _: None, device="cpu", earlier=spent, seconds_limit=-1.0)
+    whole = run_training(asked, lambda _: None, device="cpu", earlier=short)
+
+    assert [it.state for it in short.trainings] == ["measured", "left out"]
+    assert [it.state for it in whole.trainings] == ["measured", "measured"]
+    assert run_training(asked, lambda _: None, device="cpu", earlier=whole) == whole
+    with pytest.raises(UmemError, match=r"cannot be continued.*machine.*Made-up GPU"):
+        run_training(asked, lambda _: None, device="cpu", earlier=some)
+
+
+def test_no_process_is_started_beside_one_that_cannot_be_ended(
+    told: type[_ToldWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(told, "stuck", "process 1234 did not end")
+
+    run = run_training(settings(), lambda _: None, device="cpu")
+
+    assert told.started == []
+    assert {(it.state, it.reason) for it in run.trainings} == {
+        ("left out", "process 1234 did not end")
+    }
+
+
+def test_the_command_goes_on_with_a_file_and_writes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.jsonl"
+    before, after = made_up_run(result("stock")), made_up_run()
+    write_results(before, path)
+    seen: list[Any] = []
+
+    def run(_: object, __: object, keep: Any, *, seconds_limit: float, earlier: Run) -> Run:
+        seen.append((seconds_limit, earlier))
+        keep(after)
+        return after
+
+    monkeypatch.setattr("umem_bench.cli.trainings.run_training", run)
+
+    done = CliRunner().invoke(app, ["training", "--continue", str(path)])
+
+    assert done.exit_code == 0, done.output
+    assert seen == [(280, before)]
+    assert read_results(path) == after
+
+
+# ---- tables, picture and limits ----
+
+
+@pytest.mark.parametrize(
+    ("entry", "fitted"),
+    [
+        (result("stock"), [100]),
+        (result("save-on-cpu", peak_bytes=6 * GIB + PAGE - 1), [100, 60]),
+        (result("save-on-cpu", peak_bytes=6 * GIB + PAGE), [100]),
+        (result("torchao-offload", peak_bytes=3 * GIB), [100, 60, 30]),
+        # Its optimizer's state is on the host, and bitsandbytes' is not counted by torch.
+        (result("umem-optimizer-host", host_state_bytes=4 * GIB), [100, 60]),
+        (result("bnb-paged-adamw", peak_bytes=4 * GIB, paged_state_bytes=3 * GIB), [100]),
+        # It keeps to its budget, whatever is allocated, unless it is seen not to.
+        (result("umem-planned", peak_bytes=12 * GIB, percent=60.0), [100, 60]),
+        (result("umem-planned", percent=60.0, resident_bytes=6 * GIB + PAGE), []),
+        (result("rmm-pool", peak_bytes=None), []),
+        (result("save-on-cpu", peak_bytes=GIB, state="failed", steps_s=()), []),
+    ],
+)
+def test_a_variant_fits_the_budgets_that_its_peak_fits(
+    entry: TrainingResult, fitted: list[float]
+) -> None:
+    run = made_up_run(result("stock"), entry)
+
+    assert [it for it in (100, 60, 30) if fits(run, entry, it)] == fitted
+    assert device_peak_bytes(result("umem-optimizer-host", host_state_bytes=3 * GIB)) == 7 * GIB
+
+
+def test_speeds_are_by_variant_and_budget() -> None:
+    over = result("umem-lookahead", percent=60.0, resident_bytes=7 * GIB)
+
+    speeds, *_ = tables(made_up_run(*made_up_run().trainings, over))
+
+    assert "working set 10 GiB" in speeds.title
+    assert speeds.columns[2:] == ("100 %", "60 %", "30 %")
+    reason = "off: phases[3] uses 8 GiB at once, and the device budget is 3 GiB"
+    no = "does not fit"
+    assert {row[0]: tuple(row[1:]) for row in speeds.rows} == {
+        "stock": ("10,000, 10 GiB", "10,000", no, no),
+        "umem-planned": ("—", "—", "5,000 (50 %)", "2,500 (25 %) without its plan"),
+        "umem-lookahead": ("—", "—", "over its budget", "—"),
+        "umem-fault": ("—", "—", "—", reason),
+        "umem-optimizer-host": ("3,333 (33.3 %), 8 GiB", "3,333 (33.3 %)", no, no),
+        "save-on-cpu": ("2,000 (20 %), 6 GiB", "2,000 (20 %)", "2,000 (20 %)", no),
+        "torchao-offload": ("1,250 (12.5 %), 7 GiB", "1,250 (12.5 %)", no, no),
+        "rmm-pool": ("8,000 (80 %), not counted", no, no, no),
+    }
+
+
+def test_steps_are_beside_stock_and_their_prediction() -> None:
+    _, steps, notes = tables(made_up_run())
+
+    rows = {tuple(row[:2]): row[2:] for row in steps.rows}
+    none = ("—",) * 4
+    assert rows["stock", "—"] == ("100 [90 to 120]", "100 %", "10 GiB", "—", *none, "10.2500")
+    assert rows["umem-planned", "60 %, 6 GiB"] == (
+        "200 [180 to 240]", "50 %", "6 GiB", "190", *none, "10.2500 same bits"
+    )  # fmt: skip
+    assert rows["umem-planned", "30 %, 3 GiB"][4:8] == (
+        "2 GiB (1 GiB)", "1 GiB (1 GiB)", "12", "50 %"
+    )  # fmt: skip
+    assert rows["umem-fault", "30 %, 3 GiB"][0] == "off"
+    # Another optimizer: its losses are not compared.
+    assert rows["torchao-offload", "—"][-1] == "10.2500"
+    assert [row[2] for row in notes.rows] == ["off", "note", "not installed"]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "words"), [(True, "10.2500 differs"), (False, "10.2500")]
+)
+def test_losses_differ_where_they_must_not(deterministic: bool, words: str) -> None:
+    other = result("umem-planned", percent=60.0, losses_hex=((10.75).hex(), (10.25).hex()))
+
+    _, steps = tables(made_up_run(result("stock"), other, deterministic=deterministic))
+
+    assert steps.rows[1][-1] == words
+
+
+def test_the_heading_names_machine_and_model() -> None:
+    text = heading(made_up_run())
+
+    for part in ("Made-up GPU", "driver 1.2", "transformers 5.0", "umem 0.1.0 (0123456789ab)",
+                 "558 million parameters", "24 layers", "3 steps", "2026-01-02"):  # fmt: skip
+        assert part in text
+
+
+def test_the_picture_shows_what_fits(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from umem_bench.training.picture import training_figure
+
+    figure = training_figure(made_up_run())
+
+    (axes,) = figure.axes
+    (line,) = axes.lines
+    assert set(line.get_ydata()) == {10_000.0}  # type: ignore[arg-type]
+    bars = [
+        (round(it.get_height()), round(it.get_x() + it.get_width() / 2), bool(it.get_hatch()))  # type: ignore[attr-defined]
+        for it in axes.patches
+    ]
+    # save-on-cpu has 6 GiB on the device, and RMM's pool is not counted.
+    assert {bar for bar in bars if bar[0] == 2000} == {
+        (2000, 0, False), (2000, 1, False), (2000, 2, True)
+    }  # fmt: skip
+    assert all(hatched for height, _, hatched in bars if height == 8000)
+    # What has a budget stands in its own group only.
+    assert [bar for bar in bars if bar[0] in (5000, 2500)] == [(5000, 1, False), (2500, 2, False)]
+    assert "umem-fault at 30 %" in axes.get_xlabel()
+    write_results(made_up_run(), tmp_path / "run.jsonl")
+    words = ["report", str(tmp_path / "run.jsonl"), "--plot", str(tmp_path / "run.svg")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert "<svg" in (tmp_path / "run.svg").read_text()
+    with pytest.raises(UmemError, match="no variant to draw"):
+        training_figure(made_up_run(result("stock")))
+
+
+def planned(step_s: float, fault_batches: int = 1, **more: Any) -> TrainingResult:
+    moved = MIGRATION.model_copy(update={"fault_batches": fault_batches, "predicted_bytes": None})
+    asked: dict[str, Any] = {"percent": 60.0, "plan_running": True, "migration": moved}
+    return result("umem-planned", step_s, **(asked | more))
+
+
+@pytest.mark.parametrize(
+    ("ours", "missed"),
+    [
+        (planned(0.11, 12), []),
+        (planned(0.118), ["stock's"]),
+        (planned(0.15), ["demand paging's", "stock's"]),
+        (planned(0.11, 13), ["fault batches"]),
+        (planned(0.11, predicted_step_s=0.1), []),
+        (planned(0.11, predicted_step_s=0.09), ["step of the predicted"]),
+        (planned(0.11, migration=MIGRATION), ["bytes to_device of the predicted"]),
+        (planned(0.11, resident_bytes=7 * GIB), ["within its budget"]),
+        (planned(0.11, plan_running=False), ["umem-planned at 60 %"]),
+        (planned(0.11, state="off", reason="too large", steps_s=()), ["umem-planned at 60 %"]),
+    ],
+)
+def test_plans_are_held_against_limits(ours: TrainingResult, missed: list[str]) -> None:
+    paged = result("umem-fault", 0.36, percent=60.0, migration=planned(1, 1200).migration)
+
+    found = [it for it in checks(made_up_run(result("stock"), paged, ours)) if not it.passed]
+
+    assert len(found) == len(missed)
+    for check, words in zip(found, missed, strict=True):
+        assert words in check.subject

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from training_runs import made_up_header
 from typer.testing import CliRunner
-from umem_bench import published_report
-from umem_bench.cli.commands import app
+from umem_bench.cli import app
 from umem_bench.published import (
     BUDGETS_PERCENT,
+    OWN_ADDRESSES,
     PLANNERS,
     PUBLISHED,
-    Comparison,
-    Outcome,
-    Workload,
+    SETTINGS,
     compare,
-    read_comparison,
-    write_comparison,
+    tables,
 )
-from umem_bench.report import markdown
-from umem_bench.results_file import ResultsFileError
+from umem_bench.results import Measurement, Run, read_results
+from umem_bench.tables import beside, markdown
 
 from umem.core.errors import TraceError, UmemError
 from umem.core.schedule import HintOp
@@ -37,9 +34,6 @@ from umem.policy import load_policy, resolve
 from umem.trace import find_gaps, load_trace
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-RESULTS = CHECKOUT / "benchmarks" / "results" / "published-traces.json"
-PAGE = CHECKOUT / "docs" / "published-traces.md"
-
 NAMES = ("bert-base-b256", "vit-b768")
 TIGHT_PERCENT = tuple(percent for percent in BUDGETS_PERCENT if percent < 100)
 
@@ -54,98 +48,56 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def fresh(folder: Path) -> Comparison:
-    return compare(folder)
+def fresh(folder: Path) -> Run:
+    return Run(made_up_header("published", SETTINGS), tuple(compare(folder)))
 
 
-@pytest.fixture(scope="module")
-def committed() -> Comparison:
-    return read_comparison(RESULTS)
-
-
-def workload(comparison: Comparison, name: str) -> Workload:
-    (found,) = (entry for entry in comparison.workloads if entry.name == name)
-    return found
-
-
-def outcome(
-    entry: Workload, planner: str, percent: int = 100, addresses: str = "reused"
-) -> Outcome:
-    (found,) = (
-        one
-        for one in entry.outcomes
-        if (one.planner, one.budget_percent, one.addresses) == (planner, percent, addresses)
-        and one.unlimited is None
-    )
-    return found
+def plans(run: Run, name: str, percent: int = 100) -> dict[str, dict[str, float]]:
+    """Figures by planner."""
+    found = beside(run.measurements(f"{percent} %"))[name]
+    return {subject.strip("`"): it.figures for subject, it in found.items()}
 
 
 # ------------------------------------------------------------------------- beside the published
 
 
-def check_against_published(entry: Workload) -> None:
-    published_s = {name: entry.published_ms[name] * 1e-3 for name in PUBLISHED}
-    assert entry.ideal_s == pytest.approx(published_s["ideal"], rel=1e-4)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_run_holds_against_the_published_times(fresh: Run, name: str) -> None:
+    trace = beside(fresh.measurements("trace"))[name]["published"].figures
+    published_s = {it: trace[f"{it}_ms"] * 1e-3 for it in PUBLISHED}
+    assert trace["resident_s"] == pytest.approx(published_s["ideal"], rel=1e-4)
+    own = plans(fresh, name)
+    planned_s, bound_s = own["planned"]["step_s"], own["planned"]["lower_bound_s"]
+    assert bound_s * (1 - 1e-9) <= planned_s <= 1.02 * max(bound_s, trace["resident_s"])
+    assert planned_s <= 1.02 * published_s["g10"]
+    assert planned_s < published_s["deepum"]
+    paging = own[OWN_ADDRESSES.strip("`")]
+    assert paging["step_s"] == pytest.approx(published_s["naive_um_lru"], rel=0.02)
 
-    planned = outcome(entry, "planned")
-    assert planned.step_s <= 1.02 * max(planned.lower_bound_s, entry.ideal_s)
-    assert planned.step_s <= 1.02 * published_s["g10"]
-    assert planned.step_s < published_s["deepum"]
-    assert planned.regret <= 1.05
-    assert planned.step_s >= planned.lower_bound_s * (1 - 1e-9)
-
-    paging = outcome(entry, "fault", addresses="own")
-    assert paging.step_s == pytest.approx(published_s["naive_um_lru"], rel=0.02)
-
-
-def check_tight_budgets(entry: Workload) -> None:
-    peak = entry.peak_live_bytes
     device_bytes = load_hardware("a100-g10").device_bytes
-    tight = [percent for percent in TIGHT_PERCENT if device_bytes * percent // 100 < peak]
+    tight = [it for it in TIGHT_PERCENT if device_bytes * it // 100 < trace["peak_live_bytes"]]
     assert len(tight) >= 3
-    for percent in tight:
-        planned = outcome(entry, "planned", percent)
-        for planner in ("fault", "lookahead", "oracle"):
-            assert planned.step_s < outcome(entry, planner, percent).step_s, (planner, percent)
-        assert planned.step_s >= planned.lower_bound_s
-    for percent in set(TIGHT_PERCENT) - set(tight):
-        assert outcome(entry, "planned", percent).step_s == pytest.approx(entry.ideal_s)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_results_hold_against_the_published_times(committed: Comparison, name: str) -> None:
-    check_against_published(workload(committed, name))
-    check_tight_budgets(workload(committed, name))
+    for percent in TIGHT_PERCENT:
+        own = plans(fresh, name, percent)
+        if percent in tight:
+            for planner in ("fault", "lookahead", "oracle"):
+                assert own["planned"]["step_s"] < own[planner]["step_s"], (planner, percent)
+        else:
+            assert own["planned"]["step_s"] == pytest.approx(trace["resident_s"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fresh_run_holds_against_the_published_times(fresh: Comparison, name: str) -> None:
-    check_against_published(workload(fresh, name))
-    check_tight_budgets(workload(fresh, name))
+def test_the_committed_results_are_those_of_a_fresh_run(fresh: Run) -> None:
+    committed = read_results(CHECKOUT / "benchmarks" / "results" / "published-traces.jsonl")
 
-
-@pytest.mark.slow
-def test_the_results_file_is_a_fresh_run(committed: Comparison, fresh: Comparison) -> None:
-    assert committed.model_dump(exclude={"workloads", "umem"}) == fresh.model_dump(
-        exclude={"workloads", "umem"}
-    )
-    assert len(committed.workloads) == len(fresh.workloads)
-    for old, new in zip(committed.workloads, fresh.workloads, strict=True):
-        assert old.model_dump(exclude={"outcomes"}) == new.model_dump(exclude={"outcomes"})
-        for was, now in zip(old.outcomes, new.outcomes, strict=True):
-            case = (now.planner, now.budget_percent, now.addresses, now.unlimited)
-            assert case == (was.planner, was.budget_percent, was.addresses, was.unlimited)
-            assert was.step_s == pytest.approx(now.step_s, rel=1e-3), case
-            assert was.lower_bound_s == pytest.approx(now.lower_bound_s, rel=1e-3), case
-
-
-def test_all_planners_and_budgets_are_there(committed: Comparison) -> None:
-    assert tuple(entry.name for entry in committed.workloads) == NAMES
-    for entry in committed.workloads:
-        for planner in PLANNERS:
-            for percent in BUDGETS_PERCENT:
-                assert outcome(entry, planner, percent).step_s >= entry.ideal_s * (1 - 1e-9)
+    assert len(committed.results) == len(fresh.results)
+    for was, now in zip(committed.results, fresh.results, strict=True):
+        assert isinstance(was, Measurement)
+        assert isinstance(now, Measurement)
+        assert (was.benchmark, was.case, was.subject) == (now.benchmark, now.case, now.subject)
+        for figure in {"step_s", "lower_bound_s", "peak_live_bytes"} & set(now.figures):
+            assert was.figures[figure] == pytest.approx(now.figures[figure], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,23 +134,6 @@ def test_what_leaves_comes_back_before_its_next_use(folder: Path, name: str) -> 
     assert where[HintOp.EVICT] == where[HintOp.PREFETCH]
 
 
-# ------------------------------------------------------------------------- the page
-
-
-def test_the_tables_of_the_page_are_those_of_the_results(committed: Comparison) -> None:
-    found = re.search(
-        r"<!-- published-traces\.json -->\n(.*?)\n<!-- end of tables -->",
-        PAGE.read_text(encoding="utf-8"),
-        re.DOTALL,
-    )
-    assert found, f"{PAGE} has no tables"
-    tables = [
-        published_report.heading(committed),
-        *map(markdown, published_report.grids(committed)),
-    ]
-    assert found.group(1).strip() == "\n\n".join(tables)
-
-
 # ------------------------------------------------------------------------- a small trace
 
 
@@ -228,37 +163,33 @@ def write(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
     return write_trace
 
 
-def test_a_small_trace_is_compared(write: Callable[[dict[str, Any]], Path], tmp_path: Path) -> None:
+def test_a_small_trace_is_compared(write: Callable[[dict[str, Any]], Path]) -> None:
     said: list[str] = []
-    comparison = compare(write(document()), said.append)
-    assert said == ["small.json.gz: planning and simulating"]
-    (entry,) = comparison.workloads
-    assert entry.published_ms == {"ideal": 3.0, "deepum": 4.5}
-    assert (entry.allocated_bytes, entry.persistent_bytes) == (3 << 20, 1 << 20)
-    assert (entry.peak_live_bytes, entry.peak_at_s) == (3 << 20, 0.0)
-    assert [one.step_s for one in entry.outcomes] == pytest.approx([3e-3] * len(entry.outcomes))
-    assert len(entry.outcomes) == 1 + len(BUDGETS_PERCENT) * (len(PLANNERS) + 2)
-    # What was not published is left open.
-    tables = "\n".join(map(markdown, published_report.grids(comparison)))
-    assert "| published: G10 | — |" in tables
-    assert "| published: DeepUM | 4.5 |" in tables
+    run = Run(made_up_header("published", SETTINGS), tuple(compare(write(document()), said.append)))
 
-    write_comparison(comparison, tmp_path / "results.json")
-    assert read_comparison(tmp_path / "results.json") == comparison
+    assert said == ["small.json.gz: planning and simulating"]
+    (trace,) = run.measurements("trace")
+    expected = {"ideal_ms": 3.0, "deepum_ms": 4.5, "allocated_bytes": 3 << 20, "peak_at_s": 0.0,
+                "persistent_bytes": 1 << 20, "peak_live_bytes": 3 << 20}  # fmt: skip
+    assert expected.items() <= trace.figures.items()
+    assert len(run.results) == 2 + len(BUDGETS_PERCENT) * (len(PLANNERS) + 2)
+    steps_s = [it.figures["step_s"] for it in run.results[1:] if isinstance(it, Measurement)]
+    assert steps_s == pytest.approx([3e-3] * len(steps_s))
+    shown = "\n".join(map(markdown, tables(run)))
+    # What was not published is left open.
+    assert "| published: G10 | — |" in shown
+    assert "| published: DeepUM | 4.5 |" in shown
 
 
 def test_the_command_prints_tables_and_writes_results(
     write: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
-    results = tmp_path / "results.json"
-    arguments = ["published", str(write(document())), "--output", str(results)]
-    answer = CliRunner().invoke(app, [*arguments, "--markdown"])
-    assert answer.exit_code == 0, answer.output
-    assert "| umem: `planned` | 3.0 |" in answer.stdout
-    assert read_comparison(results).workloads[0].name == "small"
-    answer = CliRunner().invoke(app, arguments)
-    assert answer.exit_code == 0
-    assert "umem: `planned`" in answer.stdout
+    results = tmp_path / "results.jsonl"
+    done = CliRunner().invoke(app, ["published", str(write(document())), "--output", str(results)])
+    assert done.exit_code == 0, done.output
+    assert "umem: `planned`" in done.stdout
+    shown = CliRunner().invoke(app, ["report", str(results), "--markdown"])
+    assert "| umem: `planned` | 3.0 |" in shown.stdout
 
 
 def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
@@ -274,13 +205,3 @@ def test_a_trace_without_published_times_is_refused(
 ) -> None:
     with pytest.raises(TraceError, match=r"small\.json\.gz: published: none of ideal, naive_um"):
         compare(write(document(published=published)))
-
-
-def test_a_results_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    with pytest.raises(ResultsFileError, match="cannot be read"):
-        read_comparison(path)
-    for content in (b"{}", b"\xff\xfe", b'{"format": "umem-bench-1"}'):
-        path.write_bytes(content)
-        with pytest.raises(ResultsFileError, match="not a file of `umem bench published --output`"):
-            read_comparison(path)

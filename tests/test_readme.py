@@ -31,25 +31,6 @@ _QUICK = ("--model llama-2-7b",)
 """What is said anew in every run of the tests; the larger model takes most of a minute."""
 
 
-def test_tables_are_the_reports() -> None:
-    found = re.search(
-        r"<!-- umem (bench report (\S+) --markdown) -->\n(.*?)\n<!-- end of report -->",
-        README,
-        re.DOTALL,
-    )
-    assert found, "README.md holds no report"
-    command, results, tables = found.groups()
-    assert (ROOT / results).is_file()
-    report = subprocess.run(
-        [Path(sys.executable).parent / "umem", *command.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert report.stdout.strip() == tables.strip()
-
-
 def test_links_lead_somewhere() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     missing = [

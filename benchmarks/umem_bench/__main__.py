@@ -1,5 +1,5 @@
-"""`python -m umem_bench`, which is `umem bench`."""
+"""`python -m umem_bench`: what `umem bench` starts."""
 
-from umem_bench.cli.commands import app
+from umem_bench.cli import app
 
 app(prog_name="umem bench")

@@ -1,104 +1,308 @@
-"""What a benchmark run leaves behind: its data types and its file."""
+"""Results files: one line of JSON with the provenance, then one line for each result.
+
+Times are seconds and sizes bytes, unless a name says otherwise.
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from umem_bench.results_file import Record, read_results, write_results
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from umem import UmemError
 
 __all__ = [
-    "ALLOCATORS",
-    "AllocatorName",
-    "BenchmarkName",
+    "METHODS",
+    "PLANNERS",
+    "VARIANTS",
+    "Header",
+    "LlamaShape",
     "Machine",
     "Measurement",
+    "Method",
+    "Migration",
+    "Record",
+    "ResultsFileError",
     "Run",
-    "Settings",
-    "median_s",
-    "read_run",
-    "write_run",
+    "TrainingResult",
+    "TrainingSettings",
+    "Variant",
+    "Workload",
+    "WorkloadName",
+    "median",
+    "read_results",
+    "write_results",
 ]
 
-AllocatorName = Literal["torch", "umem", "rmm-pool", "rmm-managed"]
-BenchmarkName = Literal["alloc", "step", "core"]
-
-ALLOCATORS: tuple[AllocatorName, ...] = ("torch", "umem", "rmm-pool", "rmm-managed")
-"""The allocators compared, in the order of a round and of the tables' columns."""
+_LIMIT_BYTES = 64 << 20
 
 
-class Machine(Record):
-    """Where the benchmarks ran; None for what is not there."""
-
-    gpu: str | None
-    driver: str | None
-    cuda: str | None
-    torch: str | None
-    rmm: str | None
-    umem: str
-    python: str
-    system: str
-    cpu: str
-    cpu_count: int
+class ResultsFileError(UmemError, ValueError):
+    """The file is not a results file of `umem bench`."""
 
 
-class Settings(Record):
-    """How the benchmarks ran; sizes in bytes."""
+class Record(BaseModel):
+    """Immutable data with no fields beyond the declared ones."""
 
-    policy: str
-    rounds: int
-    quick: bool
-    worker_managed_limit_bytes: int
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Measurement(Record):
-    """One allocator in one case of a benchmark.
+    """One subject (an allocator, a planner, a checkout) in one case of a benchmark."""
 
-    `rounds_s` has one time for each round, in seconds: of one allocation and its free (`alloc`,
-    `core`), or the median training step of the round (`step`). It is empty if `error` says why the
-    case did not run. Peaks, in bytes, are those of the timed steps, None where the allocator does
-    not count them. `loss_hex` is the loss, in hexadecimal, after a few steps under torch's
-    deterministic algorithms.
-    """
-
-    benchmark: BenchmarkName
+    kind: Literal["measurement"] = "measurement"
+    benchmark: str
     case: str
-    allocator: AllocatorName
+    subject: str
     rounds_s: tuple[float, ...] = ()
-    peak_reserved_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
+    """One time for each round. Empty where `error` says why, or where only figures are known."""
+    figures: dict[str, float] = Field(default_factory=dict)
+    """Further figures, their units in their names."""
     loss_hex: str | None = None
+    """Loss after a few steps under torch's deterministic algorithms, in hexadecimal."""
     error: str | None = None
 
 
-class Run(Record):
-    """One run of `umem bench`: the content of a results file."""
+# ---- training under a budget ----
 
-    format: Literal["umem-bench-1"] = "umem-bench-1"
-    date: str
-    git_commit: str | None
+Method = Literal["sft", "lora"]
+METHODS: tuple[Method, ...] = get_args(Method)
+"""Every weight is trained, or adapters over a frozen model."""
+
+Variant = Literal[
+    "stock",
+    "umem-planned",
+    "umem-backward-step",
+    "umem-lookahead",
+    "umem-fault",
+    "umem-optimizer-host",
+    "backward-step",
+    "save-on-cpu",
+    "bnb-paged-adamw",
+    "torchao-offload",
+    "deepspeed-offload",
+    "rmm-pool",
+    "stock-again",
+]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+"""In the order in which they run and in which the tables show them."""
+
+PLANNERS: dict[Variant, Literal["planned", "lookahead", "fault"]] = {
+    "umem-planned": "planned",
+    "umem-backward-step": "planned",
+    "umem-lookahead": "lookahead",
+    "umem-fault": "fault",
+}
+"""umem's planner, for the variants that train within a budget."""
+
+WorkloadName = Literal["long", "activations"]
+
+
+class LlamaShape(Record):
+    """A Llama with random bfloat16 weights, and its batches."""
+
+    hidden: int = 1280
+    intermediate: int = 3456
+    layers: int = 24
+    heads: int = 20
+    vocabulary: int = 32_000
+    lora_rank: int = 16
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    batch: int = Field(default=1, ge=1)
+    tokens: int = Field(default=8192, ge=2)
+    """In each sequence."""
+    checkpoint: bool = True
+    """Keep only each layer's input, and compute the rest again in the backward pass."""
+    loss_chunk_tokens: int = Field(default=2048, ge=1)
+    """Tokens of each sequence whose logits exist at once."""
+
+
+class Workload(Record):
+    """A model to train, and the methods, variants and budgets to train it with."""
+
+    name: WorkloadName
+    model: LlamaShape
+    methods: tuple[Method, ...]
+    variants: tuple[Variant, ...]
+    budgets_percent: tuple[float, ...]
+    """As percentages of the stock variant's peak allocation."""
+
+
+class TrainingSettings(Record):
+    """Settings of `umem bench training`."""
+
+    workloads: tuple[Workload, ...]
+    steps: int
+    deterministic: bool
+    managed_limit_bytes: int
+
+    def workload(self, name: WorkloadName) -> Workload:
+        """The workload of this name."""
+        return next(it for it in self.workloads if it.name == name)
+
+
+class Migration(Record):
+    """Unified-memory transfers of one step under :func:`umem.profile`; bytes by direction."""
+
+    fault_batches: int
+    um_time_share: float | None = None
+    """Share of the time of all memory operations; None where copies were not recorded."""
+    moved_bytes: dict[str, int]
+    predicted_bytes: dict[str, int] | None = None
+    """According to the plan of this step."""
+    is_lower_bound: bool = False
+    """Records of demand paging are missing, so that more moved and faulted."""
+
+
+class TrainingResult(Record):
+    """One variant with one budget; `reason` says why nothing was measured."""
+
+    kind: Literal["training"] = "training"
+    workload: WorkloadName
+    method: Method
+    variant: Variant
+    budget_percent: float | None = None
+    budget_bytes: int | None = None
+    state: Literal["measured", "off", "failed", "not installed", "not comparable", "left out"]
+    """``off``: umem's manager gave up, for instance because a phase does not fit. ``not
+    comparable``: the variant would do other work. ``left out``: no time was left."""
+    reason: str | None = None
+    timed_out: bool = False
+    process_s: float = 0.0
+    """From the start of the process to its end."""
+    parameters: int | None = None
+    """Of the model, adapters included."""
+    steps_s: tuple[float, ...] = ()
+    losses_hex: tuple[str, ...] = ()
+    """Of the first steps."""
+    plan_running: bool | None = None
+    """Whether every timed step followed umem's plan."""
+    predicted_step_s: float | None = None
+    peak_allocated_bytes: int | None = None
+    """Most that the allocator gave out in the timed steps; under umem part of it is on the host."""
+    resident_bytes: int | None = None
+    """Upper bound of what umem kept on the device, for variants with a budget."""
+    host_state_bytes: int | None = None
+    """Optimizer state on the host in whole blocks, of ``umem-optimizer-host``."""
+    paged_state_bytes: int | None = None
+    """Managed memory of bitsandbytes' paged optimizer, which torch does not count."""
+    migration: Migration | None = None
+    notes: tuple[str, ...] = ()
+
+
+# ---- files ----
+
+
+class Machine(Record):
+    """Where a benchmark ran; None for what is missing there."""
+
+    gpu: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    cpu: str | None = None
+    cpu_count: int | None = None
+    system: str | None = None
+    python: str | None = None
+
+
+class Header(Record):
+    """Provenance: the first line of a results file."""
+
+    format: Literal["umem-bench-2"] = "umem-bench-2"
+    benchmark: Literal["allocators", "training", "planning", "published", "against"]
+    date: str | None
+    commit: str | None
+    umem: str
     machine: Machine
-    settings: Settings
-    measurements: tuple[Measurement, ...]
+    packages: dict[str, str]
+    """Versions of what is installed."""
+    settings: TrainingSettings | dict[str, str | int | float]
 
 
-def median_s(measurement: Measurement) -> float | None:
-    """Median over the rounds, in seconds; None if the case did not run."""
-    return statistics.median(measurement.rounds_s) if measurement.rounds_s else None
+_Line = Annotated[Measurement | TrainingResult, Field(discriminator="kind")]
+_LINE: TypeAdapter[Any] = TypeAdapter(_Line)
+_Kind = TypeVar("_Kind", bound=Record)
 
 
-def write_run(run: Run, path: Path) -> None:
-    """Write a results file; see :func:`umem_bench.results_file.write_results`."""
-    write_results(run, path)
+@dataclass(frozen=True)
+class Run:
+    """The content of a results file."""
+
+    header: Header
+    results: tuple[Measurement | TrainingResult, ...]
+
+    def measurements(self, benchmark: str) -> list[Measurement]:
+        """The measurements of one benchmark."""
+        known = [it for it in self.results if isinstance(it, Measurement)]
+        return [it for it in known if it.benchmark == benchmark]
+
+    @property
+    def trainings(self) -> list[TrainingResult]:
+        """The results of trainings."""
+        return [it for it in self.results if isinstance(it, TrainingResult)]
+
+    @property
+    def training_settings(self) -> TrainingSettings:
+        """The settings of a run of trainings."""
+        assert isinstance(self.header.settings, TrainingSettings), self.header.benchmark
+        return self.header.settings
 
 
-def read_run(path: Path) -> Run:
-    """Read a results file.
+def median(times_s: Iterable[float]) -> float | None:
+    """Median of times; None without any."""
+    known = list(times_s)
+    return statistics.median(known) if known else None
+
+
+def write_results(run: Run, path: Path) -> None:
+    """Write a results file in one piece: a reader sees the old file or the whole new one.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written; an old file then stays.
+    """
+    from umem.io.files import replace_file
+
+    rows = [it.model_dump(mode="json", exclude_defaults=True) for it in run.results]
+    lines = [run.header.model_dump_json()]
+    lines += [
+        json.dumps({"kind": it.kind} | row) for it, row in zip(run.results, rows, strict=True)
+    ]
+    replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def read_results(path: Path) -> Run:
+    """Read a results file of at most 64 MiB. It is data, and may come from a stranger.
 
     Raises
     ------
     ResultsFileError
-        If the file cannot be read, or is not one that `umem bench --output` wrote.
+        If the file cannot be read, or a line is not what `umem bench` writes; the message names
+        file, line and field.
     """
-    return read_results(Run, path, "umem bench --output")
+    from umem.io.files import read_file
+
+    try:
+        lines = read_file(path, _LIMIT_BYTES).splitlines()
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else error
+        raise ResultsFileError(f"{path}: cannot be read ({words})") from error
+    records: list[Any] = []
+    for number, line in enumerate(lines or [b""], 1):
+        try:
+            read = Header.model_validate_json if number == 1 else _LINE.validate_json
+            records.append(read(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the line"
+            raise ResultsFileError(
+                f"{path}, line {number}: not written by `umem bench --output`: {place}: "
+                f"{first['msg']}"
+            ) from error
+    return Run(records[0], tuple(records[1:]))

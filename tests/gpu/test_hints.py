@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from umem_bench.train.scratch import ManagedBytes
+from managed_memory import ManagedBytes
 
 from umem import cuda as ucuda
 from umem.core.classes import TensorClass

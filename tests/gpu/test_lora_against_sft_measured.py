@@ -19,9 +19,9 @@ import os
 
 import pytest
 from measured_steps import KEPT_LOSSES, Facts, measured
-from umem_bench.report import Grid, markdown
-from umem_bench.train.jobs import TrainingJob
-from umem_bench.train.results import Method, TrainingModel, Variant
+from umem_bench.results import LlamaShape, Method, Variant
+from umem_bench.tables import Table, markdown
+from umem_bench.training.variants import TrainingJob
 
 from umem.core.units import format_bytes
 
@@ -31,7 +31,7 @@ pytest.importorskip("peft")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-MODEL = TrainingModel(tokens=4096, loss_chunk_tokens=1024)
+MODEL = LlamaShape(tokens=4096, loss_chunk_tokens=1024)
 SHARE = 0.6
 MANAGED_LIMIT_BYTES = 12 << 30
 TIMED_STEPS = 4
@@ -83,7 +83,7 @@ def runs() -> Runs:
     return found
 
 
-def table(found: Runs) -> Grid:
+def table(found: Runs) -> Table:
     rows = []
     for name, facts in found.items():
         stock_s = found[f"{name.partition(' ')[0]} stock"].step_s
@@ -111,7 +111,7 @@ def table(found: Runs) -> Grid:
                 ),
             )
         )
-    return Grid(
+    return Table(
         "A training step. Targets: SFT planned 3 times as fast as fault, its stall at most a third "
         "of fault's and its share no more; faults at most 1 %; LoRA planned share 0.2 %",
         (

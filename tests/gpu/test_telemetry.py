@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from known_moves import COPIED_BYTES, known_moves
+from managed_memory import PART_BYTES
 from torch import nn
-from umem_bench.train.scratch import PART_BYTES
 
 import umem
 from umem.core.classes import TensorClass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from umem_bench.train.scratch import move_known
+from managed_memory import move_known
 
 import umem
 

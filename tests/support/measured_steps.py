@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
-from umem_bench.train.jobs import TrainingJob
-from umem_bench.train.managed import (
-    loss_of_hinted_records,
-    loss_of_known_records,
-    loss_of_paged_records,
-)
-from umem_bench.train.scratch import move_known
-from umem_bench.train.step import Training, make_training, place_allocator
-from umem_bench.train.task import timed_as_planned, warm_up
+from managed_memory import PART_BYTES, move_known
+from umem_bench.allocators import AllocatorName
+from umem_bench.training.measure import time_steps, under_one_plan, warm_up
+from umem_bench.training.migration import missing_records
+from umem_bench.training.variants import Training, TrainingJob, make_training, place_allocator
 
 import umem
+from umem import MeasuredReport
 from umem.core.classes import TensorClass
 from umem.telemetry.comparison import moved_figures
 
@@ -27,6 +24,7 @@ __all__ = ["KEPT_LOSSES", "Facts", "measured"]
 KEPT_LOSSES = 14
 """So many steps every process trains at least: under a plan, if there is one, in the last ones."""
 
+LEAST_KNOWN_SHARE = 0.9
 PROFILED_STEPS = 2
 PROCESS_LIMIT_S = 120
 """The first process waits for the imports, and for the planner to be compiled."""
@@ -95,7 +93,7 @@ def measured(job: TrainingJob) -> Facts:
         If the process fails, or does not end in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["umem_bench.train.shared_imports"])
+    context.set_forkserver_preload(["umem_bench.training.shared_imports"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_train, args=(job, sender), daemon=True)
     process.start()
@@ -126,9 +124,8 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
     losses: list[torch.Tensor] = []
     warm_up(training, losses)
     steps = max(job.steps, KEPT_LOSSES - len(losses))
-    timed = timed_as_planned(
-        training, steps, losses, "torch" if training.manager is None else "umem"
-    )
+    allocator: AllocatorName = "torch" if training.manager is None else "umem"
+    timed = under_one_plan(training, lambda: time_steps(training, steps, losses, allocator))
     assert timed.allocated_bytes is not None
     facts = Facts(
         losses_hex=tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
@@ -151,6 +148,7 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
     )
     predicted_bytes = predicted.moved_bytes() if predicted else 0
     is_paged = timed.before.planner == "fault"
+    words, is_lower_bound = missing_records(report, predicted_bytes if is_paged else None)
     pages = (
         [it for it in report.hints.uses if it.op in ("prefetch", "evict")] if report.hints else []
     )
@@ -165,8 +163,8 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
         hinted_frozen_in_bytes=sum(
             it.moved_bytes for it in pages if (it.op, it.tensor_class) == ("prefetch", frozen)
         ),
-        lost=loss_of_known_records(known) or loss_of_hinted_records(report),
-        is_lower_bound=is_paged and loss_of_paged_records(report, predicted_bytes) is not None,
+        lost=_missing_known_records(known) or (None if is_lower_bound else words or None),
+        is_lower_bound=is_lower_bound,
         um_time_share=report.um_time_share,
         um_ops_share=report.um_ops_share,
         um_bytes_share=report.um_bytes_share,
@@ -177,3 +175,16 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
         frozen_in_bytes=moved[f"to_device.{frozen.value}"],
         frozen_out_bytes=moved[f"to_host.{frozen.value}"],
     )
+
+
+def _missing_known_records(report: MeasuredReport) -> str | None:
+    """Why a profile that should show :func:`move_known` cannot be believed; None where it can.
+
+    CUPTI loses records of unified memory without an error, and zeros would look like results.
+    """
+    to_device = [it for it in report.traffic if it.direction == "to_device"]
+    hinted_bytes = sum(it.bytes for it in to_device if it.cause == "hint")
+    faulted_bytes = sum(it.bytes for it in to_device if it.cause in ("fault", "speculation"))
+    if min(hinted_bytes, faulted_bytes) >= LEAST_KNOWN_SHARE * PART_BYTES:
+        return None
+    return f"recorded: {hinted_bytes} bytes prefetched and {faulted_bytes} faulted, of {PART_BYTES}"

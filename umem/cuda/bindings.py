@@ -41,7 +41,6 @@ __all__ = [
     "nvml_memory_bytes",
     "nvml_nvlink_c2c",
     "nvml_pcie_link",
-    "nvml_sm_clock_mhz",
     "prefetch",
     "prefetch_batch",
     "range_location",
@@ -68,8 +67,6 @@ _DEVICE_TYPE, _HOST_TYPE, _HOST_NUMA_TYPE = 1, 2, 3
 _READ_MOSTLY, _ACCESSED_BY = 1, 3
 _RANGE_LOCATIONS = {"preferred": (2, 5, 6), "last_prefetch": (4, 7, 8)}
 """The attribute before CUDA 12.2, and since then those of the location's type and number."""
-
-_NVML_CLOCK_SM = 1  # nvmlClockType_t of nvml.h
 
 
 # ---- the libraries -------------------------------------------------------------------------
@@ -237,7 +234,7 @@ def _nvml_handle(library: ctypes.CDLL, pci_address: str) -> ctypes.c_void_p | No
     return handle if found == 0 else None
 
 
-def _nvml_number(pci_address: str, name: str, *which: int) -> int | None:
+def _nvml_number(pci_address: str, name: str) -> int | None:
     """Return one unsigned number of a device; None where NVML or the device lacks it."""
     library = _nvml()
     handle = None if library is None else _nvml_handle(library, pci_address)
@@ -245,7 +242,7 @@ def _nvml_number(pci_address: str, name: str, *which: int) -> int | None:
     if handle is None or function is None:
         return None
     value = ctypes.c_uint()
-    return int(value.value) if function(handle, *which, ctypes.byref(value)) == 0 else None
+    return int(value.value) if function(handle, ctypes.byref(value)) == 0 else None
 
 
 def driver_release() -> str | None:
@@ -281,11 +278,6 @@ def nvml_nvlink_c2c(pci_address: str) -> bool | None:
     """Tell whether NVLink-C2C joins the card to its CPU, None where NVML cannot say."""
     enabled = _nvml_number(pci_address, "nvmlDeviceGetC2cModeInfoV")
     return None if enabled is None else enabled != 0
-
-
-def nvml_sm_clock_mhz(pci_address: str) -> int | None:
-    """Return the SM clock of this moment in MHz, None where NVML cannot say."""
-    return _nvml_number(pci_address, "nvmlDeviceGetClockInfo", _NVML_CLOCK_SM)
 
 
 # ---- memory --------------------------------------------------------------------------------

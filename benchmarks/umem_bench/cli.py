@@ -1,0 +1,285 @@
+"""`umem bench`: allocators, trainings and planners, each beside its alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from umem_bench import allocators, planning, published
+from umem_bench.before_after import run_against
+from umem_bench.machine import header, managed_limit_bytes
+from umem_bench.native_core import run_core
+from umem_bench.results import (
+    METHODS,
+    VARIANTS,
+    Measurement,
+    Run,
+    TrainingSettings,
+    read_results,
+    write_results,
+)
+from umem_bench.tables import Check, print_tables
+from umem_bench.training import run as trainings
+from umem_bench.training import tables as training_tables
+from umem_bench.training.variants import WORKLOADS
+
+__all__ = ["app"]
+
+_QUICK_ROUNDS = 3
+_SHOWN_BY: dict[str, Any] = {
+    "allocators": allocators,
+    "training": training_tables,
+    "planning": planning,
+    "published": published,
+    "against": allocators,
+}
+_Name = TypeVar("_Name", bound=str)
+
+app = typer.Typer(
+    help="Measure umem: allocator, trainings within a budget, planners.", no_args_is_help=True
+)
+
+_Rounds = Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")]
+_Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter rounds.")]
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the results to this file.")
+]
+_Check = Annotated[
+    bool, typer.Option("--check", help="Hold the figures against limits; exit 1 if one is missed.")
+]
+
+
+def _add_allocator_command(name: str, benchmarks: Sequence[str], words: str) -> None:
+    @app.command(name, help=words)
+    def command(
+        policy: Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")] = "sft",
+        only: Annotated[
+            str, typer.Option("--allocators", help="Those to compare, with commas between.")
+        ] = ",".join(allocators.ALLOCATORS),
+        sizes: Annotated[
+            str, typer.Option("--size", help="Of the Llama in `step`: small, large or both.")
+        ] = ",".join(allocators.SHAPES),
+        rounds: _Rounds = 5,
+        quick: _Quick = False,
+        output: _Output = None,
+        check: _Check = False,
+    ) -> None:
+        names = _named(only, allocators.ALLOCATORS)
+        chosen = _named(sizes, tuple(allocators.SHAPES))
+        rounds = min(rounds, _QUICK_ROUNDS) if quick else rounds
+        limit_bytes = allocators.worker_limit_bytes(names)
+        settings = {"policy": policy, "rounds": rounds, "worker_managed_limit_bytes": limit_bytes}
+        jobs = [
+            allocators.AllocatorJob(
+                allocator=it, policy=policy, limit_bytes=limit_bytes, rounds=rounds, quick=quick
+            )
+            for it in names
+        ]
+        found: list[Measurement] = []
+        if "core" in benchmarks:
+            found += run_core(policy, rounds=rounds, quick=quick)
+        if "alloc" in benchmarks:
+            found += allocators.run_alloc(jobs, _say)
+        if "step" in benchmarks:
+            found += allocators.run_step(jobs, chosen, _say)
+        _finish(Run(header("allocators", settings), tuple(found)), output, check)
+        if any(it.error for it in found):
+            raise typer.Exit(1)
+
+
+_add_allocator_command(
+    "alloc",
+    ["alloc"],
+    "An allocation and its free through torch, by size and threads. Needs a GPU.",
+)
+_add_allocator_command(
+    "step", ["step"], "A training step, LoRA and SFT, of a Llama that fits. Needs a GPU."
+)
+_add_allocator_command(
+    "core", ["core"], "The native core over host memory: absolute figures, no GPU needed."
+)
+_add_allocator_command(
+    "all", ["core", "alloc", "step"], "All three. Needs a GPU, and about two minutes."
+)
+
+
+@app.command()
+def training(
+    workloads: Annotated[
+        str, typer.Option(help="long (one long sequence, checkpoints), activations (none).")
+    ] = ",".join(WORKLOADS),
+    methods: Annotated[str, typer.Option(help="sft, lora, or both.")] = ",".join(METHODS),
+    variants: Annotated[
+        str, typer.Option(help="Those to compare; stock is always one. Default: the workload's.")
+    ] = "",
+    budgets: Annotated[
+        str, typer.Option(help="In percent of stock's peak. Default: the workload's.")
+    ] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step.")] = None,
+    tokens: Annotated[int | None, typer.Option("--seq", min=2, help="Of a sequence.")] = None,
+    checkpoint: Annotated[
+        bool | None, typer.Option(help="Compute layers again in the backward pass.")
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="torch's deterministic algorithms.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")] = 5,
+    seconds_limit: Annotated[
+        float, typer.Option(min=1, help="Leave out what does not fit into this time.")
+    ] = 280,
+    output: _Output = None,
+    continued: Annotated[
+        Path | None,
+        typer.Option("--continue", metavar="FILE", help="Run what these results lack."),
+    ] = None,
+    check: _Check = False,
+) -> None:
+    """Train a Llama with less device memory than it needs, umem beside others. Needs a GPU."""
+    output = output or continued
+    own: dict[str, Any] = {"methods": _named(methods, METHODS)}
+    if variants:
+        own["variants"] = _named(variants, VARIANTS)
+    if budgets:
+        own["budgets_percent"] = _percents(budgets)
+    asked = {"batch": batch, "tokens": tokens, "checkpoint": checkpoint}
+    shape = {name: value for name, value in asked.items() if value is not None}
+    settings = TrainingSettings(
+        workloads=tuple(
+            it.model_copy(update={**own, "model": it.model.model_copy(update=shape)})
+            for it in map(WORKLOADS.__getitem__, _named(workloads, tuple(WORKLOADS)))
+        ),
+        steps=steps,
+        deterministic=deterministic,
+        managed_limit_bytes=managed_limit_bytes(trainings.MANAGED_BYTES),
+    )
+    run = trainings.run_training(
+        settings,
+        _say,
+        lambda so_far: write_results(so_far, output) if output else None,
+        seconds_limit=seconds_limit,
+        earlier=read_results(continued) if continued else None,
+    )
+    _finish(run, output, check)
+    if any(it.state == "failed" for it in run.trainings):
+        raise typer.Exit(1)
+
+
+@app.command("planning")
+def plans(
+    models: Annotated[str, typer.Option(help="Models to plan.")] = ",".join(planning.MODELS),
+    modes: Annotated[str, typer.Option(help="lora, sft, or both.")] = "sft",
+    rounds: _Rounds = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="3 rounds, no compilation.")] = False,
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    """Time to record, plan and simulate a step, on models up to 70B: no GPU needed."""
+    from umem.capture.offline import MODELS, MODES
+
+    rounds = min(rounds, _QUICK_ROUNDS) if quick else rounds
+    found = planning.run_planning(
+        _named(models, MODELS),
+        _named(modes, MODES),
+        rounds=rounds,
+        first_plans=not quick,
+        on_progress=_say,
+    )
+    run = Run(header("planning", planning.SETTINGS | {"rounds": rounds}), tuple(found))
+    _finish(run, output, check)
+
+
+@app.command("published")
+def published_traces(
+    folder: Annotated[Path, typer.Argument(help="Traces that came with published times.")],
+    output: _Output = None,
+) -> None:
+    """Published traces: what umem's planners make of them, beside the published times. No GPU."""
+    found = published.compare(folder, _say)
+    _finish(Run(header("published", published.SETTINGS), tuple(found)), output, check=False)
+
+
+@app.command()
+def against(
+    checkout: Annotated[Path, typer.Argument(help="Another checkout of umem, built.")],
+    rounds: _Rounds = 5,
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    """Planner, simulator, allocator and step under two checkouts, in turns."""
+    found = run_against(checkout, rounds, _say)
+    settings = {"checkout": str(checkout), "rounds": rounds}
+    _finish(Run(header("against", settings), tuple(found)), output, check)
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="Results, as --output wrote them.")],
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print tables for a document.")
+    ] = False,
+    tables: Annotated[
+        str, typer.Option(help="Only tables whose title has one of these texts; ; between.")
+    ] = "",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw trainings, as .png or .svg.")
+    ] = None,
+    check: _Check = False,
+) -> None:
+    """Print the tables of a results file."""
+    run = read_results(file)
+    if plot is not None:
+        from umem_bench.training.picture import save_picture
+
+        save_picture(run, plot)
+    _finish(run, None, check, as_markdown=as_markdown, only=tables)
+
+
+def _finish(
+    run: Run, output: Path | None, check: bool, *, as_markdown: bool = False, only: str = ""
+) -> None:
+    """Write and print results, and hold them against limits if asked to."""
+    if output is not None:
+        write_results(run, output)
+    shown = _SHOWN_BY[run.header.benchmark]
+    words = only.split(";")
+    chosen = [it for it in shown.tables(run) if any(word in it.title for word in words)]
+    print_tables(shown.heading(run), chosen, as_markdown=as_markdown)
+    if check:
+        found: list[Check] = list(shown.checks(run))
+        for it in found:
+            print(f"{'pass' if it.passed else 'FAIL'}  {it.subject}: {it.detail}")
+        if not found or not all(it.passed for it in found):
+            raise typer.Exit(1)
+
+
+def _say(words: str) -> None:
+    """Print a line of progress to standard error."""
+    Console(stderr=True, style="dim", markup=False, highlight=False, soft_wrap=True).print(words)
+
+
+def _named(value: str, known: Sequence[_Name]) -> tuple[_Name, ...]:
+    """A list such as "torch,umem", every name known, in the order of `known`."""
+    names = [name.strip() for name in value.split(",")]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
+    return tuple(name for name in known if name in names)
+
+
+def _percents(value: str) -> tuple[float, ...]:
+    """A list of budgets such as "100,60,30"."""
+    percents = []
+    for text in value.split(","):
+        try:
+            percents.append(float(text))
+        except ValueError:
+            percents.append(0.0)
+        if not 0 < percents[-1] <= 100:
+            raise typer.BadParameter(
+                f"{text.strip()!r} is no budget: give percentages above 0 and at most 100"
+            )
+    return tuple(percents)

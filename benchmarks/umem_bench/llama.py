@@ -1,0 +1,135 @@
+"""The Llama that is trained, and a loss whose logits exist in chunks only."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from umem_bench.results import LlamaShape, Method
+
+__all__ = ["SEED", "ChunkedLoss", "build_llama"]
+
+SEED = 0
+
+_IGNORED = -100
+"""Label of a token that nothing is predicted for."""
+
+
+def build_llama(shape: LlamaShape, method: Method, device: torch.device) -> Any:
+    """A Llama of `transformers` with random bfloat16 weights, created on the device.
+
+    For ``lora`` it has PEFT's adapters, in float32 as PEFT makes them.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    # transformers renames what PEFT still calls.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.tokens,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    torch.manual_seed(SEED)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # without a conversion, which would be the peak
+    try:
+        with device:
+            network: Any = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(usual)
+    if method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(
+            r=shape.lora_rank,
+            lora_alpha=2 * shape.lora_rank,
+            target_modules=list(shape.lora_targets),
+            task_type="CAUSAL_LM",
+        )
+        network = get_peft_model(network, adapters)
+    if shape.checkpoint:
+        network.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+        )
+    return network
+
+
+class ChunkedLoss(nn.Module):
+    """A causal language model whose output is its mean loss, computed chunk after chunk.
+
+    The logits of a whole sequence in float32 would be the largest tensor of a step. Here the logits
+    of one chunk exist at a time, and the backward pass computes them again.
+
+    Parameters
+    ----------
+    network
+        A model of `transformers` for causal language modelling, or PEFT's around one.
+    chunk_tokens
+        Tokens of each sequence whose logits exist at once.
+    """
+
+    def __init__(self, network: Any, chunk_tokens: int) -> None:
+        super().__init__()
+        self.network = network
+        self.chunk_tokens = chunk_tokens
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The transformer's layers, in order."""
+        return list(self._base().model.layers)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy of predicting each token from those before it.
+
+        Parameters
+        ----------
+        input_ids, labels
+            int64[sequences, tokens]. Tokens without a label have -100.
+
+        Returns
+        -------
+        Tensor
+            float32, without dimensions.
+        """
+        base = self._base()
+        hidden = base.model(input_ids=input_ids).last_hidden_state
+        targets = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        chunks = (it.split(self.chunk_tokens, 1) for it in (hidden, targets))
+        for part, wanted in zip(*chunks, strict=True):
+            loss = checkpoint(
+                _summed_loss,
+                base.lm_head,
+                part,
+                wanted,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            total = total + loss
+        return total / (targets != _IGNORED).sum()
+
+    def _base(self) -> Any:
+        """The model of `transformers` inside PEFT's."""
+        find = getattr(self.network, "get_base_model", None)
+        return self.network if find is None else find()
+
+
+def _summed_loss(head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    # As rows: torch may multiply a batch by a frozen weight in another way when the checkpoint
+    # computes it again, and the checkpoint refuses that.
+    logits = head(hidden.flatten(0, 1)).float()
+    return functional.cross_entropy(
+        logits, targets.flatten(), ignore_index=_IGNORED, reduction="sum"
+    )

@@ -1,0 +1,135 @@
+"""Tables for the terminal and for documents, and checks of results against limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from umem_bench.results import Header, Measurement, median
+
+__all__ = [
+    "NOTHING",
+    "Check",
+    "Table",
+    "at_most",
+    "beside",
+    "markdown",
+    "print_tables",
+    "provenance",
+    "seconds",
+    "times_table",
+]
+
+NOTHING = "—"
+"""The text of a cell without a figure."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure held against a limit; `passed` is None where the run does not have the figure."""
+
+    subject: str
+    passed: bool | None
+    detail: str
+
+
+def at_most(subject: str, own: float | None, other: float | None, limit: float) -> Check:
+    """Hold a figure against a multiple of another one."""
+    if own is None or not other:
+        return Check(subject, None, "not measured")
+    return Check(subject, own <= limit * other, f"{own / other:.3f}x, at most {limit:.3g}x")
+
+
+def provenance(header: Header, *more: str) -> str:
+    """One line with machine, versions, further words and the date."""
+    machine = header.machine
+    parts = [
+        machine.gpu or (f"{machine.cpu}, {machine.cpu_count} cores" if machine.cpu else ""),
+        f"driver {machine.driver}" if machine.driver else "",
+        f"CUDA {machine.cuda}" if machine.cuda else "",
+        *(f"{name} {version}" for name, version in header.packages.items()),
+        f"umem {header.umem}" + (f" ({header.commit})" if header.commit else ""),
+        *more,
+        header.date or "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def beside(measurements: Iterable[Measurement]) -> dict[str, dict[str, Measurement]]:
+    """Measurements by case and subject, in their order."""
+    cases: dict[str, dict[str, Measurement]] = {}
+    for it in measurements:
+        cases.setdefault(it.case, {})[it.subject] = it
+    return cases
+
+
+def times_table(title: str, measurements: Sequence[Measurement], scale: float) -> Table:
+    """One row for each case, one column for each subject.
+
+    A cell has the median, the extremes, and the ratio of medians to the first subject's.
+    """
+    subjects = tuple(dict.fromkeys(it.subject for it in measurements))
+    rows = []
+    for case, row in beside(measurements).items():
+        first_s = median(row[subjects[0]].rounds_s) if subjects[0] in row else None
+        cells = []
+        for subject in subjects:
+            rounds_s = row[subject].rounds_s if subject in row else ()
+            own_s = median(rounds_s)
+            if own_s is None:
+                cells.append("failed" if subject in row else NOTHING)
+                continue
+            low, high = min(rounds_s) * scale, max(rounds_s) * scale
+            text = f"{own_s * scale:.4g} [{low:.4g} to {high:.4g}]"
+            is_first = first_s is None or subject == subjects[0]
+            cells.append(text if is_first else f"{text} {own_s / (first_s or 1):.2f}x")
+        rows.append((case, *cells))
+    return Table(title, ("case", *subjects), rows)
+
+
+def print_tables(heading: str, tables: Iterable[Table], *, as_markdown: bool) -> None:
+    """Print a line and tables to standard output."""
+    if as_markdown:
+        print("\n\n".join([heading, *map(markdown, tables)]))
+        return
+    console = Console()
+    console.print(heading, markup=False, highlight=False)
+    for table in tables:
+        shown = RichTable(title=table.title, title_justify="left")
+        for number, column in enumerate(table.columns):
+            shown.add_column(column, justify="right" if number else "left")
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print()
+        console.print(shown)
+
+
+def markdown(table: Table) -> str:
+    """A table for a document."""
+    rule = ["---", *["---:"] * (len(table.columns) - 1)]
+    rows = [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        for row in (table.columns, rule, *table.rows)
+    ]
+    return "\n".join([f"**{table.title}**", "", *rows])
+
+
+def seconds(time_s: float | None) -> str:
+    """A time in three digits."""
+    if time_s is None:
+        return NOTHING
+    units = ((1.0, "s", 1.0), (1e3, "ms", 1e-3), (1e6, "µs", 0.0))
+    scaled, unit = next((time_s * by, unit) for by, unit, least in units if time_s >= least)
+    return f"{scaled:,.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"

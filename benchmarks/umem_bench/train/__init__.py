@@ -1,1 +1,0 @@
-"""Training under a budget, beside its alternatives."""

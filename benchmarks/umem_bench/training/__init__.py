@@ -1,0 +1,1 @@
+"""Training a Llama under a device budget: umem's planners beside other ways to save memory."""

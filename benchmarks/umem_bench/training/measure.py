@@ -1,0 +1,246 @@
+"""One variant in a worker: steps, losses and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from umem import TensorClass
+from umem_bench.allocators import AllocatorName, peaks, reset_peaks
+from umem_bench.timing import no_garbage_collection
+from umem_bench.training.migration import profile_step, resident_bytes
+from umem_bench.training.variants import (
+    Training,
+    TrainingJob,
+    make_training,
+    place_allocator,
+    why_not,
+)
+
+if TYPE_CHECKING:
+    from umem.executor import ManagerStatus
+    from umem_bench.results import Variant
+
+__all__ = [
+    "ARRANGING_STEPS",
+    "KEPT_LOSSES",
+    "Timed",
+    "measure",
+    "paged_state_bytes",
+    "time_steps",
+    "under_one_plan",
+    "warm_up",
+]
+
+KEPT_LOSSES = 24
+"""Enough for a plan to run in the last of these steps."""
+
+ARRANGING_STEPS = 2
+"""Steps that move memory to where a new plan wants it."""
+
+_WARM_STEPS = 3
+"""Kernels are loaded, the optimizer's state is made, and caches fill."""
+
+_MAX_WARM_STEPS = 40
+_PLAN_PATIENCE_S = 30.0
+"""umem's manager has so long, and so many steps, to decide."""
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Timed steps; `before` and `after` are the status of umem's manager around them."""
+
+    steps_s: tuple[float, ...]
+    before: ManagerStatus | None
+    after: ManagerStatus | None
+    allocated_bytes: int | None
+    """Peak."""
+
+    @property
+    def plan_running(self) -> bool | None:
+        """Whether every step followed umem's plan; None without a manager."""
+        if self.before is None or self.after is None:
+            return None
+        return (
+            str(self.before.state) in ("running", "resident")
+            and self.after.state == self.before.state
+            and self.after.diverged_steps == self.before.diverged_steps
+        )
+
+
+def measure(job: TrainingJob) -> Iterator[dict[str, Any]]:
+    """Train as a job says; yields the measured fields of one result."""
+    reason = why_not(job)
+    if reason:
+        yield reason
+        return
+    place_allocator(job)
+    training = make_training(job)
+    with training.around:
+        yield _measure(job, training)
+
+
+def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
+    manager = training.manager
+    losses: list[torch.Tensor] = []
+    warm_up(training, losses)
+    if manager is not None and str(manager.status().state) == "off":
+        return {"state": "off", "reason": manager.status().reason}
+    allocator: AllocatorName = "umem" if job.variant.startswith("umem-") else "torch"
+    if job.variant == "rmm-pool":
+        allocator = "rmm-pool"
+    counted = allocator if job.device == "cuda" else None
+    timed = under_one_plan(training, lambda: time_steps(training, job.steps, losses, counted))
+    notes = _notes(job.variant, timed.after)
+    found: dict[str, Any] = {}
+    if allocator != "torch":
+        name = f"{job.method} {job.variant}"
+        migration, missing = under_one_plan(training, lambda: profile_step(training, name))
+        found["migration"] = migration
+        notes += missing
+    if timed.after is not None:
+        predicted = timed.after.predicted
+        found["predicted_step_s"] = None if predicted is None else predicted.step_s
+        found["resident_bytes"] = under_one_plan(training, lambda: resident_bytes(training))
+    if job.variant == "umem-optimizer-host":
+        import umem
+
+        state = umem.memory_by_class()[TensorClass.OPTIMIZER_STATE]
+        found["host_state_bytes"] = state.allocated_bytes
+    if job.variant == "stock":  # others train for longer before they are timed
+        losses += [training.step() for _ in range(KEPT_LOSSES - len(losses))]
+    return found | {
+        "state": "measured",
+        "parameters": sum(weight.numel() for weight in training.model.parameters()),
+        "plan_running": timed.plan_running,
+        "steps_s": timed.steps_s,
+        "losses_hex": tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
+        "peak_allocated_bytes": timed.allocated_bytes,
+        "paged_state_bytes": paged_state_bytes(training.optimizers),
+        "notes": tuple(notes),
+    }
+
+
+def _notes(variant: Variant, status: ManagerStatus | None) -> list[str]:
+    notes: list[str] = []
+    if variant == "bnb-paged-adamw":
+        notes.append(
+            "its state is managed memory of its own, which torch does not count; each step "
+            "prefetches it, so that it counts as on the device"
+        )
+    if status is None:
+        return notes
+    if variant == "umem-backward-step" and not status.step_in_backward:
+        notes.append("the optimizer's step stayed behind the backward pass")
+    if status.reason:
+        notes.append(f"umem's manager is {status.state}: {status.reason}")
+    if status.diverged_steps + status.unplanned + status.wait_timeouts:
+        notes.append(
+            f"of {status.steps} planned steps: {status.diverged_steps} diverged, "
+            f"{status.unplanned} had no plan of their own, {status.wait_timeouts} waits timed out"
+        )
+    return notes
+
+
+def warm_up(training: Training, losses: list[torch.Tensor]) -> None:
+    """Train until later steps take as long.
+
+    A plan runs for as many steps as it can take to be corrected, under every planner alike.
+    """
+    from umem.executor import SETTLING_STEPS
+
+    losses += [training.step() for _ in range(_WARM_STEPS)]
+    manager = training.manager
+    if manager is not None:
+        end_s = time.monotonic() + _PLAN_PATIENCE_S
+        while (
+            str(manager.status().state) in ("warming up", "recording")
+            and len(losses) < _MAX_WARM_STEPS
+            and time.monotonic() < end_s
+        ):
+            losses.append(training.step())
+            float(losses[-1])  # the plan starts between steps: this loop must not run ahead
+        if str(manager.status().state) == "running":
+            # The last correction comes before the step after these, which arranges anew.
+            losses += [training.step() for _ in range(SETTLING_STEPS + ARRANGING_STEPS)]
+    float(losses[-1])
+
+
+def under_one_plan(training: Training, look: Callable[[], _Found]) -> _Found:
+    """What `look` finds in steps of one plan: repeated where umem made a new plan meanwhile.
+
+    umem does so a few times at most.
+    """
+    while True:
+        before = _corrections(training)
+        found = look()
+        if _corrections(training) == before:
+            return found
+        for _ in range(ARRANGING_STEPS):
+            training.step()
+
+
+def _corrections(training: Training) -> int:
+    return 0 if training.manager is None else int(training.manager.status().corrections)
+
+
+def time_steps(
+    training: Training, steps: int, losses: list[torch.Tensor], allocator: AllocatorName | None
+) -> Timed:
+    """Time steps by CUDA events, without a wait between them.
+
+    Parameters
+    ----------
+    training, steps
+        How many steps of which training.
+    losses
+        The steps' losses are appended here.
+    allocator
+        Whose peaks are read; None on the CPU, where the wall clock counts.
+    """
+    before = None if training.manager is None else training.manager.status()
+    if allocator is not None:
+        reset_peaks(allocator)
+        torch.cuda.synchronize()
+    marks: list[Any] = [_mark(allocator)]
+    with no_garbage_collection():
+        for _ in range(steps):
+            losses.append(training.step())
+            marks.append(_mark(allocator))
+    if allocator is not None:
+        torch.cuda.synchronize()
+    took = [a.elapsed_time(b) / 1e3 if allocator else b - a for a, b in pairwise(marks)]
+    allocated = None if allocator is None else peaks(allocator).get("peak_allocated_bytes")
+    return Timed(
+        tuple(took),
+        before,
+        None if training.manager is None else training.manager.status(),
+        None if allocated is None else int(allocated),
+    )
+
+
+def _mark(allocator: AllocatorName | None) -> Any:
+    """This moment: a recorded CUDA event, or seconds on the CPU."""
+    if allocator is None:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def paged_state_bytes(optimizers: Sequence[Any]) -> int | None:
+    """Managed memory of bitsandbytes' paged optimizers; None without one.
+
+    Each step prefetches it to the device, where it stays as long as there is room.
+    """
+    for optimizer in optimizers:
+        if getattr(optimizer, "is_paged", False):
+            return sum(tensor.nbytes for tensor in optimizer.page_mng.paged_tensors)
+    return None

@@ -1,0 +1,199 @@
+"""What umem keeps on the device, and what moves in one profiled step."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from umem import TensorClass
+from umem.core.units import format_bytes
+from umem_bench.results import Migration
+from umem_bench.training.variants import Training
+
+if TYPE_CHECKING:
+    from umem import MeasuredReport
+
+__all__ = ["missing_records", "profile_step", "resident_bytes"]
+
+_RESIDENCY_STEPS = 2
+_HINT_PATIENCE_S = 5.0
+_DIRECTIONS = ("to_device", "to_host")
+
+_LEAST_HINTED_SHARE = 0.5
+"""Least recorded share of what the hint engine has moved. The engine counts pages too that were
+where they should go."""
+_LEAST_PAGED_SHARE = 0.9
+"""Least recorded share of the predicted traffic of demand paging."""
+
+
+# ---- residency ----
+
+
+def resident_bytes(training: Training) -> int:
+    """An upper bound of what umem keeps on the device, over two further steps.
+
+    Residency is read around every layer's passes, at every gradient, around the optimizer's step
+    and on both sides of umem's work at a phase's begin. A tensor that lives only between two reads
+    is in none of them. So the peak allocation between two reads counts, less the smaller of the two
+    amounts that were away from the device.
+    """
+    reads = _ResidencyReads(next(training.model.parameters()).device.index or 0)
+
+    def read_in_both_passes(_layer: object, _args: object, output: object) -> None:
+        reads.read()
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(reads.read)
+
+    handles = [it.register_forward_hook(read_in_both_passes) for it in training.model.layers]
+    # Global hooks: umem does not split an optimizer's step that has hooks of its own.
+    handles.append(register_optimizer_step_pre_hook(reads.read))
+    handles.append(register_optimizer_step_post_hook(reads.read))
+    for optimizer in training.optimizers:
+        # Where a block's step follows its last gradient, its state is there at that moment only.
+        handles += [
+            weight.register_post_accumulate_grad_hook(reads.read)
+            for group in optimizer.param_groups
+            for weight in group["params"]
+        ]
+    training.manager.watch(reads.read)
+    for _ in range(_RESIDENCY_STEPS):
+        training.step()
+    reads.read()
+    training.manager.watch(None)
+    for handle in handles:
+        handle.remove()
+    return reads.most_bytes
+
+
+class _ResidencyReads:
+    """The most that can have been on a device between one read and the next."""
+
+    def __init__(self, device: int) -> None:
+        self.most_bytes = 0
+        self._device = device
+        _, self._away_bytes = self._peak_and_away()
+
+    def read(self, *_: object) -> None:
+        """Account for the time since the last read. Arguments are those of hooks."""
+        peak_bytes, away_bytes = self._peak_and_away()
+        self.most_bytes = max(self.most_bytes, peak_bytes - min(away_bytes, self._away_bytes))
+        self._away_bytes = away_bytes
+
+    def _peak_and_away(self) -> tuple[int, int]:
+        """Peak allocation since the last call, and what is away of what is allocated now.
+
+        The peak that torch shows is not reset: umem's manager goes by it.
+        """
+        from umem.executor import residency
+        from umem.runtime.state import runtime
+
+        allocator = runtime().allocator
+        peak_bytes = allocator.take_peak_bytes(self._device)
+        allocated_bytes = allocator.take_peak_bytes(self._device)  # nothing came between
+        return peak_bytes, allocated_bytes - sum(residency(self._device).values())
+
+
+# ---- one profiled step ----
+
+
+def profile_step(training: Training, name: str) -> tuple[Migration | None, tuple[str, ...]]:
+    """One step under `umem.profile`, with all its requests carried out in it.
+
+    Returns
+    -------
+    tuple
+        The step's migration, None where nothing or too little was recorded; why something is
+        missing.
+    """
+    import umem
+
+    with umem.profile(steps=1, model=training.model, name=name, required=False) as profile:
+        _wait_for_hints(training)
+        training.step()
+        _wait_for_hints(training)
+        profile.step()
+    (report,) = profile.step_reports()
+    if not report.collected:
+        return None, report.notes
+    manager = training.manager
+    predicted = None if manager is None else manager.status().predicted
+    predicted_bytes = None if predicted is None else _by_direction(predicted)
+    is_paged = manager is not None and manager.status().planner == "fault"
+    paged_bytes = sum(predicted_bytes.values()) if predicted_bytes and is_paged else None
+    words, is_lower_bound = missing_records(report, paged_bytes)
+    notes = (*report.notes, words) if words else report.notes
+    if words and not is_lower_bound:
+        return None, notes
+    migration = Migration(
+        fault_batches=report.fault_batches,
+        um_time_share=report.um_time_share if report.has_copies else None,
+        moved_bytes=_by_direction(report),
+        predicted_bytes=predicted_bytes,
+        is_lower_bound=is_lower_bound,
+    )
+    return migration, notes
+
+
+def _wait_for_hints(training: Training) -> None:
+    """Wait until every request of umem's manager is carried out."""
+    if training.manager is None:
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # hints wait for earlier launches
+    end_s = time.monotonic() + _HINT_PATIENCE_S
+    while training.manager.engine.statistics().open_requests and time.monotonic() < end_s:
+        time.sleep(1e-3)
+
+
+def missing_records(report: MeasuredReport, paged_bytes: int | None) -> tuple[str, bool]:
+    """Whether records of a step are missing: CUPTI loses some without an error.
+
+    Parameters
+    ----------
+    report
+        Of the step.
+    paged_bytes
+        Predicted traffic of demand paging; None for steps under other planners.
+
+    Returns
+    -------
+    tuple
+        Why the figures are not known or too low, empty where they can be believed. Whether they
+        are lower bounds: where much faults at once, only some records are lost.
+    """
+    recorded_bytes = sum(it.bytes for it in _unified_traffic(report))
+    words = f"there are records of {format_bytes(recorded_bytes)}"
+    hinted_bytes = sum(
+        use.moved_bytes
+        for use in (() if report.hints is None else report.hints.uses)
+        if use.op in ("prefetch", "evict")
+        # Frozen weights keep a copy on the host, so that leaving moves nothing.
+        and (use.op, use.tensor_class) != ("evict", TensorClass.FROZEN_WEIGHTS)
+    )
+    if recorded_bytes < _LEAST_HINTED_SHARE * hinted_bytes:
+        hinted = f"{format_bytes(hinted_bytes)} moved, by the hint engine's own count"
+        return f"unified-memory figures are not known: {words}, and {hinted}", False
+    if paged_bytes is not None and recorded_bytes < _LEAST_PAGED_SHARE * paged_bytes:
+        paged = f"{format_bytes(paged_bytes)} are predicted of demand paging"
+        return f"unified-memory figures are lower bounds: {words}, and {paged}", True
+    return "", False
+
+
+def _unified_traffic(report: Any) -> list[Any]:
+    """The entries of a report's traffic that are unified-memory transfers."""
+    from umem.core.report import UM_CAUSES
+
+    return [it for it in report.traffic if it.cause in UM_CAUSES]
+
+
+def _by_direction(report: Any) -> dict[str, int]:
+    """Bytes of a report's unified-memory transfers."""
+    entries = _unified_traffic(report)
+    return {way: sum(it.bytes for it in entries if it.direction == way) for way in _DIRECTIONS}

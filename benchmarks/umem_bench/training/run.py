@@ -1,0 +1,216 @@
+"""Runs the training benchmark: one process after the other, within a time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from umem import UmemError, UnsupportedError
+from umem.core.units import format_bytes
+from umem_bench.machine import header
+from umem_bench.results import (
+    PLANNERS,
+    VARIANTS,
+    Header,
+    Method,
+    Run,
+    TrainingResult,
+    TrainingSettings,
+    Variant,
+    WorkloadName,
+    median,
+)
+from umem_bench.training.measure import measure
+from umem_bench.training.variants import TrainingJob
+from umem_bench.workers import Worker, WorkerError
+
+__all__ = ["MANAGED_BYTES", "Cell", "cells", "run_training"]
+
+MANAGED_BYTES = 16 << 30
+"""Managed memory of a process, at most: one process runs at a time."""
+
+PROCESS_LIMIT_S = 240.0
+"""For one variant with one budget: DeepSpeed compiles its optimizer when it is first used."""
+
+LEAST_LIMIT_S = 20.0
+"""For a process that was started, however little is left of the run's time."""
+
+_PRELOADED = ("umem_bench.training.shared_imports",)
+
+Cell = tuple[WorkloadName, Method, Variant, float | None]
+"""Workload, method, variant, and budget in percent: what one process measures."""
+
+
+def cells(settings: TrainingSettings) -> list[Cell]:
+    """All that a run measures, in the order in which it goes.
+
+    Stock comes first, for budgets are shares of its peak, and once more at the end, where asked
+    for: the difference is the machine's drift. Adapters have next to no optimizer state that could
+    be held on the host.
+    """
+    found: list[Cell] = []
+    for workload in settings.workloads:
+        for method in workload.methods:
+            for variant in VARIANTS:
+                if variant not in ("stock", *workload.variants):
+                    continue
+                if (variant, method) == ("umem-optimizer-host", "lora"):
+                    continue
+                budgets = workload.budgets_percent if variant in PLANNERS else (None,)
+                found += [(workload.name, method, variant, percent) for percent in budgets]
+    return sorted(found, key=lambda cell: cell[2] == "stock-again")
+
+
+def run_training(
+    settings: TrainingSettings,
+    on_progress: Callable[[str], None],
+    on_results: Callable[[Run], None] = lambda _: None,
+    *,
+    seconds_limit: float = 280.0,
+    device: Literal["cuda", "cpu"] = "cuda",
+    earlier: Run | None = None,
+) -> Run:
+    """Train with every variant and budget, each in a process of its own, never two at a time.
+
+    A variant that fails, is not installed or does not fit the time leaves a result that says why.
+
+    Parameters
+    ----------
+    settings
+        What to run.
+    on_progress
+        Called with a line for each process.
+    on_results
+        Called with the results so far, after every process.
+    seconds_limit
+        Processes that would not end in time are left out.
+    device
+        Where to train. On the CPU only the stock variant is measured, and without its memory.
+    earlier
+        Results of the same settings on the same machine: what they lack is run.
+
+    Raises
+    ------
+    UnsupportedError
+        Where torch sees no GPU to train on.
+    UmemError
+        If the earlier results are of other settings, another machine or other versions.
+    """
+    if device == "cuda":
+        _require_gpu()
+    begun = header("training", settings)
+    if earlier is not None:
+        _require_same(earlier.header, begun)
+        begun = earlier.header
+    known = {_cell_of(it): it for it in (earlier.trainings if earlier else ())}
+    missing = [
+        it
+        for it in cells(settings)
+        if it not in known or known[it].state == "left out" or known[it].timed_out
+    ]
+    # A variant that gave no answer is tried once more in a later call, and not again in this one.
+    spent = {it: known.pop(it) for it in missing if it in known}
+    end_s = time.monotonic() + seconds_limit
+    for cell in missing:
+        result = _result(cell, settings, list(known.values()), end_s, device)
+        known[cell] = spent.get(cell, result) if result.state == "left out" else result
+        on_progress(_line(result))
+        on_results(Run(begun, tuple((spent | known).values())))
+    return Run(begun, tuple(known.values()))
+
+
+def _result(
+    cell: Cell,
+    settings: TrainingSettings,
+    known: list[TrainingResult],
+    end_s: float,
+    device: Literal["cuda", "cpu"],
+) -> TrainingResult:
+    """Measure one cell in a process of its own, unless there is a reason not to."""
+    workload, method, variant, percent = cell
+    told: dict[str, Any] = {
+        "workload": workload,
+        "method": method,
+        "variant": variant,
+        "budget_percent": percent,
+    }
+    left_s = end_s - time.monotonic()
+    reason = Worker.stuck or _why_no_time(variant, known, left_s)
+    if percent is not None:
+        stock = (it for it in known if _cell_of(it) == (workload, method, "stock", None))
+        stock_bytes = next((it.peak_allocated_bytes for it in stock), None)
+        if stock_bytes is None:
+            reason = "budgets are shares of the stock variant's peak, which was not measured"
+        else:
+            told["budget_bytes"] = int(percent / 100 * stock_bytes)
+    if reason:
+        return TrainingResult(**told, state="left out", reason=reason)
+    job = TrainingJob(
+        model=settings.workload(workload).model,
+        method=method,
+        variant=variant,
+        budget_bytes=told.get("budget_bytes"),
+        steps=settings.steps,
+        deterministic=settings.deterministic,
+        managed_limit_bytes=settings.managed_limit_bytes,
+        device=device,
+    )
+    began_s = time.monotonic()
+    try:
+        with Worker(measure, job, _PRELOADED) as worker:
+            told |= worker.ask(min(PROCESS_LIMIT_S, max(LEAST_LIMIT_S, left_s)))
+    except WorkerError as error:
+        told |= {"state": "failed", "reason": str(error), "timed_out": error.timed_out}
+    return TrainingResult(**told, process_s=time.monotonic() - began_s)
+
+
+def _why_no_time(variant: Variant, known: list[TrainingResult], left_s: float) -> str:
+    """Why a process is not started; empty where it is."""
+    silent = next((it for it in known if it.timed_out and it.variant == variant), None)
+    if silent is not None:
+        return f"this variant gave no answer before: {silent.reason}"
+    own = [it.process_s for it in known if it.variant == variant and it.process_s]
+    needed_s = max(own or (it.process_s for it in known), default=0.0)
+    if left_s >= needed_s or not known:
+        return ""
+    return (
+        f"{max(0.0, left_s):.0f} s were left, and such a process takes {needed_s:.0f} s or more: "
+        "give more with --seconds-limit, or go on with --continue"
+    )
+
+
+def _cell_of(result: TrainingResult) -> Cell:
+    return result.workload, result.method, result.variant, result.budget_percent
+
+
+def _line(result: TrainingResult) -> str:
+    at = "" if result.budget_percent is None else f" at {result.budget_percent:g} %"
+    of = f" of {format_bytes(result.budget_bytes)}" if result.budget_bytes else ""
+    words = f"{result.workload}, {result.method}, {result.variant}{at}"
+    step_s = median(result.steps_s)
+    if step_s is None:
+        return f"{words}: {result.state}: {result.reason}"
+    lost = "; its plan was not running" if result.plan_running is False else ""
+    return f"{words}{of}: {step_s * 1e3:.4g} ms a step, {result.process_s:.1f} s{lost}"
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.device_count() == 0:
+        raise UnsupportedError(
+            "training is measured on an NVIDIA GPU, and torch sees none: `umem doctor` says what "
+            "is missing, and `umem simulate` predicts steps without one"
+        )
+
+
+def _require_same(earlier: Header, begun: Header) -> None:
+    groups = ("umem", "commit", "machine", "packages", "settings")
+    pairs = [(name, getattr(earlier, name), getattr(begun, name)) for name in groups]
+    words = [f"{name} {was}, and now {it}" for name, was, it in pairs if was != it]
+    if words:
+        raise UmemError(
+            f"the earlier results cannot be continued: they have {'; '.join(words)}: give the same "
+            "options on the same machine, or begin a new file"
+        )

@@ -1,0 +1,341 @@
+"""Tables of the training benchmark, and its figures against limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import shorten
+
+from umem.core.units import format_bytes
+from umem_bench.results import (
+    PLANNERS,
+    VARIANTS,
+    LlamaShape,
+    Method,
+    Migration,
+    Run,
+    TrainingResult,
+    Workload,
+    WorkloadName,
+    median,
+)
+from umem_bench.tables import NOTHING, Check, Table, at_most, provenance
+
+__all__ = [
+    "batches",
+    "checks",
+    "device_peak_bytes",
+    "fits",
+    "heading",
+    "panels",
+    "shown",
+    "stock_of",
+    "tables",
+    "tokens_per_s",
+]
+
+MAX_FAULT_SHARE = 0.01
+"""Fault batches under a plan, as a share of demand paging's."""
+MIN_SPEED_UP = 3.0
+"""SFT at 60 %: demand paging's step over the plan's."""
+MIN_STOCK_SHARE = 0.85
+"""SFT at 60 % in the workload ``long``: speed, as a share of stock's."""
+MAX_STEP_ERROR = 0.15
+MAX_BYTES_ERROR = 0.1
+"""Measured figures relative to the predicted ones."""
+
+_PAGE_BYTES = 64 << 10
+"""umem rounds blocks up to this, and torch does not: what is over a budget by less fits it."""
+
+_SHOWN_LOSS = 8
+"""Number of the step whose loss is shown."""
+
+_OTHER_ARITHMETIC = ("bnb-paged-adamw", "torchao-offload", "deepspeed-offload")
+"""Variants whose optimizer computes otherwise, so that their losses are not compared."""
+
+
+# ---- figures ----
+
+
+def tokens_per_s(run: Run, result: TrainingResult) -> float:
+    """Tokens trained on in a second, at the median step; 0 if it was not measured."""
+    step_s = median(result.steps_s)
+    model = run.training_settings.workload(result.workload).model
+    return model.batch * model.tokens / step_s if step_s else 0.0
+
+
+def panels(run: Run) -> list[tuple[Workload, Method]]:
+    """The workloads and methods of a run that have results."""
+    return [
+        (workload, method)
+        for workload in run.training_settings.workloads
+        for method in workload.methods
+        if shown(run, workload.name, method)
+    ]
+
+
+def shown(run: Run, workload: WorkloadName, method: Method) -> list[TrainingResult]:
+    """What was measured, and where umem gave up, in the order of the variants."""
+    own = [
+        it
+        for it in run.trainings
+        if (it.workload, it.method) == (workload, method) and it.state in ("measured", "off")
+    ]
+    return sorted(own, key=lambda it: (VARIANTS.index(it.variant), -(it.budget_percent or 0.0)))
+
+
+def stock_of(run: Run, workload: WorkloadName, method: Method) -> TrainingResult | None:
+    """The result with everything resident under torch's own allocator."""
+    found = shown(run, workload, method)
+    return next((it for it in found if it.variant == "stock"), None)
+
+
+def device_peak_bytes(result: TrainingResult) -> int | None:
+    """The most memory that is resident on the device, as far as it is counted.
+
+    For variants with a budget what umem keeps there. For the others what is allocated, without
+    optimizer state on the host, and with bitsandbytes' managed state: nothing keeps that off a
+    device with room for it.
+    """
+    if result.variant in PLANNERS:
+        return result.resident_bytes
+    if result.peak_allocated_bytes is None:
+        return None
+    outside_bytes = (result.paged_state_bytes or 0) - (result.host_state_bytes or 0)
+    return result.peak_allocated_bytes + outside_bytes
+
+
+def fits(run: Run, result: TrainingResult, percent: float) -> bool:
+    """Whether a measured variant has no more on the device than a budget.
+
+    A variant with a budget fits that one and larger ones, if it kept to its own.
+    """
+    peak_bytes = device_peak_bytes(result)
+    if result.state != "measured" or peak_bytes is None:
+        return False
+    if result.variant in PLANNERS:
+        return (result.budget_percent or 0.0) <= percent and not _is_over_budget(result)
+    stock = stock_of(run, result.workload, result.method)
+    if stock is None or stock.peak_allocated_bytes is None:
+        return False
+    return peak_bytes - percent / 100 * stock.peak_allocated_bytes < _PAGE_BYTES
+
+
+def _is_over_budget(result: TrainingResult) -> bool:
+    peak_bytes = device_peak_bytes(result)
+    if peak_bytes is None or result.budget_bytes is None:
+        return False
+    return peak_bytes - result.budget_bytes >= _PAGE_BYTES
+
+
+# ---- tables ----
+
+
+def heading(run: Run) -> str:
+    """One line that says where, when and with what a run was made."""
+    settings = run.training_settings
+    counts = [it.parameters for it in run.trainings if it.parameters]
+    millions = f"{counts[0] / 1e6:,.0f} million parameters in " if counts else ""
+    return provenance(
+        run.header,
+        f"a Llama of {millions}{settings.workloads[0].model.layers} layers, bfloat16",
+        "deterministic algorithms" if settings.deterministic else "",
+        f"medians of {settings.steps} steps [minimum to maximum]",
+    )
+
+
+def tables(run: Run) -> Iterator[Table]:
+    """Speeds by budget, then every step, then reasons and notes."""
+    for workload, method in panels(run):
+        yield _speeds(run, workload, method)
+    for workload, method in panels(run):
+        yield _steps(run, workload, method)
+    notes = [
+        (f"{it.workload}, {it.method}, {it.variant}", _budget(it), state, words)
+        for it in run.trainings
+        for state, words in ((it.state, it.reason), *(("note", note) for note in it.notes))
+        if words
+    ]
+    if notes:
+        yield Table("Not measured, and notes", ("run", "budget", "state", "why"), notes)
+
+
+def batches(model: LlamaShape, method: Method) -> str:
+    """Method, batches and checkpoints, in words."""
+    words = "Full fine-tuning (SFT)" if method == "sft" else "LoRA"
+    kept = "checkpoints at every layer" if model.checkpoint else "no checkpoints"
+    return f"{words}, batches of {model.batch} x {model.tokens:,} tokens, {kept}"
+
+
+def _title(run: Run, workload: Workload, method: Method) -> str:
+    stock = stock_of(run, workload.name, method)
+    whole = stock.peak_allocated_bytes if stock else None
+    words = f", working set {format_bytes(whole)}" if whole else ""
+    return batches(workload.model, method) + words
+
+
+def _speeds(run: Run, workload: Workload, method: Method) -> Table:
+    """One row for each variant, one column for each budget."""
+    own = shown(run, workload.name, method)
+    budgets = sorted(workload.budgets_percent, reverse=True)
+    rows = []
+    for variant in dict.fromkeys(it.variant for it in own):
+        results = [it for it in own if it.variant == variant]
+        free = NOTHING
+        if variant not in PLANNERS:
+            counted = _device(results[0]).replace(NOTHING, "not counted")
+            free = f"{_speed(run, results[0])}, {counted}"
+        rows.append((variant, free, *(_speed_at(run, results, it) for it in budgets)))
+    return Table(
+        f"{_title(run, workload, method)}: tokens/s (share of stock's) by resident budget",
+        ("variant", "without a budget, resident", *(f"{it:g} %" for it in budgets)),
+        rows,
+    )
+
+
+def _speed_at(run: Run, results: list[TrainingResult], percent: float) -> str:
+    for result in results:
+        has_budget = result.variant in PLANNERS
+        if has_budget and result.budget_percent != percent:
+            continue
+        if result.state == "off" or fits(run, result, percent):
+            return _speed(run, result)
+        return "over its budget" if has_budget else "does not fit"
+    return NOTHING
+
+
+def _speed(run: Run, result: TrainingResult) -> str:
+    if not result.steps_s:
+        return shorten(f"{result.state}: {result.reason}", 80, placeholder=" …")
+    text = f"{tokens_per_s(run, result):,.0f}"
+    if result.variant == "stock":
+        return text
+    lost = " without its plan" if result.plan_running is False else ""
+    return f"{text} ({_share(run, result)}){lost}"
+
+
+def _share(run: Run, result: TrainingResult) -> str:
+    stock = stock_of(run, result.workload, result.method)
+    stock_s, own_s = median(stock.steps_s) if stock else None, median(result.steps_s)
+    return f"{100 * stock_s / own_s:.3g} %" if stock_s and own_s else NOTHING
+
+
+def _device(result: TrainingResult) -> str:
+    size_bytes = device_peak_bytes(result)
+    if size_bytes is None:
+        return NOTHING
+    return format_bytes(size_bytes) + (", over its budget" if _is_over_budget(result) else "")
+
+
+def _steps(run: Run, workload: Workload, method: Method) -> Table:
+    columns = (
+        *("variant", "budget", "step, ms", "of stock", "resident at most", "predicted step, ms"),
+        *("pages to the device (predicted)", "pages to the host (predicted)", "fault batches"),
+        *("memory operations' time in unified memory", "loss"),
+    )
+    rows = [
+        (
+            it.variant,
+            _budget(it),
+            _step(it),
+            _share(run, it),
+            _device(it),
+            NOTHING if it.predicted_step_s is None else f"{it.predicted_step_s * 1e3:.4g}",
+            *_migration(it.migration),
+            _losses(run, it),
+        )
+        for it in shown(run, workload.name, method)
+    ]
+    return Table(f"{_title(run, workload, method)}: a training step", columns, rows)
+
+
+def _budget(result: TrainingResult) -> str:
+    if result.budget_percent is None:
+        return NOTHING
+    text = f"{result.budget_percent:g} %"
+    return f"{text}, {format_bytes(result.budget_bytes)}" if result.budget_bytes else text
+
+
+def _step(result: TrainingResult) -> str:
+    middle_s = median(result.steps_s)
+    if middle_s is None:
+        return result.state
+    low, high = min(result.steps_s) * 1e3, max(result.steps_s) * 1e3
+    text = f"{middle_s * 1e3:.4g} [{low:.4g} to {high:.4g}]"
+    return f"{text}, without its plan" if result.plan_running is False else text
+
+
+def _migration(it: Migration | None) -> tuple[str, str, str, str]:
+    if it is None:
+        return NOTHING, NOTHING, NOTHING, NOTHING
+    least = "at least " if it.is_lower_bound else ""
+    moved = [
+        least
+        + format_bytes(it.moved_bytes[way])
+        + (f" ({format_bytes(it.predicted_bytes[way])})" if it.predicted_bytes else "")
+        for way in ("to_device", "to_host")
+    ]
+    share = NOTHING if it.um_time_share is None else f"{100 * it.um_time_share:.3g} %"
+    return moved[0], moved[1], f"{least}{it.fault_batches:,}", share
+
+
+def _losses(run: Run, result: TrainingResult) -> str:
+    """Loss of an early step, and whether all losses that both kept have stock's bits."""
+    if not result.losses_hex:
+        return NOTHING
+    text = f"{float.fromhex(result.losses_hex[:_SHOWN_LOSS][-1]):.4f}"
+    stock = stock_of(run, result.workload, result.method)
+    if stock is None or result is stock or result.variant in _OTHER_ARITHMETIC:
+        return text
+    pairs = zip(result.losses_hex, stock.losses_hex, strict=False)
+    if stock.losses_hex and all(mine == its for mine, its in pairs):
+        return f"{text} same bits"
+    return f"{text} differs" if run.training_settings.deterministic else text
+
+
+# ---- limits ----
+
+
+def checks(run: Run) -> Iterator[Check]:
+    """Hold planned runs against demand paging, stock, their budget and their prediction."""
+    for result in run.trainings:
+        percent = result.budget_percent
+        if percent is None or PLANNERS[result.variant] != "planned":
+            continue
+        subject = f"{result.workload}, {result.method}, {result.variant} at {percent:g} %"
+        if result.state != "measured" or result.plan_running is False:
+            words = result.reason or "its plan was not running"
+            yield Check(subject, None, f"{result.state}: {words}")
+            continue
+        own = shown(run, result.workload, result.method)
+        paged = [it for it in own if (it.variant, it.budget_percent) == ("umem-fault", percent)]
+        yield Check(f"{subject}: within its budget", fits(run, result, percent), _device(result))
+        yield from _predictions(subject, result)
+        ours, theirs = result.migration, paged[0].migration if paged else None
+        if percent < 100 and ours and theirs:
+            counts = ours.fault_batches, theirs.fault_batches
+            yield at_most(f"{subject}: fault batches of demand paging's", *counts, MAX_FAULT_SHARE)
+        if (result.method, percent) == ("sft", 60.0):
+            step_s = median(result.steps_s)
+            paged_s = median(paged[0].steps_s) if paged else None
+            yield at_most(f"{subject}: step of demand paging's", step_s, paged_s, 1 / MIN_SPEED_UP)
+            if result.workload == "long":
+                stock = stock_of(run, result.workload, result.method)
+                stock_s = median(stock.steps_s) if stock else None
+                yield at_most(f"{subject}: step of stock's", step_s, stock_s, 1 / MIN_STOCK_SHARE)
+
+
+def _predictions(subject: str, result: TrainingResult) -> Iterator[Check]:
+    step_s, migration = median(result.steps_s), result.migration
+    pairs: list[tuple[str, float | None, float | None, float]] = [
+        ("step", step_s, result.predicted_step_s, MAX_STEP_ERROR)
+    ]
+    for way, predicted in ((migration and migration.predicted_bytes) or {}).items():
+        assert migration is not None
+        pairs.append((f"bytes {way}", migration.moved_bytes[way], predicted, MAX_BYTES_ERROR))
+    for what, measured, expected, limit in pairs:
+        if measured is not None and expected is not None:
+            off = abs(measured - expected)
+            words = f"{100 * off / expected:.1f} % off" if expected else f"{off:g} off"
+            passed = off <= limit * expected
+            detail = f"{words}, at most {100 * limit:g} %"
+            yield Check(f"{subject}: {what} of the predicted", passed, detail)

@@ -1,0 +1,274 @@
+"""The variants: one model, batch and loss; what differs is where the memory is."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from umem import UnsupportedError
+from umem_bench.allocators import select
+from umem_bench.llama import SEED, ChunkedLoss, build_llama
+from umem_bench.results import (
+    METHODS,
+    PLANNERS,
+    VARIANTS,
+    LlamaShape,
+    Method,
+    Record,
+    Variant,
+    Workload,
+    WorkloadName,
+)
+
+__all__ = [
+    "DEEPSPEED_BUCKET_ELEMENTS",
+    "OPTIMIZER_ON_HOST",
+    "WORKLOADS",
+    "Training",
+    "TrainingJob",
+    "make_training",
+    "place_allocator",
+    "why_not",
+]
+
+WORKLOADS: dict[WorkloadName, Workload] = {
+    # One long sequence, where computing dominates.
+    "long": Workload(
+        name="long",
+        model=LlamaShape(),
+        methods=METHODS,
+        variants=VARIANTS,
+        budgets_percent=(60.0, 30.0, 100.0),
+    ),
+    # A shorter one, where what is kept for the backward pass dominates.
+    "activations": Workload(
+        name="activations",
+        model=LlamaShape(tokens=4096, checkpoint=False),
+        methods=METHODS,
+        variants=("stock", "umem-planned", "umem-fault", "save-on-cpu", "stock-again"),
+        budgets_percent=(60.0, 30.0),
+    ),
+}
+
+LEARNING_RATE = 1e-4
+
+DEEPSPEED_BUCKET_ELEMENTS = 50_000_000
+"""Of DeepSpeed's buckets for gradients. Its default of 500 million would hold 0.93 GiB of device
+memory in bfloat16, and one rank exchanges nothing."""
+
+_PACKAGES: dict[Variant, str] = {
+    "bnb-paged-adamw": "bitsandbytes",
+    "torchao-offload": "torchao.optim",
+    "deepspeed-offload": "deepspeed",
+    "rmm-pool": "rmm",
+}
+
+OPTIMIZER_ON_HOST = {
+    "name": "sft-optimizer-host",
+    "extends": "sft",
+    "device_budget": None,
+    "classes": {"optimizer_state": {"placement": "host", "mechanism": "map"}},
+}
+
+
+class TrainingJob(Record):
+    """One variant with one budget, for a worker; sizes in bytes."""
+
+    model: LlamaShape
+    method: Method
+    variant: Variant
+    budget_bytes: int | None
+    steps: int
+    deterministic: bool
+    managed_limit_bytes: int
+    device: Literal["cuda", "cpu"] = "cuda"
+    """The CPU has only the stock variant, without peaks and without a profile."""
+
+
+@dataclass
+class Training:
+    """A model in training."""
+
+    model: ChunkedLoss
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    step: Callable[[], torch.Tensor]
+    """Trains one step and returns its loss, without a graph."""
+    manager: Any = None
+    """umem's, where it moves tensors by a plan."""
+    around: ExitStack = field(default_factory=ExitStack)
+    """Contexts in which steps run."""
+
+
+def why_not(job: TrainingJob) -> dict[str, str]:
+    """State and reason of a variant that cannot be compared here; empty where it can."""
+    if (job.variant, job.method) == ("deepspeed-offload", "lora"):
+        reason = (
+            "DeepSpeed's engine in bfloat16 makes the model's parameters bfloat16, and so the "
+            "adapters, which every other variant trains in float32"
+        )
+        return {"state": "not comparable", "reason": reason}
+    package = _PACKAGES.get(job.variant)
+    try:
+        if package is not None:
+            importlib.import_module(package)
+    except ImportError as error:
+        reason = f"{package} cannot be imported: {error}"
+        return {"state": "not installed", "reason": reason}
+    return {}
+
+
+def place_allocator(job: TrainingJob) -> None:
+    """Put a variant's allocator in place, before CUDA starts.
+
+    Raises
+    ------
+    UnsupportedError
+        Where the variant does not work on this machine.
+    """
+    for name in ("UMEM_POLICY", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER"):
+        os.environ.pop(name, None)
+    os.environ["UMEM_MANAGED_LIMIT"] = str(job.managed_limit_bytes)
+    if job.device == "cpu":
+        if job.variant != "stock":
+            raise UnsupportedError(f"{job.variant} needs a GPU: on the CPU there is only stock")
+    elif job.variant == "umem-optimizer-host":
+        import umem
+
+        umem.enable(umem.load_policy(OPTIMIZER_ON_HOST))
+    elif job.variant in PLANNERS:
+        os.environ["UMEM_PLANNER"] = PLANNERS[job.variant]
+        os.environ["UMEM_DEVICE_BUDGET"] = str(job.budget_bytes)
+        select("umem", job.method, job.managed_limit_bytes)
+    else:
+        pooled = job.variant == "rmm-pool"
+        select("rmm-pool" if pooled else "torch", job.method, job.managed_limit_bytes)
+
+
+def make_training(job: TrainingJob) -> Training:
+    """The model, its optimizer and its step, as a variant has them."""
+    device = torch.device(job.device)
+    if job.deterministic:
+        # cuBLAS reads it when it starts.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        # Not needed for results to repeat, and as slow as the memory is large.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    network = build_llama(job.model, job.method, device)
+    model = ChunkedLoss(network, job.model.loss_chunk_tokens).train()
+    torch.manual_seed(SEED)
+    shape = (job.model.batch, job.model.tokens)
+    batch = torch.randint(0, job.model.vocabulary, shape, device=device)
+    if job.variant == "deepspeed-offload":
+        training = _with_deepspeed(model, batch)
+    elif job.variant == "backward-step":
+        training = _with_steps_in_backward(model, batch)
+    else:
+        training = _with_one_optimizer(job.variant, model, batch)
+    in_backward = job.variant in ("umem-backward-step", "umem-optimizer-host")
+    if in_backward or job.variant in PLANNERS:
+        import umem
+
+        (optimizer,) = training.optimizers
+        training.manager = umem.manage(model, optimizer, step_in_backward=in_backward)
+    if device.type == "cuda":
+        # The fastest everywhere, with a backward pass that can be deterministic.
+        training.around.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+    return training
+
+
+def _with_one_optimizer(variant: Variant, model: ChunkedLoss, batch: torch.Tensor) -> Training:
+    optimizer = _optimizer(variant, _trained(model))
+
+    def step() -> torch.Tensor:
+        saving: Any = nullcontext()
+        if variant == "save-on-cpu":
+            saving = torch.autograd.graph.save_on_cpu(pin_memory=True)
+        with saving:
+            loss: torch.Tensor = model(input_ids=batch, labels=batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Training(model, (optimizer,), step)
+
+
+def _with_steps_in_backward(model: ChunkedLoss, batch: torch.Tensor) -> Training:
+    """An optimizer for each parameter, which steps as soon as its gradient exists."""
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {
+        it: _optimizer("stock", [it]) for it in _trained(model)
+    }
+
+    def step_one(weight: torch.Tensor) -> None:
+        optimizers[weight].step()
+        optimizers[weight].zero_grad(set_to_none=True)
+
+    for trained in optimizers:
+        trained.register_post_accumulate_grad_hook(step_one)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=batch, labels=batch)
+        loss.backward()
+        return loss.detach()
+
+    return Training(model, tuple(optimizers.values()), step)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [it for it in model.parameters() if it.requires_grad]
+
+
+def _optimizer(variant: Variant, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made: Any
+    if variant == "bnb-paged-adamw":
+        made = importlib.import_module("bitsandbytes").optim.PagedAdamW(weights, lr=LEARNING_RATE)
+    elif variant == "torchao-offload":
+        made = importlib.import_module("torchao.optim").CPUOffloadOptimizer(
+            weights, torch.optim.AdamW, offload_gradients=True, lr=LEARNING_RATE, fused=True
+        )
+    else:
+        made = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)
+    return made
+
+
+def _with_deepspeed(model: ChunkedLoss, batch: torch.Tensor) -> Training:
+    """ZeRO's second stage with the optimizer on the host, in a world of one rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Without these DeepSpeed asks MPI for the ranks.
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"
+    )
+    engine, optimizer, _, _ = importlib.import_module("deepspeed").initialize(
+        model=model,
+        model_parameters=_trained(model),
+        config={
+            "train_micro_batch_size_per_gpu": len(batch),
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+            "zero_optimization": {
+                "stage": 2,
+                "reduce_bucket_size": DEEPSPEED_BUCKET_ELEMENTS,
+                "allgather_bucket_size": DEEPSPEED_BUCKET_ELEMENTS,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            },
+        },
+    )
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=batch, labels=batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Training(model, (optimizer,), step)
