@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
@@ -188,10 +189,8 @@ def collect() -> Environment:
 
 def _installed_version(distributions: tuple[str, ...]) -> str | None:
     for distribution in distributions:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -229,12 +228,14 @@ def _devices() -> tuple[tuple[Capabilities, ...] | None, str]:
 def _host() -> Host:
     total_bytes, available_bytes = host_memory_bytes() or (None, None)
     shm = Path("/dev/shm")
+    on_linux = hasattr(os, "sched_getaffinity")
     return Host(
         system=f"{platform.system()} {platform.release()}",
         distribution=_distribution(),
         cpu_architecture=platform.machine(),
         cpu_model=_cpu_model(),
-        cpu_count=_cpu_count(),
+        # Only Linux has sched_getaffinity.
+        cpu_count=len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1,
         total_bytes=total_bytes,
         available_bytes=available_bytes,
         memlock_bytes=_memlock_bytes(),
@@ -256,13 +257,6 @@ def _cpu_model() -> str:
     # Arm kernels do not name the model.
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1) if match else "unknown model"
-
-
-def _cpu_count() -> int:
-    # Only Linux has it.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memlock_bytes() -> int | None:
