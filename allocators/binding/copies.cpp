@@ -18,14 +18,14 @@ namespace umem {
 #ifdef UMEM_HAS_CUDA
 namespace {
 
-// In the device's primary context, which torch's streams are of.
+// Runs in the device's primary context, to which torch's streams belong.
 class Copier {
  public:
   Copier(int device, bool leaves)
       : device_(device), copy_(calls(), leaves ? Direction::to_host : Direction::to_device) {
     const RelaxedCaptureMode relaxed;
     const CurrentDevice current(device_);
-    succeeded(cudaFree(nullptr));  // makes the context current in a thread that is new to CUDA
+    succeeded(cudaFree(nullptr));  // makes the context current in a new thread
     CUdevice handle = 0;
     check(calls().device_get(&handle, device_));
     CUresult error = copy_.open(handle);

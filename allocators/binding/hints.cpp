@@ -21,7 +21,7 @@ using namespace nb::literals;
 namespace umem {
 namespace {
 
-// A wait of hundreds of years is one without end; more would not fit the clock.
+// A wait of hundreds of years stands for an endless one; more would overflow the clock.
 constexpr double kLongestWaitSeconds = 1e9;
 
 std::int64_t nanoseconds(double seconds, const std::string& name = "timeout_s") {
@@ -32,7 +32,7 @@ std::int64_t nanoseconds(double seconds, const std::string& name = "timeout_s") 
 
 double seconds(std::int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
-// advise has a method of its own.
+// `advise` is a separate method.
 HintOp op_of(int number) {
   if (number < 0 || number > static_cast<int>(HintOp::copy_out))
     throw nb::value_error(("operation: " + std::to_string(number)).c_str());
@@ -151,8 +151,8 @@ void bind_hints(nb::module_& module) {
         return std::make_tuple(span.first, span.last + 1);
       });
 
-  // submit, mark_needed and release keep the interpreter's lock: they wait for nobody who needs it,
-  // and giving it up would take longer than they do.
+  // submit, mark_needed and release keep the interpreter lock: they wait for no thread that needs
+  // it, and releasing it would take longer than the calls.
   nb::class_<HintEngine>(module, "HintEngine")
       .def_static(
           "on_host",
@@ -204,7 +204,7 @@ void bind_hints(nb::module_& module) {
           "fire",
           [](HintEngine& self, HintBatch& batch, StreamId stream,
              const std::vector<Ticket>& after) -> Ticket {
-            const TicketSpan span = self.fire(batch, stream, after);
+            const TicketSpan span = self.submit_batch(batch, stream, after);
             return span.last < span.first ? 0 : span.last;
           },
           "batch"_a, "stream"_a, "after"_a = nb::list(), nb::call_guard<nb::gil_scoped_release>())

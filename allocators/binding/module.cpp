@@ -53,7 +53,7 @@ nb::dict to_dict(const TieredStat& stat) {
   return dict;
 }
 
-// torch._C._cuda_memoryStats's form. What umem has no notion of (oversize blocks) reads zero.
+// The form of torch._C._cuda_memoryStats. Figures that umem does not have (oversize blocks) are 0.
 nb::dict to_dict(const DeviceStats& stats) {
   nb::dict dict;
   dict["allocation"] = to_dict(stats.allocation);
@@ -90,7 +90,7 @@ nb::list class_stats(const DeviceStats& stats) {
   return all;
 }
 
-// torch._C._cuda_memorySnapshot's form, with the tensor class and the kind of memory beside it.
+// The form of torch._C._cuda_memorySnapshot, with tensor class and kind of memory added.
 nb::list segments(Allocator& allocator, int device) {
   nb::list all;
   for (const SegmentSnapshot& segment : allocator.device(device).segments()) {
@@ -164,7 +164,7 @@ nb::list listed(const std::vector<LiveBlock>& blocks) {
   return all;
 }
 
-// A name that Python need not look up anew for every call.
+// An interned name, so that Python does not look it up for every call.
 PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
 
 nb::object checked(PyObject* result) {
@@ -180,7 +180,7 @@ void tag_gradient(Allocator& allocator, nb::handle parameter, nb::handle wrapped
   static PyObject* const untyped_storage = interned("untyped_storage");
 
   if (allocator.classes().phase() != TensorClass::activations)
-    allocator.classes().set_phase(TensorClass::activations);  // a step that raised never ended
+    allocator.classes().set_phase(TensorClass::activations);  // also after a step that raised
   const nb::object gradient = checked(PyObject_GetAttr(parameter.ptr(), grad));
   if (gradient.is_none()) return;
   // A sparse gradient has no storage of its own to tag.
@@ -260,8 +260,8 @@ NB_MODULE(_native, module) {
           "classes"_a, "managed_limit_bytes"_a = 0, "device_budget_bytes"_a = 0,
           "system_headroom_bytes"_a = 0, "caching"_a = true);
 
-  // malloc, free and empty_cache may wait for the GPU, and for hints under way: not with the
-  // interpreter's lock.
+  // malloc, free and empty_cache may wait for the GPU and for hints: they release the interpreter
+  // lock.
   nb::class_<Allocator>(module, "Allocator")
       .def_static(
           "on_host",
@@ -376,7 +376,7 @@ NB_MODULE(_native, module) {
           [](Allocator& self, int device) {
             std::vector<LiveBlock> moved;
             {
-              const nb::gil_scoped_release no_gil;  // the driver is called for each block
+              const nb::gil_scoped_release no_gil;  // one driver call per block
               moved = self.device(device).unspill();
             }
             return listed(moved);

@@ -1,4 +1,4 @@
-// Python's names and numbers for the core's, and what is said of those that there are not.
+// Conversion of Python's names and numbers to the core's, with errors for unknown ones.
 #pragma once
 
 #include <nanobind/nanobind.h>

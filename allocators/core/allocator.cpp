@@ -16,7 +16,7 @@ void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream)
   try {
     return allocate_on(device(device_number), bytes, stream);
   } catch (const OutOfMemory&) {
-    // torch runs no post hook when a step raises: what a caller does next is no part of it.
+    // torch runs no post hook when a step raises: end the phase here.
     if (classes_.phase() != TensorClass::weights) classes_.set_phase(TensorClass::activations);
     throw;
   }
@@ -26,7 +26,7 @@ void* Allocator::allocate_on(DeviceAllocator& device, std::size_t bytes, StreamI
   const TensorClass tensor_class = classes_.current();
   if (devices_.size() > 1) {
     if (void* address = device.try_allocate(bytes, stream, tensor_class)) return address;
-    // The cap on managed memory is one for all devices: what others cache counts against it.
+    // All devices share the cap on managed memory, so the caches of the others count too.
     if (bytes != 0) empty_cache();
   }
   return device.allocate(bytes, stream, tensor_class);

@@ -29,7 +29,7 @@ class Allocator {
   std::vector<LiveBlock> live_blocks() const;
 
   ClassContext& classes() { return classes_; }
-  // nullptr for none. The listener lives as long as the allocator has it.
+  // nullptr for none. The allocator keeps the listener alive.
   void set_release_listener(const std::shared_ptr<ReleaseListener>& listener);
 
   std::size_t managed_bytes() const { return managed_limit_.held_bytes(); }

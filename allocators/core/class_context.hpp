@@ -1,4 +1,4 @@
-// Which tensor class a block is born into.
+// The tensor class of new blocks.
 #pragma once
 
 #include <algorithm>
@@ -29,9 +29,9 @@ struct Overrides {
 };
 }  // namespace detail
 
-// The phase (forward, optimizer step, ...) is the program's, not a thread's: autograd runs backward
-// in threads of its own, loaders fill weights from pools of threads. An override belongs to the
-// thread that entered it, and reaches threads without one of their own.
+// The phase (forward, optimizer step, ...) belongs to the process, not to a thread: autograd runs
+// backward passes in its own threads, and loaders fill weights from thread pools. An override
+// belongs to the thread that entered it, and applies to threads without an override too.
 class ClassContext {
  public:
   TensorClass current() const noexcept {

@@ -7,7 +7,7 @@
 namespace umem {
 namespace {
 
-// Segment sizes follow torch's: they decide how much is reserved for how little.
+// Segment sizes follow torch's: they decide how much memory small requests reserve.
 constexpr std::size_t kSmallSegmentBytes = kPageBytes;
 constexpr std::size_t kSmallRequestBytes = std::size_t{1} << 20;
 constexpr std::size_t kMediumSegmentBytes = std::size_t{8} << 20;  // for requests of 1 to 2 MiB
@@ -15,7 +15,7 @@ constexpr std::size_t kLargeSegmentBytes = std::size_t{20} << 20;
 constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from here, just enough
 
 constexpr Profile kDeviceProfile{.kind = MemoryKind::device, .advice = {}};
-// Over the budget, managed memory stays on the host and the device works on it in place.
+// Beyond the budget, managed memory stays on the host and the device uses it in place.
 constexpr Profile kSpillProfile{
     .kind = MemoryKind::managed,
     .advice = {.placement = Placement::host, .accessed_by_device = true, .read_mostly = false}};
@@ -71,17 +71,17 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
   const std::uint8_t device_large = route_number({device_profile, Tier::large});
   for (std::size_t i = 0; i < kClasses; ++i) {
     const ClassSetting& setting = config_.classes[i];
-    // Memory that takes no advice is the same whatever the policy says of it: one heap serves all.
+    // Memory without advice is the same for every policy: one heap serves all classes.
     const std::uint8_t profile = profile_number(
         {setting.kind, takes_advice(setting.kind) ? setting.advice : Advice{}});
-    // Every class has its own small route, even where another has the same profile.
+    // Every class has its own small route, even if another class has the same profile.
     routes_.push_back({profile, Tier::small});
     class_routes_[i] = {device_small, device_large,
                         static_cast<std::uint8_t>(routes_.size() - 1),
                         route_number({profile, Tier::large})};
   }
-  // A number of its own, even where a policy maps a class on the host just so: what the budget
-  // pushed out is counted apart.
+  // A separate profile, even if a policy maps a class in the same way: memory that was spilled
+  // because of the budget is counted separately.
   profiles_.push_back(kSpillProfile);
   spill_profile_ = static_cast<std::uint8_t>(profiles_.size() - 1);
   routes_.push_back({spill_profile_, Tier::small});
@@ -189,8 +189,8 @@ Block* DeviceAllocator::grow(TensorClass tensor_class, std::uint8_t route, Strea
   if (!over_budget(profile, least_bytes)) {
     block = new_segment(heap, bytes, shortage);
   } else {
-    // Room already on the host comes before giving the cache back: a steady state must not free
-    // and take segments at every step.
+    // Use cached host memory before freeing the cache: a steady state must not free and allocate
+    // segments in every step.
     if (may_spill)
       block = take_cached(
           heap_for(heap.tier == Tier::small ? spill_small_ : spill_large_, stream, pool), bytes);
@@ -222,7 +222,7 @@ bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) con
          resident_bytes_ + bytes > budget_bytes_;
 }
 
-// Books `bytes` of a kind against every limit, or says which one they would pass.
+// Counts `bytes` of a kind against every limit, or returns the limit that they would exceed.
 bool DeviceAllocator::reserve(MemoryKind kind, std::size_t bytes, Shortage& shortage) {
   if (fraction_ < 1.0) {
     const auto limit = static_cast<std::size_t>(
@@ -269,7 +269,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
     }
     return raw;
   };
-  // Sources promise 256 bytes.
+  // Sources guarantee 256 bytes.
   const std::size_t alignment = config_.caching ? kPageBytes : step_bytes(heap.tier);
   std::size_t raw_bytes = 0;
   const auto take_aligned = [&](std::size_t wanted_bytes) -> void* {
@@ -283,7 +283,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   };
 
   void* raw = take_aligned(segment_bytes);
-  if (raw == nullptr && segment_bytes > least_bytes) {  // no room to spare: what was asked for
+  if (raw == nullptr && segment_bytes > least_bytes) {  // allocate the request alone
     segment_bytes = least_bytes;
     raw = take_aligned(segment_bytes);
   }
@@ -362,7 +362,7 @@ void DeviceAllocator::uncache(Block* block) {
   }
 }
 
-// Joins two neighbours that are in no index.
+// Merges two adjacent blocks that are in no index.
 Block* DeviceAllocator::merge(Block* left, Block* right) {
   if (left->advice != right->advice) left->advice = kMixedAdvice;
   left->bytes += right->bytes;
@@ -433,12 +433,12 @@ bool DeviceAllocator::free(std::uintptr_t address) {
   return true;
 }
 
-// The block's work is over on every stream: back to its heap.
+// No stream uses the block any more: it goes back to its heap.
 void DeviceAllocator::settle(Block* block) {
   const Heap& heap = *block->segment->heap;
   stats_.active.decrease(heap.tier, 1);
   stats_.active_bytes.decrease(heap.tier, block->bytes);
-  if (unspilled(*block)) {  // what takes its room next is spilled again
+  if (unspilled(*block)) {  // the next allocation in its place is spilled again
     count_spilled(static_cast<std::ptrdiff_t>(block->bytes));
     apply_advice(block, spill_profile_);
   }
@@ -483,8 +483,8 @@ void DeviceAllocator::wait_for_streams(Block* block) {
   for (const StreamId stream : std::exchange(block->other_streams, {})) {
     const EventId event = driver_.record(device_, stream);
     ++block->pending_events;
-    // No event: the driver is gone or the stream is; nobody can say when the work ends, so the
-    // block is never handed out again.
+    // No event: the driver or the stream is gone, and the end of the work is unknown, so the block
+    // is never reused.
     if (event != 0) pending_events_[stream].push_back({event, block});
   }
 }
@@ -526,7 +526,7 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   block->tensor_class = tensor_class;
   count_class(*block, true);
 
-  // A spilled block keeps its place: the budget put it there. So does one that shares its pages.
+  // A spilled block stays on the host because of the budget. A block that shares pages stays too.
   const Heap& heap = *block->segment->heap;
   const std::uint8_t profile = profile_of_class(*block);
   if (heap.tier == Tier::large && block->advice != spill_profile_ &&
@@ -562,7 +562,7 @@ bool DeviceAllocator::unspilled(const Block& block) const {
   return block.segment->heap->profile == spill_profile_ && block.advice != spill_profile_;
 }
 
-// What is spilled is not on the device. The numbers wrap around as unsigned ones do.
+// Spilled bytes are not on the device. Unsigned arithmetic wraps around.
 void DeviceAllocator::count_spilled(std::ptrdiff_t bytes) {
   const auto change = static_cast<std::size_t>(bytes);
   kind_stats_[static_cast<std::size_t>(MemoryKind::managed)].spilled_bytes += change;
@@ -615,8 +615,8 @@ void DeviceAllocator::release_segments(const std::vector<Segment*>& segments) {
   }
 }
 
-// Of all at once: the listener may have to wait, and so waits for the longest only. Device memory
-// is never moved; pinned memory is what copies read and write.
+// Reports all segments at once, so that the listener waits only for the longest call. Device memory
+// is never moved and need not be reported; pinned memory may be the target of copies.
 void DeviceAllocator::announce_release(const std::vector<Segment*>& segments) const {
   if (release_listener_ == nullptr) return;
   std::vector<Range> ranges;
@@ -639,7 +639,8 @@ void DeviceAllocator::set_device_budget(std::size_t bytes) {
 
 void DeviceAllocator::set_release_listener(std::shared_ptr<ReleaseListener> listener) {
   const std::lock_guard lock(mutex_);
-  release_listener_.swap(listener);  // the old one goes after the lock: it may have threads to end
+  // The old listener is destroyed after the lock is released: it may have to end threads.
+  release_listener_.swap(listener);
 }
 
 void DeviceAllocator::set_memory_fraction(double fraction) {

@@ -40,7 +40,7 @@ class ManagedLimit {
   std::atomic<std::size_t> held_bytes_{0};
 };
 
-// What the segments of a heap are and what the driver is told of them.
+// The kind of a heap's segments, and the advice that they get.
 struct Profile {
   MemoryKind kind = MemoryKind::managed;
   Advice advice;
@@ -48,7 +48,7 @@ struct Profile {
   bool operator==(const Profile&) const = default;
 };
 
-// What blocks of a tier are multiples of, in size and address.
+// Granularity of blocks of a tier, in size and address.
 constexpr std::size_t step_bytes(Tier tier) {
   return tier == Tier::small ? kMinBlockBytes : kLargeStepBytes;
 }
@@ -56,8 +56,8 @@ constexpr std::size_t step_bytes(Tier tier) {
 struct Pool;
 
 // The cached blocks of one stream that may serve the same requests. Blocks of 2 MiB or more own
-// their pages, so all classes with one profile share a heap of them, and what gradients leave
-// activations take. Smaller blocks share pages, so each class has a heap of its own.
+// their pages, so all classes with one profile share a heap, and activations reuse blocks that
+// gradients leave. Smaller blocks share pages, so each class has its own heap.
 struct Heap {
   Heap(std::uint8_t profile_number, Tier tier, StreamId stream, Pool* pool)
       : profile(profile_number),
@@ -76,7 +76,7 @@ struct Heap {
 // The heaps of one stream, by route number (see DeviceAllocator::Route), made when first used.
 using StreamHeaps = std::vector<std::unique_ptr<Heap>>;
 
-// A private pool: what a captured graph allocates stays its own until the graph is gone.
+// A private pool: allocations of a captured graph stay reserved until the graph is destroyed.
 struct Pool {
   PoolId id;
   std::size_t users = 0;  // begin_pool calls less release_pool calls; 0: its cache may go
@@ -138,7 +138,7 @@ class DeviceAllocator {
   // A block of at least `bytes`, aligned to 512 bytes; to 64 KiB, with pages of its own, from 2 MiB
   // on. nullptr for 0 bytes. Throws OutOfMemory.
   void* allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
-  // The same, but nullptr where there is no room, which does not count as an out-of-memory.
+  // The same, but nullptr without memory, which does not count as an out-of-memory.
   void* try_allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
   // False when no live block starts at `address`.
   bool free(std::uintptr_t address);
@@ -147,9 +147,9 @@ class DeviceAllocator {
   void empty_cache();
   // 0: no budget. What was spilled before stays where it is until it is freed.
   void set_device_budget(std::size_t bytes);
-  // Gives spilled blocks with pages of their own the advice of their classes, as if there had been
-  // room from the start, and says which they are: their bytes are on the host still. Not those of
-  // classes that belong there.
+  // Gives spilled blocks that own their pages the advice of their classes, as if memory had been
+  // free from the start, and returns them: their bytes are still on the host. Leaves out classes
+  // that the policy places on the host.
   std::vector<LiveBlock> unspill();
   void set_release_listener(std::shared_ptr<ReleaseListener> listener);
   void set_memory_fraction(double fraction);
@@ -174,7 +174,7 @@ class DeviceAllocator {
   std::mutex& mutex() { return mutex_; }
 
  private:
-  // Where requests of one class and size range go: a heap per stream and pool has its number.
+  // The route of requests of one class and size range: each stream and pool has a heap per route.
   struct Route {
     std::uint8_t profile;
     Tier tier;

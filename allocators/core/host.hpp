@@ -1,4 +1,4 @@
-// The core over host memory: its tests and the demo run it where there is no GPU.
+// The core over host memory, for tests and the demo without a GPU.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace umem {
 
-// All kinds of memory are the host's. `total_bytes` bounds what it gives, 0 for no bound.
+// All kinds of memory are host memory. `total_bytes` bounds allocations; 0 for no bound.
 class HostSource final : public SegmentSource {
  public:
   explicit HostSource(std::size_t total_bytes) : total_bytes_(total_bytes) {}
@@ -29,7 +29,7 @@ class HostSource final : public SegmentSource {
   std::atomic<std::size_t> held_bytes_{0};
 };
 
-// The host's streams do their work at once: an event is over when it is recorded.
+// Streams of the host complete their work at once: an event has completed when it is recorded.
 class HostDriver final : public Driver {
  public:
   explicit HostDriver(std::size_t total_bytes) : total_bytes_(total_bytes) {}

@@ -1,4 +1,4 @@
-// Counters in the vocabulary of torch.cuda.memory_stats.
+// Counters with the names of torch.cuda.memory_stats.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +58,7 @@ struct ClassStats {
 };
 
 struct DeviceStats {
-  TieredStat allocation;             // blocks in a tensor's hands
+  TieredStat allocation;             // blocks of live tensors
   TieredStat segment;                // segments held from the sources
   TieredStat active;                 // allocated, or freed while another stream still uses them
   TieredStat inactive_split;         // cached blocks that share a segment with another block
@@ -68,8 +68,8 @@ struct DeviceStats {
   TieredStat inactive_split_bytes;
   TieredStat requested_bytes;        // bytes as asked for
   std::array<ClassStats, kClasses> by_class;
-  std::int64_t highest_bytes = 0;      // allocated_bytes at their highest, whatever is reset
-  std::int64_t num_alloc_retries = 0;  // the cache was given back to serve a request
+  std::int64_t highest_bytes = 0;      // peak of allocated_bytes that is never reset
+  std::int64_t num_alloc_retries = 0;  // the cache was freed to serve a request
   std::int64_t num_ooms = 0;
   std::int64_t num_device_alloc = 0;
   std::int64_t num_device_free = 0;

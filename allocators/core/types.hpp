@@ -1,4 +1,4 @@
-// The vocabulary of the allocator's core: classes, kinds of memory, advice, limits.
+// Types of the allocator's core: tensor classes, kinds of memory, advice, limits.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace umem {
 
-// What a block holds. The order is that of umem.TensorClass (umem/core/classes.py).
+// The tensor class of a block. The order is that of umem.TensorClass (umem/core/classes.py).
 enum class TensorClass : std::uint8_t {
   weights,
   frozen_weights,
@@ -30,10 +30,10 @@ inline constexpr std::size_t kKinds = 4;
 inline constexpr std::array<const char*, kKinds> kKindNames = {"managed", "device", "system",
                                                                "pinned"};
 
-// The preferred location that the driver is told; `any` leaves the choice to it.
+// The preferred location for the driver's advice; `any` leaves the choice to the driver.
 enum class Placement : std::uint8_t { device, host, any };
 
-// What the driver is told about a range of managed memory.
+// Advice for a range of managed memory.
 struct Advice {
   Placement placement = Placement::any;
   bool accessed_by_device = false;
@@ -42,9 +42,9 @@ struct Advice {
   bool operator==(const Advice&) const = default;
 };
 
-// The preferred location of a range with this advice. Read-mostly pages have none on the device: of
-// pages that are no longer read-mostly the driver keeps the copy at the preferred location, and
-// otherwise the host's, which lets those of the device go for nothing.
+// The preferred location of a range with this advice. Read-mostly pages never prefer the device:
+// when read-mostly advice is withdrawn, the driver keeps the copy at the preferred location, or
+// else the host's copy, so that the device's copies are dropped without a transfer.
 constexpr Placement preferred_location(const Advice& advice) {
   return advice.read_mostly && advice.placement == Placement::device ? Placement::any
                                                                      : advice.placement;
@@ -79,7 +79,7 @@ struct MemoryInfo {
   std::size_t total_bytes = 0;
 };
 
-// An allocation that no limit or source can serve. what() starts with the words by which
+// Thrown when limits or sources cannot serve an allocation. what() starts with the words by which
 // accelerate and Lightning recognise an out-of-memory.
 class OutOfMemory : public std::runtime_error {
  public:
@@ -91,7 +91,7 @@ class OutOfMemory : public std::runtime_error {
 inline constexpr std::size_t kPageBytes = std::size_t{2} << 20;
 // Those blocks begin and end on multiples of this. It is the largest page by which the driver keeps
 // track of where memory is (4 KiB on x86 hosts, 64 KiB on GH200), so that advice and migration
-// touch no neighbour. Blocks of whole kPageBytes move no faster (docs/allocator.md).
+// do not affect adjacent blocks. Blocks of whole kPageBytes move no faster (docs/allocator.md).
 inline constexpr std::size_t kLargeStepBytes = std::size_t{64} << 10;
 // torch promises 512-byte alignment; some kernels rely on it.
 inline constexpr std::size_t kMinBlockBytes = 512;

@@ -6,8 +6,8 @@ namespace {
 constexpr unsigned kThreads = 512;
 constexpr std::size_t kAlignment = 16;  // of both addresses
 
-// umem_copy(to, from, bytes): 16 bytes a thread at a time, four loads in flight; whoever reaches
-// the last, shorter piece copies it byte by byte.
+// umem_copy(to, from, bytes): 16 bytes per thread and iteration, four loads in flight; the thread
+// that reaches the last, shorter piece copies it byte by byte.
 constexpr char kCopyKernel[] = R"(
 .version 6.0
 .target sm_60

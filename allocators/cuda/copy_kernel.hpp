@@ -1,4 +1,4 @@
-// A copy by multiprocessors, compiled by the driver for the GPU at hand.
+// A copy kernel, compiled by the driver for the present GPU.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class CopyKernel {
   CUresult open() noexcept;
   void close() noexcept;
 
-  // Whether it can copy between these addresses.
+  // Whether the kernel can copy between these addresses.
   bool fits(std::uintptr_t to, std::uintptr_t from) const noexcept;
   CUresult launch(unsigned blocks, std::uintptr_t to, std::uintptr_t from, std::size_t bytes,
                   CUstream stream) const noexcept;

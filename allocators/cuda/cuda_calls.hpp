@@ -1,4 +1,4 @@
-// What umem calls of CUDA's driver.
+// The functions of CUDA's driver that umem calls.
 #pragma once
 
 #include <cuda.h>
@@ -9,8 +9,8 @@
 
 namespace umem {
 
-// The driver's functions, through the runtime's entry-point query: nothing links libcuda. They are
-// the oldest forms that serve, which every driver that umem runs under still has.
+// Driver functions, looked up through the runtime's entry-point query, so that nothing links
+// libcuda. These are the oldest sufficient versions, which every supported driver has.
 struct CudaCalls {
   CudaCalls();  // throws std::runtime_error where one is missing
 

@@ -110,14 +110,14 @@ bool CudaDriver::populate(int device, Range range) noexcept {
   if (in_forked_child()) return false;
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
-  // On a full card this would push other pages out: let those pages come when they are touched.
+  // On a full card this would evict other pages: let these pages come by first touch.
   if (memory(device).free_bytes < range.bytes) return true;
   const cudaStream_t stream = populate_stream(device);
   return stream != nullptr && succeeded(prefetch(range, device, stream));
 }
 
-// Of its own: a prefetch on a stream with work left blocks its caller until that work is done. So
-// may this one, and nobody who records an event is to wait for it: hence the lock ends here.
+// A separate stream: a prefetch on a stream with pending work blocks the caller until that work is
+// done. This call may block too, so it runs without the lock: recording an event must not wait.
 cudaStream_t CudaDriver::populate_stream(int device) noexcept {
   const std::lock_guard lock(mutex_);
   cudaStream_t& stream = devices_[static_cast<std::size_t>(device)].populate_stream;

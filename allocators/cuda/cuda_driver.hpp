@@ -33,7 +33,7 @@ class CudaDriver final : public Driver {
   };
 
   void recycle(Event* event) noexcept;
-  cudaStream_t populate_stream(int device) noexcept;  // nullptr when none can be had
+  cudaStream_t populate_stream(int device) noexcept;  // nullptr on failure
 
   std::mutex mutex_;
   std::vector<Device> devices_;

@@ -9,8 +9,8 @@
 namespace umem {
 namespace {
 
-// The kernel copies over the link itself where host memory is not pinned, which copy engines are
-// slow with, and where the card has no memory left to go through. One H200: so many blocks fill it.
+// The kernel copies over the link itself if host memory is not pinned, with which copy engines are
+// slow, or if the card has no memory left for staging. On one H200 this many blocks fill the link.
 constexpr unsigned kLinkBlocks = 4;
 
 }  // namespace
@@ -18,8 +18,8 @@ constexpr unsigned kLinkBlocks = 4;
 CudaHintDriver::CudaHintDriver(int lanes) {
   if (const cudaError_t error = cudaGetDeviceCount(&devices_); !succeeded(error))
     throw std::runtime_error(std::string("cudaGetDeviceCount: ") + cudaGetErrorString(error));
-  seats_.resize(static_cast<std::size_t>(lanes));
-  for (std::vector<Seat>& row : seats_) row.resize(static_cast<std::size_t>(devices_));
+  lane_devices_.resize(static_cast<std::size_t>(lanes));
+  for (std::vector<LaneDevice>& row : lane_devices_) row.resize(static_cast<std::size_t>(devices_));
   idle_events_.resize(static_cast<std::size_t>(devices_));
 }
 
@@ -27,14 +27,14 @@ CudaHintDriver::~CudaHintDriver() {
   for (const auto& event : events_) succeeded(cudaEventDestroy(event->handle));
 }
 
-// ---- events, in the thread that trains ----
+// ---- events, in the training thread ----
 
 EventId CudaHintDriver::record(int device, StreamId id) noexcept {
   if (device >= devices_) return kNoEvent;
   const auto stream = reinterpret_cast<cudaStream_t>(id);
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
-  // Inside a capture it would become a node of the graph, and tell nothing about now.
+  // During a capture the event would become a node of the graph.
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (!succeeded(cudaStreamIsCapturing(stream, &status)) || status != cudaStreamCaptureStatusNone)
     return kNoEvent;
@@ -67,32 +67,32 @@ void CudaHintDriver::recycle(EventId id) noexcept {
 
 // ---- a lane's streams and contexts ----
 
-CUresult CudaHintDriver::retain(Seat& seat, int device) noexcept {
-  if (seat.primary.context != nullptr) return CUDA_SUCCESS;
-  // Calls of ours belong to no graph that another thread may be capturing.
+CUresult CudaHintDriver::retain(LaneDevice& lane_device, int device) noexcept {
+  if (lane_device.primary.context != nullptr) return CUDA_SUCCESS;
+  // These calls must not become part of a graph that another thread captures.
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
   cuda_.exchange_capture_mode(&mode);
-  if (const CUresult error = cuda_.device_get(&seat.device, device)) return error;
-  return cuda_.retain_primary(&seat.primary.context, seat.device);
+  if (const CUresult error = cuda_.device_get(&lane_device.device, device)) return error;
+  return cuda_.retain_primary(&lane_device.primary.context, lane_device.device);
 }
 
-CUresult CudaHintDriver::furnish(Station& station) noexcept {
-  if (const CUresult error = enter(station)) return error;
-  if (station.stream == nullptr)
-    if (const CUresult error = cuda_.create_stream(&station.stream, CU_STREAM_NON_BLOCKING))
+CUresult CudaHintDriver::furnish(LaneStream& lane_stream) noexcept {
+  if (const CUresult error = enter(lane_stream)) return error;
+  if (lane_stream.stream == nullptr)
+    if (const CUresult error = cuda_.create_stream(&lane_stream.stream, CU_STREAM_NON_BLOCKING))
       return error;
-  if (station.done == nullptr)  // a worker that waits sleeps: its core is for training
-    return cuda_.create_event(&station.done, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING);
+  if (lane_stream.done == nullptr)  // a waiting worker sleeps and leaves its core to the training
+    return cuda_.create_event(&lane_stream.done, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING);
   return CUDA_SUCCESS;
 }
 
-CUresult CudaHintDriver::enter(const Station& station) noexcept {
-  return cuda_.set_current(station.context);
+CUresult CudaHintDriver::enter(const LaneStream& lane_stream) noexcept {
+  return cuda_.set_current(lane_stream.context);
 }
 
 int CudaHintDriver::open(Lane lane, int device) noexcept {
   if (device >= devices_) return CUDA_ERROR_INVALID_DEVICE;
-  Seat& mine = seat(lane, device);
+  LaneDevice& mine = lane_device(lane, device);
   if (const CUresult error = retain(mine, device)) return error;
   if (const CUresult error = furnish(mine.primary)) return error;
   if (lane.direction == Direction::to_device) return CUDA_SUCCESS;
@@ -103,9 +103,9 @@ int CudaHintDriver::open(Lane lane, int device) noexcept {
   return furnish(mine.own);
 }
 
-// Without it, copies go through cuMemcpyAsync, which is slower.
+// Without it, copies use cuMemcpyAsync, which is slower.
 int CudaHintDriver::load(Lane lane, int device) noexcept {
-  Seat& mine = seat(lane, device);
+  LaneDevice& mine = lane_device(lane, device);
   mine.link.context = mine.primary.context;
   if (const CUresult error = furnish(mine.link)) return error;
   if (mine.staged == nullptr)
@@ -114,7 +114,7 @@ int CudaHintDriver::load(Lane lane, int device) noexcept {
 }
 
 void CudaHintDriver::close(Lane lane) noexcept {
-  for (Seat& mine : seats_[static_cast<std::size_t>(lane.number)]) {
+  for (LaneDevice& mine : lane_devices_[static_cast<std::size_t>(lane.number)]) {
     if (mine.own.context != nullptr) {
       leave(mine.own);
       cuda_.destroy_context(mine.own.context);
@@ -130,17 +130,17 @@ void CudaHintDriver::close(Lane lane) noexcept {
   }
 }
 
-void CudaHintDriver::leave(Station& station) noexcept {
-  enter(station);
-  wait(station);
-  if (station.done != nullptr) cuda_.destroy_event(station.done);
-  if (station.stream != nullptr) cuda_.destroy_stream(station.stream);
+void CudaHintDriver::leave(LaneStream& lane_stream) noexcept {
+  enter(lane_stream);
+  wait(lane_stream);
+  if (lane_stream.done != nullptr) cuda_.destroy_event(lane_stream.done);
+  if (lane_stream.stream != nullptr) cuda_.destroy_stream(lane_stream.stream);
 }
 
 // ---- calls of a lane ----
 
 int CudaHintDriver::query(Lane lane, int device, EventId id, bool& finished) noexcept {
-  Seat& mine = seat(lane, device);
+  LaneDevice& mine = lane_device(lane, device);
   if (const CUresult error = retain(mine, device)) return error;
   if (const CUresult error = enter(mine.primary)) return error;
   const CUresult state = cuda_.query_event(reinterpret_cast<Event*>(id)->handle);
@@ -148,7 +148,7 @@ int CudaHintDriver::query(Lane lane, int device, EventId id, bool& finished) noe
   return state == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : state;
 }
 
-// Neighbouring segments are allocations of their own, and no call may cross from one to the next.
+// Adjacent segments are separate allocations, and no call may span two of them.
 template <class Call>
 CUresult CudaHintDriver::for_each_allocation(Range range, Call call) const noexcept {
   while (range.bytes != 0) {
@@ -162,30 +162,30 @@ CUresult CudaHintDriver::for_each_allocation(Range range, Call call) const noexc
   return CUDA_SUCCESS;
 }
 
-// Each call on an idle stream: on one that is busy with the last allocation's the driver would block
-// inside the call, with the context's lock.
+// Each call uses an idle stream: on a busy one the driver would block inside the call, holding the
+// context's lock.
 template <class Call>
-CUresult CudaHintDriver::move(Station& station, Range range, Call call) noexcept {
-  if (const CUresult error = enter(station)) return error;
+CUresult CudaHintDriver::move(LaneStream& lane_stream, Range range, Call call) noexcept {
+  if (const CUresult error = enter(lane_stream)) return error;
   return for_each_allocation(range, [&](Range part) {
-    if (const CUresult error = wait(station)) return error;
-    station.busy = true;
+    if (const CUresult error = wait(lane_stream)) return error;
+    lane_stream.busy = true;
     return call(part);
   });
 }
 
 int CudaHintDriver::prefetch(Lane lane, int device, Range range) noexcept {
-  Seat& mine = seat(lane, device);
+  LaneDevice& mine = lane_device(lane, device);
   return move(mine.primary, range, [&](Range part) {
     return cuda_.prefetch(part.address, part.bytes, mine.device, mine.primary.stream);
   });
 }
 
-// A prefetch to the host leaves the device's copies of read-mostly pages where they are. They go when
-// the pages are read-mostly no longer; those that the host has no copy of are moved meanwhile.
+// A prefetch to the host keeps the device's copies of read-mostly pages. Withdrawing the
+// read-mostly advice drops them; pages without a copy on the host are moved.
 int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
-  Seat& mine = seat(lane, device);
-  Station& own = mine.own;
+  LaneDevice& mine = lane_device(lane, device);
+  LaneStream& own = mine.own;
   return move(own, range, [&](Range part) {
     int read_mostly = 0;
     if (const CUresult error = cuda_.range_attribute(&read_mostly, sizeof read_mostly,
@@ -208,7 +208,7 @@ int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
 
 int CudaHintDriver::discard(Lane lane, int device, Range range) noexcept {
   if (cuda_.discard == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
-  Station& own = seat(lane, device).own;
+  LaneStream& own = lane_device(lane, device).own;
   return move(own, range, [&](Range part) {
     CUdeviceptr address = part.address;
     std::size_t bytes = part.bytes;
@@ -218,14 +218,14 @@ int CudaHintDriver::discard(Lane lane, int device, Range range) noexcept {
 
 int CudaHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
                          std::size_t bytes) noexcept {
-  Seat& mine = seat(lane, device);
+  LaneDevice& mine = lane_device(lane, device);
   if (const CUresult error = enter(mine.primary)) return error;
   mine.primary.busy = mine.link.busy = true;
   if (mine.staged == nullptr || !mine.staged->fits(to, from))
     return cuda_.copy(to, from, bytes, mine.primary.stream);
   unsigned is_managed = 0;
   const CUdeviceptr host = lane.direction == Direction::to_host ? to : from;
-  // The driver knows nothing of memory that it has not pinned.
+  // The driver does not know memory that it has not pinned.
   const CUresult asked =
       cuda_.pointer_attribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, host);
   const bool is_pinned = asked == CUDA_SUCCESS && is_managed == 0;
@@ -235,7 +235,7 @@ int CudaHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_
 }
 
 int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) noexcept {
-  Seat& mine = seat(lane, device);
+  LaneDevice& mine = lane_device(lane, device);
   if (const CUresult error = enter(mine.own)) return error;
   const auto give = [&](CUmem_advise what, CUdevice where) {
     return for_each_allocation(range, [&](Range part) {
@@ -260,19 +260,19 @@ int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) no
 }
 
 int CudaHintDriver::synchronize(Lane lane, int device) noexcept {
-  Seat& mine = seat(lane, device);
+  LaneDevice& mine = lane_device(lane, device);
   const CUresult results[] = {wait(mine.primary), wait(mine.link), wait(mine.own)};
   for (const CUresult result : results)
     if (result != CUDA_SUCCESS) return result;
   return CUDA_SUCCESS;
 }
 
-CUresult CudaHintDriver::wait(Station& station) noexcept {
-  if (!station.busy) return CUDA_SUCCESS;
-  station.busy = false;
-  if (const CUresult error = enter(station)) return error;
-  if (const CUresult error = cuda_.record_event(station.done, station.stream)) return error;
-  return cuda_.synchronize_event(station.done);
+CUresult CudaHintDriver::wait(LaneStream& lane_stream) noexcept {
+  if (!lane_stream.busy) return CUDA_SUCCESS;
+  lane_stream.busy = false;
+  if (const CUresult error = enter(lane_stream)) return error;
+  if (const CUresult error = cuda_.record_event(lane_stream.done, lane_stream.stream)) return error;
+  return cuda_.synchronize_event(lane_stream.done);
 }
 
 std::string CudaHintDriver::describe(int error) const {

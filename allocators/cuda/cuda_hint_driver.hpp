@@ -13,9 +13,9 @@
 
 namespace umem {
 
-// Prefetches and copies go through the primary context, beside torch's work. What takes pages from
-// the device goes through a context of its own: from the primary one it would hold up every kernel
-// launch of the process for as long as it lasts.
+// Prefetches and copies use the primary context, beside torch's work. Evictions and discards use a
+// second context: from the primary one they would block every kernel launch of the process for as
+// long as they run.
 class CudaHintDriver final : public HintDriver {
  public:
   // For `lanes` lanes on all devices. Throws std::runtime_error without a driver or a GPU.
@@ -39,17 +39,17 @@ class CudaHintDriver final : public HintDriver {
 
  private:
   // A stream of one lane in one context.
-  struct Station {
+  struct LaneStream {
     CUcontext context = nullptr;
     CUstream stream = nullptr;
     CUevent done = nullptr;
-    bool busy = false;  // something was asked for since the last synchronize
+    bool busy = false;  // has work since the last synchronize
   };
-  // What one lane has of one device. Only the lane's thread touches it.
-  struct Seat {
+  // A lane's streams on one device, used by the lane's thread only.
+  struct LaneDevice {
     CUdevice device = 0;
-    Station primary, own;
-    Station link;  // in the primary context: what of a copy goes by the copy engines
+    LaneStream primary, own;
+    LaneStream link;  // in the primary context: the part of a copy that the copy engines do
     std::unique_ptr<StagedCopy> staged;
   };
   struct Event {
@@ -57,22 +57,22 @@ class CudaHintDriver final : public HintDriver {
     int device;
   };
 
-  Seat& seat(Lane lane, int device) noexcept {
-    return seats_[static_cast<std::size_t>(lane.number)][static_cast<std::size_t>(device)];
+  LaneDevice& lane_device(Lane lane, int device) noexcept {
+    return lane_devices_[static_cast<std::size_t>(lane.number)][static_cast<std::size_t>(device)];
   }
-  CUresult retain(Seat& seat, int device) noexcept;
-  CUresult furnish(Station& station) noexcept;
-  CUresult enter(const Station& station) noexcept;
-  CUresult wait(Station& station) noexcept;
-  void leave(Station& station) noexcept;
+  CUresult retain(LaneDevice& lane_device, int device) noexcept;
+  CUresult furnish(LaneStream& lane_stream) noexcept;
+  CUresult enter(const LaneStream& lane_stream) noexcept;
+  CUresult wait(LaneStream& lane_stream) noexcept;
+  void leave(LaneStream& lane_stream) noexcept;
   template <class Call>
   CUresult for_each_allocation(Range range, Call call) const noexcept;
   template <class Call>
-  CUresult move(Station& station, Range range, Call call) noexcept;
+  CUresult move(LaneStream& lane_stream, Range range, Call call) noexcept;
 
   const CudaCalls cuda_;
   int devices_ = 0;
-  std::vector<std::vector<Seat>> seats_;  // by lane and device
+  std::vector<std::vector<LaneDevice>> lane_devices_;  // by lane and device
 
   std::mutex mutex_;
   std::vector<std::unique_ptr<Event>> events_;

@@ -35,7 +35,7 @@ void* RmmSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
     return resources_[static_cast<std::size_t>(kind)]->allocate_sync(
         bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
   } catch (const rmm::bad_alloc&) {  // rmm::out_of_memory among them
-    cudaGetLastError();              // it is reported as our own error: torch must not find it
+    cudaGetLastError();              // reported as umem's error: torch must not see it
     return nullptr;
   }
 }

@@ -6,8 +6,8 @@
 namespace umem {
 
 // In torch's default capture mode, allocations and event queries are refused on every thread while
-// a capture is under way anywhere. Ours belong to no graph: relax the mode around them, as torch's
-// own allocator does.
+// any thread captures. umem's calls belong to no graph: the scope relaxes the mode around them, as
+// torch's own allocator does.
 class RelaxedCaptureMode {
  public:
   RelaxedCaptureMode() { cudaThreadExchangeStreamCaptureMode(&mode_); }

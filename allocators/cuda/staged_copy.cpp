@@ -5,7 +5,7 @@
 namespace umem {
 namespace {
 
-// One H200: 8 MiB take the link 0.15 ms, so that what starts a part is small beside it.
+// On one H200 the link needs 0.15 ms for 8 MiB, so that the launch cost of a part is small.
 constexpr std::size_t kStageBytes = std::size_t{8} << 20;
 constexpr int kBlocksPerMultiprocessor = 2;
 
@@ -58,7 +58,7 @@ CUresult StagedCopy::copy(std::uintptr_t to, std::uintptr_t from, std::size_t by
   return CUDA_SUCCESS;
 }
 
-// To wait for an event that nobody has recorded yet is no wait.
+// Waiting for an event that was never recorded does not wait.
 CUresult StagedCopy::through(const Stage& stage, std::uintptr_t to, std::uintptr_t from,
                              std::size_t bytes, CUstream pages, CUstream link) noexcept {
   const bool leaves = direction_ == Direction::to_host;

@@ -1,4 +1,4 @@
-// Copies between managed memory and pinned host memory beside the training's kernels.
+// Copies between managed memory and pinned host memory that overlap with kernels.
 #pragma once
 
 #include <array>
@@ -11,10 +11,10 @@
 
 namespace umem {
 
-// cudaMemcpyAsync keeps kernels from running while it copies managed memory, and a kernel that
-// copies over the link holds multiprocessors all the time. So a kernel copies between the managed
-// memory and a few MiB of plain device memory, which is short, and the copy engines between that
-// and the host, which takes no multiprocessor.
+// cudaMemcpyAsync blocks kernels while it copies managed memory, and a kernel that copies over the
+// link occupies multiprocessors all the time. So a kernel copies between the managed memory and a
+// few MiB of plain device memory, which is short, and the copy engines copy between that memory and
+// the host, which occupies no multiprocessor.
 //
 // One direction on one device. Every call needs the context that it was opened in to be current,
 // and returns the driver's error, or 0.
@@ -25,19 +25,19 @@ class StagedCopy {
 
   // Loads the kernel. Takes no device memory.
   CUresult open(CUdevice device) noexcept;
-  // Takes the memory that copies go through, unless it has it: before the first copy.
+  // Allocates the staging memory if necessary: before the first copy.
   CUresult furnish() noexcept;
-  // When nothing that it was asked for is under way.
+  // Call it only when no copy is running.
   void close() noexcept;
 
-  // Whether it is open, and its kernel can copy between these addresses.
+  // Whether it is open and the kernel can copy between these addresses.
   bool fits(std::uintptr_t to, std::uintptr_t from) const noexcept {
     return is_open_ && kernel_.fits(to, from);
   }
   const CopyKernel& kernel() const noexcept { return kernel_; }
 
-  // The kernel runs on `pages` and the copy engines' part on `link`. A copy to the host begins
-  // behind what `pages` holds and ends on `link`; one to the device the other way round.
+  // The kernel runs on `pages`, the copy engines on `link`. A copy to the host begins after the
+  // work of `pages` and ends on `link`; a copy to the device vice versa.
   CUresult copy(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, CUstream pages,
                 CUstream link) noexcept;
 

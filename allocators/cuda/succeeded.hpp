@@ -1,11 +1,11 @@
-// Whether a call of CUDA's runtime went well.
+// Whether a call of CUDA's runtime succeeded.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace umem {
 
-// An error of ours must not be found by torch's next check of the thread's last error.
+// Clears the thread's last error, so that torch's next check does not find it.
 inline bool succeeded(cudaError_t error) noexcept {
   if (error == cudaSuccess) return true;
   cudaGetLastError();

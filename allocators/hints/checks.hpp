@@ -1,4 +1,4 @@
-// What a request must be like to be taken at all.
+// Checks on requests before the engine accepts them.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// The events that requests wait for, and who waits.
+// The events that requests wait for, and the requests that wait.
 #pragma once
 
 #include <deque>
@@ -11,14 +11,14 @@
 
 namespace umem {
 
-// An event to ask the driver about. It is kept alive until EventTable::let_go.
+// An event to query. It is kept alive until EventTable::let_go.
 struct PolledEvent {
   EventId event = 0;
   int device = 0;
 };
 
-// Everyone who may still name an event holds it: its recorder until `release`, each request that
-// waits for it, and a worker that asks about it until `let_go`.
+// Events are reference-counted: by the caller that recorded it until `release`, by each request
+// that waits for it, and by a worker that queries it until `let_go`.
 class EventTable {
  public:
   void recorded(EventId event, int device, StreamId stream) {
@@ -36,15 +36,15 @@ class EventTable {
     of.waiting.push_back(ticket);
     ++waiting_;
   }
-  // The ticket waits no more, though the event is not over.
+  // The ticket waits no longer, although the event has not completed.
   void stop_waiting(EventId event, Ticket ticket) {
     if (std::erase(events_.at(event).waiting, ticket) == 0) return;
     --waiting_;
     let_go(event);
   }
 
-  // A stream's events end in order: of each stream, only the first with somebody waiting is asked
-  // about.
+  // A stream's events complete in order: of each stream, only the first event with a waiting
+  // request is queried.
   std::vector<PolledEvent> hold_next() {
     std::vector<PolledEvent> next;
     if (waiting_ == 0) return next;
@@ -58,7 +58,7 @@ class EventTable {
     return next;
   }
 
-  // Returns who waited for it. A failed event counts as one that nobody will ever see over.
+  // Returns the requests that waited for it. A failed event never completes.
   std::vector<Ticket> fire(EventId event, bool failed) {
     Event& of = events_.at(event);
     if (of.fired) return {};
@@ -68,7 +68,7 @@ class EventTable {
     std::vector<Ticket> waited = std::move(of.waiting);
     of.waiting.clear();
     waiting_ -= waited.size();
-    of.holders -= waited.size();  // whoever asked about it holds it still
+    of.holders -= waited.size();  // the worker that queried it still holds it
     return waited;
   }
 
@@ -80,14 +80,14 @@ class EventTable {
     recycled_.push_back(event);
   }
 
-  // By the recorder. A second time, or for an event that never was, it does nothing.
+  // Called by the recorder. Does nothing for an unknown or released event.
   void release(EventId event) {
     const auto found = events_.find(event);
     if (found == events_.end() || std::exchange(found->second.released, true)) return;
     let_go(event);
   }
 
-  // Events that nobody holds any more, for the driver to use again.
+  // Events without references, for the driver to reuse.
   std::vector<EventId> take_recycled() { return std::exchange(recycled_, {}); }
 
   bool anyone_waiting() const { return waiting_ != 0; }

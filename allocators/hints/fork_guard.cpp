@@ -15,13 +15,13 @@ struct Watched {
   Watched() {
     pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); },
                    [] {
-                     // Once: to a child of this child they are nothing but empty.
+                     // Once: a child of this child sees empty lists.
                      for (HintEngine* engine : std::exchange(all().engines, {}))
                        engine->abandon();
                      all().mutex.unlock();
                    });
   }
-  // Never destroyed: a fork may come while static objects go.
+  // Never destroyed: a fork may happen during static destruction.
   static Watched& all() {
     static Watched* const watched = new Watched;
     return *watched;

@@ -1,4 +1,4 @@
-// Tells engines that they are in a forked child.
+// Notifies engines in a forked child.
 #pragma once
 
 namespace umem {

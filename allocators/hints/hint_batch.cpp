@@ -8,7 +8,7 @@ namespace {
 void check_entry(const HintRequest& request) {
   require(!keeps_order(request.op), "a batch holds no copies and no advice: submit them");
   HintRequest checked = request;
-  if (checked.range.address == 0) checked.range.address = 1;  // not known yet
+  if (checked.range.address == 0) checked.range.address = 1;  // the address is not known yet
   check_request(checked);
 }
 

@@ -1,4 +1,4 @@
-// Requests that are made together, again and again: checked once, fired with one call.
+// Requests that are submitted together repeatedly: checked once, submitted with one call.
 #pragma once
 
 #include <atomic>
@@ -15,29 +15,29 @@ struct TicketSpan {
   Ticket last = 0;
 };
 
-// Thread-safe. Belongs to no engine: it holds what is asked, not what becomes of it.
+// Thread-safe. Belongs to no engine: it holds requests, not their outcomes.
 class HintBatch {
  public:
-  // All on one device. An address of 0 skips the entry until it is set. Throws
-  // std::invalid_argument for what cannot be meant, copies and advice included.
+  // All on one device. An entry with address 0 is skipped until the address is set. Throws
+  // std::invalid_argument for invalid requests, and for copies and advice.
   HintBatch(int device, std::vector<HintRequest> requests);
   HintBatch(const HintBatch&) = delete;
   HintBatch& operator=(const HintBatch&) = delete;
 
   int device() const { return device_; }
   std::size_t size() const { return requests_.size(); }
-  // Entries that have an address. Takes no lock, which a forked child may find held for ever.
+  // Number of entries with an address. Lock-free: in a forked child a lock may stay held forever.
   std::size_t wanted() const noexcept { return wanted_; }
   // Throws std::out_of_range for an index that does not exist.
   void set_address(std::size_t index, std::uintptr_t address);
-  // Of the last firing. An entry that was skipped has none.
+  // Tickets of the last submission. Skipped entries have none.
   TicketSpan tickets() const;
 
-  // Calls fire(requests) under the lock and keeps the tickets that it returns.
-  template <class Fire>
-  TicketSpan fire_with(Fire&& fire) {
+  // Calls submit(requests) under the lock and keeps the tickets that it returns.
+  template <class Submit>
+  TicketSpan submit_with(Submit&& submit) {
     const std::lock_guard lock(mutex_);
-    return tickets_ = fire(static_cast<const std::vector<HintRequest>&>(requests_));
+    return tickets_ = submit(static_cast<const std::vector<HintRequest>&>(requests_));
   }
 
  private:

@@ -1,4 +1,4 @@
-// What the hint engine asks of the machine. The CUDA side implements it; tests inject their own.
+// The driver interface of the hint engine. The CUDA side implements it; tests inject a fake.
 #pragma once
 
 #include <string>
@@ -7,27 +7,27 @@
 
 namespace umem {
 
-// One worker's place: a thread, and the streams and contexts that only this thread uses.
+// A worker's lane: its thread, and the streams and contexts that only this thread uses.
 struct Lane {
   Direction direction = Direction::to_device;
   int number = 0;  // from 0, over both directions
 };
 
-// Every call returns 0 or the driver's error number, and none throws. All but record and recycle
-// are made from the lane's own thread, and may block it.
+// Every call returns 0 or the driver's error number, and none throws. All calls but record and
+// recycle come from the lane's own thread, and may block it.
 class HintDriver {
  public:
   virtual ~HintDriver() = default;
 
-  // Marks the end of the work that `stream` holds now; kNoEvent when no event can be had. The one
-  // call that is made from the thread that trains: it must not block.
+  // Records an event after the current work of `stream`; kNoEvent on failure. The only call that is
+  // made from the training thread: it must not block.
   virtual EventId record(int device, StreamId stream) noexcept = 0;
-  // The event is asked about no more. Makes no driver call.
+  // The event is not queried any more. Makes no driver call.
   virtual void recycle(EventId event) noexcept = 0;
 
-  // Before the lane's first call for a device; again after it failed.
+  // Called before the lane's first call for a device, and again after a failure.
   virtual int open(Lane lane, int device) noexcept = 0;
-  // After open: what copies fast. When it fails, copies go another way.
+  // Called after open: prepares the fast copy path. If it fails, copies use the slow path.
   virtual int load(Lane lane, int device) noexcept = 0;
   // The lane's last call.
   virtual void close(Lane lane) noexcept = 0;
@@ -35,12 +35,12 @@ class HintDriver {
   virtual int query(Lane lane, int device, EventId event, bool& finished) noexcept = 0;
   virtual int prefetch(Lane lane, int device, Range range) noexcept = 0;
   virtual int evict(Lane lane, int device, Range range) noexcept = 0;
-  // The range is of whole pages.
+  // The range consists of whole pages.
   virtual int discard(Lane lane, int device, Range range) noexcept = 0;
   virtual int copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
                    std::size_t bytes) noexcept = 0;
   virtual int advise(Lane lane, int device, Range range, Advice advice) noexcept = 0;
-  // Waits for what the lane has asked for on the device.
+  // Waits for the lane's queued work on the device.
   virtual int synchronize(Lane lane, int device) noexcept = 0;
 
   // An error's name and meaning.

@@ -2,7 +2,7 @@
 
 #include "hints/checks.hpp"
 #include "hints/fork_guard.hpp"
-#include "hints/hint_crew.hpp"
+#include "hints/hint_workers.hpp"
 
 namespace umem {
 namespace {
@@ -22,7 +22,7 @@ const HintSettings& checked(const HintSettings& settings) {
 }  // namespace
 
 HintEngine::HintEngine(const HintSettings& settings, std::unique_ptr<HintDriver> driver)
-    : crew_(std::make_shared<HintCrew>(checked(settings), std::move(driver))) {
+    : workers_(std::make_shared<HintWorkers>(checked(settings), std::move(driver))) {
   watch_forks(*this);
 }
 
@@ -33,51 +33,52 @@ HintEngine::~HintEngine() {
 
 void HintEngine::abandon() noexcept {
   forked_ = true;
-  crew_->abandon();  // for its allocator, which still has it
-  // Never destroyed here: it ends threads that this process does not have.
-  new std::shared_ptr<HintCrew>(std::move(crew_));
+  workers_->abandon();  // for its allocator, which still has it
+  // Not destroyed here: the destructor ends threads that this process does not have.
+  new std::shared_ptr<HintWorkers>(std::move(workers_));
 }
 
 void HintEngine::start(int device) {
   check_device(device);
-  if (!forked()) crew_->start(device);
+  if (!forked()) workers_->start(device);
 }
 
 Ticket HintEngine::submit(const HintRequest& request) {
   check_request(request);
-  if (!forked()) return crew_->submit(request);
+  if (!forked()) return workers_->submit(request);
   ++refused_in_child_;
   return 0;
 }
 
 void HintEngine::mark_needed(std::vector<Ticket> tickets) {
   if (forked()) return;
-  crew_->tell({.kind = Message::Kind::needed,
+  workers_->post({.kind = Message::Kind::needed,
                .tickets = std::move(tickets),
                .now_ns = monotonic_ns()});
 }
 
-TicketSpan HintEngine::fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after) {
+TicketSpan HintEngine::submit_batch(HintBatch& batch, StreamId stream,
+                                    std::span<const Ticket> after) {
   require(after.empty() || after.size() == batch.size(),
           "after: one ticket for each entry, or none");
-  if (!forked()) return crew_->fire(batch, stream, after);
+  if (!forked()) return workers_->submit_batch(batch, stream, after);
   refused_in_child_ += batch.wanted();
   return {};
 }
 
 EventId HintEngine::record(int device, StreamId stream) {
   check_device(device);
-  return forked() ? kNoEvent : crew_->record(device, stream);
+  return forked() ? kNoEvent : workers_->record(device, stream);
 }
 
 void HintEngine::release(EventId event) {
-  if (!forked()) crew_->tell({.kind = Message::Kind::release, .request = {.event = event}});
+  if (!forked()) workers_->post({.kind = Message::Kind::release, .request = {.event = event}});
 }
 
 void HintEngine::set_budget(int device, std::size_t bytes) {
   check_device(device);
   if (!forked())
-    crew_->tell({.kind = Message::Kind::budget,
+    workers_->post({.kind = Message::Kind::budget,
                  .request = {.range = {.address = 0, .bytes = bytes}, .device = device}});
 }
 
@@ -85,33 +86,33 @@ void HintEngine::set_resident(int device, Range range, bool resident) {
   check_device(device);
   check_range(range);
   if (!forked())
-    crew_->tell({.kind = resident ? Message::Kind::resident : Message::Kind::absent,
+    workers_->post({.kind = resident ? Message::Kind::resident : Message::Kind::absent,
                  .request = {.range = range, .device = device}});
 }
 
 bool HintEngine::forget(Range range, std::int64_t timeout_ns) {
   check_range(range);
-  return forked() || crew_->forget({&range, 1}, timeout_ns);
+  return forked() || workers_->forget({&range, 1}, timeout_ns);
 }
 
 std::shared_ptr<ReleaseListener> HintEngine::release_listener() const {
-  return forked() ? nullptr : crew_;
+  return forked() ? nullptr : workers_;
 }
 
 std::optional<Outcome> HintEngine::wait(Ticket ticket, std::int64_t timeout_ns) {
-  return forked() ? std::nullopt : crew_->wait(ticket, timeout_ns);
+  return forked() ? std::nullopt : workers_->wait(ticket, timeout_ns);
 }
 
 std::optional<Outcome> HintEngine::ended(Ticket ticket) const noexcept {
-  return forked() ? std::nullopt : crew_->ended(ticket);
+  return forked() ? std::nullopt : workers_->ended(ticket);
 }
 
 std::optional<HintRecord> HintEngine::find(Ticket ticket) {
-  return forked() ? std::nullopt : crew_->find(ticket);
+  return forked() ? std::nullopt : workers_->find(ticket);
 }
 
 HintStatistics HintEngine::statistics() {
-  if (!forked()) return crew_->statistics();
+  if (!forked()) return workers_->statistics();
   HintStatistics stats;
   stats.refused = refused_in_child_;
   return stats;
@@ -119,7 +120,7 @@ HintStatistics HintEngine::statistics() {
 
 bool HintEngine::shutdown(std::int64_t timeout_ns) {
   shut_down_ = true;
-  return forked() || crew_->shutdown(timeout_ns);
+  return forked() || workers_->shutdown(timeout_ns);
 }
 
 }  // namespace umem

@@ -1,4 +1,4 @@
-// Asks the driver to move managed memory ahead of need, from threads of its own.
+// Moves managed memory ahead of need from its own threads.
 #pragma once
 
 #include <atomic>
@@ -14,71 +14,69 @@
 
 namespace umem {
 
-class HintCrew;
+class HintWorkers;
 
-// Thread-safe. No error of a driver call leaves the engine: it is counted, told once on stderr, and
-// the next request is served. In a forked child every request is refused and nothing is waited for.
+// Thread-safe. An error of a driver call stays inside the engine: it is counted, reported once on
+// stderr, and the next request is served. In a forked child every request is refused, and no call
+// waits.
 class HintEngine {
  public:
-  // Throws std::invalid_argument for settings that make no sense. Threads start with the first
-  // request.
+  // Throws std::invalid_argument for invalid settings. Threads start with the first request.
   HintEngine(const HintSettings& settings, std::unique_ptr<HintDriver> driver);
   ~HintEngine();
   HintEngine(const HintEngine&) = delete;
   HintEngine& operator=(const HintEngine&) = delete;
 
-  // Starts the threads now and lets each get what it needs of `device`: a context is dear to make.
+  // Starts the threads now and opens `device` in each: making a context takes long.
   void start(int device);
 
-  // Takes a request, in the order of calls, without a driver call. 0 when the queue is full or the
-  // engine has stopped. Throws std::invalid_argument for a request that cannot be meant.
+  // Accepts a request, in the order of calls, without a driver call. 0 if the queue is full or the
+  // engine has stopped. Throws std::invalid_argument for an invalid request.
   Ticket submit(const HintRequest& request);
-  // Takes all entries of the batch that have an address, as if they were submitted one by one to
-  // wait for the work that `stream` holds now: one driver call, one lock. Those that a full queue
-  // refuses are the last ones. `after`, of each entry or of none, is HintRequest::after. Throws
-  // std::invalid_argument for another number of them.
-  TicketSpan fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after = {});
-  // The phase that needs the requests begins now. Tickets of 0 are passed over.
+  // Submits all entries of the batch that have an address. They wait for the current work of
+  // `stream`. One driver call, one lock. A full queue refuses the last entries. `after` is empty,
+  // or has the HintRequest::after of each entry; throws std::invalid_argument for another length.
+  TicketSpan submit_batch(HintBatch& batch, StreamId stream, std::span<const Ticket> after = {});
+  // The phase that needs the requests begins now. Tickets of 0 are ignored.
   void mark_needed(std::vector<Ticket> tickets);
 
-  // An event for requests that must wait for the work that `stream` holds now: one driver call,
-  // which does not block. Whoever records it releases it, once its requests are submitted.
+  // Records an event for requests that must wait for the current work of `stream`: one driver call
+  // that does not block. The caller releases the event once its requests are submitted.
   EventId record(int device, StreamId stream);
   void release(EventId event);
 
-  // Bytes that prefetches may fill beside what is resident; 0 for no bound.
+  // Bytes that resident memory and prefetches may occupy; 0 for no bound.
   void set_budget(int device, std::size_t bytes);
-  // Tells of memory that comes to be on the device, or goes, without a hint.
+  // Reports memory that arrives on or leaves the device without a hint.
   void set_resident(int device, Range range, bool resident);
 
-  // Drops what is queued of the range, copies from and to it included, and waits until no driver
-  // call is at work on it. After `true` the memory may be unmapped or used anew; `false` when the
-  // time ran out.
+  // Drops queued parts of the ranges, copies from and to them included, and waits for driver calls
+  // on them. After `true` the memory may be unmapped or reused; `false` after a timeout.
   bool forget(Range range, std::int64_t timeout_ns);
-  // Forgets what an allocator releases. Outlives the engine, and does nothing in a forked child.
+  // Forgets ranges that an allocator releases. Outlives the engine, and does nothing in a forked
+  // child.
   std::shared_ptr<ReleaseListener> release_listener() const;
 
-  // The outcome, `open` when the time ran out; nothing for a ticket that is not on record.
+  // The outcome, `open` after a timeout; nothing for a ticket that is not on record.
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
-  // The outcome of a request that has ended; nothing for others. Takes no lock.
+  // The outcome of a request that has ended; nothing for others. Lock-free.
   std::optional<Outcome> ended(Ticket ticket) const noexcept;
   std::optional<HintRecord> find(Ticket ticket);
   HintStatistics statistics();
 
-  // Lets running calls end, drops the rest, ends the threads. False when a call did not end in
-  // time: its thread is left to itself, and the engine's own end does not wait for it again.
-  // Further calls do nothing.
+  // Waits for running calls, drops the rest, ends the threads. False if a call did not end in time:
+  // its thread is detached, and the destructor does not wait for it again. Later calls do nothing.
   bool shutdown(std::int64_t timeout_ns);
 
-  // For the fork guard, in a child: the threads are gone, and their locks with them.
+  // For the fork guard, in a child, where the threads do not exist.
   void abandon() noexcept;
 
  private:
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
 
-  std::shared_ptr<HintCrew> crew_;  // shared with the threads, which may outlive the engine
+  std::shared_ptr<HintWorkers> workers_;  // shared with the threads, which may outlive the engine
   std::atomic<bool> forked_{false};
-  std::atomic<bool> shut_down_{false};  // nothing is left for the destructor
+  std::atomic<bool> shut_down_{false};  // the destructor has nothing left to do
   std::atomic<std::uint64_t> refused_in_child_{0};
 };
 

@@ -1,4 +1,4 @@
-// The ranges that wait for a worker: found by address, and taken in the order asked for.
+// Ranges that wait for a worker: looked up by address, issued in order of submission.
 #pragma once
 
 #include <array>
@@ -11,24 +11,24 @@
 
 namespace umem {
 
-// A part of a request that no worker has taken yet. Parts of different requests may overlap.
+// A part of a request that was not issued yet. Parts of different requests may overlap.
 struct Piece {
   Ticket ticket = 0;
   Range range{};
   Direction direction = Direction::to_device;
-  bool ready = false;  // its event is over
+  bool ready = false;  // its event has completed
 };
 
 class HintQueue {
  public:
   using Order = std::set<std::pair<Ticket, std::uintptr_t>>;  // ticket, address
 
-  // A cut may split a piece. Past `max_pieces`, what lies beyond the cut is given up as well.
+  // A cut may split a piece. Beyond `max_pieces`, the part behind the cut is dropped as well.
   explicit HintQueue(std::size_t max_pieces) : max_pieces_(max_pieces) {}
 
   void add(const Piece& piece);
   void set_ready(Ticket ticket, Range whole);
-  // Takes `range` out of the piece. Returns the bytes that are queued no more.
+  // Removes `range` from the piece. Returns the bytes that are no longer queued.
   std::size_t cut(const Piece& piece, Range range);
 
   std::vector<Piece> overlapping(Range range) const;

@@ -1,4 +1,4 @@
-// The hint engine over host memory: its tests and demonstrations run it where there is no GPU.
+// A hint driver over host memory, for tests and demonstrations without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@
 
 namespace umem {
 
-// Pages are where they are, streams do their work at once, and copies copy. Moves take as long as
-// with a link of `bytes_per_s` in each direction, 0 for no time; the workers of a direction share
-// it. `fail` says, by a call's name, which one of them fails, from 1 on.
+// Pages do not move, streams complete their work at once, and copies copy. Moves take the time of
+// a link with `bytes_per_s` in each direction (0: no time), shared by the workers of the direction.
+// `fail` maps the name of a call to the number, from 1 on, of the call that fails.
 class HostHintDriver final : public HintDriver {
  public:
-  // Throws std::invalid_argument for a call that there is not, and for a number below 1.
+  // Throws std::invalid_argument for an unknown call, and for a number below 1.
   HostHintDriver(int devices, double bytes_per_s,
                  const std::map<std::string, std::int64_t>& fail = {})
       : devices_(devices), bytes_per_s_(bytes_per_s) {
@@ -79,7 +79,7 @@ class HostHintDriver final : public HintDriver {
   using Clock = std::chrono::steady_clock;
   struct Link {
     std::mutex mutex;
-    Clock::time_point free{};  // when all moves that have been asked for are over
+    Clock::time_point free{};  // when all queued moves are done
   };
 
   int result_of(Call call) noexcept {

@@ -1,4 +1,4 @@
-// Where callers leave what they ask, and the bell that wakes workers.
+// The message queue from callers to workers, and the condition variable that wakes workers.
 #pragma once
 
 #include <chrono>
@@ -20,17 +20,17 @@ struct Message {
   Kind kind = Kind::submit;
   Ticket ticket = 0;              // submit
   std::vector<Ticket> tickets{};  // needed
-  HintRequest request{};          // submit; the others use the fields that they have
+  HintRequest request{};          // submit; other kinds use the fields they need
   StreamId stream = 0;    // recorded
   std::int64_t now_ns = 0;
 };
 
-// A caller holds the inbox's lock for the time of one append: it never waits behind a worker's
-// search, and never behind a driver call.
+// A caller holds the inbox's lock for one append only: it never waits for a worker's search or for
+// a driver call.
 class Inbox {
  public:
-  // Returns how much nobody has read. Wakes one worker, unless one is on its way, or no worker would
-  // do anything else for it: whoever needs such a message reads the inbox first.
+  // Returns the number of unread messages. Wakes one worker, unless one is waking up already, or
+  // the message needs no worker: such messages are read before the next request.
   std::size_t put(Message message) {
     const Message::Kind kind = message.kind;
     std::unique_lock lock(mutex_);
@@ -42,7 +42,7 @@ class Inbox {
     return unread;
   }
 
-  // Numbers the request, unless `capacity` requests are neither read nor ended; then 0.
+  // Assigns a ticket to the request; 0 if `capacity` requests are open already.
   Ticket submit(Message message, std::uint64_t ended, std::size_t capacity, std::size_t& unread) {
     std::unique_lock lock(mutex_);
     if (last_ticket_ - ended >= capacity) return 0;
@@ -53,9 +53,9 @@ class Inbox {
     return ticket;
   }
 
-  // Numbers as many of the requests as there is room for, those without an address left out. All
-  // wait for `event`, recorded on `stream`, which is released behind them. `after` is empty, or has
-  // as many entries as `requests`.
+  // Assigns tickets to the requests with an address, up to the capacity. All wait for `event`,
+  // recorded on `stream`, which is released after them. `after` is empty, or has as many entries as
+  // `requests`.
   TicketSpan submit_all(const std::vector<HintRequest>& requests, std::span<const Ticket> after,
                         EventId event, int device, StreamId stream, std::int64_t now_ns,
                         std::uint64_t ended, std::size_t capacity, std::size_t& unread) {
@@ -84,8 +84,8 @@ class Inbox {
     return span;
   }
 
-  // Swaps what has come since the last call into `messages`, in order. Returns the number to call
-  // wait() with.
+  // Moves the messages since the last call into `messages`, in order. Returns the number to pass
+  // to wait().
   std::uint64_t take(std::vector<Message>& messages) {
     messages.clear();
     const std::lock_guard lock(mutex_);
@@ -104,7 +104,7 @@ class Inbox {
     bell_.notify_all();
   }
 
-  // Waits until somebody rings after take() returned `rings`; or for `at_most_ns`, if not 0.
+  // Waits for a ring after take() returned `rings`, or for `at_most_ns` if that is not 0.
   void wait(std::uint64_t rings, std::int64_t at_most_ns) {
     std::unique_lock lock(mutex_);
     ++sleepers_;
@@ -117,7 +117,7 @@ class Inbox {
   }
 
  private:
-  // Gives the lock back before it wakes somebody who needs it.
+  // Unlocks before it wakes a thread that needs the lock.
   void wake_one(std::unique_lock<std::mutex>& lock) {
     ++rings_;
     const bool wake = sleepers_ != 0 && !std::exchange(waking_, true);

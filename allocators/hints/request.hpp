@@ -1,4 +1,4 @@
-// The vocabulary of hints: what is asked for, how the engine is set up, what became of a request.
+// Types of the hint engine: requests, settings, outcomes and records.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,8 @@ namespace umem {
 enum class HintOp : std::uint8_t { prefetch, evict, discard, copy_in, copy_out, advise };
 inline constexpr std::size_t kHintOps = 6;
 
-// Which workers serve a request. Advice moves nothing; it is given where it delays no prefetch.
+// Which workers serve a request. Advice moves nothing, and is issued by the workers whose
+// prefetches it cannot delay.
 enum class Direction : std::uint8_t { to_device, to_host };
 inline constexpr std::size_t kDirections = 2;
 
@@ -26,8 +27,8 @@ constexpr Direction direction_of(HintOp op) {
                                                          : Direction::to_host;
 }
 
-// Copies carry values and advice stays, so these are done in the order asked for. The others are
-// hints: each may be dropped at any time before it is issued.
+// Copies carry values, and advice persists: both are carried out in order of submission. All others
+// are hints, and may be dropped at any time before they are issued.
 constexpr bool keeps_order(HintOp op) {
   return op == HintOp::copy_in || op == HintOp::copy_out || op == HintOp::advise;
 }
@@ -36,8 +37,8 @@ constexpr bool copies(HintOp op) { return op == HintOp::copy_in || op == HintOp:
 
 using Ticket = std::uint64_t;  // 0: the request was refused
 
-// In place of an event that could not be had. What waits for it is dropped: nobody knows whether
-// the work before it is done.
+// Stands for an event that could not be recorded. Requests that wait for it are dropped, because
+// the completion of the work before it is unknown.
 inline constexpr EventId kNoEvent = ~EventId{0};
 
 struct HintRequest {
@@ -45,25 +46,25 @@ struct HintRequest {
   Range range{};
   int device = 0;
   EventId event = 0;  // from HintEngine::record; 0: nothing to wait for
-  Ticket after = 0;   // prefetch: begins when what makes room, up to this ticket, has ended
+  Ticket after = 0;   // prefetch: begins when the evictions up to this ticket have ended
   TensorClass tensor_class = TensorClass::other;
   std::uintptr_t host_address = 0;  // copy_in, copy_out: the host-resident block
   Advice advice{};                  // advise
 };
 
-// What became of a request, from good to bad: the worst part of a range speaks for the whole. The
-// order is that of umem.runtime.hints.Outcome.
+// Outcome of a request, from good to bad: the worst part of a range counts for the whole. The order
+// is that of the Python enumeration in umem/runtime/hints.py.
 enum class Outcome : std::uint8_t { open, done, superseded, forgotten, dropped, failed };
 inline constexpr std::size_t kOutcomes = 6;
 inline constexpr std::array<const char*, kOutcomes> kOutcomeNames = {
     "open", "done", "superseded", "forgotten", "dropped", "failed"};
 
-// Times are CLOCK_MONOTONIC's nanoseconds; 0: not yet.
+// Times are nanoseconds of CLOCK_MONOTONIC; 0: not yet.
 struct HintRecord {
   Ticket ticket = 0;
   HintRequest request{};
   std::int64_t asked_ns = 0;
-  std::int64_t ready_ns = 0;   // the event was over
+  std::int64_t ready_ns = 0;   // the event had completed
   std::int64_t issued_ns = 0;  // the first driver call began
   std::int64_t done_ns = 0;
   std::int64_t needed_ns = 0;
@@ -79,7 +80,7 @@ struct HintSettings {
   std::size_t in_flight_bytes = std::size_t{256} << 20;  // in driver calls, in each direction
   std::size_t capacity = 8192;                           // requests that are open at once
   int prefetch_workers = 2;
-  std::int64_t poll_ns = 100'000;  // between two looks at an event
+  std::int64_t poll_ns = 100'000;  // between two polls of an event
 };
 
 constexpr std::uintptr_t end_of(Range range) { return range.address + range.bytes; }
@@ -96,7 +97,7 @@ constexpr bool lies_in(Range inner, Range outer) {
   return inner.address >= outer.address && end_of(inner) <= end_of(outer);
 }
 
-// Where a part of a copy's range has its place in the host block; empty for what copies nothing.
+// The part of the host block that belongs to a part of a copy's range; empty if nothing is copied.
 constexpr Range host_part(const HintRequest& request, Range part) {
   if (!copies(request.op)) return {};
   return {request.host_address + (part.address - request.range.address), part.bytes};

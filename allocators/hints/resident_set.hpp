@@ -1,4 +1,4 @@
-// Which addresses are on a device, as disjoint ranges.
+// The resident addresses of a device, as disjoint ranges.
 #pragma once
 
 #include <iterator>

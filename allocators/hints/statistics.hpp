@@ -1,4 +1,4 @@
-// What the hint engine has done so far.
+// Statistics of the hint engine.
 #pragma once
 
 #include <array>
@@ -11,22 +11,22 @@
 
 namespace umem {
 
-// Of one operation on one tensor class. Times and outcomes are those of ended requests.
+// Counts for one operation on one tensor class. Times and outcomes are those of ended requests.
 struct HintCounts {
-  std::array<std::uint64_t, kOutcomes> requests{};  // by Outcome; `open` are under way
+  std::array<std::uint64_t, kOutcomes> requests{};  // by Outcome; `open` ones have not ended
   std::uint64_t asked_bytes = 0;
-  std::uint64_t moved_bytes = 0;   // now where they were asked to be; some were there before
+  std::uint64_t moved_bytes = 0;   // now at the requested place; some were there before
   std::uint64_t wasted_bytes = 0;  // superseded, forgotten, dropped or failed
   std::uint64_t calls = 0;         // chunks issued
-  std::int64_t event_wait_ns = 0;  // asked to ready
-  std::int64_t queued_ns = 0;      // ready to issued
-  // In driver calls. While several calls of a direction are under way they share its link, and the
-  // time: moved_bytes / driver_ns is the link's rate, however many workers there are. What a call
-  // has is shared out by bytes among the requests that it serves.
+  std::int64_t event_wait_ns = 0;  // from submission to ready
+  std::int64_t queued_ns = 0;      // from ready to issued
+  // Time in driver calls. Concurrent calls of a direction share its link, and so the time is
+  // divided among them: moved_bytes / driver_ns is the link's rate for any number of workers. The
+  // time of a call is divided by bytes among its requests.
   std::int64_t driver_ns = 0;
   std::uint64_t late = 0, early = 0;  // done after, and before, the phase that needs it began
   std::int64_t late_ns = 0, early_ns = 0;
-  std::uint64_t missed = 0;  // needed, but never wholly done
+  std::uint64_t missed = 0;  // needed, but never completed
 };
 
 struct HintFailure {
@@ -44,8 +44,8 @@ struct HintStatistics {
   std::size_t queued_bytes = 0;
   std::array<std::size_t, kDirections> in_flight_bytes{};
   std::uint64_t room_waits = 0;         // requests that found the device full
-  std::uint64_t over_budget_bytes = 0;  // brought although no room could come
-  std::map<int, std::size_t> resident_bytes;  // by device, as far as the engine was told
+  std::uint64_t over_budget_bytes = 0;  // moved in although nothing could free memory
+  std::map<int, std::size_t> resident_bytes;  // by device, as reported to the engine
 };
 
 }  // namespace umem

@@ -1,4 +1,4 @@
-// The driver is told what the policy says of a block's class, once for each change.
+// The driver gets the advice of a block's class, once for each change.
 #include <map>
 #include <random>
 

@@ -1,4 +1,4 @@
-// Which class a block is born into: the program's phase, and overrides by thread.
+// The tensor class of new blocks: the phase of the process, and overrides by thread.
 #include <future>
 #include <thread>
 

@@ -1,4 +1,4 @@
-// A child of fork() finds every lock free, whatever other threads were doing.
+// A forked child finds every lock free, whatever other threads were doing.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// How much may be on its way at once, and what a prefetch does where there is no room.
+// Bytes in flight are bounded, and prefetches wait for free memory.
 #include "fake_hint_driver.hpp"
 
 namespace umem {
@@ -237,7 +237,7 @@ void a_prefetch_comes_after_what_it_names() {
                       {.op = HintOp::prefetch, .range = blocks(104, 1)},
                       {.op = HintOp::prefetch, .range = blocks(108, 1)}});
   const std::vector<Ticket> after{0, first, first, third};
-  const TicketSpan in = machine.engine.fire(batch, 7, after);
+  const TicketSpan in = machine.engine.submit_batch(batch, 7, after);
   machine.expect(in.first, Outcome::done);
   machine.expect_open(in.first + 1);  // its neighbour is not brought in with it
   const Ticket later = machine.prefetch(blocks(200, 1));
@@ -263,7 +263,7 @@ void nothing_comes_after_what_is_not_asked_for_yet() {
   const EventId event = machine.engine.record(0, 7);
   HintBatch batch(0, {{.op = HintOp::prefetch, .range = blocks(100, 1)}});
   const std::vector<Ticket> after{1000};
-  const TicketSpan in = machine.engine.fire(batch, 7, after);
+  const TicketSpan in = machine.engine.submit_batch(batch, 7, after);
   const Ticket out = machine.evict(blocks(0, 1), event);
   machine.driver.hold("evict");
   machine.driver.finish(0, 7);

@@ -1,4 +1,4 @@
-// Batches: checked once, fired with one event and consecutive tickets, refused from the end.
+// Batches: checked once, submitted with one event and consecutive tickets, refused from the end.
 #include "fake_hint_driver.hpp"
 
 namespace umem {
@@ -21,7 +21,7 @@ void one_event_and_consecutive_tickets() {
   CHECK_EQUAL(batch.size(), 3U);
   CHECK(batch.tickets().last < batch.tickets().first);
   machine.driver.launch(0, 7);
-  const TicketSpan span = machine.engine.fire(batch, 7);
+  const TicketSpan span = machine.engine.submit_batch(batch, 7);
   CHECK_EQUAL(span.last - span.first, 2U);
   CHECK_EQUAL(machine.driver.count("record"), 1U);
   for (Ticket ticket = span.first; ticket <= span.last; ++ticket) machine.expect_open(ticket);
@@ -31,7 +31,7 @@ void one_event_and_consecutive_tickets() {
   CHECK(machine.engine.find(span.first + 1)->request.op == HintOp::evict);
   CHECK_EQUAL(machine.driver.events(), 0U);  // released by the engine itself
 
-  const TicketSpan again = machine.engine.fire(batch, 7);
+  const TicketSpan again = machine.engine.submit_batch(batch, 7);
   CHECK_EQUAL(again.first, span.last + 1);
   CHECK_EQUAL(batch.tickets().last, again.last);
   machine.expect(again.last, Outcome::done);
@@ -42,13 +42,13 @@ void an_entry_without_an_address_is_skipped() {
   HintBatch batch(0, apart(4));
   batch.set_address(1, 0);
   batch.set_address(2, at(100));
-  TicketSpan span = machine.engine.fire(batch, 7);
+  TicketSpan span = machine.engine.submit_batch(batch, 7);
   CHECK_EQUAL(span.last - span.first, 2U);
   machine.expect(span.last, Outcome::done);
   CHECK_EQUAL(machine.engine.find(span.first + 1)->request.range.address, at(100));
 
   for (std::size_t i = 0; i < 4; ++i) batch.set_address(i, 0);
-  span = machine.engine.fire(batch, 7);
+  span = machine.engine.submit_batch(batch, 7);
   CHECK(span.last < span.first);
   CHECK_EQUAL(machine.driver.count("record"), 1U);  // nothing to wait for
   CHECK_EQUAL(machine.engine.statistics().refused, 0U);
@@ -58,10 +58,10 @@ void a_full_queue_refuses_the_last_ones() {
   HintMachine machine({.capacity = 5, .prefetch_workers = 1});
   machine.driver.hold("prefetch");
   HintBatch batch(0, apart(8));
-  const TicketSpan span = machine.engine.fire(batch, 7);
+  const TicketSpan span = machine.engine.submit_batch(batch, 7);
   CHECK_EQUAL(span.last + 1 - span.first, 5U);
   CHECK_EQUAL(machine.engine.statistics().refused, 3U);
-  const TicketSpan none = machine.engine.fire(batch, 7);
+  const TicketSpan none = machine.engine.submit_batch(batch, 7);
   CHECK(none.last < none.first);
   CHECK_EQUAL(machine.engine.statistics().refused, 11U);
   machine.driver.let_go("prefetch");
@@ -74,7 +74,7 @@ void what_entries_come_after_is_told_of_each_or_of_none() {
   HintMachine machine;
   HintBatch batch(0, apart(2));
   const std::vector<Ticket> too_few{1};
-  CHECK_THROWS(std::invalid_argument, machine.engine.fire(batch, 7, too_few));
+  CHECK_THROWS(std::invalid_argument, machine.engine.submit_batch(batch, 7, too_few));
   CHECK_EQUAL(machine.driver.count("record"), 0U);
 }
 
@@ -82,7 +82,7 @@ void without_an_event_all_are_dropped() {
   HintMachine machine;
   machine.driver.fail("record", 1);
   HintBatch batch(0, apart(2));
-  const TicketSpan span = machine.engine.fire(batch, 7);
+  const TicketSpan span = machine.engine.submit_batch(batch, 7);
   machine.expect(span.first, Outcome::dropped);
   machine.expect(span.last, Outcome::dropped);
   CHECK_EQUAL(machine.driver.calls().size(), 0U);
@@ -92,7 +92,7 @@ void after_the_end_all_are_refused() {
   HintMachine machine;
   machine.engine.shutdown(kPatienceNs);
   HintBatch batch(0, apart(3));
-  const TicketSpan span = machine.engine.fire(batch, 7);
+  const TicketSpan span = machine.engine.submit_batch(batch, 7);
   CHECK(span.last < span.first);
   CHECK_EQUAL(machine.engine.statistics().refused, 3U);
   CHECK_EQUAL(machine.driver.count("record"), 0U);
@@ -108,7 +108,7 @@ void what_cannot_be_meant_is_refused() {
   CHECK_THROWS(std::out_of_range, batch.set_address(2, at(0)));
   CHECK_THROWS(std::invalid_argument, batch.set_address(0, UINTPTR_MAX - 5));
   HintMachine machine;
-  const TicketSpan span = machine.engine.fire(batch, 7);
+  const TicketSpan span = machine.engine.submit_batch(batch, 7);
   machine.expect(span.last, Outcome::done);
   CHECK(machine.engine.find(span.first)->request.range == blocks(0, 1));  // as before
 }
@@ -122,7 +122,7 @@ void addresses_may_change_while_others_fire() {
   });
   Ticket last = 0;
   for (int i = 0; i < 200; ++i)
-    if (const TicketSpan span = machine.engine.fire(batch, 7); span.last >= span.first)
+    if (const TicketSpan span = machine.engine.submit_batch(batch, 7); span.last >= span.first)
       last = span.last;
   stop = true;
   changing.join();

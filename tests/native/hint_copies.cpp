@@ -1,4 +1,4 @@
-// Copies carry values: they keep their order, and a copy that fails loses nothing.
+// Copies carry values: they keep their order, and a failed copy loses nothing.
 #include <cstring>
 #include <numeric>
 

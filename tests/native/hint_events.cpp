@@ -1,4 +1,4 @@
-// Requests that wait for the GPU's work: in a worker, never in the thread that submits.
+// Requests wait for the GPU's work in a worker, never in the submitting thread.
 #include <algorithm>
 
 #include "fake_hint_driver.hpp"

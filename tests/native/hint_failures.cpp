@@ -1,4 +1,4 @@
-// Every driver call may fail: the failure is counted by name, and the next request is served.
+// Every driver call may fail: failures are counted by name, and the next request is served.
 #include "fake_hint_driver.hpp"
 #include "hints/host_hint_driver.hpp"
 

@@ -1,4 +1,4 @@
-// A range that is freed: nothing of it is asked for any more, and no call is at work on it.
+// A freed range: its requests are dropped, and no driver call works on it.
 #include "fake_hint_driver.hpp"
 
 namespace umem {

@@ -1,4 +1,4 @@
-// A child of fork() has an engine without threads, which refuses and waits for nothing.
+// A forked child has an engine without threads, which refuses requests and never waits.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -25,7 +25,7 @@ void use_in_child(std::unique_ptr<HintEngine> engine, Ticket ticket) {
   engine->mark_needed({ticket});
   HintBatch batch(0, {{.range = blocks(0, 1)}, {.range = blocks(2, 1)}});
   batch.set_address(1, 0);  // skipped, and so not refused
-  CHECK_EQUAL(engine->fire(batch, 7).last, 0U);
+  CHECK_EQUAL(engine->submit_batch(batch, 7).last, 0U);
   engine->release(1);
   engine->set_budget(0, 1);
   engine->set_resident(0, blocks(0, 1), true);

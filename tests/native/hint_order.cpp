@@ -1,4 +1,4 @@
-// In which order, in which pieces and in which threads the driver is asked.
+// Order, chunking and threads of driver calls.
 #include "fake_hint_driver.hpp"
 
 namespace umem {
@@ -8,7 +8,7 @@ constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
                                 .in_flight_bytes = 64 * MiB,
                                 .prefetch_workers = 1};
 
-void requests_go_in_the_order_asked() {
+void requests_run_in_order_of_submission() {
   HintMachine machine(kOneLane);
   machine.driver.hold("prefetch");
   const Ticket first = machine.prefetch(blocks(0, 1));
@@ -206,7 +206,7 @@ void what_cannot_be_meant_is_refused_at_once() {
 
 int main() {
   using namespace umem;
-  RUN(requests_go_in_the_order_asked);
+  RUN(requests_run_in_order_of_submission);
   RUN(long_ranges_go_in_chunks_that_end_on_block_boundaries);
   RUN(one_request_is_shared_between_workers);
   RUN(neighbours_go_together);

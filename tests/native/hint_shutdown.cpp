@@ -1,4 +1,4 @@
-// The engine's end: with a full queue, with calls under way, twice, never started.
+// Shutdown of the engine: with a full queue, with running calls, twice, never started.
 #include "fake_hint_driver.hpp"
 
 namespace umem {

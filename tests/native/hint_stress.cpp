@@ -1,4 +1,4 @@
-// Random work in six threads, while the fake driver checks every call that comes of it.
+// Random work in six threads, while the fake driver checks every call.
 //
 // Usage: hint_stress [steps [seed]]. `steps` is the total over all threads, 60,000 by default.
 //
@@ -120,7 +120,7 @@ class Submitter {
       batch.set_address(0, 0);
       requests.erase(requests.begin());
     }
-    const TicketSpan span = engine_.fire(batch, stream());
+    const TicketSpan span = engine_.submit_batch(batch, stream());
     for (Ticket ticket = span.first; ticket <= span.last; ++ticket) {
       tickets_.push_back(ticket);
       asked_bytes += requests[ticket - span.first].range.bytes;

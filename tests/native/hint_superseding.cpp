@@ -1,4 +1,4 @@
-// A newer request replaces an older one that it makes pointless, where nobody has issued it yet.
+// A newer request replaces an older one that it makes pointless, unless that was issued.
 #include "fake_hint_driver.hpp"
 
 namespace umem {

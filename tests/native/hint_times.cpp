@@ -1,8 +1,8 @@
-// How late or early a request was, and what statistics say of it.
+// Lateness of requests, and the engine's statistics.
 #include <sys/resource.h>
 
 #include "fake_hint_driver.hpp"
-#include "hints/hint_crew.hpp"
+#include "hints/hint_workers.hpp"
 #include "hints/host_hint_driver.hpp"
 
 namespace umem {

@@ -1,4 +1,4 @@
-// A source may give any address on a 256-byte boundary; blocks are aligned all the same.
+// A source may return any address on a 256-byte boundary; blocks are still aligned.
 #include "fake_driver.hpp"
 
 namespace umem {

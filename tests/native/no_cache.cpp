@@ -1,4 +1,4 @@
-// Without a cache every block is a segment of its own, and every free goes back to the source.
+// Without a cache every block is a segment, and every free goes back to the source.
 #include "fake_driver.hpp"
 
 namespace umem {

@@ -1,4 +1,4 @@
-// Private pools: what a captured graph uses is kept for it alone, as long as the graph lives.
+// Private pools: memory of a captured graph stays reserved for as long as the graph lives.
 #include "fake_driver.hpp"
 
 namespace umem {

@@ -1,4 +1,4 @@
-// What an allocator gives back, the hint engine forgets first.
+// The hint engine forgets memory before the allocator gives it back.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -200,7 +200,7 @@ void a_child_gives_back_without_it() {
     alarm(20);
     if (both.hints.engine.release_listener() != nullptr) _exit(2);
     HintBatch batch(0, {{.range = range}});
-    const TicketSpan span = both.hints.engine.fire(batch, 7);
+    const TicketSpan span = both.hints.engine.submit_batch(batch, 7);
     if (span.last >= span.first) _exit(3);
     both.allocator.device(0).free(other.address);
     both.allocator.empty_cache();

@@ -1,4 +1,4 @@
-// Blocks are cut from larger ones, and become those again when their neighbours are free.
+// Blocks are split from larger ones, and merge again with free neighbours.
 #include <numeric>
 
 #include "fake_driver.hpp"

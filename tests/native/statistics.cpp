@@ -1,4 +1,4 @@
-// Statistics in torch's vocabulary: exact after every step, with peaks and resets.
+// Statistics with torch's names: exact after every step, with peaks and resets.
 #include "fake_driver.hpp"
 
 namespace umem {

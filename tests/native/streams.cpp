@@ -1,4 +1,4 @@
-// Reuse by stream: at once on a block's own stream, and on others only when their work is over.
+// Reuse by stream: at once on a block's own stream, on others after their work has completed.
 #include "fake_driver.hpp"
 
 namespace umem {

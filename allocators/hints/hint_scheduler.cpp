@@ -1,9 +1,9 @@
-#include "hints/hint_book.hpp"
+#include "hints/hint_scheduler.hpp"
 
 namespace umem {
 namespace {
 
-// Whether `newer` makes `older`, which nobody has issued yet, pointless.
+// Whether `newer` supersedes `older`, which was not issued yet.
 bool replaces(const HintRequest& newer, const HintRequest& older) {
   const bool same_place = newer.device == older.device;
   switch (newer.op) {
@@ -29,21 +29,21 @@ bool makes_room(HintOp op) {
 
 }  // namespace
 
-HintBook::HintBook(const HintSettings& settings, int lanes)
+HintScheduler::HintScheduler(const HintSettings& settings, int lanes)
     : settings_(settings),
       queue_(2 * settings.capacity),
       history_(settings.capacity),
       ended_(settings.capacity),
       in_flight_(static_cast<std::size_t>(lanes)) {}
 
-HintCounts& HintBook::counts(const HintRecord& record) {
+HintCounts& HintScheduler::counts(const HintRecord& record) {
   return stats_.counts[static_cast<std::size_t>(record.request.op)]
                       [static_cast<std::size_t>(record.request.tensor_class)];
 }
 
-// ---- requests, and what becomes of them ----
+// ---- requests and their outcomes ----
 
-void HintBook::add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns) {
+void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns) {
   HintRecord& record = open_[ticket];
   record = {.ticket = ticket,
             .request = request,
@@ -70,7 +70,7 @@ void HintBook::add(Ticket ticket, const HintRequest& request, std::int64_t asked
     events_.wait(event, ticket);
 }
 
-void HintBook::fire(EventId event, bool failed, std::int64_t now_ns) {
+void HintScheduler::fire(EventId event, bool failed, std::int64_t now_ns) {
   for (const Ticket ticket : events_.fire(event, failed)) {
     const auto found = open_.find(ticket);
     if (found == open_.end()) continue;
@@ -81,30 +81,31 @@ void HintBook::fire(EventId event, bool failed, std::int64_t now_ns) {
   }
 }
 
-void HintBook::make_ready(HintRecord& record, std::int64_t now_ns) {
+void HintScheduler::make_ready(HintRecord& record, std::int64_t now_ns) {
   record.ready_ns = now_ns;
-  // Only now: until its own event, the newer request says nothing about the time before it.
+  // Only when ready: before its own event, a newer request does not supersede older ones.
   supersede_older(record, now_ns);
   queue_.set_ready(record.ticket, record.request.range);
 }
 
-void HintBook::supersede_older(const HintRecord& newer, std::int64_t now_ns) {
+void HintScheduler::supersede_older(const HintRecord& newer, std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping(newer.request.range))
     if (piece.ticket < newer.ticket && replaces(newer.request, open_.at(piece.ticket).request))
       cut(piece, newer.request.range, Outcome::superseded, now_ns);
 }
 
-void HintBook::cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns) {
+void HintScheduler::cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns) {
   resolve(piece.ticket, queue_.cut(piece, range), outcome, now_ns);
 }
 
-// Of one request only.
-void HintBook::cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns) {
+// Cuts the pieces of one request only.
+void HintScheduler::cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping(range))
     if (piece.ticket == ticket) cut(piece, range, outcome, now_ns);
 }
 
-void HintBook::resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::int64_t now_ns) {
+void HintScheduler::resolve(Ticket ticket, std::size_t bytes, Outcome outcome,
+                            std::int64_t now_ns) {
   HintRecord& record = open_.at(ticket);
   record.open_bytes -= bytes;
   record.outcome = std::max(record.outcome, outcome);
@@ -112,7 +113,7 @@ void HintBook::resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::i
   if (record.open_bytes == 0) finish(record, now_ns);
 }
 
-void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
+void HintScheduler::finish(HintRecord& record, std::int64_t now_ns) {
   const HintRequest& request = record.request;
   record.done_ns = now_ns;
   if (record.ready_ns == 0 && request.event != 0 && events_.knows(request.event))
@@ -122,7 +123,7 @@ void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
   if (request.op == HintOp::copy_out && record.outcome == Outcome::done) {
     drop_kept(request.range);
   } else if (request.op == HintOp::copy_out && record.outcome != Outcome::forgotten) {
-    // What was not wholly copied was not freed. A range that is gone has no contents to keep.
+    // A partial copy was not freed. A released range has no contents to keep.
     std::erase_if(kept_, [&](const HintRequest& kept) {
       return lies_in(kept.range, request.range);
     });
@@ -137,12 +138,12 @@ void HintBook::finish(HintRecord& record, std::int64_t now_ns) {
   if (record.ready_ns != 0) of.event_wait_ns += record.ready_ns - record.asked_ns;
   if (record.issued_ns != 0) of.queued_ns += record.issued_ns - record.ready_ns;
   if (record.needed_ns != 0) count_punctuality(record);
-  const Ticket ticket = record.ticket;  // the record goes with what is erased
+  const Ticket ticket = record.ticket;  // erasing invalidates the record
   keep_record(record);
   open_.erase(ticket);
 }
 
-void HintBook::keep_record(const HintRecord& record) {
+void HintScheduler::keep_record(const HintRecord& record) {
   const Ticket ticket = record.ticket;
   HintRecord& slot = history_[ticket % history_.size()];
   if (slot.ticket > ticket) {
@@ -155,14 +156,14 @@ void HintBook::keep_record(const HintRecord& record) {
       ticket * kOutcomes + static_cast<std::uint64_t>(record.outcome), std::memory_order_release);
 }
 
-HintRecord* HintBook::on_record(Ticket ticket) {
+HintRecord* HintScheduler::on_record(Ticket ticket) {
   if (const auto found = late_.find(ticket); found != late_.end()) return &found->second;
   HintRecord& record = history_[ticket % history_.size()];
   return ticket != 0 && record.ticket == ticket ? &record : nullptr;
 }
 
-// The contents of `range` are on the device no more. Of a copy out that failed the rest still is.
-void HintBook::drop_kept(Range range) {
+// The contents of `range` have left the device. The rest of a failed copy_out is still there.
+void HintScheduler::drop_kept(Range range) {
   std::vector<HintRequest> left;
   for (const HintRequest& kept : kept_) {
     const auto keep = [&](std::uintptr_t start, std::uintptr_t end) {
@@ -178,11 +179,11 @@ void HintBook::drop_kept(Range range) {
   kept_ = std::move(left);
 }
 
-void HintBook::leave_all_devices(Range range) {
+void HintScheduler::leave_all_devices(Range range) {
   for (auto& [number, device] : devices_) device.resident.erase(range);
 }
 
-void HintBook::mark_needed(Ticket ticket, std::int64_t now_ns) {
+void HintScheduler::mark_needed(Ticket ticket, std::int64_t now_ns) {
   const auto found = open_.find(ticket);
   if (found != open_.end()) {
     if (found->second.needed_ns == 0) found->second.needed_ns = now_ns;
@@ -194,7 +195,7 @@ void HintBook::mark_needed(Ticket ticket, std::int64_t now_ns) {
   count_punctuality(*record);
 }
 
-void HintBook::count_punctuality(const HintRecord& record) {
+void HintScheduler::count_punctuality(const HintRecord& record) {
   HintCounts& of = counts(record);
   const std::int64_t late_ns = record.done_ns - record.needed_ns;
   if (record.outcome != Outcome::done)
@@ -205,7 +206,7 @@ void HintBook::count_punctuality(const HintRecord& record) {
     ++of.early, of.early_ns -= late_ns;
 }
 
-void HintBook::forget(Range range, std::int64_t now_ns) {
+void HintScheduler::forget(Range range, std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping(range))
     cut(piece, range, Outcome::forgotten, now_ns);
   std::vector<std::pair<Ticket, Range>> without_host;  // parts of copies
@@ -224,25 +225,25 @@ void HintBook::forget(Range range, std::int64_t now_ns) {
   });
 }
 
-bool HintBook::in_flight(Range range) const {
+bool HintScheduler::in_flight(Range range) const {
   return std::any_of(in_flight_.begin(), in_flight_.end(), [&](const std::optional<Chunk>& chunk) {
     return chunk && (overlap(chunk->range, range) || overlap(chunk->host, range));
   });
 }
 
-void HintBook::drop_all(std::int64_t now_ns) {
+void HintScheduler::drop_all(std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping({0, UINTPTR_MAX}))
     cut(piece, piece.range, Outcome::dropped, now_ns);
 }
 
-void HintBook::set_resident(int device, Range range, bool resident) {
+void HintScheduler::set_resident(int device, Range range, bool resident) {
   ResidentSet& of = devices_[device].resident;
   resident ? of.insert(range) : of.erase(range);
 }
 
-// ---- what is known ----
+// ---- queries ----
 
-bool HintBook::count_failure(const CallResult& result, const std::string& text) {
+bool HintScheduler::count_failure(const CallResult& result, const std::string& text) {
   HintFailure& failure = failures_[{result.call, result.error}];
   failure.call = result.call;
   failure.error = result.error;
@@ -250,18 +251,18 @@ bool HintBook::count_failure(const CallResult& result, const std::string& text) 
   return ++failure.count == 1;
 }
 
-const HintRecord* HintBook::find(Ticket ticket) {
+const HintRecord* HintScheduler::find(Ticket ticket) {
   if (const auto found = open_.find(ticket); found != open_.end()) return &found->second;
   return on_record(ticket);
 }
 
-std::optional<Outcome> HintBook::ended(Ticket ticket) const noexcept {
+std::optional<Outcome> HintScheduler::ended(Ticket ticket) const noexcept {
   const std::uint64_t last = ended_[ticket % ended_.size()].load(std::memory_order_acquire);
   if (ticket == 0 || last / kOutcomes != ticket) return std::nullopt;
   return static_cast<Outcome>(last % kOutcomes);
 }
 
-HintStatistics HintBook::statistics() const {
+HintStatistics HintScheduler::statistics() const {
   HintStatistics stats = stats_;
   for (const auto& [key, failure] : failures_) stats.failures.push_back(failure);
   stats.open_requests = open_.size();

@@ -1,5 +1,5 @@
-// The engine's books: what is asked, what waits for what, what may be issued next. It knows no
-// threads and makes no driver calls, so every decision can be tested by itself.
+// The engine's state: open requests, their dependencies, and what may be issued next. It has no
+// threads and makes no driver calls, so every decision can be tested in isolation.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@
 
 namespace umem {
 
-// What a worker does in one go: a run of addresses, of one request or of neighbours.
+// The range of one driver call: part of a request, or several adjacent requests.
 struct Chunk {
   struct Part {
     Ticket ticket = 0;
@@ -32,9 +32,9 @@ struct Chunk {
   Advice advice{};
   std::vector<Part> parts{};
   Ticket releases = 0;             // the copy_out whose device pages this discard frees
-  std::size_t reserved_bytes = 0;  // of the device's room
-  std::int64_t link_ns = 0;        // its share of the direction's link so far
-  std::vector<Range> forgotten{};  // freed while it was under way
+  std::size_t reserved_bytes = 0;  // of the device's free budget
+  std::int64_t link_ns = 0;        // its share of the link time so far
+  std::vector<Range> forgotten{};  // freed while the call was running
 };
 
 // A driver call's result; `call` is the name under which its failures are counted.
@@ -43,52 +43,51 @@ struct CallResult {
   int error = 0;
 };
 
-class HintBook {
+class HintScheduler {
  public:
-  HintBook(const HintSettings& settings, int lanes);
+  HintScheduler(const HintSettings& settings, int lanes);
 
-  // What callers ask, in the order asked.
+  // Requests and messages of callers, in order.
   void add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns);
   void mark_needed(Ticket ticket, std::int64_t now_ns);
   EventTable& events() { return events_; }
   void set_budget(int device, std::size_t bytes) { devices_[device].budget_bytes = bytes; }
   void set_resident(int device, Range range, bool resident);
 
-  // What workers do. An event that is over lets its requests go, and these replace older ones.
+  // Workers' side. A completed event makes its requests ready, and these replace older ones.
   void fire(EventId event, bool failed, std::int64_t now_ns);
   std::optional<Chunk> take(Lane lane, std::int64_t now_ns);
-  // Whether another lane may find something to do.
+  // Whether another lane may have work.
   bool has_work_beside(Lane lane) const;
-  // The lane's chunk is over. Returns what must follow it at once, if anything.
+  // The lane's chunk has finished. Returns the chunk that must follow at once, if any.
   std::optional<Chunk> settle(Lane lane, CallResult result, std::int64_t now_ns);
-  // The lane's worker is gone: what it may have been at has failed.
+  // The lane's worker has ended: its current chunk has failed.
   void give_up(Lane lane, std::int64_t now_ns);
 
-  // Drops what is queued of the range, as a copy's host block too; what is in flight is not.
+  // Drops queued parts of the range, also as the host block of a copy, but not running calls.
   void forget(Range range, std::int64_t now_ns);
   bool in_flight(Range range) const;
   void drop_all(std::int64_t now_ns);
 
-  // True the first time that this call fails in this way.
+  // True the first time that this call fails with this error.
   bool count_failure(const CallResult& result, const std::string& text);
 
-  // nullptr for a ticket that was never given out, or whose record is no longer kept.
+  // nullptr for an unknown ticket, or one whose record was overwritten.
   const HintRecord* find(Ticket ticket);
-  // The one function for any thread at any time: a request's outcome, if it has ended and is on
-  // record.
+  // Lock-free, for any thread: the outcome of a request that has ended and is still on record.
   std::optional<Outcome> ended(Ticket ticket) const noexcept;
   std::size_t open_requests() const { return open_.size(); }
   HintStatistics statistics() const;
 
  private:
-  // A device's room: what its budget leaves beside what is resident and what is on its way.
+  // A device's free budget: its budget less resident bytes and bytes on their way.
   struct Device {
     std::size_t budget_bytes = 0;  // 0: no budget
     ResidentSet resident;
     std::size_t reserved_bytes = 0;
-    std::set<Ticket> leaving;  // open requests that may make room
+    std::set<Ticket> leaving;  // open requests that may free memory
   };
-  // What an open request that later ones must not overtake works on.
+  // The ranges of an open request that later ones must not overtake.
   struct Place {
     Range range{}, host{};
   };
@@ -122,7 +121,7 @@ class HintBook {
   std::unordered_map<Ticket, HintRecord> open_;
   std::map<Ticket, Place> ordered_;   // open requests that later ones must not overtake
   std::vector<HintRecord> history_;   // ended requests, a ring by ticket
-  std::map<Ticket, HintRecord> late_;  // that ended when a newer one had their place in the ring
+  std::map<Ticket, HintRecord> late_;  // ended after a newer request took their slot in the ring
   std::vector<std::atomic<std::uint64_t>> ended_;  // the same ring: ticket * kOutcomes + outcome
   std::vector<HintRequest> kept_;     // copy_outs that never ended: the device has the contents
   std::map<int, Device> devices_;

@@ -1,4 +1,4 @@
-// The engine's threads, and the state that they share with callers.
+// The engine's worker threads, and the state that they share with callers.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/driver.hpp"
-#include "hints/hint_book.hpp"
+#include "hints/hint_scheduler.hpp"
 #include "hints/hint_driver.hpp"
 #include "hints/inbox.hpp"
 
@@ -21,30 +21,30 @@ namespace umem {
 std::int64_t monotonic_ns() noexcept;
 
 // Lock order: `mutex_` before the inbox's. No driver call is made under either.
-class HintCrew final : public ReleaseListener, public std::enable_shared_from_this<HintCrew> {
+class HintWorkers final : public ReleaseListener, public std::enable_shared_from_this<HintWorkers> {
  public:
-  HintCrew(const HintSettings& settings, std::unique_ptr<HintDriver> driver);
+  HintWorkers(const HintSettings& settings, std::unique_ptr<HintDriver> driver);
 
   void start(int device);
   Ticket submit(const HintRequest& request);
-  TicketSpan fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after);
-  void tell(Message message);
+  TicketSpan submit_batch(HintBatch& batch, StreamId stream, std::span<const Ticket> after);
+  void post(Message message);
   EventId record(int device, StreamId stream);
   bool forget(std::span<const Range> ranges, std::int64_t timeout_ns);
   void before_release(std::span<const Range> ranges) noexcept override;
-  std::optional<Outcome> ended(Ticket ticket) const noexcept { return book_.ended(ticket); }
+  std::optional<Outcome> ended(Ticket ticket) const noexcept { return scheduler_.ended(ticket); }
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
   std::optional<HintRecord> find(Ticket ticket);
   HintStatistics statistics();
   bool shutdown(std::int64_t timeout_ns);
-  // In a forked child, where nothing of this may be used.
+  // Called in a forked child, where the engine must not be used.
   void abandon() noexcept { abandoned_ = true; }
 
  private:
   enum class State : std::uint8_t { idle, running, stopped };
 
-  // What only one worker knows and uses.
-  struct Desk {
+  // State of one worker, used by its thread only.
+  struct WorkerState {
     Lane lane;
     std::set<int> opened;         // devices
     std::size_t wanted_seen = 0;  // of wanted_devices_
@@ -52,13 +52,13 @@ class HintCrew final : public ReleaseListener, public std::enable_shared_from_th
 
   bool started();
   void run(Lane lane) noexcept;
-  void work(Desk& desk);
-  void open_wanted(Desk& desk, std::unique_lock<std::mutex>& lock);
-  bool ask_about_events(const Desk& desk, std::unique_lock<std::mutex>& lock);
-  void issue(Desk& desk, Chunk chunk, std::unique_lock<std::mutex>& lock);
+  void work(WorkerState& worker);
+  void open_wanted(WorkerState& worker, std::unique_lock<std::mutex>& lock);
+  bool poll_events(const WorkerState& worker, std::unique_lock<std::mutex>& lock);
+  void issue(WorkerState& worker, Chunk chunk, std::unique_lock<std::mutex>& lock);
   void leave(Lane lane);
-  CallResult open(Desk& desk, int device);
-  CallResult perform(Desk& desk, const Chunk& chunk);
+  CallResult open(WorkerState& worker, int device);
+  CallResult perform(WorkerState& worker, const Chunk& chunk);
   CallResult ask(Lane lane, const Chunk& chunk) noexcept;
 
   std::uint64_t read_inbox(bool& news);
@@ -73,18 +73,18 @@ class HintCrew final : public ReleaseListener, public std::enable_shared_from_th
   const std::unique_ptr<HintDriver> driver_;
   Inbox inbox_;
   std::atomic<State> state_{State::idle};
-  std::atomic<std::uint64_t> ended_{0};  // requests, as the inbox's bound sees them
+  std::atomic<std::uint64_t> ended_{0};  // requests, as counted against the inbox's capacity
   std::atomic<std::uint64_t> refused_{0};
   std::atomic<bool> abandoned_{false};
 
   std::mutex mutex_;
   std::condition_variable changed_;  // a request, a call or a worker has ended
-  HintBook book_;
+  HintScheduler scheduler_;
   std::uint64_t read_ = 0;  // requests
   std::vector<Message> batch_;
   std::vector<int> wanted_devices_;
-  bool asking_ = false;  // one worker at a time looks at events, or wakes up to do so
-  int workers_ = 0;      // that have not ended
+  bool polling_ = false;  // one worker at a time polls events, or wakes up to poll
+  int running_workers_ = 0;      // threads that have not ended
   std::vector<std::thread> threads_;
 };
 

@@ -1,4 +1,4 @@
-#include "hints/hint_crew.hpp"
+#include "hints/hint_workers.hpp"
 
 #include <signal.h>
 
@@ -10,12 +10,12 @@
 namespace umem {
 namespace {
 
-// Past this many unread messages for each request that may be open, a caller reads them itself.
+// Beyond this many unread messages per open request, the caller processes them itself.
 constexpr std::size_t kUnreadPerRequest = 4;
-// What a release of memory waits for a driver call that is at work on it.
+// How long a release of memory waits for a driver call on it.
 constexpr std::int64_t kReleasePatienceNs = 10'000'000'000;
 
-// Signals are for the program's own threads: Python handles them in its main one.
+// Signals are left to the program's threads: Python handles them in its main thread.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -39,14 +39,14 @@ std::int64_t monotonic_ns() noexcept {
       .count();
 }
 
-HintCrew::HintCrew(const HintSettings& settings, std::unique_ptr<HintDriver> driver)
+HintWorkers::HintWorkers(const HintSettings& settings, std::unique_ptr<HintDriver> driver)
     : settings_(settings),
       driver_(std::move(driver)),
-      book_(settings, settings.prefetch_workers + 1) {}
+      scheduler_(settings, settings.prefetch_workers + 1) {}
 
 // ---- callers ----
 
-bool HintCrew::started() {
+bool HintWorkers::started() {
   if (const State state = state_.load(); state != State::idle) return state == State::running;
   std::unique_lock lock(mutex_);
   if (const State state = state_.load(); state != State::idle) return state == State::running;
@@ -57,7 +57,7 @@ bool HintCrew::started() {
                                                           : Direction::to_host,
                       number};
       threads_.emplace_back([self = shared_from_this(), lane] { self->run(lane); });
-      ++workers_;
+      ++running_workers_;
     }
     state_ = State::running;
   } catch (const std::system_error& error) {
@@ -69,7 +69,7 @@ bool HintCrew::started() {
   return state_.load() == State::running;
 }
 
-void HintCrew::start(int device) {
+void HintWorkers::start(int device) {
   {
     const std::lock_guard lock(mutex_);
     wanted_devices_.push_back(device);
@@ -77,7 +77,7 @@ void HintCrew::start(int device) {
   if (started()) inbox_.ring();
 }
 
-Ticket HintCrew::submit(const HintRequest& request) {
+Ticket HintWorkers::submit(const HintRequest& request) {
   Ticket ticket = 0;
   std::size_t unread = 0;
   if (started())
@@ -89,8 +89,9 @@ Ticket HintCrew::submit(const HintRequest& request) {
   return ticket;
 }
 
-TicketSpan HintCrew::fire(HintBatch& batch, StreamId stream, std::span<const Ticket> after) {
-  return batch.fire_with([&](const std::vector<HintRequest>& requests) {
+TicketSpan HintWorkers::submit_batch(HintBatch& batch, StreamId stream,
+                                     std::span<const Ticket> after) {
+  return batch.submit_with([&](const std::vector<HintRequest>& requests) {
     const std::uint64_t wanted = batch.wanted();
     TicketSpan span;
     if (wanted != 0 && started()) {
@@ -107,27 +108,27 @@ TicketSpan HintCrew::fire(HintBatch& batch, StreamId stream, std::span<const Tic
   });
 }
 
-void HintCrew::tell(Message message) { bound_unread(inbox_.put(std::move(message))); }
+void HintWorkers::post(Message message) { bound_unread(inbox_.put(std::move(message))); }
 
-void HintCrew::bound_unread(std::size_t unread) {
+void HintWorkers::bound_unread(std::size_t unread) {
   if (unread <= kUnreadPerRequest * settings_.capacity) return;
   const std::lock_guard lock(mutex_);
   read_for_workers();
 }
 
-EventId HintCrew::record(int device, StreamId stream) {
+EventId HintWorkers::record(int device, StreamId stream) {
   if (state_.load() == State::stopped) return kNoEvent;
   const EventId event = driver_->record(device, stream);
   if (event == kNoEvent)
     note_no_event();
   else
-    tell({.kind = Message::Kind::recorded,
+    post({.kind = Message::Kind::recorded,
           .request = {.device = device, .event = event},
           .stream = stream});
   return event;
 }
 
-void HintCrew::before_release(std::span<const Range> ranges) noexcept {
+void HintWorkers::before_release(std::span<const Range> ranges) noexcept {
   if (abandoned_.load()) return;
   try {
     // After a timeout the driver's own release still waits for its calls.
@@ -136,11 +137,11 @@ void HintCrew::before_release(std::span<const Range> ranges) noexcept {
   }
 }
 
-// All are dropped before the wait, so that no worker begins with one while another is waited for.
-bool HintCrew::forget(std::span<const Range> ranges, std::int64_t timeout_ns) {
+// Drops all before the wait, so that no worker starts one while another is waited for.
+bool HintWorkers::forget(std::span<const Range> ranges, std::int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
   const auto drop = [&] {
-    for (const Range range : ranges) book_.forget(range, monotonic_ns());
+    for (const Range range : ranges) scheduler_.forget(range, monotonic_ns());
     publish();
   };
   read_for_workers();
@@ -148,51 +149,51 @@ bool HintCrew::forget(std::span<const Range> ranges, std::int64_t timeout_ns) {
   const bool quiet =
       changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] {
         return std::none_of(ranges.begin(), ranges.end(),
-                            [&](Range range) { return book_.in_flight(range); });
+                            [&](Range range) { return scheduler_.in_flight(range); });
       });
-  drop();         // what was asked for meanwhile
-  inbox_.ring();  // what waited behind the ranges, or for their room
+  drop();         // requests submitted meanwhile
+  inbox_.ring();  // requests that waited for the ranges, or for their memory
   return quiet;
 }
 
-std::optional<Outcome> HintCrew::wait(Ticket ticket, std::int64_t timeout_ns) {
+std::optional<Outcome> HintWorkers::wait(Ticket ticket, std::int64_t timeout_ns) {
   if (const auto outcome = ended(ticket)) return outcome;
   std::unique_lock lock(mutex_);
   read_for_workers();
   const HintRecord* record = nullptr;
   changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] {
-    record = book_.find(ticket);
+    record = scheduler_.find(ticket);
     return record == nullptr || record->done_ns != 0;
   });
-  record = book_.find(ticket);
+  record = scheduler_.find(ticket);
   if (record == nullptr) return std::nullopt;
   return record->done_ns == 0 ? Outcome::open : record->outcome;
 }
 
-std::optional<HintRecord> HintCrew::find(Ticket ticket) {
+std::optional<HintRecord> HintWorkers::find(Ticket ticket) {
   const std::lock_guard lock(mutex_);
   read_for_workers();
-  const HintRecord* record = book_.find(ticket);
+  const HintRecord* record = scheduler_.find(ticket);
   return record == nullptr ? std::nullopt : std::optional(*record);
 }
 
-HintStatistics HintCrew::statistics() {
+HintStatistics HintWorkers::statistics() {
   const std::lock_guard lock(mutex_);
   read_for_workers();
-  HintStatistics stats = book_.statistics();
+  HintStatistics stats = scheduler_.statistics();
   stats.refused = refused_.load();
   return stats;
 }
 
-bool HintCrew::shutdown(std::int64_t timeout_ns) {
+bool HintWorkers::shutdown(std::int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
   state_ = State::stopped;
   read_for_workers();
-  book_.drop_all(monotonic_ns());
+  scheduler_.drop_all(monotonic_ns());
   publish();
   inbox_.ring();
   const bool ended = changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
-                                       [&] { return workers_ == 0; });
+                                       [&] { return running_workers_ == 0; });
   std::vector<std::thread> threads = std::move(threads_);
   threads_.clear();
   lock.unlock();
@@ -200,64 +201,64 @@ bool HintCrew::shutdown(std::int64_t timeout_ns) {
   return ended;
 }
 
-// ---- the books, under the lock ----
+// ---- under the lock ----
 
-std::uint64_t HintCrew::read_inbox(bool& news) {
+std::uint64_t HintWorkers::read_inbox(bool& news) {
   const std::uint64_t rings = inbox_.take(batch_);
   if (batch_.empty()) return rings;
   news = true;
   for (const Message& message : batch_) apply(message);
-  // One that was let in just before the end.
-  if (state_.load() == State::stopped) book_.drop_all(monotonic_ns());
+  // A request accepted just before the end.
+  if (state_.load() == State::stopped) scheduler_.drop_all(monotonic_ns());
   publish();
   return rings;
 }
 
-// The worker whom the message woke will find the inbox empty.
-void HintCrew::read_for_workers() {
+// The worker that the message woke will find the inbox empty.
+void HintWorkers::read_for_workers() {
   bool news = false;
   read_inbox(news);
   if (news) inbox_.ring();
 }
 
-void HintCrew::apply(const Message& message) {
+void HintWorkers::apply(const Message& message) {
   const HintRequest& request = message.request;
   switch (message.kind) {
     case Message::Kind::submit:
       ++read_;
-      return book_.add(message.ticket, request, message.now_ns);
+      return scheduler_.add(message.ticket, request, message.now_ns);
     case Message::Kind::needed:
-      for (const Ticket ticket : message.tickets) book_.mark_needed(ticket, message.now_ns);
+      for (const Ticket ticket : message.tickets) scheduler_.mark_needed(ticket, message.now_ns);
       return;
     case Message::Kind::recorded:
-      return book_.events().recorded(request.event, request.device, message.stream);
+      return scheduler_.events().recorded(request.event, request.device, message.stream);
     case Message::Kind::release:
-      return book_.events().release(request.event);
+      return scheduler_.events().release(request.event);
     case Message::Kind::budget:
-      return book_.set_budget(request.device, request.range.bytes);
+      return scheduler_.set_budget(request.device, request.range.bytes);
     case Message::Kind::resident:
     case Message::Kind::absent:
-      return book_.set_resident(request.device, request.range,
+      return scheduler_.set_resident(request.device, request.range,
                                 message.kind == Message::Kind::resident);
   }
 }
 
-// Tells the inbox how much room there is, and those who wait when requests have ended: the thread
-// that trains may be one of them, and is not to be woken for less.
-void HintCrew::publish() {
-  for (const EventId event : book_.events().take_recycled()) driver_->recycle(event);
-  const std::uint64_t ended = read_ - book_.open_requests();
+// Updates the inbox's count of open requests, and wakes waiting threads if requests have ended. The
+// training thread may be one of them, so it is woken only then.
+void HintWorkers::publish() {
+  for (const EventId event : scheduler_.events().take_recycled()) driver_->recycle(event);
+  const std::uint64_t ended = read_ - scheduler_.open_requests();
   if (ended_.exchange(ended) != ended) changed_.notify_all();
 }
 
-void HintCrew::note_no_event() { note_failure({"record", -1}, "no event can be had now"); }
+void HintWorkers::note_no_event() { note_failure({"record", -1}, "no event can be had now"); }
 
-// Without the lock: stderr may block.
-void HintCrew::note_failure(const CallResult& result, const std::string& text) {
+// Called without the lock, because stderr may block.
+void HintWorkers::note_failure(const CallResult& result, const std::string& text) {
   bool first = false;
   {
     const std::lock_guard lock(mutex_);
-    first = book_.count_failure(result, text);
+    first = scheduler_.count_failure(result, text);
   }
   if (first)
     std::fprintf(stderr,

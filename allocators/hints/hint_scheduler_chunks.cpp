@@ -1,5 +1,5 @@
-// The half of the books that workers use: which chunk is next, and what its end means.
-#include "hints/hint_book.hpp"
+// The workers' side of the scheduler: choosing the next chunk, and accounting for its end.
+#include "hints/hint_scheduler.hpp"
 
 namespace umem {
 namespace {
@@ -14,9 +14,9 @@ Range first_part(Range range, std::size_t limit_bytes) {
 
 }  // namespace
 
-std::optional<Chunk> HintBook::take(Lane lane, std::int64_t now_ns) {
+std::optional<Chunk> HintScheduler::take(Lane lane, std::int64_t now_ns) {
   const std::size_t direction = index_of(lane.direction);
-  std::vector<int> full;  // devices whose first prefetch waits for room: none may overtake it
+  std::vector<int> full;  // devices whose first prefetch waits for memory: no other may overtake it
   for (auto next = queue_.ready(lane.direction).begin();
        next != queue_.ready(lane.direction).end();) {
     const Piece piece = queue_.piece(next->first, next->second);
@@ -60,13 +60,13 @@ std::optional<Chunk> HintBook::take(Lane lane, std::int64_t now_ns) {
   return std::nullopt;
 }
 
-bool HintBook::has_work_beside(Lane lane) const {
+bool HintScheduler::has_work_beside(Lane lane) const {
   return !queue_.ready(Direction::to_device).empty() ||
          (lane.direction == Direction::to_device && !queue_.ready(Direction::to_host).empty());
 }
 
-// A call on the same bytes is under way, or an older request that keeps its place is not over.
-bool HintBook::blocked(const Piece& piece) const {
+// Whether a call on the same bytes is running, or an older ordered request has not ended.
+bool HintScheduler::blocked(const Piece& piece) const {
   const Range range = piece.range, host = host_part(open_.at(piece.ticket).request, range);
   if (in_flight(range) || in_flight(host)) return true;
   for (const auto& [older, place] : ordered_) {
@@ -78,9 +78,9 @@ bool HintBook::blocked(const Piece& piece) const {
   return false;
 }
 
-// Called whenever a chunk comes or goes: those under way in a direction had an equal part of the
-// time since the last call.
-void HintBook::share_link(Direction direction, std::int64_t now_ns) {
+// Called whenever a chunk starts or ends: the running chunks of a direction share the time since
+// the last call equally.
+void HintScheduler::share_link(Direction direction, std::int64_t now_ns) {
   const std::int64_t since_ns = std::exchange(shared_until_ns_[index_of(direction)], now_ns);
   std::vector<Chunk*> sharing;
   for (std::optional<Chunk>& chunk : in_flight_)
@@ -90,7 +90,7 @@ void HintBook::share_link(Direction direction, std::int64_t now_ns) {
 }
 
 // A copy_out that never ended left the contents on the device: copying back would destroy them.
-bool HintBook::copy_in_is_settled(const HintRecord& record, std::int64_t now_ns) {
+bool HintScheduler::copy_in_is_settled(const HintRecord& record, std::int64_t now_ns) {
   const HintRequest& request = record.request;
   const auto any = [&](auto&& is) { return std::any_of(kept_.begin(), kept_.end(), is); };
   if (record.open_bytes != request.range.bytes ||
@@ -105,20 +105,20 @@ bool HintBook::copy_in_is_settled(const HintRecord& record, std::int64_t now_ns)
   return true;
 }
 
-// What one call may move of a part of a request. Advice moves nothing.
-Range HintBook::first_chunk(const HintRequest& request, Range range) const {
+// The bytes that one call may move of a part of a request. Advice moves nothing.
+Range HintScheduler::first_chunk(const HintRequest& request, Range range) const {
   if (request.op == HintOp::advise) return range;
   return first_part(range, std::min(settings_.chunk_bytes, settings_.in_flight_bytes));
 }
 
-std::size_t HintBook::needed_room(const Device& device, Range range) const {
+std::size_t HintScheduler::needed_room(const Device& device, Range range) const {
   return range.bytes - device.resident.covered_bytes(range);
 }
 
-// Until what it comes after has left; or beside `beside_bytes` that the same chunk needs already.
-// Only what was asked for before can make room: a thread that waits for this very request asks for
-// nothing until it has ended.
-bool HintBook::must_wait_for_room(const HintRecord& record, Range range,
+// Whether a prefetch must wait: for the eviction it comes after, or for free memory in addition to
+// `beside_bytes` of the same chunk. Only earlier requests can free memory: a thread that waits for
+// this request submits nothing until it has ended.
+bool HintScheduler::must_wait_for_room(const HintRecord& record, Range range,
                                   std::size_t beside_bytes) const {
   const HintRequest& request = record.request;
   const Device& device = devices_.at(request.device);
@@ -130,9 +130,9 @@ bool HintBook::must_wait_for_room(const HintRecord& record, Range range,
   return device.budget_bytes != 0 && used + needed_room(device, range) > device.budget_bytes;
 }
 
-// Whether a request with this ticket, in the chunk, would pass one that waits for room on its
-// device. Those older than the chunk's first do not: it would not have been taken.
-bool HintBook::overtakes(const Chunk& chunk, Ticket ticket) const {
+// Whether a request in the chunk would overtake one that waits for memory on its device. Older
+// waiting requests than the chunk's first do not exist: the chunk would not have been chosen.
+bool HintScheduler::overtakes(const Chunk& chunk, Ticket ticket) const {
   const Device& device = devices_.at(chunk.device);
   if (direction_of(chunk.op) == Direction::to_host || device.leaving.empty()) return false;
   const HintQueue::Order& ready = queue_.ready(Direction::to_device);
@@ -149,15 +149,15 @@ bool HintBook::overtakes(const Chunk& chunk, Ticket ticket) const {
   return false;
 }
 
-// Neighbours that are asked the same go with the chunk: one call moves them faster than many.
-void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes,
+// Adjacent ranges with the same operation join the chunk: one call moves them faster than many.
+void HintScheduler::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes,
                     std::int64_t now_ns) {
   const TensorClass tensor_class = open_.at(chunk.parts.front().ticket).request.tensor_class;
   const auto joins = [&](const Piece& piece) {
     if (!piece.ready || piece.direction != direction) return false;
     const HintRequest& request = open_.at(piece.ticket).request;
     if (request.op != chunk.op || request.device != chunk.device || blocked(piece)) return false;
-    // A driver evicts read-mostly pages in another way, and a class has them or has not.
+    // Read-mostly pages are evicted in another way, and belong to whole classes.
     if (chunk.op == HintOp::evict && request.tensor_class != tensor_class) return false;
     return !overtakes(chunk, piece.ticket);
   };
@@ -179,8 +179,8 @@ void HintBook::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes,
   }
 }
 
-// Moves `range`, which touches the chunk, from the queue into it.
-void HintBook::take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns) {
+// Moves `range`, which is adjacent to the chunk, from the queue into the chunk.
+void HintScheduler::take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns) {
   HintRecord& record = open_.at(piece.ticket);
   if (record.issued_ns == 0) record.issued_ns = now_ns;
   if (direction_of(chunk.op) == Direction::to_device) {
@@ -192,7 +192,7 @@ void HintBook::take_part(Chunk& chunk, const Piece& piece, Range range, std::int
       stats_.over_budget_bytes += std::min(needed, used - device.budget_bytes);
     chunk.reserved_bytes += needed;
   }
-  // The queue may give up what it cannot hold beside the part: that is lost, not issued.
+  // The queue may drop pieces beyond its capacity: these are lost, not issued.
   const std::size_t gone_bytes = queue_.cut(piece, range);
   chunk.range.address = std::min(chunk.range.address, range.address);
   chunk.range.bytes += range.bytes;
@@ -201,7 +201,7 @@ void HintBook::take_part(Chunk& chunk, const Piece& piece, Range range, std::int
     resolve(piece.ticket, gone_bytes - range.bytes, Outcome::dropped, now_ns);
 }
 
-std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t now_ns) {
+std::optional<Chunk> HintScheduler::settle(Lane lane, CallResult result, std::int64_t now_ns) {
   share_link(lane.direction, now_ns);
   std::optional<Chunk>& slot = in_flight_[static_cast<std::size_t>(lane.number)];
   const Chunk chunk = std::move(*slot);
@@ -211,13 +211,13 @@ std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t
   device.reserved_bytes -= chunk.reserved_bytes;
   const bool good = result.error == 0;
   const bool came = direction_of(chunk.op) == Direction::to_device;
-  // A page is in one place: where it came from, it is no more.
+  // A page has one location: it has left its source.
   if (good && (came || chunk.op == HintOp::evict || chunk.op == HintOp::discard))
     leave_all_devices(chunk.range);
   if (good && came) device.resident.insert(chunk.range);
   for (const Range range : chunk.forgotten) device.resident.erase(range);
 
-  if (chunk.releases != 0) {  // the values are safe on the host, whether or not the pages went
+  if (chunk.releases != 0) {  // the values are on the host, even if the discard failed
     finish(open_.at(chunk.releases), now_ns);
     return std::nullopt;
   }
@@ -231,7 +231,7 @@ std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t
       resolve(part.ticket, part.bytes, good ? Outcome::done : Outcome::failed, now_ns);
       continue;
     }
-    // Half a copy is of no use: nothing more is copied, and nothing is freed.
+    // A partial copy is useless: copy no more, and free nothing.
     if (!good) cut_of(part.ticket, record.request.range, Outcome::failed, now_ns);
     const Outcome copied = !good                      ? Outcome::failed
                            : chunk.forgotten.empty() ? Outcome::done
@@ -253,7 +253,7 @@ std::optional<Chunk> HintBook::settle(Lane lane, CallResult result, std::int64_t
   return std::nullopt;
 }
 
-void HintBook::give_up(Lane lane, std::int64_t now_ns) {
+void HintScheduler::give_up(Lane lane, std::int64_t now_ns) {
   if (in_flight_[static_cast<std::size_t>(lane.number)]) settle(lane, {"", -1}, now_ns);
 }
 
