@@ -161,6 +161,41 @@ def test_what_umem_enable_imports_needs_no_other_name() -> None:
     assert set(done.stdout.split()) & set(OPTIONAL) == functions
 
 
+FALLBACK = """
+import warnings
+from types import SimpleNamespace
+import torch
+from umem.torch_compat import PRIVATE_NAMES
+
+hidden = []
+for entry in PRIVATE_NAMES.values():
+    try:
+        owner, attribute = entry.owner()
+        delattr(owner, attribute)
+    except (AttributeError, TypeError):
+        continue  # of CUDA, or an attribute that cannot be deleted
+    hidden.append(entry.name)
+
+import umem.swap
+umem.swap.native = lambda: SimpleNamespace(HAS_CUDA=True, installed=lambda: None)
+torch.version.cuda = "13.0"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(umem.enable("sft", fallback=True))
+with umem.tensor_class("weights"):
+    print(umem.is_enabled(), torch.ones(3).sum().item())
+print(len(hidden) > 20, all(name in str(caught[0].message) for name in hidden if name in REQUIRED))
+"""
+
+
+def test_a_process_goes_on_in_a_torch_without_most_names() -> None:
+    """umem.enable can be imported, refuses, and leaves torch as it is."""
+    required = [PRIVATE_NAMES[key].name for key in NEEDED]
+    code = f"REQUIRED = {required}\n{FALLBACK}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "False", "3.0", "True", "True"], done.stderr
+
+
 def test_the_supported_range_is_that_of_the_package() -> None:
     pyproject = (PACKAGE.parent / "pyproject.toml").read_text()
     oldest, below = f"{OLDEST[0]}.{OLDEST[1]}", f"{NEWEST[0]}.{NEWEST[1] + 1}"
