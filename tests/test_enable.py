@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,11 +51,77 @@ facts["cuda started"] = torch.cuda.is_initialized()
 print(json.dumps(facts))
 """
 
+# The whole swap, with stand-ins for torch's CUDA side and an allocator over host memory.
+STAND_INS = """
+import json
+from types import SimpleNamespace
+import torch, umem, umem.swap
+from cards import H200
+from umem.runtime.native_library import native
+from umem.torch_compat import PRIVATE_NAMES
+
+order, functions = [], {}
+
+class Pluggable:
+    def __init__(self, path, malloc, free):
+        order.append(f"{malloc} and {free} of {path}")
+
+    def allocator(self):
+        setters = [it.owner()[1] for key, it in PRIVATE_NAMES.items() if key.startswith("set_")]
+        return SimpleNamespace(**{
+            name: lambda address, name=name: functions.update({name: address}) for name in setters
+        })
+
+def install(config):
+    order.append("install")
+    return native().Allocator.on_host(config)
+
+torch.version.cuda = "13.0"
+torch._C._CUDAPluggableAllocator = type("Setters", (), {})
+for entry in PRIVATE_NAMES.values():
+    owner, attribute = entry.owner()
+    if not hasattr(owner, attribute):
+        setattr(owner, attribute, None)
+torch.cuda.memory.CUDAPluggableAllocator = Pluggable
+torch.cuda.memory.change_current_allocator = lambda allocator: order.append("swap")
+entry_points = ("record_stream", "empty_cache", "memory_fraction", "base_allocation",
+                "begin_pool", "end_pool", "release_pool")
+umem.swap.detect_all = lambda: (H200,)
+umem.swap.native = lambda: SimpleNamespace(
+    HAS_CUDA=True, __file__="umem.so", installed=lambda: None, install=install,
+    torch_entry_points=lambda: {name: number for number, name in enumerate(entry_points)})
+
+enabled = umem.enable("sft")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+stats = torch._C._cuda_memoryStats(0)["allocation"]["all"]["current"]
+summary = umem.memory_summary(0).splitlines()[0]
+print(json.dumps([enabled, order, len(functions), sorted(functions.values()), stats, summary]))
+"""
+
+
+def test_the_swap_comes_after_everything_that_can_fail() -> None:
+    """Torch gets every entry point first; then a training goes on as before."""
+    enabled, order, setters, addresses, blocks, summary = json.loads(python(STAND_INS))
+    assert enabled is True
+    assert order == ["umem_malloc and umem_free of umem.so", "install", "swap"]
+    assert setters == len(addresses) == 7
+    assert addresses == list(range(7))
+    assert blocks == 0
+    assert summary == "GPU 0, policy sft"
+
 
 def python(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(Path(__file__).parent / "support"),
+        },
         capture_output=True,
         text=True,
         check=False,

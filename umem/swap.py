@@ -42,12 +42,12 @@ __all__ = [
 _LOG = logging.getLogger("umem")
 
 MANAGED_SHARE_OF_CARD = 0.9
-"""Managed bytes that a process may hold, as a share of its cards' memory, where the policy sets
-neither a cap nor a budget: a card that the driver has to oversubscribe far can hang."""
+"""Cap on a process's managed memory, as a share of its cards' memory, if the policy sets neither a
+cap nor a budget: a card that is oversubscribed far beyond its memory can hang."""
 
 MANAGED_SHARE_OF_HOST = 0.5
-"""Where there is a budget, tensors beyond it live on the host: the cap is the budget plus this
-share of the available host memory. The rest is for data loaders and other programs."""
+"""With a budget, tensors beyond it live on the host: the cap is the budget plus this share of the
+available host memory. The rest is for data loaders and other programs."""
 
 _STEPS_WITHOUT_MODEL = 8
 """Steps of an optimizer after which umem stops looking for its model."""
@@ -56,7 +56,7 @@ _STEPS_WITHOUT_MODEL = 8
 def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = False) -> bool:
     """Swap torch's CUDA allocator for umem's, for the rest of the process.
 
-    Call it before anything of torch uses the GPU: the first lines of a script are the place.
+    Call it in the first lines of a script, before torch uses the GPU.
 
     Parameters
     ----------
@@ -64,8 +64,8 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
         A preset's name (``umem policy list``), the path of a YAML file, or a
         :class:`umem.Policy`.
     fallback
-        Where umem cannot take over, warn and leave torch's own allocator in place instead of
-        raising. A policy that cannot be used raises all the same.
+        If umem cannot take over, warn and keep torch's own allocator instead of raising. An
+        invalid policy is an error all the same.
 
     Returns
     -------
@@ -75,11 +75,12 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
     Raises
     ------
     PolicyError
-        If the policy, or an environment variable that changes it, is wrong.
+        If the policy, or an environment variable that changes it, is invalid.
     EnableError
         If it is too late (CUDA has started), or umem is enabled already.
     UnsupportedError
-        If there is no usable GPU, or it cannot do what the policy asks.
+        If there is no usable GPU, it cannot do what the policy asks, or torch lacks a name that
+        umem needs (:mod:`umem.torch_compat`).
     NativeLibraryError
         If the native library, RMM or CUDA's runtime is missing.
     CudaError
@@ -113,11 +114,11 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
 
 
 def _enable(policy: Policy) -> Runtime:
-    # Everything that can fail comes before `install`, the first change to the process.
+    # Everything that can fail comes before `install`, which is the first change to the process.
     library = native()
     _check_torch(library)
     require()
-    # With the private names of torch that `require` has checked.
+    # It uses private names of torch, which `require` has checked.
     from umem.runtime.classification import Classifier, gradient_hook
 
     capabilities = detect_all()
@@ -131,13 +132,20 @@ def _enable(policy: Policy) -> Runtime:
     check_devices(resolved, capabilities)
     import_libraries(resolved.share)
     config = native_config(with_default_limit(resolved, capabilities))
+    pluggable = _pluggable_allocator(library)
     try:
         allocator = library.install(config)
     except RuntimeError as error:
         raise UnsupportedError(
             f"CUDA's runtime or RMM refuses this machine ({error}): see `umem doctor`."
         ) from error
-    _swap(library)
+    try:
+        torch.cuda.memory.change_current_allocator(pluggable)
+    except RuntimeError as error:
+        raise EnableError(
+            f"torch refuses the swap ({error}): something used the GPU before umem.enable(). Move "
+            "`import umem; umem.enable(...)` to the top of the script."
+        ) from error
     install_memory_stats(allocator)
     classifier = Classifier(allocator, gradient_hook(allocator))
     classifier.install()
@@ -212,19 +220,12 @@ def with_default_limit(
     return replace(resolved, managed_limit_bytes=int(limit))
 
 
-def _swap(library: Any) -> None:
-    """Hand torch the library's entry points."""
+def _pluggable_allocator(library: Any) -> torch.cuda.memory.CUDAPluggableAllocator:
     pluggable = torch.cuda.memory.CUDAPluggableAllocator(
         library.__file__, "umem_malloc", "umem_free"
     )
     set_allocator_functions(pluggable.allocator(), library.torch_entry_points())
-    try:
-        torch.cuda.memory.change_current_allocator(pluggable)
-    except RuntimeError as error:
-        raise EnableError(
-            f"torch refuses the swap ({error}): something used the GPU before umem.enable(). Move "
-            "`import umem; umem.enable(...)` to the top of the script."
-        ) from error
+    return pluggable
 
 
 def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
