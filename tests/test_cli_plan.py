@@ -118,6 +118,28 @@ def test_tables(run: Run, layers: str) -> None:
     assert re.search(r"^found in store as [0-9a-f]{64}$", output, re.MULTILINE)
 
 
+def test_a_plan_says_why_a_tensor_was_evicted(run: Run, layers: str) -> None:
+    arguments = ("--trace", layers, "--budget", "256MiB", "--explain", "tensor 0")
+    data = planned(run, *arguments)
+    intervals = sum(row["count"] for by in data["reasons"].values() for row in by.values())
+    assert intervals == 2 * LAYERS  # each layer waits for its backward pass, and for the next step
+    (waits,) = [it for it in data["decisions"] if it["last_use"] == 0]
+    assert waits["tensor"] == "tensor 0"
+    assert waits["next_use"] == 2 * LAYERS - 1
+    assert waits["leaves"]
+    assert waits["reason"] in ("pressure", "pressure_late")
+    assert data["reasons"][waits["reason"]]["weights"]["count"] > 0
+    _, output, _ = run(*arguments)
+    assert re.search(r"^tensor 0 +layer 0 +layer 0 +leaves", output, re.MULTILINE)
+
+    status, _, errors = run("--trace", layers, "--explain", "tensor 99")
+    assert status == 2
+    assert "'tensor 99'" in errors
+    status, _, errors = run("--trace", layers, "--explain", "tensor 0", "--planner", "lookahead")
+    assert status == 2
+    assert "--explain" in errors
+
+
 def test_a_plan_without_hints(run: Run, layers: str) -> None:
     status, output, _ = run("--trace", layers, "--planner", "fault")
     assert status == 0

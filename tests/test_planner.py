@@ -21,8 +21,9 @@ from umem.core.report import MigrationReport
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.planning import PLANNERS, plan
-from umem.planning.planners import _ideal_clock, _pose
-from umem.planning.problem import place
+from umem.planning.planners import explained_plan, ideal_clock, pose_problem
+from umem.planning.problem import explain, plan_step
+from umem.planning.selection import Reason
 from umem.policy import (
     ClassRule,
     Eviction,
@@ -200,8 +201,9 @@ def test_a_plan_moves_what_is_alive_and_discards_what_is_dead(
     policy = policy_of(machine, working_set(trace) + spare)
     check_moves(trace, plan(trace, machine, policy))
     # A candidate, too, which need not be what is fastest in the end.
-    problem = _pose(trace, machine, policy, {})
-    check_moves(trace, place(problem, _ideal_clock(trace), name="candidate", slack=1.0))
+    problem = pose_problem(trace, machine, policy, {})
+    candidate = plan_step(problem, ideal_clock(trace), name="candidate", slack=1.0)
+    check_moves(trace, candidate.schedule)
 
 
 def check_moves(trace: Trace, schedule: Schedule) -> None:
@@ -273,6 +275,56 @@ def test_planned_is_ahead_of_the_yardsticks(machine: Hardware, training: Trace) 
         for planner in PLANNERS
     }
     assert step_s["planned"] < step_s["oracle"] < step_s["lookahead"] < step_s["fault"]
+
+
+# ------------------------------------------------------------------------- reasons
+
+
+def test_a_plan_says_why_a_tensor_leaves_or_stays(machine: Hardware, training: Trace) -> None:
+    kept = {"mechanism": "keep"}
+    policy = policy_of(machine, TIGHT, frozen_weights=kept)
+    made = explained_plan(training, machine, policy)
+    evicted = made.schedule.hint_tensor[made.schedule.hint_op == HintOp.EVICT]
+    assert len(evicted)
+    for tensor in set(evicted.tolist()):
+        decisions = explain(made, training, training.tensor_names[tensor])
+        why = [it for it in decisions if it.leaves]
+        assert len(why) == (evicted == tensor).sum()
+        for it in why:
+            assert it.reason in (Reason.PRESSURE, Reason.PRESSURE_LATE)
+            assert it.short_in is not None
+            assert it.last_use < it.short_in <= it.next_use
+    assert {it.reason for it in explain(made, training, "frozen *")} == {Reason.HELD}
+    with pytest.raises(PlanError, match=r"'gradient 1'.* 'gradients 1'"):
+        explain(made, training, "gradient 1")
+
+
+def test_everything_stays_where_there_is_room(machine: Hardware, training: Trace) -> None:
+    made = explained_plan(training, machine, policy_of(machine))
+    assert {it.reason for it in explain(made, training, "*")} == {Reason.ROOM}
+
+
+def test_a_slow_link_keeps_tensors_on_the_device(machine: Hardware, make_trace: MakeTrace) -> None:
+    """a is idle for 1 ms, which is too short, and then for two seconds."""
+    trace = make_trace(
+        {"a": (8 * BLOCK, "weights"), "b": (8 * BLOCK, "weights")},
+        [
+            (1e-3, ["a"], ["a"]),
+            (1e-3, [], []),
+            (1e-3, ["a"], ["a"]),
+            (1.0, [], []),
+            (1e-3, ["b"], ["b"]),
+            (1.0, [], []),
+        ],
+    )
+    slow = dataclasses.replace(
+        machine, to_device_bytes_per_s=8e3 * BLOCK, to_host_bytes_per_s=8e3 * BLOCK
+    )
+    problem = pose_problem(trace, slow, policy_of(slow, 12 * BLOCK), {})
+    found = plan_step(problem, ideal_clock(trace), name="candidate", slack=1.0)
+    short, long = explain(found, trace, "a")
+    assert (short.last_use, short.reason, short.leaves) == (0, Reason.TOO_SHORT, False)
+    assert (long.last_use, long.leaves) == (2, True)
 
 
 # ------------------------------------------------------------------------- words of a policy

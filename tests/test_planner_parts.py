@@ -16,8 +16,8 @@ from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
-from umem.planning.residency_modes import Holding, hold, open_classes
-from umem.planning.selection import NOT_NEEDED, select
+from umem.planning.residency_modes import TensorRules, apply_policy, open_classes
+from umem.planning.selection import NOT_NEEDED, PhaseClock, Reason, select
 from umem.planning.timing import earliest_issue, latest_starts, leave_times, phases_at, spare_ends
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.simulation import engine as _engine
@@ -334,25 +334,24 @@ def chosen(
     names = [trace.tensor_names[tensor] for tensor in gaps.tensor]
     duration_s = trace.duration_s
     assert duration_s is not None
-    needed_by = select(
-        trace.access_start,
-        trace.access_tensor,
-        gaps.after_access,
-        gaps.last_use + 1,
-        gaps.next_use,
-        gaps.is_dead,
-        np.array([(prices or {}).get(name, 1.0) for name in names]),
-        ~gaps.is_dead & (gaps.next_use > gaps.last_use + 1),
-        np.array([name in first for name in names], np.bool_),
-        trace.tensor_bytes,
-        trace.persistent,
-        np.cumsum(duration_s) - duration_s,
-        float(duration_s.sum()),
+    barred = np.full(len(names), -1, np.int8)
+    barred[gaps.next_use == gaps.last_use + 1] = Reason.TOO_SHORT
+    barred[gaps.is_dead] = Reason.DEAD
+    found = select(
+        trace,
+        gaps,
+        PhaseClock(np.cumsum(duration_s) - duration_s, float(duration_s.sum())),
         capacity,
+        gone=gaps.last_use + 1,
+        back=gaps.next_use,
+        price=np.array([(prices or {}).get(name, 1.0) for name in names]),
+        barred=barred,
+        first=np.array([name in first for name in names], np.bool_),
+        on_device=np.ones(trace.tensor_count, np.bool_),
     )
-    return {
-        (names[gap], int(gaps.last_use[gap])) for gap in np.flatnonzero(needed_by != NOT_NEEDED)
-    }
+    leaves = (found.reason == Reason.PRESSURE) | (found.reason == Reason.PRESSURE_LATE)
+    assert (leaves == (found.needed_by != NOT_NEEDED)).all()
+    return {(names[gap], int(gaps.last_use[gap])) for gap in np.flatnonzero(leaves)}
 
 
 @pytest.fixture
@@ -482,9 +481,9 @@ def test_a_rule_says_how_a_class_is_held(
         assert column.tolist() == [name in flags, name == "movable"], name
 
 
-def held_by(machine: Hardware, trace: Trace, classes: dict[str, Any]) -> Holding:
+def held_by(machine: Hardware, trace: Trace, classes: dict[str, Any]) -> TensorRules:
     policy = resolve(load_policy({"classes": classes}), machine.device_bytes, environ={})
-    return hold(trace, machine, policy, {})
+    return apply_policy(trace, machine, policy, {})
 
 
 def test_what_is_never_written_keeps_its_copy_on_the_host(
@@ -528,7 +527,7 @@ def test_the_planner_may_choose_for_classes_that_are_left_to_it(
         TensorClass.OTHER,
     )
     both = {TensorClass.WEIGHTS: "map", TensorClass.GRADIENTS: "map"}
-    assert hold(trace, machine, policy, both).residency.tolist() == [
+    assert apply_policy(trace, machine, policy, both).residency.tolist() == [
         ResidencyMode.MAP,
         ResidencyMode.MIGRATE,
     ]

@@ -28,8 +28,8 @@ from umem_bench.tables import beside, markdown
 from umem.core.errors import TraceError, UmemError
 from umem.core.schedule import HintOp
 from umem.hardware import load_hardware
-from umem.planning.planners import _ideal_clock, _pose
-from umem.planning.problem import place
+from umem.planning.planners import ideal_clock, pose_problem
+from umem.planning.problem import plan_step
 from umem.policy import load_policy, resolve
 from umem.trace import find_gaps, load_trace
 
@@ -106,8 +106,8 @@ def test_what_leaves_comes_back_before_its_next_use(folder: Path, name: str) -> 
     hardware = load_hardware("a100-g10")
     trace = load_trace(folder / f"{name}.json.gz")
     policy = resolve(load_policy({"extends": "managed", "device_budget": "25%"}), 40 * 2**30, {})
-    problem = _pose(trace, hardware, policy, {})
-    schedule = place(problem, _ideal_clock(trace), name="candidate", slack=1.05)
+    problem = pose_problem(trace, hardware, policy, {})
+    schedule = plan_step(problem, ideal_clock(trace), name="candidate", slack=1.05).schedule
     gaps = find_gaps(trace)
 
     def interval(tensor: int, phase: int) -> int:

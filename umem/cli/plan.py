@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +13,7 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from umem import planning
 from umem.cli import options, output
@@ -19,6 +22,7 @@ from umem.core.errors import UmemError
 from umem.core.schedule import HintOp, ResidencyMode
 from umem.core.units import format_bytes
 from umem.hardware import load_hardware, with_durations
+from umem.trace import find_gaps
 
 __all__ = ["app"]
 
@@ -50,12 +54,21 @@ def plan(
             "is there.",
         ),
     ] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TENSOR",
+            help="Say why tensors of this name leave the device or stay; * stands for any text.",
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Plan a training step: which hints are issued when, and where each tensor lives."""
     if target is not None and store is not None:
         raise UmemError("--output and --store: give one of them")
     options.known_name("--planner", planner, planning.PLANNERS)
+    if explain is not None and planner != "planned":
+        raise UmemError("--explain: only the planner planned has reasons for each decision")
     (workload,) = options.find_workloads(
         ("sft", "lora"), trace, model, mode, batch, seq, accumulate, checkpoint
     )
@@ -69,12 +82,18 @@ def plan(
     with output.progress() as say:
         timed = with_durations(workload.make(say), machine)
         key = planning.plan_key(timed, machine, resolved, planner, window=window)
-        schedule = None if store is None else planning.stored_plan(store, key, timed)
+        made = schedule = None
+        if store is not None and explain is None:  # a stored plan has no reasons
+            schedule = planning.stored_plan(store, key, timed)
         reused = schedule is not None
         began_s = time.perf_counter()
         if schedule is None:
             say(f"Planning {timed.name} with {planner}")
-            schedule = planning.plan(timed, machine, resolved, planner, window=window)
+            if planner == "planned":
+                made = planning.explained_plan(timed, machine, resolved)
+                schedule = made.schedule
+            else:
+                schedule = planning.plan(timed, machine, resolved, planner, window=window)
         planning_s = time.perf_counter() - began_s
         if target is not None:
             planning.save_schedule(schedule, target, key=key)
@@ -101,11 +120,45 @@ def plan(
         "residency": _totals(
             ResidencyMode, schedule.residency, timed.tensor_class, timed.tensor_bytes
         ),
+        "reasons": None,
     }
+    if made is not None:
+        idle = find_gaps(timed).tensor
+        data["reasons"] = _totals(
+            planning.Reason,
+            made.decisions.reason,
+            timed.tensor_class[idle],
+            timed.tensor_bytes[idle],
+        )
+        if explain is not None:
+            decisions = planning.explain(made, timed, explain)
+            data["decisions"] = [
+                asdict(it) | {"reason": it.reason.name.lower()} for it in decisions
+            ]
     if as_json:
         output.print_json(data)
     else:
-        _print(Console(highlight=False), data)
+        console = Console(highlight=False)
+        _print(console, data)
+        if "decisions" in data:
+            _print_decisions(console, data["decisions"], timed.phase_names)
+
+
+def _print_decisions(
+    console: Console, decisions: Sequence[Mapping[str, Any]], phase_names: Sequence[str]
+) -> None:
+    """Print a row for each idle interval."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("tensor", "idle after", "until", "why"):
+        table.add_column(heading)
+    for it in decisions:
+        words = planning.WHY[planning.Reason[it["reason"].upper()]]
+        if it["leaves"]:
+            words += f" in {phase_names[it['short_in'] % len(phase_names)]}"
+        uses = (phase_names[it[key] % len(phase_names)] for key in ("last_use", "next_use"))
+        table.add_row(*map(escape, (it["tensor"], *uses, words)))
+    console.print()
+    console.print(table)
 
 
 def _totals(

@@ -1,4 +1,4 @@
-"""What the running plan teaches about the machine: bandwidths as they are measured."""
+"""Compares measured bandwidths with those that plans were made with, and corrects the latter."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from umem.runtime.hints import HintEngine, HintStatistics, OpName
 __all__ = ["SETTLING_STEPS", "BandwidthCalibration"]
 
 _STEPS = 4
-"""Planned steps between two looks."""
+"""Planned steps between two comparisons."""
 
 _MOST = 3
-"""Corrections: what does not settle then, does not settle."""
+"""Corrections at most: bandwidths that have not settled by then never do."""
 
 SETTLING_STEPS = _STEPS * _MOST
-"""Planned steps after which there is no correction more, where every look has led to one."""
+"""Planned steps after which no further correction can come."""
 
 _WORTH_IT = 0.15
-"""Share by which a bandwidth has to be off."""
+"""Relative error of a bandwidth that makes a new plan worth its time."""
 
 _LEAST_BYTES = 256 << 20
-"""Moved in one direction before its bandwidth is believed: as much as the engine has in driver
-calls at once, so that what each call costs besides the bytes does not count."""
+"""Bytes moved in one direction before its bandwidth is believed: as much as the engine has in
+driver calls at once, so that the fixed cost of a call does not count."""
 
 _LEAST_S = 0.02
-"""The link's time that it has to have taken. The driver pauses for a few milliseconds now and then,
-to load a kernel or to serve another process, and 3 ms of 20 are the share that is worth it."""
+"""Link time that these bytes have taken at least. The driver pauses for a few milliseconds now and
+then, to load a kernel or to serve another process; 3 ms of 20 are the relative error above."""
 
 
 class BandwidthCalibration:
-    """Compares the engine's bandwidths with those that plans were made with.
+    """Corrects the hardware's bandwidths by what the hint engine measures.
 
-    A direction's bandwidth is its moved bytes by the time that its link was busy, however many
-    workers share it. Both directions share a link too, so that one is slow only below its part of
-    what both have together. What has moved too little for a judgement counts in the next look.
-    One that was slow at first, such as while the host's pages were new, may turn out to be as fast
-    as expected. What is used in place on the host takes the link's time too, and nobody tells how
-    much of it at the same time as pages move: a link that may be slow for that alone is not.
+    A direction's bandwidth is its moved bytes over the time that its link was busy, however many
+    workers share the link. Both directions share a link, so that one of them is slow only below its
+    share of what both have together. Bytes that are too few for a judgement count in the next
+    comparison. A direction that was slow at first, such as while the host's pages were new, can
+    become as fast as expected. Memory used in place on the host takes link time too, and it is not
+    known how much of that fell together with moving pages: a link that this alone may slow does not
+    count as slow.
 
     Parameters
     ----------
     engine
-        Whose statistics are looked at.
+        Its statistics are the measurement.
     """
 
     def __init__(self, engine: HintEngine) -> None:
@@ -67,7 +68,7 @@ class BandwidthCalibration:
         )
 
     def is_due(self, steps: int, hardware: Hardware, in_place_s: float = 0.0) -> bool:
-        """Whether to plan anew; asked before each step.
+        """Whether to plan again; asked before each step.
 
         Parameters
         ----------
@@ -97,8 +98,8 @@ class BandwidthCalibration:
                 continue
             self._before[op] = now, steps
             alone_s = seconds - in_place_s * (steps - steps_before)
-            # Pages that were there already count as moved, so that no link looks too slow. Nor is
-            # one believed to be faster than the hardware's own figure.
+            # Pages that were there already count as moved, so that no link looks too slow. No link
+            # is believed to be faster than the hardware's figure.
             measured, expected = moved / seconds, share * known_rate
             if moved < expected * (1 - _WORTH_IT) * alone_s:
                 found[op] = moved / alone_s
@@ -112,7 +113,7 @@ class BandwidthCalibration:
 
 
 def _difference(before: HintStatistics, now: HintStatistics, op: OpName) -> tuple[int, float]:
-    """Bytes moved and the link's time in one direction between two looks."""
+    """Bytes moved and link time in one direction between two comparisons."""
     moved, seconds = 0, 0.0
     for (name, tensor_class), counts in now.counts.items():
         if name == op:

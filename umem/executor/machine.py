@@ -1,4 +1,4 @@
-"""What an executor works with: a device, its hint engine, its figures and the policy."""
+"""The machine of an executor: a device, its hint engine, its hardware figures and the policy."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Machine:
     engine
         Moves pages.
     hardware
-        What the planner reckons with.
+        The figures that plans are made with.
     policy
         Budget, rules and planner.
     allocator
-        Whose own way of keeping the budget is lifted while a plan runs; None where there is none.
+        The native allocator. Its bound on residency is lifted while a plan runs. None for none.
     mover
         Copies activations; None for that of the device.
     stream
-        Handle of the stream that the caller's thread works on.
+        Returns the handle of the current stream of the calling thread.
     """
 
     device: torch.device
@@ -58,9 +58,9 @@ class Machine:
         return self.device.index or 0
 
     def everything_fits(self) -> bool:
-        """Whether all tensors that the process has had at once so far fitted the budget together.
+        """Whether the process's tensors have fitted the budget at all times so far.
 
-        By the one figure that no program resets: torch's peaks begin anew whenever a loop wants.
+        The allocator's highest level decides: a training loop may reset torch's peaks.
         """
         if self.allocator is None:
             return False
@@ -72,14 +72,14 @@ def within_host(
     hardware: Hardware,
     host_bytes: Callable[[], tuple[int, int] | None] = host_memory_bytes,
 ) -> Hardware:
-    """A machine whose host memory is what is available now, so that no plan takes more.
+    """The hardware with the host memory that is available now, so that no plan takes more.
 
     Parameters
     ----------
     hardware
         With all that the host has.
     host_bytes
-        Tells the host's (total, available) memory in bytes, or None.
+        Returns the host's (total, available) memory in bytes, or None.
     """
     known = host_bytes()
     if known is None:

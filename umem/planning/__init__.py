@@ -13,10 +13,16 @@ if TYPE_CHECKING:
         store_plan,
         stored_plan,
     )
-    from umem.planning.planners import PLANNERS, page_out, plan
+    from umem.planning.planners import PLANNERS, explained_plan, page_out, plan
+    from umem.planning.problem import explain
+    from umem.planning.selection import WHY, Reason
 
 __all__ = [
     "PLANNERS",
+    "WHY",
+    "Reason",
+    "explain",
+    "explained_plan",
     "load_schedule",
     "page_out",
     "plan",
@@ -26,12 +32,17 @@ __all__ = [
     "stored_plan",
 ]
 
-_OF_PLANNERS = ("PLANNERS", "page_out", "plan")
+_MODULES = {
+    "planners": ("PLANNERS", "explained_plan", "page_out", "plan"),
+    "problem": ("explain",),
+    "selection": ("WHY", "Reason"),
+    "plan_files": ("load_schedule", "plan_key", "save_schedule", "store_plan", "stored_plan"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Load a module at the first use of a name: planners load numba, which takes long."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "planners" if name in _OF_PLANNERS else "plan_files"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from umem.core.compiled import compiled
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
-from umem.planning.problem import Placement, in_order
+from umem.planning.problem import PlanningProblem, make_schedule
 
 _NEVER = 2**40
 """A phase that no trace reaches."""
@@ -20,12 +20,12 @@ one is enough."""
 __all__ = ["fault", "lookahead", "oracle", "paging"]
 
 
-def fault(problem: Placement) -> Schedule:
+def fault(problem: PlanningProblem) -> Schedule:
     """No hints: pages come when they are touched, and the driver evicts what it saw used last."""
-    return in_order(problem, "fault", [np.empty((0, 4))], waits=False)
+    return make_schedule(problem, "fault", [np.empty((0, 4))], waits=False)
 
 
-def paging(problem: Placement) -> Schedule:
+def paging(problem: PlanningProblem) -> Schedule:
     """Demand paging of a budget that the driver does not know.
 
     The driver evicts when the device is full. Where only a budget is, somebody has to ask for it:
@@ -43,7 +43,7 @@ def paging(problem: Placement) -> Schedule:
     )
 
 
-def lookahead(problem: Placement, window: int, *, strict: bool) -> Schedule:
+def lookahead(problem: PlanningProblem, window: int, *, strict: bool) -> Schedule:
     """Prefetch what the next phases use, and evict least recently used tensors for it.
 
     What DeepUM does with kernels (Jung et al., ASPLOS 2023). Faults overtake prefetches that are
@@ -67,7 +67,7 @@ def lookahead(problem: Placement, window: int, *, strict: bool) -> Schedule:
         window //= 2  # a window that is too wide for the budget may never settle
 
 
-def oracle(problem: Placement, window: int) -> Schedule:
+def oracle(problem: PlanningProblem, window: int) -> Schedule:
     """The same with Belady's rule for eviction: what is needed last goes first.
 
     It knows what to evict best, and not when: against :func:`lookahead` it tells what the choice is
@@ -76,7 +76,7 @@ def oracle(problem: Placement, window: int) -> Schedule:
     return _windowed(problem, window, "oracle", by_next_use=True, strict=False)
 
 
-def _peak_bytes(problem: Placement, schedule: Schedule) -> int:
+def _peak_bytes(problem: PlanningProblem, schedule: Schedule) -> int:
     """Most bytes on the device in a step after others like it, by hints and uses alone."""
     trace = problem.trace
     size = trace.tensor_bytes.tolist()
@@ -103,11 +103,11 @@ def _peak_bytes(problem: Placement, schedule: Schedule) -> int:
 
 
 def _windowed(
-    problem: Placement, window: int, name: str, *, by_next_use: bool, strict: bool
+    problem: PlanningProblem, window: int, name: str, *, by_next_use: bool, strict: bool
 ) -> Schedule:
     trace, gaps = problem.trace, problem.gaps
-    moves = np.isin(problem.holding.residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE))
-    off_device = np.isin(problem.holding.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
+    moves = np.isin(problem.rules.residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE))
+    off_device = np.isin(problem.rules.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
     # Dead contents are needed never; so are those of a tensor that is about to die.
     next_use = np.where(gaps.is_dead, _NEVER, gaps.next_use)
     # NO_GAP finds what is appended.
@@ -117,7 +117,7 @@ def _windowed(
         trace.access_tensor,
         access_next,
         np.where(off_device, 0, trace.tensor_bytes),
-        moves & problem.holding.movable,
+        moves & problem.rules.movable,
         trace.persistent,
         trace.last_phase,
         problem.capacity_bytes,
@@ -125,11 +125,11 @@ def _windowed(
         by_next_use,
         strict,
     )
-    copied = problem.holding.copied[tensor]
+    copied = problem.rules.copied[tensor]
     op = np.where(copied & (op == HintOp.EVICT), HintOp.COPY_OUT, op)
     op = np.where(copied & (op == HintOp.PREFETCH), HintOp.COPY_IN, op)
     rows = np.stack([phase, np.arange(len(phase)), op, tensor], axis=1).astype(float)
-    return in_order(problem, name, [rows], waits=False)
+    return make_schedule(problem, name, [rows], waits=False)
 
 
 @compiled

@@ -15,13 +15,14 @@ from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.io.problems import did_you_mean
 from umem.planning.baselines import fault, lookahead, oracle, paging
-from umem.planning.problem import Clock, Placement, place
-from umem.planning.residency_modes import OPEN_MECHANISMS, hold, open_classes
+from umem.planning.problem import Plan, PlanningProblem, decide_alike, plan_step
+from umem.planning.residency_modes import MECHANISMS, apply_policy, open_classes
+from umem.planning.selection import PhaseClock, Reason
 from umem.policy import ResolvedPolicy, check_resolved
 from umem.simulation import Run, lower_bound_s, run
 from umem.trace import Trace, find_gaps, ranges, require_durations
 
-__all__ = ["PLANNERS", "page_out", "plan"]
+__all__ = ["PLANNERS", "explained_plan", "ideal_clock", "page_out", "plan", "pose_problem"]
 
 PLANNERS = ("fault", "lookahead", "planned", "oracle")
 """Demand paging; a window ahead; umem's own; a window ahead with Belady's eviction."""
@@ -88,13 +89,30 @@ def plan(
         raise PlanError(f"no planner is called {planner!r}{hint} Planners: {', '.join(PLANNERS)}")
     if window < 1:
         raise PlanError(f"a window of {window} phases looks at nothing: give 1 or more")
-    problem = _pose(trace, hardware, policy, {}, fixed)
+    if planner == "planned":
+        return explained_plan(trace, hardware, policy, fixed=fixed, may_fault=may_fault).schedule
+    problem = pose_problem(trace, hardware, policy, {}, fixed)
     if planner == "fault":
         return fault(problem)
     if planner == "lookahead":
         return lookahead(problem, window, strict=not may_fault)
-    if planner == "oracle":
-        return oracle(problem, window)
+    return oracle(problem, window)
+
+
+def explained_plan(
+    trace: Trace,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    *,
+    fixed: npt.NDArray[np.int8] | None = None,
+    may_fault: bool = True,
+) -> Plan:
+    """The plan of the planner ``planned``, with the reason of each decision.
+
+    Arguments and errors as :func:`plan`; :func:`umem.planning.problem.explain` reads the reasons.
+    """
+    check_resolved(policy)
+    problem = pose_problem(trace, hardware, policy, {}, fixed)
     return _planned(problem, policy, fixed, may_fault=may_fault)
 
 
@@ -111,21 +129,22 @@ def page_out(
     tensors do not fit; nothing is prefetched. :func:`plan` with ``fault`` has no hints instead, for
     there the driver or the simulator evicts.
     """
-    return paging(_pose(trace, hardware, policy, {}, fixed))
+    return paging(pose_problem(trace, hardware, policy, {}, fixed))
 
 
-def _pose(
+def pose_problem(
     trace: Trace,
     hardware: Hardware,
     policy: ResolvedPolicy,
     mechanisms: Mapping[TensorClass, str],
     fixed: npt.NDArray[np.int8] | None = None,
-) -> Placement:
+) -> PlanningProblem:
+    """Apply a policy to a trace, with mechanisms for classes that it leaves open."""
     budget = policy.device_budget_bytes
-    problem = Placement(
+    problem = PlanningProblem(
         trace,
         hardware,
-        hold(trace, hardware, policy, mechanisms, fixed),
+        apply_policy(trace, hardware, policy, mechanisms, fixed),
         find_gaps(trace),
         hardware.device_bytes if budget is None else budget,
     )
@@ -135,31 +154,32 @@ def _pose(
 
 
 def _planned(
-    problem: Placement,
+    problem: PlanningProblem,
     policy: ResolvedPolicy,
     fixed: npt.NDArray[np.int8] | None,
     *,
     may_fault: bool,
-) -> Schedule:
+) -> Plan:
     """The fastest of what page migration gives, of other mechanisms by class, and of faults."""
     trace, hardware = problem.trace, problem.hardware
     bound_s = lower_bound_s(trace, hardware, problem.capacity_bytes)
-    paging = fault(problem)
+    paging = replace(fault(problem), planner="planned")
     paged_s = run(trace, paging, hardware, policy).step_s
     if paged_s <= bound_s * (1 + 1e-9):
-        return replace(paging, planner="planned")  # everything fits: there is nothing to ask for
+        return Plan(paging, decide_alike(problem, Reason.ROOM))
     best, best_run = _best(problem, policy, bound_s)
-    moved = set(trace.tensor_class[best.hint_tensor[best.hint_op != HintOp.DISCARD]].tolist())
+    moves = best.schedule.hint_op != HintOp.DISCARD
+    moved = set(trace.tensor_class[best.schedule.hint_tensor[moves]].tolist())
     mechanisms: dict[TensorClass, str] = {}
     for tensor_class in open_classes(policy):
         if tensor_class.number not in moved:
             continue
-        for mechanism in OPEN_MECHANISMS[1:]:
+        for mechanism in MECHANISMS[1:]:
             if _is_good_enough(best_run, bound_s):
                 break
             trial = mechanisms | {tensor_class: mechanism}
             try:
-                posed = _pose(trace, hardware, policy, trial, fixed)
+                posed = pose_problem(trace, hardware, policy, trial, fixed)
             except PlanError:
                 continue  # what is mapped takes host memory even where the device has room
             candidate, outcome = _best(posed, policy, bound_s)
@@ -167,26 +187,26 @@ def _planned(
             if outcome.step_s < best_run.step_s * 0.998:
                 best, best_run, mechanisms = candidate, outcome, trial
     if may_fault and paged_s < best_run.step_s:
-        return replace(paging, planner="planned")
+        return Plan(paging, decide_alike(problem, Reason.LEFT_TO_DRIVER))
     return best
 
 
-def _best(problem: Placement, policy: ResolvedPolicy, bound_s: float) -> tuple[Schedule, Run]:
+def _best(problem: PlanningProblem, policy: ResolvedPolicy, bound_s: float) -> tuple[Plan, Run]:
     """The fastest of a few plans: with different slack, and against the clock that one gave."""
     trace = problem.trace
-    best: tuple[Schedule, Run] | None = None
+    best: tuple[Plan, Run] | None = None
     for slack in _SLACKS:
-        clock = _ideal_clock(trace)
+        clock = ideal_clock(trace)
         for _ in range(2):
-            schedule = place(problem, clock, name="planned", slack=slack)
-            outcome = run(trace, schedule, problem.hardware, policy)
+            plan = plan_step(problem, clock, name="planned", slack=slack)
+            outcome = run(trace, plan.schedule, problem.hardware, policy)
             if best is None or outcome.step_s < best[1].step_s:
-                best = schedule, outcome
+                best = plan, outcome
             if _is_good_enough(best[1], bound_s):
                 return best
             # Where a phase was held up, there is more time for transfers than was thought.
             start_s = outcome.sim.phase_start_s
-            clock = Clock(start_s - start_s[0], outcome.step_s)
+            clock = PhaseClock(start_s - start_s[0], outcome.step_s)
     assert best is not None
     return best
 
@@ -196,14 +216,15 @@ def _is_good_enough(outcome: Run, bound_s: float) -> bool:
     return outcome.step_s - outcome.page_slowdown_s <= bound_s * _GOOD_ENOUGH
 
 
-def _ideal_clock(trace: Trace) -> Clock:
+def ideal_clock(trace: Trace) -> PhaseClock:
+    """When phases begin with everything resident."""
     duration_s = require_durations(trace)
-    return Clock(np.cumsum(duration_s) - duration_s, float(duration_s.sum()))
+    return PhaseClock(np.cumsum(duration_s) - duration_s, float(duration_s.sum()))
 
 
-def _check_working_sets(problem: Placement) -> None:
+def _check_working_sets(problem: PlanningProblem) -> None:
     """Refuse a phase that does not fit the budget beside what the policy keeps on the device."""
-    trace, residency = problem.trace, problem.holding.residency
+    trace, residency = problem.trace, problem.rules.residency
     kept = np.where(residency == ResidencyMode.KEEP, trace.tensor_bytes, 0)
     moving = np.where(
         np.isin(residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE)), trace.tensor_bytes, 0
@@ -222,10 +243,10 @@ def _check_working_sets(problem: Placement) -> None:
         )
 
 
-def _check_host(problem: Placement) -> None:
+def _check_host(problem: PlanningProblem) -> None:
     """Refuse more than the host holds: what is mapped, and what does not fit on the device."""
     trace, hardware = problem.trace, problem.hardware
-    is_mapped = problem.holding.residency == ResidencyMode.MAP
+    is_mapped = problem.rules.residency == ResidencyMode.MAP
     mapped = _live_bytes(trace, np.where(is_mapped, trace.tensor_bytes, 0))
     rest = _live_bytes(trace, np.where(is_mapped, 0, trace.tensor_bytes))
     off_device = mapped + np.maximum(rest - problem.capacity_bytes, 0)

@@ -1,52 +1,109 @@
-"""One plan: intervals chosen, transfers timed, hints in order."""
+"""Makes one plan of a step: chooses intervals, times their transfers, puts hints in order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
 
+from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
-from umem.planning.residency_modes import Holding
-from umem.planning.selection import NOT_NEEDED, select
+from umem.io.problems import did_you_mean
+from umem.planning.residency_modes import TensorRules
+from umem.planning.selection import NOT_NEEDED, PhaseClock, Reason, Selection, select
 from umem.planning.timing import earliest_issue, latest_starts, leave_times, phases_at, spare_ends
-from umem.trace import Gaps, Trace, first_and_last_use, written_tensors
+from umem.trace import Gaps, Trace, find_gaps, first_and_last_use, written_tensors
 
-__all__ = ["Clock", "Placement", "discards", "in_order", "place"]
+__all__ = [
+    "Decision",
+    "Plan",
+    "PlanningProblem",
+    "decide_alike",
+    "discard_hints",
+    "explain",
+    "make_schedule",
+    "plan_step",
+]
 
 _ROUNDS = 3
 """Times that intervals are chosen; later ones know when the link lets tensors leave and return."""
 
 
 @dataclass(frozen=True, eq=False)
-class Clock:
-    """When phases begin: with everything resident, or as a simulation found it."""
-
-    start_s: npt.NDArray[np.float64]
-    """float64[P]"""
-    step_s: float
-
-    def at(self, phases: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Start of phases that may lie in the next step, seconds."""
-        count = len(self.start_s)
-        return self.start_s[phases % count] + self.step_s * (phases // count)
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """A trace with what does not change from plan to plan."""
+class PlanningProblem:
+    """A trace, and everything that does not change from plan to plan."""
 
     trace: Trace
     hardware: Hardware
-    holding: Holding
+    rules: TensorRules
     gaps: Gaps
     capacity_bytes: int
 
 
-def place(problem: Placement, clock: Clock, *, name: str, slack: float) -> Schedule:
-    """Plan one step.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A schedule, and why each idle interval of :func:`umem.trace.find_gaps` is spent as it is."""
+
+    schedule: Schedule
+    decisions: Selection
+
+
+def decide_alike(problem: PlanningProblem, reason: Reason) -> Selection:
+    """The same decision for all intervals with live contents."""
+    dead = problem.gaps.is_dead
+    found = np.where(dead, Reason.DEAD, reason).astype(np.int8)
+    return Selection(np.full(len(dead), NOT_NEEDED, np.int64), found)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a plan does with a tensor between two uses, and why."""
+
+    tensor: str
+    last_use: int
+    """Phase."""
+    next_use: int
+    """Phase; as many as the trace has are added for one of the next step."""
+    leaves: bool
+    short_in: int | None
+    """Phase that needs the tensor's memory, where it leaves."""
+    reason: Reason
+
+
+def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
+    """Why tensors leave or stay: a decision for each idle interval, in the order of the step.
+
+    Raises
+    ------
+    PlanError
+        If no tensor's name is `pattern`, or matches it (``*`` stands for anything).
+    """
+    names = trace.tensor_names
+    wanted = [n for n, name in enumerate(names) if name == pattern or fnmatchcase(name, pattern)]
+    if not wanted:
+        hint = did_you_mean(pattern, names) or "."
+        raise PlanError(f"trace {trace.name!r}: no tensor is called {pattern!r}{hint}")
+    gaps, needed_by = find_gaps(trace), plan.decisions.needed_by
+    rows = np.flatnonzero(np.isin(gaps.tensor, wanted))
+    return tuple(
+        Decision(
+            names[gaps.tensor[row]],
+            int(gaps.last_use[row]),
+            int(gaps.next_use[row]),
+            reason in (Reason.PRESSURE, Reason.PRESSURE_LATE),
+            None if needed_by[row] == NOT_NEEDED else int(needed_by[row]),
+            reason,
+        )
+        for row in rows[np.argsort(gaps.last_use[rows], kind="stable")]
+        for reason in [Reason(plan.decisions.reason[row])]
+    )
+
+
+def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, slack: float) -> Plan:
+    """Plan one step: choose intervals, time the transfers, put the hints in order.
 
     Parameters
     ----------
@@ -59,40 +116,54 @@ def place(problem: Placement, clock: Clock, *, name: str, slack: float) -> Sched
     slack
         Transfers are given this many times the time that they take alone.
     """
-    gaps, trace = problem.gaps, problem.trace
+    gaps = problem.gaps
     in_s, out_s = _transfer_s(problem, slack)
-    moves = _Moves(np.zeros(0, np.int64), *(np.zeros(0, np.int64),) * 4, *(np.zeros(0),) * 2)
-    returns = gaps.next_use
+    price = (in_s + out_s) / problem.trace.tensor_bytes[gaps.tensor]
+    back = gaps.next_use
     idle_s = clock.at(gaps.last_use + 1)
     gone_s = idle_s + out_s
+    gone_alone = phases_at(clock.start_s, clock.step_s, gone_s, up=True)
+    is_short = clock.at(gaps.next_use) - idle_s < in_s + out_s
+    is_short |= gaps.next_use <= gone_alone
+    moves: _Moves | None = None
+    decisions: Selection | None = None
     for _ in range(_ROUNDS):
         gone = phases_at(clock.start_s, clock.step_s, np.minimum(gone_s, 3 * clock.step_s), up=True)
-        needed_by = select(
-            trace.access_start,
-            trace.access_tensor,
-            gaps.after_access,
-            gone,
-            returns,
-            gaps.is_dead,
-            (in_s + out_s) / trace.tensor_bytes[gaps.tensor],
-            problem.holding.movable[gaps.tensor] & ~gaps.is_dead & (returns > gone),
-            problem.holding.first[gaps.tensor],
-            np.where(_on_device(problem), trace.tensor_bytes, 0),
-            trace.persistent & _on_device(problem),
-            clock.start_s,
-            clock.step_s,
+        barred = np.full(len(back), -1, np.int8)
+        barred[back <= gone] = Reason.LINK_BUSY
+        barred[(back <= gone) & is_short] = Reason.TOO_SHORT
+        barred[~problem.rules.movable[gaps.tensor]] = Reason.HELD
+        barred[gaps.is_dead] = Reason.DEAD
+        found = select(
+            problem.trace,
+            gaps,
+            clock,
             problem.capacity_bytes,
+            gone=gone,
+            back=back,
+            price=price,
+            barred=barred,
+            first=problem.rules.first[gaps.tensor],
+            on_device=_on_device(problem),
         )
-        chosen = np.flatnonzero(needed_by != NOT_NEEDED)
+        decisions = decisions or found
+        chosen = np.flatnonzero(found.needed_by != NOT_NEEDED)
         if not len(chosen):
             break
-        moves = _times(problem, clock, chosen, needed_by[chosen], in_s, out_s)
-        returns = gaps.next_use.copy()
-        returns[chosen] = moves.back
+        decisions = found
+        moves = _times(problem, clock, chosen, found.needed_by[chosen], in_s, out_s)
+        back = gaps.next_use.copy()
+        back[chosen] = moves.back
         gone_s = spare_ends(idle_s, out_s, moves.leave_s, moves.gone_s, clock.step_s)
         gone_s[chosen] = moves.gone_s
-    moves = _in_time(moves)
-    return in_order(problem, name, [discards(problem), _hints_of(problem, clock, moves)])
+    assert decisions is not None
+    hints = [discard_hints(problem)]
+    if moves is not None:
+        too_late = moves.leave >= moves.due  # such a tensor could leave only after its next use
+        decisions.reason[moves.gap[too_late]] = Reason.LINK_BUSY
+        kept = {name: column[~too_late] for name, column in vars(moves).items()}
+        hints.append(_move_hints(problem, clock, replace(moves, **kept)))
+    return Plan(make_schedule(problem, name, hints), decisions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +184,8 @@ class _Moves:
 
 
 def _times(
-    problem: Placement,
-    clock: Clock,
+    problem: PlanningProblem,
+    clock: PhaseClock,
     chosen: npt.NDArray[np.int64],
     needed_by: npt.NDArray[np.int64],
     in_s: npt.NDArray[np.float64],
@@ -135,13 +206,9 @@ def _times(
     )
 
 
-def _in_time(moves: _Moves) -> _Moves:
-    """Without what could leave only after its next use."""
-    goes = moves.leave < moves.due
-    return replace(moves, **{name: column[goes] for name, column in vars(moves).items()})
-
-
-def _hints_of(problem: Placement, clock: Clock, moves: _Moves) -> npt.NDArray[np.float64]:
+def _move_hints(
+    problem: PlanningProblem, clock: PhaseClock, moves: _Moves
+) -> npt.NDArray[np.float64]:
     trace, count = problem.trace, problem.trace.phase_count
     tensor = problem.gaps.tensor[moves.gap]
     resident = _resident_bytes(problem, tensor, np.minimum(moves.gone, moves.back), moves.back)
@@ -156,7 +223,7 @@ def _hints_of(problem: Placement, clock: Clock, moves: _Moves) -> npt.NDArray[np
         resident,
         problem.capacity_bytes,
     )
-    copied = problem.holding.copied[tensor]
+    copied = problem.rules.copied[tensor]
     out = np.where(copied, HintOp.COPY_OUT, HintOp.EVICT)
     back = np.where(copied, HintOp.COPY_IN, HintOp.PREFETCH)
     return np.concatenate(
@@ -174,10 +241,10 @@ def _hints_of(problem: Placement, clock: Clock, moves: _Moves) -> npt.NDArray[np
     )
 
 
-def discards(problem: Placement) -> npt.NDArray[np.float64]:
+def discard_hints(problem: PlanningProblem) -> npt.NDArray[np.float64]:
     """Hints that free the memory of contents that are dead before their tensor is."""
     trace, gaps = problem.trace, problem.gaps
-    moves = np.isin(problem.holding.residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE))
+    moves = np.isin(problem.rules.residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE))
     dead = np.flatnonzero(gaps.is_dead & moves[gaps.tensor])
     _, last_access = first_and_last_use(trace)
     lingers = moves & ~trace.persistent & (last_access >= 0) & (last_access < trace.last_phase)
@@ -186,8 +253,8 @@ def discards(problem: Placement) -> npt.NDArray[np.float64]:
     return _hints(problem, phase, np.full(len(phase), HintOp.DISCARD), tensor, phase)
 
 
-def in_order(
-    problem: Placement, name: str, hints: list[npt.NDArray[np.float64]], *, waits: bool = True
+def make_schedule(
+    problem: PlanningProblem, name: str, hints: list[npt.NDArray[np.float64]], *, waits: bool = True
 ) -> Schedule:
     """Make a schedule of rows (phase, urgency, op, tensor)."""
     rows = np.concatenate(hints)
@@ -196,7 +263,7 @@ def in_order(
     rows = rows[np.lexsort((rows[:, 3], rows[:, 1], needs_room, rows[:, 0]))]
     return Schedule(
         planner=name,
-        residency=problem.holding.residency.copy(),
+        residency=problem.rules.residency.copy(),
         hint_phase=rows[:, 0].astype(np.int32),
         hint_op=rows[:, 2].astype(np.uint8),
         hint_tensor=rows[:, 3].astype(np.int32),
@@ -205,7 +272,7 @@ def in_order(
 
 
 def _hints(
-    problem: Placement,
+    problem: PlanningProblem,
     phase: npt.NDArray[np.int64],
     op: npt.NDArray[np.int64],
     tensor: npt.NDArray[np.int32],
@@ -215,27 +282,27 @@ def _hints(
 
 
 def _transfer_s(
-    problem: Placement, slack: float
+    problem: PlanningProblem, slack: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Time in and out of each interval's tensor, float64[G] each."""
-    hardware, holding, gaps = problem.hardware, problem.holding, problem.gaps
+    hardware, rules, gaps = problem.hardware, problem.rules, problem.gaps
     size = problem.trace.tensor_bytes[gaps.tensor]
-    copied = holding.copied[gaps.tensor]
+    copied = rules.copied[gaps.tensor]
     calls_s = -(-size // hardware.call_bytes) * hardware.call_s
     in_rate = np.where(copied, hardware.copy_to_device_bytes_per_s, hardware.to_device_bytes_per_s)
     out_rate = np.where(copied, hardware.copy_to_host_bytes_per_s, hardware.to_host_bytes_per_s)
-    free = holding.kept_copy[gaps.tensor] & ~written_tensors(problem.trace)[gaps.tensor]
+    free = rules.kept_copy[gaps.tensor] & ~written_tensors(problem.trace)[gaps.tensor]
     in_s = (size / in_rate + calls_s) * slack
     return in_s, np.where(free, 0.0, (size / out_rate + calls_s) * slack)
 
 
-def _on_device(problem: Placement) -> npt.NDArray[np.bool_]:
+def _on_device(problem: PlanningProblem) -> npt.NDArray[np.bool_]:
     """Tensors that take device memory when used, bool[T]."""
-    return ~np.isin(problem.holding.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
+    return ~np.isin(problem.rules.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
 
 
 def _resident_bytes(
-    problem: Placement,
+    problem: PlanningProblem,
     tensor: npt.NDArray[np.int32],
     away_from: npt.NDArray[np.int64],
     back_at: npt.NDArray[np.int64],

@@ -15,14 +15,14 @@ from umem.hardware import Hardware
 from umem.policy import ClassRule, ResolvedPolicy
 from umem.trace import Trace, written_tensors
 
-__all__ = ["OPEN_MECHANISMS", "Holding", "hold", "open_classes"]
+__all__ = ["MECHANISMS", "TensorRules", "apply_policy", "open_classes"]
 
-OPEN_MECHANISMS = ("migrate", "copy", "map")
+MECHANISMS = ("migrate", "copy", "map")
 """What the planner chooses from for a class whose mechanism is left to it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
+class TensorRules:
     """How the tensors of a trace are held.
 
     Parameters
@@ -55,13 +55,13 @@ def open_classes(policy: ResolvedPolicy) -> tuple[TensorClass, ...]:
     )
 
 
-def hold(
+def apply_policy(
     trace: Trace,
     hardware: Hardware,
     policy: ResolvedPolicy,
     mechanisms: Mapping[TensorClass, str],
     fixed: npt.NDArray[np.int8] | None = None,
-) -> Holding:
+) -> TensorRules:
     """Apply a policy's rules to a trace.
 
     Parameters
@@ -69,7 +69,7 @@ def hold(
     trace, hardware, policy
         The workload, the machine and the policy.
     mechanisms
-        One of :data:`OPEN_MECHANISMS` for classes of :func:`open_classes`; ``migrate`` for others.
+        One of :data:`MECHANISMS` for classes of :func:`open_classes`; ``migrate`` for others.
     fixed
         int8[T]: :class:`ResidencyMode` of tensors that are held so whatever the policy says;
         -1 for the others.
@@ -80,7 +80,7 @@ def hold(
         If the policy asks for what the machine lacks.
     """
     written = written_tensors(trace)
-    columns = Holding(
+    columns = TensorRules(
         residency=np.full(trace.tensor_count, ResidencyMode.MIGRATE, np.uint8),
         movable=np.zeros(trace.tensor_count, np.bool_),
         copied=np.zeros(trace.tensor_count, np.bool_),
@@ -107,7 +107,7 @@ def replace_mechanism(rule: ClassRule, mechanism: str) -> ClassRule:
 
 
 def _apply(
-    columns: Holding,
+    columns: TensorRules,
     here: npt.NDArray[np.bool_],
     rule: ClassRule,
     trace: Trace,

@@ -1,41 +1,95 @@
-"""Which idle intervals a tensor spends on the host: Belady's rule, by pressure per byte moved."""
+"""Which idle intervals a tensor spends on the host, and why: Belady's rule, by bytes moved."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from umem.core.compiled import compiled
+from umem.trace import Gaps, Trace, ranges
 
-__all__ = ["NOT_NEEDED", "select"]
+__all__ = ["NOT_NEEDED", "WHY", "PhaseClock", "Reason", "Selection", "select"]
 
 NOT_NEEDED = -1
 
 _STEPS = 3
-"""Steps swept; the last one's choice counts, by when what is away at the step's edge repeats."""
+"""Steps swept. The last one's choice counts: by then, what is away at the step's edge repeats."""
 
-_FIRST = 1e9
-"""Seconds by which a tensor counts as needed later that the policy sends away before others."""
+_FIRST_S = 1e9
+"""Added to the time of the next use of a tensor that the policy evicts before others."""
 
 
-@compiled
+class Reason(IntEnum):
+    """Why a tensor leaves the device for an idle interval, or stays."""
+
+    PRESSURE = 0
+    PRESSURE_LATE = 1
+    DEAD = 2
+    ROOM = 3
+    OUTRANKED = 4
+    TOO_SHORT = 5
+    LINK_BUSY = 6
+    HELD = 7
+    LEFT_TO_DRIVER = 8
+
+
+WHY: Mapping[Reason, str] = {
+    Reason.PRESSURE: "leaves: more is resident than fits, and its absence helps longest per byte",
+    Reason.PRESSURE_LATE: "leaves, though late: nothing else can free its memory in time",
+    Reason.DEAD: "dropped: its next use overwrites the contents",
+    Reason.ROOM: "stays: there is room for it until its next use",
+    Reason.OUTRANKED: "stays: the absence of others helps longer per byte",
+    Reason.TOO_SHORT: "stays: its next use comes before it could leave and return",
+    Reason.LINK_BUSY: "stays: other transfers leave the link no time for it",
+    Reason.HELD: "stays where the policy or its mechanism holds it",
+    Reason.LEFT_TO_DRIVER: "left to the driver: demand paging is faster than every plan",
+}
+"""What each reason means, in words."""
+
+
+@dataclass(frozen=True, eq=False)
+class PhaseClock:
+    """When phases begin: with everything resident, or as a simulation found it."""
+
+    start_s: npt.NDArray[np.float64]
+    """float64[P]"""
+    step_s: float
+
+    def at(self, phases: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Start of phases that may lie in the next step, seconds."""
+        count = len(self.start_s)
+        return self.start_s[phases % count] + self.step_s * (phases // count)
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """A decision for each of G idle intervals."""
+
+    needed_by: npt.NDArray[np.int64]
+    """int64[G]: phase by which the tensor's memory is needed, :data:`NOT_NEEDED` where it stays; P
+    or more for phases of the next step."""
+    reason: npt.NDArray[np.int8]
+    """int8[G]: :class:`Reason`."""
+
+
 def select(
-    access_start,
-    access_tensor,
-    after_access,
-    gap_gone,
-    gap_return,
-    gap_dead,
-    gap_price,
-    gap_allowed,
-    gap_first,
-    tensor_bytes,
-    resident_first,
-    time_s,
-    step_s,
-    capacity_bytes,
-):
+    trace: Trace,
+    gaps: Gaps,
+    clock: PhaseClock,
+    capacity_bytes: int,
+    *,
+    gone: npt.NDArray[np.int64],
+    back: npt.NDArray[np.int64],
+    price: npt.NDArray[np.float64],
+    barred: npt.NDArray[np.int8],
+    first: npt.NDArray[np.bool_],
+    on_device: npt.NDArray[np.bool_],
+) -> Selection:
     """Choose intervals to spend on the host so that what is resident fits.
 
     The step is swept phase by phase. Where too much is resident, the idle tensor goes whose absence
@@ -44,159 +98,261 @@ def select(
 
     Parameters
     ----------
-    access_start, access_tensor, after_access
-        Accesses by phase, and the interval after each; -1 for none.
-    gap_gone : int64[G]
+    trace, gaps, clock, capacity_bytes
+        The step, its idle intervals, when its phases begin, and the budget.
+    gone : int64[G]
         First phase in which the tensor's memory is free if it is sent away; P or more in the next
         step.
-    gap_return : int64[G]
+    back : int64[G]
         Phase at which the tensor takes memory again: that of the next use, or earlier by the time
         of its way back.
-    gap_dead : bool[G]
-        Contents are dead during the interval: it costs nothing to be away.
-    gap_price : float64[G]
+    price : float64[G]
         Link seconds that being away costs, per byte.
-    gap_allowed, gap_first : bool[G]
-        May be chosen; to be chosen before others.
-    tensor_bytes : int64[T]
-        0 for tensors that are never on the device.
-    resident_first : bool[T]
-        Resident when the first step begins.
-    time_s : float64[P]
-        Start of each phase.
-    step_s : float
-    capacity_bytes : int
+    barred : int8[G]
+        Why an interval must not be chosen, a :class:`Reason`; -1 where it may.
+    first : bool[G]
+        To be chosen before others.
+    on_device : bool[T]
+        Tensors that take device memory when they are used.
+    """
+    prices, price_index = np.unique(price, return_inverse=True)
+    intervals = np.zeros(len(gone), _INTERVAL)
+    intervals["gone"], intervals["back"], intervals["price"] = gone, back, price_index
+    intervals["is_dead"], intervals["allowed"] = gaps.is_dead, barred < 0
+    intervals["first"] = first
+    intervals["needed_by"] = NOT_NEEDED
+    tensors = np.zeros(trace.tensor_count, _TENSOR)
+    tensors["bytes"] = np.where(on_device, trace.tensor_bytes, 0)
+    tensors["resident"] = trace.persistent & on_device
+    tensors["interval"] = tensors["used_at"] = -1
+    _sweep(
+        trace.access_start,
+        trace.access_tensor,
+        gaps.after_access,
+        intervals,
+        tensors,
+        prices,
+        clock.start_s,
+        clock.step_s,
+        capacity_bytes,
+    )
+    needed_by = intervals["needed_by"].copy()
+    chosen = needed_by != NOT_NEEDED
+    short = np.zeros(trace.phase_count, np.int64)  # phases that lack memory
+    short[needed_by[chosen] % trace.phase_count] = 1
+    count = ranges(np.tile(short, 3))
+    edge = len(count) - 1
+    is_pressed = count[np.clip(back, 0, edge)] > count[np.clip(gone, 0, edge)]
+    reason = np.where(is_pressed, Reason.OUTRANKED, Reason.ROOM)
+    reason[chosen] = np.where(gone > needed_by, Reason.PRESSURE_LATE, Reason.PRESSURE)[chosen]
+    return Selection(needed_by, np.where(barred < 0, reason, barred).astype(np.int8))
 
-    Returns
-    -------
-    int64[G]
-        Phase by which the tensor's memory is needed, :data:`NOT_NEEDED` where it stays; P or more
-        where that phase lies in the next step.
+
+_INTERVAL = np.dtype(
+    [
+        ("gone", "i8"),
+        ("back", "i8"),
+        ("price", "i8"),  # index of the sorted prices
+        ("is_dead", "?"),
+        ("allowed", "?"),
+        ("first", "?"),
+        ("needed_by", "i8"),  # the result
+    ],
+    align=True,
+)
+
+_TENSOR = np.dtype(
+    [
+        ("bytes", "i8"),
+        ("resident", "?"),
+        ("leaving", "?"),  # resident, and on the way out
+        ("interval", "i8"),  # that it is in; -1 for none
+        ("base", "i8"),  # first phase of the step that the interval began in
+        ("used_at", "i8"),  # phase of the last use, over all steps
+    ],
+    align=True,
+)
+
+USED, LEAVING = range(2)
+"""Of the sums: bytes that are used, and of these the bytes on their way out."""
+
+
+@compiled
+def _sweep(
+    access_start,
+    access_tensor,
+    after_access,
+    intervals,
+    tensors,
+    prices,
+    time_s,
+    step_s,
+    capacity_bytes,
+):
+    """Sweep some steps; the result is in the intervals.
+
+    Heaps hold (key, tensor, interval): `ready`, by price, tensors that can have left by now, last
+    needed first; `later` those that can have left by a later phase; `departures` tensors that leave
+    late, by the phase in which they have left; `returns` those that are away, by that of their
+    return.
     """
     phases = len(access_start) - 1
-    needed_by = np.full(len(gap_return), NOT_NEEDED, np.int64)
-    resident = resident_first.copy()
-    leaving = np.zeros(len(resident), np.bool_)
-    current = np.full(len(resident), -1, np.int64)  # the interval that a tensor is in
-    base = np.zeros(len(resident), np.int64)  # first phase of the step that it began in
-    used_by = np.full(len(resident), -1, np.int64)
-    used = 0
-    pending = 0  # of what is used, bytes on their way out
-    for tensor in range(len(resident)):
-        if resident[tensor]:
-            used += tensor_bytes[tensor]
-    prices = np.unique(gap_price)
-    price_of = np.searchsorted(prices, gap_price)
-    # Idle tensors that can have left by now, last needed first: a heap for each price of a byte.
+    sums = np.zeros(2, np.int64)
+    for tensor in range(len(tensors)):
+        if tensors[tensor].resident:
+            sums[USED] += tensors[tensor].bytes
     ready = [[(0.0, np.int64(0), np.int64(0))] for _ in range(len(prices))]
     for heap in ready:
         heap.pop()
-    # Idle tensors that cannot, events of tensors that have left late, and returns: by phase.
     later = [(np.int64(0), np.int64(0), np.int64(0))]
     later.pop()
     departures = later.copy()
     returns = later.copy()
     for now in range(_STEPS * phases):
         phase = now % phases
-        now_s = time_s[phase] + step_s * (now // phases)
         if phase == 0 and now > 0:
-            # A choice of the step before holds on where its interval reaches into this step. The
-            # first step's do not: it began with an invented placement.
-            for gap in range(len(needed_by)):
-                if now == phases or gap_return[gap] <= phases:
-                    needed_by[gap] = NOT_NEEDED
-        while len(departures) > 0 and departures[0][0] <= now:
-            _, tensor, gap = heapq.heappop(departures)
-            if leaving[tensor] and current[tensor] == gap:
-                leaving[tensor] = False
-                resident[tensor] = False
-                used -= tensor_bytes[tensor]
-                pending -= tensor_bytes[tensor]
-        while len(returns) > 0 and returns[0][0] <= now:
-            _, tensor, gap = heapq.heappop(returns)
-            if current[tensor] == gap:
-                if leaving[tensor]:
-                    leaving[tensor] = False
-                    pending -= tensor_bytes[tensor]
-                elif not resident[tensor]:
-                    resident[tensor] = True
-                    used += tensor_bytes[tensor]
-        while len(later) > 0 and later[0][0] <= now:
-            _, tensor, gap = heapq.heappop(later)
-            if resident[tensor] and current[tensor] == gap and not leaving[tensor]:
-                until_s = _time_at(time_s, step_s, base[tensor] + gap_return[gap])
-                if gap_first[gap]:
-                    until_s += _FIRST
-                item = (-until_s, np.int64(tensor), np.int64(gap))
-                heapq.heappush(ready[price_of[gap]], item)
-        for access in range(access_start[phase], access_start[phase + 1]):
+            _forget_choices(intervals, phases, now == phases)
+        _complete_departures(tensors, sums, departures, now)
+        _complete_returns(tensors, sums, returns, now)
+        _make_ready(intervals, tensors, ready, later, time_s, step_s, now)
+        first, last = access_start[phase], access_start[phase + 1]
+        for access in range(first, last):
             tensor = access_tensor[access]
-            used_by[tensor] = now
-            if leaving[tensor]:
-                leaving[tensor] = False
-                pending -= tensor_bytes[tensor]
-            if not resident[tensor]:
-                resident[tensor] = True
-                used += tensor_bytes[tensor]
-        while used > capacity_bytes:
-            best = -1
-            best_worth = 0.0
-            for k in range(len(prices)):
-                heap = ready[k]
-                while len(heap) > 0:
-                    _, tensor, gap = heap[0]
-                    if (
-                        resident[tensor]
-                        and not leaving[tensor]
-                        and current[tensor] == gap
-                        and used_by[tensor] < now
-                        and base[tensor] + gap_return[gap] > now
-                    ):
-                        worth = (-heap[0][0] - now_s) / prices[k]
-                        if best < 0 or worth > best_worth:
-                            best = k
-                            best_worth = worth
-                        break
-                    heapq.heappop(heap)
-            if best < 0:
+            tensors[tensor].used_at = now
+            _set_leaving(tensors, sums, tensor, False)
+            _set_resident(tensors, sums, tensor, True)
+        now_s = time_s[phase] + step_s * (now // phases)
+        while sums[USED] > capacity_bytes:
+            if not _evict_in_time(intervals, tensors, sums, ready, returns, prices, now, now_s):
                 break
-            _, tensor, gap = heapq.heappop(ready[best])
-            resident[tensor] = False
-            used -= tensor_bytes[tensor]
-            needed_by[gap] = now - base[tensor]
-            back = base[tensor] + gap_return[gap]
-            heapq.heappush(returns, (back, np.int64(tensor), np.int64(gap)))
-        while used - pending > capacity_bytes and len(later) > 0:
-            gone, tensor, gap = heapq.heappop(later)
-            back = base[tensor] + gap_return[gap]
-            if (
-                not resident[tensor]
-                or leaving[tensor]
-                or current[tensor] != gap
-                or used_by[tensor] == now
-                or back <= gone
-            ):
-                continue
-            leaving[tensor] = True
-            pending += tensor_bytes[tensor]
-            needed_by[gap] = now - base[tensor]
-            heapq.heappush(departures, (gone, np.int64(tensor), np.int64(gap)))
-            heapq.heappush(returns, (back, np.int64(tensor), np.int64(gap)))
-        for access in range(access_start[phase], access_start[phase + 1]):
-            tensor = access_tensor[access]
-            gap = after_access[access]
-            current[tensor] = gap
-            base[tensor] = now - phase
-            if gap < 0 or gap_dead[gap]:
-                resident[tensor] = False
-                used -= tensor_bytes[tensor]
-            elif gap_allowed[gap]:
-                gone = base[tensor] + gap_gone[gap]
-                heapq.heappush(later, (gone, np.int64(tensor), np.int64(gap)))
-    return needed_by
+        while sums[USED] - sums[LEAVING] > capacity_bytes and len(later) > 0:
+            _evict_late(intervals, tensors, sums, later, departures, returns, now)
+        for access in range(first, last):
+            tensor, gap = access_tensor[access], after_access[access]
+            _begin_interval(intervals, tensors, sums, later, tensor, gap, now, phase)
 
 
 @compiled
-def _time_at(time_s, step_s, phase):
-    """Start of a phase that may lie in a later step."""
-    return time_s[phase % len(time_s)] + step_s * (phase // len(time_s))
+def _forget_choices(intervals, phases, all_of_them):
+    """Forget choices at a step's edge, but those whose intervals reach into the new step.
+
+    The choices of the first step do not hold on at all: it began with an invented placement.
+    """
+    for gap in range(len(intervals)):
+        if all_of_them or intervals[gap].back <= phases:
+            intervals[gap].needed_by = NOT_NEEDED
+
+
+@compiled
+def _set_resident(tensors, sums, tensor, resident):
+    if tensors[tensor].resident != resident:
+        tensors[tensor].resident = resident
+        sums[USED] += tensors[tensor].bytes if resident else -tensors[tensor].bytes
+
+
+@compiled
+def _set_leaving(tensors, sums, tensor, leaving):
+    if tensors[tensor].leaving != leaving:
+        tensors[tensor].leaving = leaving
+        sums[LEAVING] += tensors[tensor].bytes if leaving else -tensors[tensor].bytes
+
+
+@compiled
+def _complete_departures(tensors, sums, departures, now):
+    """Free the memory of tensors that have left by now."""
+    while len(departures) > 0 and departures[0][0] <= now:
+        _, tensor, gap = heapq.heappop(departures)
+        if tensors[tensor].leaving and tensors[tensor].interval == gap:
+            _set_leaving(tensors, sums, tensor, False)
+            _set_resident(tensors, sums, tensor, False)
+
+
+@compiled
+def _complete_returns(tensors, sums, returns, now):
+    """Give tensors their memory again that are due, or have not left in time."""
+    while len(returns) > 0 and returns[0][0] <= now:
+        _, tensor, gap = heapq.heappop(returns)
+        if tensors[tensor].interval == gap:
+            _set_leaving(tensors, sums, tensor, False)
+            _set_resident(tensors, sums, tensor, True)
+
+
+@compiled
+def _is_idle(tensors, tensor, gap, now):
+    """Whether a tensor is still in an interval, and on the device."""
+    return (
+        tensors[tensor].resident
+        and not tensors[tensor].leaving
+        and tensors[tensor].interval == gap
+        and tensors[tensor].used_at < now
+    )
+
+
+@compiled
+def _make_ready(intervals, tensors, ready, later, time_s, step_s, now):
+    """Let tensors compete that can have left by now."""
+    while len(later) > 0 and later[0][0] <= now:
+        _, tensor, gap = heapq.heappop(later)
+        if _is_idle(tensors, tensor, gap, now):
+            back = tensors[tensor].base + intervals[gap].back
+            until_s = time_s[back % len(time_s)] + step_s * (back // len(time_s))
+            if intervals[gap].first:
+                until_s += _FIRST_S
+            item = (-until_s, np.int64(tensor), np.int64(gap))
+            heapq.heappush(ready[intervals[gap].price], item)
+
+
+@compiled
+def _evict_in_time(intervals, tensors, sums, ready, returns, prices, now, now_s):
+    """Evict the ready tensor whose absence helps longest per byte; False if none is ready."""
+    best = -1
+    best_worth = 0.0
+    for price in range(len(prices)):
+        heap = ready[price]
+        while len(heap) > 0:
+            _, tensor, gap = heap[0]
+            is_away_long = tensors[tensor].base + intervals[gap].back > now
+            if is_away_long and _is_idle(tensors, tensor, gap, now):
+                worth = (-heap[0][0] - now_s) / prices[price]
+                if best < 0 or worth > best_worth:
+                    best = price
+                    best_worth = worth
+                break
+            heapq.heappop(heap)
+    if best < 0:
+        return False
+    _, tensor, gap = heapq.heappop(ready[best])
+    _set_resident(tensors, sums, tensor, False)
+    _choose(intervals, tensors, returns, tensor, gap, now)
+    return True
+
+
+@compiled
+def _evict_late(intervals, tensors, sums, later, departures, returns, now):
+    """Evict the tensor that can have left first, though its memory is free after now only."""
+    gone, tensor, gap = heapq.heappop(later)
+    is_away_long = tensors[tensor].base + intervals[gap].back > gone
+    if is_away_long and _is_idle(tensors, tensor, gap, now):
+        _set_leaving(tensors, sums, tensor, True)
+        heapq.heappush(departures, (gone, np.int64(tensor), np.int64(gap)))
+        _choose(intervals, tensors, returns, tensor, gap, now)
+
+
+@compiled
+def _choose(intervals, tensors, returns, tensor, gap, now):
+    """Spend an interval on the host."""
+    intervals[gap].needed_by = now - tensors[tensor].base
+    back = tensors[tensor].base + intervals[gap].back
+    heapq.heappush(returns, (back, np.int64(tensor), np.int64(gap)))
+
+
+@compiled
+def _begin_interval(intervals, tensors, sums, later, tensor, gap, now, phase):
+    """Begin the interval behind a use; dead contents take no memory."""
+    tensors[tensor].interval = gap
+    tensors[tensor].base = now - phase
+    if gap < 0 or intervals[gap].is_dead:
+        _set_resident(tensors, sums, tensor, False)
+    elif intervals[gap].allowed:
+        gone = tensors[tensor].base + intervals[gap].gone
+        heapq.heappush(later, (gone, np.int64(tensor), np.int64(gap)))
