@@ -184,7 +184,7 @@ class PhaseTracker:
             if step is not None and step.memory is not None:
                 step.memory.close()
 
-    def _unowned(self, method: Callable[..., None], *args: Any) -> Callable[[Any], None]:
+    def _unowned(self, method: Callable[[PhaseTracker, Any], None]) -> Callable[[Any], None]:
         """A method as a hook that holds no reference to this object, and so none to the model."""
         reference = self._reference
 
@@ -192,7 +192,7 @@ class PhaseTracker:
             tracker = reference()
             if tracker is not None:
                 try:
-                    method(tracker, *args, value)
+                    method(tracker, value)
                 except Exception as error:
                     tracker._fail(error)
 
@@ -220,7 +220,11 @@ class PhaseTracker:
             return
         if block is self._root and self._running:
             self._end_interrupted()
-        if not self._is_tracked(block, in_backward):
+        if self._running:
+            is_tracked = self._running[-1] is not None
+        else:
+            is_tracked = self._begins_tracking(block, in_backward)
+        if not is_tracked:
             self._running.append(None)
             return
         if step is None:
@@ -248,9 +252,8 @@ class PhaseTracker:
         self._running.append((block, following, next_node))
         self._listener.block_begins(block, in_backward)
 
-    def _is_tracked(self, block: Block, in_backward: bool) -> bool:
-        if self._running:
-            return self._running[-1] is not None
+    def _begins_tracking(self, block: Block, in_backward: bool) -> bool:
+        """Whether to track a call that is no part of another."""
         if self._step is None and (in_backward or block is not self._root):
             return False  # such as inside a call of the model that began before the start
         return in_backward or torch.is_grad_enabled()  # otherwise an evaluation
@@ -277,10 +280,9 @@ class PhaseTracker:
 
     def _leave(self, block: Block, output: Any, *, failed: bool) -> None:
         """The call returns, or an exception goes through it."""
-        in_backward = current_graph_task_id() != -1
         step = self._step
         if step is not None and block.name in step.skipped:
-            if not in_backward:
+            if current_graph_task_id() == -1:
                 step.is_broken |= failed
                 step.left_at = next_sequence_number()
                 step.skipped_nodes.append(step.left_at)
@@ -293,7 +295,8 @@ class PhaseTracker:
         if step is None or step is not self._step:
             return
         # In the backward pass, an exception is how a checkpoint ends when it has all it needs.
-        step.is_broken |= failed and not in_backward
+        if failed and current_graph_task_id() == -1:
+            step.is_broken = True
         if block is not self._root:
             self._hook_nodes(step, output, first_node, block.backward)
             step.left_at = next_sequence_number()
@@ -301,7 +304,7 @@ class PhaseTracker:
             step.memory.end_call(
                 self._memory_name(block),
                 output,
-                is_recomputed=in_backward,
+                is_recomputed=current_graph_task_id() != -1,
                 is_abandoned=failed and not self._running,
             )
         self._begin_phase(step, following)
@@ -333,23 +336,9 @@ class PhaseTracker:
             if key in step.hooked and (step.memory is None or step.hooked[key] != label):
                 continue
             step.hooked[key] = label
-            reached = self._unowned(PhaseTracker._node_reached, step.number, label)
+            # The graph, which holds this, may outlive the model.
+            reached = partial(_node_reached, self._reference, step.number, label)
             hook_gradient(tensor, node, reached)
-
-    def _node_reached(self, step_number: int, label: str, gradient: Any) -> None:
-        """The backward pass has reached a node with which a phase begins.
-
-        The gradient is None where the node gets gradients for its other results only.
-        """
-        step = self._step
-        if step is None or step.number != step_number:
-            return
-        if step.label != label:
-            if step.memory is not None:
-                step.memory.see_made(gradient, "gradient")
-            self._begin_phase(step, label)
-        if step.memory is not None:
-            step.memory.see_used(gradient)
 
     def _backward_begins(self, roots: object) -> None:
         """A backward pass begins; inside of another one, a checkpoint's."""
@@ -401,3 +390,28 @@ class PhaseTracker:
         self._listener.phase_begins(label)
         if step.memory is not None:
             step.memory.begin_phase(label)
+
+
+def _node_reached(
+    reference: weakref.ref[PhaseTracker], step_number: int, label: str, gradient: Any
+) -> None:
+    """The backward pass has reached a node with which a phase begins.
+
+    The gradient is None where the node gets gradients for its other results only.
+    """
+    tracker = reference()
+    step = None if tracker is None else tracker._step
+    if tracker is None or step is None or step.number != step_number:
+        return
+    memory, is_new = step.memory, step.label != label
+    if memory is None and not is_new:
+        return
+    try:
+        if is_new:
+            if memory is not None:
+                memory.see_made(gradient, "gradient")
+            tracker._begin_phase(step, label)
+        if memory is not None:
+            memory.see_used(gradient)
+    except Exception as error:
+        tracker._fail(error)
