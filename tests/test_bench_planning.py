@@ -87,7 +87,7 @@ def test_a_run_measures_every_planner(tmp_path: Path) -> None:
         assert len(it.rounds_s) == 2
         assert it.figures["step_s"] >= it.figures["lower_bound_s"] * (1 - 1e-9)
         assert it.figures["plan_bytes"] > 0
-    assert "llama-tiny-sft" in done.stdout
+    assert "Recorded steps" in done.stdout
 
 
 def test_a_step_that_no_machine_holds_is_shared(

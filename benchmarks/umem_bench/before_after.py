@@ -21,7 +21,7 @@ from umem_bench.timing import loops_for, time_calls, time_loops_s
 
 __all__ = ["run_against"]
 
-_CASE_S = 0.1
+_CASE_S = 0.5
 _MOVED = {
     "model_trace": ("umem.capture.offline", "umem.trace"),
     "native": ("umem.runtime.native_library", "umem._library"),
@@ -35,16 +35,7 @@ def run_against(
 ) -> list[Measurement]:
     """Time both checkouts in turns; a side that cannot be measured says why.
 
-    Parameters
-    ----------
-    checkout
-        A checkout of umem with its native extension built. Its ``.venv`` is used if there is one.
-    rounds
-        Times that each case is measured.
-    on_progress
-        Called with a line for each round.
-    model
-        Whose step is planned and simulated, of :data:`umem.capture.offline.MODELS`.
+    The checkout needs its native extension. Its ``.venv`` is used if there is one.
     """
     here = Path(__file__).resolve().parents[2]
     sides = {"before": _start(checkout.resolve(), model), "after": _start(here, model)}
@@ -112,16 +103,19 @@ def _cases(model: str) -> Iterator[tuple[str, Callable[[], float]]]:
     from umem.hardware import with_durations
     from umem.policy import resolve
 
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        umem.enable("sft")  # before anything starts CUDA
     hardware = umem.load_hardware("gh200-96")
     policy = resolve(umem.load_policy("sft"), hardware.device_bytes, {})
     trace = with_durations(_moved("model_trace")(model, "sft", batch=2), hardware)
-    schedule = umem.plan(trace, hardware, policy)
+    paging = umem.plan(trace, hardware, policy, "fault")  # the same work for both sides
 
     def once(call: Callable[[], object]) -> Callable[[], float]:
         return lambda: time_calls(call, 1)[1][0]
 
     yield f"plan of {model}, sft", once(lambda: umem.plan(trace, hardware, policy))
-    yield "its simulation", once(lambda: umem.simulate(trace, schedule, hardware, policy))
+    yield "simulation of paging", once(lambda: umem.simulate(trace, paging, hardware, policy))
     config = _moved("native_config")(resolve(umem.load_policy("sft"), 80 << 30))
     allocator = _moved("native")().Allocator.on_host(config, 80 << 30)
 
@@ -130,10 +124,9 @@ def _cases(model: str) -> Iterator[tuple[str, Callable[[], float]]]:
             allocator.free(allocator.malloc(1 << 20))
 
     yield "1 MiB, native core over host memory", _looped(pairs)
-    if torch.cuda.is_available():
+    if on_gpu:
         from umem_bench.allocators import SHAPES, alloc_loop, train_steps
 
-        umem.enable("sft")
         yield "1 MiB through torch", _looped(alloc_loop(1 << 20))
         shape = SHAPES["small"]
         train = train_steps(shape, "sft")

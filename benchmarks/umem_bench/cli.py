@@ -133,8 +133,7 @@ def training(
     ] = 280,
     output: _Output = None,
     continued: Annotated[
-        Path | None,
-        typer.Option("--continue", metavar="FILE", help="Run what these results lack."),
+        Path | None, typer.Option("--continue", metavar="FILE", help="Run what these results lack.")
     ] = None,
     check: _Check = False,
 ) -> None:

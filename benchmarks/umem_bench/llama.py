@@ -69,15 +69,8 @@ def build_llama(shape: LlamaShape, method: Method, device: torch.device) -> Any:
 class ChunkedLoss(nn.Module):
     """A causal language model whose output is its mean loss, computed chunk after chunk.
 
-    The logits of a whole sequence in float32 would be the largest tensor of a step. Here the logits
-    of one chunk exist at a time, and the backward pass computes them again.
-
-    Parameters
-    ----------
-    network
-        A model of `transformers` for causal language modelling, or PEFT's around one.
-    chunk_tokens
-        Tokens of each sequence whose logits exist at once.
+    The logits of a whole sequence in float32 would be the largest tensor of a step. Here those of
+    `chunk_tokens` tokens exist at a time, and the backward pass computes them again.
     """
 
     def __init__(self, network: Any, chunk_tokens: int) -> None:
@@ -91,17 +84,9 @@ class ChunkedLoss(nn.Module):
         return list(self._base().model.layers)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of predicting each token from those before it.
+        """Mean cross entropy of predicting each token from those before it, float32.
 
-        Parameters
-        ----------
-        input_ids, labels
-            int64[sequences, tokens]. Tokens without a label have -100.
-
-        Returns
-        -------
-        Tensor
-            float32, without dimensions.
+        Arguments are int64[sequences, tokens]; tokens without a label have -100.
         """
         base = self._base()
         hidden = base.model(input_ids=input_ids).last_hidden_state

@@ -54,13 +54,7 @@ def header(benchmark: Any, settings: Any) -> Header:
 
 
 def git_commit(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The commit of this checkout; outside of a checkout UMEM_COMMIT, or None.
-
-    Raises
-    ------
-    UmemError
-        If UMEM_COMMIT is needed and is not a commit's hash.
-    """
+    """The commit of this checkout; outside of a checkout UMEM_COMMIT, or None."""
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         told = environ.get("UMEM_COMMIT")
         if told is not None and _HASH.fullmatch(told) is None:
@@ -75,13 +69,7 @@ def git_commit(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def managed_limit_bytes(most_bytes: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Managed memory that a worker may hold: UMEM_MANAGED_LIMIT, and at most `most_bytes`.
-
-    Raises
-    ------
-    PolicyError
-        If UMEM_MANAGED_LIMIT is not a size.
-    """
+    """Managed memory that a worker may hold: UMEM_MANAGED_LIMIT, and at most `most_bytes`."""
     from umem.core.units import parse_bytes
 
     try:

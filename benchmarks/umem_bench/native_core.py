@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from umem import TensorClass
 from umem_bench.results import Measurement
 from umem_bench.timing import loops_for, time_loops_s
 
@@ -38,12 +37,7 @@ def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
     """Time the native core from Python: one allocation and its free, and the gradient hook.
 
     There is nothing fair to compare an allocation with on a host: the figures are absolute, and
-    Python's calls are part of them. The hook stands beside the same hook written in Python.
-
-    Raises
-    ------
-    PolicyError, NativeLibraryError
-        If the policy or the native library is not usable.
+    Python's calls are part of them.
     """
     from umem.policy import load_policy, resolve
     from umem.runtime.classification import gradient_hook
@@ -52,7 +46,6 @@ def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
 
     config = native_config(resolve(load_policy(policy), _DEVICE_BYTES))
     allocator: Allocator = native().Allocator.on_host(config, _DEVICE_BYTES)
-    hooks = gradient_hook(allocator), _python_hook(allocator)
     cases: dict[str, tuple[Callable[[int], None], int]] = {
         "an empty call, of which a pair makes two": (_call_loop(allocator), 1),
         "512 B, 1 thread": (_fixed_loop(allocator, 512), 1),
@@ -60,8 +53,7 @@ def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
         "20 MiB, 1 thread": (_fixed_loop(allocator, 20 << 20), 1),
         "random sizes, 1 thread": (_random_loop(allocator), 1),
         "random sizes, 8 threads": (_random_loop(allocator), 8),
-        "gradient hook": (_hook_loop(allocator, hooks[0]), 1),
-        "gradient hook, if it were in Python": (_hook_loop(allocator, hooks[1]), 1),
+        "gradient hook": (_hook_loop(allocator, gradient_hook(allocator)), 1),
     }
     case_s = _QUICK_CASE_S if quick else _CASE_S
     passes = {case: loops_for(loop, case_s, threads) for case, (loop, threads) in cases.items()}
@@ -111,28 +103,12 @@ def _hook_loop(
     return loop
 
 
-def _python_hook(allocator: Allocator) -> Callable[[torch.Tensor], None]:
-    gradients, activations = TensorClass.GRADIENTS.number, TensorClass.ACTIVATIONS.number
-
-    def hook(parameter: torch.Tensor) -> None:
-        if allocator.phase() != activations:
-            allocator.set_phase(activations)
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse:
-            allocator.retag(gradient.data_ptr(), gradients)
-
-    return hook
-
-
 def _random_loop(allocator: Allocator) -> Callable[[int], None]:
     """Replace one of many live blocks by one of another size, in a fixed random order."""
     numbers = random.Random(0)
     doublings = (_LARGEST_BYTES // _SMALLEST_BYTES).bit_length() - 1
     stream = [
-        (
-            numbers.randrange(_LIVE_BLOCKS),
-            int(_SMALLEST_BYTES * 2 ** numbers.uniform(0, doublings)),
-        )
+        (numbers.randrange(_LIVE_BLOCKS), int(_SMALLEST_BYTES * 2 ** numbers.uniform(0, doublings)))
         for _ in range(_STREAM_LENGTH)
     ]
 

@@ -59,23 +59,9 @@ def run_planning(
     first_plans: bool = True,
     on_progress: _Progress,
 ) -> list[Measurement]:
-    """Measure recording, planning and simulation.
+    """Measure recording, planning and simulation; `first_plans` takes about a minute more.
 
-    Parameters
-    ----------
-    models, modes
-        Of :data:`umem.capture.offline.MODELS` and `MODES`.
-    rounds
-        Times that each thing is timed.
-    first_plans
-        Whether to time the first plans of a new process, which takes about a minute.
-    on_progress
-        Called with a few words now and then.
-
-    Raises
-    ------
-    UmemError
-        If something cannot be recorded or planned.
+    Models and modes are those of :mod:`umem.capture.offline`.
     """
     # Before anything is timed: the first recording would pay for loading them.
     on_progress("loading torch and transformers")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from umem import TraceError, UmemError, load_hardware, load_policy, load_trace
+from umem_bench.planning import live_bytes
 from umem_bench.results import Measurement, Run
 from umem_bench.tables import NOTHING, Table, beside, provenance
 
@@ -58,20 +56,12 @@ _UNLIMITED_BYTES_PER_S = 1e15
 
 
 def compare(folder: Path, progress: Callable[[str], None] = lambda _: None) -> list[Measurement]:
-    """Plan and simulate every published trace of a folder.
-
-    Parameters
-    ----------
-    folder
-        Holds 1 to 64 traces ``*.json.gz`` in the exchange format, with published times.
-    progress
-        Called with the name of each trace before it is planned.
+    """Plan and simulate every published trace of a folder: 1 to 64 files in the exchange format.
 
     Raises
     ------
     UmemError
-        If the folder holds no trace, or more than 64; TraceError for one that cannot be read, or
-        with which no times were published.
+        If the folder holds none, or more than 64; TraceError for one without published times.
     """
     paths = sorted(folder.glob("*.json.gz"))
     if not 1 <= len(paths) <= _MAX_TRACES:
@@ -109,24 +99,16 @@ def _trace(trace: Trace, path: Path, hardware: Hardware) -> Measurement:
         raise TraceError(
             f"{path}: published: none of {', '.join(PUBLISHED)}: give a trace with published times"
         )
-    duration_s = require_durations(trace)
-    change = np.zeros(trace.phase_count + 1, np.int64)
-    np.add.at(change, trace.first_phase, trace.tensor_bytes)
-    np.subtract.at(change, trace.last_phase + 1, trace.tensor_bytes)
-    live_bytes = np.cumsum(change)[:-1]
-    peak = int(live_bytes.argmax())
     return Measurement(
         benchmark="trace",
         case=trace.name,
         subject="published",
         figures={
             **published,
-            "resident_s": float(duration_s.sum()),
+            "resident_s": float(require_durations(trace).sum()),
             "allocated_bytes": int(trace.tensor_bytes.sum()),
-            "persistent_bytes": int(trace.tensor_bytes[trace.persistent].sum()),
-            "peak_live_bytes": int(live_bytes[peak]),
+            "peak_live_bytes": live_bytes(trace),
             "device_bytes": hardware.device_bytes,
-            "peak_at_s": float(duration_s[:peak].sum()),
         },
     )
 
@@ -171,105 +153,41 @@ def heading(run: Run) -> str:
 
 
 def tables(run: Run) -> Iterator[Table]:
-    """The traces, umem's times beside published ones, and two tables by budget for each trace."""
-    traces = {it.case: it.figures for it in run.measurements("trace")}
-    plans = {
-        case: {
-            percent: beside(run.measurements(f"{percent} %")).get(case, {})
-            for percent in BUDGETS_PERCENT
-        }
-        for case in traces
-    }
-    sizes = {
-        "all tensors of a step, GB": "allocated_bytes",
-        "of these, from step to step, GB": "persistent_bytes",
-        "allocated at once, at most, GB": "peak_live_bytes",
-        "memory of the device, GB": "device_bytes",
-    }
-    yield Table(
-        "The traces",
-        ("", *traces),
-        [
-            *((words, *(f"{it[key] / 1e9:.1f}" for it in traces.values()))
-              for words, key in sizes.items()),
-            ("time until most is allocated, ms", *(_ms(it["peak_at_s"]) for it in traces.values())),
-        ],
-    )  # fmt: skip
-    yield _beside_published(traces, plans)
-    for case, by_percent in plans.items():
-        budgets = ("", *(f"{percent} %" for percent in BUDGETS_PERCENT))
+    """For each trace, steps by planner and share of the device's memory, beside published ones."""
+    budgets = [f"{percent} %" for percent in BUDGETS_PERCENT]
+    for trace in run.measurements("trace"):
+        found = {it: beside(run.measurements(it)).get(trace.case, {}) for it in budgets}
+        rows = [
+            (f"published: {words}", f"{trace.figures[f'{name}_ms']:,.1f}", *[NOTHING] * 4)
+            for name, words in PUBLISHED.items()
+            if f"{name}_ms" in trace.figures
+        ]
+        for subject in dict.fromkeys(name for own in found.values() for name in own):
+            cells = (found[it].get(subject) for it in budgets)
+            rows.append((subject, *(NOTHING if it is None else _step(it) for it in cells)))
+        planned = [found[it]["`planned`"].figures for it in budgets]
+        rows.append(("lower bound", *(_ms(it["lower_bound_s"]) for it in planned)))
+        sizes = (_gb(trace.figures[f"{it}_bytes"]) for it in ("peak_live", "allocated"))
+        for where in ("host", "device"):
+            moved = (_gb(it[f"to_{where}_bytes"]) for it in planned)
+            rows.append((f"`planned`: moved to the {where}, GB", *moved))
+        words = "{} GB live at most, {} GB in all, on a device of ".format(*sizes)
         yield Table(
-            f"{case}: a step with a share of the device's memory, ms",
-            budgets,
-            [
-                *(_row(f"`{it}`", by_percent, f"`{it}`", _step)
-                  for it in PLANNERS),
-                _row("lower bound", by_percent, "`planned`", _bound),
-                _row("regret of `planned`", by_percent, "`planned`", _regret),
-                *(
-                    _row(f"moved to the {it}, GB", by_percent, "`planned`", partial(_moved, it))
-                    for it in ("host", "device")
-                ),
-                *(_row(f"regret of {it}", by_percent, it, _regret) for it in FREE_LINK.values()),
-            ],
-        )  # fmt: skip
+            f"{trace.case}: a step with a share of the device's memory, ms (over the lower bound); "
+            f"{words}{_gb(trace.figures['device_bytes'])} GB",
+            ("", *budgets),
+            rows,
+        )
 
 
-_Figures = dict[str, float]
-_Plans = dict[int, dict[str, Measurement]]
-
-
-def _beside_published(traces: dict[str, _Figures], plans: dict[str, _Plans]) -> Table:
-    def published(name: str) -> tuple[str, ...]:
-        times = (it.get(f"{name}_ms") for it in traces.values())
-        return (f"published: {PUBLISHED[name]}", *(f"{it:,.1f}" if it else NOTHING for it in times))
-
-    def ours(
-        subject: str, cell: Callable[[_Figures], str] = lambda it: _ms(it["step_s"])
-    ) -> tuple[str, ...]:
-        return tuple(cell(by_percent[100][subject].figures) for by_percent in plans.values())
-
-    return Table(
-        "A step with all of the device, ms",
-        ("", *traces),
-        [
-            published("ideal"),
-            ("umem: all resident", *(_ms(it["resident_s"]) for it in traces.values())),
-            published("naive_um_lru"),
-            (f"umem: {OWN_ADDRESSES}", *ours(OWN_ADDRESSES)),
-            ("umem: `fault`", *ours("`fault`")),
-            published("deepum"),
-            ("umem: `lookahead`", *ours("`lookahead`")),
-            ("umem: `oracle`", *ours("`oracle`")),
-            published("g10"),
-            ("umem: `planned`", *ours("`planned`")),
-            ("lower bound", *ours("`planned`", _bound)),
-            ("regret of `planned`", *ours("`planned`", _regret)),
-        ],
-    )
-
-
-def _row(
-    label: str, by_percent: _Plans, subject: str, cell: Callable[[_Figures], str]
-) -> tuple[str, ...]:
-    return (label, *(cell(it[subject].figures) for it in by_percent.values()))
-
-
-def _step(figures: _Figures) -> str:
-    return _ms(figures["step_s"])
-
-
-def _bound(figures: _Figures) -> str:
-    return _ms(figures["lower_bound_s"])
-
-
-def _moved(where: str, figures: _Figures) -> str:
-    return f"{figures[f'to_{where}_bytes'] / 1e9:.1f}"
-
-
-def _regret(figures: _Figures) -> str:
-    return f"{figures['step_s'] / figures['lower_bound_s']:.3f}"
+def _step(it: Measurement) -> str:
+    step_s, bound_s = it.figures["step_s"], it.figures["lower_bound_s"]
+    return f"{_ms(step_s)} ({step_s / bound_s:.3f})"
 
 
 def _ms(time_s: float) -> str:
     return f"{1e3 * time_s:,.1f}"
+
+
+def _gb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.1f}"

@@ -34,16 +34,8 @@ def time_calls(
 def time_loops_s(loop: Callable[[int], None], loops: int, threads: int = 1) -> float:
     """Wall time of one pass: `loops` passes spread evenly over `threads` threads.
 
-    With several threads this is the time between two passes of the whole process.
-
-    Parameters
-    ----------
-    loop
-        Makes the number of passes that it is given; called once in each thread.
-    loops
-        Passes in all; every thread makes at least one.
-    threads
-        Threads that start together. 1 runs in the calling thread.
+    `loop` makes the number of passes that it is given, once in each thread. With several threads
+    the result is the time between two passes of the whole process.
     """
     each = max(1, loops // threads)
     with no_garbage_collection():

@@ -56,14 +56,8 @@ class _Failure:
 class Worker:
     """A process that answers requests one after the other. Leaving the context ends it.
 
-    Parameters
-    ----------
-    answers
-        A module's generator function.
-    job
-        Its argument.
-    preload
-        Modules that workers share; only those of a program's first worker count.
+    Its answers are those of a module's generator function, called with the job. Workers share the
+    preloaded modules; only those of a program's first worker count.
     """
 
     stuck = ""

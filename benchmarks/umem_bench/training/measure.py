@@ -194,16 +194,9 @@ def _corrections(training: Training) -> int:
 def time_steps(
     training: Training, steps: int, losses: list[torch.Tensor], allocator: AllocatorName | None
 ) -> Timed:
-    """Time steps by CUDA events, without a wait between them.
+    """Time steps by CUDA events, without a wait between them; their losses are appended.
 
-    Parameters
-    ----------
-    training, steps
-        How many steps of which training.
-    losses
-        The steps' losses are appended here.
-    allocator
-        Whose peaks are read; None on the CPU, where the wall clock counts.
+    `allocator` is the one whose peaks are read; None on the CPU, where the wall clock counts.
     """
     before = None if training.manager is None else training.manager.status()
     if allocator is not None:

@@ -106,11 +106,7 @@ class _ResidencyReads:
 def profile_step(training: Training, name: str) -> tuple[Migration | None, tuple[str, ...]]:
     """One step under `umem.profile`, with all its requests carried out in it.
 
-    Returns
-    -------
-    tuple
-        The step's migration, None where nothing or too little was recorded; why something is
-        missing.
+    The migration is None where nothing or too little was recorded; the notes say why.
     """
     import umem
 
@@ -153,20 +149,10 @@ def _wait_for_hints(training: Training) -> None:
 
 
 def missing_records(report: MeasuredReport, paged_bytes: int | None) -> tuple[str, bool]:
-    """Whether records of a step are missing: CUPTI loses some without an error.
+    """Why a step's figures are not known or too low, empty where not; whether they are too low.
 
-    Parameters
-    ----------
-    report
-        Of the step.
-    paged_bytes
-        Predicted traffic of demand paging; None for steps under other planners.
-
-    Returns
-    -------
-    tuple
-        Why the figures are not known or too low, empty where they can be believed. Whether they
-        are lower bounds: where much faults at once, only some records are lost.
+    CUPTI loses records without an error, and where much faults at once only some of them.
+    `paged_bytes` is the predicted traffic of demand paging; None under other planners.
     """
     recorded_bytes = sum(it.bytes for it in _unified_traffic(report))
     words = f"there are records of {format_bytes(recorded_bytes)}"

@@ -46,13 +46,6 @@ def training_figure(run: Run) -> Figure:
     The stock variant, with everything resident, is a line. A variant that has more resident memory
     than a budget, or whose memory is not counted, is drawn pale and hatched in that budget's group.
     Where umem gave up there is no bar, and its reason stands below.
-
-    Raises
-    ------
-    UmemError
-        If there is nothing to draw beside the stock variant.
-    UnsupportedError
-        If matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure

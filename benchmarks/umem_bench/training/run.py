@@ -75,20 +75,10 @@ def run_training(
 
     A variant that fails, is not installed or does not fit the time leaves a result that says why.
 
-    Parameters
-    ----------
-    settings
-        What to run.
-    on_progress
-        Called with a line for each process.
-    on_results
-        Called with the results so far, after every process.
-    seconds_limit
-        Processes that would not end in time are left out.
-    device
-        Where to train. On the CPU only the stock variant is measured, and without its memory.
-    earlier
-        Results of the same settings on the same machine: what they lack is run.
+    Processes that would not end within `seconds_limit` are left out. After each process
+    `on_progress` gets a line and `on_results` the results so far. With `earlier` results of the
+    same settings and machine, what they lack is run. On the CPU only the stock variant is
+    measured, and without its memory.
 
     Raises
     ------

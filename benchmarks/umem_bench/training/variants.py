@@ -127,13 +127,7 @@ def why_not(job: TrainingJob) -> dict[str, str]:
 
 
 def place_allocator(job: TrainingJob) -> None:
-    """Put a variant's allocator in place, before CUDA starts.
-
-    Raises
-    ------
-    UnsupportedError
-        Where the variant does not work on this machine.
-    """
+    """Put a variant's allocator in place, before CUDA starts."""
     for name in ("UMEM_POLICY", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER"):
         os.environ.pop(name, None)
     os.environ["UMEM_MANAGED_LIMIT"] = str(job.managed_limit_bytes)
