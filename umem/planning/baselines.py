@@ -1,4 +1,4 @@
-"""The yardsticks: demand paging, and prefetch for a window ahead with two rules for eviction."""
+"""Baselines: demand paging, and prefetch for a window ahead with two rules for eviction."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from umem.planning.problem import PlanningProblem, make_schedule
 _NEVER = 2**40
 """A phase that no trace reaches."""
 
+_PREFETCH, _EVICT = int(HintOp.PREFETCH), int(HintOp.EVICT)
+
 _STRICT_SETTLING = 8
-"""Steps until what is resident repeats from step to step, or nearly so. Where the driver helps out,
+"""Steps until residency repeats from step to step, or nearly so. Where the driver evicts besides,
 one is enough."""
 
 __all__ = ["fault", "lookahead", "oracle", "paging"]
@@ -28,8 +30,8 @@ def fault(problem: PlanningProblem) -> Schedule:
 def paging(problem: PlanningProblem) -> Schedule:
     """Demand paging of a budget that the driver does not know.
 
-    The driver evicts when the device is full. Where only a budget is, somebody has to ask for it:
-    what was used longest ago leaves when a phase's own tensors do not fit. Nothing is prefetched.
+    The driver evicts when the device is full. A budget below that has to be kept by hints: the
+    tensors used longest ago leave when a phase's own tensors do not fit. Nothing is prefetched.
     """
     every = _windowed(problem, 0, "fault", by_next_use=False, strict=True)
     leaves = np.isin(every.hint_op, (HintOp.EVICT, HintOp.COPY_OUT))
@@ -56,9 +58,9 @@ def lookahead(problem: PlanningProblem, window: int, *, strict: bool) -> Schedul
     window
         Phases ahead.
     strict
-        Whether the budget has to hold by hints alone: what the window will use leaves too, where a
-        phase's own tensors do not fit otherwise, and a window that is too wide is halved. The
-        driver evicts where it keeps the budget.
+        Whether hints alone have to keep the budget. Then tensors that the window will use leave
+        too, where a phase's own tensors do not fit otherwise, and a window that is too wide is
+        halved. Otherwise the driver evicts what hints do not.
     """
     while True:
         schedule = _windowed(problem, window, "lookahead", by_next_use=False, strict=strict)
@@ -68,10 +70,10 @@ def lookahead(problem: PlanningProblem, window: int, *, strict: bool) -> Schedul
 
 
 def oracle(problem: PlanningProblem, window: int) -> Schedule:
-    """The same with Belady's rule for eviction: what is needed last goes first.
+    """The same with Belady's rule for eviction: the tensor needed last leaves first.
 
-    It knows what to evict best, and not when: against :func:`lookahead` it tells what the choice is
-    worth, and against a plan of the whole step what the timing is.
+    The difference to :func:`lookahead` is the worth of choosing victims well, and the difference to
+    a plan of the whole step that of timing.
     """
     return _windowed(problem, window, "oracle", by_next_use=True, strict=False)
 
@@ -105,19 +107,23 @@ def _peak_bytes(problem: PlanningProblem, schedule: Schedule) -> int:
 def _windowed(
     problem: PlanningProblem, window: int, name: str, *, by_next_use: bool, strict: bool
 ) -> Schedule:
+    """Prefetch for a window of phases, with one of two rules for eviction."""
     trace, gaps = problem.trace, problem.gaps
     moves = np.isin(problem.rules.residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE))
     off_device = np.isin(problem.rules.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
-    # Dead contents are needed never; so are those of a tensor that is about to die.
+    tensors = np.zeros(trace.tensor_count, _TENSOR)
+    tensors["bytes"] = np.where(off_device, 0, trace.tensor_bytes)
+    tensors["movable"] = moves & problem.rules.movable
+    tensors["rank"] = tensors["used_at"] = -1
+    # Dead contents are never needed, nor are those of a tensor that is about to die.
     next_use = np.where(gaps.is_dead, _NEVER, gaps.next_use)
-    # NO_GAP finds what is appended.
+    # NO_GAP is an index of the last element.
     access_next = np.append(next_use, _NEVER)[gaps.after_access]
     phase, op, tensor = _window_hints(
         trace.access_start,
         trace.access_tensor,
         access_next,
-        np.where(off_device, 0, trace.tensor_bytes),
-        moves & problem.rules.movable,
+        tensors,
         trace.persistent,
         trace.last_phase,
         problem.capacity_bytes,
@@ -132,13 +138,26 @@ def _windowed(
     return make_schedule(problem, name, [rows], waits=False)
 
 
+_TENSOR = np.dtype(
+    [
+        ("bytes", "i8"),
+        ("rank", "i8"),  # the lowest leaves first
+        ("wanted", "i8"),  # phases of the window that use the tensor
+        ("used_at", "i8"),  # phase of the last use, over all steps
+        ("movable", "?"),
+        ("resident", "?"),
+        ("away", "?"),  # alive, and not resident
+    ],
+    align=True,
+)
+
+
 @compiled
 def _window_hints(
     access_start,
     access_tensor,
     access_next,
-    held_bytes,
-    movable,
+    tensors,
     persistent,
     last_phase,
     capacity,
@@ -146,95 +165,111 @@ def _window_hints(
     by_next_use,
     strict,
 ):
-    """Hints of a step, when those before it have settled what is resident."""
+    """Hints (phase, op, tensor) of a step, when those before it have settled what is resident."""
     phases = len(access_start) - 1
-    tensors = len(held_bytes)
-    resident = np.zeros(tensors, np.bool_)
-    away = np.zeros(tensors, np.bool_)
-    rank = np.full(tensors, -1, np.int64)  # the lowest goes first
-    wanted = np.zeros(tensors, np.int64)  # phases of the window that use the tensor
-    idle = [(np.int64(0), np.int64(0))]
+    used = np.zeros(1, np.int64)  # bytes
+    idle = [(np.int64(0), np.int64(0))]  # heap of (rank, tensor)
     idle.pop()
-    spared = [(np.int64(0), np.int64(0))]  # what the window wants, found while looking for room
-    used_in = np.full(tensors, -1, np.int64)  # the last phase that used the tensor
+    spared = idle.copy()  # tensors that the window wants, found while looking for room
     hints = [(np.int64(0), np.int64(0), np.int64(0))]
     hints.pop()
-    used = 0
-    for tensor in range(tensors):
-        if persistent[tensor] and (not movable[tensor] or used + held_bytes[tensor] <= capacity):
-            resident[tensor] = True
-            used += held_bytes[tensor]
-            heapq.heappush(idle, (np.int64(-1), np.int64(tensor)))
-        elif persistent[tensor]:
-            away[tensor] = True
+    _place_persistent(tensors, persistent, used, idle, capacity)
     deaths = [[np.int64(0) for _ in range(0)] for _ in range(phases)]
-    for tensor in range(tensors):
+    for tensor in range(len(tensors)):
         if not persistent[tensor] and last_phase[tensor] >= 0:
             deaths[last_phase[tensor]].append(np.int64(tensor))
     for ahead in range(window):
-        phase = ahead % phases
-        for access in range(access_start[phase], access_start[phase + 1]):
-            wanted[access_tensor[access]] += 1
+        for access in range(access_start[ahead % phases], access_start[ahead % phases + 1]):
+            tensors[access_tensor[access]].wanted += 1
     settling = (_STRICT_SETTLING if strict else 1) * phases
     for now in range(settling + phases):
         phase = now % phases
+        if now == settling:
+            hints.clear()
         entering = (now + window) % phases
         for access in range(access_start[entering], access_start[entering + 1]):
-            wanted[access_tensor[access]] += 1
-        spared.clear()
+            tensors[access_tensor[access]].wanted += 1
         for access in range(access_start[phase], access_start[phase + 1]):
-            used_in[access_tensor[access]] = now
+            tensors[access_tensor[access]].used_at = now
+        spared.clear()
         for ahead in range(window + 1):
             later = (now + ahead) % phases
-            full = False
+            fits = True
             for access in range(access_start[later], access_start[later + 1]):
                 tensor = access_tensor[access]
-                if resident[tensor] or (ahead > 0 and not away[tensor]):
-                    continue
-                while used + held_bytes[tensor] > capacity:
-                    if len(idle) > 0:
-                        its_rank, victim = heapq.heappop(idle)
-                        if not resident[victim] or rank[victim] != its_rank:
-                            continue
-                        if wanted[victim] > 0 or not movable[victim]:
-                            spared.append((its_rank, victim))
-                            continue  # comes back to the heap with its next use
-                    elif strict and ahead == 0 and len(spared) > 0:
-                        _, victim = spared.pop()  # used last, so needed last
-                        if not movable[victim] or used_in[victim] == now:
-                            continue
-                    else:
+                if not tensors[tensor].resident and (ahead == 0 or tensors[tensor].away):
+                    fits = _make_room(
+                        tensors, used, idle, spared, hints, capacity, now, phase, tensor,
+                        strict and ahead == 0,
+                    )  # fmt: skip
+                    if ahead > 0 and not fits:
                         break
-                    resident[victim] = False
-                    away[victim] = True
-                    used -= held_bytes[victim]
-                    if now >= settling:
-                        hints.append((np.int64(phase), np.int64(1), victim))
-                if ahead > 0 and used + held_bytes[tensor] > capacity:
-                    full = True
-                    break
-                resident[tensor] = True
-                used += held_bytes[tensor]
-                if away[tensor] and movable[tensor] and now >= settling:
-                    hints.append((np.int64(phase), np.int64(0), np.int64(tensor)))
-                away[tensor] = False
-            if full:
+                    tensors[tensor].resident = True
+                    used[0] += tensors[tensor].bytes
+                    if tensors[tensor].away and tensors[tensor].movable:
+                        hints.append((np.int64(phase), np.int64(_PREFETCH), np.int64(tensor)))
+                    tensors[tensor].away = False
+            if ahead > 0 and not fits:
                 break
         if strict:
             for entry in spared:
                 heapq.heappush(idle, entry)
         for access in range(access_start[phase], access_start[phase + 1]):
             tensor = access_tensor[access]
-            wanted[tensor] -= 1
-            rank[tensor] = phase - now - access_next[access] if by_next_use else now
-            heapq.heappush(idle, (rank[tensor], np.int64(tensor)))
+            rank = phase - now - access_next[access] if by_next_use else now
+            tensors[tensor].wanted -= 1
+            tensors[tensor].rank = rank
+            heapq.heappush(idle, (np.int64(rank), np.int64(tensor)))
         for tensor in deaths[phase]:
-            if resident[tensor]:
-                used -= held_bytes[tensor]
-            resident[tensor] = False
-            away[tensor] = False
-    count = len(hints)
-    rows = np.empty((3, count), np.int64)
-    for i in range(count):
+            if tensors[tensor].resident:
+                used[0] -= tensors[tensor].bytes
+            tensors[tensor].resident = False
+            tensors[tensor].away = False
+    rows = np.empty((3, len(hints)), np.int64)
+    for i in range(len(hints)):
         rows[0, i], rows[1, i], rows[2, i] = hints[i]
     return rows[0], rows[1], rows[2]
+
+
+@compiled
+def _place_persistent(tensors, persistent, used, idle, capacity):
+    """Start with as many persistent tensors on the device as fit."""
+    for tensor in range(len(tensors)):
+        if not persistent[tensor]:
+            continue
+        if tensors[tensor].movable and used[0] + tensors[tensor].bytes > capacity:
+            tensors[tensor].away = True
+        else:
+            tensors[tensor].resident = True
+            used[0] += tensors[tensor].bytes
+            heapq.heappush(idle, (np.int64(-1), np.int64(tensor)))
+
+
+@compiled
+def _make_room(tensors, used, idle, spared, hints, capacity, now, phase, tensor, takes_wanted):
+    """Evict until a tensor fits; False where it does not."""
+    while used[0] + tensors[tensor].bytes > capacity:
+        victim = _next_victim(tensors, idle, spared, now, takes_wanted)
+        if victim < 0:
+            return False
+        tensors[victim].resident = False
+        tensors[victim].away = True
+        used[0] -= tensors[victim].bytes
+        hints.append((np.int64(phase), np.int64(_EVICT), np.int64(victim)))
+    return True
+
+
+@compiled
+def _next_victim(tensors, idle, spared, now, takes_wanted):
+    """The tensor that leaves next, one that the window wants only if it must; -1 for none."""
+    while len(idle) > 0:
+        rank, victim = heapq.heappop(idle)
+        if tensors[victim].resident and tensors[victim].rank == rank:
+            if tensors[victim].wanted == 0 and tensors[victim].movable:
+                return victim
+            spared.append((rank, victim))  # comes back to the heap with its next use
+    while takes_wanted and len(spared) > 0:
+        _, victim = spared.pop()  # used last, so needed last
+        if tensors[victim].movable and tensors[victim].used_at < now:
+            return victim
+    return np.int64(-1)

@@ -115,9 +115,10 @@ def select(
     on_device : bool[T]
         Tensors that take device memory when they are used.
     """
-    prices, price_index = np.unique(price, return_inverse=True)
+    prices = np.unique(price)
     intervals = np.zeros(len(gone), _INTERVAL)
-    intervals["gone"], intervals["back"], intervals["price"] = gone, back, price_index
+    intervals["gone"], intervals["back"] = gone, back
+    intervals["price"] = np.searchsorted(prices, price)
     intervals["is_dead"], intervals["allowed"] = gaps.is_dead, barred < 0
     intervals["first"] = first
     intervals["needed_by"] = NOT_NEEDED
