@@ -31,8 +31,6 @@ from umem.runtime.state import (
 from umem.torch_compat import require, set_allocator_functions
 
 __all__ = [
-    "MANAGED_SHARE_OF_CARD",
-    "MANAGED_SHARE_OF_HOST",
     "check_devices",
     "enable",
     "manage_automatically",

@@ -17,7 +17,7 @@ import umem
 from umem.cli import output
 from umem.core.errors import UmemError
 
-__all__ = ["INTERRUPTED_STATUS", "POLICY_VARIABLE", "app", "launch"]
+__all__ = ["INTERRUPTED_STATUS", "app", "launch"]
 
 POLICY_VARIABLE = "UMEM_POLICY"
 """The environment variable that names the policy; `launch` sets it for child processes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["LARGE_BYTES", "LARGE_STEP_BYTES", "block_bytes"]
+__all__ = ["LARGE_BYTES", "block_bytes"]
 
 LARGE_BYTES = 2 << 20
 """Smallest large request. Large blocks share no page with a neighbour and can move by themselves;

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Location", "LocationKind", "Range", "as_range", "as_stream", "whole_pages"]
+__all__ = ["Location", "Range", "as_range", "as_stream", "whole_pages"]
 
 LocationKind = Literal["device", "host", "host_numa", "host_numa_current"]
 

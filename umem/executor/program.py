@@ -25,7 +25,6 @@ __all__ = [
     "MODEL",
     "GroupKey",
     "Hints",
-    "MappedBlock",
     "MappedBlocks",
     "PhaseWork",
     "Program",

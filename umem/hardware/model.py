@@ -25,7 +25,6 @@ __all__ = [
     "FaultEviction",
     "Hardware",
     "HardwareRow",
-    "Quantity",
     "Source",
     "explain_hardware",
     "figures",

@@ -29,9 +29,6 @@ from umem.io.files import begins_with, read_file, replace_file
 from umem.io.problems import did_you_mean, first_problem, shown
 
 __all__ = [
-    "MAX_COLUMN_BYTES",
-    "MAX_FILE_BYTES",
-    "MAX_KEYS",
     "MAX_VALUES",
     "Checker",
     "Columns",

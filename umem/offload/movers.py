@@ -22,7 +22,7 @@ from umem.runtime.cuda_events import new_event
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled
 
-__all__ = ["CudaMover", "HostBuffer", "HostMover", "HostPool", "Link", "Mover", "bytes_of"]
+__all__ = ["CudaMover", "HostBuffer", "HostMover", "HostPool", "Mover", "bytes_of"]
 
 GRAIN_BYTES = 2 << 20
 """Sizes are rounded up to this: the kernel's huge pages, which take the fewest calls to pin."""

@@ -32,10 +32,6 @@ __all__ = [
     "ActivationStatistics",
     "ActivationStore",
     "Entry",
-    "Group",
-    "Handle",
-    "HookStack",
-    "Retired",
     "in_backward_or_compiler",
 ]
 

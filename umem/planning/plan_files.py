@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from umem.trace import Trace
 
 __all__ = [
-    "MAX_HINTS",
     "PLAN_COLUMNS",
     "PLAN_FORMAT",
     "PlanHeader",

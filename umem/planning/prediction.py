@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from umem.simulation import Addresses
     from umem.trace import Trace
 
-__all__ = ["PUBLISHED_UM_SHARES", "PublishedShare", "predict", "published_share", "report_row"]
+__all__ = ["PUBLISHED_UM_SHARES", "predict", "published_share", "report_row"]
 
 
 @dataclass(frozen=True)

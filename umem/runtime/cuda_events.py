@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["KeptInForks", "new_event"]
+__all__ = ["new_event"]
 
 
 class KeptInForks:

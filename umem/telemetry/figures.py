@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CLASS_COLOURS",
     "FORMATS",
-    "GREY",
     "classes_figure",
     "link_bytes",
     "link_figure",
@@ -57,7 +56,6 @@ __all__ = [
     "residency_over_run_figure",
     "save",
     "shares_figure",
-    "styled",
     "transfers_figure",
 ]
 

@@ -31,9 +31,7 @@ from umem.telemetry.records import (
 from umem.telemetry.reports import HINT_FIGURES, HINT_OPS, HINT_TOTALS
 
 __all__ = [
-    "MAX_MARKS",
     "PROFILE_COLUMNS",
-    "PROFILE_FORMAT",
     "ProfileHeader",
     "load_recording",
     "read_recording",

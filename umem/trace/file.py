@@ -35,7 +35,6 @@ from umem.trace.check import (
 from umem.trace.model import Access, PhaseKind, Precision, Trace, ranges
 
 __all__ = [
-    "EXCHANGE_FORMAT",
     "TRACE_FORMAT",
     "Exchange",
     "ExchangePhase",

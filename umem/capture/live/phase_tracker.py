@@ -27,7 +27,7 @@ from umem.torch_compat import (
 )
 from umem.trace import OPTIMIZER
 
-__all__ = ["AFTER_BACKWARD", "BACKWARD_LOSS", "FORWARD_LOSS", "PhaseTracker", "StepListener"]
+__all__ = ["PhaseTracker", "StepListener"]
 
 FORWARD_LOSS = "forward loss"
 """From the model's return to the backward pass."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from umem.capture.offline.record import Progress, Step
 
-__all__ = ["MODELS", "MODES", "Attention", "model_trace"]
+__all__ = ["MODELS", "MODES", "model_trace"]
 
 Attention = Literal["sdpa", "eager"]
 """One fused kernel, or an operator for each step of the formula."""

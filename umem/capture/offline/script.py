@@ -18,7 +18,7 @@ from umem.trace import Trace
 if TYPE_CHECKING:
     from umem.capture.offline.record import Progress
 
-__all__ = ["DEFAULT_FUNCTION", "script_trace"]
+__all__ = ["script_trace"]
 
 DEFAULT_FUNCTION = "make_step"
 

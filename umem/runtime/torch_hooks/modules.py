@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from umem.torch_compat import compiled_call, set_compiled_call
 
-__all__ = ["Guard", "Hook", "OnError", "Undo", "hook_calls"]
+__all__ = ["Guard", "Undo", "hook_calls"]
 
 Undo = Callable[[], None]
 OnError = Callable[[Exception], None]
