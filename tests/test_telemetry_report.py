@@ -16,12 +16,12 @@ from umem.planning.prediction import report_row
 from umem.telemetry import (
     Recording,
     Shares,
-    TensorTraffic,
     measured_row,
     report_of,
     step_reports,
     tensor_traffic,
 )
+from umem.telemetry.reports import TensorTraffic
 
 WEIGHTS = TensorClass.WEIGHTS.number
 STATE = TensorClass.OPTIMIZER_STATE.number

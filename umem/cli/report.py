@@ -12,8 +12,7 @@ from rich.markup import escape
 
 from umem import telemetry
 from umem.cli import options, output
-from umem.core.report import HintReport, MeasuredReport
-from umem.core.units import format_bytes
+from umem.core.report import MeasuredReport
 from umem.telemetry.comparison import (
     Comparison,
     StepFigures,
@@ -96,8 +95,7 @@ def report(
         output.print_json(data)
         return
     for recording, report, found in zip(recordings, reports, comparisons, strict=True):
-        _print_measured(console, report, telemetry.tensor_traffic(recording))
-        _print_residency(console, recording)
+        _print_measured(console, recording, report)
         for comparison in found:
             _print_comparison(console, comparison)
         console.print()
@@ -124,90 +122,24 @@ def _figures(recordings: list[telemetry.Recording], folder: Path, kind: str) -> 
 
 
 def _print_measured(
-    console: Console, report: MeasuredReport, tensors: tuple[telemetry.TensorTraffic, ...]
+    console: Console, recording: telemetry.Recording, report: MeasuredReport
 ) -> None:
-    what = "the whole recording"
-    if report.step_count:
-        what = "one step" if report.step_count == 1 else f"the median step of {report.step_count}"
     console.print(
         f"[bold]{_plain(report.workload)}[/bold] on {_plain(report.hardware)}, "
-        f"policy {_plain(report.policy)}, measured\n"
-        f"{what}: {output.format_seconds(report.step_s)}"
+        f"policy {_plain(report.policy)}, measured:\n{telemetry.SOURCE_WORDS[report.source]}"
     )
     for note in report.notes:
         console.print(f"note: {_plain(note)}", style="yellow")
-    if report.exposed_stall_s is not None:
-        share = report.exposed_stall_share
-        of_step = "" if share is None else f", {100 * share:.1f} % of the step"
-        console.print(
-            f"exposed stall: {output.format_seconds(report.exposed_stall_s)}{of_step} "
-            f"(all resident: {output.format_seconds(report.ideal_s or 0.0)})"
-        )
-    if report.collected:
-        _print_recorded(console, report)
-    elif report.source == "hints":
-        console.print("by the hint engine's own count, without page faults:")
-        _print_moved(console, report)
-    if report.hints is not None:
-        _print_hints(console, report.hints)
-    if report.collected and tensors:
-        _print_tensors(console, tensors)
-
-
-def _print_recorded(console: Console, report: MeasuredReport) -> None:
-    if report.has_copies:
-        shares = (report.um_time_share, report.um_ops_share, report.um_bytes_share)
-        time, count, size = (f"{100 * share:.1f} %" for share in shares)
-        console.print(
-            f"unified memory's share of memory operations: {time} of time, {count} of operations, "
-            f"{size} of bytes"
-        )
-    _print_moved(console, report)
-    console.print(
-        f"{report.gpu_faults:,} faults on the device, in {report.fault_batches:,} batches; "
-        f"{report.cpu_faults:,} faults on the host"
-    )
-
-
-def _print_moved(console: Console, report: MeasuredReport) -> None:
-    if not report.traffic:
-        console.print("nothing moved")
-        return
-    output.print_traffic(console, report.traffic)
-    if report.unattributed_bytes:
-        console.print(
-            f"{format_bytes(report.unattributed_bytes)} of class other hit no known tensor"
-        )
-
-
-def _print_hints(console: Console, hints: HintReport) -> None:
-    names = telemetry.HINT_COUNTS
-    table = output.make_table("hint", "class", numbers=(*names, "moved"), narrow=True)
-    for use in hints.uses:
-        counts = (f"{getattr(use, name):,}" for name in names)
-        op, moved = use.op.replace("_", " "), format_bytes(use.moved_bytes)
-        table.add_row(op, use.tensor_class.value, *counts, moved)
-    if hints.uses:
-        console.print(table)
-    late_s = sum(use.late_s for use in hints.uses)
-    console.print(
-        f"hints late by {output.format_seconds(late_s)} in all; {hints.refused:,} refused, "
-        f"{hints.failures:,} driver calls failed,\n{format_bytes(hints.over_budget_bytes)} over "
-        "the budget"
-    )
-
-
-def _print_residency(console: Console, recording: telemetry.Recording) -> None:
-    residency = recording.residency
-    if residency is None:
-        return
-    peaks = ", ".join(
-        f"{it.value} {format_bytes(size)}" for it, size in residency.peak_bytes().items()
-    )
-    console.print(
-        f"on the device at most {format_bytes(residency.total_peak_bytes())}"
-        + (f"; by class: {peaks}" if peaks else ""),
-    )
+    for table in telemetry.report_tables(recording, report, _MOST_TENSORS):
+        shown = output.make_table(*table.text, numbers=table.numbers, narrow=True)
+        for row in table.rows:
+            shown.add_row(*map(_plain, row))
+        if table.title:
+            console.print(table.title, style="bold")
+        if table.rows:
+            console.print(shown)
+        if table.words:
+            console.print(table.words)
 
 
 def _print_comparison(console: Console, comparison: Comparison) -> None:
@@ -225,13 +157,3 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
 def _plain(words: str) -> str:
     """Text from a file, without the control codes of terminals and the markup of rich."""
     return escape("".join(mark if mark.isprintable() else "?" for mark in words))
-
-
-def _print_tensors(console: Console, tensors: tuple[telemetry.TensorTraffic, ...]) -> None:
-    table = output.make_table("tensor", "class", numbers=("moved in all", "transfers"))
-    for it in tensors[:_MOST_TENSORS]:
-        sizes = (format_bytes(it.bytes), f"{it.count:,}")
-        table.add_row(_plain(it.name), it.tensor_class.value, *sizes)
-    console.print(table)
-    if len(tensors) > _MOST_TENSORS:
-        console.print(f"and {len(tensors) - _MOST_TENSORS:,} tensors more")

@@ -9,17 +9,21 @@ code that runs a step: it names the step's phases for profilers.
 from __future__ import annotations
 
 from umem.telemetry.driver_events import knows_release, managed_on_host
-from umem.telemetry.export import figures_of_recording, write_html, write_perfetto
+from umem.telemetry.export import (
+    SOURCE_WORDS,
+    figures_of_recording,
+    report_tables,
+    write_html,
+    write_perfetto,
+)
 from umem.telemetry.figures import (
     FORMATS,
-    classes_figure,
     link_figure,
     require_matplotlib,
     residency_figure,
     residency_over_run_figure,
     save,
     shares_figure,
-    transfers_figure,
 )
 from umem.telemetry.file import load_recording, read_recording, save_recording
 from umem.telemetry.nsys import read_nsys
@@ -37,8 +41,6 @@ from umem.telemetry.records import (
     records_of,
 )
 from umem.telemetry.reports import (
-    HINT_COUNTS,
-    TensorTraffic,
     measured_row,
     report_of,
     step_reports,
@@ -47,7 +49,7 @@ from umem.telemetry.reports import (
 
 __all__ = [
     "FORMATS",
-    "HINT_COUNTS",
+    "SOURCE_WORDS",
     "MigrationRecords",
     "NamedRange",
     "PhaseRanges",
@@ -56,9 +58,7 @@ __all__ = [
     "Recording",
     "Residency",
     "Shares",
-    "TensorTraffic",
     "call_watcher",
-    "classes_figure",
     "concatenate",
     "figures_of_recording",
     "knows_release",
@@ -73,6 +73,7 @@ __all__ = [
     "read_recording",
     "records_of",
     "report_of",
+    "report_tables",
     "require_matplotlib",
     "residency_figure",
     "residency_over_run_figure",
@@ -81,7 +82,6 @@ __all__ = [
     "shares_figure",
     "step_reports",
     "tensor_traffic",
-    "transfers_figure",
     "write_html",
     "write_perfetto",
 ]

@@ -18,7 +18,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -162,47 +161,23 @@ GPU_FAULT_REPLAY = _layout(
 _ACCESS_KINDS = 5
 
 
-@dataclass(frozen=True)
-class _Faults:
-    """The fields of GPU faults that make one record of each batch."""
-
-    batch: npt.NDArray[np.uint64]
-    address: Integers
-    time_ns: Integers
-    access: npt.NDArray[np.uint8]
-
-
 class DriverEvents:
-    """Collects events in compact form until they are read as records."""
+    """Collects events until they are read as records."""
 
     def __init__(self) -> None:
-        self._migrations: list[npt.NDArray[np.void]] = []
-        self._faults: list[_Faults] = []
-        self._replays: list[tuple[npt.NDArray[np.uint64], Integers]] = []
-        self._cpu_faults: list[npt.NDArray[np.void]] = []
+        self._entries: list[Entries] = [np.empty(0, np.dtype((np.void, ENTRY_BYTES)))]
         self.count = 0
 
     def add(self, entries: Entries) -> None:
         """Add entries, in the order of the queue."""
-        kinds = entries.view(np.uint8).reshape(-1, ENTRY_BYTES)[:, 0]
+        self._entries.append(entries)
         self.count += len(entries)
-        if (of_kind := entries[kinds == EventType.MIGRATION]).size:
-            self._migrations.append(of_kind.view(MIGRATION))
-        if (of_kind := entries[kinds == EventType.CPU_FAULT]).size:
-            self._cpu_faults.append(of_kind.view(CPU_FAULT))
-        if (of_kind := entries[kinds == EventType.GPU_FAULT]).size:
-            faults = of_kind.view(GPU_FAULT)
-            self._faults.append(
-                _Faults(
-                    _batch_numbers(faults),
-                    faults["address"].astype(np.int64),
-                    faults["time"].copy(),
-                    _known_access(faults["access"]),
-                )
-            )
-        if (of_kind := entries[kinds == EventType.GPU_FAULT_REPLAY]).size:
-            replays = of_kind.view(GPU_FAULT_REPLAY)
-            self._replays.append((_batch_numbers(replays), replays["time"].copy()))
+
+    def _of(self, kind: EventType, layout: np.dtype[np.void]) -> npt.NDArray[np.void]:
+        chosen = [
+            it[it.view(np.uint8).reshape(-1, ENTRY_BYTES)[:, 0] == kind] for it in self._entries
+        ]
+        return np.concatenate(chosen).view(layout)
 
     def records(self) -> MigrationRecords:
         """All records by start, on the host's raw monotonic clock.
@@ -214,7 +189,7 @@ class DriverEvents:
         return concatenate((self._transfers(), self._gpu_faults(), self._host_faults()))
 
     def _transfers(self) -> MigrationRecords:
-        moves = np.concatenate([np.empty(0, MIGRATION), *self._migrations])
+        moves = self._of(EventType.MIGRATION, MIGRATION)
         from_host, to_host = moves["source"] == _HOST, moves["destination"] == _HOST
         start_ns, end_ns = _on_host_clock(moves)
         records = make_records(
@@ -234,35 +209,35 @@ class DriverEvents:
         return records.select(~(from_host & to_host))
 
     def _gpu_faults(self) -> MigrationRecords:
-        if not self._faults:
-            return make_records(0)
-        batch = np.concatenate([it.batch for it in self._faults])
-        batches, first, faults = np.unique(batch, return_index=True, return_counts=True)
-        start_ns = np.concatenate([it.time_ns for it in self._faults])[first]
+        faults = self._of(EventType.GPU_FAULT, GPU_FAULT)
+        batches, first, counts = np.unique(
+            _batch_numbers(faults), return_index=True, return_counts=True
+        )
+        faults = faults[first]
         return make_records(
-            len(first),
+            len(faults),
             kind=RecordKind.GPU_FAULT,
-            start_ns=start_ns,
-            end_ns=np.maximum(start_ns, self._replayed_ns(batches)),
-            address=np.concatenate([it.address for it in self._faults])[first],
-            faults=faults,
-            access=np.concatenate([it.access for it in self._faults])[first],
+            start_ns=faults["time"],
+            end_ns=np.maximum(faults["time"], self._replayed_ns(batches)),
+            address=faults["address"],
+            faults=counts,
+            access=_known_access(faults["access"]),
         )
 
     def _replayed_ns(self, batches: npt.NDArray[np.uint64]) -> Integers:
         """When each batch was done; 0 where that is unknown."""
-        if not self._replays:
+        replays = self._of(EventType.GPU_FAULT_REPLAY, GPU_FAULT_REPLAY)
+        if not len(replays):
             return np.zeros(len(batches), np.int64)
-        replayed = np.concatenate([batch for batch, _ in self._replays])
-        time_ns = np.concatenate([time_ns for _, time_ns in self._replays])
         # The queue has batches of other processes too.
+        replayed = _batch_numbers(replays)
         order = np.argsort(replayed, kind="stable")
         at = np.minimum(np.searchsorted(replayed, batches, sorter=order), len(order) - 1)
         found = order[at]
-        return np.where(replayed[found] == batches, time_ns[found], 0)
+        return np.where(replayed[found] == batches, replays["time"][found], 0)
 
     def _host_faults(self) -> MigrationRecords:
-        faults = np.concatenate([np.empty(0, CPU_FAULT), *self._cpu_faults])
+        faults = self._of(EventType.CPU_FAULT, CPU_FAULT)
         return make_records(
             len(faults),
             kind=RecordKind.CPU_FAULT,

@@ -32,7 +32,15 @@ from umem.telemetry.reports import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["figures_of_recording", "lanes", "write_html", "write_perfetto"]
+__all__ = [
+    "SOURCE_WORDS",
+    "ReportTable",
+    "figures_of_recording",
+    "lanes",
+    "report_tables",
+    "write_html",
+    "write_perfetto",
+]
 
 
 def _write(path: str | os.PathLike[str], content: bytes) -> None:
@@ -44,9 +52,9 @@ def _write(path: str | os.PathLike[str], content: bytes) -> None:
         ) from None
 
 
-# ---------------------------------------------------------------------------------- HTML page
+# ------------------------------------------------------------------------- tables, HTML page
 
-_SOURCE_WORDS: dict[Source, str] = {
+SOURCE_WORDS: dict[Source, str] = {
     "driver": "recorded by the driver, copies and memory sets by CUPTI",
     "driver_only": "recorded by the driver, copies and memory sets not recorded",
     "cupti": "recorded by CUPTI",
@@ -58,16 +66,122 @@ _MOST_ROWS = 200
 
 
 @dataclass(frozen=True)
-class _Block:
-    """A part of a section: a table whose last columns are numbers, words, a picture."""
+class ReportTable:
+    """A table of a report, and words below it. Cells may hold text from a stranger's file."""
 
-    title: str = ""
-    heading: tuple[str, ...] = ()
-    rows: Sequence[tuple[str, ...]] = ()
-    numbers: int = 0
+    title: str
+    text: tuple[str, ...]
+    """Headings of the first columns."""
+    numbers: tuple[str, ...]
+    """Headings of the columns after them."""
+    rows: Sequence[tuple[str, ...]]
     words: str = ""
-    image: str = ""
-    alt: str = ""
+
+
+def report_tables(
+    recording: Recording, report: MeasuredReport, most_tensors: int = _MOST_ROWS
+) -> Iterator[ReportTable]:
+    """Tables on a recording and its typical step, for people."""
+    yield ReportTable("", ("",), ("in a step",), list(_summary(recording, report)))
+    if report.source != "none":
+        transfers = "transfers" if report.collected else "calls"
+        moved = [
+            (
+                entry.direction.replace("_", " "),
+                entry.cause,
+                entry.tensor_class.value,
+                format_bytes(entry.bytes),
+                f"{entry.count:,}",
+                _ms(entry.seconds),
+            )
+            for entry in report.traffic
+        ]
+        text, numbers = ("direction", "cause", "class"), ("moved", transfers, "link time, ms")
+        yield ReportTable("What moved", text, numbers, moved, "" if moved else "Nothing.")
+    if report.hints is not None:
+        yield _hints(report.hints)
+    if report.collected and (tensors := tensor_traffic(recording)):
+        rows = [
+            (it.name, it.tensor_class.value, format_bytes(it.bytes), f"{it.count:,}")
+            for it in tensors[:most_tensors]
+        ]
+        more = len(tensors) - len(rows)
+        yield ReportTable(
+            "Tensors that moved most, over all steps",
+            ("tensor", "class"),
+            ("moved", "transfers"),
+            rows,
+            f"and {more:,} tensors more" if more else "",
+        )
+
+
+def _summary(recording: Recording, report: MeasuredReport) -> Iterator[tuple[str, str]]:
+    steps = report.step_count
+    what = f"median step of {steps:,}" if steps > 1 else "step" if steps else "whole recording"
+    yield f"{what}, ms", _ms(report.step_s)
+    if report.ideal_s is not None:
+        yield "all resident, ms", _ms(report.ideal_s)
+    if report.exposed_stall_s is not None:
+        yield "exposed stall, ms", _ms(report.exposed_stall_s)
+    if report.exposed_stall_share is not None:
+        yield "exposed stall, % of the step", _percent(report.exposed_stall_share)
+    if report.has_copies:
+        yield "unified memory, % of the time of memory operations", _percent(report.um_time_share)
+        yield "the same by count, %", _percent(report.um_ops_share)
+        yield "the same by bytes, %", _percent(report.um_bytes_share)
+    if report.source != "none":
+        by = "" if report.collected else " by hints"
+        yield f"moved to the device{by}", format_bytes(report.moved_bytes("to_device"))
+        yield f"moved to the host{by}", format_bytes(report.moved_bytes("to_host"))
+    if report.collected:
+        yield "moved between devices", format_bytes(report.moved_bytes("between_devices"))
+        yield "of class other, hit no known tensor", format_bytes(report.unattributed_bytes)
+        yield "batches of faults on the device", f"{report.fault_batches:,}"
+        yield "faults on the device", f"{report.gpu_faults:,}"
+        yield "faults on the host", f"{report.cpu_faults:,}"
+    if report.has_copies:
+        yield "copies and memory sets", f"{report.memory_ops_count:,}"
+        yield "bytes copied and set", format_bytes(report.memory_ops_bytes)
+    if recording.residency is not None:
+        yield "on the device at most", format_bytes(recording.residency.total_peak_bytes())
+        for of, size_bytes in recording.residency.peak_bytes().items():
+            yield f"{of.value} on the device at most", format_bytes(size_bytes)
+
+
+def _hints(hints: HintReport) -> ReportTable:
+    rows = [
+        (
+            use.op.replace("_", " "),
+            use.tensor_class.value,
+            *(f"{getattr(use, name):,}" for name in HINT_COUNTS),
+            format_bytes(use.moved_bytes),
+            _ms(use.late_s),
+        )
+        for use in hints.uses
+    ]
+    words = (
+        f"{_ms(sum(use.late_s for use in hints.uses))} ms late in all, {hints.refused:,} requests "
+        f"refused, {hints.failures:,} driver calls failed, {format_bytes(hints.over_budget_bytes)} "
+        "over the budget"
+    )
+    return ReportTable("Hints", ("hint", "class"), (*HINT_COUNTS, "moved", "ms late"), rows, words)
+
+
+def _steps(recording: Recording) -> ReportTable:
+    rows = [
+        (
+            str(number),
+            _ms(step.step_s),
+            format_bytes(step.moved_bytes("to_device")),
+            format_bytes(step.moved_bytes("to_host")),
+            _percent(step.um_time_share) if step.has_copies else "",
+            f"{step.fault_batches:,}" if step.collected else "",
+            str(sum(use.late for use in step.hints.uses)) if step.hints else "",
+        )
+        for number, step in enumerate(step_reports(recording)[:_MOST_ROWS])
+    ]
+    numbers = ("ms", "to device", "to host", "UM, % of time", "fault batches", "hints late")
+    return ReportTable("Steps", ("step",), numbers, rows)
 
 
 def write_html(recordings: Sequence[Recording], path: str | os.PathLike[str]) -> None:
@@ -92,134 +206,33 @@ def write_html(recordings: Sequence[Recording], path: str | os.PathLike[str]) ->
     templates = Environment(
         loader=PackageLoader("umem.telemetry", ""), autoescape=True, trim_blocks=True
     )
-    sections = [
-        {
-            "title": recording.workload,
-            "subtitle": f"{recording.hardware}, policy {recording.policy}, "
-            f"{_SOURCE_WORDS[recording.source]}",
-            "notes": recording.notes,
-            "blocks": list(_blocks(recording, report_of(recording))),
-        }
-        for recording in recordings
-    ]
+    sections = []
+    for recording in recordings:
+        report = report_of(recording)
+        tables = list(report_tables(recording, report))
+        if report.source != "none" and recording.step_count:
+            tables.append(_steps(recording))
+        pictures, missing = [], ""
+        try:
+            for words, draw in figures_of_recording(recording, report).values():
+                picture = io.BytesIO()
+                draw().savefig(picture, format="png")
+                pictures.append((words, base64.b64encode(picture.getvalue()).decode()))
+        except UnsupportedError as error:
+            missing = str(error)
+        sections.append(
+            {
+                "title": recording.workload,
+                "subtitle": f"{recording.hardware}, policy {recording.policy}, "
+                f"{SOURCE_WORDS[recording.source]}",
+                "notes": recording.notes,
+                "tables": tables,
+                "pictures": pictures,
+                "missing": missing,
+            }
+        )
     page = templates.get_template("page.html.j2").render(sections=sections)
     _write(path, page.encode("utf-8", "replace"))
-
-
-def _blocks(recording: Recording, report: MeasuredReport) -> Iterator[_Block]:
-    yield _Block(heading=("", "in a step"), rows=_summary(report), numbers=1)
-    if report.source != "none":
-        yield _moved(report)
-    if report.hints is not None:
-        yield _hints(report.hints)
-    yield from _pictures(recording, report)
-    if report.source != "none":
-        yield _tensors(recording)
-        yield _steps(recording)
-
-
-def _summary(report: MeasuredReport) -> list[tuple[str, ...]]:
-    what = "median step" if report.step_count > 1 else "step" if report.step_count else "recording"
-    rows: list[tuple[str, ...]] = [
-        (f"{what}, ms", f"{report.step_s * 1e3:,.3f}"),
-        ("steps", f"{report.step_count:,}"),
-    ]
-    if report.ideal_s is not None:
-        rows.append(("all resident, ms", f"{report.ideal_s * 1e3:,.3f}"))
-    if report.exposed_stall_s is not None:
-        rows.append(("exposed stall, ms", f"{report.exposed_stall_s * 1e3:,.3f}"))
-    if report.exposed_stall_share is not None:
-        rows.append(("exposed stall, % of the step", _percent(report.exposed_stall_share)))
-    if report.source == "none":
-        return rows
-    if not report.collected:
-        return [
-            *rows,
-            ("moved to the device by hints", format_bytes(report.moved_bytes("to_device"))),
-            ("moved to the host by hints", format_bytes(report.moved_bytes("to_host"))),
-        ]
-    if report.has_copies:
-        rows += [
-            ("unified memory, % of the time of memory operations", _percent(report.um_time_share)),
-            ("the same by count, %", _percent(report.um_ops_share)),
-            ("the same by bytes, %", _percent(report.um_bytes_share)),
-        ]
-    return [
-        *rows,
-        ("moved to the device", format_bytes(report.moved_bytes("to_device"))),
-        ("moved to the host", format_bytes(report.moved_bytes("to_host"))),
-        ("moved between devices", format_bytes(report.moved_bytes("between_devices"))),
-        ("of unknown tensors", format_bytes(report.unattributed_bytes)),
-        ("batches of faults on the device", f"{report.fault_batches:,}"),
-        ("faults on the device", f"{report.gpu_faults:,}"),
-        ("faults on the host", f"{report.cpu_faults:,}"),
-        ("copies and memory sets", f"{report.memory_ops_count:,}"),
-        ("bytes copied and set", format_bytes(report.memory_ops_bytes)),
-    ]
-
-
-def _moved(report: MeasuredReport) -> _Block:
-    rows = [
-        (
-            entry.direction.replace("_", " "),
-            entry.cause,
-            entry.tensor_class.value,
-            format_bytes(entry.bytes),
-            f"{entry.count:,}",
-            f"{entry.seconds * 1e3:,.3f}",
-        )
-        for entry in report.traffic
-    ]
-    transfers = "transfers" if report.collected else "calls"
-    heading = ("direction", "cause", "class", "moved", transfers, "time, ms")
-    return _Block("What moved", heading, rows, 3, "" if rows else "Nothing.")
-
-
-def _hints(hints: HintReport) -> _Block:
-    rows = [
-        (
-            use.op.replace("_", " "),
-            use.tensor_class.value,
-            *(f"{getattr(use, name):,}" for name in HINT_COUNTS),
-            format_bytes(use.moved_bytes),
-            f"{use.late_s * 1e3:,.3f}",
-        )
-        for use in hints.uses
-    ]
-    heading = ("operation", "class", *HINT_COUNTS, "moved", "late by, ms")
-    words = (
-        f"{hints.refused:,} requests refused, {hints.failures:,} driver calls failed, "
-        f"{format_bytes(hints.over_budget_bytes)} over the budget"
-    )
-    return _Block("Hints", heading, rows, len(HINT_COUNTS) + 2, words)
-
-
-def _tensors(recording: Recording) -> _Block:
-    rows = [
-        (it.name, it.tensor_class.value, format_bytes(it.bytes), f"{it.count:,}")
-        for it in tensor_traffic(recording)[:_MOST_ROWS]
-    ]
-    title = "Tensors that moved most, over all steps" if rows else ""
-    return _Block(title, ("tensor", "class", "moved", "transfers"), rows, 2)
-
-
-def _steps(recording: Recording) -> _Block:
-    if not recording.step_count:
-        return _Block()
-    rows = [
-        (
-            str(number),
-            f"{step.step_s * 1e3:,.3f}",
-            format_bytes(step.moved_bytes("to_device")),
-            format_bytes(step.moved_bytes("to_host")),
-            _percent(step.um_time_share) if step.has_copies else "",
-            f"{step.fault_batches:,}" if step.collected else "",
-            str(sum(use.late for use in step.hints.uses)) if step.hints else "",
-        )
-        for number, step in enumerate(step_reports(recording)[:_MOST_ROWS])
-    ]
-    heading = ("step", "ms", "to device", "to host", "UM, % of time", "fault batches", "hints late")
-    return _Block("Steps", heading, rows, 6)
 
 
 def figures_of_recording(
@@ -245,14 +258,8 @@ def figures_of_recording(
     return figures
 
 
-def _pictures(recording: Recording, report: MeasuredReport) -> Iterator[_Block]:
-    try:
-        for words, draw in figures_of_recording(recording, report).values():
-            picture = io.BytesIO()
-            draw().savefig(picture, format="png")
-            yield _Block(alt=words, image=base64.b64encode(picture.getvalue()).decode())
-    except UnsupportedError as error:
-        yield _Block(words=str(error))
+def _ms(time_s: float) -> str:
+    return f"{time_s * 1e3:,.3f}"
 
 
 def _percent(share: float) -> str:

@@ -57,7 +57,7 @@ _TAKE_EVERY_S = 0.01
 in which the thread that empties it does not run."""
 
 _MOST_EVENTS = 2**23
-"""Most driver events kept of one recording: 0.6 GiB if all are migrations."""
+"""Most driver events kept of one recording: 0.6 GiB."""
 
 _CLOCK_READINGS = 9
 
