@@ -131,11 +131,7 @@ _MODULES = {
     "umem.telemetry": ("profile",),
     "umem.trace": ("Trace", "load_trace"),
 }
-_SUBMODULES = {
-    "cuda": "umem.cuda",
-    "executor": "umem.executor",
-    "hints": "umem.runtime.hints",
-}
+_SUBMODULES = {"cuda": "umem.cuda", "executor": "umem.executor", "hints": "umem.runtime.hints"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 

@@ -30,12 +30,7 @@ from umem.runtime.state import (
 )
 from umem.torch_compat import require, set_allocator_functions
 
-__all__ = [
-    "check_devices",
-    "enable",
-    "manage_automatically",
-    "with_default_limit",
-]
+__all__ = ["check_devices", "enable", "manage_automatically", "with_default_limit"]
 
 _LOG = logging.getLogger("umem")
 

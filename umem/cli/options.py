@@ -85,8 +85,7 @@ PolicyName = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE",
-        help="Device memory to use, such as 64GiB or 80% (default: the policy's).",
+        metavar="SIZE", help="Device memory to use, such as 64GiB or 80% (default: the policy's)."
     ),
 ]
 Window = Annotated[

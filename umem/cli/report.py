@@ -37,8 +37,7 @@ def report(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...",
-            help="Saved profiles (run.npz), or SQLite exports of Nsight Systems.",
+            metavar="FILE...", help="Saved profiles (run.npz), or SQLite exports of Nsight Systems."
         ),
     ],
     as_json: options.Json = False,

@@ -53,8 +53,7 @@ def simulate(
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: options.PolicyName = None,
     planner: Annotated[
-        str,
-        typer.Option(help="fault, lookahead, planned or oracle; several with commas between."),
+        str, typer.Option(help="fault, lookahead, planned or oracle; several with commas between.")
     ] = "fault,planned",
     budget: options.Budget = None,
     addresses: Annotated[
@@ -173,7 +172,7 @@ def _print_predictions(
         f"[bold]{escape(first.workload)}[/bold] on {escape(first.hardware)}, "
         f"policy {escape(first.policy)}, {format_bytes(budget_bytes)} of device memory\n"
         f"all resident {output.format_seconds(first.ideal_s)}, "
-        f"lower bound {output.format_seconds(first.lower_bound_s)}",
+        f"lower bound {output.format_seconds(first.lower_bound_s)}"
     )
     moved = ("moved to:\ndevice", "host")
     numbers = ("step", "regret", "stall", "UM, %:\ntime", "ops", "bytes", *moved, "pages\nfaulted")
@@ -217,7 +216,7 @@ def _print_details(console: Console, report: MigrationReport) -> None:
     console.print(
         f"{report.hint_count:,} hints: {report.hints_late:,} waited for, "
         f"{report.hints_wasted:,} with nothing to do. "
-        f"{report.fault_pages:,} pages faulted, in {report.fault_batches:,} batches.",
+        f"{report.fault_pages:,} pages faulted, in {report.fault_batches:,} batches."
     )
     stalls = {cause: time_s for cause, time_s in report.stall_s.items() if time_s > 0}
     words = [

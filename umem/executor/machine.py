@@ -69,8 +69,7 @@ class Machine:
 
 
 def within_host(
-    hardware: Hardware,
-    host_bytes: Callable[[], tuple[int, int] | None] = host_memory_bytes,
+    hardware: Hardware, host_bytes: Callable[[], tuple[int, int] | None] = host_memory_bytes
 ) -> Hardware:
     """The hardware with the host memory that is available now, so that no plan takes more.
 

@@ -208,8 +208,7 @@ def residency(device: int = 0) -> dict[TensorClass, int]:
             away.update(manager.away_bytes())
     return {
         tensor_class: max(
-            stats[tensor_class.number]["allocated_bytes"]["current"] - away[tensor_class],
-            0,
+            stats[tensor_class.number]["allocated_bytes"]["current"] - away[tensor_class], 0
         )
         for tensor_class in TensorClass
     }

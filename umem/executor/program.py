@@ -21,15 +21,7 @@ from umem.planning.plan_search import PlanCandidate
 from umem.runtime.hints import HintBatch
 from umem.trace import Trace, phase_of_access, require_durations
 
-__all__ = [
-    "MODEL",
-    "GroupKey",
-    "Hints",
-    "MappedBlocks",
-    "PhaseWork",
-    "Program",
-    "build_program",
-]
+__all__ = ["MODEL", "GroupKey", "Hints", "MappedBlocks", "PhaseWork", "Program", "build_program"]
 
 MappedBlock = tuple[int, int, TensorClass]
 """Address, bytes, and the class under which hints on it are counted."""

@@ -20,9 +20,7 @@ from umem.offload import ActivationStore
 from umem.runtime.hints import HintOutcome
 from umem.telemetry import PhaseRanges, call_watcher
 
-__all__ = [
-    "Runner",
-]
+__all__ = ["Runner"]
 
 _PATIENCE_S = 2.0
 """Longest wait of a phase for its pages, seconds. After it they come by fault, late but correct."""

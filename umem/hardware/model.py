@@ -121,8 +121,7 @@ SecondsPerByte = Annotated[
     float, _measure("5 ms/GiB", _SLOWDOWNS, "0 s/GiB", "1 s/GiB", ("ms/GiB",))
 ]
 FlopsPerSecond = Annotated[
-    float,
-    _measure("700 TFLOP/s", _FLOP_RATES, "1 GFLOP/s", "1000 PFLOP/s", tuple(_FLOP_RATES)),
+    float, _measure("700 TFLOP/s", _FLOP_RATES, "1 GFLOP/s", "1000 PFLOP/s", tuple(_FLOP_RATES))
 ]
 """Floating-point operations per second."""
 

@@ -146,12 +146,7 @@ def _check(schedule: Schedule, check: Checker, tensor_count: int, last_phase: in
 
 
 def plan_key(
-    trace: Trace,
-    hardware: Hardware,
-    policy: ResolvedPolicy,
-    planner: str,
-    *,
-    window: int = 8,
+    trace: Trace, hardware: Hardware, policy: ResolvedPolicy, planner: str, *, window: int = 8
 ) -> str:
     """Content address of a plan: a hash of everything that :func:`umem.planning.plan` reads.
 

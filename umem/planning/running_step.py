@@ -45,9 +45,7 @@ def with_gradient_lifetimes(trace: Trace) -> Trace:
     if not len(kept):
         return trace
     spans, which = np.unique(
-        np.stack([last_use[kept] + 1, trace.last_phase[kept]], axis=1),
-        axis=0,
-        return_inverse=True,
+        np.stack([last_use[kept] + 1, trace.last_phase[kept]], axis=1), axis=0, return_inverse=True
     )
     size = np.zeros(len(spans), np.int64)
     np.add.at(size, which.ravel(), trace.tensor_bytes[kept])

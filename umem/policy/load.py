@@ -74,9 +74,7 @@ def load_policy(source: str | os.PathLike[str] | Policy | Mapping[str, Any]) -> 
         raise PolicyError(str(error)) from None
 
 
-def find_problems(
-    source: str | os.PathLike[str] | Mapping[str, Any],
-) -> tuple[Problem, ...]:
+def find_problems(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Problem, ...]:
     """Problems for which :func:`load_policy` would refuse a policy, in the order of the text.
 
     Empty for a valid policy.

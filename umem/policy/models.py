@@ -203,10 +203,7 @@ def _on_one_line(schema: dict[str, Any]) -> None:
 
 class _Record(BaseModel):
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        json_schema_extra=_on_one_line,
+        frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_on_one_line
     )
 
 

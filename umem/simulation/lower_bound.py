@@ -48,10 +48,7 @@ def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> floa
     )
     both_rate = max(hardware.link_bytes_per_s, hardware.mapped_bytes_per_s)
     return max(
-        compute_s,
-        in_bytes / in_rate,
-        out_bytes / out_rate,
-        (in_bytes + out_bytes) / both_rate,
+        compute_s, in_bytes / in_rate, out_bytes / out_rate, (in_bytes + out_bytes) / both_rate
     )
 
 

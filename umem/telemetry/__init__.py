@@ -40,12 +40,7 @@ from umem.telemetry.records import (
     no_shares,
     records_of,
 )
-from umem.telemetry.reports import (
-    measured_row,
-    report_of,
-    step_reports,
-    tensor_traffic,
-)
+from umem.telemetry.reports import measured_row, report_of, step_reports, tensor_traffic
 
 __all__ = [
     "FORMATS",

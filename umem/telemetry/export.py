@@ -21,13 +21,7 @@ from umem.core.units import format_bytes
 from umem.io.files import compress, replace_file
 from umem.telemetry.figures import classes_figure, residency_over_run_figure, transfers_figure
 from umem.telemetry.records import CAUSE_OF_NUMBER, UNKNOWN, Integers, Recording, RecordKind
-from umem.telemetry.reports import (
-    HINT_COUNTS,
-    hint_row,
-    report_of,
-    step_reports,
-    tensor_traffic,
-)
+from umem.telemetry.reports import HINT_COUNTS, hint_row, report_of, step_reports, tensor_traffic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,14 +17,7 @@ import numpy as np
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
-from umem.core.report import (
-    UM_CAUSES,
-    Cause,
-    Direction,
-    MeasuredReport,
-    MigrationReport,
-    Timeline,
-)
+from umem.core.report import UM_CAUSES, Cause, Direction, MeasuredReport, MigrationReport, Timeline
 from umem.core.units import format_bytes, time_unit
 from umem.io.files import replace_file
 from umem.telemetry.records import (

@@ -30,13 +30,7 @@ from umem.telemetry.records import (
 )
 from umem.telemetry.reports import HINT_FIGURES, HINT_OPS, HINT_TOTALS
 
-__all__ = [
-    "PROFILE_COLUMNS",
-    "ProfileHeader",
-    "load_recording",
-    "read_recording",
-    "save_recording",
-]
+__all__ = ["PROFILE_COLUMNS", "ProfileHeader", "load_recording", "read_recording", "save_recording"]
 
 PROFILE_FORMAT = "umem-profile/3"
 

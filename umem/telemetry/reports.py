@@ -154,7 +154,7 @@ def _figures(report: MeasuredReport) -> dict[str, Any]:
     moved: dict[str, Any] = {
         "moved_bytes": {
             direction: report.moved_bytes(direction) for direction in DIRECTION_OF_KIND.values()
-        },
+        }
     }
     of_copies: dict[str, Any] = {
         "um_time_share": report.um_time_share,
@@ -383,8 +383,7 @@ def _use(op: str, tensor_class: TensorClass, counts: HintCounts) -> HintUse:
 def _less(use: HintUse, before: HintUse) -> HintUse:
     # Differences of float sums may fall below 0 by a rounding.
     return replace(
-        use,
-        **{name: max(getattr(use, name) - getattr(before, name), 0) for name in HINT_FIGURES},
+        use, **{name: max(getattr(use, name) - getattr(before, name), 0) for name in HINT_FIGURES}
     )
 
 

@@ -12,15 +12,7 @@ import numpy.typing as npt
 
 from umem.core.errors import TraceError
 
-__all__ = [
-    "OPTIMIZER",
-    "Access",
-    "PhaseKind",
-    "Precision",
-    "Trace",
-    "ranges",
-    "require_durations",
-]
+__all__ = ["OPTIMIZER", "Access", "PhaseKind", "Precision", "Trace", "ranges", "require_durations"]
 
 OPTIMIZER = "optimizer"
 """First word in the names of an optimizer's phases."""

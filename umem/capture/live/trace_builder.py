@@ -15,13 +15,7 @@ from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.trace import Access, Trace
 
-__all__ = [
-    "JoinedPhases",
-    "TrackedPhase",
-    "build_step_trace",
-    "join_phases",
-    "outside_bytes",
-]
+__all__ = ["JoinedPhases", "TrackedPhase", "build_step_trace", "join_phases", "outside_bytes"]
 
 _MIN_TEMPORARY_BYTES = 1 << 20
 """Smaller temporaries are left out of the trace."""

@@ -45,10 +45,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        fake: FakeTensorMode,
-        scopes: ModuleScopeTracker,
-        on_operator: Callable[[int], None],
+        self, fake: FakeTensorMode, scopes: ModuleScopeTracker, on_operator: Callable[[int], None]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: list[Phase] = []

@@ -14,13 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from umem.capture.live import Block
 from umem.trace import OPTIMIZER
 
-__all__ = [
-    "Part",
-    "PartialOptimizerStep",
-    "PerBlockStepHook",
-    "can_slice",
-    "part_label",
-]
+__all__ = ["Part", "PartialOptimizerStep", "PerBlockStepHook", "can_slice", "part_label"]
 
 Part = list[list[torch.Tensor]]
 """Parameters of an optimizer, by parameter group."""
