@@ -168,13 +168,7 @@ def _check_torch(library: Any) -> None:
 
 
 def check_devices(resolved: ResolvedPolicy, capabilities: Sequence[Capabilities]) -> None:
-    """Check that every GPU has what a policy asks for.
-
-    Raises
-    ------
-    UnsupportedError
-        If one has not; the message names it.
-    """
+    """Check that every GPU has what a policy asks for; else ``UnsupportedError`` names the GPU."""
     kinds = {rule.kind for rule in resolved.rules}
     for device in capabilities:
         place = f"GPU {device.device_index} ({device.device_name})"
@@ -224,16 +218,11 @@ def _pluggable_allocator(library: Any) -> torch.cuda.memory.CUDAPluggableAllocat
 def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
     """Manage every training of the process from its optimizer's first step on.
 
-    An optimizer may step before its model is called: loading a distributed checkpoint does so, to
-    make the state that is loaded. Then a later step finds the model. Nothing is raised into the
-    training: an error of umem ends the search with a warning, and its traceback is logged at debug
-    level.
-
-    Parameters
-    ----------
-    roots
-        Returns the modules that the program has called. The one that holds most of the optimizer's
-        parameters is its model.
+    `roots` returns the modules that the program has called. The one that holds most of the
+    optimizer's parameters is its model. An optimizer may step before its model is called: loading a
+    distributed checkpoint does so, to make the state that is loaded. Then a later step finds the
+    model. Nothing is raised into the training: an error of umem ends the search with a warning, and
+    its traceback is logged at debug level.
     """
     # torch iterates over an optimizer's own hooks before it comes to the global ones, so that
     # `manage` may add to them there.

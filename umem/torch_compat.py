@@ -65,30 +65,19 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private name of torch.
-
-    Parameters
-    ----------
-    path : str
-        ``module:attribute``, as in an entry point.
-    purpose : str
-        What umem uses it for.
-    without : str
-        What umem loses in a torch that lacks it.
-    need : Need
-        The call that fails without it.
-    since : tuple of int
-        The first torch version that has it; it is in all later ones up to :data:`NEWEST`.
-    is_cuda : bool
-        Whether only torch builds with CUDA have it.
-    """
+    """A private name of torch."""
 
     path: str
+    """``module:attribute``, as in an entry point."""
     purpose: str
     without: str
+    """What umem loses in a torch that lacks it."""
     need: Need = Need.ENABLE
+    """The call that fails without it."""
     since: tuple[int, int] = OLDEST
+    """The first torch version that has it; it is in all later ones up to :data:`NEWEST`."""
     is_cuda: bool = False
+    """Whether only torch builds with CUDA have it."""
 
     @property
     def name(self) -> str:
@@ -102,13 +91,7 @@ class PrivateName:
         return pkgutil.resolve_name(f"{module}:{'.'.join(parents)}"), attribute
 
     def find(self) -> Any:
-        """Look it up in torch.
-
-        Raises
-        ------
-        UnsupportedError
-            If this torch lacks it.
-        """
+        """Look it up in torch; ``UnsupportedError`` if this torch lacks it."""
         try:
             return pkgutil.resolve_name(self.path)
         except (AttributeError, ModuleNotFoundError):
@@ -316,10 +299,8 @@ def missing() -> list[PrivateName]:
 def require(need: Need = Need.ENABLE) -> None:
     """Check the names that a call needs.
 
-    Raises
-    ------
-    UnsupportedError
-        If this torch lacks one; the message names it, and the torch versions that umem supports.
+    If this torch lacks one, the ``UnsupportedError`` names it, and the torch versions that umem
+    supports.
     """
     absent = [entry for entry in missing() if entry.need is need]
     if absent:
@@ -416,12 +397,7 @@ def torch_profiler_runs() -> bool:
 def set_allocator_functions(allocator: Any, entry_points: Mapping[str, int]) -> None:
     """Give torch's pluggable allocator the entry points that it does not take by name.
 
-    Parameters
-    ----------
-    allocator
-        From ``CUDAPluggableAllocator.allocator()``.
-    entry_points
-        Addresses by name, as the native library's ``torch_entry_points()`` returns them.
+    They are the native library's ``torch_entry_points()``: addresses by name.
     """
     for entry, setter in _SETTERS.items():
         getattr(allocator, setter)(entry_points[entry])
@@ -430,12 +406,7 @@ def set_allocator_functions(allocator: Any, entry_points: Mapping[str, int]) -> 
 def replace(name: str, function: Callable[..., Any]) -> None:
     """Put a function in the place of one of torch's; nothing where this torch has no such name.
 
-    Parameters
-    ----------
-    name
-        A key of :data:`PRIVATE_NAMES`.
-    function
-        Takes the same arguments.
+    `name` is a key of :data:`PRIVATE_NAMES`; the function takes the same arguments.
     """
     owner, attribute = PRIVATE_NAMES[name].owner()
     if hasattr(owner, attribute):

@@ -43,18 +43,7 @@ class Storage:
 
 
 class Storages:
-    """All storages seen in a step, by weak references.
-
-    Parameters
-    ----------
-    next_phase
-        Gives the number of the next phase.
-
-    Attributes
-    ----------
-    records
-        In the order of their numbers.
-    """
+    """All storages seen in a step, by weak references; `records` has them by number."""
 
     def __init__(self, next_phase: Callable[[], int]) -> None:
         self.records: list[Storage] = []
@@ -140,14 +129,8 @@ def build_trace(
 ) -> tuple[Trace, dict[int, int]]:
     """Write storages and phases into a trace, and check it; raises ``TraceError``.
 
-    The other parameters are those of :class:`umem.trace.Trace`.
-
-    Returns
-    -------
-    Trace
-        Without the storages that no phase sees.
-    dict
-        Index in the trace's tensors by number of the storage.
+    The trace leaves out storages that no phase sees. Also returns the index in the trace's tensors
+    by number of the storage.
     """
     kept = [number for number, (first, last, _) in enumerate(lifetimes) if first <= last]
     index = {number: position for position, number in enumerate(kept)}

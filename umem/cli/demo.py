@@ -33,10 +33,7 @@ def demo() -> None:
 def examples_folder() -> Path:
     """Folder of the examples: inside the installed package, else beside it in a checkout.
 
-    Raises
-    ------
-    UnsupportedError
-        If neither exists.
+    Raises ``UnsupportedError`` if neither exists.
     """
     package = Path(umem.__file__).parent
     for folder in (package / "examples", package.parent / "examples"):

@@ -118,17 +118,9 @@ def find_workloads(
 ) -> tuple[Workload, ...]:
     """Find the workloads that the options name: a trace, or a model in one mode or several.
 
-    Parameters
-    ----------
-    modes
-        Values that ``--mode`` may have; the first is its default. ``both`` stands for LoRA and SFT.
-    trace, model, mode, batch, seq, accumulate, checkpoint
-        The options' values; None if not given.
-
-    Raises
-    ------
-    UmemError
-        If options contradict each other, or a name is unknown.
+    `modes` are the values that ``--mode`` may have; the first is its default, and ``both`` stands
+    for LoRA and SFT. The others are the options' values, None if not given. Raises ``UmemError`` if
+    they contradict each other, or a name is unknown.
     """
     if trace is not None:
         given = {
@@ -176,12 +168,7 @@ def find_workloads(
 def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPolicy:
     """Load a policy for a machine; `budget` replaces its device budget.
 
-    Raises
-    ------
-    PolicyError
-        If the policy cannot be used.
-    UmemError
-        If the budget cannot.
+    Raises ``PolicyError`` if the policy cannot be used, and ``UmemError`` if the budget cannot.
     """
     policy = resolve(load_policy(name), hardware.device_bytes)
     if budget is None:
@@ -199,13 +186,7 @@ def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPo
 
 
 def known_name(option: str, name: str, known: Sequence[str]) -> str:
-    """Return the name, if it is known.
-
-    Raises
-    ------
-    UmemError
-        If it is not; the message has the nearest known name.
-    """
+    """Return the name, if it is known; else ``UmemError`` with the nearest known name."""
     if name not in known:
         hint = did_you_mean(name, known) or "."
         raise UmemError(f"{option}: {name!r} is not known{hint} Known: {', '.join(known)}")
@@ -213,13 +194,7 @@ def known_name(option: str, name: str, known: Sequence[str]) -> str:
 
 
 def known_names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Split names at commas; each is returned once, in the given order.
-
-    Raises
-    ------
-    UmemError
-        If one is not known; the message has the nearest known name.
-    """
+    """Split names at commas, each once and in order; errors as :func:`known_name`."""
     names = dict.fromkeys(name.strip() for name in text.split(","))
     return tuple(known_name(option, name, known) for name in names)
 
@@ -236,10 +211,8 @@ def recording_progress(workload: str, say: Progress) -> Callable[[str, float], N
 def check_plot(folder: Path | None, kind: str) -> None:
     """Check the options of pictures before the work that they show.
 
-    Raises
-    ------
-    UmemError
-        If the format is unknown, matplotlib is missing, or the folder cannot be made.
+    Raises ``UmemError`` if the format is unknown, matplotlib is missing, or the folder cannot be
+    made.
     """
     from umem.telemetry import FORMATS, require_matplotlib
 

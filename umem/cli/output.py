@@ -93,16 +93,9 @@ def print_written(paths: Sequence[Path]) -> None:
 
 
 def make_table(*text: str, numbers: Sequence[str] = (), narrow: bool = False) -> Table:
-    """Make a table without lines.
+    """Make a table without lines: columns of text, then columns of numbers, aligned to the right.
 
-    Parameters
-    ----------
-    *text
-        Headings of the first columns, which hold text.
-    numbers
-        Headings of the columns after them, which are aligned to the right.
-    narrow
-        One blank between columns, so that many of them fit into a line of 80.
+    `narrow` leaves one blank between columns, so that many of them fit into a line of 80.
     """
     table = Table(box=None, pad_edge=False, collapse_padding=narrow)
     two_lines = any("\n" in heading for heading in (*text, *numbers))
@@ -144,13 +137,7 @@ def file_name(words: str) -> str:
 
 
 def save_figures(figures: Mapping[Path, Figure], say: Progress) -> list[Path]:
-    """Save figures; return their paths, in order.
-
-    Raises
-    ------
-    UmemError
-        If a file cannot be written.
-    """
+    """Save figures; return their paths, in order. ``UmemError`` if a file cannot be written."""
     from umem.telemetry import save
 
     for path, figure in figures.items():
@@ -162,10 +149,7 @@ def save_figures(figures: Mapping[Path, Figure], say: Progress) -> list[Path]:
 def check_can_write(option: str, path: Path, *, folder: bool = False) -> None:
     """Check that a file, or a folder, can be made, before the work that fills it.
 
-    Raises
-    ------
-    UmemError
-        If it cannot; the message names the option.
+    If it cannot, the ``UmemError`` names the option.
     """
     if path.is_dir() and not folder:
         raise UmemError(f"{option}: {path} is a folder: give the name of a file")

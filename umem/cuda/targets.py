@@ -91,20 +91,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Range:
-    """A contiguous address range.
-
-    Parameters
-    ----------
-    address : int
-        First byte.
-    size_bytes : int
-        Length in bytes.
-
-    Raises
-    ------
-    ValueError
-        For a null address or an empty range.
-    """
+    """A contiguous address range; ``ValueError`` for a null address or an empty range."""
 
     address: int
     size_bytes: int
@@ -128,17 +115,10 @@ class Range:
 def as_range(target: Any) -> Range:
     """Return the addresses that `target` occupies; makes no CUDA call.
 
-    Parameters
-    ----------
-    target : Range, (int, int), torch.Tensor, or an object with ``__cuda_array_interface__``
-        A pair is (address, bytes). Tensors and arrays must be contiguous.
-
-    Raises
-    ------
-    TypeError
-        For any other kind of object, and for a tensor that is not a strided CUDA tensor.
-    ValueError
-        For an empty target, or one that is not contiguous.
+    It is a `Range`, a pair (address, bytes), a tensor, or an object with
+    ``__cuda_array_interface__``; tensors and arrays must be contiguous, else ``ValueError``, as for
+    an empty target. ``TypeError`` for any other kind of object, and a tensor that is not a strided
+    CUDA tensor.
     """
     if isinstance(target, Range):
         return target
@@ -162,15 +142,8 @@ def as_range(target: Any) -> Range:
 def as_stream(stream: Any) -> int:
     """Return the ``cudaStream_t`` of `stream` as an integer; makes no CUDA call.
 
-    Parameters
-    ----------
-    stream : int, torch.cuda.Stream, or an object with ``__cuda_stream__`` or ``cuda_stream``
-        0 is the legacy default stream.
-
-    Raises
-    ------
-    TypeError
-        For any other kind of object.
+    It may be an integer (0 is the legacy default stream), a ``torch.cuda.Stream``, or an object
+    with ``__cuda_stream__`` or ``cuda_stream``; ``TypeError`` for any other kind.
     """
     if _is_integer(stream):
         return int(stream)
@@ -189,13 +162,7 @@ def as_stream(stream: Any) -> int:
 
 
 def whole_pages(range_: Range) -> Range:
-    """Return the whole host pages inside `range_`.
-
-    Raises
-    ------
-    ValueError
-        When no whole page lies inside.
-    """
+    """Return the whole host pages inside `range_`; ``ValueError`` if there are none."""
     page_bytes = mmap.PAGESIZE
     start = -(-range_.address // page_bytes) * page_bytes
     end = (range_.address + range_.size_bytes) // page_bytes * page_bytes

@@ -95,15 +95,7 @@ _COPIES = "copies in umem.profile(), through CUPTI"
 
 
 def features(environment: Environment, failures: Sequence[str]) -> tuple[Feature, ...]:
-    """Say of each feature whether it works.
-
-    Parameters
-    ----------
-    environment : Environment
-        The facts.
-    failures : sequence of str
-        Names of the checks that keep the swap from working.
-    """
+    """Say of each feature whether it works; `failures` keep the swap from working."""
     return (
         _swap(failures),
         *(_under_swap(name, why, failures) for name, why in _WORKS.items()),

@@ -165,11 +165,5 @@ def load_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> Hardware
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Names of the hardware profiles that come with umem, sorted.
-
-    Raises
-    ------
-    HardwareError
-        If they are missing.
-    """
+    """Names of umem's own hardware profiles, sorted; ``HardwareError`` if they are missing."""
     return shipped_names(_KIND)

@@ -26,13 +26,7 @@ _KIND = FileKind(
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of the preset policies, sorted.
-
-    Raises
-    ------
-    PolicyError
-        If umem's preset policies are missing.
-    """
+    """Names of the preset policies, sorted; ``PolicyError`` if they are missing."""
     return shipped_names(_KIND)
 
 

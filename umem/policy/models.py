@@ -54,10 +54,7 @@ PolicyPlanner = Literal["planned", "lookahead", "fault", "none"]
 def parse_managed_limit(value: int | str) -> int:
     """Read a cap on managed memory in bytes.
 
-    Raises
-    ------
-    ValueError
-        If it is no size as in :func:`umem.core.units.parse_bytes`, or 0.
+    ``ValueError`` if it is no size as in :func:`umem.core.units.parse_bytes`, or 0.
     """
     size_bytes = parse_bytes(value)
     if size_bytes == 0:
@@ -68,10 +65,7 @@ def parse_managed_limit(value: int | str) -> int:
 def parse_device_budget(value: int | str) -> int | str:
     """Check a budget without knowing the device: bytes, or a percentage, which stays text.
 
-    Raises
-    ------
-    ValueError
-        If it is neither, or 0.
+    ``ValueError`` if it is neither, or 0.
     """
     if isinstance(value, str) and "%" in value:
         parse_percent(value)

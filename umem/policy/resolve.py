@@ -138,13 +138,7 @@ def _from_environment(
 
 
 def check_resolved(policy: object) -> None:
-    """Refuse a policy that was not resolved for a device.
-
-    Raises
-    ------
-    PolicyError
-        With the remedy.
-    """
+    """Refuse a policy that was not resolved for a device: ``PolicyError`` with the remedy."""
     if not isinstance(policy, ResolvedPolicy):
         raise PolicyError(
             f"policy: a {type(policy).__name__} is not resolved for a device: pass "

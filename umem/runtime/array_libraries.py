@@ -23,13 +23,7 @@ _MODULES = {
 
 
 def import_libraries(libraries: Collection[str]) -> None:
-    """Import what `share_with` needs; none of it starts CUDA.
-
-    Raises
-    ------
-    UnsupportedError
-        If a library is not installed.
-    """
+    """Import what `share_with` needs; ``UnsupportedError`` if it is missing. Starts no CUDA."""
     cuda_major = (torch.version.cuda or "13").split(".")[0]
     for name in libraries:
         module, package, allocator_module = _MODULES[name]
@@ -39,15 +33,9 @@ def import_libraries(libraries: Collection[str]) -> None:
 
 
 def share_with(libraries: Collection[str], allocator: Allocator) -> None:
-    """Let libraries allocate from umem, through RMM's current device resource.
+    """Let ``numba``, ``cupy`` or both allocate from umem, through RMM's current device resource.
 
-    Parameters
-    ----------
-    libraries
-        ``numba``, ``cupy`` or both, imported by `import_libraries`. If empty, RMM keeps its own
-        resource.
-    allocator
-        The process's allocator.
+    `import_libraries` has imported them. If there are none, RMM keeps its own resource.
     """
     if libraries:
         _set_rmm_resource(allocator)

@@ -52,16 +52,9 @@ def gradient_hook(allocator: Allocator) -> Callable[[torch.Tensor], object]:
 class Classifier:
     """Sets the allocator's phase and tags tensors from torch's global hooks.
 
-    A steady training step runs two optimizer hooks and one gradient hook per parameter. The hook on
-    every module call is installed only while there may be unknown modules: at start, and after
-    parameters were registered or moved.
-
-    Parameters
-    ----------
-    allocator
-        The process's allocator.
-    on_gradient
-        Called with each parameter whose gradient was accumulated: from :func:`gradient_hook`.
+    A steady training step runs two optimizer hooks and one gradient hook per parameter, which
+    :func:`gradient_hook` makes. The hook on every module call is installed only while there may be
+    unknown modules: at start, and after parameters were registered or moved.
     """
 
     def __init__(self, allocator: Allocator, on_gradient: Callable[[torch.Tensor], object]) -> None:

@@ -42,11 +42,5 @@ class _Event(KeptInForks, torch.cuda.Event):
 
 
 def new_event(*, timing: bool = False) -> torch.cuda.Event:
-    """Make an event.
-
-    Parameters
-    ----------
-    timing
-        Whether the event records its time.
-    """
+    """Make an event, which records its time if `timing` is true."""
     return _Event(enable_timing=timing)

@@ -19,13 +19,7 @@ __all__ = ["install_memory_stats"]
 
 
 def install_memory_stats(allocator: Allocator) -> None:
-    """Answer torch's memory statistics from an allocator.
-
-    Parameters
-    ----------
-    allocator
-        The process's allocator, already torch's own.
-    """
+    """Answer torch's memory statistics from an allocator, which is torch's own already."""
 
     def snapshot(pool: tuple[Any, ...] | None = None) -> dict[str, Any]:
         # (0, 0) asks for every pool, as torch's own does; newer versions add a third item.

@@ -84,17 +84,11 @@ def optimizer_parameters(*optimizers: Optimizer) -> Iterator[torch.Tensor]:
 def parameter_names(
     named: Iterable[tuple[str, torch.Tensor]], unnamed: Iterable[torch.Tensor] = ()
 ) -> dict[torch.Tensor, str]:
-    """Name each parameter once, by the first of its names.
+    """Name each parameter once, by the first of its names in `named`.
 
-    Traces, running programs and profiles find a tensor by these names.
-
-    Parameters
-    ----------
-    named
-        Such as :meth:`torch.nn.Module.named_parameters`.
-    unnamed
-        Parameters that may be in no module, such as :func:`optimizer_parameters`. Each one that
-        `named` lacks is ``parameter N``.
+    Traces, running programs and profiles find a tensor by these names. `unnamed` are parameters
+    that may be in no module, such as :func:`optimizer_parameters`; one that `named` lacks is
+    ``parameter N``.
     """
     names: dict[torch.Tensor, str] = {}
     for name, parameter in named:
@@ -121,12 +115,7 @@ def optimizer_state(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an optimizer's state by parameter and key: ``layers.0.weight.exp_avg``.
 
-    Parameters
-    ----------
-    optimizer
-        Holds the state.
-    names
-        As :func:`parameter_names` gives them; state of anything else begins with ``optimizer``.
+    `names` are those of :func:`parameter_names`; state of anything else begins with ``optimizer``.
     """
     for parameter, state in optimizer.state.items():
         yield from named_tensors(state, names.get(parameter, "optimizer"))
@@ -137,14 +126,8 @@ def named_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors in nested mappings, sequences and dataclasses, by their path: ``batch.labels``.
 
-    Parameters
-    ----------
-    value
-        A tensor or a container.
-    name
-        Name of `value`, with which each path begins.
-    depth
-        Containers around `value` that are searched already.
+    Each path begins with `name`; `depth` counts the containers around `value` that are searched
+    already.
     """
     if isinstance(value, torch.Tensor):
         yield name, value

@@ -16,10 +16,7 @@ __all__ = ["native"]
 def native() -> ModuleType:
     """Load the module `umem.runtime._native`; ``umem/runtime/_native.pyi`` describes it.
 
-    Raises
-    ------
-    NativeLibraryError
-        If it, RMM's or CUDA's library is missing; the message names the remedy.
+    Raises ``NativeLibraryError`` if it, RMM's or CUDA's library is missing, with the remedy.
     """
     # The wheel's search path finds RMM beside umem; this also finds it elsewhere, as after
     # `pip install --target`. A core-only build needs no RMM; other builds report a missing library

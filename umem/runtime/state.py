@@ -60,10 +60,7 @@ def is_enabled() -> bool:
 def runtime() -> Runtime:
     """The state that `umem.enable` installed.
 
-    Raises
-    ------
-    EnableError
-        If umem is not enabled; after a fallback the message says why.
+    Raises ``EnableError`` if umem is not enabled; after a fallback the message says why.
     """
     if _runtime is None:
         reason = f": {_fallback_reason}" if _fallback_reason else ": call umem.enable() first"
@@ -77,13 +74,7 @@ def fell_back() -> bool:
 
 
 def native_config(resolved: ResolvedPolicy) -> _native.Config:
-    """The native allocator's configuration for a policy.
-
-    Parameters
-    ----------
-    resolved
-        From :func:`umem.policy.resolve`.
-    """
+    """The native allocator's configuration for a policy from :func:`umem.policy.resolve`."""
     library = native()
     return library.Config(
         classes=[

@@ -29,12 +29,8 @@ NO_BLOCK = ""
 class Block:
     """A module whose forward and backward passes are phases, and the labels of these.
 
-    Parameters
-    ----------
-    name
-        The module's name in the model.
-    module
-        Kept by a weak reference only: hooks of an optimizer, which may outlive it, lead here.
+    The module is kept by a weak reference only: hooks of an optimizer, which may outlive it, lead
+    here.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -46,13 +42,7 @@ class Block:
 
     @property
     def module(self) -> nn.Module:
-        """The module.
-
-        Raises
-        ------
-        TraceError
-            If it has been freed.
-        """
+        """The module; raises ``TraceError`` if it has been freed."""
         module = self._module()
         if module is None:
             raise TraceError(f"{self.name} is gone: keep the model for as long as it is recorded")
@@ -61,24 +51,17 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """Parameters and buffers, looked up between two steps.
+    """Parameters and buffers by name, looked up between two steps.
 
     Within a step a module may have others: those of a sharded model are gathered for it.
-
-    Parameters
-    ----------
-    names, buffers
-        Names of the parameters, and of the buffers.
-    owner
-        Name of the first block that holds each of them.
-    held
-        All of them by name of the block; :data:`NO_BLOCK` has those that are in no block.
     """
 
     names: Mapping[torch.Tensor, str]
     buffers: Mapping[torch.Tensor, str]
     owner: Mapping[torch.Tensor, str]
+    """Name of the first block that holds each of them."""
     held: Mapping[str, Sequence[torch.Tensor]]
+    """All of them by name of the block; :data:`NO_BLOCK` has those that are in no block."""
 
 
 def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimizer) -> Parameters:
@@ -99,29 +82,18 @@ def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimi
 
 
 def find_blocks(model: nn.Module, chosen: Iterable[str | nn.Module] | None) -> tuple[Block, ...]:
-    """Cut a model into blocks that do not overlap.
+    """Cut a model into blocks that do not overlap, in the order of the model.
 
-    Parameters
-    ----------
-    model
-        The model.
-    chosen
-        Modules, or their names in the model; a :class:`~torch.nn.ModuleList` stands for the modules
-        in it. By default the members of the main chain, which are the layers of a transformer: of
-        all lists and :class:`~torch.nn.Sequential` of two or more modules, the one with the largest
-        product of length and bytes of parameters. Also the members of every other chain that is
-        disjoint from it.
+    They are the chosen modules, and the outermost modules with parameters that contain none of
+    them: embeddings, the last norm, the head. A chosen :class:`~torch.nn.ModuleList` stands for the
+    modules in it.
 
-    Returns
-    -------
-    tuple of Block
-        The chosen modules, and the outermost modules with parameters that contain none of them:
-        embeddings, the last norm, the head. In the order of the model.
+    By default the members of the main chain are chosen, which are the layers of a transformer: of
+    all lists and :class:`~torch.nn.Sequential` of two or more modules, the one with the largest
+    product of length and bytes of parameters. Also the members of every other chain that is
+    disjoint from it.
 
-    Raises
-    ------
-    TraceError
-        For a name or module that the model does not have, or one inside another.
+    Raises ``TraceError`` for a name or module that the model does not have, or one inside another.
     """
     names = {module: name for name, module in model.named_modules()}
     parts = _default_parts(model) if chosen is None else _chosen_parts(model, names, chosen)

@@ -38,16 +38,11 @@ CallShapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 @dataclass(frozen=True)
 class StepSignature:
-    """Shapes of the model's inputs in one step.
-
-    Parameters
-    ----------
-    calls
-        One entry for each call of the model with gradients, in order: a step that accumulates
-        gradients over four batches has four.
-    """
+    """Shapes of the model's inputs in one step."""
 
     calls: tuple[CallShapes, ...]
+    """One entry for each call of the model with gradients, in order: a step that accumulates
+    gradients over four batches has four."""
 
     def __str__(self) -> str:
         return "; ".join(
@@ -148,23 +143,8 @@ class StepCollector:
     Timed steps measure the step's windows in turn. Where a step's phases are not those of its
     window, the following steps measure the whole step.
 
-    Parameters
-    ----------
-    watch
-        Has the signature of the step in progress. Its step ends before this one's.
-    clock, steps, known
-        As for :func:`umem.record`.
-    root, blocks
-        The model, and the modules in it whose passes are phases.
-    make_tracker
-        Makes a tracker for the memory of the step in progress.
-    on_enough
-        Called when the last step has been timed, though the device may not have finished it.
-
-    Attributes
-    ----------
-    tracked_count
-        Steps whose memory was tracked.
+    `watch` has the signature of the step in progress; its step ends before this one's. `on_enough`
+    is called when the last step has been timed, though the device may not have finished it.
     """
 
     def __init__(

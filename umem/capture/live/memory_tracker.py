@@ -61,23 +61,11 @@ def note_access(phase: dict[int, Access], number: int, access: Access) -> None:
 class MemoryTracker:
     """Tracks the storages of one step from the first call of the model to the optimizer's end.
 
-    Memory is held by weak references only.
+    Memory is held by weak references only. Tensors on devices other than `device` are ignored.
 
-    Parameters
-    ----------
-    known
-        Parameters and buffers of the model and the optimizer.
-    optimizer
-        Its step ends the step.
-    device
-        Tensors on other devices are ignored.
-    kept
-        Addresses of the inputs' storages of the step before that still exist; an input in one of
-        them is kept from step to step.
-    guard
-        Makes hooks.
-    peak_bytes
-        Returns the most bytes allocated on the device since its last call.
+    `kept` has the addresses of the inputs' storages of the step before that still exist; an input
+    in one of them is kept from step to step. `peak_bytes` returns the most bytes allocated on the
+    device since its last call.
     """
 
     def __init__(

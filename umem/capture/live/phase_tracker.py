@@ -50,11 +50,8 @@ class StepListener(Protocol):
     def step_begins(self) -> MemoryTracker | Window | None:
         """The model is called for the first time in a step.
 
-        Returns
-        -------
-        MemoryTracker, Window or None
-            A tracker for the step's memory, which is slow; the only part of the step to report; or
-            None to have all phases reported.
+        Returns a tracker for the step's memory, which is slow; the only part of the step to report;
+        or None to have all phases reported.
         """
 
     def phase_begins(self, label: str) -> None:
@@ -63,12 +60,8 @@ class StepListener(Protocol):
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
         """The forward pass of the model or of a block begins, in the phase reported last.
 
-        Parameters
-        ----------
-        block
-            The model first, then, inside its pass, its blocks.
-        is_recomputed
-            Whether a checkpoint calls it, within the backward pass.
+        The model comes first, then, inside its pass, its blocks. `is_recomputed` where a checkpoint
+        calls it, within the backward pass.
         """
 
     def block_ends(self, block: Block) -> None:
@@ -80,10 +73,8 @@ class StepListener(Protocol):
     def step_ends(self, is_broken: bool) -> None:
         """The optimizer has stepped.
 
-        Parameters
-        ----------
-        is_broken
-            Whether an exception or an interrupt has cut the step short, so that phases are missing.
+        `is_broken` where an exception or an interrupt has cut the step short, so that phases are
+        missing.
         """
 
 
@@ -120,15 +111,6 @@ class PhaseTracker:
     on the model, its blocks and backward passes. A call of the model that is in progress at the
     start is not tracked. The owner passes on the optimizer's hooks, as torch does not let these be
     set or removed while they are called.
-
-    Parameters
-    ----------
-    root, blocks
-        The model, and the modules in it whose passes are phases.
-    guard
-        Makes hooks.
-    listener
-        Receives the reports.
     """
 
     def __init__(

@@ -101,10 +101,8 @@ class StepRecording:
     def trace(self) -> Trace:
         """The recorded step.
 
-        Raises
-        ------
-        TraceError
-            If too few steps were recorded, or recording them failed.
+        Raises ``TraceError`` if too few steps were recorded, or recording them failed, as do
+        :attr:`saved_tensors`, :attr:`phases` and :attr:`outside_bytes`.
         """
         return self._built[0]
 
@@ -114,11 +112,6 @@ class StepRecording:
 
         Left out are tensors that hooks of the program pack, as a checkpoint's do, and leaves that
         gradients are taken of, which the program may hold.
-
-        Raises
-        ------
-        TraceError
-            As for :attr:`trace`.
         """
         return self._built[1]
 
@@ -127,11 +120,6 @@ class StepRecording:
         """The phases that a :class:`~umem.capture.live.StepListener` receives in such a step.
 
         They are more than the phases of the trace, which joins those that use nothing.
-
-        Raises
-        ------
-        TraceError
-            As for :attr:`trace`.
         """
         recorded = self._require()
         numbers = recorded.joined.numbers.tolist()
@@ -142,11 +130,6 @@ class StepRecording:
         """Bytes that were allocated all the step long and are in no tensor of the trace.
 
         0 where umem's allocator does not serve.
-
-        Raises
-        ------
-        TraceError
-            As for :attr:`trace`.
         """
         return outside_bytes(self._require().memory)
 

@@ -23,10 +23,7 @@ class SavedTensorHooks:
     checkpoint or an offload packs is not held by the graph. While a checkpoint recomputes, they are
     pushed on top of its hooks and call them.
 
-    Parameters
-    ----------
-    on_save, on_use
-        Called with each tensor when it is saved, and again when the backward pass needs it.
+    `on_save` is called with each tensor when it is saved, `on_use` when the backward pass needs it.
     """
 
     def __init__(
@@ -111,29 +108,21 @@ class SavedTensor:
 
     A tensor saved in a block's call counts for the block only. Other hooks around these calls that
     count in the same way find by `block`, `call` and `ordinal` the trace's tensor that they pack.
-
-    Parameters
-    ----------
-    block
-        Name of the block; empty for the model, outside of blocks. The inputs that a checkpoint
-        keeps for a block are saved there.
-    call
-        Index of the block's forward call in the step, without those in which a checkpoint
-        recomputes.
-    ordinal
-        Index of the pack hook's call since the forward call began; calls for other tensors, such as
-        weights, count too.
-    tensor
-        Index in the trace's tensors. Views of one storage are one tensor.
-    nbytes
-        Bytes of that storage.
     """
 
     block: str
+    """Name of the block; empty for the model, outside of blocks. The inputs that a checkpoint keeps
+    for a block are saved there."""
     call: int
+    """Index of the block's forward call in the step, without those in which a checkpoint
+    recomputes."""
     ordinal: int
+    """Index of the pack hook's call since the forward call began; calls for other tensors, such as
+    weights, count too."""
     tensor: int
+    """Index in the trace's tensors. Views of one storage are one tensor."""
     nbytes: int
+    """Bytes of that storage."""
 
 
 @dataclass(frozen=True)

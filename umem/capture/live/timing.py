@@ -41,13 +41,7 @@ class Clock(Protocol):
 
 
 class CudaClock:
-    """CUDA events on the current stream of a device.
-
-    Parameters
-    ----------
-    device
-        A CUDA device.
-    """
+    """CUDA events on the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
         from umem.torch_compat import current_raw_stream  # not in a torch without CUDA
@@ -132,21 +126,14 @@ _MIN_BLOCKS = 2
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The part of a step that one timed step measures.
-
-    Parameters
-    ----------
-    skipped
-        Names of the blocks whose forward and backward passes are not tracked.
-    labels
-        Labels of the tracked phases in a step like the recorded one.
-    begins
-        For each of them the index of the trace's phase that begins with it, or None.
-    """
+    """The part of a step that one timed step measures."""
 
     skipped: frozenset[str]
+    """Names of the blocks whose forward and backward passes are not tracked."""
     labels: tuple[str, ...]
+    """Of the tracked phases in a step like the recorded one."""
     begins: tuple[int | None, ...]
+    """For each of them the index of the trace's phase that begins with it, or None."""
 
     @property
     def marked(self) -> tuple[int, ...]:
@@ -161,29 +148,15 @@ def find_windows(
     gaps: Collection[str],
     steps: int,
 ) -> tuple[Window, ...]:
-    """Divide a step into windows that timed steps measure in turn.
+    """Divide a step into windows that timed steps measure in turn; together they time every phase.
 
     A window has a run of blocks, in the order in which the step first reaches them, and the
     neighbouring blocks at which their phases end. Phases outside of blocks are in all windows.
+    Where there are too few steps or blocks for more, one window has the whole step.
 
-    Parameters
-    ----------
-    labels
-        Of the tracked phases of the step.
-    begins
-        For each of them the index of the trace's phase that begins with it, or None.
-    blocks
-        Name of the block by label, for the labels of blocks.
-    gaps
-        Labels of what the model does between blocks; the hooks of the block before report them.
-    steps
-        Number of steps that are timed.
-
-    Returns
-    -------
-    tuple of Window
-        Together they time every phase. One window over the whole step where there are too few
-        steps or blocks for more.
+    `labels` and `begins` are those of :class:`Window` for the whole step, and `blocks` has the name
+    of the block by label. `gaps` are the labels of what the model does between blocks; the hooks of
+    the block before report them.
     """
     reporters: list[str | None] = []  # the block whose hooks report each phase
     for label in labels:

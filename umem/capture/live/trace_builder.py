@@ -23,33 +23,19 @@ _MIN_TEMPORARY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TrackedPhase:
-    """A phase that a :class:`StepListener` gets a report of, and where the trace has it.
-
-    Parameters
-    ----------
-    label
-        As in the report.
-    phase
-        Index in the trace's phases; of the optimizer's first one for "optimizer".
-    """
+    """A phase that a :class:`StepListener` gets a report of, and where the trace has it."""
 
     label: str
     phase: int
+    """Index in the trace's phases; of the optimizer's first one for "optimizer"."""
 
 
 @dataclass(frozen=True)
 class JoinedPhases:
-    """The tracked phases of a step, some of them joined to their neighbours.
-
-    Parameters
-    ----------
-    numbers : int64[L]
-        Number of the joined phase of each tracked phase, from 0 without holes.
-    labels
-        Of the joined phases.
-    """
+    """The tracked phases of a step, some of them joined to their neighbours."""
 
     numbers: NDArray[np.int64]
+    """``int64[L]``: number of the joined phase of each tracked phase, from 0 without holes."""
     labels: tuple[str, ...]
 
     @property
@@ -63,14 +49,10 @@ class JoinedPhases:
 def join_phases(memory: StepMemory, gaps: Collection[str]) -> JoinedPhases:
     """Join phases that use nothing of their own to their neighbours.
 
-    Parameters
-    ----------
-    memory
-        Of the step. The last phase is the optimizer's and stays.
-    gaps
-        Labels of what the model does between blocks. Such a phase joins the one before it if it
-        uses nothing. Where a checkpoint recomputes a block, the block's backward phase up to there
-        joins the phase that recomputes, as does a gap before it.
+    `gaps` are the labels of what the model does between blocks. Such a phase joins the one before
+    it if it uses nothing. Where a checkpoint recomputes a block, the block's backward phase up to
+    there joins the phase that recomputes, as does a gap before it. The last phase is the
+    optimizer's and stays.
     """
     labels, last = memory.labels, len(memory.labels) - 1
     joins_before = np.array(
@@ -102,26 +84,11 @@ def build_step_trace(
     metadata: Mapping[str, str | int | float],
     optimizer_parts: bool,
 ) -> tuple[Trace, tuple[SavedTensor, ...]]:
-    """Make the trace of a step.
+    """Make the trace of a step, with durations and no FLOPs, and list what autograd saved in it.
 
-    Parameters
-    ----------
-    memory, joined
-        The tracked phases, of which the last one is the optimizer's, and how they are joined.
-    seconds
-        Of each joined phase, its durations in the steps that have timed it; the medians count.
-    name, source, metadata
-        As for :class:`umem.trace.Trace`.
-    optimizer_parts
-        Whether the optimizer's phase is split by block; the parts share its duration by their
-        bytes.
-
-    Returns
-    -------
-    Trace
-        With durations and no FLOPs.
-    tuple of SavedTensor
-        What autograd saved in the blocks' calls.
+    `seconds` has for each joined phase its durations in the steps that have timed it; the medians
+    count. With `optimizer_parts` the optimizer's phase is split by block; the parts share its
+    duration by their bytes.
     """
     parts = memory.optimizer_parts
     if not optimizer_parts or not parts:
@@ -194,14 +161,10 @@ def _find_saved(
 def _find_temporaries(
     memory: StepMemory, joined: JoinedPhases, lifetimes: Sequence[Lifetime], phase_count: int
 ) -> Iterator[tuple[int, int]]:
-    """Bytes that operators hold inside a phase beyond the trace's tensors, at its worst moment.
+    """Phase and bytes that its operators hold beyond the trace's tensors, at the worst moment.
 
-    Memory outside of the step, such as another model's, does not count.
-
-    Yields
-    ------
-    phase, nbytes
-        Of phases with more than the least worth recording.
+    Only phases with more than the least worth recording. Memory outside of the step, such as
+    another model's, does not count.
     """
     sizes = _block_bytes(memory.storages)
     change = np.zeros(phase_count + 1, np.int64)

@@ -20,10 +20,7 @@ class MasterAdamW(Optimizer):
     arXiv:1710.03740). That is 12 bytes of state per parameter. Parameters are updated one at a
     time, so that float32 gradients exist for one of them only.
 
-    Parameters
-    ----------
-    params, lr, betas, eps, weight_decay
-        As for :class:`torch.optim.AdamW`; dense parameters only.
+    The parameters are those of :class:`torch.optim.AdamW`; only dense ones are trained.
     """
 
     def __init__(

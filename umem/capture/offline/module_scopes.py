@@ -33,13 +33,7 @@ __all__ = ["ModuleScopeTracker"]
 
 
 class ModuleScopeTracker:
-    """Tracks the modules and optimizers of a program while it is entered.
-
-    Attributes
-    ----------
-    parameter_names
-        Qualified names of the parameters that :meth:`find_parameters` has found.
-    """
+    """Tracks the modules and optimizers of a program while it is entered."""
 
     def __init__(self) -> None:
         self.parameter_names: Mapping[torch.Tensor, str] = {}

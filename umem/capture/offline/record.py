@@ -233,12 +233,7 @@ _LIBRARIES = (
 def explained(name: str, running: str) -> Iterator[None]:
     """Turn an exception of the user's program into a TraceError with its line and the remedy.
 
-    Parameters
-    ----------
-    name
-        Of the recording.
-    running
-        The part of the program that runs: ``make_step``, ``the step``, ``importing it``.
+    `running` is the part of the program that runs: ``make_step``, ``the step``, ``importing it``.
     """
     try:
         yield

@@ -34,14 +34,8 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 class Recorder(TorchDispatchMode):
     """Passes operators on to a :class:`FakeTensorMode`, and records those of one step.
 
-    Parameters
-    ----------
-    fake
-        Entered before this mode.
-    scopes
-        Knows the module in which an operator runs.
-    on_operator
-        Called for each operator, with the number of operators so far in this run of the step.
+    The fake mode is entered before this one. `on_operator` is called for each operator, with the
+    number of operators so far in this run of the step.
     """
 
     def __init__(

@@ -30,21 +30,10 @@ def hook_backward(
 ) -> Callable[[], None]:
     """Call functions at both ends of every backward pass of the process.
 
+    `begins` is called with the tensors that the pass starts from, in the thread that asked for it,
+    and `ends` with whether an exception has ended the pass. Neither must raise.
     ``torch.autograd.backward``, which ``Tensor.backward`` calls, is replaced while there are
-    listeners.
-
-    Parameters
-    ----------
-    begins
-        Called with the tensors that the pass starts from, in the thread that asked for it. Must not
-        raise.
-    ends
-        Called with whether an exception has ended the pass. Must not raise.
-
-    Returns
-    -------
-    callable
-        Removes the hooks.
+    listeners. The result removes the hooks.
     """
     global _original, _wrapper
     if _wrapper is None or torch.autograd.backward is not _wrapper:

@@ -45,14 +45,7 @@ class _Copyable:
 class Hook(_Copyable):
     """Calls a function and drops its result, which torch would take for the hooked call's result.
 
-    A copy of the hook, such as in a copied or pickled model, does nothing.
-
-    Parameters
-    ----------
-    function
-        Called with the hook's arguments.
-    on_error
-        Called with an exception of the function. By default the caller gets it.
+    An exception of the function goes to `on_error`, by default to the caller.
     """
 
     __slots__ = ()
@@ -68,10 +61,7 @@ class Hook(_Copyable):
 class Guard:
     """Wraps hooks so that an exception in umem's code never reaches the training loop.
 
-    Parameters
-    ----------
-    on_error
-        Called with the exception; it is to report the first one and to end what the hooks are for.
+    `on_error` is to report the first exception and to end what the hooks are for.
     """
 
     def __init__(self, on_error: OnError) -> None:
@@ -127,23 +117,12 @@ def hook_calls(
     leave: Callable[..., None] | None = None,
     on_error: OnError = _raise,
 ) -> list[Undo]:
-    """Call functions at both ends of every call of one module.
+    """Call functions at both ends of every call of one module; each result removes one hook.
 
-    Parameters
-    ----------
-    module
-        If it was compiled in place, the hooks are around the compiled function.
-    enter
-        Called with the positional and the keyword arguments of the call.
-    leave
-        Called with the result of the call, and with ``failed``: whether an exception has ended it.
-    on_error
-        Called with an exception of either function. By default the module's caller gets it.
-
-    Returns
-    -------
-    list of callable
-        Each removes one hook.
+    `enter` is called with the positional and the keyword arguments of the call; `leave` with its
+    result, and with ``failed``: whether an exception has ended it. An exception of either function
+    goes to `on_error`, by default to the module's caller. If the module was compiled in place, the
+    hooks are around the compiled function.
     """
     if compiled_call(module) is not None:
         return [_hook_compiled(module, enter, leave, on_error)]
@@ -158,11 +137,7 @@ class _CompiledCall:
     """The function that ``Module.compile`` has made, with hooks around it.
 
     A module's own hooks are inside of that function, where they run only while it is traced.
-
-    Attributes
-    ----------
-    hooks
-        Pairs of hooks before and after the call; the second may be missing.
+    `hooks` are pairs before and after the call; the second may be missing.
     """
 
     def __init__(self, compiled: Callable[..., Any]) -> None:

@@ -94,21 +94,9 @@ def unpack_kept(kept: Kept) -> torch.Tensor:
 
 
 def check_version(tensor: torch.Tensor, version: int, size: torch.Size | None = None) -> None:
-    """Raise autograd's error if a tensor was modified in place.
+    """Raise autograd's ``RuntimeError`` if a saved tensor was modified in place.
 
-    Parameters
-    ----------
-    tensor
-        The saved tensor, or one that shares its version counter.
-    version
-        The saved tensor's when it was saved.
-    size
-        The saved tensor's, for the message; by default that of `tensor`.
-
-    Raises
-    ------
-    RuntimeError
-        If it is at another version.
+    `tensor` may be another one that shares its version counter; `size` is the saved tensor's then.
     """
     if version_counter(tensor) != version:
         raise RuntimeError(
