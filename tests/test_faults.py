@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +23,7 @@ from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
 from umem.executor.machine import within_host
 from umem.executor.manage import manage_on
+from umem.offload import HostMover
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
 
@@ -66,9 +66,9 @@ def test_an_engine_that_has_ended(planner: str, stock: Training) -> None:
     manager = training.manage(planner, 34 * MIB)
     training.steps(9)
     assert manager.engine.shutdown(timeout_s=10)
-    began_s = time.monotonic()
+    wait_timeouts = manager.status().wait_timeouts
     training.steps(3)
-    assert time.monotonic() - began_s < 30  # nobody waits for it
+    assert manager.status().wait_timeouts == wait_timeouts
     assert training.equals(stock)
     assert manager.status().state is ManagerState.RUNNING
     assert manager.engine.statistics().refused > 0
@@ -144,11 +144,20 @@ def test_a_host_that_does_not_say_is_taken_as_described() -> None:
 
 
 def test_activations_stay_where_the_host_is_nearly_full(stock: Training) -> None:
+    class NearlyFullHost(HostMover):
+        available_bytes = (2 << 30) + 5 * MIB
+
+        def host_memory_bytes(self) -> tuple[int, int]:
+            return 16 << 30, self.available_bytes
+
+        def allocate_host(self, size_bytes: int) -> torch.Tensor:
+            self.available_bytes -= size_bytes
+            return super().allocate_host(size_bytes)
+
     training = Training()
-    manager = training.manage("planned", 40 * MIB)
-    pool = manager.store._pool
-    pool._host_bytes = lambda: (16 << 30, (2 << 30) + 5 * MIB - pool.held_bytes)
-    with pytest.warns(RuntimeWarning, match="no host memory for .* stay in reserve"):
+    machine = replace(host_machine(40 * MIB), mover=NearlyFullHost())
+    manager = manage_on(training.model, training.optimizer, lambda: machine, "planned")
+    with pytest.warns(RuntimeWarning, match="of which 2 GiB stay in reserve"):
         training.steps(12)
     assert training.equals(stock)
     statistics = manager.store.statistics
@@ -178,30 +187,30 @@ def test_a_tensor_that_goes_while_its_hint_is_queued(stock: Training) -> None:
 # ------------------------------------------------------------------------------------ processes
 
 
-def end(how: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    began_s = time.monotonic()
+def end(how: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(SCRIPT), how],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120,  # a process that waits for its hints fails here
         check=False,
     )
     # On a machine that plans for the first time.
     done.stderr = re.sub("umem: compiling the planner, .*\n", "", done.stderr)
-    return done, time.monotonic() - began_s
+    return done
 
 
+@pytest.mark.slow
 def test_a_process_may_end_with_hints_in_flight() -> None:
-    done, took_s = end("exit")
+    done = end("exit")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert took_s < 60
-    done, _ = end("raise")
+    done = end("raise")
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
 
 
+@pytest.mark.slow
 def test_a_process_may_fork_while_pages_move() -> None:
-    done, _ = end("fork")
+    done = end("fork")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "running 0\n"
     assert done.stderr == ""
@@ -264,9 +273,11 @@ class Disturber:
                 tensor_class=of_class,
             )
         elif kind == "activations":
-            for group in list(self._store._groups):
-                verb = self._random.choice(["send", "release", "fetch"])
-                getattr(self._store, verb)(group)
+            for block in ("layers.0", "layers.1", "head"):
+                move = self._random.choice(
+                    [self._store.send, self._store.release, self._store.fetch]
+                )
+                move((block, 0))
         elif kind == "copy":
             spare = self._spare.data_ptr()
             for op in (HintOp.COPY_OUT, HintOp.COPY_IN):

@@ -26,11 +26,11 @@ KIB = 1 << 10
 SIDE = 64
 TENSOR_BYTES = SIDE * SIDE * 4
 
-Mark = list[Any]
+Event = list[Any]
 
 
 class LazyMover(HostMover):
-    """Copies at the last moment allowed: when a stream, or the host, waits for the mark.
+    """Copies at the last moment allowed: when a stream, or the host, waits for the copy.
 
     Until then what is to arrive is NaN, and what is to leave must still be there.
     """
@@ -41,13 +41,13 @@ class LazyMover(HostMover):
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
     ) -> Sequence[Any]:
-        marks: list[Mark] = []
+        events: list[Event] = []
         for storage, buffer in pairs:
-            copy = (weakref.ref(storage), storage._cdata, buffer.memory, buffer.mark)
+            copy = (weakref.ref(storage), storage._cdata, buffer.memory, buffer.event)
             # They are over in this order.
-            buffer.mark = [copy, (marks[-1],)] if marks else [copy]
-            marks.append(buffer.mark)
-        return marks
+            buffer.event = [copy, (events[-1],)] if events else [copy]
+            events.append(buffer.event)
+        return events
 
     def copy_in(
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: Any
@@ -55,18 +55,18 @@ class LazyMover(HostMover):
         moved: list[tuple[torch.UntypedStorage, Any]] = []
         for buffer, size_bytes in buffers:
             block = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
-            mark: Mark = [(block, buffer.memory[:size_bytes], buffer.mark)]
-            buffer.mark = mark
-            moved.append((block.untyped_storage(), mark))
+            event: Event = [(block, buffer.memory[:size_bytes], buffer.event)]
+            buffer.event = event
+            moved.append((block.untyped_storage(), event))
         return moved
 
-    def wait(self, stream: Any, mark: Mark) -> None:
+    def wait(self, stream: Any, event: Event) -> None:
         self.waits += 1
-        self.finish(mark)
+        self.finish(event)
 
-    def finish(self, mark: Mark) -> None:
-        while mark:
-            *what, before = mark.pop()
+    def finish(self, event: Event) -> None:
+        while event:
+            *what, before = event.pop()
             if before:
                 self.finish(before)
             if not what:

@@ -1,8 +1,8 @@
-"""Activations that wait for the backward pass in host memory."""
+"""Activation offload: saved tensors wait for the backward pass in host memory."""
 
 from __future__ import annotations
 
-from umem.offload.layers import OffloadedBlocks, offload, offload_blocks
+from umem.offload.layers import OffloadContext, OffloadedBlocks, offload, offload_blocks
 from umem.offload.movers import CudaMover, HostBuffer, HostMover, Mover
 from umem.offload.store import ActivationStatistics, ActivationStore
 
@@ -13,6 +13,7 @@ __all__ = [
     "HostBuffer",
     "HostMover",
     "Mover",
+    "OffloadContext",
     "OffloadedBlocks",
     "offload",
     "offload_blocks",

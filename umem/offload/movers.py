@@ -1,4 +1,4 @@
-"""Host memory that activations wait in, kept from step to step."""
+"""Copies of activations between a device and host memory, and the pool of host buffers."""
 
 from __future__ import annotations
 
@@ -10,87 +10,151 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from umem.core.units import format_bytes
-from umem.cuda import bindings as _bindings
+from umem.cuda import bindings
 from umem.hardware.capabilities import host_memory_bytes
 from umem.runtime.cuda_events import new_event
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled
 
-__all__ = ["CudaMover", "HostBuffer", "HostMover", "HostPool", "Mover", "bytes_of"]
+__all__ = ["CudaMover", "HostBuffer", "HostMover", "HostPool", "Mover", "allocate_host_pages"]
 
 GRAIN_BYTES = 2 << 20
-"""Sizes are rounded up to this: the kernel's huge pages, which take the fewest calls to pin."""
+"""Buffer sizes are rounded up to the kernel's huge pages, which take the fewest calls to pin."""
 
-LEAST_RESERVE_BYTES = 2 << 30
-RESERVE_PARTS = 16
-"""A sixteenth of the host's memory, and 2 GiB at least, stay available when the pool grows. Pinned
-pages cannot be swapped out or dropped, so that what data loaders and a checkpoint being written
-need next would otherwise wake the out-of-memory killer. 2 GiB is a few batches and one shard."""
+MIN_RESERVE_BYTES = 2 << 30
+RESERVE_DIVISOR = 16
+"""A sixteenth of the host's memory, and at least 2 GiB, stays available when the pool grows. The
+kernel cannot swap out pinned pages: without a reserve, data loaders or the writing of a checkpoint
+would trigger the out-of-memory killer. 2 GiB holds a few batches and one checkpoint shard."""
+
+CUDA_HOST_REGISTER_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for every CUDA context of the process."""
+
+MADV_WIPEONFORK = 18
+"""Missing in Python's ``mmap`` module."""
+
+_LOG = logging.getLogger("umem")
 
 
 class HostBuffer:
-    """Host memory of one tensor at a time.
+    """Host memory for the contents of one storage at a time.
 
     Attributes
     ----------
     memory
-        Its bytes.
-    mark
-        The last copy from or to it.
+        The bytes.
+    event
+        The end of the last copy from or to the buffer.
     """
 
     def __init__(self, memory: torch.Tensor, mover: Mover) -> None:
         self.memory = memory
-        self.mark: Any = None
+        self.event: Any = None
         self._mover = mover
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that it can hold."""
+        """Capacity in bytes."""
         return self.memory.nbytes
 
     def __del__(self) -> None:
-        if sys.is_finalizing():  # the process gives everything back
+        if sys.is_finalizing():  # the operating system frees everything
             return
-        if self.mark is not None:
-            self._mover.finish(self.mark)
+        if self.event is not None:
+            self._mover.finish(self.event)
         self._mover.free_host(self.memory)
 
 
+class Mover(Protocol):
+    """Copies between one device and host memory. Only `finish` blocks the calling thread.
+
+    A *stream* orders work on the device, and an *event* is the end of a copy; both are objects of
+    the mover. An event of None is over already. The defaults are those of a device whose copies are
+    over when they return.
+    """
+
+    def is_ready(self) -> bool:
+        """Whether this thread may start copies now: not while it captures a CUDA graph."""
+        return True
+
+    def stream(self) -> Any:
+        """The stream of this thread's work on the device."""
+        return None
+
+    def copy_out(
+        self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
+    ) -> Sequence[Any]:
+        """Start copying storages into buffers, after the work that the stream holds now.
+
+        Returns the event of each copy, in order. A copy first waits for its buffer's event, and
+        its own event becomes the buffer's.
+        """
+
+    def copy_in(
+        self, buffers: Sequence[tuple[HostBuffer, int]], stream: Any
+    ) -> list[tuple[torch.UntypedStorage, Any]]:
+        """Start copying the first bytes of each buffer into new storages of the stream.
+
+        Returns the storage and the event of each copy, in order; the event becomes the buffer's.
+        If the device has no memory, the error comes before the first copy.
+        """
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let later work of the stream wait for an event."""
+        return
+
+    def record_use(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """Tell the device's allocator that another stream than the storage's own uses it."""
+        return
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        """Allocate host memory for fast copies, as a tensor of bytes.
+
+        Raises
+        ------
+        MemoryError
+            If there is none.
+        """
+
+    def free_host(self, memory: torch.Tensor) -> None:
+        """Free what `allocate_host` returned; all copies of it are over."""
+        return
+
+    def host_memory_bytes(self) -> tuple[int, int] | None:
+        """The host's (total, available) memory in bytes; None if unknown."""
+        return host_memory_bytes()
+
+    def finish(self, event: Any) -> None:
+        """Block this thread until an event is over."""
+        return
+
+
 class HostPool:
-    """Buffers by size, handed out again when a tensor is done with them.
+    """Host buffers by size, which later steps use again.
 
     Parameters
     ----------
     mover
-        Allocates them.
+        Allocates the buffers.
     limit_bytes
-        Most bytes that are held at a time; None where only the host's own memory limits them.
-    host_bytes
-        Tells the host's (total, available) memory in bytes, or None.
+        Most bytes to hold at a time; None to be limited by the host's memory only.
     """
 
-    def __init__(
-        self,
-        mover: Mover,
-        limit_bytes: int | None = None,
-        host_bytes: Callable[[], tuple[int, int] | None] = host_memory_bytes,
-    ) -> None:
+    def __init__(self, mover: Mover, limit_bytes: int | None = None) -> None:
         self._mover = mover
         self._limit_bytes = limit_bytes
-        self._host_bytes = host_bytes
-        # All that are there: each takes itself off the books when it goes, in whatever thread.
+        # All buffers, in use or not: a buffer that is freed, in any thread, leaves this set.
         self._buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._free: dict[int, list[HostBuffer]] = {}
         # Filled by finalizers, which run anywhere and so must not take a lock.
         self._returned: deque[HostBuffer] = deque()
-        # Sizes that were refused though no buffer was unused, since unused ones were freed last.
+        # Sizes that found no room since unused buffers were freed last.
         self._refused: set[int] = set()
         self._has_warned = False
         self._is_closed = False
@@ -102,27 +166,35 @@ class HostPool:
         return sum(buffer.size_bytes for buffer in self._buffers)
 
     def take(self, size_bytes: int) -> HostBuffer | None:
-        """A buffer of at least this size; None where the host has no room for one."""
+        """A buffer of at least this size; None if the host has no room for one."""
         self._sort_returned()
         wanted = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
-        # Lengths of batches vary: a somewhat larger buffer serves as well as a new one.
+        # Batch lengths vary: a somewhat larger buffer serves as well as a new one.
         fitting = [size for size in self._free if wanted <= size <= 2 * wanted]
         if fitting:
-            return self._pop(min(fitting))
+            buffers = self._free[min(fitting)]
+            buffer = buffers.pop()
+            if not buffers:
+                del self._free[buffer.size_bytes]
+            return buffer
         refusal = self._refusal(wanted)
-        # Steps are alike. In a size that found no room before, what is unused now is what the rest
-        # of the step used then: freed, it would be pinned anew in every step.
+        # Steps repeat. When a size was refused before, the buffers that are unused now are needed
+        # later in the step: freed here, they would be pinned anew in every step.
         if refusal and self._free and wanted not in self._refused:
             self.trim()
-            self._refused.clear()  # the steps are others now
+            self._refused.clear()
             refusal = self._refusal(wanted)
         if refusal:
             self._refused.add(wanted)
-        if not refusal:
+        else:
             try:
-                return self._grow(wanted)
+                buffer = HostBuffer(self._mover.allocate_host(wanted), self._mover)
             except MemoryError as error:
                 refusal = str(error)
+            else:
+                self._buffers.add(buffer)
+                self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+                return buffer
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -133,33 +205,20 @@ class HostPool:
         return None
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Take a buffer back, from any thread and at any moment."""
+        """Return a buffer to the pool. Safe in any thread and in finalizers."""
         self._returned.append(buffer)
         if self._is_closed:
             self._returned.clear()
 
     def trim(self) -> None:
-        """Free what is not in use. Waits for the copies that are at work on it."""
+        """Free the unused buffers, after waiting for their copies."""
         self._returned.clear()
         self._free.clear()
 
     def close(self) -> None:
-        """Free what is not in use now, and the rest when it is given back."""
-        self._is_closed = True  # first: what is given back meanwhile is freed on either side
+        """Free the unused buffers now, and each other one when it is given back."""
+        self._is_closed = True  # first: a buffer that is given back meanwhile is freed either way
         self.trim()
-
-    def _grow(self, size_bytes: int) -> HostBuffer:
-        buffer = HostBuffer(self._mover.allocate_host(size_bytes), self._mover)
-        self._buffers.add(buffer)
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return buffer
-
-    def _pop(self, size_bytes: int) -> HostBuffer:
-        buffers = self._free[size_bytes]
-        buffer = buffers.pop()
-        if not buffers:
-            del self._free[size_bytes]
-        return buffer
 
     def _sort_returned(self) -> None:
         while self._returned:
@@ -167,18 +226,18 @@ class HostPool:
             self._free.setdefault(buffer.size_bytes, []).append(buffer)
 
     def _refusal(self, size_bytes: int) -> str:
-        """Why the pool must not grow by this much, or ""."""
-        grown = self.held_bytes + size_bytes
-        if self._limit_bytes is not None and grown > self._limit_bytes:
+        """The reason why the pool must not grow by this much, or ""."""
+        held_bytes = self.held_bytes
+        if self._limit_bytes is not None and held_bytes + size_bytes > self._limit_bytes:
             return (
-                f"{format_bytes(size_bytes)} more than the {format_bytes(self.held_bytes)} in use: "
+                f"{format_bytes(size_bytes)} more than the {format_bytes(held_bytes)} in use: "
                 f"host_limit_bytes is {format_bytes(self._limit_bytes)}"
             )
-        known = self._host_bytes()
-        if known is None:
+        host = self._mover.host_memory_bytes()
+        if host is None:
             return ""
-        total_bytes, available_bytes = known
-        reserve_bytes = max(LEAST_RESERVE_BYTES, total_bytes // RESERVE_PARTS)
+        total_bytes, available_bytes = host
+        reserve_bytes = max(MIN_RESERVE_BYTES, total_bytes // RESERVE_DIVISOR)
         if available_bytes - size_bytes < reserve_bytes:
             return (
                 f"{format_bytes(size_bytes)} more: {format_bytes(available_bytes)} are available, "
@@ -187,90 +246,19 @@ class HostPool:
         return ""
 
 
-# Who copies between the device and host memory.
+class HostMover(Mover):
+    """Copies CPU tensors to ordinary host memory and back.
 
-
-class Mover(Protocol):
-    """Copies of one device. Nothing here waits for a copy but `finish`.
-
-    A *stream* orders work on the device; a *mark* is the point where a copy is over. Both are the
-    mover's own kind of object. A mark of None is over already.
-    """
-
-    def is_ready(self) -> bool:
-        """Whether copies may be asked for in this thread now; not while a graph is captured."""
-
-    def stream(self) -> Any:
-        """What orders this thread's work on the device at present."""
-
-    def copy_out(
-        self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
-    ) -> Sequence[Any]:
-        """Copy storages into buffers, behind what the stream holds now.
-
-        In order, a mark for each. Each buffer's own mark is waited for first, and becomes the new
-        one.
-        """
-
-    def copy_in(
-        self, buffers: Sequence[tuple[HostBuffer, int]], stream: Any
-    ) -> list[tuple[torch.UntypedStorage, Any]]:
-        """Copy the first bytes of each buffer into new storages allocated on the stream.
-
-        In order, a mark for each, which becomes the buffer's. Where the device has no memory, the
-        error comes before the first copy.
-        """
-
-    def wait(self, stream: Any, mark: Any) -> None:
-        """Let what the stream is given from now on wait for a mark."""
-
-    def use(self, storage: torch.UntypedStorage, stream: Any) -> None:
-        """Tell the allocator that another stream than the storage's own uses it."""
-
-    def allocate_host(self, size_bytes: int) -> torch.Tensor:
-        """Host memory that copies are fast to and from, as one row of bytes.
-
-        Raises
-        ------
-        MemoryError
-            Where there is none to be had.
-        """
-
-    def free_host(self, memory: torch.Tensor) -> None:
-        """Give back what `allocate_host` gave; no copy uses it any more."""
-
-    def finish(self, mark: Any) -> None:
-        """Wait, in this thread, until a mark is over."""
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The bytes of a storage as one row, without a copy."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-# Copies within host memory, done at once.
-
-
-class HostMover:
-    """Moves tensors of the CPU into ordinary memory and back.
-
-    No memory is saved by it. A model runs through the same store, with the same results, on a
+    This saves no memory. It runs a model through the same store, with the same results, on a
     machine without a GPU.
     """
-
-    def is_ready(self) -> bool:
-        """Always."""
-        return True
-
-    def stream(self) -> None:
-        """Work on the CPU is in order by itself."""
 
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
     ) -> Sequence[Any]:
         """Copy storages into buffers."""
         for storage, buffer in pairs:
-            buffer.memory[: storage.nbytes()].copy_(bytes_of(storage))
+            buffer.memory[: storage.nbytes()].copy_(_as_bytes(storage))
         return [None] * len(pairs)
 
     def copy_in(
@@ -282,123 +270,16 @@ class HostMover:
             for buffer, size_bytes in buffers
         ]
 
-    def wait(self, stream: Any, mark: Any) -> None:
-        """Nothing is ever under way."""
-
-    def use(self, storage: torch.UntypedStorage, stream: Any) -> None:
-        """There is one order of work."""
-
     def allocate_host(self, size_bytes: int) -> torch.Tensor:
-        """Ordinary memory."""
+        """Allocate ordinary memory."""
         try:
             return torch.empty(size_bytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
 
-    def free_host(self, memory: torch.Tensor) -> None:
-        """The last reference frees it."""
 
-    def finish(self, mark: Any) -> None:
-        """Nothing is ever under way."""
-
-
-# Copies between a GPU and pinned host memory in one direction, beside the training's kernels.
-#
-# Plain device memory goes by the copy engines. On one H200, driver 580.159, CUDA 13.0, a
-# ``cudaMemcpyAsync`` between managed memory and pinned memory kept kernels from running beside it:
-# products that took 34 ms alone took 20 ms longer beside 1 GiB, nearly the time of the copy. So
-# managed memory goes by way of a few MiB of plain device memory, which a kernel copies to or from
-# (benchmarks/results/h200-staged-copies.txt).
-
-_LOG = logging.getLogger("umem")
-
-
-class Link:
-    """One direction.
-
-    Parameters
-    ----------
-    device
-        The GPU.
-    leaves
-        Whether copies go to the host.
-    """
-
-    def __init__(self, device: torch.device, *, leaves: bool) -> None:
-        self._leaves = leaves
-        self._pages = torch.cuda.Stream(device)
-        """What reads and writes managed memory."""
-        self._link = torch.cuda.Stream(device)
-        """What goes over the link."""
-        self._staged: Any = None
-        # torch's own allocator gives plain device memory only.
-        self._may_be_managed = is_enabled()
-
-    def wait_stream(self, stream: torch.cuda.Stream) -> None:
-        """Let copies from now on wait for what a stream holds now."""
-        mark = new_event()
-        mark.record(stream)
-        self._link.wait_event(mark)
-        self._pages.wait_event(mark)
-
-    def wait_event(self, event: torch.cuda.Event) -> None:
-        """Let copies from now on wait for an event before they use host memory."""
-        self._link.wait_event(event)
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        """Copy bytes between device and pinned memory.
-
-        Returns
-        -------
-        torch.cuda.Event
-            When it is over.
-        """
-        with torch.cuda.stream(self._pages):  # with its device
-            end = self._copy(to, source)
-        mark = new_event()
-        mark.record(end)
-        return mark
-
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
-        """Returns the stream that the copy ends on."""
-        addresses = to.data_ptr(), source.data_ptr()
-        if self._may_be_managed and _is_managed(addresses[1] if self._leaves else addresses[0]):
-            if self._staged is None:
-                self._staged = self._make_staged()
-            if self._staged is not None and self._staged.fits(*addresses):
-                streams = self._pages.cuda_stream, self._link.cuda_stream
-                self._staged.copy(*addresses, source.nbytes, *streams)
-                return self._link if self._leaves else self._pages
-        with torch.cuda.stream(self._link):
-            to.copy_(source, non_blocking=True)
-        return self._link
-
-    def _make_staged(self) -> Any:
-        try:
-            return native().StagedCopy(self._pages.device_index, self._leaves)
-        except RuntimeError as error:
-            self._may_be_managed = False
-            _LOG.warning(
-                "umem: activations go by cudaMemcpyAsync, which keeps kernels waiting: %s", error
-            )
-            return None
-
-
-def _is_managed(address: int) -> bool:
-    return _bindings.memory_type(address) == "cudaMemoryTypeManaged"
-
-
-# Copies between a GPU and pinned host memory, on streams of their own.
-
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for every context of the process."""
-
-_WIPE_ON_FORK = 18
-"""``MADV_WIPEONFORK``, which Python has no name for."""
-
-
-class CudaMover:
-    """Moves tensors of one GPU, on streams of its own for each direction.
+class CudaMover(Mover):
+    """Copies tensors of one GPU to pinned host memory and back, on two streams per direction.
 
     Parameters
     ----------
@@ -408,12 +289,12 @@ class CudaMover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._outward = Link(device, leaves=True)
-        self._inward = Link(device, leaves=False)
+        self._out = _CopyStreams(device, to_host=True)
+        self._in = _CopyStreams(device, to_host=False)
         self._process = os.getpid()
 
     def is_ready(self) -> bool:
-        """Not while a graph is captured, which would be captured with the copies in it."""
+        """Not while a CUDA graph is captured: the copies would become part of it."""
         return not torch.cuda.is_current_stream_capturing()
 
     def stream(self) -> torch.cuda.Stream:
@@ -423,93 +304,161 @@ class CudaMover:
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: torch.cuda.Stream
     ) -> list[torch.cuda.Event]:
-        """Copy storages into buffers, behind what the stream holds now."""
-        marks = []
-        self._outward.wait_stream(stream)
+        """Start copying storages into buffers, after the work that the stream holds now."""
+        events = []
+        self._out.wait_stream(stream)
         for storage, buffer in pairs:
-            if buffer.mark is not None:  # an earlier step may still read from it
-                self._outward.wait_event(buffer.mark)
+            if buffer.event is not None:  # a copy of an earlier step may still read the buffer
+                self._out.wait_event(buffer.event)
             memory = buffer.memory[: storage.nbytes()]
-            buffer.mark = mark = self._outward.copy(memory, bytes_of(storage))
-            marks.append(mark)
-        return marks
+            buffer.event = event = self._out.copy(memory, _as_bytes(storage))
+            events.append(event)
+        return events
 
     def copy_in(
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: torch.cuda.Stream
     ) -> list[tuple[torch.UntypedStorage, Any]]:
-        """Copy the first bytes of each buffer into new storages allocated on the stream."""
+        """Start copying the first bytes of each buffer into new storages of the stream."""
         with torch.cuda.stream(stream):
             blocks = [
                 torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
                 for _, size_bytes in buffers
             ]
-        # The allocator hands out memory that the stream may still be using.
-        self._inward.wait_stream(stream)
+        # The allocator may return memory that earlier work of the stream still uses.
+        self._in.wait_stream(stream)
         moved: list[tuple[torch.UntypedStorage, Any]] = []
         for block, (buffer, size_bytes) in zip(blocks, buffers, strict=True):
-            self._inward.wait_event(buffer.mark)
-            buffer.mark = mark = self._inward.copy(block, buffer.memory[:size_bytes])
-            moved.append((block.untyped_storage(), mark))
+            self._in.wait_event(buffer.event)
+            buffer.event = event = self._in.copy(block, buffer.memory[:size_bytes])
+            moved.append((block.untyped_storage(), event))
         return moved
 
-    def wait(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
-        """Let what the stream is given from now on wait for a mark."""
-        stream.wait_event(mark)
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Let later work of the stream wait for an event."""
+        stream.wait_event(event)
 
-    def use(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> None:
+    def record_use(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that another stream than the storage's own uses it."""
-        bytes_of(storage).record_stream(stream)
+        _as_bytes(storage).record_stream(stream)
 
     def allocate_host(self, size_bytes: int) -> torch.Tensor:
-        """Pinned memory of this size; torch's own pinned allocator takes powers of two."""
-        memory = host_pages(size_bytes)
+        """Allocate and pin exactly this size; torch's pinned allocator rounds to powers of two."""
+        memory = allocate_host_pages(size_bytes)
         with torch.cuda.device(self._device):
-            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, _PORTABLE)
+            status = torch.cuda.cudart().cudaHostRegister(
+                memory.data_ptr(), size_bytes, CUDA_HOST_REGISTER_PORTABLE
+            )
         if int(status) != 0:
-            self._forget_error()
+            # CUDA keeps the error of a refused call, and the next kernel launch would raise it.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self._device)
             raise MemoryError(f"{size_bytes} bytes, which CUDA cannot pin (error {int(status)})")
         return memory
 
     def free_host(self, memory: torch.Tensor) -> None:
-        """Unpin it; the last reference gives the pages back."""
+        """Unpin the memory; its last reference frees the pages."""
         if not self._is_forked():
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
-    def finish(self, mark: torch.cuda.Event) -> None:
-        """Wait, in this thread, until a mark is over."""
+    def finish(self, event: torch.cuda.Event) -> None:
+        """Block this thread until an event is over."""
         if not self._is_forked():
-            mark.synchronize()
+            event.synchronize()
 
     def _is_forked(self) -> bool:
-        """Whether this is a child of the process that made it, which has no CUDA."""
+        """Whether this process is a child of the one that made the mover: it cannot use CUDA."""
         return os.getpid() != self._process
 
-    def _forget_error(self) -> None:
-        # The runtime keeps the error of a refused call, and the next kernel launch would raise it.
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self._device)
+
+class _CopyStreams:
+    """Copies in one direction between a GPU and pinned host memory, beside the training's kernels.
+
+    The copy engines copy plain device memory. On one H200 (driver 580.159, CUDA 13.0) a
+    ``cudaMemcpyAsync`` between managed and pinned memory kept kernels from running beside it:
+    matrix products that took 34 ms alone took 20 ms longer beside 1 GiB, nearly the time of the
+    copy. So managed memory goes by way of a few MiB of plain device memory, which a kernel copies
+    to or from (benchmarks/results/h200-staged-copies.txt).
+    """
+
+    def __init__(self, device: torch.device, *, to_host: bool) -> None:
+        self._to_host = to_host
+        # One stream reads and writes managed memory, the other copies over the link.
+        self._pages = torch.cuda.Stream(device)
+        self._link = torch.cuda.Stream(device)
+        self._staged: Any = None
+        # torch's own allocator gives plain device memory only.
+        self._may_be_managed = is_enabled()
+
+    def wait_stream(self, stream: torch.cuda.Stream) -> None:
+        """Let later copies wait for the work that a stream holds now."""
+        event = new_event()
+        event.record(stream)
+        self._link.wait_event(event)
+        self._pages.wait_event(event)
+
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        """Let later copies wait for an event before they use host memory."""
+        self._link.wait_event(event)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        """Start copying bytes between device and pinned memory; returns the end of the copy."""
+        with torch.cuda.stream(self._pages):  # makes its device the current one
+            end = self._copy(to, source)
+        event = new_event()
+        event.record(end)
+        return event
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
+        """Start a copy and return the stream on which it ends."""
+        addresses = to.data_ptr(), source.data_ptr()
+        on_device = addresses[1] if self._to_host else addresses[0]
+        if self._may_be_managed and bindings.memory_type(on_device) == "cudaMemoryTypeManaged":
+            if self._staged is None:
+                self._make_staged()
+            if self._staged is not None and self._staged.fits(*addresses):
+                streams = self._pages.cuda_stream, self._link.cuda_stream
+                self._staged.copy(*addresses, source.nbytes, *streams)
+                return self._link if self._to_host else self._pages
+        with torch.cuda.stream(self._link):
+            to.copy_(source, non_blocking=True)
+        return self._link
+
+    def _make_staged(self) -> None:
+        try:
+            self._staged = native().StagedCopy(self._pages.device_index, self._to_host)
+        except RuntimeError as error:
+            self._may_be_managed = False
+            _LOG.warning(
+                "umem: activations go by cudaMemcpyAsync, which keeps kernels waiting: %s", error
+            )
 
 
-def host_pages(size_bytes: int) -> torch.Tensor:
-    """Memory to pin.
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as a tensor of bytes, without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
-    What a forked child shares, the parent's next write would move to other pages than the GPU's. So
-    the child has zeros there: pages of its own, for in a hole (``MADV_DONTFORK``) its next memory
-    would lie, and go when its copy of these pages does.
+
+def allocate_host_pages(size_bytes: int) -> torch.Tensor:
+    """Allocate pages to pin, as a tensor of bytes.
+
+    With pages that a forked child shares, the parent's next write would move the parent to new
+    pages, while the GPU kept the old ones. So the child sees zeros there, in pages of its own
+    (``MADV_WIPEONFORK``). ``MADV_DONTFORK`` would leave a hole: the child's next memory would lie
+    in it, and be unmapped together with the child's copy of this tensor.
 
     Raises
     ------
     MemoryError
-        Where there is none.
+        If there is no memory.
     """
     try:
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size_bytes} bytes: {error}") from error
     try:
-        pages.madvise(_WIPE_ON_FORK)
-    except OSError:  # a kernel older than that; then the hole is the lesser evil
+        pages.madvise(MADV_WIPEONFORK)
+    except OSError:  # a kernel before 4.14: the hole is the lesser evil
         pages.madvise(mmap.MADV_DONTFORK)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
     return torch.frombuffer(pages, dtype=torch.uint8)

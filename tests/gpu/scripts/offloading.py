@@ -49,7 +49,7 @@ def held_and_results(
     held = torch.cuda.memory_allocated() - before
     parameters = [p for layer in layers for p in layer.parameters()]
     gradients = torch.autograd.grad(x.float().square().mean(), parameters)
-    told = context._store.statistics if num_layers else None  # type: ignore[attr-defined]
+    told = context.statistics if num_layers else None
     return held, [x.detach(), *gradients], told
 
 

@@ -41,15 +41,23 @@ def test_limit() -> None:
 
 
 def test_reserve() -> None:
-    available = [10 << 30]
-    pool = HostPool(HostMover(), None, lambda: (64 << 30, available[0]))
+    class Host(HostMover):
+        available_bytes = 10 << 30
+
+        def host_memory_bytes(self) -> tuple[int, int]:
+            return 64 << 30, self.available_bytes
+
+    host = Host()
+    pool = HostPool(host)
     buffer = pool.take(MIB)
     assert buffer is not None
     assert buffer.size_bytes == 2 * MIB
-    available[0] = (4 << 30) + 2 * MIB - 1  # a sixteenth and a little less than is asked for
+    host.available_bytes = (
+        (4 << 30) + 2 * MIB - 1
+    )  # a sixteenth and a little less than is asked for
     with pytest.warns(RuntimeWarning, match="4 GiB are available, of which 4 GiB stay"):
         assert pool.take(MIB) is None
-    available[0] += 1
+    host.available_bytes += 1
     assert pool.take(MIB) is not None
 
 
@@ -76,7 +84,11 @@ def test_somewhat_larger_buffers_serve() -> None:
 
 
 def test_no_memory() -> None:
-    pool = HostPool(HostMover(), None, lambda: None)
+    class UnknownHost(HostMover):
+        def host_memory_bytes(self) -> None:
+            return None
+
+    pool = HostPool(UnknownHost())
     with pytest.warns(RuntimeWarning, match="no host memory for"):
         assert pool.take(1 << 60) is None
 
@@ -127,10 +139,10 @@ def test_a_forked_child_has_pages_of_its_own() -> None:
     code = """
 import os
 import torch
-from umem.offload.movers import host_pages
+from umem.offload.movers import allocate_host_pages
 
 torch.set_num_threads(1)  # a child has none of the others, and would wait for them
-memory = host_pages(64 << 20).fill_(7)
+memory = allocate_host_pages(64 << 20).fill_(7)
 if os.fork() == 0:
     # As large as there is room in the parent's pages: malloc maps it.
     mine = torch.ones(8 << 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
 from umem.core.errors import OffloadError
-from umem.offload import ActivationStatistics, ActivationStore, offload, offload_blocks
+from umem.offload import ActivationStore, offload, offload_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,11 +94,6 @@ def results(
     return outputs + gradients
 
 
-def statistics(context: Any) -> ActivationStatistics:
-    told: ActivationStatistics = context._store.statistics
-    return told
-
-
 def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
@@ -111,7 +107,7 @@ class TestOffload:
         plain = results(make_layers(name), *offload(1, enabled=False), autocast=autocast)
         context, sync = offload(LAYERS - 1, LAYERS, min_bytes=HIDDEN_BYTES // 2)
         assert_equal(results(make_layers(name), context, sync, autocast=autocast), plain)
-        told = statistics(context)
+        told = context.statistics
         assert told.tensors_out == told.tensors_in >= 2 * (LAYERS - 1)
         assert told.late_fetches == 0
 
@@ -119,29 +115,35 @@ class TestOffload:
         for model_layers in (None, LAYERS):
             context, sync = offload(3, model_layers, min_bytes=MIN_BYTES)
             results(make_layers("linear"), context, sync, steps=3)
-            told = statistics(context)
+            told = context.statistics
             # Each layer saves its input; three layers of three steps.
             assert told.tensors_out == told.tensors_in == 9
             assert told.bytes_out == told.bytes_in == 9 * HIDDEN_BYTES
             # The sends of one pass, and no more in the next.
             assert told.pinned_bytes == 3 * (2 << 20)
 
-    def test_device_memory_is_let_go(self) -> None:
-        live: list[int] = []
-        for number_of_layers in (1, LAYERS):
+    def test_release_frees_the_memory_of_all_layers_but_the_last(self) -> None:
+        found = []
+        for count in (1, LAYERS):
+            saved: list[weakref.ref[torch.UntypedStorage]] = []
+            layers = make_layers("linear")[-count:]
+            for layer in layers:  # each saves its input
+                layer.register_forward_pre_hook(
+                    lambda _, args, saved=saved: saved.append(
+                        weakref.ref(args[0].untyped_storage())
+                    )
+                )
             context, sync = offload(LAYERS - 1, LAYERS, min_bytes=MIN_BYTES)
-            y = forward(make_layers("linear")[-number_of_layers:], context, sync)
-            groups = list(context._store._groups.values())  # type: ignore[attr-defined]
-            entries = [entry for group in groups for entry in group.entries(None)]
-            live.append(sum(entry.storage is not None for entry in entries))
+            y = forward(layers, context, sync)
+            found.append([storage() is not None for storage in saved])
             assert y.requires_grad
-        # Alone, a layer is sent and stays; of five, the one that is kept has no group.
-        assert live == [1, 0]
+        # A layer is released when the next one ends.
+        assert found == [[True], [False] * (LAYERS - 1) + [True]]
 
     def test_the_last_layer_never_leaves(self) -> None:
         context, sync = offload(LAYERS, LAYERS, min_bytes=MIN_BYTES)
         results(make_layers("linear"), context, sync, steps=1)
-        assert statistics(context).tensors_out == LAYERS - 1
+        assert context.statistics.tensors_out == LAYERS - 1
 
     def test_comes_back_one_layer_ahead(self) -> None:
         context, sync = offload(3, LAYERS, min_bytes=MIN_BYTES)
@@ -150,7 +152,7 @@ class TestOffload:
         seen = []
         for layer in layers:
             layer.weight.register_hook(  # type: ignore[operator]
-                lambda _gradient: seen.append(statistics(context).tensors_in)
+                lambda _gradient: seen.append(context.statistics.tensors_in)
             )
         y.sum().backward()
         # By the time of layer 4's gradient nothing is asked for; of 3's, layer 2 is; and so on.
@@ -161,7 +163,7 @@ class TestOffload:
         y = forward(make_layers("linear"), context, sync)
         for times in (1, 2, 3):
             y.sum().backward(retain_graph=True)
-            told = statistics(context)
+            told = context.statistics
             assert (told.tensors_out, told.late_fetches) == (3, 0)
             assert told.tensors_in == 3 + 2 * (times - 1)  # the first layer's stays
 
@@ -172,20 +174,20 @@ class TestOffload:
         context, sync = offload(2, min_bytes=MIN_BYTES)
         with torch.no_grad():
             forward(layers, context, sync)
-        assert statistics(context).tensors_out == 0
+        assert context.statistics.tensors_out == 0
         forward(layers, context, sync)  # gradients wanted, and never taken
-        assert statistics(context).tensors_out == 2
+        assert context.statistics.tensors_out == 2
         assert_equal(results(layers, context, sync), plain)
-        assert statistics(context).tensors_out == 6
+        assert context.statistics.tensors_out == 6
 
     def test_micro_batches_before_the_backward_passes(self) -> None:
         layers = make_layers("linear")
         context, sync = offload(2, LAYERS, min_bytes=MIN_BYTES)
         outputs = [forward(layers, context, sync) for _ in range(3)]
-        assert statistics(context).tensors_out == 6
+        assert context.statistics.tensors_out == 6
         for y in outputs:
             y.sum().backward()
-        assert statistics(context).late_fetches == 0
+        assert context.statistics.late_fetches == 0
 
     def test_frozen_layers_first(self) -> None:
         layers = make_layers("layernorm+mlp")
@@ -197,7 +199,7 @@ class TestOffload:
             layer.requires_grad_(False)
         context, sync = offload(3, min_bytes=MIN_BYTES)
         assert_equal(results(layers, context, sync), plain)
-        assert statistics(context).tensors_out > 0
+        assert context.statistics.tensors_out > 0
 
     def test_an_exception_in_a_layer(self) -> None:
         layers = make_layers("linear")
@@ -207,7 +209,7 @@ class TestOffload:
         with pytest.raises(RuntimeError, match="shapes"):
             forward([*layers[:2], nn.Linear(3, 3)], context, sync)
         assert_equal(results(layers, context, sync), plain)
-        assert statistics(context).tensors_out == 2 + 6
+        assert context.statistics.tensors_out == 2 + 6
 
     def test_context_around_parts_of_a_layer(self) -> None:
         layers = make_layers("linear")
@@ -221,7 +223,7 @@ class TestOffload:
                     y = part(y)
             y = sync(y)
         y.square().mean().backward()
-        assert statistics(context).tensors_out == 4
+        assert context.statistics.tensors_out == 4
         grads = [p.grad for layer in layers for p in layer.parameters() if p.grad is not None]
         assert_equal([y.detach(), *grads], plain)
 
@@ -234,8 +236,8 @@ class TestOffload:
         with context:
             y = layers[1](output["hidden"])
         sync(y).sum().backward()
-        assert statistics(context).tensors_in == 1
-        assert statistics(context).late_fetches == 0
+        assert context.statistics.tensors_in == 1
+        assert context.statistics.late_fetches == 0
 
     @pytest.mark.slow
     def test_compiled_layers(self) -> None:
@@ -247,7 +249,7 @@ class TestOffload:
         found = results(layers, context, sync)
         for one, other in zip(found, plain, strict=True):
             torch.testing.assert_close(one, other)
-        assert statistics(context).tensors_out > 0
+        assert context.statistics.tensors_out > 0
 
     @pytest.mark.parametrize(
         ("num_layers", "model_layers", "text"),

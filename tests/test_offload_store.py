@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
 from typing import Any
@@ -241,10 +240,10 @@ class TestWhatStays:
 
     def test_what_is_named_for_good(self, store: ActivationStore) -> None:
         table = torch.ones(SIDE, SIDE)
-        store.keep([table], for_good=True)
+        store.keep([table], permanent=True)
         store.keep([])
         assert self.sent(store, table, torch.ones(())) == 0
-        store.keep([], for_good=True)
+        store.keep([], permanent=True)
         assert self.sent(store, table, torch.ones(())) == TENSOR_BYTES
 
     def test_empty_tensors(self) -> None:
@@ -377,27 +376,3 @@ def test_waits_once_for_copies_of_one_send() -> None:
     y = released(store, "a", x)
     assert mover.waits == 1
     assert y.requires_grad
-
-
-def test_cost_of_what_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    store = ActivationStore("cpu")
-    x = torch.ones(1, requires_grad=True)
-
-    def seconds(calls: int = 2000) -> float:
-        begin = time.perf_counter()
-        for _ in range(calls):
-            x.exp()
-        return (time.perf_counter() - begin) / calls
-
-    bare = min(seconds() for _ in range(5))
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        empty = min(seconds() for _ in range(5))
-    store.open_group("a")
-    hooked = min(seconds() for _ in range(5))
-    store.close_group()
-    with capsys.disabled():
-        print(
-            f"\na saved tensor that stays costs {(hooked - bare) * 1e6:.2f} us; with hooks that do "
-            f"nothing {(empty - bare) * 1e6:.2f} us"
-        )
-    assert hooked - bare < 100e-6

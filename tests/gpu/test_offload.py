@@ -106,7 +106,7 @@ def test_pinned_memory_stays_where_the_gpu_has_it_when_a_child_is_forked() -> No
 
 def test_a_refused_pin_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     mover = CudaMover(torch.device("cuda", 0))
-    monkeypatch.setattr("umem.offload.movers._PORTABLE", 1 << 20)  # no such flag
+    monkeypatch.setattr("umem.offload.movers.CUDA_HOST_REGISTER_PORTABLE", 1 << 20)  # no such flag
     with pytest.raises(MemoryError, match="which CUDA cannot pin"):
         mover.allocate_host(2 * MIB)
     assert torch.full((4,), 3.0, device="cuda").sum().item() == 12
