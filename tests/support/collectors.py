@@ -42,6 +42,12 @@ class StandInCollector:
         self._call("stop")
         return concatenate([records_of(self.rows)]), self.dropped
 
+    def late(self) -> int:
+        return 0
+
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def moves(self, address: int, size_bytes: int, cause: int = 2) -> None:
         """Record a transfer to the device that happens now."""
         start_ns = self.now_ns()

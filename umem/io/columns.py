@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from umem._version import __version__
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
-from umem.io.files import begins_with, read_file, replace_file
+from umem.io.files import begins_with, read_file, write_file
 from umem.io.problems import did_you_mean, first_problem, shown
 
 __all__ = [
@@ -197,12 +197,7 @@ def write_columns(
     np.savez_compressed(content, **members)
     if len(content.getbuffer()) > MAX_FILE_BYTES:
         check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}")
-    try:
-        replace_file(path, content.getvalue())
-    except OSError as problem:
-        raise error(
-            f"{path}: cannot be written ({_reason(problem)}): check the path and the space"
-        ) from problem
+    write_file(path, content.getvalue(), error)
 
 
 def read_columns(
@@ -275,14 +270,10 @@ def _content(path: str | os.PathLike[str], check: Checker) -> bytes:
     try:
         return read_file(path, MAX_FILE_BYTES)
     except OSError as problem:
-        reason = f"cannot be read ({_reason(problem)}): check the path"
-        raise check.error(f"{check.place}: {reason}") from problem
+        reason = (problem.strerror or str(problem)).lower()
+        raise check.error(f"{check.place}: cannot be read ({reason}): check the path") from problem
     except ValueError as problem:
         raise check.error(f"{check.place}: {problem}") from problem
-
-
-def _reason(problem: OSError) -> str:
-    return (problem.strerror or str(problem)).lower()
 
 
 def _members(archive: zipfile.ZipFile, check: Checker) -> dict[str, zipfile.ZipInfo]:

@@ -9,9 +9,10 @@ import stat
 import zlib
 from pathlib import Path
 
+from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 
-__all__ = ["begins_with", "compress", "read_file", "replace_file"]
+__all__ = ["begins_with", "compress", "read_file", "replace_file", "write_file"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WBITS = 31  # zlib's number for its largest window in a gzip wrapper
@@ -46,6 +47,18 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_file(
+    path: str | os.PathLike[str], content: bytes, error: type[UmemError] = UmemError
+) -> None:
+    """Call :func:`replace_file`, and raise `error` with path and remedy where it fails."""
+    try:
+        replace_file(path, content)
+    except OSError as problem:
+        reason = (problem.strerror or str(problem)).lower()
+        remedy = "check the path and the space, or choose another place"
+        raise error(f"{path}: cannot be written ({reason}): {remedy}") from problem
 
 
 def compress(content: bytes) -> bytes:

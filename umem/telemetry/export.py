@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from umem.core.classes import TensorClass
-from umem.core.errors import UmemError, UnsupportedError
+from umem.core.errors import UnsupportedError
 from umem.core.report import HintReport, MeasuredReport, Source
 from umem.core.units import format_bytes
-from umem.io.files import compress, replace_file
+from umem.io.files import compress, write_file
 from umem.telemetry.figures import classes_figure, residency_over_run_figure, transfers_figure
 from umem.telemetry.records import CAUSE_OF_NUMBER, UNKNOWN, Integers, Recording, RecordKind
 from umem.telemetry.reports import HINT_COUNTS, hint_row, report_of, step_reports, tensor_traffic
@@ -35,15 +35,6 @@ __all__ = [
     "write_html",
     "write_perfetto",
 ]
-
-
-def _write(path: str | os.PathLike[str], content: bytes) -> None:
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        raise UmemError(
-            f"{path}: cannot be written ({error.strerror}): choose another place"
-        ) from None
 
 
 # ------------------------------------------------------------------------- tables, HTML page
@@ -226,7 +217,7 @@ def write_html(recordings: Sequence[Recording], path: str | os.PathLike[str]) ->
             }
         )
     page = templates.get_template("page.html.j2").render(sections=sections)
-    _write(path, page.encode("utf-8", "replace"))
+    write_file(path, page.encode("utf-8", "replace"))
 
 
 def figures_of_recording(
@@ -306,7 +297,7 @@ def write_perfetto(recordings: Sequence[Recording], path: str | os.PathLike[str]
     ]
     content = '{"displayTimeUnit":"ns","traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
     is_compressed = os.fspath(path).endswith(".gz")
-    _write(path, compress(content.encode()) if is_compressed else content.encode())
+    write_file(path, compress(content.encode()) if is_compressed else content.encode())
 
 
 def lanes(start: Integers, end: Integers) -> Integers:

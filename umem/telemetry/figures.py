@@ -19,7 +19,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.report import UM_CAUSES, Cause, Direction, MeasuredReport, MigrationReport, Timeline
 from umem.core.units import format_bytes, time_unit
-from umem.io.files import replace_file
+from umem.io.files import write_file
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     DIRECTION_OF_KIND,
@@ -165,12 +165,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     picture = io.BytesIO()
     # Without a date, the same report gives the same picture.
     figure.savefig(picture, format=kind, metadata={"Date": None} if kind == "svg" else None)
-    try:
-        replace_file(path, picture.getvalue())
-    except OSError as error:
-        raise UmemError(
-            f"{path}: cannot be written ({error.strerror}): choose another place"
-        ) from None
+    write_file(path, picture.getvalue())
 
 
 def _note(axes: Axes, words: str, place: tuple[float, float], **options: object) -> None:

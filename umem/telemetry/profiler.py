@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -46,40 +46,29 @@ if TYPE_CHECKING:
     from umem.runtime.hints import HintStatistics
     from umem.runtime.inspection import LiveTensor
 
-__all__ = ["Collector", "Profile", "profile"]
+__all__ = ["Profile", "profile"]
 
 _LOG = logging.getLogger("umem")
 
 _T = TypeVar("_T")
 
 
-class Collector(Protocol):
-    """Records memory operations; see :class:`umem.telemetry.LiveCollector`."""
+class _Collector(Protocol):
+    """Records memory operations, as :class:`umem.telemetry.live.LiveCollector` does."""
 
     @property
-    def source(self) -> Source:
-        """What the records come from."""
-
-    def start(self) -> None:
-        """Begin to record."""
-
-    def now_ns(self) -> int:
-        """The time on the clock of the records, ns."""
-
-    def stop(self) -> tuple[MigrationRecords, int]:
-        """End, and return the records with the count of those that were lost."""
-
-
-@runtime_checkable
-class _ReportsLosses(Collector, Protocol):
-    """A collector that may lose records, and reports it."""
-
+    def source(self) -> Source: ...
+    def start(self) -> None: ...
+    def now_ns(self) -> int: ...
+    def stop(self) -> tuple[MigrationRecords, int]: ...
     def late(self) -> int: ...
     def notes(self) -> tuple[str, ...]: ...
 
 
 class Profile:
     """A run being recorded; made by :func:`umem.profile`.
+
+    Reports, `recording` and `save` raise :class:`umem.UmemError` until the recording has ended.
 
     Live blocks are listed at the marks of steps, at the end of named phases and when an optimizer's
     step begins: blocks that are allocated and freed in between are not attributed.
@@ -91,7 +80,7 @@ class Profile:
 
     def __init__(
         self,
-        collector: Collector,
+        collector: _Collector,
         *,
         steps: int | None = None,
         model: nn.Module | None = None,
@@ -104,7 +93,7 @@ class Profile:
         ideal_s: float | None = None,
         nvtx: bool = False,
     ) -> None:
-        self._collector: Collector | None = collector
+        self._collector: _Collector | None = collector
         self._steps = steps
         self._model = model
         self._name = name
@@ -193,18 +182,12 @@ class Profile:
 
     @property
     def recording(self) -> Recording:
-        """What was recorded.
-
-        Raises
-        ------
-        UmemError
-            If the recording has not ended.
-        """
+        """What was recorded."""
         if self._recording is None:
             raise UmemError(
                 "the profile has no results yet: leave its `with` block, or mark all its steps"
             )
-        late = self._collector.late() if isinstance(self._collector, _ReportsLosses) else 0
+        late = self._collector.late() if self._collector is not None else 0
         if not late:
             return self._recording
         return replace(
@@ -248,37 +231,18 @@ class Profile:
             self._take_snapshot()
 
     def report(self) -> MeasuredReport:
-        """The typical step: the marked one whose time is the median.
-
-        Raises
-        ------
-        UmemError
-            If the recording has not ended.
-        """
+        """The typical step: the marked one whose time is the median."""
         return report_of(self.recording)
 
     def step_reports(self) -> tuple[MeasuredReport, ...]:
-        """One report for each marked step; one of the whole recording where none is marked.
-
-        Raises
-        ------
-        UmemError
-            If the recording has not ended.
-        """
+        """One report for each marked step; one of the whole recording where none is marked."""
         return step_reports(self.recording)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save what was recorded, for ``umem report``.
+        """Save what was recorded, for ``umem report``, in a file such as ``run.npz``.
 
-        Parameters
-        ----------
-        path
-            Such as ``run.npz``. Names of tensors and phases are in the file, values are not.
-
-        Raises
-        ------
-        UmemError
-            If the recording has not ended or the file cannot be written.
+        Names of tensors and phases are in the file, values are not. An :class:`umem.UmemError` says
+        why the file cannot be written.
         """
         save_recording(self.recording, path)
 
@@ -361,7 +325,7 @@ class Profile:
 
     def _all_notes(self, source: Source, dropped: int) -> list[str]:
         notes = list(self._notes)
-        if isinstance(self._collector, _ReportsLosses):
+        if self._collector is not None:
             notes += self._collector.notes()
         if source == "hints":
             notes.append(

@@ -367,16 +367,8 @@ def _use(op: str, tensor_class: TensorClass, counts: HintCounts) -> HintUse:
         tensor_class=tensor_class,
         asked=sum(requests.values()),
         done=requests.get("done", 0),
-        late=counts.late,
-        early=counts.early,
-        missed=counts.missed,
         wasted=sum(requests.get(outcome, 0) for outcome in _WASTED),
-        asked_bytes=counts.asked_bytes,
-        moved_bytes=counts.moved_bytes,
-        wasted_bytes=counts.wasted_bytes,
-        calls=counts.calls,
-        driver_s=counts.driver_s,
-        late_s=counts.late_s,
+        **{name: getattr(counts, name) for name in HINT_FIGURES if hasattr(counts, name)},
     )
 
 
