@@ -58,19 +58,10 @@ class PlanHeader(Header):
 
 
 def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str) -> None:
-    """Save a schedule, compressed.
+    """Save a schedule for the problem of a :func:`umem.planning.plan_key`, compressed.
 
-    The file is replaced in one piece, missing folders are made, and equal schedules give equal
-    bytes.
-
-    Parameters
-    ----------
-    schedule
-        A valid schedule.
-    path
-        Such as ``plan.npz``.
-    key
-        Key of the problem that was planned: :func:`umem.planning.plan_key`.
+    The file, such as ``plan.npz``, is replaced in one piece, missing folders are made, and equal
+    schedules give equal bytes.
 
     Raises
     ------
@@ -91,18 +82,11 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str)
 def load_schedule(
     path: str | os.PathLike[str], trace: Trace, *, key: str | None = None
 ) -> Schedule:
-    """Load a schedule from a file.
+    """Load a schedule from a file that :func:`save_schedule` wrote.
 
-    Parameters
-    ----------
-    path
-        A file that :func:`save_schedule` wrote. It may come from a stranger: it is read as data,
-        within bounds of size and count.
-    trace
-        The trace that the schedule is for: it has to name tensors and phases of this trace only.
-    key
-        Key of the problem that the schedule has to be for: :func:`umem.planning.plan_key`. Without
-        it, nobody checks that the schedule fits the machine and the policy.
+    It may come from a stranger: it is read as data, within bounds of size and count. It has to name
+    tensors and phases of `trace` only, and to be for the problem of `key`. Without a key, nobody
+    checks that the schedule fits the machine and the policy.
 
     Raises
     ------
@@ -150,24 +134,14 @@ def plan_key(
 ) -> str:
     """Content address of a plan: a hash of everything that :func:`umem.planning.plan` reads.
 
-    Parameters
-    ----------
-    trace
-        Its columns of numbers count; its names, source and metadata do not.
-    hardware
-        Its numbers count; its name, description and sources do not.
-    policy
-        All but its name counts.
-    planner
-        Name of the planner.
-    window
-        As in :func:`umem.planning.plan`.
+    Of the trace, columns of numbers count, but not names, source and metadata; of the hardware all
+    but name, description and sources; of the policy all but its name. umem's version counts too,
+    for planners change with it.
 
     Returns
     -------
     str
-        64 hexadecimal digits of SHA-256, the same in every process and on every machine. umem's
-        version counts too, for planners change with it.
+        64 hexadecimal digits of SHA-256, the same in every process and on every machine.
     """
     dependencies = {
         "format": PLAN_FORMAT,
@@ -182,16 +156,7 @@ def plan_key(
 
 
 def stored_plan(folder: str | os.PathLike[str], key: str, trace: Trace) -> Schedule | None:
-    """Find the plan of a key in a folder. Returns None if there is none yet.
-
-    Parameters
-    ----------
-    folder
-        Where :func:`store_plan` puts plans.
-    key
-        From :func:`plan_key`.
-    trace
-        The trace that the plan is for.
+    """Find the plan that :func:`store_plan` put into a folder; None if there is none yet.
 
     Raises
     ------
@@ -210,22 +175,8 @@ def stored_plan(folder: str | os.PathLike[str], key: str, trace: Trace) -> Sched
 def store_plan(folder: str | os.PathLike[str], key: str, schedule: Schedule) -> Path:
     """Keep a plan in a folder, as ``<key>.npz``.
 
-    Processes may do so at once: each replaces the file in one piece, and all of them write the
-    same.
-
-    Parameters
-    ----------
-    folder
-        Made if it is missing.
-    key
-        From :func:`plan_key`.
-    schedule
-        The plan.
-
-    Returns
-    -------
-    Path
-        The file.
+    The folder is made if it is missing. Processes may do so at once: each replaces the file in one
+    piece, and all of them write the same. Returns the file's path.
 
     Raises
     ------

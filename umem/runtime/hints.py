@@ -157,29 +157,20 @@ class HintStatistics:
 
 @dataclass(frozen=True)
 class HintSettings:
-    """Settings of an engine.
-
-    Parameters
-    ----------
-    chunk_bytes : int
-        Largest range of one driver call, at least 2 MiB. The executor takes ``call_bytes`` of the
-        hardware profile.
-    in_flight_bytes : int
-        Most bytes in driver calls at once, in each direction, at least 2 MiB.
-    capacity : int
-        Most requests that are open at once; further ones are refused. The history of as many ended
-        requests is kept.
-    prefetch_workers : int
-        Threads for the direction to the device, 1 to 16. The other direction always has one.
-    poll_s : float
-        Seconds between two queries of an event that requests wait for.
-    """
+    """Settings of an engine."""
 
     chunk_bytes: int = 128 << 20
+    """Largest range of one driver call, at least 2 MiB. The executor takes ``call_bytes`` of the
+    hardware profile."""
     in_flight_bytes: int = 256 << 20
+    """Most bytes in driver calls at once, in each direction, at least 2 MiB."""
     capacity: int = 8192
+    """Most requests that are open at once; further ones are refused. The history of as many ended
+    requests is kept."""
     prefetch_workers: int = 2
+    """Threads for the direction to the device, 1 to 16. The other direction always has one."""
     poll_s: float = 100e-6
+    """Seconds between two queries of an event that requests wait for."""
 
 
 _CALL_TIMEOUT_S = 10.0
@@ -198,12 +189,8 @@ class HintBatch:
     def set_address(self, index: int, address: int) -> None:
         """Replace an entry's address; 0 skips the entry until it has one again.
 
-        Raises
-        ------
-        IndexError
-            For an entry that does not exist.
-        ValueError
-            For a range that ends beyond all addresses.
+        Raises IndexError for an entry that does not exist, and ValueError for a range that ends
+        beyond all addresses.
         """
         self._native.set_address(index, address)
 
@@ -237,14 +224,8 @@ class HintEngine:
     def on_cuda(cls, settings: HintSettings | None = None) -> HintEngine:
         """Make an engine for the GPUs of this process. Its threads start with the first request.
 
-        Raises
-        ------
-        ValueError
-            For settings out of range.
-        NativeLibraryError
-            If umem was built without CUDA.
-        UnsupportedError
-            Without an NVIDIA driver or a GPU.
+        Raises ValueError for settings out of range, NativeLibraryError if umem was built without
+        CUDA, and UnsupportedError without an NVIDIA driver or a GPU.
         """
         library = native()
         if not library.HAS_CUDA:
@@ -272,23 +253,12 @@ class HintEngine:
     ) -> HintEngine:
         """Make an engine over host memory: nothing moves, and streams are always idle.
 
-        Parameters
-        ----------
-        settings : HintSettings, optional
-        devices : int
-            Devices that exist; requests for others fail.
-        bytes_per_s : float
-            Simulated rate of the link in each direction, shared by the direction's workers; 0 for
-            moves that take no time.
-        fail : mapping of str to int, optional
-            The call that fails, by name: ``{"evict": 2}`` for the second eviction. Each fails once.
-            The names are those of :attr:`HintStatistics.failures`: ``record``, ``open``, ``load``,
-            ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``.
-
-        Raises
-        ------
-        ValueError
-            For settings out of range, and for a call that cannot fail.
+        Requests for a device beyond `devices` fail. `bytes_per_s` simulates the link in each
+        direction, shared by the direction's workers; 0 for moves that take no time. `fail` names
+        calls that fail once: ``{"evict": 2}`` for the second eviction. The names are those of
+        :attr:`HintStatistics.failures`: ``record``, ``open``, ``load``, ``query``, ``prefetch``,
+        ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``. A call that cannot fail and
+        settings out of range raise ValueError.
         """
         return cls(
             native().HintEngine.on_host(
@@ -335,12 +305,8 @@ class HintEngine:
         Returns
         -------
         int
-            A ticket; 0 when the queue is full or the engine has stopped.
-
-        Raises
-        ------
-        ValueError
-            For an invalid range, device or copy.
+            A ticket; 0 when the queue is full or the engine has stopped. An invalid range, device
+            or copy raises ValueError.
         """
         return self._native.submit(
             op, address, size_bytes, device, event, tensor_class.number, host_address
@@ -360,16 +326,9 @@ class HintEngine:
     ) -> int:
         """Queue standing advice, which replaces the advice that the range had.
 
-        Parameters
-        ----------
-        placement : str
-            Preferred location: the device, the host, or none.
-        accessed_by_device : bool
-            Whether `device` keeps a mapping of the range, wherever its pages are.
-        read_mostly : bool
-            Whether a read makes a copy on the reader's side and keeps the other one.
-
-        The other parameters, the result and the errors are those of :meth:`submit`.
+        `placement` is the preferred location, ``any`` for none. With `accessed_by_device`, `device`
+        keeps a mapping of the range wherever its pages are. With `read_mostly`, a read makes a copy
+        on the reader's side and keeps the other one. The rest is as in :meth:`submit`.
         """
         return self._native.advise(
             address,
@@ -390,24 +349,11 @@ class HintEngine:
         classes: Sequence[TensorClass] | NDArray[np.integer[Any]],
         device: int = 0,
     ) -> HintBatch:
-        """Check requests once, to submit them together with :meth:`submit_batch` repeatedly.
+        """Check n requests once, to submit them together with :meth:`submit_batch` repeatedly.
 
-        Parameters
-        ----------
-        ops : sequence of HintOp, or array of their numbers, shape (n,)
-            ``PREFETCH``, ``EVICT`` or ``DISCARD``.
-        addresses : sequence of int, shape (n,)
-            0 for an entry that is skipped until :meth:`HintBatch.set_address` gives it one.
-        sizes : sequence of int, shape (n,)
-            Bytes.
-        classes : sequence of TensorClass, or array of their numbers, shape (n,)
-        device : int
-            For all entries, as in :meth:`submit`.
-
-        Raises
-        ------
-        ValueError
-            For lengths that differ, copies, and entries that :meth:`submit` would refuse.
+        Operations are ``PREFETCH``, ``EVICT`` or ``DISCARD``. An entry with address 0 is skipped
+        until :meth:`HintBatch.set_address` gives it one. Sizes are bytes. Lengths that differ,
+        copies, and entries that :meth:`submit` would refuse raise ValueError.
         """
         numbers = [of.number if isinstance(of, TensorClass) else int(of) for of in classes]
         return HintBatch(
@@ -427,9 +373,8 @@ class HintEngine:
 
         Parameters
         ----------
-        batch : HintBatch
-        stream : int
-            A stream handle on the batch's device.
+        batch, stream
+            The stream's handle, on the batch's device.
         after : sequence of int, shape (n,)
             For each entry, skipped ones included, the ticket of an eviction or discard on the same
             device; 0 for none. A prefetch waits until that request and all evictions and discards
@@ -442,12 +387,7 @@ class HintEngine:
             The last ticket. The tickets of one submission are consecutive
             (:attr:`HintBatch.tickets`). 0 if no request was queued. A full queue refuses the last
             entries of the batch, and counts them. Requests may end in another order, so
-            :meth:`wait` for each that is needed.
-
-        Raises
-        ------
-        ValueError
-            If `after` does not have one ticket for each entry.
+            :meth:`wait` for each that is needed. An `after` of another length raises ValueError.
         """
         return self._native.fire(batch._native, stream, after)
 
@@ -456,18 +396,11 @@ class HintEngine:
         self._native.mark_needed(tickets)
 
     def record(self, device: int, stream: int) -> int:
-        """Record an event behind the work now queued on a stream.
+        """Record an event behind the work now queued on a stream, for :meth:`submit`.
 
-        Parameters
-        ----------
-        device, stream : int
-            The stream's device and handle, such as ``torch.cuda.current_stream().cuda_stream``.
-
-        Returns
-        -------
-        int
-            An event for :meth:`submit`, to pass to :meth:`release` later. If none can be recorded,
-            as during the capture of a CUDA graph, the event's requests are dropped.
+        `stream` is a handle, such as ``torch.cuda.current_stream().cuda_stream``. Pass the event to
+        :meth:`release` later. If none can be recorded, as during the capture of a CUDA graph, the
+        event's requests are dropped.
         """
         return self._native.record(device, stream)
 
@@ -491,17 +424,9 @@ class HintEngine:
     def forget(self, address: int, size_bytes: int, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """Drop the queued requests of a range, and wait until no driver call works on it.
 
-        The range may also be the host block of copies, or a part of one.
-
-        Returns
-        -------
-        bool
-            True: the memory may be unmapped or written. False: the time ran out first.
-
-        Raises
-        ------
-        ValueError
-            For an invalid range, or a time below 0.
+        The range may also be the host block of copies, or a part of one. True: the memory may be
+        unmapped or written. False: the time ran out first. An invalid range or a time below 0
+        raises ValueError.
         """
         return self._native.forget(address, size_bytes, timeout_s)
 
@@ -514,19 +439,10 @@ class HintEngine:
         allocator.set_release_listener(self._native)
 
     def wait(self, ticket: int, *, timeout_s: float) -> HintOutcome:
-        """Wait until a request has ended. If it has already, no lock is taken.
+        """Wait until a request has ended; ``OPEN`` if the time ran out first.
 
-        Returns
-        -------
-        HintOutcome
-            ``OPEN`` if the time ran out.
-
-        Raises
-        ------
-        KeyError
-            For a ticket whose history is not kept any more, or that never was; 0 is such a ticket.
-        ValueError
-            For a time below 0.
+        If it has ended already, no lock is taken. A ticket whose history is not kept any more, or
+        that never was, as 0, raises KeyError; a time below 0 raises ValueError.
         """
         outcome = self._native.wait(ticket, timeout_s)
         if outcome is None:
@@ -534,13 +450,7 @@ class HintEngine:
         return _OUTCOMES[outcome]
 
     def times(self, ticket: int) -> HintTimes:
-        """Look up the history of one request.
-
-        Raises
-        ------
-        KeyError
-            As :meth:`wait`.
-        """
+        """Look up the history of one request, with the errors of :meth:`wait`."""
         found = self._native.find(ticket)
         if found is None:
             raise KeyError(f"no hint on record has ticket {ticket}")
@@ -563,18 +473,8 @@ class HintEngine:
     def shutdown(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """End the engine: driver calls under way complete, queued requests are dropped.
 
-        A second call does nothing.
-
-        Returns
-        -------
-        bool
-            False if a driver call did not complete in time; its thread is detached, and not waited
-            for again.
-
-        Raises
-        ------
-        ValueError
-            For a time below 0.
+        A second call does nothing. False if a driver call did not complete in time; its thread is
+        detached, and not waited for again. A time below 0 raises ValueError.
         """
         ended = self._native.shutdown(timeout_s)
         self._finalizer.detach()

@@ -28,25 +28,17 @@ __all__ = ["Snapshot", "attribute", "blocks_hit", "snapshot_of"]
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The allocator's live blocks at one moment, by address. B blocks that do not overlap.
-
-    Parameters
-    ----------
-    time_ns : int
-        The moment, on the clock of the records.
-    start, end : int64[B]
-        First address of each block, and the address after its last byte.
-    tensor_class : int8[B]
-        :attr:`umem.TensorClass.number`.
-    name : int32[B]
-        Index of a tensor's name, or :data:`UNKNOWN`.
-    """
+    """The allocator's live blocks at one moment, by address. They do not overlap."""
 
     time_ns: int
+    """On the clock of the records."""
     start: Integers
     end: Integers
+    """The address after the last byte."""
     tensor_class: npt.NDArray[np.int8]
+    """:attr:`umem.TensorClass.number`."""
     name: npt.NDArray[np.int32]
+    """Index of a tensor's name, or :data:`UNKNOWN`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,17 +52,7 @@ class _Owners(Columns):
 def snapshot_of(
     tensors: Sequence[LiveTensor], time_ns: int, names: Mapping[int, int] | None = None
 ) -> Snapshot:
-    """Make a snapshot from :func:`umem.tensors`.
-
-    Parameters
-    ----------
-    tensors
-        Live blocks, in any order.
-    time_ns
-        When they were listed.
-    names
-        Number of the name of the tensor at an address.
-    """
+    """Make a snapshot of live blocks, in any order; `names` has numbers of names by address."""
     blocks = sorted(tensors, key=lambda block: block.address)
     known = names or {}
     return Snapshot(
@@ -83,19 +65,9 @@ def snapshot_of(
 
 
 def blocks_hit(snapshot: Snapshot, address: Integers, size_bytes: Integers) -> npt.NDArray[np.intp]:
-    """The first block that each address range overlaps, or :data:`UNKNOWN`.
+    """Index of the first block that each address range overlaps, or :data:`UNKNOWN`.
 
-    Parameters
-    ----------
-    snapshot
-        With B blocks.
-    address, size_bytes : int64[R]
-        Of the ranges; a fault has size 0 and hits the block that holds its address.
-
-    Returns
-    -------
-    intp[R]
-        Index of a block.
+    A fault has size 0 and hits the block that holds its address.
     """
     count = len(snapshot.start)
     if count == 0:
@@ -122,21 +94,13 @@ def attribute(
     A transfer across the ends of large blocks is looked up part by part. Small blocks share their
     pages, which move for any of them: the first one that a transfer hits gets all its bytes.
 
-    Parameters
-    ----------
-    records
-        N records.
-    snapshots
-        By time, on the records' clock.
+    Snapshots are by time, on the clock of the N records.
 
     Returns
     -------
     tensor_class : int8[N]
-        :attr:`umem.TensorClass.number`, or :data:`UNKNOWN`.
     name : int32[N]
-        Index of a name, or :data:`UNKNOWN`.
     shares : Shares
-        Parts of transfers that belong to another tensor.
     """
     owners = _first_hits(records, snapshots)
     parts, record = _split_at_large_blocks(records, snapshots)

@@ -92,39 +92,26 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class MigrationRecords(Columns):
-    """Unified-memory transfers, page faults, copies and memory sets. N records.
-
-    Parameters
-    ----------
-    kind : uint8[N]
-        :class:`RecordKind`.
-    start_ns, end_ns : int64[N]
-        On the recorder's clock; equal where the duration is unknown.
-    address : int64[N]
-        Of the first byte that moved, or of the page that faulted; 0 where there is none.
-    bytes : int64[N]
-        Moved, copied or set; 0 for faults.
-    faults : int64[N]
-        Number of faults, for records of faults.
-    cause : uint8[N]
-        Of transfers: index into :data:`CAUSE_OF_NUMBER`.
-    access : uint8[N]
-        Of faults: 0 unknown, 1 read, 2 write, 3 atomic, 4 prefetch
-        (``CUpti_ActivityUnifiedMemoryAccessType``).
-    copy_kind : uint8[N]
-        Of copies: 1 host to device, 2 device to host, 8 within a device, and so on
-        (``CUpti_ActivityMemcpyKind``).
-    """
+    """Unified-memory transfers, page faults, copies and memory sets: columns of N records."""
 
     kind: npt.NDArray[np.uint8]
+    """:class:`RecordKind`."""
     start_ns: Integers
     end_ns: Integers
+    """Times are on the recorder's clock; both are equal where the duration is unknown."""
     address: Integers
+    """Of the first byte that moved, or of the page that faulted; 0 where there is none."""
     bytes: Integers
+    """Moved, copied or set; 0 for faults."""
     faults: Integers
     cause: npt.NDArray[np.uint8]
+    """Of transfers: index into :data:`CAUSE_OF_NUMBER`."""
     access: npt.NDArray[np.uint8]
+    """Of faults: 0 unknown, 1 read, 2 write, 3 atomic, 4 prefetch
+    (``CUpti_ActivityUnifiedMemoryAccessType``)."""
     copy_kind: npt.NDArray[np.uint8]
+    """Of copies: 1 host to device, 2 device to host, 8 within a device, and so on
+    (``CUpti_ActivityMemcpyKind``)."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -148,15 +135,7 @@ Row = tuple[int, int, int, int, int, int, int, int, int]
 
 
 def make_records(count: int, **columns: Any) -> MigrationRecords:
-    """Make records from some of their columns, or one value for all; other columns are 0.
-
-    Parameters
-    ----------
-    count
-        Number of records, N.
-    **columns : int or int[N]
-        Fields of :class:`MigrationRecords`.
-    """
+    """Make records from columns, or one value for all records of a column; the rest is 0."""
     made: list[Any] = [
         np.broadcast_to(columns.get(name, 0), count).astype(_TYPES.get(name, np.int64))
         for name in _COLUMNS
@@ -181,26 +160,19 @@ def concatenate(chunks: Iterable[MigrationRecords]) -> MigrationRecords:
 
 @dataclass(frozen=True, eq=False)
 class Shares(Columns):
-    """Parts of transfers that belong to another tensor than their record's. M shares.
+    """Parts of transfers that belong to another tensor than their record's: columns of M shares.
 
     A record covers up to 2 MiB of addresses, and large blocks begin and end anywhere in them.
-
-    Parameters
-    ----------
-    record : int64[M]
-        Index of the transfer, ascending.
-    bytes : int64[M]
-        Of the transfer's bytes, at least 1. The rest belongs to the record's own tensor.
-    tensor_class : int8[M]
-        :attr:`umem.TensorClass.number`, or :data:`UNKNOWN`.
-    tensor : int32[M]
-        Index of a tensor's name, or :data:`UNKNOWN`.
     """
 
     record: Integers
+    """Index of the transfer, ascending."""
     bytes: Integers
+    """Of the transfer's bytes, at least 1. The rest belongs to the record's own tensor."""
     tensor_class: npt.NDArray[np.int8]
+    """:attr:`umem.TensorClass.number`, or :data:`UNKNOWN`."""
     tensor: npt.NDArray[np.int32]
+    """Index of a tensor's name, or :data:`UNKNOWN`."""
 
     def __len__(self) -> int:
         return len(self.record)
@@ -215,27 +187,14 @@ def no_shares() -> Shares:
 
 @dataclass(frozen=True, eq=False)
 class TensorParts(Columns):
-    """Records split by tensor: each record's own part, then its :class:`Shares`. P parts.
-
-    Parameters
-    ----------
-    record : int64[P]
-        Index of the record.
-    is_own : bool[P]
-        Whether the part belongs to the record's own tensor.
-    bytes : int64[P]
-    time_ns : int64[P]
-        Of the record's time, in proportion to bytes.
-    tensor_class : int8[P]
-        :attr:`umem.TensorClass.number`, or :data:`UNKNOWN`.
-    tensor : int32[P]
-        Index of a name, or :data:`UNKNOWN`.
-    """
+    """Records split by tensor: columns of each record's own part, then of its :class:`Shares`."""
 
     record: Integers
     is_own: npt.NDArray[np.bool_]
+    """Whether the part belongs to the record's own tensor."""
     bytes: Integers
     time_ns: Integers
+    """Of the record's time, in proportion to bytes."""
     tensor_class: npt.NDArray[np.int8]
     tensor: npt.NDArray[np.int32]
 
@@ -247,17 +206,12 @@ class Residency:
     They come from the executor's accounts, which count a tensor as arrived when its move has been
     requested. The host runs ahead of the device, so the device reaches the same state a little
     later.
-
-    Parameters
-    ----------
-    time_ns : int64[K]
-        Ascending, since the start of the recording, on the host's clock.
-    resident_bytes : int64[K, 6]
-        By class number, from this sample until the next one.
     """
 
     time_ns: Integers
+    """Ascending, since the start of the recording, on the host's clock."""
     resident_bytes: Integers
+    """int64[K, 6]: by class number, from this sample until the next one."""
 
     def peak_bytes(self) -> dict[TensorClass, int]:
         """The peak of each class; classes that never were on the device are left out."""
@@ -280,58 +234,39 @@ class NamedRange:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A recorded run. N records, S steps. All times are nanoseconds since its start.
-
-    Parameters
-    ----------
-    workload, hardware, policy : str
-        Names of what ran.
-    source : Source
-    duration_ns : int
-    records : MigrationRecords
-        By start.
-    tensor_class : int8[N]
-        :attr:`umem.TensorClass.number` of what a record touched, or :data:`UNKNOWN`.
-    tensor : int32[N]
-        Index into `tensor_names`, or :data:`UNKNOWN`.
-    tensor_names : tuple of str
-    step_start_ns, step_end_ns : int64[S]
-        Of the marked steps, which follow each other.
-    phases : tuple of NamedRange
-        Phases that the script has marked.
-    dropped : int
-        Records that were lost.
-    notes : tuple of str
-        What a reader should know before trusting the figures.
-    ideal_s : float or None
-        Time of a step with everything resident, if known.
-    hints : tuple of HintReport or None
-        Of each step, or of the whole recording where no step is marked; None for a step without a
-        hint engine. Empty if there was no engine at all.
-    residency : Residency or None
-        None if no executor kept accounts.
-    shares : Shares
-        Parts of transfers that belong to other tensors than `tensor_class` and `tensor` say.
-    """
+    """A recorded run. N records, S steps. All times are nanoseconds since its start."""
 
     workload: str
     hardware: str
     policy: str
+    """Names of what ran."""
     source: Source
     duration_ns: int
     records: MigrationRecords
+    """By start."""
     tensor_class: npt.NDArray[np.int8]
+    """int8[N]: :attr:`umem.TensorClass.number` of what a record touched, or :data:`UNKNOWN`."""
     tensor: npt.NDArray[np.int32]
+    """int32[N]: index into `tensor_names`, or :data:`UNKNOWN`."""
     tensor_names: tuple[str, ...]
     step_start_ns: Integers
     step_end_ns: Integers
+    """int64[S]: of the marked steps, which follow each other."""
     phases: tuple[NamedRange, ...]
+    """Phases that the script has marked."""
     dropped: int
+    """Records that were lost."""
     notes: tuple[str, ...]
+    """What a reader should know before trusting the figures."""
     ideal_s: float | None = None
+    """Time of a step with everything resident, if known."""
     hints: tuple[HintReport | None, ...] = ()
+    """Of each step, or of the whole recording where no step is marked; None for a step without a
+    hint engine. Empty if there was no engine at all."""
     residency: Residency | None = None
+    """None if no executor kept accounts."""
     shares: Shares = field(default_factory=no_shares)
+    """Parts of transfers that belong to other tensors than `tensor_class` and `tensor` say."""
 
     @property
     def is_collected(self) -> bool:

@@ -68,19 +68,14 @@ def check_trace(trace: Trace, place: str) -> None:
     """Check that a trace is whole, within bounds, and does not contradict itself.
 
     Everything that :class:`Trace` promises is checked: lengths and types of the columns, sizes,
-    classes, lifetimes, accesses, durations, names and metadata.
-
-    Parameters
-    ----------
-    trace
-        Of T tensors, P phases and A accesses; time and memory are of the order of T + P + A.
-    place
-        Origin of the trace, such as the path of its file. The error begins with it.
+    classes, lifetimes, accesses, durations, names and metadata. Time and memory are of the order of
+    the numbers of tensors, phases and accesses.
 
     Raises
     ------
     TraceError
-        At the first thing that is wrong: place, column, entry, and the valid values.
+        At the first thing that is wrong: `place`, such as the path of a file, column, entry, and
+        the valid values.
 
     Examples
     --------

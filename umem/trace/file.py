@@ -63,17 +63,10 @@ class TraceHeader(Header):
 
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Save a trace in umem's own format, compressed.
+    """Save a trace in umem's own format, compressed, in a file such as ``llama.npz``.
 
     The file is replaced in one piece, missing folders are made, and equal traces give equal bytes.
     :func:`load_trace` gives back every number bit for bit.
-
-    Parameters
-    ----------
-    trace
-        A valid trace.
-    path
-        Such as ``llama.npz``.
 
     Raises
     ------
@@ -100,16 +93,11 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         or compressed with gzip. It may come from a stranger: it is read as data, within bounds of
         size and count.
 
-    Returns
-    -------
-    Trace
-        Checked as by :func:`umem.trace.check_trace`.
-
     Raises
     ------
     TraceError
-        If the file cannot be read, or holds no valid trace; the message names file, place and
-        remedy.
+        If the file cannot be read, or holds no trace that :func:`umem.trace.check_trace` accepts;
+        the message names file, place and remedy.
     """
     if not is_archive(path):
         trace = _imported(path)
@@ -117,10 +105,10 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         header, columns = read_columns(
             path, TraceHeader, DTYPES, noun="a trace", error=TraceError, optional=("duration_s",)
         )
-        fields: dict[str, Any] = {"duration_s": None, **columns}
-        fields |= {"tensor_names": tuple(header.tensor_names)}
-        fields |= {"phase_names": tuple(header.phase_names)}
-        trace = Trace(header.name, header.source, metadata=header.metadata, **fields)
+        fields: dict[str, Any] = {"duration_s": None, **dict(header), **columns}
+        fields |= {key: tuple(fields[key]) for key in ("tensor_names", "phase_names")}
+        del fields["format"]
+        trace = Trace(**fields)
     check_trace(trace, os.fspath(path))
     return trace
 
@@ -256,16 +244,9 @@ def _accesses(document: Exchange, check: Checker) -> list[dict[int, int]]:
 def trace_fingerprint(trace: Trace) -> str:
     """Content address of the step: equal for traces that a planner cannot tell apart.
 
-    Parameters
-    ----------
-    trace
-        Every column of numbers counts, bit for bit. Its name, source and metadata, and the names of
-        tensors and phases, do not.
-
-    Returns
-    -------
-    str
-        64 hexadecimal digits of SHA-256; the same in every process and on every machine.
+    Every column of numbers counts, bit for bit. Its name, source and metadata, and the names of
+    tensors and phases, do not. 64 hexadecimal digits of SHA-256, the same in every process and on
+    every machine.
     """
     digest = hashlib.sha256()
     for field in dataclasses.fields(trace):

@@ -50,64 +50,45 @@ class Precision(IntEnum):
 class Trace:
     """One training step, which repeats.
 
-    Columns are read-only NumPy arrays; T tensors, P phases and A accesses. Phases are in the order
-    of the compute stream. The accesses of phase p are ``access_start[p]:access_start[p + 1]``, each
-    tensor at most once.
-
-    Parameters
-    ----------
-    name : str
-        Workload, such as ``llama-2-7b-sft``.
-    source : str
-        Origin of the trace.
-    tensor_names : tuple of str, length T
-    tensor_bytes : int64[T]
-        Sizes, above 0.
-    tensor_class : uint8[T]
-        :attr:`umem.core.classes.TensorClass.number`.
-    persistent : bool[T]
-        The tensor lives from step to step; others are born and die within the step.
-    first_phase, last_phase : int32[T]
-        Phases, inclusive, in which the tensor's memory is allocated; 0 and P - 1 for persistent
-        ones. Every access lies between them.
-    phase_names : tuple of str, length P
-    phase_kind : uint8[P]
-        :class:`PhaseKind`.
-    phase_precision : uint8[P]
-        :class:`Precision`.
-    flops : float64[P]
-        Floating-point operations, 0 where none were counted.
-    memory_bytes : int64[P]
-        Bytes that the phase reads and writes in memory, by the sizes of its arguments.
-    duration_s : float64[P] or None
-        Time with everything resident. None: to be taken from the roofline of a machine,
-        :func:`umem.hardware.with_durations`.
-    access_start : int64[P + 1]
-    access_tensor : int32[A]
-    access_mode : uint8[A]
-        :class:`Access`.
-    metadata : mapping of str to str, int or float
-        More facts: model, batch, sequence length, published times.
+    Columns are read-only NumPy arrays: first those of T tensors, then of P phases, then of A
+    accesses. Phases are in the order of the compute stream. The accesses of phase p are
+    ``access_start[p]:access_start[p + 1]``, each tensor at most once.
     """
 
     name: str
+    """Workload, such as ``llama-2-7b-sft``."""
     source: str
+    """Origin of the trace."""
     tensor_names: tuple[str, ...]
     tensor_bytes: npt.NDArray[np.int64]
+    """Sizes, above 0."""
     tensor_class: npt.NDArray[np.uint8]
+    """:attr:`umem.core.classes.TensorClass.number`."""
     persistent: npt.NDArray[np.bool_]
+    """The tensor lives from step to step; others are born and die within the step."""
     first_phase: npt.NDArray[np.int32]
     last_phase: npt.NDArray[np.int32]
+    """Phases, inclusive, in which the tensor's memory is allocated; 0 and P - 1 for persistent
+    ones. Every access lies between them."""
     phase_names: tuple[str, ...]
     phase_kind: npt.NDArray[np.uint8]
+    """:class:`PhaseKind`."""
     phase_precision: npt.NDArray[np.uint8]
+    """:class:`Precision`."""
     flops: npt.NDArray[np.float64]
+    """Floating-point operations of each phase, 0 where none were counted."""
     memory_bytes: npt.NDArray[np.int64]
+    """Bytes that the phase reads and writes in memory, by the sizes of its arguments."""
     duration_s: npt.NDArray[np.float64] | None
+    """Time of each phase with everything resident. None: to be taken from the roofline of a
+    machine, :func:`umem.hardware.with_durations`."""
     access_start: npt.NDArray[np.int64]
+    """Length P + 1."""
     access_tensor: npt.NDArray[np.int32]
     access_mode: npt.NDArray[np.uint8]
+    """:class:`Access`."""
     metadata: Mapping[str, str | int | float] = field(default_factory=dict)
+    """More facts: model, batch, sequence length, published times."""
 
     def __post_init__(self) -> None:
         for column in vars(self).values():

@@ -45,13 +45,8 @@ def with_step_in_backward(
     is if the step does not write its gradients, or completes them only when the optimizer begins,
     as with clipping.
 
-    Parameters
-    ----------
-    trace
-        A step that ends with the optimizer's.
-    order
-        Names of the first phases of the parts to move, in the order in which their gradients are
-        complete. By default all parts move, and keep their order.
+    `order` names the first phases of the parts to move, in the order in which their gradients are
+    complete. By default all parts move, and keep their order.
 
     Returns
     -------

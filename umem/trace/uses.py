@@ -68,27 +68,18 @@ NO_GAP = -1
 
 @dataclass(frozen=True, eq=False)
 class Gaps:
-    """Idle intervals of a step that repeats; G of them, A accesses.
-
-    Parameters
-    ----------
-    tensor : int32[G]
-    last_use : int64[G]
-        Phase before the interval.
-    next_use : int64[G]
-        Phase after it; P or more where it lies in the next step.
-    is_dead : bool[G]
-        The next use overwrites the tensor as a whole, so that its contents are dead until then.
-    after_access : int32[A]
-        Interval that follows each access of the trace; :data:`NO_GAP` after the last use of a
-        tensor that dies.
-    """
+    """Idle intervals of a step that repeats."""
 
     tensor: npt.NDArray[np.int32]
     last_use: npt.NDArray[np.int64]
+    """Phase before the interval."""
     next_use: npt.NDArray[np.int64]
+    """Phase after it; P or more where it lies in the next step."""
     is_dead: npt.NDArray[np.bool_]
+    """The next use overwrites the tensor as a whole, so that its contents are dead until then."""
     after_access: npt.NDArray[np.int32]
+    """Interval that follows each access of the trace; :data:`NO_GAP` after the last use of a tensor
+    that dies."""
 
 
 def find_gaps(trace: Trace) -> Gaps:
