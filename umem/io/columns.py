@@ -84,21 +84,13 @@ _Header = TypeVar("_Header", bound=Header)
 
 @dataclass(frozen=True)
 class Checker:
-    """Checks on the content of one file. Each error begins with the file and the place in it.
-
-    Parameters
-    ----------
-    place : str
-        Path of the file, or another name of what is checked.
-    error : type of UmemError
-        Error to raise.
-    remedy : str
-        End of each message.
-    """
+    """Checks on the content of one file. Each error begins with the file and the place in it."""
 
     place: str
+    """Path of the file, or another name of what is checked."""
     error: type[UmemError]
     remedy: str = ""
+    """End of each message."""
 
     def refuse(self, where: str, message: str) -> NoReturn:
         """Raise the error for a place in the file, such as ``phases[3].reads``."""
@@ -172,13 +164,8 @@ def write_columns(
 
     Parameters
     ----------
-    path
-        The name does not matter; ``.npz`` is usual.
-    header_type
-        Model of the header.
     header
-        Its fields but `format`: everything that is not a column of numbers. Dataclasses are
-        written as objects.
+        Fields of `header_type` but `format`. Dataclasses are written as objects.
     columns
         One-dimensional arrays of numbers, by name.
     error
@@ -216,8 +203,6 @@ def read_columns(
 
     Parameters
     ----------
-    path, header_type
-        The file, and the model of its header.
     dtypes
         Types of the columns, by name.
     noun
@@ -230,10 +215,8 @@ def read_columns(
 
     Returns
     -------
-    header
-        Valid by its model.
-    columns
-        Read-only and one-dimensional, of the given types and any length.
+    header, columns
+        Columns are read-only and one-dimensional, of the given types and any length.
     """
     check = Checker(os.fspath(path), error)
     known = header_type.model_fields["format"].default
@@ -333,14 +316,10 @@ def read_json(
     readable: Sequence[str] = (),
     remedy: str = "",
 ) -> _Model:
-    """Read a file of one JSON object, plain or compressed with gzip.
+    """Read a file of one JSON object, plain or compressed with gzip. It may come from a stranger.
 
     Parameters
     ----------
-    path
-        The file. It may come from a stranger.
-    model
-        Model of the object.
     noun
         Content of the file, such as ``a trace``.
     error

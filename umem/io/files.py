@@ -69,12 +69,7 @@ def compress(content: bytes) -> bytes:
 def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     """Content of a file, decompressed if it is in gzip, whatever its name.
 
-    Parameters
-    ----------
-    path
-        A regular file.
-    limit_bytes
-        Most bytes of the file, and of its content. No more than this is ever decompressed.
+    `limit_bytes` bounds the file, and its content: no more than this is ever decompressed.
 
     Raises
     ------

@@ -158,19 +158,10 @@ def validate(
     written_at: Callable[[KeyPath, tuple[str, ...]], list[KeyPath]] = lambda path, involved: [path],
     context: Any = None,
 ) -> _Model:
-    """Validate a file.
+    """Validate a file, with a context for the model's validators.
 
-    Parameters
-    ----------
-    model
-        Model of the file.
-    document
-        The file.
-    written_at
-        For the path of an error and the other keys involved: the key path to report, then more
-        paths whose place to give where the first is not in the file.
-    context
-        Passed to the model's validators.
+    `written_at` returns, for the path of an error and the other keys involved, the key path to
+    report, then more paths whose place to give where the first is not in the file.
 
     Raises
     ------

@@ -50,18 +50,9 @@ class FileKind:
 def read(source: str | os.PathLike[str] | Mapping[str, Any], kind: FileKind) -> Document:
     """Read a file or a mapping, and merge it over the file that its key ``extends`` names.
 
-    Parameters
-    ----------
-    source
-        The name of a file that comes with umem; a path, which as a string ends in ``.yaml`` or
-        ``.yml`` or holds a ``/``; or a mapping with the keys of such a file.
-    kind
-        The kind of file.
-
-    Returns
-    -------
-    Document
-        A file's ``name``, where it states none, is that of the file.
+    `source` is the name of a file that comes with umem; a path, which as a string ends in ``.yaml``
+    or ``.yml`` or holds a ``/``; or a mapping with the keys of such a file. A file that states no
+    ``name`` has that of the file.
 
     Raises
     ------

@@ -40,34 +40,24 @@ _BETWEEN_FLUSHES_S = 0.02
 
 @dataclass(frozen=True)
 class CuptiTiming:
-    """How long a collector waits for CUPTI. docs/telemetry.md has the measurements behind it.
-
-    Parameters
-    ----------
-    first_s : float
-        Length of the empty recording that a process begins with. Without it, the first recording of
-        a process lacks most of its records.
-    answer_s : float
-        A probe block is moved when a recording begins, and CUPTI has this time to report it;
-        otherwise it is stopped, which takes 2 s, and started again.
-    flush_every_s : float
-        CUPTI reads the driver's queue when it is flushed; what comes to a full queue is lost.
-    quiet_s, quiet_after_s : float
-        If no buffer arrives for so long there is none any more: while CUPTI records, and after it
-        was told to stop.
-    longest_drain_s : float
-        Limit of all waiting at the end: other threads may go on making records.
-    notice_s : float
-        Waiting for longer than this is announced.
-    """
+    """How long a collector waits for CUPTI. docs/telemetry.md has the measurements behind it."""
 
     first_s: float = 0.3
+    """Length of the empty recording that a process begins with. Without it, the first recording of
+    a process lacks most of its records."""
     answer_s: float = 0.5
+    """A probe block is moved when a recording begins, and CUPTI has this time to report it;
+    otherwise it is stopped, which takes 2 s, and started again."""
     flush_every_s: float = 0.01
+    """CUPTI reads the driver's queue when it is flushed; what comes to a full queue is lost."""
     quiet_s: float = 1.5
     quiet_after_s: float = 0.2
+    """If no buffer arrives for so long there is none any more: while CUPTI records, and after it
+    was told to stop."""
     longest_drain_s: float = 20.0
+    """Limit of all waiting at the end: other threads may go on making records."""
     notice_s: float = 2.0
+    """Waiting for longer than this is announced."""
 
 
 class BufferCallbacks:
@@ -152,19 +142,10 @@ _process_callbacks = BufferCallbacks()
 class CuptiCollector:
     """Collects this process's memory operations between `start` and `stop`.
 
-    Parameters
-    ----------
-    limit
-        Most records that are kept. What comes later is counted as dropped.
-    unified_memory
-        Whether to record migrations and faults too, and not only copies and memory sets. They
-        take time at the start and at the end.
-    timing
-        How long to wait for CUPTI.
-    move
-        Moves a block of the given size to the device, and returns its former place.
-    callbacks
-        The process's, unless a test has its own.
+    At most `limit` records are kept; what comes later is counted as dropped. Unless
+    `unified_memory`, only copies and memory sets are recorded: migrations and faults take time at
+    the start and at the end. `move` moves a block of the given size to the device, and returns its
+    former place.
     """
 
     source: Source = "cupti"
@@ -243,15 +224,8 @@ class CuptiCollector:
     def stop(self) -> tuple[MigrationRecords, int]:
         """End, once the device has finished its work.
 
-        Returns
-        -------
-        tuple of MigrationRecords and int
-            The records by start, and the number of those that were dropped.
-
-        Raises
-        ------
-        UnsupportedError
-            If CUPTI failed meanwhile.
+        Returns the records by start, and how many were dropped. Raises UnsupportedError if
+        CUPTI failed meanwhile.
         """
         cupti, longest_s = self._cupti, self._timing.longest_drain_s
         end_s = time.monotonic() + longest_s

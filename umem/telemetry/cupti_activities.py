@@ -36,23 +36,15 @@ _ACCESS_TYPES = 5
 
 @dataclass(frozen=True)
 class ActivityFormat:
-    """How a version of cupti-python numbers and lays out the activities that are recorded.
-
-    Parameters
-    ----------
-    unified_memory, memcpy, memset : int
-        Kinds of activity.
-    counters : mapping of int to RecordKind
-        Unified-memory counters.
-    layouts : mapping of int to dtype
-        Memory layout of the records of each kind.
-    """
+    """How a version of cupti-python numbers and lays out the activities that are recorded."""
 
     unified_memory: int
     memcpy: int
     memset: int
     counters: Mapping[int, RecordKind]
+    """Unified-memory counters."""
     layouts: Mapping[int, np.dtype[Any]]
+    """Memory layout of the records of each kind."""
 
 
 @dataclass(frozen=True, eq=False)

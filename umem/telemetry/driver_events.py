@@ -352,14 +352,8 @@ class DriverQueue:
     block: the file whose ring reports the block's migration is the right one, and the report also
     shows that the entries have the expected layout.
 
-    Parameters
-    ----------
-    entry_count
-        Size of the ring, a power of two. The driver drops and counts what comes to a full ring.
-    kernel
-        Makes the requests.
-    move
-        Moves a block of the given size to the device, and returns its former place.
+    `entry_count` is the size of the ring, a power of two; the driver drops and counts what comes to
+    a full ring. `move` moves a block of the given size to the device, and returns its former place.
 
     Raises
     ------

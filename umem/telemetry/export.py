@@ -172,14 +172,7 @@ def _steps(recording: Recording) -> ReportTable:
 def write_html(recordings: Sequence[Recording], path: str | os.PathLike[str]) -> None:
     """Write a page on recordings, with pictures where matplotlib is installed.
 
-    The page loads nothing from the network, and runs no script.
-
-    Parameters
-    ----------
-    recordings
-        In the order of the page.
-    path
-        Such as ``run.html``. Replaced in one piece.
+    The page loads nothing from the network, and runs no script. The file is replaced in one piece.
 
     Raises
     ------
@@ -276,14 +269,8 @@ def write_perfetto(recordings: Sequence[Recording], path: str | os.PathLike[str]
 
     Steps, phases and each kind of record have tracks of their own; records that overlap are on
     several lines of one track. Bytes on the device are counters, one for each class. The results of
-    hints are with the steps.
-
-    Parameters
-    ----------
-    recordings
-        In the order of the processes.
-    path
-        Such as ``run.perfetto.json``; compressed where it ends in ``.gz``. Replaced in one piece.
+    hints are with the steps. The file is replaced in one piece, and compressed where its name ends
+    in ``.gz``.
 
     Raises
     ------

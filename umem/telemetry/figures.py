@@ -144,14 +144,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a picture, replacing the file in one piece.
-
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-        From one of the functions of this module.
-    path : path
-        Ends in ``.png`` or ``.svg``; its folder is made if missing.
+    """Write a picture to a ``.png`` or ``.svg``, in one piece; its folder is made if missing.
 
     Raises
     ------
@@ -244,13 +237,6 @@ def link_figure(report: MigrationReport, hardware: Hardware) -> Figure:
 
     Only bandwidths of mechanisms that moved something are drawn, or that of pages if nothing moved.
 
-    Parameters
-    ----------
-    report : MigrationReport
-        With a timeline.
-    hardware : Hardware
-        The machine of the report.
-
     Raises
     ------
     UmemError
@@ -312,13 +298,7 @@ _NARROWEST_PASS = 0.05
 def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Figure:
     """Draw the bytes on the device over the step, stacked by class, under the budget's line.
 
-    Parameters
-    ----------
-    report : MigrationReport
-        With a timeline.
-    trace : Trace, optional
-        The trace of the report. Passes are marked if its phases are named by pass, as recorded
-        phases are.
+    Passes are marked if there is a trace whose phases are named by pass, as recorded phases are.
 
     Raises
     ------
@@ -382,15 +362,7 @@ def shares_figure(reports: Sequence[MigrationReport]) -> Figure:
     Where a share was published for a workload (:func:`published_share`), it is a group of its own
     in all three panels, because the publication does not say what it is a share of.
 
-    Parameters
-    ----------
-    reports : sequence of MigrationReport
-        At least one; each pair of workload and planner once.
-
-    Raises
-    ------
-    ValueError
-        If there are no reports.
+    Each pair of workload and planner comes once. Without reports it is a ValueError.
     """
     # Here, because it loads numba, which other commands do without.
     from umem.planning.prediction import published_share
@@ -542,13 +514,7 @@ def transfers_figure(recording: Recording) -> Figure:
 
 @styled
 def classes_figure(recording: Recording, report: MeasuredReport) -> Figure:
-    """Draw the bytes that moved in a step as bars by direction and cause, stacked by class.
-
-    Parameters
-    ----------
-    recording, report
-        A recording, and its typical step.
-    """
+    """Draw the bytes that moved in a typical step as bars by direction and cause, by class."""
     rows: list[tuple[Direction, Cause]] = [
         (direction, cause)
         for direction in DIRECTION_OF_KIND.values()

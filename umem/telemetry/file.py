@@ -137,13 +137,9 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
 
 
 def load_recording(path: str | os.PathLike[str]) -> Recording:
-    """Load a recording from a file.
+    """Load a file of :func:`save_recording`.
 
-    Parameters
-    ----------
-    path
-        A file that :func:`save_recording` wrote. It may come from a stranger: it is read as data,
-        within bounds of size and count.
+    It may come from a stranger: it is read as data, within bounds of size and count.
 
     Raises
     ------
@@ -176,10 +172,7 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
 def read_recording(path: str | os.PathLike[str]) -> Recording:
     """Read a file of :meth:`umem.telemetry.Profile.save` or ``nsys export --type sqlite``.
 
-    Parameters
-    ----------
-    path
-        Told apart by its content. It may come from a stranger.
+    Its content decides which; it may come from a stranger.
 
     Raises
     ------

@@ -69,18 +69,8 @@ class LiveCollector:
     """Collects this process's memory operations between `start` and `stop`.
 
     Migrations and faults come from the driver's own event queue, which is complete; copies and
-    memory sets from CUPTI. Where the queue is not available, CUPTI records everything.
-
-    Parameters
-    ----------
-    queue
-        Opens the driver's queue.
-    cupti
-        Makes CUPTI's collector.
-    limit
-        Most records that are kept. What comes later is counted as dropped.
-    event_limit
-        Most of the driver's events that are kept.
+    memory sets from CUPTI. Where the queue is not available, CUPTI records everything. What comes
+    after `limit` records, or `event_limit` of the driver's events, is counted as dropped.
     """
 
     def __init__(
@@ -137,15 +127,8 @@ class LiveCollector:
     def stop(self) -> tuple[MigrationRecords, int]:
         """End, once the device has finished its work.
 
-        Returns
-        -------
-        tuple of MigrationRecords and int
-            The records by start, and the number of those that were dropped.
-
-        Raises
-        ------
-        UnsupportedError
-            If the driver failed meanwhile, or CUPTI where it records everything.
+        Returns the records by start, and how many were dropped. Raises UnsupportedError if
+        the driver failed meanwhile, or CUPTI where it records everything.
         """
         global _recording_process
         _recording_process = None
@@ -296,14 +279,9 @@ class HintLog:
 
 
 class ResidencySampler:
-    """Takes samples of the residency, from any thread. Past the limit, every other is dropped.
+    """Takes samples of the residency, from any thread. At the limit, every other is dropped.
 
-    Parameters
-    ----------
-    ask : callable
-        Returns bytes on the device by class, or None while nothing is known.
-    limit
-        Most samples that are kept, at least 2.
+    `ask` returns bytes on the device by class, or None while nothing is known.
     """
 
     def __init__(

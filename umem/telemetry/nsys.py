@@ -87,13 +87,8 @@ def read_nsys(path: str | os.PathLike[str], limit: int = MAX_RECORDS) -> Recordi
     Steps and phases are known if the run used :func:`umem.profile` and its NVTX ranges were
     recorded. Tensor classes are unknown: Nsight Systems does not know umem's blocks.
 
-    Parameters
-    ----------
-    path
-        What ``nsys export --type sqlite`` wrote. It may come from a stranger: it is opened
-        read-only, and read within bounds of size and count.
-    limit
-        Most records that are read.
+    The file of ``nsys export --type sqlite`` may come from a stranger: it is opened read-only, and
+    read within bounds of size and count.
 
     Raises
     ------

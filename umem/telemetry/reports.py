@@ -297,15 +297,9 @@ _WASTED = ("superseded", "forgotten", "dropped", "failed")
 
 
 def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintReport:
-    """What an engine did between two statistics.
+    """What an engine did between two statistics; all of `after` if there was no engine before.
 
-    Parameters
-    ----------
-    before
-        None where there was no engine yet. Statistics of another engine, which `after`'s engine has
-        replaced, count as None.
-    after
-        The later statistics.
+    Statistics of another engine, which `after`'s engine has replaced, count as None.
     """
     new = {(op, of): _use(op, of, counts) for (op, of), counts in after.counts.items()}
     old: dict[tuple[str, TensorClass], HintUse] = {}
