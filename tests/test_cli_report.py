@@ -24,18 +24,10 @@ from recordings import make_recording
 
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
-from umem.telemetry import (
-    NamedRange,
-    Recording,
-    Residency,
-    measured_row,
-    read_recording,
-    records_of,
-    save_recording,
-)
+from umem.telemetry import Recording, measured_row, read_recording, save_recording
 from umem.telemetry.export import lanes
 from umem.telemetry.figures import link_bytes
-from umem.telemetry.records import Row
+from umem.telemetry.records import NamedRange, Residency, Row, records_of
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from umem.core.errors import UnsupportedError
 from umem.cuda import Range
-from umem.telemetry import MigrationRecords, Profile, RecordKind, concatenate, records_of
+from umem.telemetry import Profile, RecordKind
 from umem.telemetry.cupti import BufferCallbacks, CuptiCollector, CuptiTiming
 from umem.telemetry.cupti_activities import activity_format, copy_buffer, read_activities
-from umem.telemetry.records import Row
+from umem.telemetry.records import MigrationRecords, Row, concatenate, records_of
 
 MIB = 1 << 20
 KIB = 1 << 10

@@ -16,13 +16,7 @@ import pytest
 from umem.core.errors import UnsupportedError
 from umem.core.report import Source
 from umem.cuda import Range
-from umem.telemetry import (
-    MigrationRecords,
-    Profile,
-    RecordKind,
-    measured_row,
-    records_of,
-)
+from umem.telemetry import Profile, RecordKind, measured_row
 from umem.telemetry.driver_events import (
     CPU_FAULT,
     ENTRY_BYTES,
@@ -35,6 +29,7 @@ from umem.telemetry.driver_events import (
     Kernel,
 )
 from umem.telemetry.live import LiveCollector
+from umem.telemetry.records import MigrationRecords, records_of
 
 MIB = 1 << 20
 BLOCK = 0x7F0000000000

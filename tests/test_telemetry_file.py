@@ -16,20 +16,17 @@ from hypothesis import strategies as st
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import HintReport, HintUse, Source
-from umem.telemetry import (
+from umem.telemetry import Recording, load_recording, read_recording, save_recording
+from umem.telemetry.file import PROFILE_COLUMNS, ProfileHeader
+from umem.telemetry.records import (
     MigrationRecords,
     NamedRange,
-    Recording,
     Residency,
     Shares,
     concatenate,
-    load_recording,
     no_shares,
-    read_recording,
     records_of,
-    save_recording,
 )
-from umem.telemetry.file import PROFILE_COLUMNS, ProfileHeader
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
 TIMES = st.integers(0, 2**40)

@@ -18,12 +18,12 @@ from umem.telemetry import (
     PhaseRanges,
     Profile,
     Recording,
-    Residency,
     measured_row,
     residency_over_run_figure,
     write_perfetto,
 )
 from umem.telemetry.live import ResidencySampler
+from umem.telemetry.records import Residency
 
 GIB = 1 << 30
 WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE

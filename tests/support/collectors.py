@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from umem.core.errors import UnsupportedError
 from umem.core.report import Source
-from umem.telemetry import MigrationRecords, RecordKind, concatenate, records_of
-from umem.telemetry.records import Row
+from umem.telemetry import RecordKind
+from umem.telemetry.records import MigrationRecords, Row, concatenate, records_of
 
 __all__ = ["StandInCollector"]
 

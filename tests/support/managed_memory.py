@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from umem.cuda import Location, Range, prefetch
-from umem.telemetry import managed_on_host
+from umem.telemetry.driver_events import managed_on_host
 
 __all__ = ["PART_BYTES", "ManagedBytes", "move_known"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from umem.telemetry import Recording, records_of
-from umem.telemetry.records import UNKNOWN, Row
+from umem.telemetry import Recording
+from umem.telemetry.records import UNKNOWN, Row, records_of
 
 __all__ = ["make_recording"]
 

@@ -24,10 +24,7 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     Missing folders are made. A symbolic link stays, and the file that it names is replaced. After
     a failure the old file is as it was, and nothing is left beside it.
 
-    Raises
-    ------
-    OSError
-        If it cannot be written, or `path` is something else than a regular file.
+    Raises OSError if it cannot be written, or `path` is something else than a regular file.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -71,12 +68,8 @@ def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
 
     `limit_bytes` bounds the file, and its content: no more than this is ever decompressed.
 
-    Raises
-    ------
-    OSError
-        If it cannot be read, or `path` is something else than a regular file.
-    ValueError
-        If it is larger, or damaged; the message says which, and what to do.
+    Raises OSError if it cannot be read, or `path` is something else than a regular file. Raises
+    ValueError if it is larger, or damaged; the message says which, and what to do.
     """
     with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

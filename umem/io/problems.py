@@ -139,10 +139,7 @@ class Conflict(NamedTuple):
 def raise_conflicts(conflicts: list[Conflict]) -> None:
     """End a model's validation with these conflicts; without any, let it go on.
 
-    Raises
-    ------
-    PydanticCustomError
-        Which :func:`validate` reports as one problem for each conflict.
+    Raises PydanticCustomError, which :func:`validate` reports as one problem for each conflict.
     """
     from pydantic_core import PydanticCustomError
 

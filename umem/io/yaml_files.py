@@ -54,12 +54,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], kind: FileKind) -> 
     or ``.yml`` or holds a ``/``; or a mapping with the keys of such a file. A file that states no
     ``name`` has that of the file.
 
-    Raises
-    ------
-    InvalidFileError
-        If it cannot be read, or a file that it extends cannot.
-    TypeError
-        If `source` is neither a name, a path nor a mapping.
+    Raises InvalidFileError if it cannot be read, or a file that it extends cannot. Raises TypeError
+    if `source` is neither a name, a path nor a mapping.
     """
     if isinstance(source, Mapping):
         return _with_parents(_read_mapping(source, kind), Path(), (), kind)

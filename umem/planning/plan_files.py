@@ -63,11 +63,8 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str)
     The file, such as ``plan.npz``, is replaced in one piece, missing folders are made, and equal
     schedules give equal bytes.
 
-    Raises
-    ------
-    PlanError
-        If the schedule contradicts itself or the file cannot be written; an old file is then as it
-        was.
+    Raises PlanError if the schedule contradicts itself or the file cannot be written; an old file
+    is then as it was.
     """
     check = Checker(f"{os.fspath(path)}: not written", PlanError)
     check.require_column("residency", schedule.residency, np.uint8)
@@ -88,11 +85,8 @@ def load_schedule(
     tensors and phases of `trace` only, and to be for the problem of `key`. Without a key, nobody
     checks that the schedule fits the machine and the policy.
 
-    Raises
-    ------
-    PlanError
-        If the file cannot be read, holds no valid schedule, or one for another trace or key; the
-        message names file, place and remedy.
+    Raises PlanError if the file cannot be read, holds no valid schedule, or one for another trace
+    or key; the message names file, place and remedy.
     """
     check = Checker(os.fspath(path), PlanError, remedy=": plan again")
     header, columns = read_columns(path, PlanHeader, PLAN_COLUMNS, noun="a plan", error=PlanError)
@@ -158,10 +152,7 @@ def plan_key(
 def stored_plan(folder: str | os.PathLike[str], key: str, trace: Trace) -> Schedule | None:
     """Find the plan that :func:`store_plan` put into a folder; None if there is none yet.
 
-    Raises
-    ------
-    PlanError
-        If there is a file for the key that cannot be read or holds no plan for it.
+    Raises PlanError if there is a file for the key that cannot be read or holds no plan for it.
     """
     path = _path(folder, key)
     if not os.path.lexists(path):
@@ -178,10 +169,7 @@ def store_plan(folder: str | os.PathLike[str], key: str, schedule: Schedule) -> 
     The folder is made if it is missing. Processes may do so at once: each replaces the file in one
     piece, and all of them write the same. Returns the file's path.
 
-    Raises
-    ------
-    PlanError
-        If the schedule contradicts itself or the file cannot be written.
+    Raises PlanError if the schedule contradicts itself or the file cannot be written.
     """
     path = _path(folder, key)
     save_schedule(schedule, path, key=key)

@@ -8,7 +8,7 @@ code that runs a step: it names the step's phases for profilers.
 
 from __future__ import annotations
 
-from umem.telemetry.driver_events import knows_release, managed_on_host
+from umem.telemetry.driver_events import knows_release
 from umem.telemetry.export import (
     SOURCE_WORDS,
     figures_of_recording,
@@ -30,43 +30,28 @@ from umem.telemetry.nsys import read_nsys
 from umem.telemetry.phases import PhaseRanges, call_watcher, nvtx_phases
 from umem.telemetry.profiler import Profile, profile
 from umem.telemetry.records import (
-    MigrationRecords,
-    NamedRange,
     Recording,
     RecordKind,
-    Residency,
-    Shares,
-    concatenate,
-    no_shares,
-    records_of,
 )
 from umem.telemetry.reports import measured_row, report_of, step_reports, tensor_traffic
 
 __all__ = [
     "FORMATS",
     "SOURCE_WORDS",
-    "MigrationRecords",
-    "NamedRange",
     "PhaseRanges",
     "Profile",
     "RecordKind",
     "Recording",
-    "Residency",
-    "Shares",
     "call_watcher",
-    "concatenate",
     "figures_of_recording",
     "knows_release",
     "link_figure",
     "load_recording",
-    "managed_on_host",
     "measured_row",
-    "no_shares",
     "nvtx_phases",
     "profile",
     "read_nsys",
     "read_recording",
-    "records_of",
     "report_of",
     "report_tables",
     "require_matplotlib",

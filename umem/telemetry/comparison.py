@@ -267,11 +267,8 @@ class _Predictions(Model):
 def read_predictions(path: str | os.PathLike[str]) -> tuple[StepFigures, ...]:
     """Read predictions from the output of ``umem simulate --json``, which may be a stranger's.
 
-    Raises
-    ------
-    UmemError
-        If the file cannot be read or holds no predictions; the message names file, place and
-        remedy.
+    Raises UmemError if the file cannot be read or holds no predictions; the message names file,
+    place and remedy.
     """
     remedy = ": give the output of `umem simulate --json`"
     found = read_json(path, _Predictions, noun="predictions", error=UmemError, remedy=remedy)

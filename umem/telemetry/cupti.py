@@ -181,10 +181,8 @@ class CuptiCollector:
     def start(self) -> None:
         """Begin. CUDA has to be initialised.
 
-        Raises
-        ------
-        UnsupportedError
-            Where CUPTI is missing, does not fit, or is used by another profiler.
+        Raises UnsupportedError where CUPTI is missing, does not fit, or is used by another
+        profiler.
         """
         callbacks = self._callbacks
         if callbacks.collector is not None and callbacks.collector.running:

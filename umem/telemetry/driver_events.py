@@ -75,10 +75,7 @@ def managed_on_host(size_bytes: int) -> Iterator[Range]:
 def prefetch_probe(size_bytes: int) -> Range:
     """Prefetch a new block to the current device and free it; returns its former place.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is no GPU.
+    Raises UnsupportedError if there is no GPU.
     """
     import torch
 
@@ -355,10 +352,8 @@ class DriverQueue:
     `entry_count` is the size of the ring, a power of two; the driver drops and counts what comes to
     a full ring. `move` moves a block of the given size to the device, and returns its former place.
 
-    Raises
-    ------
-    UnsupportedError
-        If the driver's release is unknown, or it refuses, or does not report the probe block.
+    Raises UnsupportedError if the driver's release is unknown, or it refuses, or does not report
+    the probe block.
     """
 
     def __init__(
@@ -399,10 +394,7 @@ class DriverQueue:
     def flush(self) -> None:
         """Let the driver write pending events; it reports a migration some time after its end.
 
-        Raises
-        ------
-        UnsupportedError
-            If the driver refuses.
+        Raises UnsupportedError if the driver refuses.
         """
         self._call(self._space, _FLUSH_EVENTS, _FLUSH.pack(0), 0)
 

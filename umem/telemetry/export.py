@@ -174,10 +174,7 @@ def write_html(recordings: Sequence[Recording], path: str | os.PathLike[str]) ->
 
     The page loads nothing from the network, and runs no script. The file is replaced in one piece.
 
-    Raises
-    ------
-    UmemError
-        If the file cannot be written.
+    Raises UmemError if the file cannot be written.
     """
     from jinja2 import Environment, PackageLoader
 
@@ -272,10 +269,7 @@ def write_perfetto(recordings: Sequence[Recording], path: str | os.PathLike[str]
     hints are with the steps. The file is replaced in one piece, and compressed where its name ends
     in ``.gz``.
 
-    Raises
-    ------
-    UmemError
-        If the file cannot be written.
+    Raises UmemError if the file cannot be written.
     """
     events = [
         json.dumps({"pid": number, **event}, separators=(",", ":"))

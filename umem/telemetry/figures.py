@@ -106,10 +106,7 @@ _T = TypeVar("_T")
 def require_matplotlib() -> None:
     """Check that pictures can be made.
 
-    Raises
-    ------
-    UnsupportedError
-        If matplotlib is missing; the message says how to install it.
+    Raises UnsupportedError if matplotlib is missing; the message says how to install it.
     """
     try:
         import matplotlib  # noqa: F401
@@ -146,10 +143,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a picture to a ``.png`` or ``.svg``, in one piece; its folder is made if missing.
 
-    Raises
-    ------
-    UmemError
-        If the ending is another one, or the file cannot be written.
+    Raises UmemError if the ending is another one, or the file cannot be written.
     """
     path = Path(path)
     kind = path.suffix.removeprefix(".").lower()
@@ -237,10 +231,7 @@ def link_figure(report: MigrationReport, hardware: Hardware) -> Figure:
 
     Only bandwidths of mechanisms that moved something are drawn, or that of pages if nothing moved.
 
-    Raises
-    ------
-    UmemError
-        If the report has no timeline.
+    Raises UmemError if the report has no timeline.
     """
     timeline = _require_timeline(report)
     figure = new_figure(8.0, 4.6)
@@ -300,10 +291,7 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
 
     Passes are marked if there is a trace whose phases are named by pass, as recorded phases are.
 
-    Raises
-    ------
-    UmemError
-        If the report has no timeline.
+    Raises UmemError if the report has no timeline.
     """
     timeline = _require_timeline(report)
     figure = new_figure(8.0, 4.2)
@@ -555,10 +543,7 @@ def classes_figure(recording: Recording, report: MeasuredReport) -> Figure:
 def residency_over_run_figure(recording: Recording) -> Figure:
     """Draw the bytes on the device over the recording, stacked by class.
 
-    Raises
-    ------
-    UmemError
-        If the recording has no residency.
+    Raises UmemError if the recording has no residency.
     """
     residency = recording.residency
     if residency is None:

@@ -110,11 +110,8 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
     The file is replaced in one piece, missing folders are made, and equal recordings give equal
     bytes.
 
-    Raises
-    ------
-    UmemError
-        If the file cannot be written, would be too large, or could not be loaded again; an old file
-        is then as it was.
+    Raises UmemError if the file cannot be written, would be too large, or could not be loaded
+    again; an old file is then as it was.
     """
     header = {key: getattr(recording, key) for key in ProfileHeader.model_fields if key != "format"}
     residency = recording.residency
@@ -141,11 +138,8 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
 
     It may come from a stranger: it is read as data, within bounds of size and count.
 
-    Raises
-    ------
-    UmemError
-        If the file cannot be read or holds no valid recording; the message names file, place and
-        remedy.
+    Raises UmemError if the file cannot be read or holds no valid recording; the message names file,
+    place and remedy.
     """
     header, columns = read_columns(
         path, ProfileHeader, PROFILE_COLUMNS, noun="a profile of umem", error=UmemError
@@ -174,10 +168,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 
     Its content decides which; it may come from a stranger.
 
-    Raises
-    ------
-    UmemError
-        If it is neither, or cannot be read; the message names file, place and remedy.
+    Raises UmemError if it is neither, or cannot be read; the message names file, place and remedy.
     """
     place = os.fspath(path)
     if place.endswith(_REPORT_ENDINGS):

@@ -99,22 +99,37 @@ class LiveCollector:
     def start(self) -> None:
         """Begin. CUDA has to be initialised.
 
-        Raises
-        ------
-        UnsupportedError
-            If neither the driver's queue nor CUPTI is available.
+        Raises UnsupportedError if neither the driver's queue nor CUPTI is available.
         """
         global _recording_process
         if _recording_process == os.getpid():
             raise UnsupportedError(
                 "another umem.profile() is recording in this process: end it first"
             )
+        no_queue: UnsupportedError | None = None
         try:
             self._driver = _DriverCollector(self._open_queue(), self._event_limit)
         except UnsupportedError as error:
-            self._start_cupti_alone(error)
+            no_queue = error
+        cupti = self._make_cupti(self._limit, unified_memory=no_queue is not None)
+        try:
+            cupti.start()
+        except UnsupportedError as error:
+            if no_queue is not None:
+                raise UnsupportedError(
+                    f"{error}. The driver's own queue is not available either: {no_queue}"
+                ) from error
+            self._notes.append(f"copies and memory sets were not recorded: {error}")
+        except BaseException:
+            if self._driver is not None:
+                self._driver.stop()
+            raise
         else:
-            self._start_copies()
+            self._cupti = cupti
+            if no_queue is None:
+                self._cupti_ahead_ns = _ahead_ns(cupti.now_ns, _now_ns)
+            else:
+                self._notes.append(f"recorded by CUPTI alone, which may lose records: {no_queue}")
         _recording_process = os.getpid()
 
     def now_ns(self) -> int:
@@ -150,31 +165,6 @@ class LiveCollector:
     def notes(self) -> tuple[str, ...]:
         """What to know before trusting the records; complete after :meth:`stop`."""
         return (*self._notes, *(self._cupti.notes() if self._cupti is not None else ()))
-
-    def _start_copies(self) -> None:
-        assert self._driver is not None
-        cupti = self._make_cupti(self._limit, unified_memory=False)
-        try:
-            cupti.start()
-        except UnsupportedError as error:
-            self._notes.append(f"copies and memory sets were not recorded: {error}")
-        except BaseException:
-            self._driver.stop()
-            raise
-        else:
-            self._cupti = cupti
-            self._cupti_ahead_ns = _ahead_ns(cupti.now_ns, _now_ns)
-
-    def _start_cupti_alone(self, why: UnsupportedError) -> None:
-        cupti = self._make_cupti(self._limit)
-        try:
-            cupti.start()
-        except UnsupportedError as error:
-            raise UnsupportedError(
-                f"{error}. The driver's own queue is not available either: {why}"
-            ) from error
-        self._cupti = cupti
-        self._notes.append(f"recorded by CUPTI alone, which may lose records: {why}")
 
     def _stop_copies(self) -> tuple[MigrationRecords, int]:
         """CUPTI's records on the host's clock, and how many it dropped; none if it has failed."""

@@ -90,10 +90,8 @@ def read_nsys(path: str | os.PathLike[str], limit: int = MAX_RECORDS) -> Recordi
     The file of ``nsys export --type sqlite`` may come from a stranger: it is opened read-only, and
     read within bounds of size and count.
 
-    Raises
-    ------
-    UmemError
-        If the file cannot be read or is no such export; the message names file, table and remedy.
+    Raises UmemError if the file cannot be read or is no such export; the message names file, table
+    and remedy.
     """
     place = os.fspath(path)
     with _errors(place), closing(_open(place)) as database:

@@ -126,10 +126,7 @@ class Profile:
     def __enter__(self) -> Profile:
         """Begin recording.
 
-        Raises
-        ------
-        UnsupportedError
-            If nothing here can record what moves, unless that was not required.
+        Raises UnsupportedError if nothing here can record what moves, unless that was not required.
         """
         if self._is_entered:
             raise UmemError("a profile records once: call umem.profile() again")
@@ -166,10 +163,8 @@ class Profile:
     ) -> None:
         """End recording.
 
-        Raises
-        ------
-        RuntimeError
-            If the device has failed in the block, and the block has not raised an error itself.
+        Raises RuntimeError if the device has failed in the block, and the block has not raised an
+        error itself.
         """
         failure = self._finish() if self._running else None
         if failure is not None and error is None:

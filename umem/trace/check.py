@@ -71,11 +71,8 @@ def check_trace(trace: Trace, place: str) -> None:
     classes, lifetimes, accesses, durations, names and metadata. Time and memory are of the order of
     the numbers of tensors, phases and accesses.
 
-    Raises
-    ------
-    TraceError
-        At the first thing that is wrong: `place`, such as the path of a file, column, entry, and
-        the valid values.
+    Raises TraceError at the first thing that is wrong: `place`, such as the path of a file, column,
+    entry, and the valid values.
 
     Examples
     --------

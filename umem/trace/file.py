@@ -68,11 +68,8 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     The file is replaced in one piece, missing folders are made, and equal traces give equal bytes.
     :func:`load_trace` gives back every number bit for bit.
 
-    Raises
-    ------
-    TraceError
-        If the trace is not valid (see :func:`umem.trace.check_trace`) or the file cannot be
-        written; an old file is then as it was.
+    Raises TraceError if the trace is not valid (see :func:`umem.trace.check_trace`) or the file
+    cannot be written; an old file is then as it was.
     """
     check_trace(trace, f"{os.fspath(path)}: not written")
     header = {key: getattr(trace, key) for key in TraceHeader.model_fields if key != "format"}

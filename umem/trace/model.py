@@ -115,10 +115,7 @@ def ranges(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def require_durations(trace: Trace) -> npt.NDArray[np.float64]:
     """Durations of the phases, seconds, float64[P].
 
-    Raises
-    ------
-    TraceError
-        If the trace has none.
+    Raises TraceError if the trace has none.
     """
     if trace.duration_s is None:
         raise TraceError(
