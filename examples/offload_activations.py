@@ -1,12 +1,12 @@
-"""Offload the activations of a model's first layers, and see what the device holds without them.
+"""Offload the activations of a model's first layers, and compare the device memory held.
 
     python examples/offload_activations.py
     python examples/offload_activations.py --layers 12 --offload 8 --batch 16
     python examples/offload_activations.py --policy sft             # under umem's allocator
 
-The whole of it is `context, sync = offload(...)`, `with context:` around each layer's call, and
-`sync` after it. Without a GPU the same copies are made between two places in host memory: nothing
-is saved, and the gradients are equal all the same.
+The essential lines are `context, sync = offload(...)`, `with context:` around each layer's call,
+and `sync` after it. Without a GPU the same copies are made within host memory: that saves
+nothing, but the gradients are equal all the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Run:
     """One forward and backward pass."""
 
     held_bytes: int | None
-    """What the device holds more after the forward pass than before; None on the CPU."""
+    """Device bytes allocated by the forward pass and still held after it; None on the CPU."""
     gradients: list[torch.Tensor]
 
 

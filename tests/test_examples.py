@@ -163,7 +163,7 @@ def test_wrong_offloading_arguments(
 
 
 def test_the_code_in_the_activations_page_runs() -> None:
-    text = (REPOSITORY / "docs" / "activations.md").read_text()
+    text = (REPOSITORY / "docs" / "offload.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 3
     names: dict[str, object] = {
@@ -174,7 +174,7 @@ def test_the_code_in_the_activations_page_runs() -> None:
     names["model"] = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(5)])
     names["block"] = torch.nn.Linear(8, 8)
     for block in blocks:
-        exec(compile(block, "docs/activations.md", "exec"), names)
+        exec(compile(block, "docs/offload.md", "exec"), names)
 
 
 # Allocation streams.
