@@ -95,44 +95,28 @@ __all__ = [
 ]
 
 _MODULES = {
-    "umem.offload": ("offload",),
-    "umem.swap": ("enable",),
-    "umem.runtime.state": ("is_enabled",),
-    "umem.hardware.capabilities": ("Capabilities",),
-    "umem.core.classes": ("TensorClass",),
-    "umem.core.errors": (
-        "CudaError",
-        "EnableError",
-        "HardwareError",
-        "NativeLibraryError",
-        "OffloadError",
-        "PlanError",
-        "PolicyError",
-        "TraceError",
-        "UmemError",
-        "UnsupportedError",
-    ),
-    "umem.executor": ("Manager", "manage"),
-    "umem.hardware": ("Hardware", "load_hardware"),
-    "umem.runtime.inspection": (
-        "ClassMemory",
-        "LiveTensor",
-        "memory_by_class",
-        "memory_summary",
-        "tensor_class",
-        "tensors",
-    ),
-    "umem.planning": ("plan",),
-    "umem.policy": ("Policy", "load_policy"),
-    "umem.capture.live": ("record",),
-    "umem.core.report": ("MeasuredReport", "MigrationReport"),
-    "umem.core.schedule": ("Schedule",),
-    "umem.simulation": ("simulate",),
-    "umem.telemetry": ("profile",),
-    "umem.trace": ("Trace", "load_trace"),
+    "umem.offload": "offload",
+    "umem.swap": "enable",
+    "umem.runtime.state": "is_enabled",
+    "umem.hardware.capabilities": "Capabilities",
+    "umem.core.classes": "TensorClass",
+    "umem.core.errors": "CudaError EnableError HardwareError NativeLibraryError OffloadError "
+    "PlanError PolicyError TraceError UmemError UnsupportedError",
+    "umem.executor": "Manager manage",
+    "umem.hardware": "Hardware load_hardware",
+    "umem.runtime.inspection": "ClassMemory LiveTensor memory_by_class memory_summary "
+    "tensor_class tensors",
+    "umem.planning": "plan",
+    "umem.policy": "Policy load_policy",
+    "umem.capture.live": "record",
+    "umem.core.report": "MeasuredReport MigrationReport",
+    "umem.core.schedule": "Schedule",
+    "umem.simulation": "simulate",
+    "umem.telemetry": "profile",
+    "umem.trace": "Trace load_trace",
 }
 _SUBMODULES = {"cuda": "umem.cuda", "executor": "umem.executor", "hints": "umem.runtime.hints"}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -22,7 +22,7 @@ from umem.core.errors import UmemError
 from umem.core.schedule import HintOp, ResidencyMode
 from umem.core.units import format_bytes
 from umem.hardware import load_hardware, with_durations
-from umem.trace import find_gaps
+from umem.trace import Trace, find_gaps
 
 __all__ = ["app"]
 
@@ -111,25 +111,13 @@ def plan(
         "store": None if store is None else str(store),
         "reused": reused,
         "planning_s": None if reused else planning_s,
-        "hints": _totals(
-            HintOp,
-            schedule.hint_op,
-            timed.tensor_class[schedule.hint_tensor],
-            timed.tensor_bytes[schedule.hint_tensor],
-        ),
-        "residency": _totals(
-            ResidencyMode, schedule.residency, timed.tensor_class, timed.tensor_bytes
-        ),
+        "hints": _totals(HintOp, schedule.hint_op, timed, schedule.hint_tensor),
+        "residency": _totals(ResidencyMode, schedule.residency, timed, slice(None)),
         "reasons": None,
     }
     if made is not None:
         idle = find_gaps(timed).tensor
-        data["reasons"] = _totals(
-            planning.Reason,
-            made.decisions.reason,
-            timed.tensor_class[idle],
-            timed.tensor_bytes[idle],
-        )
+        data["reasons"] = _totals(planning.Reason, made.decisions.reason, timed, idle)
         if explain is not None:
             decisions = planning.explain(made, timed, explain)
             data["decisions"] = [
@@ -162,12 +150,10 @@ def _print_decisions(
 
 
 def _totals(
-    kinds: type[IntEnum],
-    kind: np.ndarray[Any, Any],
-    tensor_class: np.ndarray[Any, Any],
-    sizes: np.ndarray[Any, Any],
+    kinds: type[IntEnum], kind: NDArray[Any], trace: Trace, tensors: NDArray[Any] | slice
 ) -> dict[str, dict[str, dict[str, int]]]:
-    """Count and bytes by kind and class, without empty entries."""
+    """Count and bytes of tensors by kind and class, without empty entries."""
+    tensor_class, sizes = trace.tensor_class[tensors], trace.tensor_bytes[tensors]
     totals: dict[str, dict[str, dict[str, int]]] = {}
     for one in kinds:
         for member in TensorClass:

@@ -112,16 +112,7 @@ def _as_json(resolved: ResolvedPolicy) -> dict[str, Any]:
         member.value: rule.model_dump(mode="json")
         for member, rule in zip(TensorClass, resolved.rules, strict=True)
     }
-    return {
-        "name": resolved.name,
-        "managed_limit_bytes": resolved.managed_limit_bytes,
-        "device_budget_bytes": resolved.device_budget_bytes,
-        "system_headroom_bytes": resolved.system_headroom_bytes,
-        "planner": resolved.planner,
-        "caching": resolved.caching,
-        "rules": rules,
-        "share": list(resolved.share),
-    }
+    return asdict(resolved) | {"rules": rules}
 
 
 def _bounds_table(policy: Policy, resolved: ResolvedPolicy | None, total: int | None) -> Table:

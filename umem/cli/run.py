@@ -78,23 +78,18 @@ def launch(
 ) -> NoReturn:
     """Swap the allocator, run `program` as ``__main__`` in this process, and exit as it does.
 
-    The program sees ``sys.argv``, ``sys.path[0]``, ``__file__`` and ``__spec__`` as under
-    ``python program``, so that `multiprocessing` can start workers that import it again; those
-    workers keep torch's own allocator. ``UMEM_POLICY`` is set for child processes that run
-    ``umem run`` themselves. An exception is reported by ``sys.excepthook``, from the program's
-    first frame on, and ends in status 1; Ctrl-C likewise, in status 130.
+    The program sees ``sys.argv``, ``sys.path[0]``, ``__file__`` and ``__spec__`` as under ``python
+    program``, so that `multiprocessing` can start workers that import it again; those workers keep
+    torch's own allocator. ``UMEM_POLICY`` is set for child processes that run ``umem run``
+    themselves. An exception is reported by ``sys.excepthook``, from the program's first frame on,
+    and ends in status 1; Ctrl-C likewise, in status 130.
 
     `program` is the path of a script, or of a folder or archive with a ``__main__.py``; with
     `module` it is a module's name, as for ``python -m``. `policy` and `fallback` are those of
     `umem.enable`.
 
-    Raises
-    ------
-    UmemError
-        There is no such script or module, and nothing has been swapped; or `umem.enable` refused.
-        The program has not been started.
-    SystemExit
-        Always, once the program has run: with its exit status.
+    Raises ``UmemError`` before the program has started: there is no such script or module, and
+    nothing has been swapped; or `umem.enable` refused. Otherwise ``SystemExit`` with its status.
     """
     folder = _module_folder(program) if module else _script_folder(program)
     umem.enable(policy, fallback=fallback)

@@ -69,9 +69,6 @@ _RANGE_LOCATIONS = {"preferred": (2, 5, 6), "last_prefetch": (4, 7, 8)}
 """The attribute before CUDA 12.2, and since then those of the location's type and number."""
 
 
-# ---- the libraries -------------------------------------------------------------------------
-
-
 @cache
 def _modules() -> tuple[Any, Any]:
     """Import cuda-python's (runtime, driver); `NativeLibraryError` when it is not installed."""
@@ -142,9 +139,6 @@ def _check(call: str, error: Any, subject: str = "") -> None:
     raise CudaError(f"{call} failed{of}: {name} ({int(error)}): {description}")
 
 
-# ---- versions ------------------------------------------------------------------------------
-
-
 @cache
 def driver_version() -> int:
     """Return the newest CUDA that the driver serves, as 1000 * major + 10 * minor.
@@ -179,9 +173,6 @@ def _start_driver() -> None:
     if error == int(_driver().CUresult.CUDA_ERROR_NO_DEVICE):
         raise UnsupportedError("the driver sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES")
     _check("cuInit", error)
-
-
-# ---- the machine ---------------------------------------------------------------------------
 
 
 def device_count() -> int:
@@ -221,11 +212,7 @@ def _text(raw: Any) -> str:
 
 
 class _NvmlMemory(ctypes.Structure):
-    _fields_ = [
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    ]
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
 def _nvml_handle(library: ctypes.CDLL, pci_address: str) -> ctypes.c_void_p | None:
@@ -280,9 +267,6 @@ def nvml_nvlink_c2c(pci_address: str) -> bool | None:
     return None if enabled is None else enabled != 0
 
 
-# ---- memory --------------------------------------------------------------------------------
-
-
 def memory_type(address: int) -> str:
     """Return CUDA's type of the memory at `address`: ``cudaMemoryTypeManaged``, and so on."""
     _start_driver()
@@ -304,20 +288,18 @@ def free(address: int) -> None:
 
 def prefetch(range_: Range, location: Location, stream: int) -> None:
     """Queue the migration of a range."""
-    subject = f"{range_} to {location}"
-    place = range_.address, range_.size_bytes
     name, where = _form("cudaMemPrefetchAsync", location)
     flags = () if isinstance(where, int) else (0,)
-    _call(name, *place, where, *flags, stream, subject=subject)
+    place = range_.address, range_.size_bytes, where
+    _call(name, *place, *flags, stream, subject=f"{range_} to {location}")
 
 
 def advise(range_: Range, advice: str, location: Location) -> None:
     """Give advice by its name in ``cudaMemoryAdvise``, less the prefix ``cudaMemAdvise``."""
-    subject = f"{advice}, {location}, {range_}"
-    value = getattr(_runtime().cudaMemoryAdvise, f"cudaMemAdvise{advice}")
-    place = range_.address, range_.size_bytes
     name, where = _form("cudaMemAdvise", location)
-    _call(name, *place, value, where, subject=subject)
+    value = getattr(_runtime().cudaMemoryAdvise, f"cudaMemAdvise{advice}")
+    subject = f"{advice}, {location}, {range_}"
+    _call(name, range_.address, range_.size_bytes, value, where, subject=subject)
 
 
 def prefetch_batch(ranges: Sequence[Range], locations: Sequence[Location], stream: int) -> None:

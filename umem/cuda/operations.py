@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from enum import Enum, StrEnum
+from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any
 
 from umem.cuda import bindings as _bindings
@@ -80,21 +80,9 @@ def prefetch_batch(
 ) -> None:
     """Migrate several targets in one call, in no set order among themselves.
 
-    Parameters
-    ----------
-    targets : sequence
-        As in :func:`prefetch`, at least one.
-    locations : Location or sequence of Location
-        One for all targets, or one for each.
-    stream
-        As in :func:`prefetch`, but not the default stream, which CUDA does not allow here.
-
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.CudaError
-        As :func:`prefetch`; also for no targets, numbers that differ, or the default stream.
-    umem.core.errors.UnsupportedError
-        As :func:`prefetch`; also if the driver or cuda-python is older than CUDA 13.
+    There is at least one target, and one location for all of them or one for each; not the default
+    stream, which CUDA does not allow here. Other parameters and errors are those of
+    :func:`prefetch`; ``UnsupportedError`` also if the driver or cuda-python is older than CUDA 13.
 
     Examples
     --------
@@ -117,20 +105,9 @@ def prefetch_batch(
 def advise(target: Any, advice: Advice, location: Location | None = None) -> None:
     """Give the driver standing advice on `target`; nothing moves.
 
-    Parameters
-    ----------
-    target
-        As in :func:`prefetch`.
-    advice : Advice
-        The advice.
-    location : Location, optional
-        Required for `PREFERRED_LOCATION`, and for `ACCESSED_BY`, where it is a device or the
-        host as a whole; `READ_MOSTLY` has none.
-
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`prefetch`; also for a location that the advice lacks or cannot have.
+    `location` is required for `PREFERRED_LOCATION`, and for `ACCESSED_BY`, where it is a device or
+    the host as a whole; `READ_MOSTLY` has none. A location that the advice lacks or cannot have is
+    a ``ValueError``; targets and other errors are those of :func:`prefetch`.
 
     Examples
     --------
@@ -157,21 +134,11 @@ def unadvise(target: Any, advice: Advice, location: Location | None = None) -> N
 def discard(target: Any, *, stream: Any) -> None:
     """Declare the contents of `target` dead: they need not be written back.
 
-    Only whole pages inside the target are discarded, so a neighbour that shares the first or
-    last page keeps its data. Until a page is written or prefetched again, reading it gives an
-    indeterminate value.
+    Only whole pages inside the target are discarded, so a neighbour that shares the first or last
+    page keeps its data; a target without a whole page is a ``ValueError``. Until a page is written
+    or prefetched again, reading it gives an indeterminate value.
 
-    Parameters
-    ----------
-    target
-        As in :func:`prefetch`; at least one whole host page.
-    stream
-        As in :func:`prefetch_batch`.
-
-    Raises
-    ------
-    TypeError, ValueError, umem.core.errors.UnsupportedError, umem.core.errors.CudaError
-        As :func:`prefetch_batch`; also for a target without a whole page.
+    Parameters and errors are those of :func:`prefetch_batch`.
     """
     handle = _own_stream(stream)
     pages = _managed(whole_pages(as_range(target)), None)
@@ -240,7 +207,10 @@ def _advice_location(
     verb: str, advice: Advice, location: Location | None, *, needed: bool
 ) -> Location:
     if not isinstance(advice, Advice):
-        raise TypeError(f"advice must be one of {_names(Advice)}, not {advice!r}")
+        raise TypeError(
+            f"advice must be one of {', '.join(f'Advice.{it.name}' for it in Advice)}, "
+            f"not {advice!r}"
+        )
     if needed and location is None:
         raise ValueError(f"{verb}(..., Advice.{advice.name}) needs a location")
     if not needed and location is not None:
@@ -252,10 +222,6 @@ def _advice_location(
         )
     # CUDA ignores the location of advice that has none; it must be a valid one all the same.
     return Location.host() if location is None else location
-
-
-def _names(members: Iterable[Enum]) -> str:
-    return ", ".join(f"Advice.{member.name}" for member in members)
 
 
 def _managed(range_: Range, location: Location | None) -> Range:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from umem.hardware.load import detect_hardware, load_hardware
 from umem.hardware.model import (
-    EvictionOrder,
-    FaultEviction,
     Hardware,
-    HardwareRow,
     Source,
     explain_hardware,
     figures,
@@ -21,10 +18,7 @@ from umem.hardware.model import (
 from umem.hardware.profile import hardware_names
 
 __all__ = [
-    "EvictionOrder",
-    "FaultEviction",
     "Hardware",
-    "HardwareRow",
     "Source",
     "detect_hardware",
     "explain_hardware",

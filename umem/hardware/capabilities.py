@@ -115,23 +115,12 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
     """Read one device's capabilities without starting CUDA in this process.
 
     The driver is initialised, but no context is made and torch's CUDA stays untouched, so the
-    allocator can still be swapped afterwards.
+    allocator can still be swapped afterwards. `device` is an ordinal among the devices that this
+    process sees; `driver` may be an object with the functions of :mod:`umem.cuda.bindings` for
+    another machine.
 
-    Parameters
-    ----------
-    device
-        Ordinal among the devices that this process sees.
-    driver
-        :mod:`umem.cuda.bindings`, or an object with the same functions for another machine.
-
-    Raises
-    ------
-    umem.core.errors.NativeLibraryError
-        Without cuda-python.
-    umem.core.errors.UnsupportedError
-        Without a driver, a GPU, or one of this ordinal.
-    umem.core.errors.CudaError
-        When CUDA refuses a query.
+    Raises ``NativeLibraryError`` without cuda-python, ``UnsupportedError`` without a driver, a GPU,
+    or one of this ordinal, and ``CudaError`` when CUDA refuses a query.
     """
     count = driver.device_count()
     if not 0 <= device < count:

@@ -98,21 +98,9 @@ it."""
 def detect_hardware(device: int = 0) -> Hardware:
     """Describe this machine, without starting CUDA in this process.
 
-    Parameters
-    ----------
-    device
-        Ordinal among the devices that this process sees.
-
-    Returns
-    -------
-    Hardware
-        Memory, link and ATS are this machine's, with the source "detected"; the rest is that of
-        the nearest profile.
-
-    Raises
-    ------
-    HardwareError
-        Where there is no such GPU; choose a profile then.
+    Memory, link and ATS are this machine's, with the source "detected"; the rest is that of the
+    nearest profile. `device` is an ordinal among the devices that this process sees;
+    ``HardwareError`` where there is no such GPU: choose a profile then.
     """
     try:
         found = capabilities.detect(device)

@@ -318,26 +318,11 @@ def with_durations(trace: Trace, hardware: Hardware, *, force: bool = False) -> 
     """Give the phases of a trace the durations of a machine's roofline.
 
     A phase takes the longest of three times: its arithmetic at the sustained throughput of its
-    precision, its traffic at the bandwidth of device memory, and a launch.
+    precision, its traffic at the bandwidth of device memory, and a launch. Durations that the trace
+    has are kept, unless `force` replaces them; then the result is the trace itself.
 
-    Parameters
-    ----------
-    trace
-        Its durations, if it has any, are kept.
-    hardware
-        The machine.
-    force
-        Replace the trace's durations.
-
-    Returns
-    -------
-    Trace
-        With ``duration_s``; the trace itself where nothing changes.
-
-    Raises
-    ------
-    HardwareError
-        If a phase computes in a precision that the machine has no throughput for.
+    Raises ``HardwareError`` if a phase computes in a precision that the machine has no throughput
+    for.
     """
     if trace.duration_s is not None and not force:
         return trace

@@ -71,12 +71,7 @@ def load_policy(source: str | os.PathLike[str] | Policy | Mapping[str, Any]) -> 
 def find_problems(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Problem, ...]:
     """Problems for which :func:`load_policy` would refuse a policy, in the order of the text.
 
-    Empty for a valid policy.
-
-    Raises
-    ------
-    TypeError
-        If `source` is neither a name, a path nor a mapping.
+    Empty for a valid policy. ``TypeError`` if `source` is neither a name, a path nor a mapping.
     """
     try:
         _load(source)

@@ -49,26 +49,14 @@ class ResolvedPolicy:
 def resolve(
     policy: Policy, device_total_bytes: int, environ: Mapping[str, str] = os.environ
 ) -> ResolvedPolicy:
-    """Resolve a policy for a device and the environment.
+    """Resolve a policy for a device and the environment; percentages refer to the device's bytes.
 
     ``UMEM_MANAGED_LIMIT`` (bytes) can lower ``limits.managed_bytes``: the smaller of the two holds.
     ``UMEM_DEVICE_BUDGET`` (bytes or a percentage) overrides ``device_budget``. A budget above the
     device's memory becomes the device's memory. ``UMEM_PLANNER`` overrides ``planner``.
 
-    Parameters
-    ----------
-    policy
-        From :func:`load_policy`.
-    device_total_bytes
-        Memory of the device in bytes; percentages refer to it.
-    environ
-        Environment variables.
-
-    Raises
-    ------
-    PolicyError
-        If a variable holds no usable value, or a number does not fit the device; the message names
-        the variable or the key.
+    If a variable holds no usable value, or a number does not fit the device, the ``PolicyError``
+    names the variable or the key.
     """
     if device_total_bytes <= 0:
         raise PolicyError(

@@ -38,7 +38,10 @@ def share_with(libraries: Collection[str], allocator: Allocator) -> None:
     `import_libraries` has imported them. If there are none, RMM keeps its own resource.
     """
     if libraries:
-        _set_rmm_resource(allocator)
+        resources = importlib.import_module("rmm").mr
+        for device in range(allocator.device_count()):
+            resource = resources.CallbackMemoryResource(*_callbacks(allocator, device))
+            resources.set_per_device_resource(device, resource)
     for name in libraries:
         module, _, allocator_module = _MODULES[name]
         library = importlib.import_module(module)
@@ -47,13 +50,6 @@ def share_with(libraries: Collection[str], allocator: Allocator) -> None:
             library.set_memory_manager(rmm_allocator.RMMNumbaManager)
         else:
             library.cuda.set_allocator(rmm_allocator.rmm_cupy_allocator)
-
-
-def _set_rmm_resource(allocator: Allocator) -> None:
-    resources = importlib.import_module("rmm").mr
-    for device in range(allocator.device_count()):
-        resource = resources.CallbackMemoryResource(*_callbacks(allocator, device))
-        resources.set_per_device_resource(device, resource)
 
 
 def _callbacks(

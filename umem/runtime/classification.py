@@ -79,8 +79,6 @@ class Classifier:
         """The modules that the program called itself, not through another module."""
         return list(self._seen_roots)
 
-    # ------------------------------------------------------------------ modules
-
     def _watch_calls(self) -> None:
         """Look at the modules that are called next."""
         self._seen_roots.clear()
@@ -145,8 +143,6 @@ class Classifier:
         finally:
             self._allocator.leave_class(token)
 
-    # ------------------------------------------------------------------ optimizers
-
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -194,8 +190,6 @@ class Classifier:
     def _forget_state(self, optimizer: Optimizer) -> None:
         """Tag an optimizer's state after its next step: it is new, or was loaded."""
         self._known_states[optimizer] = None
-
-    # ------------------------------------------------------------------ tags
 
     def _tag_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         classes: dict[int, TensorClass] = {}

@@ -160,21 +160,16 @@ def tensor_class(name: str | TensorClass) -> Iterator[None]:
     >>> with umem.tensor_class("weights"):  # doctest: +SKIP
     ...     table = torch.load("table.pt", map_location="cuda")
     """
-    chosen = _class_named(name)
+    try:
+        chosen = TensorClass(name)
+    except ValueError:
+        known = ", ".join(map(str, _CLASSES))
+        raise ValueError(f"no tensor class {name!r}: it is one of {known}") from None
     if fell_back():
         yield
         return
     with runtime().classifier.override(chosen):
         yield
-
-
-def _class_named(name: str | TensorClass) -> TensorClass:
-    try:
-        return TensorClass(name)
-    except ValueError:
-        raise ValueError(
-            f"no tensor class {name!r}: it is one of {', '.join(map(str, _CLASSES))}"
-        ) from None
 
 
 def _device(device: int | None) -> int:

@@ -42,9 +42,6 @@ _NO_TENSORS = frozenset({type(None), bool, int, float, str})
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-# ---------------------------------------------------------------------- layers
-
-
 def members(module: nn.Module) -> list[nn.Module]:
     """A module's children that have parameters, each once."""
     return [child for child in module.children() if any(True for _ in child.parameters())]
@@ -69,9 +66,6 @@ def main_chain(model: nn.Module) -> nn.Module | None:
         return len(members(chain)) * sum(parameter.nbytes for parameter in chain.parameters())
 
     return max(find_chains(model), key=weight, default=None)
-
-
-# ---------------------------------------------------------------------- parameters and state
 
 
 def optimizer_parameters(*optimizers: Optimizer) -> Iterator[torch.Tensor]:
@@ -169,9 +163,6 @@ def _add_tensors(values: Iterable[object], found: list[torch.Tensor], depth: int
             _add_tensors(value.values(), found, depth + 1)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             _add_tensors(vars(value).values(), found, depth + 1)
-
-
-# ---------------------------------------------------------------------- memory
 
 
 def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

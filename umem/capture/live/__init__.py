@@ -7,14 +7,12 @@ from umem.capture.live.collector import CallShapes, StepSignature, call_shapes
 from umem.capture.live.phase_tracker import PhaseTracker, StepListener
 from umem.capture.live.recording import StepRecording, record
 from umem.capture.live.saved_tensors import SavedTensor, SavedTensorHooks
-from umem.capture.live.timing import Clock, CudaClock, WallClock
+from umem.capture.live.timing import WallClock
 from umem.capture.live.trace_builder import TrackedPhase
 
 __all__ = [
     "Block",
     "CallShapes",
-    "Clock",
-    "CudaClock",
     "PhaseTracker",
     "SavedTensor",
     "SavedTensorHooks",

@@ -209,8 +209,6 @@ class StepCollector:
             found.totals.append(clock.seconds(marks[0], marks[-1]))
             clock.release(marks)
 
-    # ------------------------------------------------------------------ step listener
-
     def step_begins(self) -> MemoryTracker | Window | None:
         """Decide whether to track the step's memory or to time it."""
         self._clock.release(self._marks)  # of a step that was given up

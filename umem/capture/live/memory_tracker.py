@@ -92,7 +92,8 @@ class MemoryTracker:
         # Versions of the buffers: blocks may change running statistics.
         self._versions: dict[torch.Tensor, int] = {}
         self._save_log = SaveLog()
-        self._saved = SavedTensorHooks(guard(self._on_save), guard(self._on_use))
+        on_use = partial(self._see, what="saved")
+        self._saved = SavedTensorHooks(guard(self._on_save), guard(on_use))
         # Storages that a checkpoint saves when it recomputes, by label of the phase that uses them.
         self._recomputed: dict[str, list[int]] = {}
         self._recomputing_for = ""
@@ -112,13 +113,10 @@ class MemoryTracker:
             hooks.callback(self.close)  # where a hook cannot be set
             self._tag_known()
             for block in blocks:
-                enter = partial(self._enter_inner, block)
-                for module in block.module.modules():
-                    if module is not block.module:
-                        for undo in hook_calls(
-                            module, enter, self._leave_inner, self._guard.on_error
-                        ):
-                            self._hooks.callback(undo)
+                enter, leave = partial(self._enter_inner, block), self._leave_inner
+                for module in list(block.module.modules())[1:]:  # the first one is the block
+                    for undo in hook_calls(module, enter, leave, self._guard.on_error):
+                        self._hooks.callback(undo)
             hooks.pop_all()
 
     def close(self) -> None:
@@ -313,9 +311,6 @@ class MemoryTracker:
         self._save_log.note(numbers if may_leave(tensor) else [])
         if self._recomputing_for:
             self._recomputed.setdefault(self._recomputing_for, []).extend(numbers)
-
-    def _on_use(self, tensor: torch.Tensor) -> None:
-        self._see(tensor, "saved")
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """A gradient has been accumulated."""

@@ -128,31 +128,19 @@ class PhaseTracker:
         self._running: list[_Call | None] = []
         self._is_optimizer = False
         self._passes = 0
-        self._backward_failed = False
-
-    @property
-    def backward_failed(self) -> bool:
+        self.backward_failed = False
         """Whether an exception has ended the last backward pass of the step in progress."""
-        return self._backward_failed
 
     def start(self) -> None:
         """Set the hooks; where one cannot be set, remove the others."""
         with ExitStack() as hooks:
             for block in (self._root, *self._blocks):
-                for undo in hook_calls(
-                    block.module,
-                    partial(self._enter, block),
-                    partial(self._leave, block),
-                    self._fail,
-                ):
+                enter, leave = partial(self._enter, block), partial(self._leave, block)
+                for undo in hook_calls(block.module, enter, leave, self._fail):
                     hooks.callback(undo)
-            undo_backward = weakref.finalize(
-                self,
-                hook_backward(
-                    self._unowned(PhaseTracker._backward_begins),
-                    self._unowned(PhaseTracker._backward_ends),
-                ),
-            )
+            begins = self._unowned(PhaseTracker._backward_begins)
+            ends = self._unowned(PhaseTracker._backward_ends)
+            undo_backward = weakref.finalize(self, hook_backward(begins, ends))
             undo_backward.atexit = False
             hooks.callback(undo_backward)
             self._hooks = hooks.pop_all()
@@ -248,7 +236,7 @@ class PhaseTracker:
             memory.start(self._blocks, is_running=lambda: bool(self._running))
         skipped = wanted.skipped if isinstance(wanted, Window) else frozenset[str]()
         self._step_count += 1
-        self._backward_failed = False
+        self.backward_failed = False
         return _Step(self._step_count, memory, skipped - {self._root.name})
 
     def _end_interrupted(self) -> None:
@@ -339,7 +327,7 @@ class PhaseTracker:
         step = self._step
         if step is None or self._passes:
             return
-        self._backward_failed = failed
+        self.backward_failed = failed
         step.is_broken |= failed
         self._begin_phase(step, OPTIMIZER if self._is_optimizer else AFTER_BACKWARD)
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -232,12 +231,7 @@ class StepRecording:
             self._hooks = hooks.pop_all()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._hooks:
             self._stop()
         self._watch.forget_storages()

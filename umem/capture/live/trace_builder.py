@@ -155,9 +155,6 @@ def _find_saved(
             yield SavedTensor(save.block, save.call, save.ordinal, tensor, storage.bytes)
 
 
-# ---------------------------------------------------------------------- what the allocator reports
-
-
 def _find_temporaries(
     memory: StepMemory, joined: JoinedPhases, lifetimes: Sequence[Lifetime], phase_count: int
 ) -> Iterator[tuple[int, int]]:

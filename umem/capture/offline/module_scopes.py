@@ -65,8 +65,6 @@ class ModuleScopeTracker:
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
-    # ------------------------------------------------------------------ parameters
-
     def add_parameter(self, tensor: torch.Tensor) -> None:
         """Count a tensor as a parameter even if no module holds it."""
         self._other_parameters[tensor] = True
@@ -93,8 +91,6 @@ class ModuleScopeTracker:
     def optimizers(self) -> list[Optimizer]:
         """Optimizers that have stepped."""
         return list(self._optimizers)
-
-    # ------------------------------------------------------------------ the present scope
 
     @property
     def is_optimizer(self) -> bool:
@@ -129,8 +125,6 @@ class ModuleScopeTracker:
         if (variable := getattr(node, "variable", None)) is not None:
             return self.parameter_names.get(variable, "")
         return self._module_of_node.get(sequence_number(node), "")
-
-    # ------------------------------------------------------------------ hooks
 
     def _on_child(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         if child is not None:

@@ -157,8 +157,6 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-# ---------------------------------------------------------------------- one device
-#
 # torch without CUDA refuses to move even a tensor without memory to a GPU, and its autograd has no
 # thread for one. So all tensors for a GPU are put on the CPU, where operators read and write the
 # same.
@@ -219,8 +217,6 @@ def _one_device() -> Iterator[None]:
     with patch.object(torch.autocast, "__init__", on_cpu), _OnCpu():
         yield
 
-
-# ---------------------------------------------------------------------- errors
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _LIBRARIES = (

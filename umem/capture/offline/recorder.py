@@ -110,8 +110,6 @@ class Recorder(TorchDispatchMode):
                 self._note_parameters(value)
         return result
 
-    # ------------------------------------------------------------------ phases
-
     def _record(
         self,
         func: Any,
@@ -204,8 +202,6 @@ class Recorder(TorchDispatchMode):
             if number is not None:
                 scope = f"{OPTIMIZER} {self.storages.records[number].name}"
         return f"{scope}: {operator.name}" if scope else operator.name
-
-    # ------------------------------------------------------------------ classes
 
     def _note_parameters(self, value: object) -> None:
         for tensor in tensors_in(value):
