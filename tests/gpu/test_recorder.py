@@ -244,6 +244,7 @@ def test_recording_does_not_wait_for_the_gpu() -> None:
     with umem.record(model, optimizer, steps=6) as recording:
         # 2 to warm up, one whose memory is tracked, 6 timed
         assert all(runs_ahead() for _ in range(9))
+        torch.cuda.synchronize()  # the times of the last step
         assert recording.done
 
 
