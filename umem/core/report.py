@@ -93,9 +93,7 @@ class Timeline:
 class StepReport:
     """Figures that a prediction and a measurement of one step have in common.
 
-    ``um_time_share``, ``um_ops_share`` and ``um_bytes_share`` are the shares of unified-memory
-    transfers in the time, the count and the bytes of all memory operations; not a number where
-    copies were not counted.
+    The shares of unified memory are not a number where copies were not counted.
     """
 
     workload: str

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from umem.core.block_sizes import LARGE_BYTES
 from umem.telemetry.records import (
     UNKNOWN,
-    Columns,
     Integers,
     MigrationRecords,
     RecordKind,
@@ -39,14 +38,6 @@ class Snapshot:
     """:attr:`umem.TensorClass.number`."""
     name: npt.NDArray[np.int32]
     """Index of a tensor's name, or :data:`UNKNOWN`."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Owners(Columns):
-    """Class and name of the tensors that some records touched."""
-
-    tensor_class: npt.NDArray[np.int8]
-    name: npt.NDArray[np.int32]
 
 
 def snapshot_of(
@@ -102,18 +93,19 @@ def attribute(
     name : int32[N]
     shares : Shares
     """
-    owners = _first_hits(records, snapshots)
+    tensor_class, name = _first_hits(records, snapshots)
     parts, record = _split_at_large_blocks(records, snapshots)
-    of_part, of_record = _first_hits(parts, snapshots), owners.select(record)
-    is_other = (of_part.tensor_class != of_record.tensor_class) | (of_part.name != of_record.name)
-    shares = Shares(record, parts.bytes, of_part.tensor_class, of_part.name).select(is_other)
-    return owners.tensor_class, owners.name, _merge_neighbours(shares)
+    shares = Shares(record, parts.bytes, *_first_hits(parts, snapshots))
+    is_other = (shares.tensor_class != tensor_class[record]) | (shares.tensor != name[record])
+    return tensor_class, name, _merge_neighbours(shares.select(is_other))
 
 
-def _first_hits(records: MigrationRecords, snapshots: Sequence[Snapshot]) -> _Owners:
-    owners = _Owners(
-        np.full(len(records), UNKNOWN, np.int8), np.full(len(records), UNKNOWN, np.int32)
-    )
+def _first_hits(
+    records: MigrationRecords, snapshots: Sequence[Snapshot]
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:
+    """Class and name of the tensor that each record touched first."""
+    tensor_class = np.full(len(records), UNKNOWN, np.int8)
+    name = np.full(len(records), UNKNOWN, np.int32)
     between = _rows_between(
         records, np.flatnonzero(records.kind <= RecordKind.CPU_FAULT), snapshots
     )
@@ -125,10 +117,10 @@ def _first_hits(records: MigrationRecords, snapshots: Sequence[Snapshot]) -> _Ow
             rows, hit = rows[hit != UNKNOWN], hit[hit != UNKNOWN]
             found = snapshot.tensor_class[hit]
             # Optimizer state has names only after its first step: keep a name found later.
-            named = (snapshot.name[hit] != UNKNOWN) | (owners.tensor_class[rows] != found)
-            owners.tensor_class[rows] = found
-            owners.name[rows[named]] = snapshot.name[hit[named]]
-    return owners
+            named = (snapshot.name[hit] != UNKNOWN) | (tensor_class[rows] != found)
+            tensor_class[rows] = found
+            name[rows[named]] = snapshot.name[hit[named]]
+    return tensor_class, name
 
 
 def _rows_between(

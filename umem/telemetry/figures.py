@@ -9,6 +9,8 @@ import functools
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -316,12 +318,8 @@ def _mark_passes(axes: Axes, trace: Trace, edges: npt.NDArray[np.float64]) -> No
     """Write the pass above the axes, with a line where the next one begins."""
     words = [name.split(maxsplit=1)[0] if name else "" for name in trace.phase_names]
     # Phases between two passes, such as zeroing of gradients, belong to the pass before them.
-    begins = [(phase, word) for phase, word in enumerate(words) if word in _PASSES]
-    begins = [
-        begin
-        for number, begin in enumerate(begins)
-        if number == 0 or begin[1] != begins[number - 1][1]
-    ]
+    passes = ((phase, word) for phase, word in enumerate(words) if word in _PASSES)
+    begins = [next(group) for _, group in groupby(passes, key=itemgetter(1))]
     # Recomputation alternates between passes too often to mark them.
     if not 1 < len(begins) <= _MOST_PASSES:
         return

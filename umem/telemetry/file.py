@@ -19,6 +19,7 @@ from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     MAX_RECORDS,
     MAX_SAMPLES,
+    RECORD_COLUMNS,
     TRANSFERS,
     UNKNOWN,
     MigrationRecords,
@@ -50,21 +51,7 @@ _LONGEST_S = 1e9
 _CLASSES = len(TensorClass)
 _REPORT_ENDINGS = (".nsys-rep", ".qdrep")
 
-_RECORD_COLUMNS: dict[str, Any] = {
-    "kind": np.uint8,
-    "start_ns": np.int64,
-    "end_ns": np.int64,
-    "address": np.int64,
-    "bytes": np.int64,
-    "faults": np.int64,
-    "cause": np.uint8,
-    "access": np.uint8,
-    "copy_kind": np.uint8,
-    "tensor_class": np.int8,
-    "tensor": np.int32,
-}
-_OWN_COLUMNS = ("tensor_class", "tensor")
-"""Columns of a recording beside its records."""
+_OWNER_COLUMNS: dict[str, Any] = {"tensor_class": np.int8, "tensor": np.int32}
 _STEP_COLUMNS: dict[str, Any] = {"step_start_ns": np.int64, "step_end_ns": np.int64}
 _SAMPLE_COLUMNS: dict[str, Any] = {"residency_ns": np.int64}
 _SHARE_COLUMNS: dict[str, Any] = {
@@ -75,7 +62,7 @@ _SHARE_COLUMNS: dict[str, Any] = {
 }
 # Of the 2 MiB of a transfer at most one large block ends and one begins, before and after it.
 _TABLES = (
-    (_RECORD_COLUMNS, MAX_RECORDS),
+    (RECORD_COLUMNS | _OWNER_COLUMNS, MAX_RECORDS),
     (_STEP_COLUMNS, MAX_MARKS),
     (_SAMPLE_COLUMNS, MAX_SAMPLES),
     (_SHARE_COLUMNS, 4 * MAX_RECORDS),
@@ -117,10 +104,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
     residency = recording.residency
     columns = {
         **vars(recording.records),
-        "tensor_class": recording.tensor_class,
-        "tensor": recording.tensor,
-        "step_start_ns": recording.step_start_ns,
-        "step_end_ns": recording.step_end_ns,
+        **{key: getattr(recording, key) for key in _OWNER_COLUMNS | _STEP_COLUMNS},
         **{f"share_{key}": column for key, column in vars(recording.shares).items()},
         "residency_ns": np.zeros(0) if residency is None else residency.time_ns,
         "resident_bytes": np.zeros(0) if residency is None else residency.resident_bytes.ravel(),
@@ -148,16 +132,14 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     _check_hints(header.hints, len(columns["step_start_ns"]), check)
     _check_phases(header.phases, check)
     _check_columns(columns, len(header.tensor_names), check)
-    fields: dict[str, Any] = {key: columns[key] for key in (*_OWN_COLUMNS, *_STEP_COLUMNS)}
+    fields: dict[str, Any] = {key: columns[key] for key in _OWNER_COLUMNS | _STEP_COLUMNS}
     for key in ProfileHeader.model_fields.keys() - {"format"}:
         value = getattr(header, key)
         fields[key] = tuple(value) if isinstance(value, list) else value
     samples, sizes = columns["residency_ns"], columns["resident_bytes"].reshape(-1, _CLASSES)
     return Recording(
         **fields,
-        records=MigrationRecords(
-            *(columns[key] for key in _RECORD_COLUMNS if key not in _OWN_COLUMNS)
-        ),
+        records=MigrationRecords(*(columns[key] for key in RECORD_COLUMNS)),
         residency=Residency(samples, sizes) if len(samples) else None,
         shares=Shares(*(columns[key] for key in _SHARE_COLUMNS)),
     )

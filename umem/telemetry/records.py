@@ -18,6 +18,7 @@ __all__ = [
     "DIRECTION_OF_KIND",
     "MAX_RECORDS",
     "MAX_SAMPLES",
+    "RECORD_COLUMNS",
     "TRANSFERS",
     "UNKNOWN",
     "Columns",
@@ -125,10 +126,11 @@ class MigrationRecords(Columns):
         return replace(self, start_ns=self.start_ns - begin_ns, end_ns=self.end_ns - begin_ns)
 
 
-_COLUMNS = tuple(column.name for column in fields(MigrationRecords))
-_TYPES: dict[str, type[np.integer[Any]]] = dict.fromkeys(
-    ("kind", "cause", "access", "copy_kind"), np.uint8
-)
+RECORD_COLUMNS: dict[str, type[np.integer[Any]]] = {
+    it.name: np.uint8 if it.name in ("kind", "cause", "access", "copy_kind") else np.int64
+    for it in fields(MigrationRecords)
+}
+"""Types of the columns."""
 
 Row = tuple[int, int, int, int, int, int, int, int, int]
 """One record, in the order of the columns of :class:`MigrationRecords`."""
@@ -137,23 +139,23 @@ Row = tuple[int, int, int, int, int, int, int, int, int]
 def make_records(count: int, **columns: Any) -> MigrationRecords:
     """Make records from columns, or one value for all records of a column; the rest is 0."""
     made: list[Any] = [
-        np.broadcast_to(columns.get(name, 0), count).astype(_TYPES.get(name, np.int64))
-        for name in _COLUMNS
+        np.broadcast_to(columns.get(name, 0), count).astype(dtype)
+        for name, dtype in RECORD_COLUMNS.items()
     ]
     return MigrationRecords(*made)
 
 
 def records_of(rows: Sequence[Row] | Integers) -> MigrationRecords:
     """Records from rows, or from a table with one column for each field."""
-    table = np.asarray(rows, np.int64).reshape(-1, len(_COLUMNS))
-    return make_records(len(table), **dict(zip(_COLUMNS, table.T, strict=True)))
+    table = np.asarray(rows, np.int64).reshape(-1, len(RECORD_COLUMNS))
+    return make_records(len(table), **dict(zip(RECORD_COLUMNS, table.T, strict=True)))
 
 
 def concatenate(chunks: Iterable[MigrationRecords]) -> MigrationRecords:
     """All records of several tables by start time; equal starts keep their order."""
     parts = [make_records(0), *chunks]
     merged = MigrationRecords(
-        *(np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS)
+        *(np.concatenate([getattr(part, name) for part in parts]) for name in RECORD_COLUMNS)
     )
     return merged.select(np.argsort(merged.start_ns, kind="stable"))
 
