@@ -20,14 +20,14 @@ from archives import rewrite
 from command_line import Run, umem_command
 from hypothesis import given
 from hypothesis import strategies as st
-from recordings import make_recording
+from recordings import Row, make_recording, records_of
 
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
 from umem.telemetry import Recording, measured_row, read_recording, save_recording
 from umem.telemetry.export import lanes
 from umem.telemetry.figures import link_bytes
-from umem.telemetry.records import NamedRange, Residency, Row, records_of
+from umem.telemetry.records import NamedRange, Residency
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import records_of
 
 from umem.core.classes import TensorClass
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.inspection import LiveTensor
 from umem.telemetry import RecordKind
 from umem.telemetry.attribution import Snapshot, attribute, blocks_hit, snapshot_of
-from umem.telemetry.records import make_records, records_of
+from umem.telemetry.records import make_records
 
 MIB = 1 << 20
 KIB = 1 << 10

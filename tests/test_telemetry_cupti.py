@@ -19,13 +19,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import Row, records_of
 
 from umem.core.errors import UnsupportedError
 from umem.cuda import Range
 from umem.telemetry import Profile, RecordKind
 from umem.telemetry.cupti import BufferCallbacks, CuptiCollector, CuptiTiming
 from umem.telemetry.cupti_activities import activity_format, copy_buffer, read_activities
-from umem.telemetry.records import MigrationRecords, Row, concatenate, records_of
+from umem.telemetry.records import MigrationRecords, concatenate
 
 MIB = 1 << 20
 KIB = 1 << 10

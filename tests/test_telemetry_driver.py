@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recordings import records_of
 
 from umem.core.errors import UnsupportedError
 from umem.core.report import Source
@@ -29,7 +30,7 @@ from umem.telemetry.driver_events import (
     Kernel,
 )
 from umem.telemetry.live import LiveCollector
-from umem.telemetry.records import MigrationRecords, records_of
+from umem.telemetry.records import MigrationRecords
 
 MIB = 1 << 20
 BLOCK = 0x7F0000000000

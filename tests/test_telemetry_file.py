@@ -12,6 +12,7 @@ import pytest
 from archives import contents, rewrite
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import records_of
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
@@ -25,7 +26,6 @@ from umem.telemetry.records import (
     Shares,
     concatenate,
     no_shares,
-    records_of,
 )
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"

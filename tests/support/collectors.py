@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from recordings import Row, records_of
+
 from umem.core.errors import UnsupportedError
 from umem.core.report import Source
 from umem.telemetry import RecordKind
-from umem.telemetry.records import MigrationRecords, Row, concatenate, records_of
+from umem.telemetry.records import MigrationRecords, concatenate
 
 __all__ = ["StandInCollector"]
 

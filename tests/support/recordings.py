@@ -8,9 +8,18 @@ from typing import Any
 import numpy as np
 
 from umem.telemetry import Recording
-from umem.telemetry.records import UNKNOWN, Row, records_of
+from umem.telemetry.records import RECORD_COLUMNS, UNKNOWN, Integers, MigrationRecords, make_records
 
-__all__ = ["make_recording"]
+__all__ = ["Row", "make_recording", "records_of"]
+
+Row = tuple[int, int, int, int, int, int, int, int, int]
+"""One record, in the order of the columns of :class:`MigrationRecords`."""
+
+
+def records_of(rows: Sequence[Row] | Integers) -> MigrationRecords:
+    """Records from rows, or from a table with one column for each field."""
+    table = np.asarray(rows, np.int64).reshape(-1, len(RECORD_COLUMNS))
+    return make_records(len(table), **dict(zip(RECORD_COLUMNS, table.T, strict=True)))
 
 
 def make_recording(

@@ -7,12 +7,13 @@ import heapq
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UnsupportedError
@@ -303,28 +304,23 @@ def _events(recording: Recording) -> Iterator[_Event]:
     if recording.notes:
         labels = {"labels": "; ".join(recording.notes)}
         yield {"ph": "M", "name": "process_labels", "args": labels}
-    yield _metadata("thread_name", _STEPS, name="steps")
-    for number, (start, end) in enumerate(
-        zip(recording.step_start_ns.tolist(), recording.step_end_ns.tolist(), strict=True)
-    ):
+    steps = []
+    for number in range(recording.step_count):
         hints = recording.hints[number] if recording.hints else None
         row = {} if hints is None else hint_row(hints)
         row.pop("by_operation", None)
-        arguments = {f"hints {name}": count for name, count in row.items()}
-        yield _slice(f"step {number}", _STEPS, start, end, arguments)
-    yield from _phase_events(recording)
-    yield from _residency_events(recording)
-    for kind, track in _TRACKS.items():
-        yield from _record_events(recording, kind, track)
-
-
-def _phase_events(recording: Recording) -> Iterator[_Event]:
+        steps.append((f"step {number}", {f"hints {name}": count for name, count in row.items()}))
+    yield from _track(_STEPS, "steps", recording.step_start_ns, recording.step_end_ns, steps)
     phases = sorted(recording.phases, key=lambda it: it.start_ns)
     start = np.array([it.start_ns for it in phases], np.int64)
-    lane = lanes(start, np.array([it.end_ns for it in phases], np.int64))
-    yield from _lane_names(_PHASES, "phases", lane)
-    for phase, number in zip(phases, lane.tolist(), strict=True):
-        yield _slice(phase.name, _PHASES + number, phase.start_ns, phase.end_ns, {})
+    end = np.array([it.end_ns for it in phases], np.int64)
+    yield from _track(_PHASES, "phases", start, end, [(it.name, {}) for it in phases])
+    yield from _residency_events(recording)
+    for kind, title in _TRACKS.items():
+        rows = np.flatnonzero(recording.records.kind == kind)
+        start, end = recording.records.start_ns[rows], recording.records.end_ns[rows]
+        named = _named_records(recording, kind, rows)
+        yield from _track(_FIRST_TRACK + _LANES_OF_TRACK * kind, title, start, end, named)
 
 
 def _residency_events(recording: Recording) -> Iterator[_Event]:
@@ -339,45 +335,46 @@ def _residency_events(recording: Recording) -> Iterator[_Event]:
         yield {**counter, "ts": time_ns / 1000, "args": sizes_by_class}
 
 
-def _record_events(recording: Recording, kind: RecordKind, track: str) -> Iterator[_Event]:
-    rows = np.flatnonzero(recording.records.kind == kind)
-    records = recording.records.select(rows)
-    lane = np.minimum(lanes(records.start_ns, records.end_ns), _LANES_OF_TRACK - 1)
-    first = _FIRST_TRACK + _LANES_OF_TRACK * kind
-    yield from _lane_names(first, track, lane)
-    for index, row in enumerate(rows.tolist()):
-        arguments: dict[str, object] = {}
+def _named_records(
+    recording: Recording, kind: RecordKind, rows: npt.NDArray[np.intp]
+) -> Iterator[tuple[str, _Event]]:
+    """Name and arguments of each record of a kind."""
+    records = recording.records
+    for row in rows.tolist():
+        arguments: _Event = {}
         if kind in (RecordKind.GPU_FAULT, RecordKind.CPU_FAULT):
-            name = _ACCESS[records.access[index]]
-            arguments["faults"] = int(records.faults[index])
+            name = _ACCESS[records.access[row]]
+            arguments["faults"] = int(records.faults[row])
         else:
-            arguments["bytes"] = int(records.bytes[index])
+            arguments["bytes"] = int(records.bytes[row])
             name = "memset"
             if kind == RecordKind.MEMCPY:
-                name = _COPIES.get(int(records.copy_kind[index]), "copy")
+                name = _COPIES.get(int(records.copy_kind[row]), "copy")
             elif kind != RecordKind.MEMSET:
-                name = CAUSE_OF_NUMBER[records.cause[index]]
+                name = CAUSE_OF_NUMBER[records.cause[row]]
         if kind <= RecordKind.CPU_FAULT:
             found = int(recording.tensor_class[row])
             arguments["class"] = "unknown" if found == UNKNOWN else _CLASSES[found].value
-            arguments["address"] = hex(int(records.address[index]) & (2**64 - 1))
+            arguments["address"] = hex(int(records.address[row]) & (2**64 - 1))
             if recording.tensor[row] != UNKNOWN:
                 arguments["tensor"] = recording.tensor_names[recording.tensor[row]]
-        start, end = int(records.start_ns[index]), int(records.end_ns[index])
-        yield _slice(name, first + int(lane[index]), start, end, arguments)
+        yield name, arguments
 
 
-def _lane_names(first: int, track: str, lane: Integers) -> Iterator[_Event]:
-    for thread in range(first, first + int(lane.max(initial=-1)) + 1):
-        yield _metadata("thread_name", thread, name=track)
+def _track(
+    first: int, title: str, start: Integers, end: Integers, named: Iterable[tuple[str, _Event]]
+) -> Iterator[_Event]:
+    """Ranges by start, in as many lines as overlap; each with its name and arguments."""
+    lane = first + np.minimum(lanes(start, end), _LANES_OF_TRACK - 1)
+    for thread in range(first, int(lane.max(initial=first - 1)) + 1):
+        yield _metadata("thread_name", thread, name=title)
         yield _metadata("thread_sort_index", thread, sort_index=thread)
+    ranges = zip(lane.tolist(), start.tolist(), end.tolist(), named, strict=True)
+    for thread, start_ns, end_ns, (name, arguments) in ranges:
+        # Times are microseconds; the third decimal is the nanosecond.
+        times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+        yield {"ph": "X", "name": name, "tid": thread, **times, "args": arguments}
 
 
 def _metadata(what: str, thread: int, **arguments: object) -> _Event:
     return {"ph": "M", "name": what, "tid": thread, "args": arguments}
-
-
-def _slice(name: str, thread: int, start_ns: int, end_ns: int, arguments: _Event) -> _Event:
-    # Times are microseconds; the third decimal is the nanosecond.
-    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
-    return {"ph": "X", "name": name, "tid": thread, **times, "args": arguments}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Self
@@ -28,13 +28,11 @@ __all__ = [
     "RecordKind",
     "Recording",
     "Residency",
-    "Row",
     "Shares",
     "TensorParts",
     "concatenate",
     "make_records",
     "no_shares",
-    "records_of",
 ]
 
 Integers = npt.NDArray[np.int64]
@@ -132,9 +130,6 @@ RECORD_COLUMNS: dict[str, type[np.integer[Any]]] = {
 }
 """Types of the columns."""
 
-Row = tuple[int, int, int, int, int, int, int, int, int]
-"""One record, in the order of the columns of :class:`MigrationRecords`."""
-
 
 def make_records(count: int, **columns: Any) -> MigrationRecords:
     """Make records from columns, or one value for all records of a column; the rest is 0."""
@@ -143,12 +138,6 @@ def make_records(count: int, **columns: Any) -> MigrationRecords:
         for name, dtype in RECORD_COLUMNS.items()
     ]
     return MigrationRecords(*made)
-
-
-def records_of(rows: Sequence[Row] | Integers) -> MigrationRecords:
-    """Records from rows, or from a table with one column for each field."""
-    table = np.asarray(rows, np.int64).reshape(-1, len(RECORD_COLUMNS))
-    return make_records(len(table), **dict(zip(RECORD_COLUMNS, table.T, strict=True)))
 
 
 def concatenate(chunks: Iterable[MigrationRecords]) -> MigrationRecords:
