@@ -125,7 +125,9 @@ def _enable(policy: Policy) -> Runtime:
     check_devices(resolved, capabilities)
     import_libraries(resolved.share)
     config = native_config(with_default_limit(resolved, capabilities))
-    pluggable = _pluggable_allocator(library)
+    torch_memory, path = torch.cuda.memory, str(library.__file__)
+    pluggable = torch_memory.CUDAPluggableAllocator(path, "umem_malloc", "umem_free")
+    set_allocator_functions(pluggable.allocator(), library.torch_entry_points())
     try:
         allocator = library.install(config)
     except RuntimeError as error:
@@ -133,7 +135,7 @@ def _enable(policy: Policy) -> Runtime:
             f"CUDA's runtime or RMM refuses this machine ({error}): see `umem doctor`."
         ) from error
     try:
-        torch.cuda.memory.change_current_allocator(pluggable)
+        torch_memory.change_current_allocator(pluggable)
     except RuntimeError as error:
         raise EnableError(
             f"torch refuses the swap ({error}): something used the GPU before umem.enable(). Move "
@@ -205,14 +207,6 @@ def with_default_limit(
         limit = resolved.device_budget_bytes * len(capabilities)
         limit += MANAGED_SHARE_OF_HOST * available_bytes
     return replace(resolved, managed_limit_bytes=int(limit))
-
-
-def _pluggable_allocator(library: Any) -> torch.cuda.memory.CUDAPluggableAllocator:
-    pluggable = torch.cuda.memory.CUDAPluggableAllocator(
-        library.__file__, "umem_malloc", "umem_free"
-    )
-    set_allocator_functions(pluggable.allocator(), library.torch_entry_points())
-    return pluggable
 
 
 def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:

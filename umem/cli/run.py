@@ -25,7 +25,6 @@ POLICY_VARIABLE = "UMEM_POLICY"
 INTERRUPTED_STATUS = 130
 """Exit status after Ctrl-C, as a shell reports it: 128 + SIGINT."""
 
-_POLICY_FILE_ENDINGS = (".yaml", ".yml")
 # Frames of the launcher, which a program's traceback does not show.
 _OWN_FILES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 
@@ -152,7 +151,7 @@ def _module_folder(program: str) -> str:
 
 def _absolute_policy(policy: str) -> str:
     """The policy's name, or its file's absolute path, for child processes in other folders."""
-    is_file = os.sep in policy or policy.endswith(_POLICY_FILE_ENDINGS)
+    is_file = os.sep in policy or policy.endswith((".yaml", ".yml"))
     return str(Path(policy).resolve()) if is_file else policy
 
 

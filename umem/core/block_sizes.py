@@ -18,13 +18,10 @@ _SMALL_STEP_BYTES = 512
 
 
 def block_bytes(requested_bytes: ArrayLike) -> NDArray[np.int64]:
-    """Sizes of the blocks that serve requests.
+    """Sizes of the blocks that serve requests, one or many.
 
-    Parameters
-    ----------
-    requested_bytes
-        One size, or many. Sizes from :data:`LARGE_BYTES` on are rounded up to
-        :data:`LARGE_STEP_BYTES`, smaller ones to 512 bytes, as in ``DeviceAllocator::serve``.
+    Requests from :data:`LARGE_BYTES` on are rounded up to :data:`LARGE_STEP_BYTES`, smaller ones to
+    512 bytes, as in ``DeviceAllocator::serve``.
     """
     sizes = np.asarray(requested_bytes, np.int64)
     step = np.where(sizes < LARGE_BYTES, _SMALL_STEP_BYTES, LARGE_STEP_BYTES)

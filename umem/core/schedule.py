@@ -47,29 +47,19 @@ class Schedule:
 
     A hint of phase p is issued when the compute stream reaches phase p, so everything before p is
     done. H hints, T tensors.
-
-    Parameters
-    ----------
-    planner : str
-        Name of the planner.
-    residency : uint8[T]
-        :class:`ResidencyMode` of each tensor of the trace.
-    hint_phase : int32[H]
-        Ascending.
-    hint_op : uint8[H]
-        :class:`HintOp`.
-    hint_tensor : int32[H]
-    waits : bool
-        A phase waits for tensors that were asked for before it and have not arrived; otherwise it
-        faults.
     """
 
     planner: str
     residency: npt.NDArray[np.uint8]
+    """``[T]``: :class:`ResidencyMode` of each tensor of the trace."""
     hint_phase: npt.NDArray[np.int32]
+    """``[H]``: ascending."""
     hint_op: npt.NDArray[np.uint8]
+    """``[H]``: :class:`HintOp`."""
     hint_tensor: npt.NDArray[np.int32]
     waits: bool = True
+    """A phase waits for tensors that were asked for before it and have not arrived; otherwise it
+    faults."""
 
     def __post_init__(self) -> None:
         for column in vars(self).values():

@@ -105,10 +105,7 @@ def format_bytes(size_bytes: int) -> str:
 def parse_percent(text: str) -> Fraction:
     """Read a percentage such as ``"80%"`` as a share above 0 and at most 1.
 
-    Raises
-    ------
-    ValueError
-        For anything else; the message says what is accepted.
+    For anything else a ``ValueError`` says what is accepted.
     """
     match = _PERCENT.fullmatch(text) if isinstance(text, str) and len(text) <= MAX_TEXT else None
     if match is None:
@@ -122,10 +119,7 @@ def parse_percent(text: str) -> Fraction:
 def parse_budget(value: int | str, total_bytes: int) -> int:
     """Read a size as :func:`parse_bytes`, or a percentage of `total_bytes`, rounded down.
 
-    Raises
-    ------
-    ValueError
-        If `value` is neither.
+    ``ValueError`` if `value` is neither.
     """
     if isinstance(value, str) and "%" in value:
         return int(parse_percent(value) * total_bytes)

@@ -143,10 +143,7 @@ def _check(call: str, error: Any, subject: str = "") -> None:
 def driver_version() -> int:
     """Return the newest CUDA that the driver serves, as 1000 * major + 10 * minor.
 
-    Raises
-    ------
-    UnsupportedError
-        Without an NVIDIA driver.
+    ``UnsupportedError`` without an NVIDIA driver.
     """
     try:
         return int(_call("cuDriverGetVersion"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -58,7 +58,8 @@ class Report:
     @property
     def failures(self) -> tuple[Check, ...]:
         """The checks that keep the swap from working."""
-        return _failures(self.sections)
+        checks = (check for section in self.sections for check in section.checks)
+        return tuple(check for check in checks if check.status is Status.FAIL)
 
     @property
     def swap_works(self) -> bool:
@@ -89,13 +90,9 @@ def diagnose(environment: Environment) -> Report:
             ("Settings", _settings),
         )
     )
-    failures = [check.name for check in _failures(sections)]
-    return Report(sections, features(environment, failures), environment.devices or ())
-
-
-def _failures(sections: tuple[Section, ...]) -> tuple[Check, ...]:
-    checks = (check for section in sections for check in section.checks)
-    return tuple(check for check in checks if check.status is Status.FAIL)
+    report = Report(sections, (), environment.devices or ())
+    failures = [check.name for check in report.failures]
+    return replace(report, features=features(environment, failures))
 
 
 def _ok(name: str, value: str, why: str = "") -> Check:

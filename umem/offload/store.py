@@ -22,7 +22,13 @@ from umem.runtime.torch_hooks.saved_tensors import (
     may_leave,
     unpack_kept,
 )
-from umem.torch_compat import current_graph_task_id, storage_key, version_counter
+from umem.torch_compat import (
+    current_graph_task_id,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_enabled,
+    storage_key,
+    version_counter,
+)
 
 __all__ = ["MIN_BYTES", "ActivationStatistics", "ActivationStore", "in_backward_or_compiler"]
 
@@ -207,7 +213,7 @@ class _HookStack(threading.local):
         if (
             in_backward_or_compiler()
             or not torch.is_grad_enabled()
-            or not saved_tensor_hooks.are_allowed()
+            or not saved_tensor_hooks_enabled()
         ):
             return False
         top = saved_tensor_hooks.innermost()
@@ -217,7 +223,7 @@ class _HookStack(threading.local):
     def push(self, hooks: Hooks | None) -> None:
         """Install hooks until the next `pop`; None installs nothing."""
         if hooks is not None:
-            saved_tensor_hooks.push(hooks)
+            push_saved_tensor_hooks(*hooks)
         self._pushed.append(hooks)
 
     def pop(self) -> None:

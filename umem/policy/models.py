@@ -216,26 +216,21 @@ class ClassRule(_Record):
     )
     """Preferred location: device, host, or any for none. Default: device; host for pinned
     memory."""
-
     accessed_by_device: StrictBool = Field(
         default_factory=lambda rule: rule.get("placement") == "host"
     )
     """Map the pages for the device, which then reads and writes them over the link instead of
     faulting. Default: true where placement is host."""
-
     read_mostly: StrictBool = False
     """Read-mostly advice: a read makes a second copy of a page, which can be dropped at no cost; a
     write drops all copies but one. For contents that rarely change."""
-
     min_bytes: Bytes = 0
     """Smaller tensors stay in plain device memory and never move. Bytes, or text such as 1MiB."""
-
     mechanism: Mechanism = "auto"
     """How the class moves: auto (the planner chooses), migrate (prefetch of pages), map (used in
     place on the host, over the link), duplicate (read-mostly copies), copy (an explicit copy to a
     host block), discard (dead contents are dropped, live contents stay), fault (demand paging),
     keep (no movement)."""
-
     eviction: Eviction = "auto"
     """Order of eviction when device memory runs short: auto (tensors whose next use is
     furthest away), lru (the least recently used), first (this class before all others), never
@@ -252,19 +247,14 @@ class ClassRules(_Record):
 
     weights: ClassRule = Field(default_factory=ClassRule)
     """Parameters that are trained, and every parameter until the first forward pass."""
-
     frozen_weights: ClassRule = Field(default_factory=ClassRule)
     """Parameters with requires_grad=False."""
-
     gradients: ClassRule = Field(default_factory=ClassRule)
     """Gradients of parameters."""
-
     optimizer_state: ClassRule = Field(default_factory=ClassRule)
     """State of the optimizer for each parameter, such as Adam's two moments."""
-
     activations: ClassRule = Field(default_factory=ClassRule)
     """Allocations of forward and backward passes."""
-
     other: ClassRule = Field(default_factory=ClassRule)
     """Everything else, such as input batches and the arrays of shared libraries."""
 
@@ -291,7 +281,6 @@ class Limits(_Record):
     """Hard cap on the managed bytes of the process, cached ones too; past it an allocation fails
     with an out-of-memory error. Bytes, text such as 16GiB, or null for umem's own cap. The
     environment variable UMEM_MANAGED_LIMIT can lower it."""
-
     system_headroom_bytes: Bytes = 0
     """Device memory that kind system leaves free, in bytes or text such as 1GiB."""
 
@@ -301,39 +290,30 @@ class Policy(_Record):
 
     name: str = "custom"
     """Name shown in reports. Default: the file's name without its suffix. Not inherited."""
-
     description: str = ""
     """Purpose of the policy, in one sentence. Not inherited."""
-
     extends: str | None = None
     """Policy to build on: the name of a preset, or a path relative to this file. This file's keys
     override those of that policy; a list is replaced as a whole."""
-
     device_budget: DeviceBudget | None = None
     """Limit on the managed pages that are resident on the device: bytes, text such as 64GiB, a
     percentage of the device's memory such as 80%, or null for no limit. It does not lower the use
     that nvidia-smi shows: the driver keeps the memory of evicted pages. The environment variable
     UMEM_DEVICE_BUDGET overrides it."""
-
     limits: Limits = Field(default_factory=Limits)
     """Bounds that do not depend on the class."""
-
     planner: PolicyPlanner = "planned"
     """How the budget is kept while a model trains: planned (the fastest schedule of a recorded
     step), lookahead (prefetch for the next phases), fault (demand paging: missing pages arrive by
     page fault), none (no plan: above the budget the allocator maps new memory on the host). The
     environment variable UMEM_PLANNER overrides it."""
-
     caching: StrictBool = True
     """Keep freed blocks for reuse; false returns each block to RMM at once, which synchronizes
     with the device every time, as RMM without a pool does."""
-
     share: tuple[ShareLibrary, ...] = Field(default=(), json_schema_extra={"uniqueItems": True})
     """Libraries whose arrays come from the same memory and count in the same statistics."""
-
     defaults: ClassRule = Field(default_factory=ClassRule)
     """Rule for every class; the same key under classes takes precedence."""
-
     classes: ClassRules = Field(default_factory=ClassRules)
     """Keys whose values differ for a class."""
 

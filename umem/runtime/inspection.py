@@ -75,10 +75,7 @@ def tensors(device: int | None = None) -> list[LiveTensor]:
 def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]:
     """Memory of each tensor class on a GPU, by default the current one.
 
-    Raises
-    ------
-    EnableError
-        If umem is not enabled.
+    ``EnableError`` if umem is not enabled.
     """
     stats = runtime().allocator.class_stats(_device(device))
     return {

@@ -12,6 +12,7 @@ import torch
 
 from umem.runtime.torch_hooks import saved_tensors as torch_hooks
 from umem.runtime.torch_hooks.saved_tensors import Hooks, Kept, keep, unpack_kept
+from umem.torch_compat import push_saved_tensor_hooks, saved_tensor_hooks_enabled
 
 __all__ = ["Save", "SaveLog", "SavedTensor", "SavedTensorHooks"]
 
@@ -78,11 +79,11 @@ class SavedTensorHooks:
             pass
 
     def _push_own(self) -> None:
-        if torch_hooks.are_allowed():
+        if saved_tensor_hooks_enabled():
             self._push((self._pack, self._unpack))
 
     def _push(self, hooks: Hooks) -> None:
-        torch_hooks.push(hooks)
+        push_saved_tensor_hooks(*hooks)
         self._pushed[get_ident()].append(hooks)
 
     def _note_save(self, tensor: torch.Tensor) -> None:

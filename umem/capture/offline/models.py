@@ -79,10 +79,8 @@ def model_trace(
 
     Parameters
     ----------
-    model
-        One of :data:`MODELS`.
-    mode
-        One of :data:`MODES`.
+    model, mode
+        One of :data:`MODELS` and one of :data:`MODES`.
     batch, seq
         Sequences per micro-batch and tokens in each.
     accumulate
@@ -128,6 +126,7 @@ def model_trace(
     # Not at the top: listing the models must not need torch.
     import torch
 
+    from umem.capture.offline.master_adamw import MasterAdamW
     from umem.capture.offline.record import record_step
 
     counts: dict[str, int] = {}
@@ -138,7 +137,11 @@ def model_trace(
         network = _adapt(network, peft, checkpoint)
         trained = [part for part in network.parameters() if part.requires_grad]
         counts["trainable_parameters"] = sum(part.numel() for part in trained)
-        optimizer = _optimizer(mode, trained)
+        optimizer: torch.optim.Optimizer
+        if mode == "sft":
+            optimizer = MasterAdamW(trained, lr=1e-5)
+        else:
+            optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         micro_batches = [
             torch.randint(_SHAPES[model].vocabulary, (batch, seq)) for _ in range(accumulate)
         ]
@@ -234,13 +237,3 @@ def _adapt(network: Any, peft: Any, checkpoint: bool) -> Any:
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
     return network
-
-
-def _optimizer(mode: str, trained: list[torch.Tensor]) -> torch.optim.Optimizer:
-    import torch
-
-    from umem.capture.offline.master_adamw import MasterAdamW
-
-    if mode == "sft":
-        return MasterAdamW(trained, lr=1e-5)
-    return torch.optim.AdamW(trained, lr=1e-4, fused=True)

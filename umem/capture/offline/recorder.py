@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from umem.capture.offline.module_scopes import ModuleScopeTracker
 from umem.capture.offline.operators import (
@@ -69,8 +70,8 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as hooks:
             for parameter, name in self._scopes.parameter_names.items():
                 if parameter.requires_grad and parameter.is_leaf:
-                    hook = parameter.register_post_accumulate_grad_hook(self._gradient_hook(name))
-                    hooks.callback(hook.remove)
+                    tag = partial(self._tag_gradient, name)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(tag).remove)
             # For gradients that autograd has not accumulated.
             hooks.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             self._is_recording = True
@@ -209,17 +210,13 @@ class Recorder(TorchDispatchMode):
             if is_parameter or (tensor.requires_grad and tensor.is_leaf):
                 self._scopes.add_parameter(tensor)
 
-    def _gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        def tag(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                self._tag(parameter.grad, f"{name}.grad", TensorClass.GRADIENTS)
+    def _tag_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._tag(parameter.grad, f"{name}.grad", TensorClass.GRADIENTS)
 
-        return tag
-
-    def _before_optimizer(self, _optimizer: Optimizer, *_: object) -> None:
+    def _before_optimizer(self, *_: object) -> None:
         for parameter, name in self._scopes.parameter_names.items():
-            if parameter.grad is not None:
-                self._tag(parameter.grad, f"{name}.grad", TensorClass.GRADIENTS)
+            self._tag_gradient(name, parameter)
 
     def _tag_known(self) -> None:
         """Give names and classes to the tensors that parameters and optimizers hold now."""
@@ -227,8 +224,8 @@ class Recorder(TorchDispatchMode):
         for name, buffer in self._scopes.buffers():
             self._tag(buffer, name, TensorClass.OTHER)
         for parameter, name in names.items():
-            if parameter.is_leaf and parameter.grad is not None:
-                self._tag(parameter.grad, f"{name}.grad", TensorClass.GRADIENTS)
+            if parameter.is_leaf:
+                self._tag_gradient(name, parameter)
         for optimizer in self._scopes.optimizers():
             for name, tensor in optimizer_state(optimizer, names):
                 self._tag(tensor, name, TensorClass.OPTIMIZER_STATE)

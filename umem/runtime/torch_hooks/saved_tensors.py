@@ -13,8 +13,6 @@ import torch
 
 from umem.torch_compat import (
     pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    saved_tensor_hooks_enabled,
     top_saved_tensor_hooks,
     version_counter,
     view_base,
@@ -23,13 +21,11 @@ from umem.torch_compat import (
 __all__ = [
     "Hooks",
     "Kept",
-    "are_allowed",
     "check_version",
     "innermost",
     "keep",
     "may_leave",
     "pop_if_innermost",
-    "push",
     "unpack_kept",
 ]
 
@@ -40,20 +36,10 @@ Kept = tuple[torch.Tensor, int]
 """A saved tensor that stays where it is, and its version."""
 
 
-def are_allowed() -> bool:
-    """Whether this thread may push hooks."""
-    return saved_tensor_hooks_enabled()
-
-
 def innermost() -> Hooks | None:
     """The pair that sees what this thread saves."""
     hooks: Hooks | None = top_saved_tensor_hooks(True)
     return hooks
-
-
-def push(hooks: Hooks) -> None:
-    """Put a pair in place in this thread."""
-    push_saved_tensor_hooks(*hooks)
 
 
 def pop_if_innermost(hooks: Hooks) -> bool:
