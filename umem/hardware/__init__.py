@@ -8,13 +8,7 @@ can be tried for a machine that is not at hand.
 from __future__ import annotations
 
 from umem.hardware.load import detect_hardware, load_hardware
-from umem.hardware.model import (
-    Hardware,
-    Source,
-    explain_hardware,
-    figures,
-    with_durations,
-)
+from umem.hardware.model import Hardware, Source, explain_hardware, figures, with_durations
 from umem.hardware.profile import hardware_names
 
 __all__ = [

@@ -29,10 +29,7 @@ from umem.telemetry.file import load_recording, read_recording, save_recording
 from umem.telemetry.nsys import read_nsys
 from umem.telemetry.phases import PhaseRanges, call_watcher, nvtx_phases
 from umem.telemetry.profiler import Profile, profile
-from umem.telemetry.records import (
-    Recording,
-    RecordKind,
-)
+from umem.telemetry.records import Recording, RecordKind
 from umem.telemetry.reports import measured_row, report_of, step_reports, tensor_traffic
 
 __all__ = [
