@@ -94,11 +94,7 @@ _STYLE = {
     "font.size": 8,
     "grid.color": "#dddddd",
     "grid.linewidth": 0.6,
-    "legend.fontsize": 8,
     "legend.frameon": False,
-    "legend.title_fontsize": 8,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
 }
 
 _P = ParamSpec("_P")

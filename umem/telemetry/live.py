@@ -254,17 +254,15 @@ class HintLog:
 
     def notes(self) -> list[str]:
         """Calls of the engine that the driver refused between the first mark and the last."""
-        marks = [mark for mark in self._marks if mark is not None]
+        marks = [mark.failures for mark in self._marks if mark is not None]
         if not marks:
             return []
-        before: dict[tuple[str, int], int] = {}
-        if len(marks) > 1:
-            before = {(it.call, it.error): it.count for it in marks[0].failures}
-        since = [(it, it.count - before.get((it.call, it.error), 0)) for it in marks[-1].failures]
+        first = marks[0] if len(marks) > 1 else ()
+        before = {(it.call, it.error): it.count for it in first}
         return [
             f"the driver refused hints: {it.call}, {it.text} ({it.error}), count {count}"
-            for it, count in since
-            if count > 0
+            for it in marks[-1]
+            if (count := it.count - before.get((it.call, it.error), 0)) > 0
         ]
 
 

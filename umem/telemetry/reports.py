@@ -124,10 +124,7 @@ def measured_row(recording: Recording) -> dict[str, Any]:
     report = report_of(recording)
     unknown = dict.fromkeys(("lower_bound_s", "regret", "fault_pages", "stall_s"))
     return {
-        "workload": report.workload,
-        "planner": report.planner,
-        "hardware": report.hardware,
-        "policy": report.policy,
+        **{key: getattr(report, key) for key in ("workload", "planner", "hardware", "policy")},
         **unknown,
         **_figures(report),
         "bytes": None if report.source == "none" else report.bytes_by_cause(),
@@ -151,33 +148,22 @@ def measured_row(recording: Recording) -> dict[str, Any]:
 
 
 def _figures(report: MeasuredReport) -> dict[str, Any]:
-    moved: dict[str, Any] = {
-        "moved_bytes": {
-            direction: report.moved_bytes(direction) for direction in DIRECTION_OF_KIND.values()
-        }
+    def known(is_known: bool, *names: str) -> dict[str, Any]:
+        return {name: getattr(report, name) if is_known else None for name in names}
+
+    memory_ops = {
+        "seconds": report.memory_ops_s,
+        "bytes": report.memory_ops_bytes,
+        "count": report.memory_ops_count,
     }
-    of_copies: dict[str, Any] = {
-        "um_time_share": report.um_time_share,
-        "um_ops_share": report.um_ops_share,
-        "um_bytes_share": report.um_bytes_share,
-        "memory_ops": {
-            "seconds": report.memory_ops_s,
-            "bytes": report.memory_ops_bytes,
-            "count": report.memory_ops_count,
-        },
-    }
-    recorded: dict[str, Any] = {
-        "unattributed_bytes": report.unattributed_bytes,
-        "fault_batches": report.fault_batches,
-        "gpu_faults": report.gpu_faults,
-        "cpu_faults": report.cpu_faults,
-    }
+    moved = {way: report.moved_bytes(way) for way in DIRECTION_OF_KIND.values()}
+    recorded = ("unattributed_bytes", "fault_batches", "gpu_faults", "cpu_faults")
     return {
-        "step_s": report.step_s,
-        "exposed_stall_s": report.exposed_stall_s,
-        **(dict.fromkeys(moved) if report.source == "none" else moved),
-        **(of_copies if report.has_copies else dict.fromkeys(of_copies)),
-        **(recorded if report.collected else dict.fromkeys(recorded)),
+        **known(True, "step_s", "exposed_stall_s"),
+        "moved_bytes": None if report.source == "none" else moved,
+        **known(report.has_copies, "um_time_share", "um_ops_share", "um_bytes_share"),
+        "memory_ops": memory_ops if report.has_copies else None,
+        **known(report.collected, *recorded),
         "hints": None if report.hints is None else hint_row(report.hints),
     }
 
