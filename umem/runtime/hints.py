@@ -19,8 +19,6 @@ from umem.core.schedule import HintOp
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -463,8 +461,10 @@ class HintEngine:
     def statistics(self) -> HintStatistics:
         """Take a snapshot of all counters."""
         found = self._native.statistics()
+        for counts in found["counts"].values():
+            counts["requests"] = {HintOutcome(it): n for it, n in counts["requests"].items()}
         found["counts"] = {
-            (_OP_NAMES[op], _CLASSES[number]): _counts(counts)
+            (_OP_NAMES[op], _CLASSES[number]): HintCounts(**counts)
             for (op, number), counts in found["counts"].items()
         }
         found["failures"] = tuple(HintFailure(*failure) for failure in found["failures"])
@@ -483,18 +483,8 @@ class HintEngine:
     def __enter__(self) -> HintEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def _counts(found: dict[str, Any]) -> HintCounts:
-    requests = {HintOutcome(name): count for name, count in found["requests"].items()}
-    return HintCounts(**{**found, "requests": requests})
 
 
 def _native_settings(settings: HintSettings | None) -> _native.HintSettings:

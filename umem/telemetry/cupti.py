@@ -73,19 +73,15 @@ class BufferCallbacks:
         self.is_primed = False
         """Whether CUPTI has recorded in this process before."""
         self._lock = threading.Lock()
-        self._requested = 0
+        self.requested = 0
+        """Buffers that CUPTI has asked for and not returned."""
         self._active = 0
         self._returned = 0
-
-    @property
-    def requested(self) -> int:
-        """Buffers that CUPTI has asked for and not returned."""
-        return self._requested
 
     def buffer_requested(self) -> tuple[int, int]:
         """Size of a buffer, and the number of records in it (0: as many as fit)."""
         with self._lock:
-            self._requested += 1
+            self.requested += 1
         return _BUFFER_BYTES, 0
 
     def buffer_completed(self, activities: Sequence[Any]) -> None:
@@ -99,7 +95,7 @@ class BufferCallbacks:
             with self._lock:
                 self._active -= 1
                 # Some may have been requested before these callbacks were registered.
-                self._requested = max(self._requested - 1, 0)
+                self.requested = max(self.requested - 1, 0)
                 self._returned += 1
 
     def drain(
