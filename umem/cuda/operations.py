@@ -32,10 +32,8 @@ class Advice(StrEnum):
 
     READ_MOSTLY = "ReadMostly"
     """Mostly read: every processor that reads gets its own copy."""
-
     PREFERRED_LOCATION = "PreferredLocation"
     """Where the pages should stay."""
-
     ACCESSED_BY = "AccessedBy"
     """A processor that keeps the pages mapped, wherever they are."""
 
@@ -71,8 +69,7 @@ def prefetch(target: Any, location: Location, *, stream: Any) -> None:
     >>> prefetch(weight, Location.device(0), stream=torch.cuda.current_stream())
     """
     handle = as_stream(stream)
-    range_ = _managed(as_range(target), location)
-    _bindings.prefetch(range_, location, handle)
+    _bindings.prefetch(_managed(target, location), location, handle)
 
 
 def prefetch_batch(
@@ -116,8 +113,7 @@ def advise(target: Any, advice: Advice, location: Location | None = None) -> Non
     """
     needed = advice is not Advice.READ_MOSTLY
     place = _advice_location("advise", advice, location, needed=needed)
-    range_ = _managed(as_range(target), place)
-    _bindings.advise(range_, f"Set{advice.value}", place)
+    _bindings.advise(_managed(target, place), f"Set{advice.value}", place)
 
 
 def unadvise(target: Any, advice: Advice, location: Location | None = None) -> None:
@@ -127,8 +123,7 @@ def unadvise(target: Any, advice: Advice, location: Location | None = None) -> N
     """
     needed = advice is Advice.ACCESSED_BY
     place = _advice_location("unadvise", advice, location, needed=needed)
-    range_ = _managed(as_range(target), place)
-    _bindings.advise(range_, f"Unset{advice.value}", place)
+    _bindings.advise(_managed(target, place), f"Unset{advice.value}", place)
 
 
 def discard(target: Any, *, stream: Any) -> None:
@@ -162,7 +157,7 @@ def discard_and_prefetch(target: Any, location: Location, *, stream: Any) -> Non
 
 def is_read_mostly(target: Any) -> bool:
     """Return whether every page of `target` has read-mostly advice; errors as :func:`prefetch`."""
-    return _bindings.is_read_mostly(_managed(as_range(target), None))
+    return _bindings.is_read_mostly(_managed(target, None))
 
 
 def preferred_location(target: Any) -> Location | None:
@@ -170,7 +165,7 @@ def preferred_location(target: Any) -> Location | None:
 
     Errors are those of :func:`prefetch`.
     """
-    return _bindings.range_location(_managed(as_range(target), None), "preferred")
+    return _bindings.range_location(_managed(target, None), "preferred")
 
 
 def last_prefetch_location(target: Any) -> Location | None:
@@ -185,12 +180,12 @@ def last_prefetch_location(target: Any) -> Location | None:
     >>> last_prefetch_location(weight)
     Location(kind='host', number=0)
     """
-    return _bindings.range_location(_managed(as_range(target), None), "last_prefetch")
+    return _bindings.range_location(_managed(target, None), "last_prefetch")
 
 
 def accessed_by(target: Any) -> tuple[Location, ...]:
     """Return the processors that every page has accessed-by advice for; errors as `prefetch`."""
-    return _bindings.accessed_by(_managed(as_range(target), None))
+    return _bindings.accessed_by(_managed(target, None))
 
 
 def _own_stream(stream: Any) -> int:
@@ -224,8 +219,9 @@ def _advice_location(
     return Location.host() if location is None else location
 
 
-def _managed(range_: Range, location: Location | None) -> Range:
-    """Check that a range is managed memory and a location a Location; return the range."""
+def _managed(target: Any, location: Location | None) -> Range:
+    """Check that a target is managed memory and a location a Location; return the range."""
+    range_ = as_range(target)
     if location is not None and not isinstance(location, Location):
         raise TypeError(
             f"location must be a Location, not {location!r}; for example Location.device(0) or "

@@ -16,20 +16,8 @@ LocationKind = Literal["device", "host", "host_numa", "host_numa_current"]
 class Location:
     """A place for pages, as in CUDA's ``cudaMemLocation``.
 
-    Build one with :meth:`device`, :meth:`host`, :meth:`host_numa` or
-    :meth:`host_numa_current`.
-
-    Parameters
-    ----------
-    kind : {"device", "host", "host_numa", "host_numa_current"}
-        The kind of memory.
-    number : int
-        The device's ordinal or the host's NUMA node; 0 for the other kinds.
-
-    Raises
-    ------
-    ValueError
-        For a negative number, or a number where the kind has none.
+    Build one with :meth:`device`, :meth:`host`, :meth:`host_numa` or :meth:`host_numa_current`. A
+    negative number, or a number where the kind has none, is a ``ValueError``.
 
     Examples
     --------
@@ -41,6 +29,7 @@ class Location:
 
     kind: LocationKind
     number: int = 0
+    """The device's ordinal or the host's NUMA node; 0 for the other kinds."""
 
     def __post_init__(self) -> None:
         if self.kind in ("device", "host_numa"):

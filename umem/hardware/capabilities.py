@@ -39,11 +39,9 @@ class Capabilities:
     device_index: int
     """The device's ordinal in this process."""
     device_name: str
-    """Marketing name."""
     compute_capability: tuple[int, int]
     """(major, minor)."""
     total_bytes: int
-    """Device memory."""
     free_bytes: int | None
     """Device memory that no process holds. None where NVML does not report it, and on a MIG slice,
     for which NVML reports the whole card's."""
@@ -66,7 +64,6 @@ class Capabilities:
     bindings_version: tuple[int, int]
     """CUDA version of the installed cuda-python, (major, minor)."""
     copy_engines: int
-    """Asynchronous copy engines."""
     pcie_link: tuple[int, int] | None
     """(generation, lanes); None where NVML does not report it."""
     nvlink_c2c: bool | None

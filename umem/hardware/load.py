@@ -29,10 +29,6 @@ def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any])
         ``.yml`` or holds a ``/``; a mapping with the keys of such a file; or a :class:`Hardware`,
         which is returned as it is.
 
-    Returns
-    -------
-    Hardware
-
     Raises
     ------
     HardwareError

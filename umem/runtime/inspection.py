@@ -93,14 +93,7 @@ def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]
 def memory_summary(device: int | None = None) -> str:
     """A GPU's memory by tensor class, as a table to print.
 
-    Raises
-    ------
-    EnableError
-        If umem is not enabled.
-
-    Examples
-    --------
-    >>> print(umem.memory_summary())  # doctest: +SKIP
+    ``EnableError`` if umem is not enabled.
     """
     state, number = runtime(), _device(device)
     stats, kinds = state.allocator.stats(number), state.allocator.kind_stats(number)

@@ -129,8 +129,6 @@ class MemoryTracker:
         self._versions.clear()
         self._accesses = []
 
-    # ------------------------------------------------------------------ storages
-
     def _tag_known(self) -> None:
         known = self._known
         for buffer, name in known.buffers.items():
@@ -193,8 +191,6 @@ class MemoryTracker:
             if number is not None:
                 self._use(number, Access.WRITE)
 
-    # ------------------------------------------------------------------ phases
-
     def begin_phase(self, label: str) -> None:
         """All that follows belongs to a new phase."""
         if self._take_peak is not None:
@@ -217,8 +213,6 @@ class MemoryTracker:
         """The phase that has begun uses these tensors."""
         for tensor in tensors_in(value):
             self._see(tensor, "input")
-
-    # ------------------------------------------------------------------ calls
 
     def before_call(self, args: object, kwargs: object, *, is_outermost: bool) -> None:
         """The model or a block is called; its phase has not begun."""
@@ -303,8 +297,6 @@ class MemoryTracker:
         if self._inner_calls == 0:
             self._saved.pop()
 
-    # ------------------------------------------------------------------ autograd
-
     def _on_save(self, tensor: torch.Tensor) -> None:
         self._see(tensor, "saved")
         numbers = self._numbers(tensor)
@@ -328,8 +320,6 @@ class MemoryTracker:
 
     def _is_new_gradient(self, number: int) -> bool:
         return number not in self._gradients and self._storages.records[number].born != BEFORE
-
-    # ------------------------------------------------------------------ the optimizer
 
     def begin_optimizer(self) -> None:
         """The optimizer is about to step: find the gradients that autograd has not accumulated."""

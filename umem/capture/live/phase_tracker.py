@@ -176,8 +176,6 @@ class PhaseTracker:
             step.memory, step.is_broken = None, True
         self._guard.on_error(error)
 
-    # ------------------------------------------------------------------ calls of modules
-
     def _enter(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model or a block is called."""
         if self._hooks is None:
@@ -282,8 +280,6 @@ class PhaseTracker:
     def _memory_name(self, block: Block) -> str:
         return NO_BLOCK if block is self._root else block.name
 
-    # ------------------------------------------------------------------ the backward pass
-
     def _hook_nodes(self, step: _Step, value: object, first_node: int | None, label: str) -> None:
         """Begin a phase when the backward pass reaches the nodes that have made these tensors.
 
@@ -330,8 +326,6 @@ class PhaseTracker:
         self.backward_failed = failed
         step.is_broken |= failed
         self._begin_phase(step, OPTIMIZER if self._is_optimizer else AFTER_BACKWARD)
-
-    # ------------------------------------------------------------------ the optimizer
 
     def optimizer_begins(self) -> None:
         """The optimizer's step begins; a closure in it may run the model."""

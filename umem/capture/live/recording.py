@@ -84,8 +84,6 @@ class StepRecording:
         self._recorded: RecordedSteps | None = None
         self._error: Exception | None = None
 
-    # ------------------------------------------------------------------ results
-
     @property
     def done(self) -> bool:
         """Whether :attr:`trace` is ready without waiting."""
@@ -199,8 +197,6 @@ class StepRecording:
             optimizer_parts=self._optimizer_parts,
         )
 
-    # ------------------------------------------------------------------ begin and end
-
     def __enter__(self) -> StepRecording:
         if self._collector is not None:
             raise TraceError("a recording is used once: call umem.record again for another one")
@@ -246,8 +242,6 @@ class StepRecording:
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
         self._stop()
-
-    # ------------------------------------------------------------------ steps
 
     def _on_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         is_recomputed = current_graph_task_id() != -1  # by a checkpoint

@@ -193,8 +193,7 @@ def _on_cpu(key: str, value: Any) -> Any:
 def _is_gpu(value: object) -> bool:
     if isinstance(value, str | torch.device):
         return str(value).partition(":")[0] == "cuda"
-    # A bare number is a GPU's; True and False are values of other arguments.
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int  # a bare number is a GPU's; True and False are other arguments'
 
 
 @contextmanager
