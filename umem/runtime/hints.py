@@ -282,23 +282,13 @@ class HintEngine:
         tensor_class: TensorClass = TensorClass.OTHER,
         host_address: int = 0,
     ) -> int:
-        """Queue a request. No driver call is made here.
+        """Queue a request about a range of managed memory. No driver call is made here.
 
-        Parameters
-        ----------
-        op : HintOp
-            The operation. ``DISCARD`` and ``COPY_OUT`` leave undefined contents at `address`: call
-            :meth:`forget`, or wait for the ticket, before anything writes there again.
-        address, size_bytes : int
-            A range of managed memory, also for copies.
-        device : int
-            The device that the range moves to or leaves.
-        event : int
-            From :meth:`record`: the request waits until the work before it is done. 0: no wait.
-        tensor_class : TensorClass
-            The class in whose statistics the request is counted.
-        host_address : int
-            Copies only: the host-resident block, as long as the range.
+        ``DISCARD`` and ``COPY_OUT`` leave undefined contents at `address`: call :meth:`forget`, or
+        wait for the ticket, before anything writes there again. The range moves to `device` or
+        leaves it. The request waits until the work before `event`, from :meth:`record`, is done; 0
+        is no wait. It is counted in the statistics of `tensor_class`. For copies, `host_address` is
+        the host-resident block, as long as the range.
 
         Returns
         -------
@@ -328,15 +318,9 @@ class HintEngine:
         keeps a mapping of the range wherever its pages are. With `read_mostly`, a read makes a copy
         on the reader's side and keeps the other one. The rest is as in :meth:`submit`.
         """
+        number = tensor_class.number
         return self._native.advise(
-            address,
-            size_bytes,
-            placement,
-            accessed_by_device,
-            read_mostly,
-            device,
-            event,
-            tensor_class.number,
+            address, size_bytes, placement, accessed_by_device, read_mostly, device, event, number
         )
 
     def batch(
@@ -354,38 +338,25 @@ class HintEngine:
         copies, and entries that :meth:`submit` would refuse raise ValueError.
         """
         numbers = [of.number if isinstance(of, TensorClass) else int(of) for of in classes]
-        return HintBatch(
-            self._native.batch(
-                [int(op) for op in ops],
-                [int(address) for address in addresses],
-                [int(size) for size in sizes],
-                numbers,
-                device,
-            )
-        )
+        kinds, places, lengths = ([int(it) for it in column] for column in (ops, addresses, sizes))
+        return HintBatch(self._native.batch(kinds, places, lengths, numbers, device))
 
     def submit_batch(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
         """Submit all requests of a batch, ordered behind the work now queued on a stream.
 
-        It takes one driver call, which records an event, and one lock.
-
-        Parameters
-        ----------
-        batch, stream
-            The stream's handle, on the batch's device.
-        after : sequence of int, shape (n,)
-            For each entry, skipped ones included, the ticket of an eviction or discard on the same
-            device; 0 for none. A prefetch waits until that request and all evictions and discards
-            submitted before it have ended, in any way, so that no other thread has to wait for the
-            room that they make. Later prefetches do not overtake it.
+        It takes one driver call, which records an event, and one lock. `stream` is a handle of the
+        batch's device. `after` has for each entry, skipped ones included, the ticket of an eviction
+        or discard on the same device, 0 for none; another length raises ValueError. A prefetch
+        waits until that request and all evictions and discards submitted before it have ended, in
+        any way, so that no other thread has to wait for the room that they make. Later prefetches
+        do not overtake it.
 
         Returns
         -------
         int
-            The last ticket. The tickets of one submission are consecutive
-            (:attr:`HintBatch.tickets`). 0 if no request was queued. A full queue refuses the last
-            entries of the batch, and counts them. Requests may end in another order, so
-            :meth:`wait` for each that is needed. An `after` of another length raises ValueError.
+            The last ticket; those of one submission are consecutive (:attr:`HintBatch.tickets`). 0
+            if no request was queued. A full queue refuses the last entries of the batch, and counts
+            them. Requests may end in another order, so :meth:`wait` for each that is needed.
         """
         return self._native.fire(batch._native, stream, after)
 
