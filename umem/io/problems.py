@@ -158,12 +158,8 @@ def validate(
     """Validate a file, with a context for the model's validators.
 
     `written_at` returns, for the path of an error and the other keys involved, the key path to
-    report, then more paths whose place to give where the first is not in the file.
-
-    Raises
-    ------
-    InvalidFileError
-        With each problem once, in the order of the text.
+    report, then more paths whose place to give where the first is not in the file. Raises
+    InvalidFileError with each problem once, in the order of the text.
     """
     from pydantic import ValidationError
 

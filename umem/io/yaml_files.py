@@ -125,13 +125,7 @@ def _merged(
 
 
 def shipped_names(kind: FileKind) -> tuple[str, ...]:
-    """Names of umem's own files, sorted.
-
-    Raises
-    ------
-    UmemError
-        ``kind.error``, if they are missing.
-    """
+    """Names of umem's own files, sorted. Raises ``kind.error`` if they are missing."""
     return tuple(sorted(path.stem for path in _shipped_folder(kind).glob("*.yaml")))
 
 

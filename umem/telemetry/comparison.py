@@ -169,11 +169,8 @@ def moved_figures(entries: Entries) -> dict[str, int]:
 def comparison_row(comparison: Comparison) -> dict[str, Any]:
     """Put a comparison into plain values, for JSON.
 
-    Returns
-    -------
-    dict
-        ``predicted`` and ``measured`` with their names, and ``figures``, from name to unit, both
-        values, and their absolute and relative difference.
+    ``predicted`` and ``measured`` have their names, and ``figures`` goes from name to unit, both
+    values, and their absolute and relative difference.
     """
     keys = ("unit", "predicted", "measured", "absolute", "relative")
     return {

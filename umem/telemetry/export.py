@@ -214,12 +214,9 @@ def write_html(recordings: Sequence[Recording], path: str | os.PathLike[str]) ->
 def figures_of_recording(
     recording: Recording, report: MeasuredReport
 ) -> dict[str, tuple[str, Callable[[], Figure]]]:
-    """The pictures for which a recording and its typical step have data.
+    """The pictures for which a recording and its typical step have data, by short name.
 
-    Returns
-    -------
-    dict
-        By short name: what the picture shows, and the function that draws it.
+    Each is what the picture shows, and the function that draws it.
     """
     figures: dict[str, tuple[str, Callable[[], Figure]]] = {}
     if recording.residency is not None:

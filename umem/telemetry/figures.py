@@ -424,14 +424,9 @@ _LONGEST_TITLE = 120
 
 
 def link_bytes(recording: Recording, bins: int) -> npt.NDArray[np.float64]:
-    """Bytes that moved in each of some equal parts of the recording.
+    """Bytes that moved in equal parts of the recording; a transfer counts evenly over its time.
 
-    A transfer counts evenly over its time.
-
-    Returns
-    -------
-    float64[3, 6, bins]
-        By direction (:data:`umem.telemetry.records.TRANSFERS`), cause and part.
+    float64[3, 6, bins]: by direction (:data:`umem.telemetry.records.TRANSFERS`), cause and part.
     """
     records = recording.records.select(recording.records.is_transfer())
     causes = len(CAUSE_OF_NUMBER)

@@ -119,12 +119,8 @@ def watched_phases(watch: Callable[[], None]) -> Iterator[None]:
 def call_watcher(watch: Callable[[], None]) -> bool:
     """Call a function that observes a step, and log what it raises.
 
-    The caller is in the middle of a training step, which an observer's error must not end.
-
-    Returns
-    -------
-    bool
-        Whether it returned. If not, the caller should no longer call it.
+    The caller is in the middle of a training step, which an observer's error must not end. After
+    False the caller should no longer call it.
     """
     try:
         watch()

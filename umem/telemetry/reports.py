@@ -114,12 +114,9 @@ def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
 def measured_row(recording: Recording) -> dict[str, Any]:
     """Put a recording's report into plain values, for JSON.
 
-    Returns
-    -------
-    dict
-        The keys of :func:`umem.planning.prediction.report_row`, with None for figures that a run
-        does not have, and further keys that only a run has. ``per_step`` has one entry for each
-        marked step.
+    It has the keys of :func:`umem.planning.prediction.report_row`, with None for figures that a run
+    does not have, and further keys that only a run has. ``per_step`` has one entry for each marked
+    step.
     """
     report = report_of(recording)
     unknown = dict.fromkeys(("lower_bound_s", "regret", "fault_pages", "stall_s"))
@@ -321,11 +318,8 @@ def hint_traffic(report: HintReport) -> tuple[Traffic, ...]:
 def hint_row(report: HintReport) -> dict[str, Any]:
     """Put hints into plain values, for JSON.
 
-    Returns
-    -------
-    dict
-        Sums over all requests (``issued`` are those asked for, as in a prediction), and all figures
-        in ``by_operation``, from operation to class.
+    There are sums over all requests (``issued`` are those asked for, as in a prediction), and all
+    figures in ``by_operation``, from operation to class.
     """
     total = {name: sum(map(attrgetter(name), report.uses)) for name in HINT_COUNTS}
     by_operation: dict[str, dict[str, Any]] = {}
