@@ -31,6 +31,7 @@ print(before, "umem.executor" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_executor_is_loaded_for_a_training_and_its_refusal_stops_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True

@@ -177,6 +177,7 @@ def hang(_: Any) -> Iterator[Any]:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_worker_answers_one_request_after_the_other() -> None:
     with Worker(echo, TINY, preload=[]) as worker:
         assert worker.ask(60) == TINY.tokens
@@ -184,6 +185,7 @@ def test_a_worker_answers_one_request_after_the_other() -> None:
             worker.ask(60)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_leaves_its_last_words() -> None:
     with (
         Worker(die, TINY, preload=[]) as worker,
@@ -192,6 +194,7 @@ def test_a_worker_that_ends_leaves_its_last_words() -> None:
         worker.ask(60)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_leaves_its_words_and_where_it_was() -> None:
     with Worker(hang, TINY, preload=[]) as worker:
         assert worker.ask(60) == "ready"

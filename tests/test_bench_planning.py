@@ -31,6 +31,7 @@ def tiny() -> Trace:
     return model_trace("llama-tiny", "sft", batch=2, seq=64)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_state_and_nothing_else(tiny: Trace) -> None:
     share = planning.share_of_state(tiny, 3)
 
@@ -90,6 +91,7 @@ def test_a_run_measures_every_planner(tmp_path: Path) -> None:
     assert "Recorded steps" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_step_that_no_machine_holds_is_shared(
     machine: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,6 +254,7 @@ class _Managed:
         return torch.tensor(self.inner.losses[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planner", "budget_bytes", "state"),
     [
@@ -427,6 +428,7 @@ def test_residency_has_what_lives_between_two_reads(
     assert migration.resident_bytes(training) == 150 - 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_steps_whose_residency_is_read_go_as_planned(
@@ -787,6 +789,7 @@ def test_the_heading_names_machine_and_model() -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_the_picture_shows_what_fits(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from umem_bench.training.picture import training_figure

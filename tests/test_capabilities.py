@@ -252,6 +252,7 @@ def test_a_kernel_without_numa_has_no_nodes(tmp_path: Path) -> None:
     assert numa_nodes(tmp_path / "absent") == ()
 
 
+@pytest.mark.slow
 def test_detect_without_a_gpu_is_an_error_and_does_not_start_cuda_in_torch() -> None:
     code = (
         "import torch\n"

@@ -126,6 +126,7 @@ def test_an_export_of_nsight_systems(run: Run, tmp_path: Path) -> None:
     assert re.search(r"of class other, hit no known tensor +2 MiB", out)
 
 
+@pytest.mark.slow
 def test_pictures(run: Run, tmp_path: Path) -> None:
     paths = [saved(tmp_path / f"{name}.npz", workload=f"{name}/..") for name in "ab"]
     code, out, _ = run(*paths, "--plot", tmp_path / "pictures")
@@ -179,6 +180,7 @@ def evil_file(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
     path, page = evil_file(tmp_path / "run.npz"), tmp_path / "run.html"
     trace = tmp_path / "run.perfetto.json"
@@ -194,6 +196,7 @@ def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_html_page_is_self_contained(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "new" / "run.html"
     code, out, _ = run(saved(tmp_path / "run.npz"), "--html", page)
@@ -256,6 +259,7 @@ def test_the_timeline_has_every_record(name: str, run: Run, tmp_path: Path) -> N
     assert len({it["tid"] for it in by_track["phases"]}) == 2
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40))
 def test_ranges_of_one_lane_do_not_overlap(ranges: list[tuple[int, int]]) -> None:
     ranges.sort()
@@ -404,6 +408,7 @@ def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
     assert "nan" not in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [with_hints, by_hints])
 def test_html_page_of_hints_and_residency(
     kind: Callable[[Path], Path], run: Run, tmp_path: Path
@@ -429,6 +434,7 @@ def test_html_page_of_hints_and_residency(
     assert page.images == pictures
 
 
+@pytest.mark.slow
 def test_pictures_of_the_data_that_there_is(run: Run, tmp_path: Path) -> None:
     for kind, expected in ((with_hints, 3), (by_hints, 2)):
         folder = tmp_path / kind.__name__

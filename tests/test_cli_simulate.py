@@ -196,6 +196,7 @@ def test_a_budget_in_percent_is_of_the_device(run: Run, layers: Path) -> None:
     assert outputs[0] == pytest.approx(outputs[1], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_optimizers_step_may_be_in_the_backward_pass(run: Run, tmp_path: Path) -> None:
     document = layers_document()
     for layer in range(LAYERS):
@@ -237,6 +238,7 @@ def test_own_addresses_keep_the_dead(run: Run, layers: Path) -> None:
     assert moved[1] > moved[0]
 
 
+@pytest.mark.slow
 def test_pictures(run: Run, layers: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     layers.write_text(json.dumps(layers_document("../odd name")), encoding="utf-8")
@@ -363,6 +365,7 @@ def test_docs_name_every_key_of_a_row(run: Run, layers: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_example_in_the_docs_runs(
     layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_script_is_recorded_and_summarised(run: Run, files: Path) -> None:
     status, output, errors = run("train.py:make_step", "-o", "step.npz", "--json")
     assert status == 0

@@ -257,6 +257,7 @@ def test_bad_predictions_are_refused(change: Change, said: str, tmp_path: Path) 
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 def test_importing_it_loads_no_heavy_library() -> None:
     code = (
         "import sys, umem.telemetry.comparison; "

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MODULE = """
 from numba import njit
 from umem.core.compiled import compiled
@@ -44,6 +46,7 @@ def python(arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_compiled_code_is_cached_and_compilation_announced_once(tmp_path: Path) -> None:
     source, cache = tmp_path / "doubled.py", tmp_path / "cache"
     source.write_text(MODULE, encoding="utf-8")
@@ -53,12 +56,14 @@ def test_compiled_code_is_cached_and_compilation_announced_once(tmp_path: Path) 
         assert list(cache.rglob("*.nbi"))
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     for _ in range(2):
         done = python(["-c", MODULE], tmp_path)  # numba keeps only what comes from a file
         assert (done.stdout, done.stderr) == ("21\n42 42\n", NO_CACHE)
 
 
+@pytest.mark.slow
 def test_what_others_compile_is_not_announced(tmp_path: Path) -> None:
     code = MODULE.replace("@compiled", "@njit")
     assert python(["-c", code], tmp_path).stderr == ""

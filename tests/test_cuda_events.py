@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, sys
 from umem.runtime.cuda_events import KeptInForks
@@ -29,6 +31,7 @@ print("not destroyed")
 """
 
 
+@pytest.mark.slow
 def test_only_the_process_that_made_them_destroys_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False

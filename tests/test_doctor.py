@@ -508,6 +508,7 @@ def run_doctor(before: str = "", after: str = "pass") -> dict[str, dict[str, str
     return {one["name"]: one for part in report["sections"] for one in part["checks"]}
 
 
+@pytest.mark.slow
 def test_run_without_a_gpu() -> None:
     """The missing GPU is a finding, and CUDA is not started: the allocator could be swapped."""
     found = run_doctor(after="import torch; assert not torch.cuda.is_initialized()")
@@ -517,6 +518,7 @@ def test_run_without_a_gpu() -> None:
     assert found["umem"]["value"].endswith(str(Path(umem.__file__).parent))
 
 
+@pytest.mark.slow
 def test_run_with_libraries_missing() -> None:
     """An import that fails is a finding with a remedy, not a crash."""
     missing = {"torch": "torch", "umem.runtime._native": "native library", "cuda": "GPU"}

@@ -103,6 +103,7 @@ print(json.dumps([enabled, order, len(functions), sorted(functions.values()), st
 """
 
 
+@pytest.mark.slow
 def test_the_swap_comes_after_everything_that_can_fail() -> None:
     """Torch gets every entry point first; then a training goes on as before."""
     enabled, order, setters, addresses, blocks, summary = json.loads(python(STAND_INS))
@@ -136,6 +137,7 @@ def facts() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_refusal_names_the_remedy(facts: dict[str, Any]) -> None:
     kind, text = facts["enable"]
     assert kind == "UnsupportedError"

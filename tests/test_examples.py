@@ -109,6 +109,7 @@ def _losses(arguments: list[str], steps: int) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lora", "sft"])
 def test_the_loss_falls_repeats_with_the_seed_and_is_the_same_with_checkpointing(mode: str) -> None:
     losses = _losses(["--mode", mode], steps=20)
@@ -213,6 +214,7 @@ def _allocated_sizes(stream: AllocationStream, tensor_class: TensorClass) -> lis
     return sizes
 
 
+@pytest.mark.slow
 def test_every_block_is_allocated_once_and_freed_at_most_once() -> None:
     stream, _ = _record_layers()
     live: set[int] = set()
@@ -227,6 +229,7 @@ def test_every_block_is_allocated_once_and_freed_at_most_once() -> None:
     assert {int(block) + 1 for block in stream.live_blocks()} == live
 
 
+@pytest.mark.slow
 def test_recorded_bytes_by_class_are_the_layers() -> None:
     stream, model = _record_layers(frozen=1)
     matrix = LAYER_WIDTH * LAYER_WIDTH * 4
@@ -245,6 +248,7 @@ def test_recorded_bytes_by_class_are_the_layers() -> None:
     assert trained[TensorClass.GRADIENTS] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_gradients_are_found_once_a_step(micro_batches: int) -> None:
     stream, _ = _record_layers(frozen=1, micro_batches=micro_batches, steps=2)
@@ -253,6 +257,7 @@ def test_gradients_are_found_once_a_step(micro_batches: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_steps_after_the_first_are_alike() -> None:
     stream, _ = _record_layers(steps=4)
     first, second, third, fourth = stream.step_starts
@@ -263,6 +268,7 @@ def test_steps_after_the_first_are_alike() -> None:
     assert len(stream.live_blocks(second)) > len(stream.live_blocks(first))
 
 
+@pytest.mark.slow
 def test_a_view_and_an_empty_tensor_are_no_blocks() -> None:
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Linear(4, 4, bias=False)
@@ -296,6 +302,7 @@ def streams() -> dict[str, AllocationStream]:
     return {mode: demo.record_example(["--mode", mode, *size]) for mode in demo.MODES}
 
 
+@pytest.mark.slow
 def test_recorded_bytes_by_class_are_the_models(streams: dict[str, AllocationStream]) -> None:
     lora, sft = streams["lora"].class_bytes(), streams["sft"].class_bytes()
     # The base: what SFT trains, LoRA freezes.

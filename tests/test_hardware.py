@@ -368,6 +368,7 @@ _TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.one_of(_WORDS, st.integers(), st.text(max_size=9)), _TREES, max_size=6))
 def test_any_mapping_is_a_profile_or_a_hardware_error(mapping: dict[Any, Any]) -> None:
     for extended in (mapping, {**mapping, "extends": "h200-pcie"}):
@@ -375,6 +376,7 @@ def test_any_mapping_is_a_profile_or_a_hardware_error(mapping: dict[Any, Any]) -
             assert isinstance(load_hardware(extended), Hardware)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(_WORDS, _TREES, max_size=4), st.text(max_size=30))
 def test_any_file_is_a_profile_or_a_hardware_error(
     tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any], tail: str
@@ -412,6 +414,7 @@ def test_quantities_are_read_exactly(figure: str, text: Any, value: float) -> No
     assert (read, type(read)) == (value, type(value))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.sampled_from(PROFILES), st.floats(0.3, 3.0))
 def test_shown_figures_can_be_read_back(name: str, factor: float) -> None:
@@ -649,6 +652,7 @@ def test_cli_errors_are_plain(
     assert len(errors.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_command_starts_without_torch_and_numba() -> None:
     code = (
         "import sys, umem.cli.hardware\n"

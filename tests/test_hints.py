@@ -374,6 +374,7 @@ class TestReleases:
             assert ran.is_set()
             assert engine.times(ticket).moved_bytes == BLOCK
 
+    @pytest.mark.slow
     def test_the_engine_may_end_before_the_allocator(self) -> None:
         allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
         engine = HintEngine.on_host()
@@ -494,6 +495,7 @@ class TestThreadsAndProcesses:
         assert engine.wait(tickets[-1], timeout_s=0) is HintOutcome.DROPPED
         assert engine.submit(HintOp.PREFETCH, at(0), BLOCK) == 0
 
+    @pytest.mark.slow
     def test_a_stuck_call_is_waited_for_once(self) -> None:
         threads = len(os.listdir("/proc/self/task"))
         engine = HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 5.0)
@@ -505,14 +507,16 @@ class TestThreadsAndProcesses:
         gc.collect()
         assert len(os.listdir("/proc/self/task")) > threads  # in its call still
 
+    @pytest.mark.slow
     def test_a_collected_engine_ends_its_threads(self) -> None:
-        before = len(os.listdir("/proc/self/task"))
+        before = set(os.listdir("/proc/self/task"))  # threads of other tests may end meanwhile
         engine = HintEngine.on_host()
         engine.wait(engine.submit(HintOp.PREFETCH, at(0), BLOCK), timeout_s=PATIENCE_S)
-        assert len(os.listdir("/proc/self/task")) == before + 3
+        threads = set(os.listdir("/proc/self/task")) - before
+        assert len(threads) == 3
         del engine
         gc.collect()
-        assert len(os.listdir("/proc/self/task")) == before
+        assert not threads & set(os.listdir("/proc/self/task"))
 
     def test_a_process_ends_with_hints_under_way(self) -> None:
         code = (
@@ -529,6 +533,7 @@ class TestThreadsAndProcesses:
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "asked\n", "")
 
+    @pytest.mark.slow
     def test_a_forked_child_refuses(self) -> None:
         code = (
             "import os\n"

@@ -24,6 +24,7 @@ from umem.trace import Trace, save_trace
 BEFORE_PLANNED = 7
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("planner", RUNNABLE_PLANNERS)
 def test_the_command_predicts_what_the_executor_predicts(

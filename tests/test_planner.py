@@ -149,6 +149,7 @@ def working_set(trace: Trace) -> int:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(problem=problems(), order=st.sampled_from(["access", "migration"]))
 def test_every_plan_keeps_the_budget_and_none_beats_the_bound(
@@ -227,6 +228,7 @@ def waits_in(trace: Trace, tensor: int, phase: int) -> int | None:
     return None
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(problem=problems(), window=st.integers(1, 30))
 def test_a_window_looks_at_what_has_memory(
@@ -245,6 +247,7 @@ def test_a_window_looks_at_what_has_memory(
                 assert trace.first_phase[tensor] < phase <= trace.last_phase[tensor]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(problem=problems())
 def test_planning_is_deterministic(
@@ -358,6 +361,7 @@ def rules() -> list[ClassRule]:
     return found
 
 
+@pytest.mark.slow
 def test_every_rule_can_be_planned_or_is_refused_by_name(
     machine: Hardware, make_trace: MakeTrace
 ) -> None:

@@ -158,6 +158,7 @@ def returns_in_a_step(draw: st.DrawFn) -> tuple[Transfers, int]:
     return transfers, step
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(given_returns=returns_in_a_step())
 def test_returns_start_as_late_as_they_can(given_returns: tuple[Transfers, int]) -> None:
@@ -223,6 +224,7 @@ def departures_in_a_step(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], i
     return rows, step
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(departures=departures_in_a_step())
 def test_the_most_urgent_leaves_first_and_as_soon_as_it_can(
@@ -256,6 +258,7 @@ def left_in_turn(rows: Sequence[tuple[int, int, int]], step: int) -> list[float]
     return starts
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     taken=st.lists(st.booleans(), min_size=2, max_size=20),
@@ -300,6 +303,7 @@ def returns_to_issue(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[
     return rows, resident, draw(st.integers(5, 16))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(case=returns_to_issue())
 def test_returns_are_brought_forward_while_there_is_room(
@@ -396,6 +400,7 @@ def test_the_edge_of_the_step_counts(make_trace: MakeTrace) -> None:
     assert chosen(trace, 3) == {("x", 0), ("w", 2)}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(workload=workloads(), spare=st.integers(0, 6 * BLOCK))
 def test_what_is_left_fits(random_trace: RandomTrace, workload: Any, spare: int) -> None:
@@ -569,6 +574,7 @@ def test_the_bound_of_a_step_that_uses_each_tensor_once(make_trace: MakeTrace) -
     assert unavoidable_bytes(trace, 5) == (0, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     workload=workloads(),

@@ -272,6 +272,7 @@ def test_published_shares_name_their_source() -> None:
 # ---------------------------------------------------------------------------------- all of them
 
 
+@pytest.mark.slow
 def test_all_text_lies_within_the_picture(hardware: Hardware) -> None:
     report = made_up_report()
     words = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2
@@ -342,6 +343,7 @@ def test_importing_the_package_loads_neither_matplotlib_nor_torch() -> None:
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
+@pytest.mark.slow
 def test_pyplot_is_never_loaded(tmp_path: Path) -> None:
     draw = (
         "import sys\n"

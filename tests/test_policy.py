@@ -372,6 +372,7 @@ def test_all_problems_are_reported_in_order(tmp_path: Path) -> None:
     assert str(caught.value).splitlines() == [str(p) for p in problems]
 
 
+@pytest.mark.slow
 def test_unreadable_files(tmp_path: Path) -> None:
     assert "no such file" in problem_of(tmp_path / "no.yaml").message
     assert "not a file" in problem_of(tmp_path).message
@@ -458,6 +459,7 @@ def test_discard_is_refused_for_classes_that_live_through_the_run(name: str) -> 
     assert load_policy(allowed).classes.activations.mechanism == "discard"
 
 
+@pytest.mark.slow
 def test_every_remedy_of_a_conflict_is_a_valid_rule() -> None:
     """Applying the remedies one after the other ends at a valid rule."""
     values = itertools.product(

@@ -100,6 +100,7 @@ def test_the_committed_results_are_those_of_a_fresh_run(fresh: Run) -> None:
             assert was.figures[figure] == pytest.approx(now.figures[figure], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_leaves_comes_back_before_its_next_use(folder: Path, name: str) -> None:
     """On a quarter of the device, where the link cannot let everything go in time."""

@@ -294,6 +294,7 @@ TRAININGS: dict[str, Callable[[], Training]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
 def test_classes_and_bytes_agree_with_operators(name: str) -> None:
     make = TRAININGS[name]
@@ -349,6 +350,7 @@ def llama(mode: str, *, checkpointing: bool) -> tuple[nn.Module, torch.optim.Opt
     return model, torch.optim.AdamW(trained, lr=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", ["lora", "sft"])
 def test_llama_agrees_with_operators(mode: str, checkpointing: bool) -> None:

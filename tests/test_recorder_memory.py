@@ -124,6 +124,7 @@ class Packer:
             self._hooks.pop().__exit__(None, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_saved_tensors_are_found_again_by_call_and_ordinal(accumulate: int) -> None:
     model, optimizer, step = training(accumulate=accumulate)
@@ -159,11 +160,13 @@ def test_saved_tensors_are_found_again_by_call_and_ordinal(accumulate: int) -> N
     assert sum(int(trace.tensor_bytes[tensor]) for tensor in layer) == 4 * ROWS * (10 * WIDTH + 2)
 
 
+@pytest.mark.slow
 def test_tensors_that_a_checkpoint_packs_are_not_listed() -> None:
     saved = recorded(*training(is_checkpointed=True))[1]
     assert [entry for entry in saved if entry.block.startswith("layers")] == []
 
 
+@pytest.mark.slow
 def test_a_leaf_that_requires_a_gradient_is_not_listed() -> None:
     """As PEFT makes of the embedding's result. The program may hold it, so it stays in place."""
     model, optimizer, step = training(is_checkpointed=True)
@@ -277,6 +280,7 @@ def live_blocks(trace: Trace, *, with_temporaries: bool = True) -> np.ndarray[An
     return change.cumsum()[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_the_trace_has_the_allocators_peak(is_checkpointed: bool) -> None:
     with Allocated() as memory:

@@ -158,6 +158,7 @@ def test_hooks_are_removed_when_the_recording_is_done() -> None:
     check_no_trace_left(model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_recording_keeps_no_memory_alive() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer) as recording:
@@ -172,6 +173,7 @@ def test_a_recording_keeps_no_memory_alive() -> None:
     check_trace(recording.trace, "test")
 
 
+@pytest.mark.slow
 def test_a_kept_graph_does_not_hold_the_model() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer):
@@ -659,6 +661,7 @@ def test_a_closure_runs_the_model_inside_the_optimizer() -> None:
     assert gradients.sum() == 14
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_recorded_as_a_whole() -> None:
     model, optimizer = make()
     compiled: Any = torch.compile(model, backend="eager")
@@ -668,6 +671,7 @@ def test_a_compiled_model_is_recorded_as_a_whole() -> None:
     assert "forward OptimizedModule" in recording.trace.phase_names
 
 
+@pytest.mark.slow
 def test_blocks_that_are_compiled_in_place_are_phases() -> None:
     found = []
     for is_compiled in (False, True):
@@ -685,6 +689,7 @@ def test_blocks_that_are_compiled_in_place_are_phases() -> None:
     assert "backward layers.2" in found[1]
 
 
+@pytest.mark.slow
 def test_a_compiled_optimizer_ends_steps() -> None:
     model, optimizer = make()
     compiled = torch.compile(lambda: optimizer.step(), backend="eager")

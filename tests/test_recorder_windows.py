@@ -160,6 +160,7 @@ def steps_of(recording: StepRecording) -> RecordedSteps:
     return recording._recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_phase_is_timed_three_times_or_more(kind: str) -> None:
     recording, counts = record(kind)

@@ -203,6 +203,7 @@ def umem_run(folder: Path, *words: str, **variables: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_script_sees_its_own_command_line(tmp_path: Path) -> None:
     write(tmp_path / "code" / "look.py", LOOK)
     words = ["a", "--policy", "its own", "-m", "--", "--help"]

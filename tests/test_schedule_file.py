@@ -387,6 +387,7 @@ case = runpy.run_path({str(Path(__file__))!r}, run_name="case")
 """
 
 
+@pytest.mark.slow
 def test_keys_agree_across_processes() -> None:
     code = PREPARED + "print(case['key_of']())"
     for seed in ("1", "2"):
@@ -458,6 +459,7 @@ for _ in range(30):
 )
 
 
+@pytest.mark.slow
 def test_processes_may_store_the_same_plan_at_once(tmp_path: Path) -> None:
     writers = [
         subprocess.Popen(

@@ -76,6 +76,7 @@ def bytes_of(report: MigrationReport, direction: str, cause: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_what_fits_costs_nothing(machine: Hardware, swapping: Trace) -> None:
     report = simulate(swapping, schedule_of(swapping), machine, policy_of(machine, 20))
     assert report.step_s == pytest.approx(0.2)
@@ -489,6 +490,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], list[list[tuple[
     return sizes, phases
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     workload=workloads(),

@@ -78,6 +78,7 @@ def test_ranges_hit_the_blocks_of_a_linear_search(
     assert hit.tolist() == [naive_hit(snapshot, *it) for it in ranges]
 
 
+@pytest.mark.slow
 @given(
     st.lists(snapshots(), max_size=3),
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 80)), min_size=1),
@@ -169,6 +170,7 @@ def test_the_next_snapshot_splits_what_the_last_one_lacks() -> None:
     assert shares.bytes.tolist() == [960 * KIB, 1920 * KIB, 1920 * KIB]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 12), st.integers(0, 5)), max_size=6),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40)), min_size=1, max_size=8),

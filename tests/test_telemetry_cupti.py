@@ -325,6 +325,7 @@ def by_attribute(found: StandInActivity) -> Row | None:
     return (way, start, end, found.address, found.value, 0, cause, 0, 0)
 
 
+@pytest.mark.slow
 @given(st.lists(ACTIVITIES), st.sampled_from((0, 8)))
 def test_copied_bytes_read_as_the_records_attributes(records: list[bytes], gap: int) -> None:
     rows = [by_attribute(it) for it in buffer_of(*records, gap=gap)]
@@ -560,6 +561,7 @@ class SlowActivities(list[Any]):
         return True
 
 
+@pytest.mark.slow
 def test_stop_waits_for_callbacks_that_other_threads_run(cupti: StandInCupti, make: Make) -> None:
     collector = make()
     collector.start()
@@ -656,6 +658,7 @@ def test_cupti_is_flushed_while_it_records(cupti: StandInCupti, make: Make) -> N
     assert cupti.calls.count(("flush", 0)) == after
 
 
+@pytest.mark.slow
 def test_records_may_take_a_while(cupti: StandInCupti, make: Make) -> None:
     collector = make(quiet_s=1.5)
     collector.start()

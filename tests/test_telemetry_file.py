@@ -132,6 +132,7 @@ def plain(value: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 @given(recordings())
 def test_any_recording_comes_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, recording: Recording

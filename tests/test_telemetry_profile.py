@@ -366,6 +366,7 @@ def test_what_fails_while_recording_is_left_out_and_training_goes_on(
     assert sum("RuntimeError('broken')" in note for note in report.notes) == 1
 
 
+@pytest.mark.slow
 def test_telemetry_is_imported_when_it_is_used() -> None:
     code = (
         "import sys, umem, umem.telemetry; umem.profile; "

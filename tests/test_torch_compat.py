@@ -148,6 +148,7 @@ def test_a_missing_name_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
         from umem.torch_compat import current_graph_task_id  # noqa: F401
 
 
+@pytest.mark.slow
 def test_what_umem_enable_imports_needs_no_other_name() -> None:
     code = (
         "from umem import torch_compat; import umem.executor, umem.swap; "
@@ -188,6 +189,7 @@ print(len(hidden) > 20, all(name in str(caught[0].message) for name in hidden if
 """
 
 
+@pytest.mark.slow
 def test_a_process_goes_on_in_a_torch_without_most_names() -> None:
     """umem.enable can be imported, refuses, and leaves torch as it is."""
     required = [PRIVATE_NAMES[key].name for key in NEEDED]
@@ -252,6 +254,7 @@ def uses(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_private_name_of_torch_is_listed() -> None:
     found = [
         use

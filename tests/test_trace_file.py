@@ -258,6 +258,7 @@ def traces(draw: st.DrawFn) -> Trace:
     )
 
 
+@pytest.mark.slow
 @given(trace=traces())
 @settings(max_examples=150, deadline=None)
 def test_any_trace_comes_back_bit_for_bit(
@@ -409,6 +410,7 @@ def large_trace(phases: int, tensors: int, per_phase: int) -> Trace:
     )
 
 
+@pytest.mark.slow
 def test_the_step_of_a_7b_model_is_a_small_file(tmp_path: Path) -> None:
     trace = large_trace(20_000, 30_000, 6)
     assert len(trace.access_tensor) > 110_000

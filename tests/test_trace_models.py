@@ -57,6 +57,7 @@ def live_bytes(trace: Trace, *classes: TensorClass) -> list[int]:
     return [int(value) for value in change.cumsum()[:-1]]
 
 
+@pytest.mark.slow
 def test_sft_has_sixteen_bytes_per_parameter(sft: Trace) -> None:
     assert sft.metadata["parameters"] == sft.metadata["trainable_parameters"] == PARAMETERS
     assert count_bytes(sft, TensorClass.WEIGHTS, persistent=True) == 2 * PARAMETERS
@@ -88,6 +89,7 @@ def test_sft_arithmetic_is_six_per_parameter_and_token(sft: Trace) -> None:
     assert set(sft.phase_precision[matmuls].tolist()) == {Precision.BF16}
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_only(lora: Trace) -> None:
     assert lora.metadata["parameters"] == PARAMETERS
     assert lora.metadata["trainable_parameters"] == ADAPTERS
@@ -116,6 +118,7 @@ def test_every_activation_is_written_before_it_is_read(sft: Trace, lora: Trace) 
         assert all(first_mode.get(int(tensor), 2) == 2 for tensor in born)
 
 
+@pytest.mark.slow
 def test_checkpointing_trades_memory_for_arithmetic(sft: Trace) -> None:
     checkpointed = tiny("sft", checkpoint=True)
     activations = [max(live_bytes(t, TensorClass.ACTIVATIONS)) for t in (sft, checkpointed)]
@@ -124,6 +127,7 @@ def test_checkpointing_trades_memory_for_arithmetic(sft: Trace) -> None:
     assert checkpointed.metadata["checkpoint"] == 1
 
 
+@pytest.mark.slow
 def test_accumulation_repeats_all_but_the_update(sft: Trace) -> None:
     twice = tiny("sft", accumulate=2)
     assert twice.flops.sum() == pytest.approx(2 * sft.flops.sum())
@@ -135,6 +139,7 @@ def test_accumulation_repeats_all_but_the_update(sft: Trace) -> None:
     )
 
 
+@pytest.mark.slow
 def test_eager_attention_keeps_the_scores(sft: Trace) -> None:
     eager = tiny("sft", attention="eager")
     assert any("softmax" in name and "self_attn" in name for name in eager.phase_names)
@@ -194,6 +199,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         model_trace("llama-tiny", "lora")
 
 
+@pytest.mark.slow
 def test_naming_models_imports_no_torch() -> None:
     program = "import sys, umem.capture.offline.models; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

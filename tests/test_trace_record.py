@@ -71,6 +71,7 @@ def peak_bytes(trace: Trace, tensor_class: TensorClass) -> int:
 # ---------------------------------------------------------------------------------- by hand
 
 
+@pytest.mark.slow
 def test_a_step_small_enough_to_check_by_hand() -> None:
     def make_step() -> Step:
         weight = torch.randn(8, 4, requires_grad=True)
@@ -120,6 +121,7 @@ def test_a_step_small_enough_to_check_by_hand() -> None:
     assert trace.phase_kind.tolist() == [PhaseKind.KERNEL] * 5
 
 
+@pytest.mark.slow
 def test_recordings_repeat() -> None:
     def make_step() -> Step:
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -144,6 +146,7 @@ def test_recordings_repeat() -> None:
 # ---------------------------------------------------------------------------------- operators
 
 
+@pytest.mark.slow
 def test_views_share_a_storage_and_are_no_phase() -> None:
     whole = []
 
@@ -160,6 +163,7 @@ def test_views_share_a_storage_and_are_no_phase() -> None:
     assert trace.memory_bytes.tolist() == [96, 2 * 16]
 
 
+@pytest.mark.slow
 def test_overwriting_a_part_keeps_the_rest() -> None:
     def step() -> None:
         tensor = torch.empty(4, 4)
@@ -187,6 +191,7 @@ def test_overwriting_a_part_keeps_the_rest() -> None:
     assert trace.first_phase[tensor_named(trace, "aten.empty")] == 0
 
 
+@pytest.mark.slow
 def test_kinds() -> None:
     def step() -> None:
         source = torch.rand(8, 8)
@@ -217,6 +222,7 @@ def test_kinds() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -235,6 +241,7 @@ def test_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fast.phase_precision.tolist() == [Precision.TF32, Precision.BF16, Precision.FP16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_counted(causal: bool) -> None:
     batch, heads, seq, width = 2, 4, 64, 32
@@ -253,6 +260,7 @@ def test_attention_is_counted(causal: bool) -> None:
     assert trace.flops.sum() == (2 + 5) * product * (0.5 if causal else 1)
 
 
+@pytest.mark.slow
 def test_lookups_read_the_rows_that_they_return() -> None:
     def make_step() -> Step:
         table = torch.randn(1000, 16)
@@ -263,6 +271,7 @@ def test_lookups_read_the_rows_that_they_return() -> None:
     assert trace.memory_bytes.tolist() == [3 * 16 * 4 + 3 * 8 + 3 * 16 * 4]
 
 
+@pytest.mark.slow
 def test_lists_are_split_into_launches() -> None:
     # 320 blocks of 65,536 elements are one launch: two small tensors share it, large ones do not.
     def make_step() -> Step:
@@ -296,6 +305,7 @@ def test_lists_are_split_into_launches() -> None:
     }
 
 
+@pytest.mark.slow
 def test_results_of_list_operators_are_born_together() -> None:
     def step() -> None:
         parts = [torch.ones(320 * 65_536), torch.ones(320 * 65_536)]
@@ -313,6 +323,7 @@ def test_results_of_list_operators_are_born_together() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_running_statistics_are_written_in_training_only() -> None:
     def step_of(training: bool) -> Callable[[], Step]:
         def make_step() -> Step:
@@ -380,6 +391,7 @@ def stack_step(
 PARAMETER_BYTES = 6 * 2 * (64 * 64 + 64) * 4
 
 
+@pytest.mark.slow
 def test_classes_of_a_full_step() -> None:
     trace = record(stack_step())
     assert class_bytes(trace, TensorClass.WEIGHTS, persistent=True) == PARAMETER_BYTES
@@ -401,6 +413,7 @@ def test_classes_of_a_full_step() -> None:
     assert trace.phase_names[trace.last_phase[gelu]].startswith("backward layers.3.2: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_lowers_the_peak_of_activations(reentrant: bool) -> None:
     plain, checkpointed = record(stack_step()), record(stack_step(reentrant))
@@ -416,6 +429,7 @@ def test_checkpointing_lowers_the_peak_of_activations(reentrant: bool) -> None:
     assert checkpointed.flops.sum() - plain.flops.sum() >= forward_flops / 2
 
 
+@pytest.mark.slow
 def test_accumulation_keeps_gradients_between_micro_batches() -> None:
     trace = record(stack_step(micro_batches=3))
     gradient = tensor_named(trace, "layers.0.0.weight.grad")
@@ -431,6 +445,7 @@ def test_accumulation_keeps_gradients_between_micro_batches() -> None:
     assert class_bytes(trace, TensorClass.GRADIENTS, persistent=False) == PARAMETER_BYTES
 
 
+@pytest.mark.slow
 def test_gradients_that_are_zeroed_persist() -> None:
     trace = record(stack_step(set_to_none=False))
     assert class_bytes(trace, TensorClass.GRADIENTS, persistent=True) == PARAMETER_BYTES
@@ -444,6 +459,7 @@ def test_gradients_that_are_zeroed_persist() -> None:
     assert accesses(trace, last)["layers.0.0.weight.grad"] == WRITE
 
 
+@pytest.mark.slow
 def test_gradients_freed_at_the_start_of_a_step_count_once() -> None:
     def make_step() -> Step:
         model = nn.Linear(16, 16)
@@ -464,6 +480,7 @@ def test_gradients_freed_at_the_start_of_a_step_count_once() -> None:
     assert trace.last_phase[gradient] == trace.phase_count - 1
 
 
+@pytest.mark.slow
 def test_memory_of_the_step_before_is_persistent_if_it_is_read() -> None:
     def make_step() -> Step:
         average = [torch.zeros(1000)]
@@ -479,6 +496,7 @@ def test_memory_of_the_step_before_is_persistent_if_it_is_read() -> None:
     assert not trace.persistent[tensor_named(trace, "aten.add")]
 
 
+@pytest.mark.slow
 def test_tied_weights_are_one_tensor() -> None:
     def make_step() -> Step:
         embedding = nn.Embedding(32, 16)
@@ -501,6 +519,7 @@ def test_tied_weights_are_one_tensor() -> None:
     assert class_of(trace, "0.weight.grad") is TensorClass.GRADIENTS
 
 
+@pytest.mark.slow
 def test_frozen_weights_get_no_gradient() -> None:
     def make_step() -> Step:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -514,6 +533,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert "0.weight.grad" not in trace.tensor_names
 
 
+@pytest.mark.slow
 def test_autocast_for_a_gpu_computes_in_its_precision() -> None:
     trace = record(stack_step(autocast=torch.bfloat16))
     products = trace.flops > 0
@@ -521,6 +541,7 @@ def test_autocast_for_a_gpu_computes_in_its_precision() -> None:
     assert class_bytes(trace, TensorClass.WEIGHTS, persistent=True) == PARAMETER_BYTES
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_steps_inside_the_backward_pass() -> None:
     def make_step() -> Step:
         model = Stack(3)
@@ -545,6 +566,7 @@ def test_an_optimizer_that_steps_inside_the_backward_pass() -> None:
     )
 
 
+@pytest.mark.slow
 def test_names_of_several_models_and_of_modules_called_alone() -> None:
     def make_step() -> Step:
         encoder, decoder = nn.Linear(8, 4), nn.Linear(4, 8)
@@ -584,6 +606,7 @@ def test_master_adamw_is_adamw_on_float32_weights() -> None:
     assert not torch.equal(master, rounded.detach().float())
 
 
+@pytest.mark.slow
 def test_master_adamw_keeps_one_float32_gradient_at_a_time() -> None:
     trace = record(stack_step(optimizer_type=MasterAdamW))
     assert class_bytes(trace, TensorClass.OPTIMIZER_STATE, persistent=True) == (
@@ -594,6 +617,7 @@ def test_master_adamw_keeps_one_float32_gradient_at_a_time() -> None:
 # ---------------------------------------------------------------------------------- environment
 
 
+@pytest.mark.slow
 def test_tensors_for_a_gpu_need_none() -> None:
     def make_step() -> Step:
         model = nn.Linear(16, 16).to("cuda:0").cuda()
@@ -610,6 +634,7 @@ def test_tensors_for_a_gpu_need_none() -> None:
     assert torch.autocast.__init__.__qualname__ == "autocast.__init__"
 
 
+@pytest.mark.slow
 def test_real_tensors_are_recorded() -> None:
     table = torch.arange(12.0).view(3, 4)
 
@@ -625,6 +650,7 @@ def test_real_tensors_are_recorded() -> None:
     assert table.sum() == 66
 
 
+@pytest.mark.slow
 def test_tensor_subclasses_are_recorded_by_the_tensors_inside() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -636,6 +662,7 @@ def test_tensor_subclasses_are_recorded_by_the_tensors_inside() -> None:
     assert trace.phase_names == ("aten.add", "aten.add")
 
 
+@pytest.mark.slow
 def test_progress_is_reported() -> None:
     reports: list[tuple[str, float]] = []
 
@@ -705,6 +732,7 @@ def test_make_step_must_return_a_function() -> None:
         record(lambda: (1, 2))  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.slow
 def test_a_step_without_memory_is_refused() -> None:
     with pytest.raises(TraceError, match="ran no operator that reads or writes memory"):
         record_function(lambda: None)
@@ -722,6 +750,7 @@ def test_calls_of_torch_cuda_are_explained() -> None:
         record_function(torch.cuda.synchronize)
 
 
+@pytest.mark.slow
 def test_hooks_are_gone_afterwards() -> None:
     from torch.nn.modules import module
     from torch.optim import optimizer

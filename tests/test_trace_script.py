@@ -31,6 +31,7 @@ def write(folder: Path, text: str, name: str = "train.py") -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_example_is_recorded() -> None:
     trace = script_trace(f"{EXAMPLE}:make_step")
     check_trace(trace, "example")
@@ -46,6 +47,7 @@ def test_the_example_is_recorded() -> None:
     assert len(kernels) == 2 * 4
 
 
+@pytest.mark.slow
 def test_the_example_trains(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE))["main"](steps=3)
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
@@ -53,15 +55,18 @@ def test_the_example_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(set(losses)) == 3
 
 
+@pytest.mark.slow
 def test_the_function_has_a_default_name(tmp_path: Path) -> None:
     assert script_trace(write(tmp_path, STEP)).name == "train"
 
 
+@pytest.mark.slow
 def test_another_function_is_part_of_the_name(tmp_path: Path) -> None:
     spec = write(tmp_path, STEP.replace("make_step", "large")) + ":large"
     assert script_trace(spec).name == "train-large"
 
 
+@pytest.mark.slow
 def test_modules_beside_the_script_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,17 +82,20 @@ def test_modules_beside_the_script_are_found(
     assert not any(name.startswith("_umem_script") for name in sys.modules)
 
 
+@pytest.mark.slow
 def test_the_part_for_main_does_not_run(tmp_path: Path) -> None:
     text = STEP + "\nif __name__ == '__main__':\n    raise RuntimeError('ran')\n"
     assert script_trace(write(tmp_path, text)).phase_count
 
 
+@pytest.mark.slow
 def test_dataclasses_work_in_a_script(tmp_path: Path) -> None:
     header = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     text = header + "@dataclass\nclass Options:\n    width: int = 4\n" + STEP
     assert script_trace(write(tmp_path, text)).phase_count
 
 
+@pytest.mark.slow
 def test_a_script_for_a_gpu_needs_none(tmp_path: Path) -> None:
     text = STEP.replace("Linear(4, 4)", "Linear(4, 4).cuda()").replace(
         "zeros(2, 4)", "zeros(2, 4, device='cuda')"

@@ -125,6 +125,7 @@ def test_parts_with_persistent_gradients_stay(recorded: Trace) -> None:
     assert lives(moved, "a.grad") == (0, 5)
 
 
+@pytest.mark.slow
 def test_parameters_of_a_model_are_updated_one_by_one() -> None:
     trace = model_trace("llama-tiny", "sft", batch=1, seq=64)
     moved, phases = with_step_in_backward(trace)
