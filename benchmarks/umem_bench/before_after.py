@@ -80,6 +80,7 @@ def _start(checkout: Path, model: str) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        cwd=checkout,  # `python -m` looks there first
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
 
