@@ -1,4 +1,4 @@
-"""What a tensor holds, in one number."""
+"""The checksum of a tensor's bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from umem.executor.bit_checksum import bit_checksum
     "kind", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex128]
 )
 @pytest.mark.parametrize("shape", [(), (3,), (64, 33), (5, 6, 7), (1 << 12,)])
-def test_contents_tell_what_is_in_a_tensor(kind: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_changed_bits_change_the_checksum(kind: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     tensor = torch.randn(shape).to(kind)
     known = bit_checksum(tensor)
@@ -36,7 +36,7 @@ def test_contents_tell_what_is_in_a_tensor(kind: torch.dtype, shape: tuple[int, 
         assert not torch.equal(bit_checksum(changed), known)
 
 
-def test_contents_of_tensors_that_lie_otherwise_in_memory() -> None:
+def test_tensors_of_other_layouts() -> None:
     torch.manual_seed(0)
     flat = torch.randn(4096)
     for view in (flat[1:].view(torch.int32), flat.view(64, 64).t(), flat.view(64, 64)[:, ::2]):

@@ -1,4 +1,4 @@
-"""Managed trainings whose tensors are elsewhere: loaded into other memory, or in a wrapper."""
+"""Addresses of a managed training's tensors: after loading state, and of wrapped weights."""
 
 from __future__ import annotations
 
@@ -7,34 +7,25 @@ from typing import Any, cast
 
 import pytest
 import torch
-from managed_training import MIB, WIDTH, Net, Training
+from managed_training import BEFORE_PLANNED, MIB, WIDTH, Net, Training, program_of
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.core.classes import TensorClass
 from umem.executor import Manager
-from umem.executor.program import Program
 from umem.executor.tensor_addresses import find_addresses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BEFORE_PLANNED = 7
-
-
-def program_of(manager: Manager) -> Program:
-    program = manager._runner.program
-    assert program is not None
-    return program
-
 
 def advised(manager: Manager) -> int:
-    """Requests so far for advice on the optimizer's state."""
+    """Advice requests for the optimizer's state so far."""
     counts = manager.engine.statistics().counts
     return sum(counts["advise", TensorClass.OPTIMIZER_STATE].requests.values())
 
 
 def state_addresses(training: Training) -> set[int]:
-    """Where the optimizer's large state is."""
+    """Addresses of the optimizer's large state."""
     return {
         tensor.untyped_storage().data_ptr()
         for state in training.optimizer.state.values()
@@ -43,9 +34,9 @@ def state_addresses(training: Training) -> set[int]:
     }
 
 
-def test_state_that_is_loaded_into_new_memory_is_found_there() -> None:
+def test_loaded_optimizer_state_is_found_at_its_new_address() -> None:
     class Whole(torch.optim.AdamW):
-        """Not done in parts, so that its state does not fit beside weights and gradients."""
+        """A subclass does not run in parts, and its state does not fit beside the gradients."""
 
     stock, training = Training(make_optimizer=Whole), Training(make_optimizer=Whole)
     manager = training.manage("planned")
@@ -58,7 +49,7 @@ def test_state_that_is_loaded_into_new_memory_is_found_there() -> None:
     training.optimizer.register_load_state_dict_post_hook(lambda _: seen.append(advised(manager)))
     for it in (stock, training):
         it.optimizer.load_state_dict(copy.deepcopy(it.optimizer.state_dict()))
-    assert seen == [2 * len(first)]  # taken back while the memory was the optimizer's
+    assert seen == [2 * len(first)]  # brought back while it still belonged to the optimizer
     for it in (stock, training):
         it.steps(3)
     now = {address for address, _, _ in program_of(manager).mapped}
@@ -69,7 +60,7 @@ def test_state_that_is_loaded_into_new_memory_is_found_there() -> None:
     assert training.equals(stock)
 
 
-def test_weights_that_are_loaded_into_new_memory_are_found_there() -> None:
+def test_loaded_weights_are_found_at_their_new_address() -> None:
     training = Training()
     manager = training.manage("lookahead", 34 * MIB)
     training.steps(BEFORE_PLANNED + 1)
@@ -82,13 +73,13 @@ def test_weights_that_are_loaded_into_new_memory_are_found_there() -> None:
     assert len(kept) == 5
     weight = program_of(manager).candidate.trace.tensor_names.index("head.weight")
     assert program_of(manager) is not before
-    places = find_addresses(before.candidate.trace, training.model, training.optimizer)
-    assert places.fixed[weight] == training.model.get_parameter("head.weight").data_ptr()
+    addresses = find_addresses(before.candidate.trace, training.model, training.optimizer)
+    assert addresses.fixed[weight] == training.model.get_parameter("head.weight").data_ptr()
     assert manager.status().diverged_steps == 0
 
 
 class Quantised(nn.Module):
-    """A frozen weight that wraps two tensors, as quantised ones do, and what is trained on it."""
+    """A frozen weight that wraps two tensors, as quantised weights do, and a trained adapter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What waits for what, so that a budget holds however slow evictions are."""
+"""Admission plans: a budget holds however slow evictions are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Moves = Mapping[int, Sequence[str]]
 
 @pytest.fixture(scope="session")
 def candidate_of(machine: Hardware) -> Callable[..., PlanCandidate]:
-    """A plan without hints for a trace: what moves is given to plan_admission() beside it."""
+    """A plan without hints for a trace; `plan_admission` gets the moves separately."""
 
     def build(trace: Trace, *, waits: bool = True) -> PlanCandidate:
         rules = resolve(load_policy("sft"), machine.device_bytes, {})
@@ -50,7 +50,7 @@ def rows(trace: Trace, moves: Moves, op: HintOp) -> list[list[HintRow]]:
     ]
 
 
-def room_of(
+def admission_of(
     candidate: PlanCandidate,
     budget_bytes: int,
     leaving: Moves,
@@ -71,7 +71,7 @@ def room_of(
 
 @pytest.fixture
 def two_layers(make_trace: Callable[..., Trace]) -> Trace:
-    """Two weights of 8 MiB, used one after the other, and what the later phases make: 4 MiB."""
+    """Two weights of 8 MiB, used one after the other, and 4 MiB that a later phase allocates."""
     return make_trace(
         {
             "a": (8 * MIB, "weights"),
@@ -86,43 +86,43 @@ def test_a_prefetch_comes_after_the_eviction_that_makes_room(
     two_layers: Trace, candidate_of: Callable[..., PlanCandidate]
 ) -> None:
     leaving, coming = {1: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
-    tight = room_of(candidate_of(two_layers), 12 * MIB, leaving, coming)
+    tight = admission_of(candidate_of(two_layers), 12 * MIB, leaving, coming)
     assert tight.after[1] == (Eviction(1, 0),)
-    assert tight.waits == (Eviction(0, 0), None, None, None)  # which uses at once what it asks for
-    wide = room_of(candidate_of(two_layers), 48 * MIB, leaving, coming)
+    assert tight.waits == (Eviction(0, 0), None, None, None)  # the phase uses its prefetch at once
+    wide = admission_of(candidate_of(two_layers), 48 * MIB, leaving, coming)
     assert wide.after[1] == (None,)
 
 
-def test_what_a_phase_makes_has_the_first_claim(
+def test_allocations_of_a_phase_come_before_prefetches(
     two_layers: Trace, candidate_of: Callable[..., PlanCandidate]
 ) -> None:
-    """There is room for both weights, but not beside what phase 2 makes: b comes after a went."""
+    """Both weights fit, but not beside the allocation of phase 2: b comes after a has left."""
     leaving, coming = {1: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
-    room = room_of(candidate_of(two_layers), 16 * MIB, leaving, coming)
-    assert room.after[1] == (Eviction(1, 0),)
-    assert room.waits[2] == Eviction(0, 0)  # b, which may be there still from the step before
+    plan = admission_of(candidate_of(two_layers), 16 * MIB, leaving, coming)
+    assert plan.after[1] == (Eviction(1, 0),)
+    assert plan.waits[2] == Eviction(0, 0)  # b may still be there from the step before
 
 
 def test_the_thread_waits_where_no_prefetch_can_come_later(
     two_layers: Trace, candidate_of: Callable[..., PlanCandidate]
 ) -> None:
-    """The eviction is asked for after the prefetch."""
+    """The eviction is submitted after the prefetch."""
     leaving, coming = {2: ["a"], 0: ["b"]}, {1: ["b"], 0: ["a"]}
-    room = room_of(candidate_of(two_layers), 16 * MIB, leaving, coming)
-    assert room.after[1] == (Eviction(0, 0),)
-    assert room.waits[2] == Eviction(2, 0)
+    plan = admission_of(candidate_of(two_layers), 16 * MIB, leaving, coming)
+    assert plan.after[1] == (Eviction(0, 0),)
+    assert plan.waits[2] == Eviction(2, 0)
 
 
-def test_copies_have_no_engine_to_wait_in(
+def test_the_thread_waits_for_the_room_of_a_copy(
     two_layers: Trace, candidate_of: Callable[..., PlanCandidate]
 ) -> None:
     leaving, coming = {1: ["a"], 0: ["b"]}, {0: ["a"]}
-    room = room_of(candidate_of(two_layers), 12 * MIB, leaving, coming, {1: ["b"]})
-    assert room.fetches[1] == (1,)
-    assert room.waits[1] == Eviction(1, 0)
+    plan = admission_of(candidate_of(two_layers), 12 * MIB, leaving, coming, {1: ["b"]})
+    assert plan.fetches[1] == (1,)
+    assert plan.waits[1] == Eviction(1, 0)
 
 
-def test_whoever_waits_for_pages_has_waited_for_their_room(
+def test_a_wait_for_pages_includes_the_wait_for_their_room(
     candidate_of: Callable[..., PlanCandidate], make_trace: Callable[..., Trace]
 ) -> None:
     trace = make_trace(
@@ -134,8 +134,8 @@ def test_whoever_waits_for_pages_has_waited_for_their_room(
         [(1e-3, ["a"], []), *[(1e-3, [], [])] * 2, (1e-3, ["b"], []), (1e-3, [], ["made"])],
     )
     leaving, coming = {1: ["a"], 0: ["b"]}, {2: ["b"], 0: ["a"]}
-    waiting = room_of(candidate_of(trace), 12 * MIB, leaving, coming)
-    faulting = room_of(candidate_of(trace, waits=False), 12 * MIB, leaving, coming)
+    waiting = admission_of(candidate_of(trace), 12 * MIB, leaving, coming)
+    faulting = admission_of(candidate_of(trace, waits=False), 12 * MIB, leaving, coming)
     assert waiting.after[2] == faulting.after[2] == (Eviction(1, 0),)
     assert waiting.waits[4] is None
     assert faulting.waits[4] == Eviction(1, 0)
@@ -143,7 +143,7 @@ def test_whoever_waits_for_pages_has_waited_for_their_room(
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[str]]], int, int]:
-    """Sizes of weights, what each phase makes and uses, what may stay, phases to ask ahead."""
+    """Sizes of weights, MiB made and weights used per phase, spare MiB, prefetch distance."""
     sizes = draw(st.lists(st.integers(1, 8), min_size=2, max_size=6))
     names = st.sampled_from([f"w{number}" for number in range(len(sizes))])
     phases = draw(
@@ -158,12 +158,12 @@ def plans(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[str]]], int,
 
 @given(plans())
 @settings(max_examples=300, deadline=None)
-def test_the_budget_holds_whenever_evictions_end(
+def test_the_budget_holds_however_late_evictions_end(
     make_trace: Callable[..., Trace],
     candidate_of: Callable[..., PlanCandidate],
     plan: tuple[list[int], list[tuple[int, list[str]]], int, int],
 ) -> None:
-    """Each weight leaves behind its use, and is asked for some phases ahead of the next."""
+    """Each weight is evicted after its use, and prefetched some phases before the next use."""
     sizes, phases, spare, ahead = plan
     made = {f"made{number}": size for number, (size, _) in enumerate(phases) if size}
     trace = make_trace(
@@ -189,10 +189,10 @@ def test_the_budget_holds_whenever_evictions_end(
     unused = set(trace.tensor_names) - made.keys() - {it for _, uses in phases for it in uses}
     stays = sum(sizes[int(name[1:])] for name in unused) * MIB
     budget_bytes = stays + max(used_bytes) + spare * MIB
-    room = room_of(candidate, budget_bytes, leaving, coming)
+    admission = admission_of(candidate, budget_bytes, leaving, coming)
 
     def most(over: int) -> int:
-        """Bytes there when so many of the evictions so far are over: sets, where room has sums."""
+        """Resident bytes when so many evictions are over, by sets where the plan has sums."""
         there = set(begun)
         for kind, tensor, number in log:
             if kind == "leaves" and number < over:
@@ -214,10 +214,12 @@ def test_the_budget_holds_whenever_evictions_end(
                 log.append(("leaves", tensor, count))
                 count += 1
                 places[Eviction(phase, number)] = count
-            wait = room.waits[phase]
+            wait = admission.waits[phase]
             if wait is not None:
                 known = max(known, places.get(wait, 0))
-            for (_, tensor), after in zip(room.coming[phase], room.after[phase], strict=True):
+            for (_, tensor), after in zip(
+                admission.coming[phase], admission.after[phase], strict=True
+            ):
                 behind[tensor] = places.get(after, 0) if after is not None else 0
                 log.append(("comes", tensor, behind[tensor]))
             used = used_tensors(trace, phase)
@@ -228,10 +230,10 @@ def test_the_budget_holds_whenever_evictions_end(
             log += [("dies", tensor, 0) for tensor in used if not trace.persistent[tensor]]
 
 
-def test_what_was_asked_for_in_the_step_before_stays_where_it_is(
+def test_prefetches_of_the_step_before_are_not_delayed(
     candidate_of: Callable[..., PlanCandidate], make_trace: Callable[..., Trace]
 ) -> None:
-    """The last phase asks for b without a wait: the first one cannot count on its coming later."""
+    """The last phase prefetches b without a wait, so b may be there in the first phase."""
     trace = make_trace(
         {
             "a": (8 * MIB, "weights"),
@@ -240,5 +242,5 @@ def test_what_was_asked_for_in_the_step_before_stays_where_it_is(
         },
         [(1e-3, [], ["made"]), (1e-3, ["b"], []), (1e-3, ["a"], []), (1e-3, [], [])],
     )
-    room = room_of(candidate_of(trace), 20 * MIB, {3: ["a"], 2: ["b"]}, {3: ["b"], 1: ["a"]})
-    assert room.waits[0] == Eviction(3, 0)
+    plan = admission_of(candidate_of(trace), 20 * MIB, {3: ["a"], 2: ["b"]}, {3: ["b"], 1: ["a"]})
+    assert plan.waits[0] == Eviction(3, 0)

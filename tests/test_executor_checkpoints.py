@@ -1,26 +1,25 @@
-"""What a checkpoint keeps of each block lies outside of blocks, and moves all the same."""
+"""Inputs that a checkpoint keeps of each block, which are saved outside of blocks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from managed_training import MIB, Checkpointed, Net, Training
+from managed_training import MIB, Checkpointed, Net, Training, program_of
 
-from umem.executor import Manager
-from umem.executor.program import MODEL, Program
+from umem.executor.program import MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Deep(Checkpointed):
-    """Has more layers than a budget takes the inputs of."""
+    """So many layers that their inputs exceed the budget."""
 
     def __init__(self) -> None:
         super().__init__(8)
 
 
 class Reentrant(Deep):
-    """By the older way, which keeps the inputs in a node of its own."""
+    """Reentrant checkpoints keep the inputs in their own autograd node."""
 
     use_reentrant = True
 
@@ -28,14 +27,8 @@ class Reentrant(Deep):
         return super().forward(x.requires_grad_())
 
 
-def program_of(manager: Manager) -> Program:
-    program = manager._runner.program
-    assert program is not None, manager.status()
-    return program
-
-
 @pytest.mark.parametrize("model", [Deep, Reentrant])
-def test_inputs_of_checkpointed_blocks_leave_and_come_back(model: type[Net]) -> None:
+def test_inputs_of_checkpointed_blocks_are_copied_out_and_back(model: type[Net]) -> None:
     plain, managed = Training(model), Training(model)
     manager = managed.manage("planned", 56 * MIB)
     for training in (plain, managed):
@@ -53,7 +46,7 @@ def test_inputs_of_checkpointed_blocks_leave_and_come_back(model: type[Net]) -> 
 
 
 @pytest.mark.parametrize("planner", ["lookahead", "fault"])
-def test_as_pages_too(planner: str) -> None:
+def test_inputs_of_checkpointed_blocks_move_as_pages(planner: str) -> None:
     plain, managed = Training(Deep), Training(Deep)
     manager = managed.manage(planner, 56 * MIB)
     for training in (plain, managed):

@@ -1,4 +1,4 @@
-"""Trainings of several processes, a manager in each: DDP and FSDP, with CPUs for devices."""
+"""Trainings of several processes with a manager each: DDP and FSDP on the CPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ pytestmark = [
 
 RANKS = 2
 NUMBERS = RANKS * WIDTH
-"""In a weight, so that what each rank has of it can still move."""
+"""Elements of a weight: each rank's part of it is large enough to move."""
 
 STEPS = 12
 BUDGETS = {"DDP": 60 * MIB, "FSDP1": 50 * MIB, "FSDP2": 50 * MIB}
-"""Below what a step needs at once, above what any of its phases does."""
+"""Below the memory that a step needs at once, above that of each of its phases."""
 
 WAYS = ("alone", "planned", "in backward")
 
@@ -85,8 +85,8 @@ MAKERS: dict[str, Callable[[], Ranked]] = {
 }
 
 
-class Said(logging.Handler):
-    """The warnings of umem."""
+class Warnings(logging.Handler):
+    """Collects the warnings of umem."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -97,8 +97,8 @@ class Said(logging.Handler):
 
 
 def train(wrapper: str, way: str) -> dict[str, Any]:
-    said = Said()
-    logging.getLogger("umem").addHandler(said)
+    warnings = Warnings()
+    logging.getLogger("umem").addHandler(warnings)
     training = MAKERS[wrapper]()
     manager = None
     if way != "alone":
@@ -106,8 +106,8 @@ def train(wrapper: str, way: str) -> dict[str, Any]:
             budget_bytes=BUDGETS[wrapper], step_in_backward=way == "in backward"
         )
     training.steps(STEPS)
-    logging.getLogger("umem").removeHandler(said)
-    found: dict[str, Any] = {"losses": training.losses, "warnings": said.lines}
+    logging.getLogger("umem").removeHandler(warnings)
+    found: dict[str, Any] = {"losses": training.losses, "warnings": warnings.lines}
     if manager is not None:
         status, hints = manager.status(), manager.engine.statistics()
         found |= {
@@ -124,7 +124,7 @@ def train(wrapper: str, way: str) -> dict[str, Any]:
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """A process of its own: all runs, one after the other."""
+    """The main function of a rank's process: all runs, one after the other."""
     torch.set_num_threads(1)
     meeting = (folder / "meeting").as_uri()
     distributed.init_process_group(
@@ -140,7 +140,7 @@ Runs = dict[str, dict[str, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, ...]:
-    """What each rank has to say: by wrapper and way."""
+    """Results of each rank, by wrapper and way."""
     folder = tmp_path_factory.mktemp("ranks")
     spawning = multiprocessing.get_context("spawn")
     processes = [spawning.Process(target=run_rank, args=(rank, folder)) for rank in range(RANKS)]
@@ -154,7 +154,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, ...]:
 
 @pytest.mark.parametrize("wrapper", MAKERS)
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_each_rank_trains_as_it_does_alone_within_its_budget(
+def test_each_rank_trains_within_its_budget_as_without_a_manager(
     wrapper: str, way: str, ranks: tuple[Runs, ...]
 ) -> None:
     for runs in ranks:
@@ -168,7 +168,7 @@ def test_each_rank_trains_as_it_does_alone_within_its_budget(
     assert ranks[0][wrapper][way]["losses"] != ranks[1][wrapper][way]["losses"]
 
 
-def test_ddp_changes_gradients_and_so_the_step_stays_behind_the_backward_pass(
+def test_ddp_keeps_the_step_behind_the_backward_pass(
     ranks: tuple[Runs, ...],
 ) -> None:
     for runs in ranks:
@@ -177,7 +177,7 @@ def test_ddp_changes_gradients_and_so_the_step_stays_behind_the_backward_pass(
         assert ["data parallel" in line for line in run["warnings"]] == [True]
 
 
-def test_fsdp2_tells_when_a_gradient_is_complete_and_so_the_step_goes_there(
+def test_fsdp2_runs_the_step_in_the_backward_pass(
     ranks: tuple[Runs, ...],
 ) -> None:
     for runs in ranks:

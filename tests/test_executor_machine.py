@@ -1,4 +1,4 @@
-"""What a manager does to the machine that it shares: the allocator's budget, sizes, bandwidths."""
+"""A manager and its machine: block sizes, the allocator's budget, measured bandwidths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from managed_training import MIB, WIDTH, Net, Training, host_machine
+from managed_training import (
+    BEFORE_PLANNED,
+    MIB,
+    WIDTH,
+    Net,
+    Training,
+    host_machine,
+    program_of,
+    run_phases,
+)
 
+from umem.capture.live import Block
 from umem.core.block_sizes import LARGE_BYTES, block_bytes
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
@@ -19,23 +29,24 @@ from umem.executor.budget_lift import BudgetLift, lifted_bytes
 from umem.executor.calibration import BandwidthCalibration
 from umem.executor.machine import Machine
 from umem.executor.manage import manage_on
-from umem.executor.program import Hints
+from umem.executor.program import Hints, PhaseWork
+from umem.executor.runner import Runner
 from umem.executor.tensor_addresses import in_blocks
+from umem.offload import ActivationStore
 from umem.runtime.hints import HintCounts, HintEngine, HintSettings, HintStatistics
 from umem.runtime.native_library import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BEFORE_PLANNED = 7
 GIB = 1 << 30
 BUDGET = 48 * MIB
 ODD_WIDTH = WIDTH + 1000
-"""Numbers in no whole number of pages."""
+"""Elements that do not fill whole pages."""
 
 
 @dataclass(eq=False)
 class CountingAllocator:
-    """Keeps what it is told of budgets, and tells the peaks that it is given."""
+    """An allocator that notes its budgets, and reports the peaks set here."""
 
     highest_bytes: int = 1 << 40
     peak_bytes: int = 1 << 40
@@ -65,10 +76,7 @@ def managed(training: Training, machine: Machine, planner: Any = "planned") -> M
     return manage_on(training.model, training.optimizer, lambda: machine, planner)
 
 
-# ------------------------------------------------------------------------------------ sizes
-
-
-def asked_activations(manager: Manager) -> Counter[str]:
+def activation_hints(manager: Manager) -> Counter[str]:
     """Page hints for activations so far."""
     counts = manager.engine.statistics().counts
     return Counter(
@@ -88,19 +96,18 @@ def test_activations_of_any_size_get_their_hints(
     machine = machine_with(allocator if has_allocator else None, 56 * MIB)
     manager = managed(training, machine, "lookahead")
     training.steps(BEFORE_PLANNED + 2)
-    program, trace = manager._runner.program, manager.trace
-    assert program is not None
+    trace = manager.trace
     assert trace is not None
-    before = asked_activations(manager)
+    before = activation_hints(manager)
     training.steps(2)
-    schedule = program.candidate.schedule
+    schedule = program_of(manager).candidate.schedule
     of_class = trace.tensor_class[schedule.hint_tensor] == TensorClass.ACTIVATIONS.number
     expected = Counter(HintOp(op).name.lower() for op in schedule.hint_op[of_class].tolist())
     assert expected["evict"] > 0
-    assert asked_activations(manager) - before == expected + expected
+    assert activation_hints(manager) - before == expected + expected
 
 
-def test_what_was_not_asked_for_is_not_away(allocator: CountingAllocator) -> None:
+def test_tensors_without_a_hint_do_not_count_as_evicted(allocator: CountingAllocator) -> None:
     training = Training()
     manager = managed(training, machine_with(allocator, 40 * MIB), "fault")
     training.steps(BEFORE_PLANNED + 1)
@@ -120,21 +127,23 @@ def test_what_was_not_asked_for_is_not_away(allocator: CountingAllocator) -> Non
     assert most[TensorClass.OPTIMIZER_STATE] > 0
 
 
-def test_only_what_the_engine_takes_was_asked_for() -> None:
+def test_only_hints_that_the_engine_accepts_count() -> None:
     engine = HintEngine.on_host(HintSettings(capacity=2))
-    training = Training()
-    manager = managed(training, replace(host_machine(BUDGET), engine=engine))
+    machine = replace(host_machine(BUDGET), engine=engine)
+    store = ActivationStore(machine.device)
     addresses = [(1 << 40) + number * LARGE_BYTES for number in range(4)]
     classes = [TensorClass.WEIGHTS] * 4
     batch = engine.batch([HintOp.EVICT] * 4, addresses, [LARGE_BYTES] * 4, classes)
-    hints = Hints(batch, ((1, lambda: 0),), (40, 41, 42, 43))
-    assert manager._runner._fire(hints) == {40, 42}
-    engine.shutdown()
-    assert manager._runner._fire(hints) == frozenset()
-    manager.close()
+    work = PhaseWork(leaving=Hints(batch, ((1, lambda: 0),), (40, 41, 42, 43)))
+    accepted: list[Any] = [{40, 42}, set()]  # by a queue of two, by an engine that was shut down
+    for tensors in accepted:
+        runner = Runner(machine, store, Block("Net", Net()), lambda _: None)
+        run_phases(runner, work)
+        assert runner.away_bytes() == tensors
+        engine.shutdown()
 
 
-def test_a_trace_is_in_the_allocators_blocks(allocator: CountingAllocator) -> None:
+def test_a_trace_has_the_sizes_of_the_allocators_blocks(allocator: CountingAllocator) -> None:
     training = Training()
     manager = managed(training, machine_with(None))
     training.steps(BEFORE_PLANNED + 1)
@@ -142,26 +151,23 @@ def test_a_trace_is_in_the_allocators_blocks(allocator: CountingAllocator) -> No
     assert trace is not None
     sizes = [1, 513, LARGE_BYTES - 513, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 7 * MIB]
     count = len(sizes)
-    told = np.concatenate([sizes, trace.tensor_bytes[count:]]).astype(np.int64)
-    found = in_blocks(replace(trace, tensor_bytes=told)).tensor_bytes[:count].tolist()
+    sizes_of_trace = np.concatenate([sizes, trace.tensor_bytes[count:]]).astype(np.int64)
+    found = in_blocks(replace(trace, tensor_bytes=sizes_of_trace)).tensor_bytes[:count].tolist()
     blocks = block_bytes(sizes).tolist()
-    assert blocks[3] == LARGE_BYTES  # as long as a large one, and shares pages
+    assert blocks[3] == LARGE_BYTES  # rounded to a large block, but it shares pages
     assert found == [*blocks[:3], LARGE_BYTES - 1, *blocks[4:]]
     assert found[:3] == [512, 1024, LARGE_BYTES - 512]
     assert found[5] == LARGE_BYTES + (64 << 10)
 
 
-# ------------------------------------------------------------------------------------ budget
-
-
-def test_the_bound_without_the_budget_leaves_room_for_contexts() -> None:
+def test_a_lifted_budget_leaves_room_for_cuda_contexts() -> None:
     assert lifted_bytes(90 * GIB, 140 * GIB) == 133 * GIB
     assert lifted_bytes(8 * GIB, 12 * GIB) == 11 * GIB
     assert lifted_bytes(139 * GIB, 140 * GIB) == 139 * GIB
     assert lifted_bytes(20 * MIB, 64 * MIB) == 20 * MIB
 
 
-def test_the_allocator_has_a_bound_until_a_plan_runs(allocator: CountingAllocator) -> None:
+def test_the_budget_is_lifted_until_a_plan_runs(allocator: CountingAllocator) -> None:
     training = Training()
     machine = machine_with(allocator)
     manager = managed(training, machine)
@@ -177,7 +183,7 @@ def test_the_allocator_has_a_bound_until_a_plan_runs(allocator: CountingAllocato
     assert allocator.budgets[2:] == [BUDGET]
 
 
-def test_a_training_that_is_dropped_gives_the_budget_back(allocator: CountingAllocator) -> None:
+def test_a_dropped_training_restores_the_budget(allocator: CountingAllocator) -> None:
     training = Training()
     manager = managed(training, machine_with(allocator))
     training.steps(BEFORE_PLANNED + 1)
@@ -187,7 +193,7 @@ def test_a_training_that_is_dropped_gives_the_budget_back(allocator: CountingAll
     assert allocator.budgets[-1] == BUDGET
 
 
-def test_the_last_manager_of_a_device_gives_the_budget_back(allocator: CountingAllocator) -> None:
+def test_the_last_manager_of_a_device_restores_the_budget(allocator: CountingAllocator) -> None:
     trainings = Training(), Training()
     first, second = (managed(training, machine_with(allocator)) for training in trainings)
     trainings[0].steps(BEFORE_PLANNED + 1)
@@ -204,7 +210,7 @@ def test_the_last_manager_of_a_device_gives_the_budget_back(allocator: CountingA
     assert allocator.budgets[-1] == BUDGET
 
 
-def test_where_the_policy_has_no_budget_nothing_is_lifted(allocator: CountingAllocator) -> None:
+def test_without_a_budget_nothing_is_lifted(allocator: CountingAllocator) -> None:
     machine = machine_with(allocator)
     lift = BudgetLift(replace(machine, policy=replace(machine.policy, device_budget_bytes=None)))
     lift.acquire()
@@ -213,14 +219,12 @@ def test_where_the_policy_has_no_budget_nothing_is_lifted(allocator: CountingAll
 
 
 @pytest.mark.parametrize(("card_bytes", "comes_back"), [(2 * GIB, True), (64 * MIB, False)])
-def test_what_was_mapped_comes_back_where_the_card_has_room(
-    card_bytes: int, comes_back: bool
-) -> None:
+def test_mapped_memory_comes_back_if_the_card_has_room(card_bytes: int, comes_back: bool) -> None:
     settings = [native().ClassSetting()] * len(TensorClass)
     config = native().Config(settings, device_budget_bytes=20 * MIB)
     allocator = native().Allocator.on_host(config, device_total_bytes=card_bytes)
     blocks = [allocator.malloc(16 * MIB) for _ in range(3)]
-    # A request without pages of its own must not move its neighbours.
+    # A block that shares its pages must not move its neighbours.
     blocks.append(allocator.malloc(LARGE_BYTES - 1))
     assert allocator.kind_stats(0)["managed"]["spilled_bytes"] >= 32 * MIB
     machine = machine_with(allocator, 20 * MIB)
@@ -238,13 +242,10 @@ def test_what_was_mapped_comes_back_where_the_card_has_room(
         allocator.free(address)
 
 
-# ------------------------------------------------------------------------------------ peaks
-
-
 @pytest.mark.parametrize(
     ("highest_mib", "state"), [(100, ManagerState.RECORDING), (40, ManagerState.RESIDENT)]
 )
-def test_a_loop_that_resets_peaks_does_not_seem_to_fit(
+def test_resetting_torchs_peaks_does_not_make_a_training_fit(
     highest_mib: int, state: ManagerState, allocator: CountingAllocator
 ) -> None:
     training = Training()
@@ -257,11 +258,8 @@ def test_a_loop_that_resets_peaks_does_not_seem_to_fit(
     manager.close()
 
 
-# ------------------------------------------------------------------------------------ bandwidths
-
-
 class CountingEngine:
-    """Tells what it is told to have moved."""
+    """An engine that reports the moves set here."""
 
     def __init__(self) -> None:
         self.moved: dict[Any, tuple[int, float]] = {}
@@ -286,7 +284,7 @@ def engine() -> CountingEngine:
     return CountingEngine()
 
 
-def correction_of(engine: CountingEngine) -> tuple[BandwidthCalibration, Any]:
+def calibration_of(engine: CountingEngine) -> tuple[BandwidthCalibration, Any]:
     hardware = replace(
         host_machine(BUDGET).hardware,
         to_device_bytes_per_s=50e9,
@@ -296,67 +294,67 @@ def correction_of(engine: CountingEngine) -> tuple[BandwidthCalibration, Any]:
     return BandwidthCalibration(engine), hardware  # type: ignore[arg-type]
 
 
-def test_a_bandwidth_is_moved_bytes_by_the_links_time(engine: CountingEngine) -> None:
-    correction, hardware = correction_of(engine)
+def test_a_bandwidth_is_moved_bytes_over_link_time(engine: CountingEngine) -> None:
+    calibration, hardware = calibration_of(engine)
     engine.move("prefetch", 1 * GIB, GIB / 20e9)
-    assert not correction.is_due(3, hardware)
-    assert correction.is_due(4, hardware)
-    assert correction.apply(hardware).to_device_bytes_per_s == pytest.approx(20e9)
-    assert correction.apply(hardware).to_host_bytes_per_s == 25e9
+    assert not calibration.is_due(3, hardware)
+    assert calibration.is_due(4, hardware)
+    assert calibration.apply(hardware).to_device_bytes_per_s == pytest.approx(20e9)
+    assert calibration.apply(hardware).to_host_bytes_per_s == 25e9
     engine.move("prefetch", 1 * GIB, GIB / 20e9)
-    assert not correction.is_due(8, hardware)
-    assert correction.count == 1
+    assert not calibration.is_due(8, hardware)
+    assert calibration.count == 1
 
 
-def test_a_link_that_was_slow_at_first_is_believed_again(engine: CountingEngine) -> None:
-    correction, hardware = correction_of(engine)
+def test_a_link_that_becomes_faster_is_calibrated_again(engine: CountingEngine) -> None:
+    calibration, hardware = calibration_of(engine)
     engine.move("evict", 1 * GIB, GIB / 10e9)
-    assert correction.is_due(4, hardware)
-    assert correction.apply(hardware).to_host_bytes_per_s == pytest.approx(10e9)
+    assert calibration.is_due(4, hardware)
+    assert calibration.apply(hardware).to_host_bytes_per_s == pytest.approx(10e9)
     engine.move("evict", 1 * GIB, GIB / 11e9)
-    assert not correction.is_due(8, hardware)
+    assert not calibration.is_due(8, hardware)
     engine.move("evict", 1 * GIB, GIB / 20e9)
-    assert correction.is_due(12, hardware)
-    assert correction.apply(hardware).to_host_bytes_per_s == pytest.approx(20e9)
+    assert calibration.is_due(12, hardware)
+    assert calibration.apply(hardware).to_host_bytes_per_s == pytest.approx(20e9)
 
 
-def test_no_link_is_believed_to_be_faster_than_the_hardware_says(engine: CountingEngine) -> None:
-    correction, hardware = correction_of(engine)
-    engine.move("evict", 4 * GIB, 4 * GIB / 100e9)  # of which most was there already
-    assert not correction.is_due(4, hardware)
+def test_no_bandwidth_exceeds_the_profiles(engine: CountingEngine) -> None:
+    calibration, hardware = calibration_of(engine)
+    engine.move("evict", 4 * GIB, 4 * GIB / 100e9)  # most of these pages were there already
+    assert not calibration.is_due(4, hardware)
     engine.move("evict", 1 * GIB, GIB / 10e9)
-    assert correction.is_due(8, hardware)
+    assert calibration.is_due(8, hardware)
     engine.move("evict", 4 * GIB, 4 * GIB / 100e9)
-    assert correction.is_due(12, hardware)
-    assert correction.apply(hardware).to_host_bytes_per_s == 25e9
+    assert calibration.is_due(12, hardware)
+    assert calibration.apply(hardware).to_host_bytes_per_s == 25e9
 
 
-def test_a_direction_is_slow_below_its_part_of_the_link(engine: CountingEngine) -> None:
-    correction, hardware = correction_of(engine)
-    engine.move("prefetch", 1 * GIB, GIB / 40e9)  # 60 of 75: both have 0.8 of their own
+def test_both_directions_share_the_link(engine: CountingEngine) -> None:
+    calibration, hardware = calibration_of(engine)
+    engine.move("prefetch", 1 * GIB, GIB / 40e9)  # 60 GB/s of 75: each direction has 0.8 of its own
     engine.move("evict", 1 * GIB, GIB / 20e9)
-    assert not correction.is_due(4, hardware)
+    assert not calibration.is_due(4, hardware)
     engine.move("evict", 1 * GIB, GIB / 16e9)
-    assert correction.is_due(8, hardware)
-    assert correction.apply(hardware).to_host_bytes_per_s == pytest.approx(16e9)
+    assert calibration.is_due(8, hardware)
+    assert calibration.apply(hardware).to_host_bytes_per_s == pytest.approx(16e9)
 
 
-def test_little_is_believed_once_it_is_enough(engine: CountingEngine) -> None:
-    correction, hardware = correction_of(engine)
-    engine.move("prefetch", 300 * MIB, 0.012)  # 26 GB/s, of which one pause may be half
-    assert not correction.is_due(4, hardware)
+def test_small_moves_count_together(engine: CountingEngine) -> None:
+    calibration, hardware = calibration_of(engine)
+    engine.move("prefetch", 300 * MIB, 0.012)  # 26 GB/s: a pause may be half of the time
+    assert not calibration.is_due(4, hardware)
     engine.move("evict", 200 * MIB, 0.1)
-    assert not correction.is_due(8, hardware)
+    assert not calibration.is_due(8, hardware)
     engine.move("prefetch", 300 * MIB, 0.012)
-    assert correction.is_due(12, hardware)
-    assert correction.apply(hardware).to_device_bytes_per_s == pytest.approx(600 * MIB / 0.024)
-    assert correction.apply(hardware).to_host_bytes_per_s == 25e9
+    assert calibration.is_due(12, hardware)
+    assert calibration.apply(hardware).to_device_bytes_per_s == pytest.approx(600 * MIB / 0.024)
+    assert calibration.apply(hardware).to_host_bytes_per_s == 25e9
 
 
-def test_a_link_that_is_used_in_place_too_is_not_slow_for_that(engine: CountingEngine) -> None:
-    correction, hardware = correction_of(engine)
+def test_use_in_place_does_not_make_a_link_slow(engine: CountingEngine) -> None:
+    calibration, hardware = calibration_of(engine)
     engine.move("prefetch", 1 * GIB, 4 * 0.02 + GIB / 40e9)
-    assert not correction.is_due(4, hardware, in_place_s=0.02)
+    assert not calibration.is_due(4, hardware, in_place_s=0.02)
     engine.move("prefetch", 1 * GIB, 4 * 0.02 + GIB / 20e9)
-    assert correction.is_due(8, hardware, in_place_s=0.02)
-    assert correction.apply(hardware).to_device_bytes_per_s == pytest.approx(20e9)
+    assert calibration.is_due(8, hardware, in_place_s=0.02)
+    assert calibration.apply(hardware).to_device_bytes_per_s == pytest.approx(20e9)

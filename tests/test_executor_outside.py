@@ -1,9 +1,9 @@
-"""Plans beside what else is on the device."""
+"""Plans beside memory of the process that is no part of the step."""
 
 from __future__ import annotations
 
 import pytest
-from managed_training import MIB, Training, both
+from managed_training import MIB, Training, both, program_of
 
 from umem.capture.live import StepRecording
 from umem.executor import ManagerState
@@ -11,15 +11,13 @@ from umem.executor import ManagerState
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_plan_leaves_room_for_what_is_on_the_device_beside_the_step(
+def test_a_plan_leaves_room_for_other_memory_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StepRecording, "outside_bytes", 10 * MIB)
     _, manager = both(lambda it: it.steps(10), budget_bytes=48 * MIB)
     assert manager.status().budget_bytes == 48 * MIB
-    program = manager._runner.program
-    assert program is not None
-    timeline = program.candidate.predicted.timeline
+    timeline = program_of(manager).candidate.predicted.timeline
     assert timeline is not None
     assert 20 * MIB < timeline.resident_bytes.sum(axis=1).max() <= 38 * MIB
 
@@ -32,7 +30,7 @@ def test_a_plan_leaves_room_for_what_is_on_the_device_beside_the_step(
         (48 * MIB, "the device budget is 48 MiB, and 60 MiB of other tensors of the process"),
     ],
 )
-def test_where_the_rest_of_the_process_leaves_too_little_it_is_named(
+def test_the_reason_names_other_memory_that_leaves_too_little(
     budget_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepRecording, "outside_bytes", 60 * MIB)

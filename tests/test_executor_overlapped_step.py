@@ -1,4 +1,4 @@
-"""Parts of the optimizer's step beside the backward pass."""
+"""Parts of the optimizer's step that overlap with the backward pass."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from managed_training import TIGHT, both
+from managed_training import TIGHT, both, program_of
 from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.executor import ManagerState
 from umem.executor.optimizer.overlapped_step import (
-    _CHUNK,
+    CHUNK_ELEMENTS,
     OverlappedOptimizerStep,
-    _pieces,
     can_run_beside,
+    split_into_launches,
 )
 from umem.planning.running_step import (
     with_gradient_lifetimes,
@@ -37,21 +37,18 @@ fused = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 MakeTrace = Callable[..., Trace]
 
 
-# ------------------------------------------------------------------------------------ values
-
-
 def parameters() -> list[torch.Tensor]:
-    """More than one launch's, a small one, an empty one, and one of another type."""
+    """More elements than one launch updates, few, none, and some of another type."""
     torch.manual_seed(0)
-    numbers = torch.randn(CHUNKS + 3, _CHUNK), torch.randn(5), torch.empty(0, 3)
+    numbers = torch.randn(CHUNKS + 3, CHUNK_ELEMENTS), torch.randn(5), torch.empty(0, 3)
     return [nn.Parameter(it) for it in (*numbers, torch.randn(70_000).bfloat16())]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("extra", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.1}])
-def test_values_are_those_of_the_optimizers_own_step(kind: Any, extra: Any) -> None:
+def test_overlapped_parts_equal_the_optimizers_step(kind: Any, extra: Any) -> None:
     results = []
-    for is_beside in (False, True):
+    for overlaps in (False, True):
         mine = parameters()
         groups = [{"params": mine[:2], "lr": 1e-2}, {"params": mine[2:], "betas": (0.8, 0.99)}]
         optimizer = kind(groups, fused=True, **extra)
@@ -61,7 +58,7 @@ def test_values_are_those_of_the_optimizers_own_step(kind: Any, extra: Any) -> N
             torch.manual_seed(step)
             for parameter in mine:
                 parameter.grad = torch.randn_like(parameter)
-            if is_beside and step:  # the first step makes the state
+            if overlaps and step:  # the first step makes the state
                 assert beside.run("a", [mine[:2], mine[2:]])
             else:
                 optimizer.step()
@@ -71,21 +68,21 @@ def test_values_are_those_of_the_optimizers_own_step(kind: Any, extra: Any) -> N
     assert all(map(torch.equal, *results))
 
 
-def test_a_launch_updates_few_chunks_of_one_type() -> None:
+def test_a_launch_has_a_limited_number_of_chunks_of_one_type() -> None:
     rows = [
         (parameter.detach().view(-1), torch.tensor(float(number)))
         for number, parameter in enumerate(parameters())
     ]
-    pieces = list(_pieces(rows, CHUNKS))
+    pieces = list(split_into_launches(rows, CHUNKS))
     for piece in pieces:
-        chunks = sum(-(-len(numbers) // _CHUNK) for numbers, _ in piece)
+        chunks = sum(-(-len(numbers) // CHUNK_ELEMENTS) for numbers, _ in piece)
         assert 0 < chunks <= CHUNKS
         assert len({numbers.dtype for numbers, _ in piece}) == 1
     for number, (whole, step) in enumerate(rows):
         found = [part for piece in pieces for part, its in piece if its is step]
         assert torch.equal(torch.cat([*found, whole[:0]]), whole), number
         begins = [part.storage_offset() for part in found]
-        assert all(begin % _CHUNK == 0 for begin in begins)
+        assert all(begin % CHUNK_ELEMENTS == 0 for begin in begins)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +98,7 @@ def test_a_launch_updates_few_chunks_of_one_type() -> None:
     ],
     ids=["state", "tensor", "unfused", "gradient", "sparse", "strides", "shape"],
 )
-def test_what_cannot_be_cut_is_left_alone(spoil: Callable[..., object]) -> None:
+def test_parameters_that_cannot_be_split_are_left_to_the_step(spoil: Callable[..., object]) -> None:
     weight = nn.Parameter(torch.ones(8, 4))
     optimizer = fused([weight])
     weight.grad = torch.ones(8, 4)
@@ -126,16 +123,13 @@ def test_what_cannot_be_cut_is_left_alone(spoil: Callable[..., object]) -> None:
         (torch.optim.SGD, {"fused": True}, False),
     ],
 )
-def test_only_fused_adam_runs_beside(kind: Any, settings: Any, may: bool) -> None:
+def test_only_fused_adam_overlaps(kind: Any, settings: Any, may: bool) -> None:
     assert can_run_beside(kind([nn.Parameter(torch.ones(4))], **settings)) == may
-
-
-# ------------------------------------------------------------------------------------ plans
 
 
 @pytest.fixture
 def moved(make_trace: MakeTrace) -> Trace:
-    """A step whose parts are in the backward pass; the last one has nothing behind it."""
+    """A step whose optimizer parts are in the backward pass; no phase follows the last part."""
     names = ("a", "b")
     trace = make_trace(
         {
@@ -164,7 +158,7 @@ def used(trace: Trace, phase: int) -> dict[str, Access]:
     }
 
 
-def test_a_part_counts_with_the_longest_phase_behind_it(moved: Trace) -> None:
+def test_a_part_counts_with_the_longest_phase_after_it(moved: Trace) -> None:
     in_place = moved.tensor_class == TensorClass.OPTIMIZER_STATE.number
     trace, names = with_overlapped_parts(moved, in_place)
     check_trace(trace, "beside")
@@ -184,13 +178,13 @@ def test_a_part_counts_with_the_longest_phase_behind_it(moved: Trace) -> None:
     assert trace.duration_s == pytest.approx(expected)
 
 
-def test_without_anything_in_place_nothing_changes(moved: Trace) -> None:
+def test_a_step_without_state_in_place_is_unchanged(moved: Trace) -> None:
     trace, names = with_overlapped_parts(moved, np.zeros(moved.tensor_count, np.bool_))
     assert trace is moved
     assert not names
 
 
-def test_a_block_is_open_until_the_part_behind_it_is_over(make_trace: MakeTrace) -> None:
+def test_a_block_keeps_its_tensors_until_its_part_ends(make_trace: MakeTrace) -> None:
     trace = make_trace(
         {
             **{f"{name}.m": (MIB, TensorClass.OPTIMIZER_STATE) for name in ("a", "b")},
@@ -211,7 +205,7 @@ def test_a_block_is_open_until_the_part_behind_it_is_over(make_trace: MakeTrace)
     check_trace(opened, "open")
     names = trace.tensor_names
     assert opened.last_phase[names.index("saved b")] == 2
-    assert opened.last_phase[names.index("saved a")] == 3  # nothing comes behind its part
+    assert opened.last_phase[names.index("saved a")] == 3  # no phase follows its part
     assert used(opened, 2) == {"b.m": Access.READ | Access.WRITE, "frozen b": Access.READ}
     assert used(opened, 4) == used(trace, 4)
     kept = with_gradient_lifetimes(opened)
@@ -222,7 +216,7 @@ def test_a_block_is_open_until_the_part_behind_it_is_over(make_trace: MakeTrace)
     assert set(used(moved, 3)) == {"saved a", "frozen a", "b.m"}
 
 
-def test_a_block_is_open_until_the_last_of_several_parts_is_over(make_trace: MakeTrace) -> None:
+def test_a_block_keeps_its_tensors_until_its_last_part_ends(make_trace: MakeTrace) -> None:
     trace = make_trace(
         {
             "a": (MIB, TensorClass.WEIGHTS), "b": (MIB, TensorClass.WEIGHTS),
@@ -244,9 +238,6 @@ def test_a_block_is_open_until_the_last_of_several_parts_is_over(make_trace: Mak
     assert used(opened, 4) == {"a": Access.READ}
 
 
-# ------------------------------------------------------------------------------------ trainings
-
-
 ON_HOST = {
     "name": "on-host",
     "extends": "sft",
@@ -258,27 +249,25 @@ ALL = frozenset({"head", *(f"layers.{number}" for number in range(4))})
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("budget_bytes", [TIGHT, 100 * TIGHT])
-def test_state_that_the_policy_places_is_updated_beside(budget_bytes: int) -> None:
+def test_state_that_the_policy_places_on_the_host_is_updated_in_overlap(budget_bytes: int) -> None:
     _, manager = both(
         lambda it: it.steps(12), budget_bytes=budget_bytes, step_in_backward=True,
         make_optimizer=fused, policy=ON_HOST,
     )  # fmt: skip
-    status, program = manager.status(), manager._runner.program
+    status = manager.status()
     assert (status.state, status.diverged_steps) == (ManagerState.RUNNING, 0)
     assert status.step_in_backward
-    assert program is not None
-    assert set(program.candidate.overlapped) == ALL
+    assert set(program_of(manager).candidate.overlapped) == ALL
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_state_that_the_planner_maps_is_updated_beside() -> None:
+def test_state_that_the_planner_maps_is_updated_in_overlap() -> None:
     _, manager = both(lambda it: it.steps(12), step_in_backward=True, make_optimizer=fused)
-    program = manager._runner.program
-    assert program is not None
+    program = program_of(manager)
     assert set(program.candidate.overlapped) == ALL
     mapped = program.candidate.trace.tensor_class[program.candidate.mapped]
     assert set(mapped) == {TensorClass.OPTIMIZER_STATE.number}
-    # Each is waited for behind the phase that it runs beside.
+    # The phase after the one that a part overlaps with waits for the part.
     joined = {name: phase for phase, work in enumerate(program.work) for name in work.joins}
     last = program.candidate.trace.phase_count - 1
     assert joined == {name: n + 1 for name, n in program.candidate.overlapped.items() if n < last}
@@ -287,8 +276,6 @@ def test_state_that_the_planner_maps_is_updated_beside() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("make_optimizer", [partial(torch.optim.AdamW, lr=1e-3), fused])
-def test_behind_the_backward_pass_nothing_runs_beside_it(make_optimizer: Any) -> None:
+def test_without_step_in_backward_nothing_overlaps(make_optimizer: Any) -> None:
     _, manager = both(lambda it: it.steps(12), make_optimizer=make_optimizer)
-    program = manager._runner.program
-    assert program is not None
-    assert not program.candidate.overlapped
+    assert not program_of(manager).candidate.overlapped

@@ -1,4 +1,4 @@
-"""An optimizer's step in parts."""
+"""The optimizer's step in parts, one for each block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from umem.capture.live import find_blocks
-from umem.executor.optimizer.partial_step import _EACH_BY_ITSELF, PartialOptimizerStep, can_slice
+from umem.executor.optimizer.partial_step import (
+    PER_PARAMETER_OPTIMIZERS,
+    PartialOptimizerStep,
+    can_slice,
+)
 
 
 def model() -> nn.Sequential:
@@ -22,9 +26,9 @@ def backward(net: nn.Module, seed: int) -> None:
     net(torch.randn(4, 8)).square().sum().backward()
 
 
-@pytest.mark.parametrize("kind", _EACH_BY_ITSELF)
+@pytest.mark.parametrize("kind", PER_PARAMETER_OPTIMIZERS)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_parts_come_to_the_whole_step_bit_for_bit(kind: Any, groups: int) -> None:
+def test_parts_equal_the_whole_step(kind: Any, groups: int) -> None:
     results = []
     for sliced in (False, True):
         net = model()
@@ -50,7 +54,7 @@ def test_parts_come_to_the_whole_step_bit_for_bit(kind: Any, groups: int) -> Non
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_hooks_of_the_step_run_once() -> None:
+def test_step_hooks_run_once() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
     seen = []
@@ -63,7 +67,7 @@ def test_hooks_of_the_step_run_once() -> None:
     assert seen == ["before", "after"]
 
 
-def test_a_parameter_without_a_gradient_or_a_block_is_no_trouble() -> None:
+def test_parameters_without_gradient_or_block() -> None:
     net = model()
     loose = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*net.parameters(), loose], lr=0.5)
@@ -77,7 +81,7 @@ def test_a_parameter_without_a_gradient_or_a_block_is_no_trouble() -> None:
     assert torch.equal(loose.detach(), torch.full((3,), 0.5))
 
 
-def test_where_a_part_fails_the_error_is_the_programs_and_the_optimizer_is_whole() -> None:
+def test_an_error_in_a_part_is_raised_and_leaves_the_optimizer_intact() -> None:
     net, expected = model(), model()
     optimizer = torch.optim.AdamW(net.parameters())
     reference = torch.optim.AdamW(expected.parameters())
@@ -100,9 +104,9 @@ def test_where_a_part_fails_the_error_is_the_programs_and_the_optimizer_is_whole
     assert len(optimizer.state_dict()["state"]) == 6
 
 
-def test_what_couples_parameters_is_not_sliced() -> None:
+def test_optimizers_that_couple_parameters_run_whole() -> None:
     class Clipping(torch.optim.AdamW):
-        """Looks at all gradients at once."""
+        """A subclass, which may use all gradients at once."""
 
     parameters = list(model().parameters())
     assert can_slice(torch.optim.AdamW(parameters))

@@ -1,4 +1,4 @@
-"""Managed trainings whose optimizer's step goes in parts, or cannot."""
+"""Managed trainings whose optimizer's step runs in parts, or cannot."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import Any
 import managed_training
 import pytest
 import torch
-from managed_training import MIB, Training
+from managed_training import BEFORE_PLANNED, MIB, Training, fail_at_phase
 
 from umem.executor import Manager, ManagerState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BEFORE_PLANNED = 7
-
 
 class StopError(Exception):
-    """What goes wrong in a step."""
+    """An error of the program."""
 
 
 MIGRATING = {
@@ -29,7 +27,7 @@ MIGRATING = {
 
 
 def both(train: Callable[[Training], None], budget_bytes: int, policy: Any = "sft") -> Manager:
-    """The manager of a run that goes by plan, once the run is known to be bit-equal to stock's."""
+    """Check that a managed run equals the stock run and follows a plan; returns its manager."""
     _, manager = managed_training.both(train, budget_bytes=budget_bytes, policy=policy)
     assert manager.status().state is ManagerState.RUNNING, manager.status()
     return manager
@@ -41,7 +39,7 @@ def has_parts(manager: Manager) -> bool:
     return "optimizer head" in manager.trace.phase_names
 
 
-def test_hooks_that_are_added_later_see_the_whole_step_and_may_change_it() -> None:
+def test_later_hooks_see_the_whole_step_and_may_change_it() -> None:
     def train(training: Training) -> None:
         def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
             for parameter in optimizer.param_groups[0]["params"]:
@@ -75,12 +73,12 @@ def test_steps_with_a_closure_are_planned_as_a_whole() -> None:
     assert (manager.status().steps, manager.status().diverged_steps) == (12 - BEFORE_PLANNED, 0)
 
 
-def test_where_steps_stop_going_in_parts_they_are_planned_anew() -> None:
+def test_steps_that_stop_running_in_parts_are_planned_again() -> None:
     def train(training: Training) -> None:
         training.steps(BEFORE_PLANNED + 2)
         steps_with_a_closure(training, 14)
 
-    # State that is used in place may leave nothing to do between the parts, and nothing to miss.
+    # With state in place there may be no work between the parts, and no divergence.
     manager = both(train, budget_bytes=56 * MIB, policy=MIGRATING)
     assert not has_parts(manager)
     assert manager.status().diverged_steps == 3
@@ -88,7 +86,7 @@ def test_where_steps_stop_going_in_parts_they_are_planned_anew() -> None:
 
 
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
-def test_an_error_in_the_optimizers_step_is_the_programs(
+def test_an_error_in_the_optimizers_step_reaches_the_program(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(training: Training) -> None:
@@ -121,19 +119,13 @@ def test_an_error_in_the_optimizers_step_is_the_programs(
     assert (manager.status().steps, manager.status().diverged_steps) == (2 + 2, 1)
 
 
-def test_an_error_of_the_executor_between_parts_leaves_the_step_whole() -> None:
+def test_an_error_of_the_executor_between_parts_leaves_the_step_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stock, training = Training(), Training()
     manager = training.manage(budget_bytes=34 * MIB)
     training.steps(BEFORE_PLANNED + 1)
-    begin = manager._runner._begin
-
-    def fails(*args: Any) -> None:
-        assert manager.trace is not None
-        if manager.trace.phase_names[manager._runner._phase] == "optimizer layers.2":
-            raise RuntimeError("no more")
-        begin(*args)
-
-    manager._runner._begin = fails  # type: ignore[method-assign, assignment]
+    fail_at_phase(manager, monkeypatch, "optimizer layers.2")
     training.steps(3)
     assert manager.status().state is ManagerState.OFF
     assert "RuntimeError: no more" in manager.status().reason

@@ -1,4 +1,4 @@
-"""Training loops as people write them, managed on the CPU and bit-equal to stock ones."""
+"""Common training loops and models under a manager on the CPU: values equal a stock run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from typing import Any
 import managed_training
 import pytest
 import torch
-from managed_training import MIB, WIDTH, Checkpointed, Net, Scale, Training, hook_count
+from managed_training import (
+    BEFORE_PLANNED,
+    MIB,
+    WIDTH,
+    Checkpointed,
+    Net,
+    Scale,
+    Training,
+    hook_count,
+)
 from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.executor import Manager, ManagerState
+from umem.runtime.torch_hooks import saved_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BEFORE_PLANNED = 7
-
 
 def both(train: Callable[[Training], None], planner: str = "planned", **more: Any) -> Manager:
-    """The manager of a run that goes by plan, once the run is known to be bit-equal to stock's."""
+    """Check that a managed run equals the stock run and follows a plan; returns its manager."""
     _, manager = managed_training.both(train, planner, **more)
     assert manager.status().state is ManagerState.RUNNING, manager.status()
     return manager
-
-
-# ------------------------------------------------------------------------------------ loops
 
 
 @pytest.mark.parametrize("planner", ["planned", "fault"])
@@ -40,11 +45,11 @@ def test_gradient_accumulation(planner: str) -> None:
             training.losses.append(0.0)
 
     status = both(train, planner).status()
-    # The step that the program starts in counts as a stray: its first call has gone by.
+    # The step in which the program starts diverges: its first call is over by then.
     assert (status.steps, status.diverged_steps, status.plans) == (12 - BEFORE_PLANNED, 1, 1)
 
 
-def test_accumulation_that_ends_early_strays_and_comes_right() -> None:
+def test_accumulation_that_ends_early_diverges_once() -> None:
     def train(training: Training) -> None:
         for step in range(14):
             for _ in range(1 if step == 10 else 2):
@@ -61,14 +66,14 @@ def test_accumulation_that_ends_early_strays_and_comes_right() -> None:
 
 
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
-def test_gradients_that_are_set_to_zero(planner: str) -> None:
+def test_zero_grad_that_keeps_gradients(planner: str) -> None:
     def train(training: Training) -> None:
         training.steps(12, gradients_stay=True)
 
     assert both(train, planner).status().diverged_steps == 0
 
 
-def test_gradients_that_are_zeroed_before_the_forward_pass() -> None:
+def test_zero_grad_before_the_forward_pass() -> None:
     def train(training: Training) -> None:
         for _ in range(12):
             training.optimizer.zero_grad()
@@ -167,7 +172,7 @@ def test_a_closure() -> None:
     assert manager.status().state in (ManagerState.RUNNING, ManagerState.OFF)
 
 
-def test_parameters_that_are_added_later() -> None:
+def test_parameters_added_later() -> None:
     def train(training: Training) -> None:
         head = training.model.get_parameter("head.weight")
         for step in range(14):
@@ -184,16 +189,13 @@ def test_parameters_that_are_added_later() -> None:
     assert both(train, make_model=frozen_head).status().plans == 1
 
 
-def test_state_that_is_loaded_anew() -> None:
+def test_loading_state_between_steps() -> None:
     def train(training: Training) -> None:
         training.steps(10)
         training.optimizer.load_state_dict(training.optimizer.state_dict())
         training.steps(4)
 
     assert both(train).status().diverged_steps == 0
-
-
-# ------------------------------------------------------------------------------------ models
 
 
 class Reentrant(Checkpointed):
@@ -205,7 +207,7 @@ class Reentrant(Checkpointed):
 def test_activation_checkpointing(model: type[nn.Module], planner: str) -> None:
     def train(training: Training) -> None:
         for _ in range(12):
-            # A checkpoint of the old kind needs an input that gradients are taken of.
+            # A reentrant checkpoint needs an input that requires gradients.
             x = training.batch().requires_grad_()
             loss = training.model(x).square().mean()
             loss.backward()
@@ -218,7 +220,7 @@ def test_activation_checkpointing(model: type[nn.Module], planner: str) -> None:
 
 
 class Adapter(nn.Module):
-    """A frozen block, and a small part that is trained."""
+    """A frozen block with a small trained factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,11 +269,16 @@ def test_tied_weights() -> None:
     assert both(lambda training: training.steps(12), make_model=Tied).status().diverged_steps == 0
 
 
-def test_blocks_that_are_compiled() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
+def test_compiled_blocks(in_place: bool) -> None:
     def compiled() -> nn.Module:
         model = Net()
         for number, layer in enumerate(model.layers):
-            model.layers[number] = torch.compile(layer, backend="aot_eager")  # type: ignore[assignment]
+            if in_place:
+                layer.compile(backend="aot_eager")
+            else:
+                model.layers[number] = torch.compile(layer, backend="aot_eager")  # type: ignore[assignment]
         return model
 
     manager = both(lambda training: training.steps(12), make_model=compiled)
@@ -281,21 +288,7 @@ def test_blocks_that_are_compiled() -> None:
     assert manager.store.statistics.bytes_out > 0
 
 
-def test_blocks_that_are_compiled_in_place() -> None:
-    def compiled() -> nn.Module:
-        model = Net()
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-        return model
-
-    manager = both(lambda training: training.steps(12), make_model=compiled)
-    assert manager.trace is not None
-    assert "backward layers.2" in manager.trace.phase_names
-    assert manager.status().diverged_steps == 0
-    assert manager.store.statistics.bytes_out > 0
-
-
-def test_a_model_that_is_compiled_in_place_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_compiled_as_a_whole_is_not_managed(caplog: pytest.LogCaptureFixture) -> None:
     stock, training = Training(), Training()
     manager = training.manage()
     training.model.compile(backend="aot_eager")
@@ -328,8 +321,8 @@ def test_two_models_in_one_process() -> None:
         assert manager.status().diverged_steps == 0
 
 
-def test_two_models_whose_steps_are_one_inside_the_other() -> None:
-    """As a generator and what judges it."""
+def test_two_models_with_nested_steps() -> None:
+    """A generator and its discriminator."""
 
     def train(made: Training, judge: Training) -> None:
         for _ in range(12):
@@ -357,15 +350,12 @@ def test_two_models_whose_steps_are_one_inside_the_other() -> None:
         assert manager.status().steps > 0
 
 
-# ------------------------------------------------------------------------------------ exceptions
-
-
 class StopError(Exception):
-    """What goes wrong in a user's code."""
+    """An error of the program."""
 
 
 def broken_run(training: Training, breaks: Callable[[Training], None]) -> None:
-    """Steps with a broken one among them, which the program goes on after."""
+    """Steps around a failing one that the program survives."""
     training.steps(BEFORE_PLANNED + 2)
     breaks(training)
     training.optimizer.zero_grad()
@@ -435,18 +425,18 @@ def in_the_optimizer(error: type[BaseException]) -> Callable[[Training], None]:
 @pytest.mark.parametrize("planner", ["planned", "fault"])
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", [in_forward, inside_a_block, in_backward, in_the_optimizer])
-def test_a_step_that_breaks(
+def test_a_step_that_fails(
     place: Callable[[type[BaseException]], Callable[[Training], None]],
     error: type[BaseException],
     planner: str,
 ) -> None:
     status = both(lambda training: broken_run(training, place(error)), planner).status()
-    # The broken step has no end of its own: the one after it ends it.
+    # The broken step never ends: it counts as one with the step after it.
     assert status.diverged_steps == 1
     assert status.steps == 2 + 3
 
 
-def test_an_error_of_the_executor_ends_it_and_not_the_training() -> None:
+def test_an_error_of_the_executor_does_not_end_the_training() -> None:
     stock, training = Training(), Training()
     manager = training.manage()
     training.steps(BEFORE_PLANNED + 1)
@@ -471,7 +461,7 @@ def test_an_interrupt_leaves_no_saved_tensor_hooks_for_the_next_step() -> None:
     training.step()
     before = manager.store.statistics
     x = torch.randn(2, WIDTH, requires_grad=True)
-    torch.tanh(x * 2).sum().backward()  # of no concern to the manager
+    torch.tanh(x * 2).sum().backward()  # no part of the managed model
     after = manager.store.statistics
     assert (after.bytes_out, after.bytes_in) == (before.bytes_out, before.bytes_in)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert saved_tensors.innermost() is None

@@ -1,4 +1,4 @@
-"""What can go wrong around a managed training does not change it: on the CPU."""
+"""Failures around a managed training on the CPU, which must not change its values."""
 
 from __future__ import annotations
 
@@ -39,12 +39,9 @@ def stock() -> Training:
     return training
 
 
-# ------------------------------------------------------------------------------------ the driver
-
-
 @pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
-def test_a_driver_that_always_fails(planner: str, stock: Training) -> None:
-    """Every request of the engine fails; the pages are where they were."""
+def test_every_hint_may_fail(planner: str, stock: Training) -> None:
+    """Pages stay where they were."""
     training = Training()
     manager = training.manage(planner, 34 * MIB, devices=0)
     training.steps(12)
@@ -61,7 +58,7 @@ def test_a_driver_that_always_fails(planner: str, stock: Training) -> None:
 
 
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
-def test_an_engine_that_has_ended(planner: str, stock: Training) -> None:
+def test_the_engine_may_be_shut_down_during_training(planner: str, stock: Training) -> None:
     training = Training()
     manager = training.manage(planner, 34 * MIB)
     training.steps(9)
@@ -90,7 +87,7 @@ def test_every_driver_call_may_fail_once(call: str, planner: str, stock: Trainin
     assert sum(of.requests[HintOutcome.DONE] for of in counts) > 20
 
 
-def test_a_queue_that_is_full(stock: Training) -> None:
+def test_the_hint_queue_may_be_full(stock: Training) -> None:
     training = Training()
     settings = HintSettings(capacity=2)
     manager = training.manage("lookahead", 34 * MIB, settings=settings, bytes_per_s=200e6)
@@ -99,10 +96,10 @@ def test_a_queue_that_is_full(stock: Training) -> None:
     assert manager.engine.statistics().refused > 0
 
 
-def test_pages_that_come_too_late_are_not_waited_for_for_ever(
+def test_the_wait_for_late_pages_is_limited(
     stock: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umem.executor.runner._PATIENCE_S", 0.01)
+    monkeypatch.setattr("umem.executor.runner.MAX_WAIT_S", 0.01)
     training = Training()
     manager = training.manage("planned", 34 * MIB, bytes_per_s=20e6)
     training.steps(12)
@@ -110,10 +107,7 @@ def test_pages_that_come_too_late_are_not_waited_for_for_ever(
     assert manager.status().wait_timeouts > 0
 
 
-# ------------------------------------------------------------------------------------ memory
-
-
-def test_a_host_without_room_is_not_filled(
+def test_no_plan_fills_a_host_without_room(
     stock: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = host_machine(34 * MIB)
@@ -137,7 +131,7 @@ def test_a_host_without_room_is_not_filled(
     assert manager.engine.statistics().counts == {}
 
 
-def test_a_host_that_does_not_say_is_taken_as_described() -> None:
+def test_the_profile_counts_where_host_memory_is_unknown() -> None:
     hardware = host_machine(34 * MIB).hardware
     assert within_host(hardware, lambda: None) is hardware
     assert within_host(hardware, lambda: (1 << 50, 1 << 50)) == hardware
@@ -167,8 +161,8 @@ def test_activations_stay_where_the_host_is_nearly_full(stock: Training) -> None
     assert manager.status().state is ManagerState.RUNNING
 
 
-def test_a_tensor_that_goes_while_its_hint_is_queued(stock: Training) -> None:
-    """A model is dropped while hints on its memory wait behind others."""
+def test_memory_may_be_freed_while_its_hints_are_queued(stock: Training) -> None:
+    """A model is dropped while hints on its memory are behind others in the queue."""
     engine = HintEngine.on_host(bytes_per_s=20e6)
     first, second = Training(), Training()
     for training, budget_bytes in ((first, 34 * MIB), (second, 400 * MIB)):
@@ -179,12 +173,9 @@ def test_a_tensor_that_goes_while_its_hint_is_queued(stock: Training) -> None:
     assert engine.statistics().open_requests
     del first, training
     gc.collect()
-    second.steps(12)  # in the same memory, as far as the host's allocator gives it
+    second.steps(12)  # mostly in the memory that was freed
     assert second.equals(stock)
     assert engine.statistics().failures == ()
-
-
-# ------------------------------------------------------------------------------------ processes
 
 
 def end(how: str) -> subprocess.CompletedProcess[str]:
@@ -216,19 +207,16 @@ def test_a_process_may_fork_while_pages_move() -> None:
     assert done.stderr == ""
 
 
-# ------------------------------------------------------------------------------------ at random
-
-
 class Disturber:
-    """Asks for hints that no plan has, between the phases of each step.
+    """Submits hints that are in no plan, between the phases of each step.
 
     Parameters
     ----------
     training
-        Whose weights, gradients, state and outputs are named.
+        Its weights, gradients, optimizer state and outputs are moved.
     manager
-        Whose engine takes them: over the host pages stay, and copies really copy. Its store is
-        asked to move groups of activations at the wrong times.
+        Its engine takes the hints: over host memory pages stay, and copies really copy. Its store
+        moves groups of activations at the wrong times.
     """
 
     def __init__(self, training: Training, manager: Manager) -> None:
@@ -237,7 +225,7 @@ class Disturber:
         self._store = manager.store
         self._random = random.Random(7)
         self._spare = torch.empty(1 << 19)
-        self.asked = 0
+        self.hints = 0
         for module in training.model.modules():
             module.register_forward_hook(self._after_forward)
 
@@ -263,7 +251,7 @@ class Disturber:
         of_class, tensor = self._random.choice(list(self._tensors()))
         address, size_bytes, engine = tensor.data_ptr(), tensor.nbytes, self._engine
         kind = self._random.choice(["prefetch", "evict", "map", "unmap", "copy", "activations"])
-        self.asked += 1
+        self.hints += 1
         if kind in ("map", "unmap"):
             engine.advise(
                 address,
@@ -285,7 +273,7 @@ class Disturber:
                     op, address, size_bytes, tensor_class=of_class, host_address=spare
                 )
                 assert engine.wait(ticket, timeout_s=10) is HintOutcome.DONE
-                # What left may be overwritten: its values come from the copy.
+                # The values come back from the copy.
                 if op == HintOp.COPY_OUT:
                     tensor.data.view(-1)[::4096] = float("nan")
         else:
@@ -294,7 +282,7 @@ class Disturber:
 
 
 def checksums(training: Training, steps: int) -> list[int]:
-    """Of the output, all gradients, weights and state, in each step."""
+    """Checksums of the output, all gradients, weights and state, in each step."""
     found = []
     for _ in range(steps):
         output = training.model(training.batch())
@@ -317,7 +305,7 @@ def check_disturbed_steps(planner: PolicyPlanner, expected: list[int]) -> None:
     manager = training.manage(planner, 32 * MIB)
     disturber = Disturber(training, manager)
     found = checksums(training, 200)
-    assert disturber.asked > 1000
+    assert disturber.hints > 1000
     assert manager.status().state is ManagerState.RUNNING
     assert manager.status().steps > 180
     assert found == expected

@@ -1,4 +1,4 @@
-"""Trainings on a real card under `umem.enable` alone, with 60 % of what a stock one takes."""
+"""Trainings on a GPU under `umem.enable`, with a budget of 60 % of the stock run's peak."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGETED = (*PLANNERS, "in backward")
 """The last one is planned too, with the optimizer's step in the backward pass."""
 
 ODD_TOKENS = "4100"
-"""Whose activations fill no whole number of pages."""
+"""Activations of this many tokens do not fill whole pages."""
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -47,7 +47,7 @@ def budget_bytes(stock: Any) -> int:
 
 @pytest.fixture(scope="module")
 def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
-    """All at once, beside one that nothing is asked of, and one that is not to be managed."""
+    """All jobs at once, with one that fits its budget, and one without a planner."""
     common = {**DETERMINISTIC, "UMEM_POLICY": "sft"}
     jobs = {
         planner: start(
@@ -82,7 +82,7 @@ def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
 
 
 @pytest.mark.parametrize("job", BUDGETED)
-def test_values_are_those_of_a_stock_run(job: str, managed: dict[str, Job], stock: Any) -> None:
+def test_values_equal_those_of_a_stock_run(job: str, managed: dict[str, Job], stock: Any) -> None:
     facts = managed[job].facts()
     print({key: value for key, value in facts.items() if key != "losses"})
     assert facts["losses"] == stock["losses"]
@@ -97,7 +97,9 @@ def test_values_are_those_of_a_stock_run(job: str, managed: dict[str, Job], stoc
 
 
 @pytest.mark.parametrize("job", BUDGETED)
-def test_the_budget_is_kept(job: str, managed: dict[str, Job], budget_bytes: int) -> None:
+def test_resident_bytes_stay_within_the_budget(
+    job: str, managed: dict[str, Job], budget_bytes: int
+) -> None:
     facts = managed[job].facts()
     assert facts["budget_bytes"] == budget_bytes
     assert facts["samples"] > 100
@@ -132,7 +134,7 @@ def test_activations_come_back_in_time(managed: dict[str, Job]) -> None:
     assert facts["late_fetches"] == 0
 
 
-def test_where_all_fits_nothing_is_done(managed: dict[str, Job], stock: Any) -> None:
+def test_a_training_that_fits_moves_nothing(managed: dict[str, Job], stock: Any) -> None:
     facts = managed["roomy"].facts()
     assert facts["losses"] == stock["losses"]
     assert (facts["state"], facts["moved_bytes"]) == ("resident", 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -13,11 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from umem.executor import Manager
 from umem.executor.machine import Machine
 from umem.executor.manage import manage_on
-from umem.hardware import load_hardware
+from umem.executor.program import PhaseWork, Program
+from umem.executor.runner import Runner
+from umem.hardware import Hardware, load_hardware
 from umem.policy import load_policy, resolve
 from umem.runtime.hints import HintEngine
 
 __all__ = [
+    "BEFORE_PLANNED",
     "MIB",
     "TIGHT",
     "WIDTH",
@@ -26,9 +31,18 @@ __all__ = [
     "Scale",
     "Training",
     "both",
+    "calibrated_hardware",
+    "current_phase",
+    "fail_at_phase",
     "hook_count",
     "host_machine",
+    "program_of",
+    "replan",
+    "run_phases",
 ]
+
+BEFORE_PLANNED = 7
+"""Steps that warm up, are recorded and are planned; the next one is the first by plan."""
 
 MIB = 1 << 20
 WIDTH = 1 << 19
@@ -191,6 +205,54 @@ def both(
     train(managed)
     assert managed.equals(stock)
     return managed, manager
+
+
+def program_of(manager: Manager) -> Program:
+    """The program that a manager runs."""
+    program = manager._runner.program
+    assert program is not None, manager.status()
+    return program
+
+
+def current_phase(manager: Manager) -> int:
+    """Number of the phase in which the managed training is."""
+    return manager._runner._phase
+
+
+def calibrated_hardware(manager: Manager) -> Hardware:
+    """The hardware profile with the bandwidths that a manager has measured."""
+    return manager._plans._calibration.apply(manager._machine.hardware)
+
+
+def replan(manager: Manager) -> None:
+    """Make a manager's plans again, as after a correction of the bandwidths."""
+    manager._plans.make()
+    manager._load(next(iter(manager._plans._programs.values())))
+
+
+def run_phases(runner: Runner, *work: PhaseWork) -> None:
+    """Let a runner do the work of a step's phases."""
+    phases = [SimpleNamespace(label=str(number), phase=number) for number in range(len(work))]
+    program: Any = SimpleNamespace(
+        work=work, followed=phases, present={}, away_bytes=lambda tensors: tensors
+    )
+    runner.load(program)
+    runner.step_begins()
+    for phase in phases:
+        runner.phase_begins(phase.label)
+
+
+def fail_at_phase(manager: Manager, monkeypatch: pytest.MonkeyPatch, name: str = "") -> None:
+    """Let the executor's own work fail at the start of a phase, or of every phase."""
+    begin = manager._runner._begin
+
+    def fails(*arguments: Any) -> None:
+        assert manager.trace is not None
+        if name in manager.trace.phase_names[current_phase(manager)]:
+            raise RuntimeError("no more")
+        begin(*arguments)
+
+    monkeypatch.setattr(manager._runner, "_begin", fails)
 
 
 def hook_count(training: Training) -> int:

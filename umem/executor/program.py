@@ -21,7 +21,16 @@ from umem.planning.plan_search import PlanCandidate
 from umem.runtime.hints import HintBatch
 from umem.trace import Trace, phase_of_access, require_durations
 
-__all__ = ["MODEL", "GroupKey", "Hints", "MappedBlocks", "PhaseWork", "Program", "build_program"]
+__all__ = [
+    "MODEL",
+    "GroupKey",
+    "Hints",
+    "MappedBlocks",
+    "PhaseWork",
+    "Program",
+    "build_program",
+    "plan_releases",
+]
 
 MappedBlock = tuple[int, int, TensorClass]
 """Address, bytes, and the class under which hints on it are counted."""
@@ -274,7 +283,7 @@ def build_program(
 
     chosen = {key: frozenset(ordinals) for key, ordinals in copied.items()}
     sent = [_parts(found) for found in sends]
-    releases = _releases(candidate, chosen, sent, saved, followed, forward_labels, machine)
+    releases = plan_releases(candidate, chosen, sent, saved, followed, forward_labels, machine)
     tensors = {(entry.block, entry.call, entry.ordinal): entry.tensor for entry in saved}
     room = plan_admission(
         candidate,
@@ -386,7 +395,7 @@ def _first_uses(trace: Trace, coming: HintRows) -> list[tuple[tuple[int, int], .
     return [tuple(sorted(row, key=asking(phase))) for phase, row in enumerate(found)]
 
 
-def _releases(
+def plan_releases(
     candidate: PlanCandidate,
     copied: Mapping[GroupKey, frozenset[int]],
     sends: Sequence[Sequence[GroupPart]],

@@ -20,9 +20,9 @@ from umem.offload import ActivationStore
 from umem.runtime.hints import HintOutcome
 from umem.telemetry import PhaseRanges, call_watcher
 
-__all__ = ["Runner"]
+__all__ = ["MAX_WAIT_S", "Runner"]
 
-_PATIENCE_S = 2.0
+MAX_WAIT_S = 2.0
 """Longest wait of a phase for its pages, seconds. After it they come by fault, late but correct."""
 
 
@@ -235,7 +235,7 @@ class Runner:
         engine, began_s = self._machine.engine, time.perf_counter()
         for ticket in range(hints.batch.tickets[0], last + 1):
             try:
-                outcome = engine.wait(ticket, timeout_s=_PATIENCE_S)
+                outcome = engine.wait(ticket, timeout_s=MAX_WAIT_S)
             except KeyError:  # finished so long ago that the engine has forgotten it
                 continue
             if outcome is HintOutcome.OPEN:

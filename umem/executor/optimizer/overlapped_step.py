@@ -13,9 +13,9 @@ from umem.executor.optimizer.partial_step import Part
 from umem.runtime.cuda_events import new_event
 from umem.torch_compat import foreach_add, fused_adam, fused_adamw, queue_backward_callback
 
-__all__ = ["OverlappedOptimizerStep", "can_run_beside"]
+__all__ = ["CHUNK_ELEMENTS", "OverlappedOptimizerStep", "can_run_beside", "split_into_launches"]
 
-_CHUNK = 65_536
+CHUNK_ELEMENTS = 65_536
 """Elements that one thread block of torch's fused optimizers updates."""
 
 _OWN_STATE = ("exp_avg", "exp_avg_sq")
@@ -164,7 +164,7 @@ def _update(work: Sequence[_Work], chunks: int) -> None:
         foreach_add([row[-1] for row in rows], 1)
         is_decoupled = group["decoupled_weight_decay"]
         kernel = fused_adamw if is_decoupled else fused_adam
-        for piece in _pieces(rows, chunks):
+        for piece in split_into_launches(rows, chunks):
             weights, gradients, first, second, *most, steps = map(list, zip(*piece, strict=True))
             kernel(
                 weights,
@@ -185,7 +185,7 @@ def _update(work: Sequence[_Work], chunks: int) -> None:
             )
 
 
-def _pieces(rows: Sequence[_Row], chunks: int) -> Iterator[list[_Row]]:
+def split_into_launches(rows: Sequence[_Row], chunks: int) -> Iterator[list[_Row]]:
     """Rows cut into launches of one dtype each. A small tensor counts as a whole chunk."""
     piece: list[_Row] = []
     room = chunks
@@ -195,9 +195,9 @@ def _pieces(rows: Sequence[_Row], chunks: int) -> Iterator[list[_Row]]:
             if piece and (room == 0 or piece[0][0].dtype != tensors[0].dtype):
                 yield piece
                 piece, room = [], chunks
-            end = min(size, begin + room * _CHUNK)
+            end = min(size, begin + room * CHUNK_ELEMENTS)
             piece.append((*(it[begin:end] for it in tensors), step))
-            room -= -(-(end - begin) // _CHUNK)
+            room -= -(-(end - begin) // CHUNK_ELEMENTS)
             begin = end
     if piece:
         yield piece

@@ -14,12 +14,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from umem.capture.live import Block
 from umem.trace import OPTIMIZER
 
-__all__ = ["Part", "PartialOptimizerStep", "PerBlockStepHook", "can_slice", "part_label"]
+__all__ = [
+    "PER_PARAMETER_OPTIMIZERS",
+    "Part",
+    "PartialOptimizerStep",
+    "PerBlockStepHook",
+    "can_slice",
+    "part_label",
+]
 
 Part = list[list[torch.Tensor]]
 """Parameters of an optimizer, by parameter group."""
 
-_EACH_BY_ITSELF = (
+PER_PARAMETER_OPTIMIZERS = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adam,
@@ -43,7 +50,7 @@ def part_label(name: str) -> str:
 
 def can_slice(optimizer: Optimizer) -> bool:
     """Whether a step may run in parts: only for torch's own classes, not for subclasses."""
-    return type(optimizer) in _EACH_BY_ITSELF
+    return type(optimizer) in PER_PARAMETER_OPTIMIZERS
 
 
 class PartialOptimizerStep:
