@@ -36,7 +36,7 @@ from managed_training import (
 )
 
 import umem
-from umem.capture.live import Block
+from umem.capture.live import Block, StepRecording
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp
@@ -654,3 +654,34 @@ def test_residency_ignores_managers_of_other_devices(
     monkeypatch.setattr(manage, "managers", lambda: [manager_of(0, 30), manager_of(1, 60)])
     found = [umem.executor.residency(device)[TensorClass.WEIGHTS] for device in (0, 1, 2)]
     assert found == [70, 40, 100]
+
+
+def test_a_plan_leaves_room_for_other_memory_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StepRecording, "outside_bytes", 10 * MIB)
+    _, manager = both(lambda it: it.steps(10), budget_bytes=48 * MIB)
+    assert manager.status().budget_bytes == 48 * MIB
+    timeline = program_of(manager).candidate.predicted.timeline
+    assert timeline is not None
+    assert 20 * MIB < timeline.resident_bytes.sum(axis=1).max() <= 38 * MIB
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "said"),
+    [
+        (61 * MIB, "(that is the budget of 61 MiB less 60 MiB that other tensors of the process"),
+        (60 * MIB, "the device budget is 60 MiB, and 60 MiB of other tensors of the process"),
+        (48 * MIB, "the device budget is 48 MiB, and 60 MiB of other tensors of the process"),
+    ],
+)
+def test_the_reason_names_other_memory_that_leaves_too_little(
+    budget_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepRecording, "outside_bytes", 60 * MIB)
+    training = Training()
+    manager = training.manage(budget_bytes=budget_bytes)
+    training.steps(10)
+    assert manager.status().state is ManagerState.OFF
+    assert said in manager.status().reason
+    assert "raise the budget" in manager.status().reason

@@ -1,4 +1,4 @@
-"""The activation store under autograd: its checks, threads, ends of graphs, and others' hooks."""
+"""The activation store under autograd: checks, threads, ends of graphs, other code's hooks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from activation_chain import (
 from torch.utils.checkpoint import checkpoint
 
 from umem.offload import ActivationStore, HostMover
+from umem.runtime.torch_hooks import saved_tensors
 
 # The last bit of a function may depend on how threads share its numbers.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +57,9 @@ class TestAutograd:
         ):
             gradient(z, x)
 
-    def test_in_place_modification_of_what_stays_raises(self, store: ActivationStore) -> None:
+    def test_in_place_modification_of_a_tensor_that_stays_raises(
+        self, store: ActivationStore
+    ) -> None:
         x = torch.ones(3, requires_grad=True)
         store.open_group("a")
         y = x.exp()
@@ -73,8 +76,8 @@ class TestAutograd:
             store.release("a")
             store.fetch("a")
             assert torch.equal(gradient(y, x, retain_graph=True), expected)
-        told = store.statistics
-        assert (told.tensors_out, told.tensors_in, told.late_fetches) == (3, 9, 0)
+        counts = store.statistics
+        assert (counts.tensors_out, counts.tensors_in, counts.late_fetches) == (3, 9, 0)
 
     def test_double_backward(self, store: ActivationStore) -> None:
         def second(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -142,13 +145,13 @@ class TestAutograd:
         assert store.statistics.tensors_out == 4 * 20 * 3
 
 
-class TestEnds:
-    """Graphs that end without a backward pass give everything back."""
+class TestEndsOfGraphs:
+    """A graph that ends gives back all memory."""
 
     @pytest.mark.parametrize(
         "verbs", ["", "send", "send release", "send release fetch", "send release fetch release"]
     )
-    def test_a_graph_that_is_never_run(self, store: ActivationStore, verbs: str) -> None:
+    def test_a_graph_without_a_backward_pass(self, store: ActivationStore, verbs: str) -> None:
         x = make_input()
         held = []
         for _ in range(5):
@@ -160,7 +163,7 @@ class TestEnds:
             for verb in verbs.split():
                 getattr(store, verb)("a")
             del inner, y
-        store.send("nothing")  # memory that a copy was at work on goes with the next verb
+        store.send("nothing")  # memory with a copy under way goes with the next call
         assert [storage() for storage in held] == [None] * 5
         pinned = store.statistics.pinned_bytes
         assert pinned <= 2 * MIB, "the buffer is used again"
@@ -201,12 +204,12 @@ class TestEnds:
         finally:
             gc.enable()
 
-    def test_memory_goes_as_the_backward_pass_goes(self, store: ActivationStore) -> None:
+    def test_the_backward_pass_frees_all_memory(self, store: ActivationStore) -> None:
         x = make_input()
         y = released(store, "a", x)
         store.fetch("a")
         gradient(y, x)
-        # The graph is there, and has nothing any more.
+        # The graph still exists, but its saved tensors are gone.
         assert store.release("a") == store.fetch("a") == 0
 
     def test_an_exception_in_the_middle(
@@ -255,8 +258,8 @@ class TestEnds:
         assert torch.equal(gradient(y, x), expected)
 
 
-class TestOthersHooks:
-    def test_stays_out_under_others(self, store: ActivationStore) -> None:
+class TestHooksOfOtherCode:
+    def test_stays_out_under_other_hooks(self, store: ActivationStore) -> None:
         x = make_input()
         packed: list[torch.Tensor] = []
 
@@ -272,7 +275,9 @@ class TestOthersHooks:
         assert store.send("a") == 0
         assert y.requires_grad
 
-    def test_others_inside(self, store: ActivationStore, expected: torch.Tensor) -> None:
+    def test_a_checkpoint_inside_a_group(
+        self, store: ActivationStore, expected: torch.Tensor
+    ) -> None:
         x = make_input()
         store.open_group("a")
         y = checkpoint(lambda x: (x * 2).exp(), x, use_reentrant=False)
@@ -283,7 +288,7 @@ class TestOthersHooks:
         assert torch.equal(gradient(z, x), expected)
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
-    def test_inside_a_checkpoint(
+    def test_a_group_inside_a_checkpoint(
         self, store: ActivationStore, expected: torch.Tensor, use_reentrant: bool
     ) -> None:
         x = make_input()
@@ -308,7 +313,9 @@ class TestOthersHooks:
             store.release(key)
         assert torch.equal(gradient(z, x), expected)
 
-    def test_hooks_left_on_top(self, store: ActivationStore, expected: torch.Tensor) -> None:
+    def test_other_hooks_that_outlast_a_group(
+        self, store: ActivationStore, expected: torch.Tensor
+    ) -> None:
         others = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         store.open_group("a")
         others.__enter__()
@@ -320,7 +327,7 @@ class TestOthersHooks:
         store.close_group()
         assert store.send("b") == 3 * TENSOR_BYTES
         assert torch.equal(gradient(y, x), expected)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert saved_tensors.innermost() is None
 
     def test_without_gradients(self, store: ActivationStore) -> None:
         with torch.no_grad():

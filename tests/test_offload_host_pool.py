@@ -1,4 +1,4 @@
-"""Host memory for activations: limits, what stays in reserve, and buffers that serve again."""
+"""The pool of host buffers: its limit, the reserve of the host, and buffers used again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_limit() -> None:
+def test_host_limit() -> None:
     plain = make_input()
     expected = gradient(chain(plain), plain)
     store = ActivationStore("cpu", min_bytes=KIB, host_limit_bytes=4 * MIB)
@@ -34,13 +34,13 @@ def test_limit() -> None:
         store.send(step)
         assert store.release(step) == 2 * TENSOR_BYTES
         assert torch.equal(gradient(y, x), expected)
-    told = store.statistics
-    assert told.kept_for_lack_of_host_tensors == 2
-    assert told.kept_for_lack_of_host_bytes == 2 * TENSOR_BYTES
-    assert told.peak_pinned_bytes == 4 * MIB
+    counts = store.statistics
+    assert counts.kept_for_lack_of_host_tensors == 2
+    assert counts.kept_for_lack_of_host_bytes == 2 * TENSOR_BYTES
+    assert counts.peak_pinned_bytes == 4 * MIB
 
 
-def test_reserve() -> None:
+def test_reserve_of_the_host() -> None:
     class Host(HostMover):
         available_bytes = 10 << 30
 
@@ -74,7 +74,7 @@ def test_unused_buffers_make_room() -> None:
     assert (pool.held_bytes, pool.peak_bytes) == (8 * MIB, 8 * MIB)
 
 
-def test_somewhat_larger_buffers_serve() -> None:
+def test_a_somewhat_larger_buffer_serves() -> None:
     pool = HostPool(HostMover())
     first = pool.take(6 * MIB)
     assert first is not None
@@ -83,7 +83,7 @@ def test_somewhat_larger_buffers_serve() -> None:
     assert pool.take(4 * MIB) is first
 
 
-def test_no_memory() -> None:
+def test_memory_that_cannot_be_allocated() -> None:
     class UnknownHost(HostMover):
         def host_memory_bytes(self) -> None:
             return None
@@ -94,7 +94,7 @@ def test_no_memory() -> None:
 
 
 class Counting(HostMover):
-    """Counts what a step pins and unpins."""
+    """Counts allocated and freed buffers."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -109,7 +109,7 @@ class Counting(HostMover):
 
 @pytest.mark.filterwarnings("ignore:activations stay on the device")
 @pytest.mark.parametrize("limit_mib", [60, 140, 200])
-def test_a_full_pool_settles(limit_mib: int) -> None:
+def test_a_full_pool_stays_as_it_is(limit_mib: int) -> None:
     mover = Counting()
     pool = HostPool(mover, limit_mib * MIB)
 
@@ -135,7 +135,7 @@ def test_a_full_pool_settles(limit_mib: int) -> None:
 
 
 def test_a_forked_child_has_pages_of_its_own() -> None:
-    """What it allocates must not lie where the parent's pages are, and go when they do."""
+    """The child's memory must not lie in the range of the parent's pages, and go with them."""
     code = """
 import os
 import torch
@@ -144,7 +144,7 @@ from umem.offload.movers import allocate_host_pages
 torch.set_num_threads(1)  # a child has none of the others, and would wait for them
 memory = allocate_host_pages(64 << 20).fill_(7)
 if os.fork() == 0:
-    # As large as there is room in the parent's pages: malloc maps it.
+    # malloc maps a tensor of this size, in a hole if there is one.
     mine = torch.ones(8 << 20)
     before = memory[0].item()
     del memory

@@ -1,4 +1,4 @@
-"""Activation offload on the real card, under torch's own allocator and under umem's."""
+"""Activation offload on a GPU, under torch's allocator and under umem's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def facts(start: Callable[..., Job]) -> dict[str, Any]:
-    """One after the other: each measures bandwidth."""
+    """Results of the runs, one after the other: each measures bandwidth."""
     found = {}
     for policy in ("stock", "sft"):
         found[policy] = start("offloading.py", policy, UMEM_MANAGED_LIMIT="6GiB").facts()
@@ -31,44 +31,44 @@ def facts(start: Callable[..., Job]) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", ["stock", "sft"])
 @pytest.mark.parametrize("name", ["linear", "layernorm+linear", "layernorm+mlp"])
 def test_memory_after_the_forward_pass(facts: dict[str, Any], policy: str, name: str) -> None:
-    told = facts[policy][name]
-    print(policy, name, {key: told[key] / MIB for key in ("off", "on", "one", "weights")})
-    assert told["on"] < told["off"]
-    assert told["on"] - told["one"] < told["weights"]
+    found = facts[policy][name]
+    print(policy, name, {key: found[key] / MIB for key in ("off", "on", "one", "weights")})
+    assert found["on"] < found["off"]
+    assert found["on"] - found["one"] < found["weights"]
 
 
 @pytest.mark.parametrize("policy", ["stock", "sft"])
 @pytest.mark.parametrize("name", ["linear", "layernorm+linear", "layernorm+mlp"])
-def test_results_are_equal_to_the_bit(facts: dict[str, Any], policy: str, name: str) -> None:
-    told = facts[policy][name]
-    assert all(told["equal"])
-    tensors_out, tensors_in, late = told["tensors"]
+def test_values_equal_those_without_offload(facts: dict[str, Any], policy: str, name: str) -> None:
+    found = facts[policy][name]
+    assert all(found["equal"])
+    tensors_out, tensors_in, late = found["tensors"]
     assert tensors_out == tensors_in >= 4
     assert late == 0
 
 
 @pytest.mark.parametrize("policy", ["stock", "sft"])
-def test_nothing_races_and_nobody_waits(facts: dict[str, Any], policy: str) -> None:
-    told = facts[policy]["races"]
-    print(policy, told)
-    assert told["wrong"] == 0
-    assert told["late"] == 4 * 4
-    assert max(told["waits_ms"]) < told["sleeps_ms"] / 2
+def test_copies_neither_race_nor_block_the_thread(facts: dict[str, Any], policy: str) -> None:
+    found = facts[policy]["races"]
+    print(policy, found)
+    assert found["wrong"] == 0
+    assert found["late"] == 4 * 4
+    assert max(found["waits_ms"]) < found["sleeps_ms"] / 2
 
 
 @pytest.mark.parametrize("policy", ["stock", "sft"])
 def test_bandwidth(facts: dict[str, Any], policy: str) -> None:
-    told = facts[policy]["bandwidth"]
-    print(policy, told)
-    assert told["out"] >= 0.9 * told["plain_out"]
-    assert told["in"] >= 0.9 * told["plain_in"]
+    found = facts[policy]["bandwidth"]
+    print(policy, found)
+    assert found["out"] >= 0.9 * found["plain_out"]
+    assert found["in"] >= 0.9 * found["plain_in"]
 
 
 @pytest.mark.parametrize("policy", ["stock", "sft"])
-def test_compute_beside_sending(facts: dict[str, Any], policy: str) -> None:
-    told = facts[policy]["beside_compute"]
-    print(policy, told)
-    assert told["beside"] <= 1.05 * told["alone"]
+def test_kernels_run_beside_copies(facts: dict[str, Any], policy: str) -> None:
+    found = facts[policy]["beside_compute"]
+    print(policy, found)
+    assert found["beside"] <= 1.05 * found["alone"]
 
 
 @pytest.mark.parametrize("policy", ["stock", "sft"])
@@ -84,12 +84,12 @@ def test_host_memory_is_pinned_and_given_back() -> None:
     address = memory.data_ptr()
     mover.free_host(memory)
     again = torch.cuda.cudart().cudaHostRegister(address, 6 * MIB, 0)
-    assert int(again) == 0, "it was not pinned any more"
+    assert int(again) == 0, "the memory is not pinned any more"
     mover.free_host(memory)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_pinned_memory_stays_where_the_gpu_has_it_when_a_child_is_forked() -> None:
+def test_a_fork_does_not_move_pinned_memory() -> None:
     memory = CudaMover(torch.device("cuda", 0)).allocate_host(2 * MIB).fill_(1)
     reading, writing = os.pipe()
     child = os.fork()
