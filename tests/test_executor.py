@@ -453,6 +453,7 @@ def test_a_shape_that_comes_again_gets_a_plan() -> None:
     assert status.unplanned == 2
 
 
+@pytest.mark.slow
 def test_alternating_shapes_get_a_plan_each() -> None:
     def train(training: Training) -> None:
         for step in range(40):
@@ -463,6 +464,7 @@ def test_alternating_shapes_get_a_plan_each() -> None:
     assert manager.status().diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_a_shape_that_cannot_be_planned_is_left_to_a_lookahead(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -574,6 +576,7 @@ def test_evicted_memory_stays_evicted_when_the_plan_is_made_again(planner: str) 
     assert not any(manager.away_bytes().values())
 
 
+@pytest.mark.slow
 def test_a_link_slower_than_its_profile_leads_to_a_new_plan() -> None:
     steps = BEFORE_PLANNED + 20
     stock, training = Training(lambda: Net(10)), Training(lambda: Net(10))

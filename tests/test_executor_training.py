@@ -237,6 +237,7 @@ class DeepReentrant(Deep):
         return super().forward(x.requires_grad_())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Deep, DeepReentrant])
 def test_inputs_of_checkpointed_blocks_are_copied_out_and_back(model: type[Net]) -> None:
     plain, managed = Training(model), Training(model)
@@ -255,6 +256,7 @@ def test_inputs_of_checkpointed_blocks_are_copied_out_and_back(model: type[Net])
     assert moved.late_fetches == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["lookahead", "fault"])
 def test_inputs_of_checkpointed_blocks_move_as_pages(planner: str) -> None:
     plain, managed = Training(Deep), Training(Deep)
@@ -368,6 +370,7 @@ def test_two_models_in_one_process() -> None:
         assert manager.status().diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_two_models_with_nested_steps() -> None:
     """A generator and its discriminator."""
 

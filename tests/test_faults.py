@@ -161,6 +161,7 @@ def test_activations_stay_where_the_host_is_nearly_full(stock: Training) -> None
     assert manager.status().state is ManagerState.RUNNING
 
 
+@pytest.mark.slow
 def test_memory_may_be_freed_while_its_hints_are_queued(stock: Training) -> None:
     """A model is dropped while hints on its memory are behind others in the queue."""
     engine = HintEngine.on_host(bytes_per_s=20e6)
