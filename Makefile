@@ -92,6 +92,7 @@ native: .venv/native.stamp
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt \
 	  --config-settings=build-dir=build/python \
 	  --editable '.[$(CUDA_EXTRA)dev,examples,plots]'
+	$(BIN)/python -m compileall -q umem  # a __pycache__ made later would change a folder's time
 	touch $@
 
 # The core needs no Python; the order-only tools bring CMake.
