@@ -367,6 +367,21 @@ def test_own_addresses_move_the_dead_too(machine: Hardware, make_trace: MakeTrac
     assert own.moved_bytes("to_host") == own.moved_bytes("to_device") == 16 * BLOCK
 
 
+def test_counters_may_ask_for_a_block_in_every_phase(
+    machine: Hardware, make_trace: MakeTrace
+) -> None:
+    # b finds no room, so that each of its 40 accesses in a step asks for it anew.
+    machine = dataclasses.replace(machine, ats=True, access_counter_threshold=1)
+    trace = make_trace(
+        {"a": (4 * BLOCK, "weights"), "b": (BLOCK, "weights")},
+        [(0.1, ["a", "b"], []) for _ in range(40)],
+    )
+    schedule = schedule_of(trace, residencies=dict.fromkeys("ab", ResidencyMode.SYSTEM))
+    report = simulate(trace, schedule, machine, policy_of(machine, 4))
+    assert report.moved_bytes("to_device", "mapped") == 40 * BLOCK
+    assert report.moved_bytes("to_device") == 40 * BLOCK
+
+
 def test_system_memory_is_used_in_place_until_counters_move_it(
     machine: Hardware, make_trace: MakeTrace
 ) -> None:

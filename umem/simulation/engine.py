@@ -237,9 +237,11 @@ def _start_in(sim):
             return
         else:
             direction.cursor += 1
-    while direction.block < 0 and m.counter_head < m.counter_tail:
+    while direction.block < 0 and m.counter_count > 0:
         block = sim.counter_queue[m.counter_head]
-        m.counter_head += 1
+        m.counter_head = (m.counter_head + 1) % len(blocks)
+        m.counter_count -= 1
+        blocks[block].queued = False
         # Access counters move what there is room for; they evict nothing.
         if blocks[block].state == HOST and blocks[block].bytes <= room_bytes:
             _start(sim, TO_DEVICE, block, COUNTER, m.to_device_bytes_per_s)
@@ -678,10 +680,13 @@ def _use(sim, first, last):
                     _count_traffic(sim, TO_HOST, MAPPED, tensor, size, seconds, 1)
                 if residency == SYSTEM:
                     blocks[block].uses += 1
-                    if blocks[block].uses == m.access_counter_threshold:
+                    if blocks[block].uses >= m.access_counter_threshold:
                         blocks[block].uses = 0
-                        sim.counter_queue[m.counter_tail] = block
-                        m.counter_tail += 1
+                        if not blocks[block].queued:
+                            blocks[block].queued = True
+                            end = (m.counter_head + m.counter_count) % len(blocks)
+                            sim.counter_queue[end] = block
+                            m.counter_count += 1
             elif mode & WRITE and state == BOTH:
                 blocks[block].state = DEVICE
                 tensors[tensor].clean_blocks -= 1

@@ -192,8 +192,7 @@ def build(
         hint_op=schedule.hint_op,
         hint_tensor=schedule.hint_tensor,
         queue=np.zeros((2, _LARGEST_SETTLING * hints + 1, 2), np.int64),
-        # Each block is queued once between two moves, so at most once a step.
-        counter_queue=np.zeros(_LARGEST_SETTLING * len(blocks) + 1, np.int32),
+        counter_queue=np.zeros(len(blocks), np.int32),
         batch=np.zeros(hardware.faults_per_batch + 1, np.int32),
         traffic_bytes=np.zeros((2, len(CAUSES), classes), np.int64),
         traffic_s=np.zeros((2, len(CAUSES), classes)),

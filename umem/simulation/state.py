@@ -66,8 +66,8 @@ MACHINE = np.dtype(
         ("phase", "i8"),
         ("failed_phase", "i8"),
         ("prefetch_paused", "?"),
-        ("counter_head", "i8"),  # ends of the queue of blocks that access counters move
-        ("counter_tail", "i8"),
+        ("counter_head", "i8"),  # the ring of blocks that access counters move: its first entry
+        ("counter_count", "i8"),  # and its length
         ("copied_bytes", "f8"),  # moved so far by explicit copies
         ("paged_bytes", "f8"),  # moved so far as pages, ahead of need
         *((name, "i8") for name in COUNTERS),
@@ -108,6 +108,7 @@ BLOCK = np.dtype(
         ("uses", "i4"),  # in place, since the last move; for access counters
         ("state", "u1"),
         ("listed", "?"),
+        ("queued", "?"),  # for access counters to move it
         ("dead", "?"),  # while in flight
     ],
     align=True,
@@ -148,7 +149,7 @@ Sim = namedtuple(
         "hint_op",  # uint8[H]
         "hint_tensor",  # int32[H]
         "queue",  # int64[2, Q, 2]: by direction, hint and generation
-        "counter_queue",  # int32[C]: blocks
+        "counter_queue",  # int32[B]: a ring of blocks, each at most once
         "batch",  # int32[faults_per_batch]: blocks of a batch of faults
         # What is counted.
         "traffic_bytes",  # int64[2, causes, classes]
