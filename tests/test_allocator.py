@@ -10,7 +10,7 @@ import pytest
 from cards import GH200, H200
 
 from umem.core.errors import UnsupportedError
-from umem.hardware.capabilities import host_memory_bytes
+from umem.hardware.host_memory import host_memory_bytes
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries
 from umem.swap import check_devices, with_default_limit

@@ -32,6 +32,7 @@ from umem.doctor import (
     diagnose,
 )
 from umem.hardware.capabilities import Capabilities
+from umem.hardware.host_memory import HostMemory, MemoryLimit
 from umem.torch_compat import PRIVATE_NAMES
 
 GIB = 1 << 30
@@ -42,8 +43,7 @@ HOST = Host(
     cpu_architecture="x86_64",
     cpu_model="Intel(R) Xeon(R) Platinum 8480C",
     cpu_count=16,
-    total_bytes=512 * GIB,
-    available_bytes=500 * GIB,
+    memory=HostMemory(512 * GIB, 500 * GIB, limit=None),
     memlock_bytes=None,
     shm_bytes=64 * GIB,
     nvcc=None,
@@ -291,7 +291,8 @@ def test_valid_variables() -> None:
 class TestHostMemory:
     """Pages evicted from a card need room on the host."""
 
-    small = replace(HEALTHY, host=replace(HOST, total_bytes=32 * GIB, available_bytes=20 * GIB))
+    limit = MemoryLimit(Path("/sys/fs/cgroup/batch.slice/memory.max"), 32 * GIB, 20 * GIB)
+    small = replace(HEALTHY, host=replace(HOST, memory=HostMemory(32 * GIB, 20 * GIB, limit)))
 
     def test_less_than_the_card(self) -> None:
         """The limit to set is worked out: four fifths of what is available."""
@@ -304,6 +305,17 @@ class TestHostMemory:
         """A limit within the host's memory settles it."""
         limited = replace(self.small, variables={"UMEM_MANAGED_LIMIT": limit})
         assert check(diagnose(limited), "host memory").status is status
+
+    def test_the_limit_that_binds_is_named(self) -> None:
+        """A control group by its file, so that its owner can raise it."""
+        found = check(diagnose(self.small), "host memory limit")
+        assert found.value == "/sys/fs/cgroup/batch.slice/memory.max: 32 GiB"
+        assert "machine" in check(diagnose(HEALTHY), "host memory limit").value
+
+    def test_unknown(self) -> None:
+        """As on a system without /proc."""
+        report = diagnose(replace(HEALTHY, host=replace(HOST, memory=None)))
+        assert check(report, "host memory").value == "unknown"
 
     def test_coherent_machine(self) -> None:
         """There the card's memory is the host's too."""

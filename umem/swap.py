@@ -15,7 +15,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
-from umem.hardware.capabilities import Capabilities, detect_all, host_memory_bytes
+from umem.hardware.capabilities import Capabilities, detect_all
+from umem.hardware.host_memory import host_memory
 from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
 from umem.runtime.memory_stats import install_memory_stats
@@ -203,9 +204,9 @@ def with_default_limit(
     if resolved.device_budget_bytes is None:
         limit = MANAGED_SHARE_OF_CARD * sum(device.total_bytes for device in capabilities)
     else:
-        _, available_bytes = host_memory_bytes() or (0, 0)
+        host = host_memory()
         limit = resolved.device_budget_bytes * len(capabilities)
-        limit += MANAGED_SHARE_OF_HOST * available_bytes
+        limit += MANAGED_SHARE_OF_HOST * (0 if host is None else host.available_bytes)
     return replace(resolved, managed_limit_bytes=int(limit))
 
 

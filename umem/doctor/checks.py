@@ -334,6 +334,10 @@ _HOST_SHARE = 0.8
 def _limits(environment: Environment) -> Iterator[Check]:
     host = environment.host
     yield _host_memory(environment)
+    if host.memory is not None:
+        limit = host.memory.limit
+        value = f"{limit.path}: {format_bytes(limit.limit_bytes)}" if limit else "the machine's own"
+        yield _info("host memory limit", value)
     locked = "unlimited" if host.memlock_bytes is None else format_bytes(host.memlock_bytes)
     why = "CUDA's pinned memory is not bound by it; RDMA libraries are"
     yield _info("locked memory (ulimit -l)", locked, why)
@@ -348,8 +352,8 @@ def _limits(environment: Environment) -> Iterator[Check]:
 
 
 def _host_memory(environment: Environment) -> Check:
-    host, name = environment.host, "host memory"
-    if host.total_bytes is None or host.available_bytes is None:
+    host, name = environment.host.memory, "host memory"
+    if host is None:
         return _warn(name, "unknown", "/proc/meminfo cannot be read")
     value = f"{format_bytes(host.total_bytes)}, {format_bytes(host.available_bytes)} available"
     # On a coherent machine the GPU's own memory is part of the host's: nothing to compare.

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from umem._version import __version__
 from umem.core.errors import NativeLibraryError, UmemError
-from umem.hardware.capabilities import Capabilities, detect_all, host_memory_bytes
+from umem.hardware.capabilities import Capabilities, detect_all
+from umem.hardware.host_memory import HostMemory, host_memory
 from umem.runtime.native_library import native
 from umem.torch_compat import PrivateName, missing
 
@@ -58,9 +59,8 @@ class Host:
     """As ``/proc/cpuinfo`` has it."""
     cpu_count: int
     """CPUs that this process may use."""
-    total_bytes: int | None
-    """Host memory, of the machine or its control group, whichever is less; None if unknown."""
-    available_bytes: int | None
+    memory: HostMemory | None
+    """Of the machine or its control groups, whichever is less; None if unknown."""
     memlock_bytes: int | None
     """Limit on locked memory; None for unlimited."""
     shm_bytes: int | None
@@ -226,7 +226,6 @@ def _devices() -> tuple[tuple[Capabilities, ...] | None, str]:
 
 
 def _host() -> Host:
-    total_bytes, available_bytes = host_memory_bytes() or (None, None)
     shm = Path("/dev/shm")
     on_linux = hasattr(os, "sched_getaffinity")
     return Host(
@@ -236,8 +235,7 @@ def _host() -> Host:
         cpu_model=_cpu_model(),
         # Only Linux has sched_getaffinity.
         cpu_count=len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1,
-        total_bytes=total_bytes,
-        available_bytes=available_bytes,
+        memory=host_memory(),
         memlock_bytes=_memlock_bytes(),
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nvcc=shutil.which("nvcc"),

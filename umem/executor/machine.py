@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from umem.hardware import Hardware, detect_hardware
-from umem.hardware.capabilities import host_memory_bytes
+from umem.hardware.host_memory import host_memory_bytes
 from umem.offload import Mover
 from umem.policy import ResolvedPolicy
 from umem.runtime.hints import HintEngine, HintSettings

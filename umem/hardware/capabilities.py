@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from umem.core.errors import UnsupportedError
 from umem.cuda import bindings
 
-__all__ = ["Capabilities", "NumaNode", "detect", "detect_all", "host_memory_bytes", "numa_nodes"]
+__all__ = ["Capabilities", "NumaNode", "detect", "detect_all", "numa_nodes"]
 
 _HOPPER = (9, 0)
 _CUDA_12_2 = (12, 2)
@@ -198,22 +197,3 @@ def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode,
             number = int(directory.name.removeprefix("node"))
             nodes.append(NumaNode(number, total_kib * 1024, has_cpus))
     return tuple(sorted(nodes, key=lambda node: node.number))
-
-
-def host_memory_bytes() -> tuple[int, int] | None:
-    """Host memory that this process may use, within its container's limit: (total, available).
-
-    None where the kernel does not report it.
-    """
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return None
-    kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.MULTILINE))
-    total_bytes, available_bytes = int(kib["MemTotal"]) * 1024, int(kib["MemAvailable"]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    used = Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        limit_bytes = int(limit.read_text())
-        total_bytes = min(total_bytes, limit_bytes)
-        available_bytes = min(available_bytes, max(0, limit_bytes - int(used.read_text())))
-    return total_bytes, available_bytes

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from umem.core.errors import HardwareError, UmemError
 from umem.hardware import capabilities
 from umem.hardware.capabilities import Capabilities
+from umem.hardware.host_memory import host_memory
 from umem.hardware.model import Hardware, Source, quantity_of
 from umem.hardware.profile import hardware_names, load_profile
 
@@ -105,8 +106,8 @@ def detect_hardware(device: int = 0) -> Hardware:
             f"this machine has no GPU {device} to describe ({error}): choose a profile, one of "
             f"{', '.join(hardware_names())}"
         ) from error
-    host = capabilities.host_memory_bytes()
-    return describe_machine(found, None if host is None else host[0])
+    host = host_memory()
+    return describe_machine(found, None if host is None else host.total_bytes)
 
 
 def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:

@@ -17,7 +17,7 @@ import torch
 
 from umem.core.units import format_bytes
 from umem.cuda import bindings
-from umem.hardware.capabilities import host_memory_bytes
+from umem.hardware.host_memory import host_memory_bytes
 from umem.runtime.cuda_events import new_event
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled
