@@ -8,18 +8,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from umem.hardware import Hardware, detect_hardware
 from umem.hardware.host_memory import host_memory_bytes
 from umem.offload import Mover
+from umem.offload.movers import returning_bytes
 from umem.policy import ResolvedPolicy
 from umem.runtime.hints import HintEngine, HintSettings
+from umem.runtime.model_parts import optimizer_parameters, storage_addresses, tensors_in
 from umem.runtime.state import runtime
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-__all__ = ["Machine", "cuda_machine", "within_host"]
+__all__ = ["Machine", "cuda_machine", "held_host_bytes", "within_host"]
 
 
 @dataclass(frozen=True)
@@ -69,25 +73,72 @@ class Machine:
 
 
 def within_host(
-    hardware: Hardware, host_bytes: Callable[[], tuple[int, int] | None] = host_memory_bytes
+    hardware: Hardware,
+    held_bytes: int = 0,
+    host_bytes: Callable[[], tuple[int, int] | None] = host_memory_bytes,
 ) -> Hardware:
-    """The hardware with the host memory that is available now, so that no plan takes more.
+    """The hardware with the host memory that a plan may use, so that no plan takes more.
 
     Parameters
     ----------
     hardware
         With all that the host has.
+    held_bytes
+        What the plan's tensors may use beside the memory that is available: `held_host_bytes`.
     host_bytes
         Returns the host's (total, available) memory in bytes, or None.
     """
     known = host_bytes()
     if known is None:
         return hardware
-    return replace(hardware, host_bytes=min(hardware.host_bytes, known[1]))
+    return replace(hardware, host_bytes=min(hardware.host_bytes, known[1] + held_bytes))
 
 
-def cuda_machine(device: int) -> Machine:
-    """A GPU of this process, under the policy that umem was enabled with.
+def held_host_bytes(
+    allocator: Allocator, device: int, model: nn.Module, optimizer: Optimizer
+) -> int:
+    """Host memory that is not available, and that a plan for this training may use all the same.
+
+    A plan needs host memory for all tensors of the training that are off the device, wherever they
+    are now. Available memory lacks what this process has page-locked already. No byte is added that
+    the need lacks, or twice:
+
+    * A live pinned block of the training is a tensor of its plan. Blocks of other trainings, and of
+      code that no plan knows, are in no need of this plan, and stay: they are not added.
+    * A cached pinned block has no tensor now. The training's next pinned tensors get it before new
+      memory is taken.
+    * A closed pool's buffer is held by the graph of a step that began under a closed manager. The
+      graph is gone before a new manager has a plan. Buffers of open pools serve other trainings.
+
+    Parameters
+    ----------
+    allocator
+        The native allocator.
+    device
+        Number of the device that the training runs on.
+    model, optimizer
+        The training.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
+    tensors = [*optimizer_parameters(optimizer), *model.parameters(), *model.buffers()]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    tensors += tensors_in(optimizer.state)
+    own = {address for tensor in tensors for address in storage_addresses(tensor)}
+    others_bytes = sum(
+        block_bytes
+        for address, _, block_bytes, _, where, kind in allocator.live_blocks()
+        if where == device and kind == "pinned" and address not in own
+    )
+    pinned_bytes: int = allocator.kind_stats(device)["pinned"]["reserved_bytes"]
+    return pinned_bytes - others_bytes + returning_bytes()
+
+
+def cuda_machine(device: int, model: nn.Module, optimizer: Optimizer) -> Machine:
+    """A GPU of this process, under the policy that umem was enabled with, for one training.
 
     Raises
     ------
@@ -104,7 +155,10 @@ def cuda_machine(device: int) -> Machine:
     return Machine(
         device=torch.device("cuda", device),
         engine=engine,
-        hardware=within_host(detect_hardware(device)),
+        hardware=within_host(
+            detect_hardware(device),
+            held_host_bytes(state.allocator, device, model, optimizer),
+        ),
         policy=state.resolved,
         allocator=state.allocator,
         mover=None,

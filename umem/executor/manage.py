@@ -80,6 +80,7 @@ def manage(
     >>> manager = umem.manage(model, optimizer)  # doctest: +SKIP
     """
     state = runtime()
+    optimizer = _innermost(optimizer)
     devices = {parameter.device for parameter in model.parameters()}
     devices = {device for device in devices if device.type == "cuda"}
     if len(devices) != 1:
@@ -91,7 +92,7 @@ def manage(
     return manage_on(
         model,
         optimizer,
-        lambda: cuda_machine(device.index or 0),
+        lambda: cuda_machine(device.index or 0, model, optimizer),
         planner,
         step_in_backward=step_in_backward,
         default_planner=state.resolved.planner,
@@ -108,8 +109,7 @@ def manage_on(
     default_planner: PolicyPlanner = "planned",
 ) -> Manager:
     """Manage a training on any machine; `make_machine` is called for a new manager only."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    optimizer = _innermost(optimizer)
     chosen = planner or default_planner
     if chosen not in _PLANNERS:
         hint = did_you_mean(chosen, _PLANNERS) or "."
@@ -136,6 +136,13 @@ def manage_on(
     if planner is None and not step_in_backward:
         _by_default.add(manager)
     return manager
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside of wrappers such as Accelerate's: it has the state and the hooks."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _check_step_in_backward(optimizer: Optimizer) -> None:

@@ -22,7 +22,15 @@ from umem.runtime.cuda_events import new_event
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled
 
-__all__ = ["CudaMover", "HostBuffer", "HostMover", "HostPool", "Mover", "allocate_host_pages"]
+__all__ = [
+    "CudaMover",
+    "HostBuffer",
+    "HostMover",
+    "HostPool",
+    "Mover",
+    "allocate_host_pages",
+    "returning_bytes",
+]
 
 GRAIN_BYTES = 2 << 20
 """Buffer sizes are rounded up to the kernel's huge pages, which take the fewest calls to pin."""
@@ -218,6 +226,7 @@ class HostPool:
     def close(self) -> None:
         """Free the unused buffers now, and each other one when it is given back."""
         self._is_closed = True  # first: a buffer that is given back meanwhile is freed either way
+        _closed_pools.add(self)
         self.trim()
 
     def _sort_returned(self) -> None:
@@ -244,6 +253,17 @@ class HostPool:
                 f"of which {format_bytes(reserve_bytes)} stay in reserve"
             )
         return ""
+
+
+_closed_pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
+
+
+def returning_bytes() -> int:
+    """Bytes of buffers that go back to the host as soon as the graphs that hold them are gone.
+
+    They are those of all closed pools.
+    """
+    return sum(pool.held_bytes for pool in _closed_pools)
 
 
 class HostMover(Mover):

@@ -244,7 +244,11 @@ def _check_working_sets(problem: PlanningProblem) -> None:
 
 
 def _check_host(problem: PlanningProblem) -> None:
-    """Refuse more than the host holds: what is mapped, and what does not fit on the device."""
+    """Refuse more than the host holds: what is mapped, and what does not fit on the device.
+
+    All of it counts, also what lies on the host before the step. Where `host_bytes` is of a running
+    program, it has these bytes too (:func:`umem.executor.machine.held_host_bytes`).
+    """
     trace, hardware = problem.trace, problem.hardware
     is_mapped = problem.rules.residency == ResidencyMode.MAP
     mapped = _live_bytes(trace, np.where(is_mapped, trace.tensor_bytes, 0))
