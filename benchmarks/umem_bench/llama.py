@@ -22,7 +22,7 @@ _IGNORED = -100
 
 
 def build_llama(shape: LlamaShape, method: Method, device: torch.device) -> Any:
-    """A Llama of `transformers` with random bfloat16 weights, created on the device.
+    """A Llama of `transformers` with random weights, created on the device.
 
     For ``lora`` it has PEFT's adapters, in float32 as PEFT makes them.
     """
@@ -43,7 +43,8 @@ def build_llama(shape: LlamaShape, method: Method, device: torch.device) -> Any:
     )
     torch.manual_seed(SEED)
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # without a conversion, which would be the peak
+    # Without a conversion, which would be the peak.
+    torch.set_default_dtype(getattr(torch, shape.weights))
     try:
         with device:
             network: Any = LlamaForCausalLM(config)

@@ -19,6 +19,7 @@ from umem import UmemError
 __all__ = [
     "METHODS",
     "PLANNERS",
+    "SCALE_VARIANTS",
     "VARIANTS",
     "Header",
     "LlamaShape",
@@ -26,9 +27,14 @@ __all__ = [
     "Measurement",
     "Method",
     "Migration",
+    "ProcessResult",
     "Record",
     "ResultsFileError",
     "Run",
+    "ScaleCase",
+    "ScaleResult",
+    "ScaleSettings",
+    "ScaleVariant",
     "TrainingResult",
     "TrainingSettings",
     "Variant",
@@ -104,13 +110,15 @@ WorkloadName = Literal["long", "activations"]
 
 
 class LlamaShape(Record):
-    """A Llama with random bfloat16 weights, and its batches."""
+    """A Llama with random weights, and its batches."""
 
     hidden: int = 1280
     intermediate: int = 3456
     layers: int = 24
     heads: int = 20
     vocabulary: int = 32_000
+    weights: Literal["bfloat16", "float32"] = "bfloat16"
+    """Their type. The real-scale benchmark trains float32 weights under autocast to bfloat16."""
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     batch: int = Field(default=1, ge=1)
@@ -159,18 +167,22 @@ class Migration(Record):
     """Records of demand paging are missing, so that more moved and faulted."""
 
 
-class TrainingResult(Record):
-    """One variant with one budget; `reason` says why nothing was measured."""
+class ProcessResult(Record):
+    """A training that had a process to itself; `reason` says why nothing was measured."""
 
-    kind: Literal["training"] = "training"
-    workload: WorkloadName
-    method: Method
-    variant: Variant
-    budget_percent: float | None = None
+    variant: str
     budget_bytes: int | None = None
-    state: Literal["measured", "off", "failed", "not installed", "not comparable", "left out"]
+    state: Literal[
+        "measured",
+        "off",
+        "failed",
+        "out of memory",
+        "not installed",
+        "not comparable",
+        "left out",
+    ]
     """``off``: umem's manager gave up, for instance because a phase does not fit. ``not
-    comparable``: the variant would do other work. ``left out``: no time was left."""
+    comparable``: the variant would do other work. ``left out``: no time or no room was left."""
     reason: str | None = None
     timed_out: bool = False
     process_s: float = 0.0
@@ -182,6 +194,17 @@ class TrainingResult(Record):
     """Of the first steps."""
     plan_running: bool | None = None
     """Whether every timed step followed umem's plan."""
+    notes: tuple[str, ...] = ()
+
+
+class TrainingResult(ProcessResult):
+    """One variant with one budget."""
+
+    kind: Literal["training"] = "training"
+    workload: WorkloadName
+    method: Method
+    variant: Variant
+    budget_percent: float | None = None
     predicted_step_s: float | None = None
     peak_allocated_bytes: int | None = None
     """Most that the allocator gave out in the timed steps; under umem part of it is on the host."""
@@ -192,7 +215,61 @@ class TrainingResult(Record):
     paged_state_bytes: int | None = None
     """Managed memory of bitsandbytes' paged optimizer, which torch does not count."""
     migration: Migration | None = None
-    notes: tuple[str, ...] = ()
+
+
+# ---- training at real scale ----
+
+ScaleCase = Literal["llama-2-7b-fp32", "llama-2-13b-bf16", "llama-2-7b-bf16", "tiny"]
+
+ScaleVariant = Literal[
+    "umem", "floor", "torchao", "umem-backward", "stock", "deepspeed", "umem-waiting"
+]
+SCALE_VARIANTS: tuple[ScaleVariant, ...] = get_args(ScaleVariant)
+"""In the order in which they run: the comparisons that matter most come first."""
+
+
+class ScaleSettings(Record):
+    """Settings of `umem bench scale`."""
+
+    cases: dict[ScaleCase, LlamaShape]
+    policy: str
+    """umem's."""
+    budget_bytes: int | None
+    """umem's; None for the card's free memory, less what is kept free."""
+    steps: int
+    accumulate: int
+    """Batches of an optimizer step."""
+    clip: bool
+    """Gradients to a norm of at most 1, except where the step is part of the backward pass."""
+    deterministic: bool
+
+
+class ScaleResult(ProcessResult):
+    """One variant of one case. The card's bytes are NVML's, less those of the idle card."""
+
+    kind: Literal["scale"] = "scale"
+    case: ScaleCase
+    variant: ScaleVariant
+    commit: str | None = None
+    """What ran: a file may be continued after a correction of umem."""
+    wall_s: float | None = None
+    """All timed steps together, from an idle GPU to an idle GPU."""
+    first_step_s: float | None = None
+    """From the built model to the end of the first step: the optimizer and its state are made."""
+    peak_bytes: int | None = None
+    """Of the card, in samples over the whole life of the process."""
+    base_bytes: int | None = None
+    """Of the card, once the process has a CUDA context and nothing else."""
+    outside_bytes: int | None = None
+    """Of the card at the end, beside what torch's allocator has reserved: context and kernels."""
+    process_bytes: int | None = None
+    """Peak that NVML accounts to processes; None where it does not."""
+    host_bytes: int | None = None
+    """Peak of the whole host, less what was in use before."""
+    host_process_bytes: int | None = None
+    """VmHWM. Page-locked memory that the driver allocates is not in it."""
+    host_locked_bytes: int | None = None
+    """VmLck and VmPin, at the end."""
 
 
 # ---- files ----
@@ -214,17 +291,17 @@ class Header(Record):
     """Provenance: the first line of a results file."""
 
     format: Literal["umem-bench-2"] = "umem-bench-2"
-    benchmark: Literal["allocators", "training", "planning", "published", "against"]
+    benchmark: Literal["allocators", "training", "scale", "planning", "published", "against"]
     date: str | None
     commit: str | None
     umem: str
     machine: Machine
     packages: dict[str, str]
     """Versions of what is installed."""
-    settings: TrainingSettings | dict[str, str | int | float]
+    settings: TrainingSettings | ScaleSettings | dict[str, str | int | float]
 
 
-_Line = Annotated[Measurement | TrainingResult, Field(discriminator="kind")]
+_Line = Annotated[Measurement | TrainingResult | ScaleResult, Field(discriminator="kind")]
 _LINE: TypeAdapter[Any] = TypeAdapter(_Line)
 _Kind = TypeVar("_Kind", bound=Record)
 
@@ -234,7 +311,7 @@ class Run:
     """The content of a results file."""
 
     header: Header
-    results: tuple[Measurement | TrainingResult, ...]
+    results: tuple[Measurement | TrainingResult | ScaleResult, ...]
 
     def measurements(self, benchmark: str) -> list[Measurement]:
         """The measurements of one benchmark."""
@@ -247,9 +324,20 @@ class Run:
         return [it for it in self.results if isinstance(it, TrainingResult)]
 
     @property
+    def scales(self) -> list[ScaleResult]:
+        """The results of trainings at real scale."""
+        return [it for it in self.results if isinstance(it, ScaleResult)]
+
+    @property
     def training_settings(self) -> TrainingSettings:
         """The settings of a run of trainings."""
         assert isinstance(self.header.settings, TrainingSettings), self.header.benchmark
+        return self.header.settings
+
+    @property
+    def scale_settings(self) -> ScaleSettings:
+        """The settings of a run at real scale."""
+        assert isinstance(self.header.settings, ScaleSettings), self.header.benchmark
         return self.header.settings
 
 

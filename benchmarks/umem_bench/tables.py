@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from umem_bench.results import Header, Measurement, median
+from umem_bench.results import Header, Measurement, ProcessResult, median
 
 __all__ = [
     "NOTHING",
@@ -17,6 +17,7 @@ __all__ = [
     "at_most",
     "beside",
     "markdown",
+    "notes_table",
     "print_tables",
     "provenance",
     "seconds",
@@ -97,6 +98,18 @@ def times_table(title: str, measurements: Sequence[Measurement], scale: float) -
             cells.append(text if is_first else f"{text} {own_s / (first_s or 1):.2f}x")
         rows.append((case, *cells))
     return Table(title, ("case", *subjects), rows)
+
+
+def notes_table(runs: Iterable[tuple[str, str, ProcessResult]]) -> list[Table]:
+    """Why processes measured nothing, and their notes, by name and budget; no table without any."""
+    rows = [
+        (name, budget, state, words)
+        for name, budget, it in runs
+        for state, words in ((it.state, it.reason), *(("note", note) for note in it.notes))
+        if words
+    ]
+    columns = ("run", "budget", "state", "why")
+    return [Table("Not measured, and notes", columns, rows)] if rows else []
 
 
 def print_tables(heading: str, tables: Iterable[Table], *, as_markdown: bool) -> None:

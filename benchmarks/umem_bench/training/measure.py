@@ -32,6 +32,7 @@ __all__ = [
     "Timed",
     "measure",
     "paged_state_bytes",
+    "status_notes",
     "time_steps",
     "under_one_plan",
     "warm_up",
@@ -58,6 +59,8 @@ class Timed:
     """Timed steps; `before` and `after` are the status of umem's manager around them."""
 
     steps_s: tuple[float, ...]
+    wall_s: float
+    """All steps together, from an idle GPU to an idle GPU, so that no deferred work is missing."""
     before: ManagerStatus | None
     after: ManagerStatus | None
     allocated_bytes: int | None
@@ -135,9 +138,15 @@ def _notes(variant: Variant, status: ManagerStatus | None) -> list[str]:
             "its state is managed memory of its own, which torch does not count; each step "
             "prefetches it, so that it counts as on the device"
         )
-    if status is None:
-        return notes
-    if variant == "umem-backward-step" and not status.step_in_backward:
+    if status is not None:
+        notes += status_notes(status, in_backward=variant == "umem-backward-step")
+    return notes
+
+
+def status_notes(status: ManagerStatus, *, in_backward: bool) -> list[str]:
+    """What a manager's status says against its steps; `in_backward` is what was asked for."""
+    notes: list[str] = []
+    if in_backward and not status.step_in_backward:
         notes.append("the optimizer's step stayed behind the backward pass")
     if status.reason:
         notes.append(f"umem's manager is {status.state}: {status.reason}")
@@ -203,16 +212,19 @@ def time_steps(
         reset_peaks(allocator)
         torch.cuda.synchronize()
     marks: list[Any] = [_mark(allocator)]
+    began_s = time.perf_counter()
     with no_garbage_collection():
         for _ in range(steps):
             losses.append(training.step())
             marks.append(_mark(allocator))
     if allocator is not None:
         torch.cuda.synchronize()
+    wall_s = time.perf_counter() - began_s
     took = [a.elapsed_time(b) / 1e3 if allocator else b - a for a, b in pairwise(marks)]
     allocated = None if allocator is None else peaks(allocator).get("peak_allocated_bytes")
     return Timed(
         tuple(took),
+        wall_s,
         before,
         None if training.manager is None else training.manager.status(),
         None if allocated is None else int(allocated),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from umem_bench.training.tables import batches, fits, panels, shown, stock_of, t
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["save_picture", "training_figure"]
+__all__ = ["OVER_BUDGET_STYLE", "new_figure", "training_figure"]
 
 # Okabe and Ito's palette and more: umem's are blues and greens, the others' are warm. Stock is a
 # line, and its repetition is not drawn.
@@ -31,13 +30,23 @@ _COLOURS: dict[Variant, str] = {
     "rmm-pool": "#999999",
 }
 _GROUP_WIDTH = 0.84
-_UNFIT: dict[str, Any] = {"alpha": 0.35, "hatch": "////"}
+OVER_BUDGET_STYLE: dict[str, Any] = {"alpha": 0.35, "hatch": "////"}
 _NOTE_CHARACTERS = 68
 
 
-def save_picture(run: Run, path: Path) -> None:
-    """Write :func:`training_figure` to a file of the format that its name ends in."""
-    training_figure(run).savefig(path, dpi=150)
+def new_figure(run: Run, width: float, height: float) -> Figure:
+    """An empty figure of so many inches, which names a run's machine.
+
+    Raises ``UnsupportedError`` without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(f"matplotlib is missing ({error}): pip install matplotlib") from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    machine, torch = run.header.machine, run.header.packages.get("torch")
+    figure.suptitle(f"{machine.gpu or machine.cpu}, torch {torch}", x=0.01, ha="left", fontsize=9)
+    return figure
 
 
 def training_figure(run: Run) -> Figure:
@@ -47,12 +56,6 @@ def training_figure(run: Run) -> Figure:
     than a budget, or whose memory is not counted, is drawn pale and hatched in that budget's group.
     Where umem gave up there is no bar, and its reason stands below.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise UnsupportedError(f"matplotlib is missing ({error}): pip install matplotlib") from None
     known = panels(run)
     found = {it.variant for panel in known for it in shown(run, panel[0].name, panel[1])}
     variants = [it for it in VARIANTS if it in found and it in _COLOURS]
@@ -60,19 +63,20 @@ def training_figure(run: Run) -> Figure:
         raise UmemError("the run has no variant to draw beside the stock one")
     columns = min(2, len(known))
     rows = -(-len(known) // columns)
-    figure = Figure(figsize=(4.6 * columns + 2.2, 4.2 * rows), layout="constrained")
+    figure = new_figure(run, 4.6 * columns + 2.2, 4.2 * rows)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[len(known) :]:
         axes.set_axis_off()
     for axes, (workload, method) in zip(grid, known, strict=False):
         _panel(axes, run, workload, method, variants)
-    machine, torch = run.header.machine, run.header.packages.get("torch")
-    figure.suptitle(f"{machine.gpu or machine.cpu}, torch {torch}", x=0.01, ha="left", fontsize=9)
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     words = "hatched: more resident than\nthe budget, or not counted"
     handles = [
         Line2D([], [], color="black", linestyle="--", label="stock, all resident"),
         *(Patch(facecolor=_COLOURS[it], label=it) for it in variants),
-        Patch(facecolor="grey", label=words, **_UNFIT),
+        Patch(facecolor="grey", label=words, **OVER_BUDGET_STYLE),
     ]
     figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=8)
     return figure
@@ -101,7 +105,7 @@ def _panel(
                 width * 0.92,
                 color=_COLOURS[result.variant],
                 edgecolor="white",
-                **({} if fits(run, result, percent) else _UNFIT),
+                **({} if fits(run, result, percent) else OVER_BUDGET_STYLE),
             )
     stock = stock_of(run, workload.name, method)
     if stock is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, TypeVar
 
 from umem import UmemError, UnsupportedError
 from umem.core.units import format_bytes
@@ -14,6 +14,8 @@ from umem_bench.results import (
     VARIANTS,
     Header,
     Method,
+    ProcessResult,
+    Record,
     Run,
     TrainingResult,
     TrainingSettings,
@@ -23,9 +25,19 @@ from umem_bench.results import (
 )
 from umem_bench.training.measure import measure
 from umem_bench.training.variants import TrainingJob
-from umem_bench.workers import Worker, WorkerError
+from umem_bench.workers import Answers, Worker, WorkerError
 
-__all__ = ["MANAGED_BYTES", "Cell", "cells", "run_training"]
+__all__ = [
+    "MANAGED_BYTES",
+    "Cell",
+    "ask_worker",
+    "cells",
+    "require_gpu",
+    "require_same",
+    "run_missing",
+    "run_training",
+    "why_no_time",
+]
 
 MANAGED_BYTES = 16 << 30
 """Managed memory of a process, at most: one process runs at a time."""
@@ -37,6 +49,9 @@ LEAST_LIMIT_S = 20.0
 """For a process that was started, however little is left of the run's time."""
 
 _PRELOADED = ("umem_bench.training.shared_imports",)
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Result = TypeVar("_Result", bound=ProcessResult)
 
 Cell = tuple[WorkloadName, Method, Variant, float | None]
 """Workload, method, variant, and budget in percent: what one process measures."""
@@ -88,29 +103,68 @@ def run_training(
         If the earlier results are of other settings, another machine or other versions.
     """
     if device == "cuda":
-        _require_gpu()
+        require_gpu()
     begun = header("training", settings)
     if earlier is not None:
-        _require_same(earlier.header, begun)
+        require_same(earlier.header, begun)
         begun = earlier.header
-    known = {_cell_of(it): it for it in (earlier.trainings if earlier else ())}
+    end_s = time.monotonic() + seconds_limit
+
+    def measure_one(cell: Cell, known: list[TrainingResult]) -> TrainingResult:
+        result = _measure_cell(cell, settings, known, end_s, device)
+        on_progress(_line(result))
+        return result
+
+    results = run_missing(
+        cells(settings),
+        {_cell_of(it): it for it in (earlier.trainings if earlier else ())},
+        measure_one,
+        lambda so_far: on_results(Run(begun, tuple(so_far))),
+    )
+    return Run(begun, tuple(results))
+
+
+def run_missing(
+    wanted: Sequence[_Key],
+    earlier: dict[_Key, _Result],
+    measure_one: Callable[[_Key, list[_Result]], _Result],
+    on_results: Callable[[Sequence[_Result]], None],
+    *,
+    again: bool = False,
+) -> list[_Result]:
+    """Measure one by one what earlier results lack, have left out or gave no answer to.
+
+    `measure_one` gets the results so far, too; `on_results` gets all results after each one. With
+    `again` everything wanted is measured; an earlier result stays until there is another one.
+    """
+    known = dict(earlier)
     missing = [
         it
-        for it in cells(settings)
-        if it not in known or known[it].state == "left out" or known[it].timed_out
+        for it in wanted
+        if again or it not in known or known[it].state == "left out" or known[it].timed_out
     ]
     # A variant that gave no answer is tried once more in a later call, and not again in this one.
     spent = {it: known.pop(it) for it in missing if it in known}
-    end_s = time.monotonic() + seconds_limit
-    for cell in missing:
-        result = _result(cell, settings, list(known.values()), end_s, device)
-        known[cell] = spent.get(cell, result) if result.state == "left out" else result
-        on_progress(_line(result))
-        on_results(Run(begun, tuple((spent | known).values())))
-    return Run(begun, tuple(known.values()))
+    for key in missing:
+        result = measure_one(key, list(known.values()))
+        known[key] = spent.get(key, result) if result.state == "left out" else result
+        on_results(list((spent | known).values()))
+    return list(known.values())
 
 
-def _result(
+def ask_worker(answers: Answers, job: Record, left_s: float) -> dict[str, Any]:
+    """What a job's process answers within its time limit, or why it does not; its duration."""
+    worker = Worker(answers, job, _PRELOADED)
+    began_s = time.monotonic()  # the server process has imported what its workers share
+    try:
+        with worker:
+            told: dict[str, Any] = worker.ask(min(PROCESS_LIMIT_S, max(LEAST_LIMIT_S, left_s)))
+    except WorkerError as error:
+        told = {"state": "failed", "reason": str(error), "timed_out": error.timed_out}
+    return told | {"process_s": time.monotonic() - began_s}
+
+
+def _measure_cell(
     cell: Cell,
     settings: TrainingSettings,
     known: list[TrainingResult],
@@ -126,7 +180,7 @@ def _result(
         "budget_percent": percent,
     }
     left_s = end_s - time.monotonic()
-    reason = Worker.stuck or _why_no_time(variant, known, left_s)
+    reason = why_no_time(variant, known, left_s)
     if percent is not None:
         stock = (it for it in known if _cell_of(it) == (workload, method, "stock", None))
         stock_bytes = next((it.peak_allocated_bytes for it in stock), None)
@@ -146,17 +200,13 @@ def _result(
         managed_limit_bytes=settings.managed_limit_bytes,
         device=device,
     )
-    began_s = time.monotonic()
-    try:
-        with Worker(measure, job, _PRELOADED) as worker:
-            told |= worker.ask(min(PROCESS_LIMIT_S, max(LEAST_LIMIT_S, left_s)))
-    except WorkerError as error:
-        told |= {"state": "failed", "reason": str(error), "timed_out": error.timed_out}
-    return TrainingResult(**told, process_s=time.monotonic() - began_s)
+    return TrainingResult(**told, **ask_worker(measure, job, left_s))
 
 
-def _why_no_time(variant: Variant, known: list[TrainingResult], left_s: float) -> str:
+def why_no_time(variant: str, known: Sequence[ProcessResult], left_s: float) -> str:
     """Why a process is not started; empty where it is."""
+    if Worker.stuck:
+        return Worker.stuck
     silent = next((it for it in known if it.timed_out and it.variant == variant), None)
     if silent is not None:
         return f"this variant gave no answer before: {silent.reason}"
@@ -166,7 +216,7 @@ def _why_no_time(variant: Variant, known: list[TrainingResult], left_s: float) -
         return ""
     return (
         f"{max(0.0, left_s):.0f} s were left, and such a process takes {needed_s:.0f} s or more: "
-        "give more with --seconds-limit, or go on with --continue"
+        "give a longer limit, or go on with --continue"
     )
 
 
@@ -185,7 +235,8 @@ def _line(result: TrainingResult) -> str:
     return f"{words}{of}: {step_s * 1e3:.4g} ms a step, {result.process_s:.1f} s{lost}"
 
 
-def _require_gpu() -> None:
+def require_gpu() -> None:
+    """Raise `UnsupportedError` where torch sees no GPU to train on."""
     import torch
 
     if torch.version.cuda is None or torch.cuda.device_count() == 0:
@@ -195,8 +246,9 @@ def _require_gpu() -> None:
         )
 
 
-def _require_same(earlier: Header, begun: Header) -> None:
-    groups = ("umem", "commit", "machine", "packages", "settings")
+def require_same(earlier: Header, begun: Header, *, same_commit: bool = True) -> None:
+    """Raise `UmemError` where earlier results are not of the same settings, machine or versions."""
+    groups = ("umem", *(("commit",) if same_commit else ()), "machine", "packages", "settings")
     pairs = [(name, getattr(earlier, name), getattr(begun, name)) for name in groups]
     words = [f"{name} {was}, and now {it}" for name, was, it in pairs if was != it]
     if words:

@@ -12,13 +12,14 @@ from umem_bench.results import (
     LlamaShape,
     Method,
     Migration,
+    ProcessResult,
     Run,
     TrainingResult,
     Workload,
     WorkloadName,
     median,
 )
-from umem_bench.tables import NOTHING, Check, Table, at_most, provenance
+from umem_bench.tables import NOTHING, Check, Table, at_most, notes_table, provenance
 
 __all__ = [
     "batches",
@@ -28,6 +29,7 @@ __all__ = [
     "heading",
     "panels",
     "shown",
+    "step_ms",
     "stock_of",
     "tables",
     "tokens_per_s",
@@ -149,14 +151,9 @@ def tables(run: Run) -> Iterator[Table]:
         yield _speeds(run, workload, method)
     for workload, method in panels(run):
         yield _steps(run, workload, method)
-    notes = [
-        (f"{it.workload}, {it.method}, {it.variant}", _budget(it), state, words)
-        for it in run.trainings
-        for state, words in ((it.state, it.reason), *(("note", note) for note in it.notes))
-        if words
-    ]
-    if notes:
-        yield Table("Not measured, and notes", ("run", "budget", "state", "why"), notes)
+    yield from notes_table(
+        (f"{it.workload}, {it.method}, {it.variant}", _budget(it), it) for it in run.trainings
+    )
 
 
 def batches(model: LlamaShape, method: Method) -> str:
@@ -236,7 +233,7 @@ def _steps(run: Run, workload: Workload, method: Method) -> Table:
         (
             it.variant,
             _budget(it),
-            _step(it),
+            step_ms(it),
             _share(run, it),
             _device(it),
             NOTHING if it.predicted_step_s is None else f"{it.predicted_step_s * 1e3:.4g}",
@@ -255,7 +252,8 @@ def _budget(result: TrainingResult) -> str:
     return f"{text}, {format_bytes(result.budget_bytes)}" if result.budget_bytes else text
 
 
-def _step(result: TrainingResult) -> str:
+def step_ms(result: ProcessResult) -> str:
+    """Median and extremes of the timed steps in milliseconds."""
     middle_s = median(result.steps_s)
     if middle_s is None:
         return result.state

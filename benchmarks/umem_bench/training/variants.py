@@ -31,11 +31,16 @@ from umem_bench.results import (
 
 __all__ = [
     "DEEPSPEED_BUCKET_ELEMENTS",
+    "LEARNING_RATE",
     "OPTIMIZER_ON_HOST",
     "WORKLOADS",
     "Training",
     "TrainingJob",
+    "deepspeed_engine",
+    "make_deterministic",
+    "make_optimizer",
     "make_training",
+    "not_installed",
     "place_allocator",
     "why_not",
 ]
@@ -98,7 +103,8 @@ class TrainingJob(Record):
 class Training:
     """A model in training."""
 
-    model: ChunkedLoss
+    model: Any
+    """A :class:`ChunkedLoss`, or a Llama of `transformers`."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     step: Callable[[], torch.Tensor]
     """Trains one step and returns its loss, without a graph."""
@@ -116,7 +122,11 @@ def why_not(job: TrainingJob) -> dict[str, str]:
             "adapters, which every other variant trains in float32"
         )
         return {"state": "not comparable", "reason": reason}
-    package = _PACKAGES.get(job.variant)
+    return not_installed(_PACKAGES.get(job.variant))
+
+
+def not_installed(package: str | None) -> dict[str, str]:
+    """State and reason of a variant whose package cannot be imported; empty where it can."""
     try:
         if package is not None:
             importlib.import_module(package)
@@ -151,11 +161,7 @@ def make_training(job: TrainingJob) -> Training:
     """The model, its optimizer and its step, as a variant has them."""
     device = torch.device(job.device)
     if job.deterministic:
-        # cuBLAS reads it when it starts.
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True)
-        # Not needed for results to repeat, and as slow as the memory is large.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        make_deterministic()
     network = build_llama(job.model, job.method, device)
     model = ChunkedLoss(network, job.model.loss_chunk_tokens).train()
     torch.manual_seed(SEED)
@@ -179,8 +185,17 @@ def make_training(job: TrainingJob) -> Training:
     return training
 
 
+def make_deterministic() -> None:
+    """Use torch's deterministic algorithms; call it before CUDA starts."""
+    # cuBLAS reads it when it starts.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    # Not needed for results to repeat, and as slow as the memory is large.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def _with_one_optimizer(variant: Variant, model: ChunkedLoss, batch: torch.Tensor) -> Training:
-    optimizer = _optimizer(variant, _trained(model))
+    optimizer = make_optimizer(variant, _trained(model))
 
     def step() -> torch.Tensor:
         saving: Any = nullcontext()
@@ -199,7 +214,7 @@ def _with_one_optimizer(variant: Variant, model: ChunkedLoss, batch: torch.Tenso
 def _with_steps_in_backward(model: ChunkedLoss, batch: torch.Tensor) -> Training:
     """An optimizer for each parameter, which steps as soon as its gradient exists."""
     optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {
-        it: _optimizer("stock", [it]) for it in _trained(model)
+        it: make_optimizer("stock", [it]) for it in _trained(model)
     }
 
     def step_one(weight: torch.Tensor) -> None:
@@ -221,13 +236,20 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [it for it in model.parameters() if it.requires_grad]
 
 
-def _optimizer(variant: Variant, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(
+    variant: Variant, weights: list[nn.Parameter], *, keep_gradients: bool = False
+) -> torch.optim.Optimizer:
+    """A variant's AdamW; with `keep_gradients` torchao's leaves gradients on the device, too."""
     made: Any
     if variant == "bnb-paged-adamw":
         made = importlib.import_module("bitsandbytes").optim.PagedAdamW(weights, lr=LEARNING_RATE)
     elif variant == "torchao-offload":
         made = importlib.import_module("torchao.optim").CPUOffloadOptimizer(
-            weights, torch.optim.AdamW, offload_gradients=True, lr=LEARNING_RATE, fused=True
+            weights,
+            torch.optim.AdamW,
+            offload_gradients=not keep_gradients,
+            lr=LEARNING_RATE,
+            fused=True,
         )
     else:
         made = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)
@@ -235,7 +257,23 @@ def _optimizer(variant: Variant, weights: list[nn.Parameter]) -> torch.optim.Opt
 
 
 def _with_deepspeed(model: ChunkedLoss, batch: torch.Tensor) -> Training:
-    """ZeRO's second stage with the optimizer on the host, in a world of one rank."""
+    engine, optimizer = deepspeed_engine(model, len(batch))
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=batch, labels=batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Training(model, (optimizer,), step)
+
+
+def deepspeed_engine(model: nn.Module, batch: int, **config: Any) -> tuple[Any, Any]:
+    """ZeRO's second stage with the optimizer on the host, in a world of one rank.
+
+    `batch` is the number of sequences of a call, `config` what DeepSpeed's own is to have besides.
+    Returns the engine and its optimizer.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -247,7 +285,7 @@ def _with_deepspeed(model: ChunkedLoss, batch: torch.Tensor) -> Training:
         model=model,
         model_parameters=_trained(model),
         config={
-            "train_micro_batch_size_per_gpu": len(batch),
+            "train_micro_batch_size_per_gpu": batch,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
             "zero_optimization": {
@@ -256,13 +294,7 @@ def _with_deepspeed(model: ChunkedLoss, batch: torch.Tensor) -> Training:
                 "allgather_bucket_size": DEEPSPEED_BUCKET_ELEMENTS,
                 "offload_optimizer": {"device": "cpu", "pin_memory": True},
             },
+            **config,
         },
     )
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = engine(input_ids=batch, labels=batch)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return Training(model, (optimizer,), step)
+    return engine, optimizer
