@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from umem.core.units import parse_bytes
 from umem_bench import allocators, planning, published
 from umem_bench.before_after import run_against
 from umem_bench.machine import header, managed_limit_bytes
@@ -18,10 +19,13 @@ from umem_bench.results import (
     VARIANTS,
     Measurement,
     Run,
+    ScaleSettings,
     TrainingSettings,
     read_results,
     write_results,
 )
+from umem_bench.scale import run as scales
+from umem_bench.scale import tables as scale_tables
 from umem_bench.tables import Check, print_tables
 from umem_bench.training import run as trainings
 from umem_bench.training import tables as training_tables
@@ -33,6 +37,7 @@ _QUICK_ROUNDS = 3
 _SHOWN_BY: dict[str, Any] = {
     "allocators": allocators,
     "training": training_tables,
+    "scale": scale_tables,
     "planning": planning,
     "published": published,
     "against": allocators,
@@ -167,6 +172,68 @@ def training(
         raise typer.Exit(1)
 
 
+@app.command()
+def scale(
+    rows: Annotated[
+        str, typer.Option(help="Such as llama-2-7b-fp32:umem,tiny; default: all but tiny.")
+    ] = "",
+    policy: Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")] = "sft-streamed",
+    budget: Annotated[
+        str, typer.Option(help="umem's, such as 60GiB. Default: the free memory less 3 GiB.")
+    ] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a batch.")] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches of a step.")] = 1,
+    clip: Annotated[bool, typer.Option(help="Clip the gradients' norm.")] = True,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="torch's deterministic algorithms.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=2, help="Timed steps of each row.")] = 8,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Leave out rows that do not fit into this time.")
+    ] = 9,
+    host: Annotated[
+        str, typer.Option(help="Host memory that a row may take. Default: available less 16 GiB.")
+    ] = "",
+    output: _Output = None,
+    continued: Annotated[
+        Path | None, typer.Option("--continue", metavar="FILE", help="Run what these results lack.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --continue: measure these rows once more.")
+    ] = False,
+    check: _Check = False,
+) -> None:
+    """Fine-tune Llama-2 7B and 13B on one card, umem beside others. Needs a GPU of 80 GB."""
+    output = output or continued
+    change = {} if batch is None else {"batch": batch}
+    settings = ScaleSettings(
+        cases={name: it.model_copy(update=change) for name, it in scales.CASES.items()},
+        policy=policy,
+        budget_bytes=_bytes(budget),
+        steps=steps,
+        accumulate=accumulate,
+        clip=clip,
+        deterministic=deterministic,
+    )
+    try:
+        chosen = scales.parse_rows(rows)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    run = scales.run_scale(
+        settings,
+        chosen,
+        _say,
+        lambda so_far: write_results(so_far, output) if output else None,
+        seconds_limit=60 * minutes,
+        earlier=read_results(continued) if continued else None,
+        again=again,
+        host_limit_bytes=_bytes(host),
+    )
+    _finish(run, output, check)
+    if any(it.state == "failed" for it in run.scales):
+        raise typer.Exit(1)
+
+
 @app.command("planning")
 def plans(
     models: Annotated[str, typer.Option(help="Models to plan.")] = ",".join(planning.MODELS),
@@ -231,9 +298,11 @@ def report(
     """Print the tables of a results file."""
     run = read_results(file)
     if plot is not None:
-        from umem_bench.training.picture import save_picture
+        from umem_bench.scale.picture import scale_figure
+        from umem_bench.training.picture import training_figure
 
-        save_picture(run, plot)
+        draw = scale_figure if run.header.benchmark == "scale" else training_figure
+        draw(run).savefig(plot, dpi=150)
     _finish(run, None, check, as_markdown=as_markdown, only=tables)
 
 
@@ -267,6 +336,14 @@ def _named(value: str, known: Sequence[_Name]) -> tuple[_Name, ...]:
         if name not in known:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
     return tuple(name for name in known if name in names)
+
+
+def _bytes(value: str) -> int | None:
+    """A size such as "60GiB"; None for an empty text."""
+    try:
+        return parse_bytes(value) if value else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _percents(value: str) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from umem_bench.allocators import ALLOCATORS
 from umem_bench.results import Run, read_results
+from umem_bench.scale.tables import is_over_budget
 from umem_bench.tables import beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -105,3 +106,25 @@ def test_variants_train_to_the_same_losses_within_a_budget(tmp_path: Path) -> No
     for planned in (by_variant["umem-planned"], by_variant["umem-backward-step"]):
         assert planned.migration is not None
         assert planned.migration.predicted_bytes is not None
+
+
+def test_umem_trains_as_stock_at_scale_and_keeps_to_the_card(tmp_path: Path) -> None:
+    rows = [f"tiny:{it}" for it in ("stock", "floor", "umem", "umem-waiting", "umem-backward")]
+    words = ["scale", "--rows", ",".join(rows), "--no-clip", "--deterministic", "--steps", "3"]
+
+    run = bench(tmp_path / "scale.jsonl", *words, "--budget", "8GiB", managed_limit="1GiB")
+
+    by_variant = {it.variant: it for it in run.scales}
+    assert {it.state for it in run.scales} == {"measured"}
+    for it in run.scales:
+        assert it.base_bytes
+        assert it.peak_bytes
+        assert it.peak_bytes >= it.base_bytes
+        assert it.wall_s
+        assert it.wall_s >= 0.9 * sum(it.steps_s)
+    stock = by_variant["stock"]
+    for name in ("umem", "umem-waiting", "umem-backward"):
+        pairs = list(zip(by_variant[name].losses_hex, stock.losses_hex, strict=False))
+        assert [mine for mine, _ in pairs] == [its for _, its in pairs], name
+        assert not is_over_budget(run, by_variant[name])
+    assert by_variant["floor"].losses_hex[0] == stock.losses_hex[0]

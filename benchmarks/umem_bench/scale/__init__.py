@@ -1,0 +1,1 @@
+"""Full fine-tuning of models whose training does not fit one card."""

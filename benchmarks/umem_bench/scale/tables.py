@@ -1,0 +1,195 @@
+"""Tables of the real-scale benchmark, and its figures against limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from umem.core.units import format_bytes
+from umem_bench.results import SCALE_VARIANTS, Run, ScaleCase, ScaleResult, median
+from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance
+from umem_bench.training.tables import step_ms
+
+__all__ = [
+    "checks",
+    "heading",
+    "is_over_budget",
+    "measured",
+    "of_variant",
+    "tables",
+    "title",
+    "tokens_per_s",
+]
+
+MARGIN_BYTES = 64 << 20
+"""Over budget and base, before a peak counts as over the budget."""
+
+MAX_DISAGREEMENT = 0.1
+"""Of the time of all steps from the median's: more would be work that the median does not have."""
+
+_SHOWN_LOSS = 8
+
+
+# ---- figures ----
+
+
+def measured(run: Run, case: ScaleCase) -> list[ScaleResult]:
+    """A case's rows with timed steps, in the order of the variants."""
+    found = (it for it in run.scales if it.case == case and it.state == "measured")
+    return sorted(found, key=lambda it: SCALE_VARIANTS.index(it.variant))
+
+
+def of_variant(run: Run, case: ScaleCase, variant: str) -> ScaleResult | None:
+    """A case's measured row of one variant."""
+    return next((it for it in measured(run, case) if it.variant == variant), None)
+
+
+def tokens_per_s(run: Run, result: ScaleResult) -> float:
+    """Tokens trained on in a second, at the median step; 0 if it was not measured."""
+    settings, step_s = run.scale_settings, median(result.steps_s)
+    shape = settings.cases[result.case]
+    return shape.batch * shape.tokens * settings.accumulate / step_s if step_s else 0.0
+
+
+def base_bytes(run: Run, result: ScaleResult) -> int:
+    """Card memory that a process has beside tensors: its context, and the kernels that it loads.
+
+    The floor's process shows both at its end, stock's too; a row alone only its context.
+    """
+    others = (of_variant(run, result.case, name) for name in ("floor", "stock"))
+    known = [it.outside_bytes for it in others if it is not None and it.outside_bytes is not None]
+    return max([result.base_bytes or 0, *known[:1]])
+
+
+def is_over_budget(run: Run, result: ScaleResult) -> bool:
+    """Whether NVML saw more in use than the budget, the process's base and a margin."""
+    if result.budget_bytes is None or result.peak_bytes is None:
+        return False
+    return result.peak_bytes > result.budget_bytes + base_bytes(run, result) + MARGIN_BYTES
+
+
+def _mean_s(result: ScaleResult) -> float | None:
+    return result.wall_s / len(result.steps_s) if result.wall_s and result.steps_s else None
+
+
+def _agrees(result: ScaleResult) -> bool:
+    """Whether all steps together took as long as so many median ones."""
+    mean_s, step_s = _mean_s(result) or 0.0, median(result.steps_s) or 0.0
+    return abs(mean_s - step_s) <= MAX_DISAGREEMENT * step_s
+
+
+def _why_not_compared(run: Run, result: ScaleResult) -> str:
+    if is_over_budget(run, result):
+        return "over its budget"
+    return "" if _agrees(result) else "total disagrees"
+
+
+def _floor_share(run: Run, result: ScaleResult) -> float | None:
+    floor = of_variant(run, result.case, "floor")
+    floor_s, step_s = median(floor.steps_s) if floor else None, median(result.steps_s)
+    return floor_s / step_s if floor_s and step_s else None
+
+
+# ---- tables ----
+
+
+def heading(run: Run) -> str:
+    """One line that says where, when and with what a run was made."""
+    settings = run.scale_settings
+    return provenance(
+        run.header,
+        "full fine-tuning of random weights in published shapes",
+        "checkpoints at every layer, fused AdamW",
+        "clipping at 1" if settings.clip else "no clipping",
+        "deterministic algorithms" if settings.deterministic else "",
+        f"medians of {settings.steps} steps [minimum to maximum]",
+    )
+
+
+def tables(run: Run) -> Iterator[Table]:
+    """Each case's rows; then reasons and notes."""
+    cases = [it for it in run.scale_settings.cases if measured(run, it)]
+    columns = (
+        *("variant", "step, ms", "mean, ms", "tokens/s", "of the floor"),
+        *("first step, s", "card's peak (base)", "budget", "host (locked)", "loss"),
+    )
+    for case in cases:
+        yield Table(title(run, case), columns, [_row(run, it) for it in measured(run, case)])
+    yield from notes_table(
+        (f"{it.case}, {it.variant}", _size(it.budget_bytes), it) for it in run.scales
+    )
+
+
+def title(run: Run, case: ScaleCase) -> str:
+    """A case and its batches."""
+    settings, shape = run.scale_settings, run.scale_settings.cases[case]
+    times = f", {settings.accumulate} of them a step" if settings.accumulate > 1 else ""
+    return f"{case}: batches of {shape.batch} x {shape.tokens:,} tokens{times}"
+
+
+def _row(run: Run, result: ScaleResult) -> tuple[str, ...]:
+    share = _floor_share(run, result)
+    no = _why_not_compared(run, result)
+    peak = f"{_size(result.peak_bytes)} ({_size(base_bytes(run, result) or None)})"
+    return (
+        result.variant,
+        step_ms(result),
+        f"{1e3 * (_mean_s(result) or 0):.4g}",
+        f"{tokens_per_s(run, result):,.0f}",
+        no or (NOTHING if share is None else f"{100 * share:.3g} %"),
+        f"{result.first_step_s or 0:.3g}",
+        f"{peak}, over its budget" if is_over_budget(run, result) else peak,
+        _size(result.budget_bytes),
+        f"{_size(result.host_bytes)} ({_size(result.host_locked_bytes)})",
+        _losses(run, result),
+    )
+
+
+def _size(size_bytes: int | None) -> str:
+    return NOTHING if size_bytes is None else format_bytes(size_bytes)
+
+
+def _losses(run: Run, result: ScaleResult) -> str:
+    """Loss of an early step, and whether all losses that both kept have the reference's bits."""
+    text = f"{float.fromhex(result.losses_hex[:_SHOWN_LOSS][-1]):.4f}"
+    same = _same_bits(run, result)
+    if same is None:
+        return text
+    return f"{text} same bits" if same else f"{text} differs"
+
+
+def _same_bits(run: Run, result: ScaleResult) -> bool | None:
+    """Whether a row's losses are those of the same arithmetic elsewhere; None without any.
+
+    The reference is stock; where stock does not fit, umem with a wait after each step. The floor
+    keeps its first weights, so that only its first loss is compared.
+    """
+    own = result.losses_hex[:1] if result.variant == "floor" else result.losses_hex
+    others = (of_variant(run, result.case, it) for it in ("stock", "umem-waiting"))
+    reference = next((it for it in others if it is not None), None)
+    is_other = result.variant in ("torchao", "deepspeed") or (
+        result.variant == "umem-backward" and run.scale_settings.clip
+    )
+    if reference is None or reference is result or is_other:
+        return None
+    same = all(mine == its for mine, its in zip(own, reference.losses_hex, strict=False))
+    # Without deterministic algorithms different bits say nothing.
+    return same if same or run.scale_settings.deterministic else None
+
+
+# ---- limits ----
+
+
+def checks(run: Run) -> Iterator[Check]:
+    """Hold umem's rows against their budget, their own total and the losses of stock."""
+    for it in (it for it in run.scales if it.budget_bytes is not None):
+        subject = f"{it.case}, {it.variant}"
+        if it.state != "measured":
+            yield Check(subject, None, f"{it.state}: {it.reason}")
+            continue
+        words = f"{_size(it.peak_bytes)} of {_size(it.budget_bytes)}"
+        yield Check(f"{subject}: within its budget by NVML", not is_over_budget(run, it), words)
+        words = f"{_mean_s(it) or 0:.4g} s a step of all"
+        yield Check(f"{subject}: no work beside the median step", _agrees(it), words)
+        same = _same_bits(run, it)
+        if same is not None:
+            yield Check(f"{subject}: losses", same, _losses(run, it))

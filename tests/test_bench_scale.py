@@ -1,0 +1,351 @@
+"""The real-scale benchmark: its rows, the room that it leaves free, real processes, tables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import GIB, made_up_header
+from typer.testing import CliRunner
+from umem_bench.cli import app
+from umem_bench.results import (
+    SCALE_VARIANTS,
+    Run,
+    ScaleResult,
+    ScaleSettings,
+    read_results,
+    write_results,
+)
+from umem_bench.scale.memory import MemorySampler
+from umem_bench.scale.run import CASES, host_state_bytes, parse_rows, run_scale
+from umem_bench.scale.tables import checks, heading, is_over_budget, tables
+
+from umem import UmemError, UnsupportedError
+from umem.cuda import bindings
+
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.device_count() > 0, reason="it is about a machine without a GPU"
+)
+
+
+def settings(**changes: Any) -> ScaleSettings:
+    asked: dict[str, Any] = {
+        "cases": CASES,
+        "policy": "sft",
+        "budget_bytes": None,
+        "steps": 2,
+        "accumulate": 1,
+        "clip": True,
+        "deterministic": True,
+    }
+    return ScaleSettings.model_validate(asked | changes)
+
+
+def result(variant: str, step_s: float = 1.0, **changes: Any) -> ScaleResult:
+    """A row of 7B; umem's has a budget of 70 GiB and is just within it."""
+    budget_bytes = 70 * GIB if variant.startswith("umem") else None
+    made: dict[str, Any] = {
+        "case": "llama-2-7b-fp32",
+        "variant": variant,
+        "state": "measured",
+        "budget_bytes": budget_bytes,
+        "steps_s": (step_s * 0.9, step_s, step_s * 1.2),
+        "wall_s": 3.1 * step_s,
+        "first_step_s": 9.0,
+        "peak_bytes": 71 * GIB,
+        "base_bytes": GIB // 2,
+        "outside_bytes": GIB,
+        "host_bytes": 50 * GIB,
+        "losses_hex": ((10.5).hex(), (10.25).hex()),
+        "process_s": 30.0,
+    }
+    return ScaleResult.model_validate(made | changes)
+
+
+def made_up_run(*results: ScaleResult, **changes: Any) -> Run:
+    return Run(made_up_header("scale", settings(**changes)), results)
+
+
+# ---- rows ----
+
+
+def test_rows_are_named_by_case_and_variant() -> None:
+    assert parse_rows("tiny:stock,llama-2-7b-fp32:umem,tiny:stock") == [
+        ("tiny", "stock"),
+        ("llama-2-7b-fp32", "umem"),
+    ]
+    whole = parse_rows("")
+    assert parse_rows("llama-2-7b-fp32") == whole[: len(SCALE_VARIANTS) - 1]
+    assert {case for case, _ in whole} == set(CASES) - {"tiny"}
+    assert "umem-waiting" not in {variant for _, variant in whole}
+    assert parse_rows("tiny:umem-waiting") == [("tiny", "umem-waiting")]
+
+
+@pytest.mark.parametrize(
+    "words", [["--rows", "llama-3:umem"], ["--rows", "tiny:swap"], ["--budget", "much"]]
+)
+def test_unknown_choices_end_with_status_2(words: list[str]) -> None:
+    assert CliRunner().invoke(app, ["scale", *words]).exit_code == 2
+
+
+def test_host_memory_is_known_before_a_row_starts() -> None:
+    fp32, bf16 = CASES["llama-2-7b-fp32"], CASES["llama-2-7b-bf16"]
+    weights = 6_738_149_376  # those of norms are left out
+
+    assert host_state_bytes(fp32, "umem") == 8 * weights == 2 * host_state_bytes(bf16, "umem")
+    assert host_state_bytes(fp32, "deepspeed") == 16 * weights
+    # torch's allocator rounds each page-locked tensor up to a power of two.
+    layer = 4 * 64 + 3 * 256
+    assert host_state_bytes(fp32, "torchao") == 8 * weights + 2 * (32 * layer + 2 * 512 << 20)
+    assert host_state_bytes(fp32, "stock") == host_state_bytes(fp32, "floor") == 0
+
+
+# ---- runs with made-up answers ----
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU of 80 GiB, of which an idle card uses 1."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bindings, "device_pci_address", lambda _: "0000:01:00.0")
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: (80 * GIB, 79 * GIB))
+    monkeypatch.setattr("umem_bench.scale.run.header", made_up_header)
+
+
+@pytest.fixture
+def jobs(card: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The jobs that were given to processes; stock has too little memory."""
+    seen: list[Any] = []
+    idle = bindings.nvml_memory_bytes
+
+    def ask(_: object, job: Any, __: float) -> dict[str, Any]:
+        seen.append(job)
+        sampled = threading.Event()
+
+        def read(_: str) -> tuple[int, int]:
+            sampled.set()
+            return 80 * GIB, 9 * GIB
+
+        monkeypatch.setattr(bindings, "nvml_memory_bytes", read)
+        assert sampled.wait(20)
+        monkeypatch.setattr(bindings, "nvml_memory_bytes", idle)
+        if job.variant == "stock":
+            return {"state": "failed", "reason": "OutOfMemoryError: CUDA out of memory.\n\nHint"}
+        if job.variant == "deepspeed":
+            return {"state": "failed", "reason": "ended with status -9"}
+        return {"state": "measured", "steps_s": (1.0, 1.0), "wall_s": 2.0, "process_s": 5.0}
+
+    monkeypatch.setattr("umem_bench.scale.run.ask_worker", ask)
+    return seen
+
+
+def run(rows: str, asked: ScaleSettings | None = None, **options: Any) -> Run:
+    limits = {"seconds_limit": 100.0, "host_limit_bytes": 200 * GIB}
+    return run_scale(asked or settings(), parse_rows(rows), lambda _: None, **(limits | options))
+
+
+def test_every_process_is_within_the_same_limit(jobs: list[Any]) -> None:
+    found = run("llama-2-7b-fp32")
+
+    assert {job.limit_bytes for job in jobs} == {76 * GIB}
+    assert {job.variant: job.clip for job in jobs} == {
+        it: it != "umem-backward" for it in SCALE_VARIANTS[:-1]
+    }
+    rows = {it.variant: it for it in found.scales}
+    assert rows["umem"].budget_bytes == rows["umem-backward"].budget_bytes == 76 * GIB
+    assert rows["floor"].budget_bytes is None
+    assert rows["umem"].peak_bytes == 70 * GIB  # less the idle card's
+    # Running out of memory is a result.
+    assert (rows["stock"].state, rows["stock"].reason) == (
+        "out of memory", "OutOfMemoryError: CUDA out of memory."
+    )  # fmt: skip
+    assert rows["deepspeed"].state == "out of memory"
+    assert run("tiny:umem", settings(budget_bytes=5 * GIB)).scales[0].budget_bytes == 5 * GIB
+    assert jobs[-1].limit_bytes == 5 * GIB
+
+
+def test_a_budget_leaves_some_of_the_card(jobs: list[Any]) -> None:
+    with pytest.raises(UmemError, match=r"77 GiB.*79 GiB.*2 GiB.*--budget 76GiB"):
+        run("tiny:umem", settings(budget_bytes=77 * GIB))
+    assert not jobs
+
+
+def test_rows_without_room_time_or_sense_are_left_out_by_name(jobs: list[Any]) -> None:
+    small = run("llama-2-7b-fp32:umem", host_limit_bytes=50 * GIB).scales[0]
+    late = run("llama-2-7b-fp32:floor,llama-2-7b-bf16:floor", seconds_limit=2.0).scales
+    summed = run("tiny:umem-backward", settings(accumulate=4)).scales[0]
+
+    assert small.state == "left out"
+    for fact in ("50.2 GiB", "50 GiB", "16 GiB", "--host"):
+        assert fact in str(small.reason)
+    assert [it.state for it in late] == ["measured", "left out"]
+    assert "--continue" in str(late[1].reason)
+    assert summed.state == "not comparable"
+    assert len(jobs) == 1
+
+
+def test_a_run_goes_on_with_what_its_file_lacks(jobs: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "scale.jsonl"
+    first = run("tiny:umem", on_results=lambda it: write_results(it, path))
+    other = Run(first.header.model_copy(update={"commit": "fedcba987654"}), first.results)
+
+    both = run("tiny:umem,tiny:floor", earlier=other)
+    again = run("tiny:umem", earlier=both, again=True)
+    late = run("tiny:umem", earlier=both, again=True, seconds_limit=-1.0)
+
+    assert read_results(path) == first
+    assert [it.variant for it in both.scales] == ["umem", "floor"]
+    assert {it.variant for it in again.scales} == {"umem", "floor"}
+    # Nothing that was measured is lost.
+    assert {it.state for it in late.scales} == {"measured"}
+    assert [job.variant for job in jobs] == ["umem", "floor", "umem"]
+    with pytest.raises(UmemError, match=r"cannot be continued.*clip"):
+        run("tiny", settings(clip=False), earlier=first)
+
+
+@needs_no_gpu
+def test_large_cases_need_a_gpu() -> None:
+    with pytest.raises(UnsupportedError, match="GPU"):
+        run("tiny:floor,llama-2-7b-bf16:floor")
+
+
+def test_a_short_peak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    used_bytes = [3 * GIB, 9 * GIB]
+    all_read = threading.Event()
+
+    def read(_: str) -> tuple[int, int]:
+        now_bytes = used_bytes.pop(0) if used_bytes else GIB
+        if not used_bytes:
+            all_read.set()
+        return 80 * GIB, 80 * GIB - now_bytes
+
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", read)
+    with MemorySampler("0000:01:00.0") as sampler:
+        assert all_read.wait(20)
+
+    assert sampler.figures(GIB)["peak_bytes"] == 8 * GIB
+
+
+# ---- real processes ----
+
+
+@needs_no_gpu
+@pytest.mark.slow
+def test_processes_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the operators are small
+    path = tmp_path / "scale.jsonl"
+    words = ["scale", "--rows", "tiny:stock,tiny:floor,tiny:torchao,tiny:umem", "--steps", "2"]
+    options = ["--deterministic", "--policy", "sft", "--minutes", "8"]
+
+    done = CliRunner().invoke(app, [*words, *options, "--output", str(path)])
+    first = read_results(path)
+    again = run("tiny:stock", first.scale_settings, earlier=first, again=True, seconds_limit=400.0)
+
+    assert done.exit_code == 1  # umem's process has no GPU
+    rows = {it.variant: it for it in first.scales}
+    stock, floor = rows["stock"], rows["floor"]
+    assert stock.state == floor.state == "measured"
+    assert len(stock.steps_s) == 2
+    assert stock.wall_s == pytest.approx(sum(stock.steps_s), rel=0.01)
+    assert stock.losses_hex == {it.variant: it for it in again.scales}["stock"].losses_hex
+    # The floor's weights stay as they were made.
+    assert floor.losses_hex[0] == stock.losses_hex[0]
+    assert floor.losses_hex[1] != stock.losses_hex[1]
+    assert stock.first_step_s
+    assert stock.host_process_bytes
+    assert (rows["umem"].state, "GPU" in str(rows["umem"].reason)) == ("failed", True)
+    if rows["torchao"].state != "failed":  # it needs a GPU, too
+        assert "torchao" in str(rows["torchao"].reason)
+
+
+# ---- tables and picture ----
+
+
+OUT = result("stock", state="out of memory", reason="CUDA out of memory", steps_s=())
+
+
+def rows_of(made: Run) -> dict[str, tuple[str, ...]]:
+    table, *_ = tables(made)
+    return {row[0]: tuple(row) for row in table.rows}
+
+
+def test_rows_are_beside_the_floor() -> None:
+    made = made_up_run(result("umem", 1.5), result("floor"), OUT, result("torchao", 2.5))
+
+    rows = rows_of(made)
+
+    assert rows["floor"][1:5] == ("1000 [900 to 1200]", "1033", "8,192", "100 %")
+    assert rows["umem"][3:9] == (
+        "5,461", "66.7 %", "9", "71 GiB (1 GiB)", "70 GiB", "50 GiB (—)"
+    )  # fmt: skip
+    assert rows["torchao"][4] == "40 %"
+    assert list(tables(made))[1].rows == [
+        ("llama-2-7b-fp32, stock", "—", "out of memory", "CUDA out of memory")
+    ]
+    for words in ("Made-up GPU", "clipping at 1", "deterministic"):
+        assert words in heading(made)
+
+
+def test_a_row_over_its_budget_is_marked_and_not_compared() -> None:
+    over = result("umem", peak_bytes=71 * GIB + (65 << 20))
+    made = made_up_run(over, result("floor"))
+
+    assert rows_of(made)["umem"][4] == "over its budget"
+    assert "over its budget" in rows_of(made)["umem"][6]
+    # What the floor's process has beside tensors is no process's fault.
+    lighter = made_up_run(over, result("floor", outside_bytes=2 * GIB))
+    assert not is_over_budget(lighter, over)
+    assert [it.passed for it in checks(made)] == [False, True]
+
+
+def test_work_beside_the_median_step_is_seen() -> None:
+    made = made_up_run(result("umem", wall_s=3.5), result("floor"))
+
+    assert rows_of(made)["umem"][4] == "total disagrees"
+    assert [it.passed for it in checks(made)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "words"),
+    [
+        ([result("umem"), result("stock")], {}, "10.2500 same bits"),
+        ([result("umem", losses_hex=((10.5).hex(), (10.0).hex())), result("stock")], {}, "differs"),
+        ([result("umem"), OUT, result("umem-waiting")], {}, "same bits"),
+        ([result("umem"), OUT], {}, "10.2500"),
+        # Other arithmetic: no clipping.
+        ([result("umem-backward"), result("stock")], {}, "10.2500"),
+        ([result("umem-backward"), result("stock")], {"clip": False}, "same bits"),
+    ],
+)
+def test_losses_are_compared_bit_by_bit(
+    rows: list[ScaleResult], changes: dict[str, Any], words: str
+) -> None:
+    shown = rows_of(made_up_run(*rows, **changes))[rows[0].variant][-1]
+
+    assert shown.endswith(words)
+
+
+@pytest.mark.slow
+def test_the_picture_shows_speed_and_memory(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from umem_bench.scale.picture import scale_figure
+
+    over = result("umem-backward", peak_bytes=75 * GIB)
+    made = made_up_run(result("umem", 2.0), over, result("floor"))
+    speeds, peaks = scale_figure(made).axes
+
+    lengths: Callable[[Any], list[Any]] = lambda axes: [it.get_width() for it in axes.patches]  # noqa: E731
+    assert lengths(speeds) == [4096, 8192]
+    assert lengths(peaks) == [71, 75]
+    assert [bool(it.get_hatch()) for it in peaks.patches] == [False, True]
+    assert set(speeds.lines[0].get_xdata()) == {8192.0}  # type: ignore[arg-type]
+    write_results(made, tmp_path / "run.jsonl")
+    words = ["report", str(tmp_path / "run.jsonl"), "--plot", str(tmp_path / "run.svg")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert "<svg" in (tmp_path / "run.svg").read_text()
+    with pytest.raises(UmemError, match="floor"):
+        scale_figure(made_up_run(result("floor")))
