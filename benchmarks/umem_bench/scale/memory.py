@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from umem.cuda import bindings
-from umem.hardware.capabilities import host_memory_bytes
+from umem.hardware.host_memory import host_memory_bytes
 
 __all__ = ["MemorySampler", "card_bytes"]
 

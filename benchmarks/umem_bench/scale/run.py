@@ -229,7 +229,7 @@ class _Machine:
 
     def _why_no_room(self, shape: LlamaShape, variant: ScaleVariant) -> str:
         """Why the host is too small for a variant; empty where it is not."""
-        from umem.hardware.capabilities import host_memory_bytes
+        from umem.hardware.host_memory import host_memory_bytes
 
         needed_bytes = host_state_bytes(shape, variant)
         _, available_bytes = host_memory_bytes() or (0, 0)
