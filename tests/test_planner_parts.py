@@ -486,6 +486,20 @@ def test_a_rule_says_how_a_class_is_held(
         assert column.tolist() == [name in flags, name == "movable"], name
 
 
+def test_streamed_state_is_host_memory_to_a_planner_of_pages(
+    machine: Hardware, make_trace: MakeTrace
+) -> None:
+    sizes = {"small": BLOCK // 2, "large": 2 * BLOCK}
+    trace = make_trace(
+        {name: (size, "optimizer_state") for name, size in sizes.items()},
+        [(1.0, list(sizes), list(sizes))],
+    )
+    rule = {"kind": "pinned", "mechanism": "stream", "min_bytes": BLOCK}
+    held = held_by(machine, trace, {"optimizer_state": rule})
+    assert held.residency.tolist() == [ResidencyMode.KEEP, ResidencyMode.MAP]
+    assert not held.movable.any()
+
+
 def held_by(machine: Hardware, trace: Trace, classes: dict[str, Any]) -> TensorRules:
     policy = resolve(load_policy({"classes": classes}), machine.device_bytes, environ={})
     return apply_policy(trace, machine, policy, {})

@@ -44,7 +44,7 @@ from umem.policy import (
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parents[1]
 FOLDER = CHECKOUT / "policies"
-PRESETS = ("inference", "lora", "managed", "rmm-managed", "sft")
+PRESETS = ("inference", "lora", "managed", "rmm-managed", "sft", "sft-streamed")
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +111,18 @@ def test_frozen_weights_are_duplicated(name: str) -> None:
     assert (rule.read_mostly, rule.mechanism) == (True, "duplicate")
 
 
+def test_sft_streamed_has_plain_device_memory_but_for_the_optimizer_state() -> None:
+    policy = load_policy("sft-streamed")
+    assert policy.planner == "none"
+    for member in TensorClass:
+        rule = class_rule(policy, member)
+        if member is TensorClass.OPTIMIZER_STATE:
+            assert (rule.kind, rule.placement, rule.mechanism) == ("pinned", "host", "stream")
+        else:
+            assert (rule.kind, rule.placement, rule.mechanism) == ("device", "device", "auto")
+    assert resolve(policy, 80 * GIB, {}).device_budget_bytes == 72 * GIB
+
+
 def test_rmm_managed_gives_no_advice() -> None:
     policy = load_policy("rmm-managed")
     for member in TensorClass:
@@ -128,7 +140,7 @@ def test_unknown_preset_names_the_nearest_and_all() -> None:
     with pytest.raises(PolicyError, match="no preset is called 'rmm_manged', did you mean") as e:
         load_policy("rmm_manged")
     assert "'rmm-managed'?" in str(e.value)
-    assert "Presets: inference, lora, managed, rmm-managed, sft" in str(e.value)
+    assert f"Presets: {', '.join(PRESETS)}" in str(e.value)
 
 
 def test_the_error_for_an_unknown_preset_points_to_a_file_of_that_name(
@@ -437,6 +449,14 @@ def test_any_text_is_a_policy_or_a_policy_error(tmp_path_factory: Any, text: str
         ({"mechanism": "copy", "placement": "host"}, "mechanism", "placement: device"),
         ({"mechanism": "fault", "placement": "host"}, "mechanism", "accessed_by_device: false"),
         ({"mechanism": "keep", "eviction": "lru"}, "eviction", "set eviction: auto"),
+        ({"mechanism": "stream"}, "mechanism", "set kind: pinned, or mechanism: auto"),
+        ({"kind": "device", "mechanism": "stream"}, "mechanism", "set kind: pinned"),
+        ({"kind": "system", "mechanism": "stream"}, "mechanism", "set kind: pinned"),
+        (
+            {"kind": "pinned", "mechanism": "stream", "eviction": "first"},
+            "eviction",
+            "set eviction: never",
+        ),
     ],
 )
 def test_conflict_names_key_and_remedy(rule: dict[str, Any], key: str, remedy: str) -> None:
@@ -457,6 +477,20 @@ def test_discard_is_refused_for_classes_that_live_through_the_run(name: str) -> 
     assert f"give {name} mechanism: auto" in problem.message
     allowed = {"classes": {"activations": {"mechanism": "discard"}}}
     assert load_policy(allowed).classes.activations.mechanism == "discard"
+
+
+def test_only_optimizer_state_streams() -> None:
+    streamed = {"kind": "pinned", "mechanism": "stream"}
+    rule = load_policy({"classes": {"optimizer_state": streamed}}).classes.optimizer_state
+    assert (rule.placement, rule.accessed_by_device) == ("host", True)
+    for name in set(ClassRules.model_fields) - {"optimizer_state"}:
+        (problem,) = find_problems({"classes": {name: streamed}})
+        assert problem.key == f"classes.{name}.mechanism"
+        assert "set mechanism: auto" in problem.message
+    others = {f"classes.{name}.mechanism" for name in ClassRules.model_fields}
+    keys = {problem.key for problem in find_problems({"defaults": streamed})}
+    assert keys <= others | {"defaults.mechanism"}
+    assert keys
 
 
 @pytest.mark.slow
@@ -480,7 +514,7 @@ def test_every_remedy_of_a_conflict_is_a_valid_rule() -> None:
             "mechanism": mechanism,
             "eviction": eviction,
         }
-        for _ in range(6):
+        for _ in range(len(rule) + 1):
             problems = find_problems({"classes": {"activations": rule}})
             if not problems:
                 break

@@ -43,7 +43,9 @@ __all__ = [
 
 MemoryKind = Literal["managed", "device", "system", "pinned"]
 Placement = Literal["device", "host", "any"]
-Mechanism = Literal["auto", "migrate", "map", "duplicate", "copy", "discard", "fault", "keep"]
+Mechanism = Literal[
+    "auto", "migrate", "map", "duplicate", "copy", "stream", "discard", "fault", "keep"
+]
 Eviction = Literal["auto", "lru", "first", "never"]
 ShareLibrary = Literal["numba", "cupy"]
 PolicyPlanner = Literal["planned", "lookahead", "fault", "none"]
@@ -99,6 +101,12 @@ DeviceBudget = Annotated[
 
 
 def _rule_conflicts(rule: ClassRule) -> list[Conflict]:
+    if rule.mechanism == "stream" and rule.kind != "pinned":
+        message = (
+            f"mechanism stream with kind {rule.kind}: streamed tensors have their home in "
+            "page-locked host memory; set kind: pinned, or mechanism: auto"
+        )
+        return [Conflict(("mechanism",), message, ("kind",))]
     if rule.kind in ("device", "pinned"):
         return _conflicts_of_fixed_memory(rule)
     mechanism, eviction = rule.mechanism, rule.eviction
@@ -159,6 +167,7 @@ def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
     pinned = rule.kind == "pinned"
     place = "host" if pinned else "device"
     mapping = "such memory is always mapped" if pinned else "no host pages to map"
+    # Stream is not among the remedies: it is for one class only.
     mechanisms = ("keep", "map") if pinned else ("keep",)
     access_follows = rule.placement != place or rule.accessed_by_device == pinned
     # Whether the key's value is possible; the key; why it is not; the value that is.
@@ -167,7 +176,7 @@ def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
         (access_follows, "accessed_by_device", mapping, shown(pinned)),
         (not rule.read_mostly, "read_mostly", "only pages that move can be duplicated", "false"),
         (
-            rule.mechanism in ("auto", *mechanisms),
+            rule.mechanism in ("auto", "stream", *mechanisms),
             "mechanism",
             "such memory does not move",
             " or ".join(mechanisms),
@@ -229,8 +238,9 @@ class ClassRule(_Record):
     mechanism: Mechanism = "auto"
     """How the class moves: auto (the planner chooses), migrate (prefetch of pages), map (used in
     place on the host, over the link), duplicate (read-mostly copies), copy (an explicit copy to a
-    host block), discard (dead contents are dropped, live contents stay), fault (demand paging),
-    keep (no movement)."""
+    host block), stream (home in page-locked host memory, staged in device buffers for its use; for
+    optimizer_state of kind pinned), discard (dead contents are dropped, live contents stay), fault
+    (demand paging), keep (no movement)."""
     eviction: Eviction = "auto"
     """Order of eviction when device memory runs short: auto (tensors whose next use is
     furthest away), lru (the least recently used), first (this class before all others), never
@@ -257,6 +267,21 @@ class ClassRules(_Record):
     """Allocations of forward and backward passes."""
     other: ClassRule = Field(default_factory=ClassRule)
     """Everything else, such as input batches and the arrays of shared libraries."""
+
+    @model_validator(mode="after")
+    def _streams_only_optimizer_state(self) -> ClassRules:
+        raise_conflicts(
+            [
+                Conflict(
+                    (name, "mechanism"),
+                    "mechanism stream stages state for the optimizer's update, so it is for "
+                    f"optimizer_state and not for {name}; set mechanism: auto",
+                )
+                for name in ClassRules.model_fields
+                if name != "optimizer_state" and getattr(self, name).mechanism == "stream"
+            ]
+        )
+        return self
 
     @model_validator(mode="after")
     def _discards_only_what_dies(self) -> ClassRules:
