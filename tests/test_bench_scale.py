@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from training_runs import GIB, made_up_header
 from typer.testing import CliRunner
+from umem_bench.card import Card, MemorySampler
 from umem_bench.cli import app
 from umem_bench.results import (
     SCALE_VARIANTS,
@@ -20,7 +23,6 @@ from umem_bench.results import (
     read_results,
     write_results,
 )
-from umem_bench.scale.memory import MemorySampler
 from umem_bench.scale.run import CASES, host_state_bytes, parse_rows, run_scale
 from umem_bench.scale.tables import checks, heading, is_over_budget, tables
 
@@ -56,7 +58,7 @@ def result(variant: str, step_s: float = 1.0, **changes: Any) -> ScaleResult:
         "steps_s": (step_s * 0.9, step_s, step_s * 1.2),
         "wall_s": 3.1 * step_s,
         "first_step_s": 9.0,
-        "peak_bytes": 71 * GIB,
+        "card_peak_bytes": 71 * GIB,
         "base_bytes": GIB // 2,
         "outside_bytes": GIB,
         "host_bytes": 50 * GIB,
@@ -120,19 +122,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 def jobs(card: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The jobs that were given to processes; stock has too little memory."""
     seen: list[Any] = []
-    idle = bindings.nvml_memory_bytes
 
-    def ask(_: object, job: Any, __: float) -> dict[str, Any]:
+    def ask(_: object, job: Any, card: Any, __: float) -> dict[str, Any]:
         seen.append(job)
-        sampled = threading.Event()
-
-        def read(_: str) -> tuple[int, int]:
-            sampled.set()
-            return 80 * GIB, 9 * GIB
-
-        monkeypatch.setattr(bindings, "nvml_memory_bytes", read)
-        assert sampled.wait(20)
-        monkeypatch.setattr(bindings, "nvml_memory_bytes", idle)
+        assert card == job.card
         if job.variant == "stock":
             return {"state": "failed", "reason": "OutOfMemoryError: CUDA out of memory.\n\nHint"}
         if job.variant == "deepspeed":
@@ -158,7 +151,6 @@ def test_every_process_is_within_the_same_limit(jobs: list[Any]) -> None:
     rows = {it.variant: it for it in found.scales}
     assert rows["umem"].budget_bytes == rows["umem-backward"].budget_bytes == 76 * GIB
     assert rows["floor"].budget_bytes is None
-    assert rows["umem"].peak_bytes == 70 * GIB  # less the idle card's
     # Running out of memory is a result.
     assert (rows["stock"].state, rows["stock"].reason) == (
         "out of memory", "OutOfMemoryError: CUDA out of memory."
@@ -223,11 +215,37 @@ def test_a_short_peak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             all_read.set()
         return 80 * GIB, 80 * GIB - now_bytes
 
+    processes = [SimpleNamespace(usedGpuMemory=it) for it in (2 * GIB, None)]
+    nvml: Any = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByPciBusId=lambda _: None,
+        nvmlDeviceGetComputeRunningProcesses=lambda _: processes,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(bindings, "nvml_memory_bytes", read)
-    with MemorySampler("0000:01:00.0") as sampler:
+    card = Card(pci_address="0000:01:00.0", idle_bytes=GIB, free_bytes=79 * GIB)
+    with MemorySampler(card) as sampler:
         assert all_read.wait(20)
 
-    assert sampler.figures(GIB)["peak_bytes"] == 8 * GIB
+    figures = sampler.figures()
+    assert figures["card_peak_bytes"] == 8 * GIB  # less the idle card's
+    assert figures["process_bytes"] == 2 * GIB
+
+
+def test_memory_of_an_ended_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    used_bytes = [9 * GIB, 5 * GIB]
+    card = Card(pci_address="0000:01:00.0", idle_bytes=GIB, free_bytes=79 * GIB)
+
+    def read(_: str) -> tuple[int, int]:
+        return 80 * GIB, 80 * GIB - (used_bytes.pop(0) if used_bytes else GIB)
+
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", read)
+    assert card.why_not_idle() == ""
+    assert not used_bytes
+    monkeypatch.setattr("umem_bench.card._IDLE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: (80 * GIB, 70 * GIB))
+    assert "9 GiB more" in card.why_not_idle()
 
 
 # ---- real processes ----
@@ -291,12 +309,12 @@ def test_rows_are_beside_the_floor() -> None:
 
 
 def test_a_row_over_its_budget_is_marked_and_not_compared() -> None:
-    over = result("umem", peak_bytes=71 * GIB + (65 << 20))
+    over = result("umem", card_peak_bytes=71 * GIB + (65 << 20))
     made = made_up_run(over, result("floor"))
 
     assert rows_of(made)["umem"][4] == "over its budget"
     assert "over its budget" in rows_of(made)["umem"][6]
-    # What the floor's process has beside tensors is no process's fault.
+    # Every process has what the floor's has beside tensors.
     lighter = made_up_run(over, result("floor", outside_bytes=2 * GIB))
     assert not is_over_budget(lighter, over)
     assert [it.passed for it in checks(made)] == [False, True]
@@ -334,7 +352,7 @@ def test_the_picture_shows_speed_and_memory(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from umem_bench.scale.picture import scale_figure
 
-    over = result("umem-backward", peak_bytes=75 * GIB)
+    over = result("umem-backward", card_peak_bytes=75 * GIB)
     made = made_up_run(result("umem", 2.0), over, result("floor"))
     speeds, peaks = scale_figure(made).axes
 

@@ -31,7 +31,15 @@ from umem_bench.results import (
 from umem_bench.training import measure as measuring
 from umem_bench.training import migration, variants
 from umem_bench.training.run import cells, run_training
-from umem_bench.training.tables import checks, device_peak_bytes, fits, heading, tables
+from umem_bench.training.tables import (
+    CARD_MARGIN_BYTES,
+    checks,
+    device_peak_bytes,
+    fits,
+    heading,
+    tables,
+    working_set_bytes,
+)
 from umem_bench.training.variants import WORKLOADS, TrainingJob, make_training, place_allocator
 from umem_bench.workers import Worker, WorkerError
 
@@ -45,6 +53,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 PAGE = 64 << 10
+MARGIN = CARD_MARGIN_BYTES
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.device_count() > 0, reason="it is about a machine without a GPU"
 )
@@ -223,14 +232,6 @@ def test_deepspeed_has_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == {variants.DEEPSPEED_BUCKET_ELEMENTS}
 
 
-def test_paged_state_is_counted() -> None:
-    tensors = [torch.zeros(3), torch.zeros(5, dtype=torch.uint8)]
-    optimizer = SimpleNamespace(is_paged=True, page_mng=SimpleNamespace(paged_tensors=tensors))
-
-    assert measuring.paged_state_bytes([optimizer]) == 17
-    assert measuring.paged_state_bytes(make_training(job("stock")).optimizers) is None
-
-
 # ---- steps under umem's manager ----
 
 
@@ -343,125 +344,6 @@ def test_a_plan_was_running_only_if_every_timed_step_followed_it() -> None:
         timed = measuring.time_steps(training, 3, losses, None)
         assert (len(timed.steps_s), len(losses)) == (3, 4)
         assert timed.plan_running is expected
-
-
-@dataclass
-class Ledger:
-    """In place of umem's allocator, and of its books of what is away."""
-
-    now_bytes: int = 0
-    peak_bytes: int = 0
-    away_bytes: int = 0
-    reads: int = 0
-
-    def allocate(self, size_bytes: int) -> None:
-        self.now_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-
-    def take_peak_bytes(self, _device: int) -> int:
-        taken, self.peak_bytes = self.peak_bytes, self.now_bytes
-        return taken
-
-    def residency(self, _device: int) -> dict[TensorClass, int]:
-        self.reads += 1
-        return {TensorClass.WEIGHTS: self.now_bytes - self.away_bytes}
-
-
-@pytest.fixture
-def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    made = Ledger()
-    monkeypatch.setattr("umem.runtime.state.runtime", lambda: SimpleNamespace(allocator=made))
-    monkeypatch.setattr("umem.executor.residency", made.residency)
-    return made
-
-
-class _Steps:
-    """The small Llama, with a manager that does nothing."""
-
-    def __init__(self) -> None:
-        self.model = chunked()
-        self.optimizers = (torch.optim.AdamW(self.model.parameters()),)
-        self.tokens = torch.randint(0, TINY.vocabulary, (2, TINY.tokens))
-        self.manager = SimpleNamespace(watch=lambda _: None)
-
-    def step(self) -> None:
-        self.model(self.tokens, self.tokens).backward()
-        self.optimizers[0].step()
-
-
-def test_residency_is_read_in_both_passes(ledger: Ledger) -> None:
-    training: Any = _Steps()
-    ledger.allocate(5)
-
-    assert migration.resident_bytes(training) == 5
-
-    each_step = TINY.layers * 2 + len(list(training.model.parameters())) + 2
-    reads = 2 * each_step + 2  # at the beginning and at the end
-    assert ledger.reads == reads
-    training.step()
-    assert ledger.reads == reads
-
-
-@pytest.mark.parametrize(("before_bytes", "after_bytes"), [(30, 10), (10, 30)])
-def test_residency_has_what_lives_between_two_reads(
-    before_bytes: int, after_bytes: int, ledger: Ledger
-) -> None:
-    training: Any = _Steps()
-    ledger.allocate(100)
-    part = training.model.network.model.layers[1].mlp
-
-    def begins(*_: object) -> None:
-        ledger.away_bytes = before_bytes
-
-    def lives_here(*_: object) -> None:
-        ledger.allocate(50)
-
-    def dies_here(*_: object) -> None:
-        ledger.allocate(-50)
-        ledger.away_bytes = after_bytes
-
-    training.model.register_forward_pre_hook(begins)
-    part.register_forward_pre_hook(lives_here)
-    part.register_forward_hook(dies_here)
-
-    # Of the 30 that were away at one of the two reads, 20 may have been there between them.
-    assert migration.resident_bytes(training) == 150 - 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_steps_whose_residency_is_read_go_as_planned(
-    planner: str, in_backward: bool, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger.allocate(GIB)
-    inner = Training()
-    manager = inner.manage(planner, 34 * MIB, step_in_backward=in_backward)
-    training: Any = _Managed(inner, manager)
-    inner.steps(12)
-    before = manager.status()
-    assert before.state == "running", before
-
-    def away() -> int:
-        return sum(manager.away_bytes().values())
-
-    usual: list[int] = []
-    manager.watch(lambda: usual.append(away()))
-    inner.steps(2)
-    read: list[int] = []
-
-    def residency(_device: int) -> dict[TensorClass, int]:
-        read.append(away())
-        return {TensorClass.WEIGHTS: ledger.now_bytes - read[-1]}
-
-    monkeypatch.setattr("umem.executor.residency", residency)
-    most_bytes = migration.resident_bytes(training)
-
-    after = manager.status()
-    manager.close()
-    assert set(read) == set(usual)
-    assert most_bytes == ledger.now_bytes - min(usual)
-    assert (after.steps, after.diverged_steps) == (before.steps + 4, before.diverged_steps)
 
 
 def use(op: str, moved_bytes: int, tensor_class: TensorClass = TensorClass.WEIGHTS) -> HintUse:
@@ -728,7 +610,32 @@ def test_a_variant_fits_the_budgets_that_its_peak_fits(
     run = made_up_run(result("stock"), entry)
 
     assert [it for it in (100, 60, 30) if fits(run, entry, it)] == fitted
-    assert device_peak_bytes(result("umem-optimizer-host", host_state_bytes=3 * GIB)) == 7 * GIB
+    on_host = result("umem-optimizer-host", host_state_bytes=3 * GIB)
+    assert device_peak_bytes(run, on_host) == 7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("entry", "fitted"),
+    [
+        # Stock's tensors take 10 GiB of the card, and its process 1 more.
+        (result("stock", card_peak_bytes=11 * GIB, outside_bytes=GIB), [100]),
+        (result("save-on-cpu", card_peak_bytes=7 * GIB + MARGIN - 1), [100, 60]),
+        (result("save-on-cpu", card_peak_bytes=7 * GIB + MARGIN), [100]),
+        # Whatever the allocator of a variant counts.
+        (result("bnb-paged-adamw", card_peak_bytes=9 * GIB, paged_state_bytes=0), [100]),
+        (result("rmm-pool", peak_bytes=None, card_peak_bytes=4 * GIB), [100, 60, 30]),
+        (result("umem-planned", percent=60.0, card_peak_bytes=7 * GIB), [100, 60]),
+        (result("umem-planned", percent=60.0, card_peak_bytes=7 * GIB + MARGIN), []),
+        # A further context of umem's is no excuse.
+        (result("umem-planned", percent=60.0, card_peak_bytes=8 * GIB, base_bytes=2 * GIB), []),
+    ],
+)
+def test_nvmls_peak_counts_where_it_is_known(entry: TrainingResult, fitted: list[float]) -> None:
+    stock = result("stock", peak_bytes=8 * GIB, card_peak_bytes=11 * GIB, outside_bytes=GIB)
+    run = made_up_run(stock, entry)
+
+    assert [it for it in (100, 60, 30) if fits(run, entry, it)] == fitted
+    assert working_set_bytes(stock) == 10 * GIB
 
 
 def test_speeds_are_by_variant_and_budget() -> None:

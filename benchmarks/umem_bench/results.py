@@ -194,6 +194,17 @@ class ProcessResult(Record):
     """Of the first steps."""
     plan_running: bool | None = None
     """Whether every timed step followed umem's plan."""
+    card_peak_bytes: int | None = None
+    """In use on the card by NVML, less the idle card's, in samples until the last timed step."""
+    base_bytes: int | None = None
+    """The same, once the process has a CUDA context and nothing else."""
+    outside_bytes: int | None = None
+    """The same after the timed steps, less what torch's allocator has reserved: context and
+    kernels."""
+    process_bytes: int | None = None
+    """Peak that NVML accounts to processes; None where it does not."""
+    host_bytes: int | None = None
+    """Peak of the whole host, less what was in use before."""
     notes: tuple[str, ...] = ()
 
 
@@ -209,7 +220,8 @@ class TrainingResult(ProcessResult):
     peak_allocated_bytes: int | None = None
     """Most that the allocator gave out in the timed steps; under umem part of it is on the host."""
     resident_bytes: int | None = None
-    """Upper bound of what umem kept on the device, for variants with a budget."""
+    """Upper bound of what umem kept on the device. This figure and the two below are of files
+    without NVML's peak."""
     host_state_bytes: int | None = None
     """Optimizer state on the host in whole blocks, of ``umem-optimizer-host``."""
     paged_state_bytes: int | None = None
@@ -245,7 +257,7 @@ class ScaleSettings(Record):
 
 
 class ScaleResult(ProcessResult):
-    """One variant of one case. The card's bytes are NVML's, less those of the idle card."""
+    """One variant of one case."""
 
     kind: Literal["scale"] = "scale"
     case: ScaleCase
@@ -256,16 +268,6 @@ class ScaleResult(ProcessResult):
     """All timed steps together, from an idle GPU to an idle GPU."""
     first_step_s: float | None = None
     """From the built model to the end of the first step: the optimizer and its state are made."""
-    peak_bytes: int | None = None
-    """Of the card, in samples over the whole life of the process."""
-    base_bytes: int | None = None
-    """Of the card, once the process has a CUDA context and nothing else."""
-    outside_bytes: int | None = None
-    """Of the card at the end, beside what torch's allocator has reserved: context and kernels."""
-    process_bytes: int | None = None
-    """Peak that NVML accounts to processes; None where it does not."""
-    host_bytes: int | None = None
-    """Peak of the whole host, less what was in use before."""
     host_process_bytes: int | None = None
     """VmHWM. Page-locked memory that the driver allocates is not in it."""
     host_locked_bytes: int | None = None

@@ -13,10 +13,16 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from umem_bench.allocators import AllocatorName, select
+from umem_bench.card import Card
 from umem_bench.llama import SEED, build_llama
 from umem_bench.results import LlamaShape, Record, ScaleVariant
-from umem_bench.scale.memory import card_bytes
-from umem_bench.training.measure import status_notes, time_steps, warm_up
+from umem_bench.training.measure import (
+    card_figures,
+    outside_figures,
+    status_notes,
+    time_steps,
+    warm_up,
+)
 from umem_bench.training.variants import (
     Training,
     deepspeed_engine,
@@ -46,10 +52,8 @@ class ScaleJob(Record):
     accumulate: int
     clip: bool
     deterministic: bool
-    pci_address: str | None
+    card: Card | None
     """None to train on the CPU."""
-    idle_bytes: int
-    """In use on the idle card."""
 
 
 def measure(job: ScaleJob) -> Iterator[dict[str, Any]]:
@@ -63,7 +67,7 @@ def measure(job: ScaleJob) -> Iterator[dict[str, Any]]:
 
 
 def _place_allocator(job: ScaleJob) -> None:
-    """Put a variant's allocator in place, within its limits, and make CUDA's context."""
+    """Put a variant's allocator in place, within its limits."""
     for name in ("UMEM_POLICY", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER"):
         os.environ.pop(name, None)
     os.environ["UMEM_MANAGED_LIMIT"] = str(MANAGED_LIMIT_BYTES)
@@ -76,15 +80,11 @@ def _place_allocator(job: ScaleJob) -> None:
     elif job.limit_bytes is not None:
         total_bytes = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, job.limit_bytes / total_bytes))
-    if job.pci_address is not None:
-        torch.cuda.synchronize()
 
 
 def _measure(job: ScaleJob) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if job.pci_address is not None:
-        found["base_bytes"] = card_bytes(job.pci_address)[0] - job.idle_bytes
-    device = torch.device("cpu" if job.pci_address is None else "cuda")
+    found: dict[str, Any] = card_figures(job.card, "base_bytes")
+    device = torch.device("cpu" if job.card is None else "cuda")
     network = build_llama(job.model, "sft", device).train()
     _synchronize(job)
     began_s = time.perf_counter()
@@ -93,7 +93,7 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
     _synchronize(job)
     found["first_step_s"] = time.perf_counter() - began_s
     notes = _notes(job)
-    counted: AllocatorName | None = None if job.pci_address is None else "torch"
+    counted: AllocatorName | None = None if job.card is None else "torch"
     if job.variant.startswith("umem"):
         from umem.executor.manage import managers
 
@@ -104,9 +104,7 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
     timed = time_steps(training, job.steps, losses, counted)
     if timed.after is not None:
         notes += status_notes(timed.after, in_backward=job.variant == "umem-backward")
-    if job.pci_address is not None:
-        used_bytes = card_bytes(job.pci_address)[0] - job.idle_bytes
-        found["outside_bytes"] = used_bytes - torch.cuda.memory_reserved()
+    found |= outside_figures(job.card)
     return (
         found
         | _host_figures()
@@ -193,7 +191,7 @@ def _notes(job: ScaleJob) -> list[str]:
 
 
 def _synchronize(job: ScaleJob) -> None:
-    if job.pci_address is not None:
+    if job.card is not None:
         torch.cuda.synchronize()
 
 

@@ -52,7 +52,7 @@ def _draw(speeds: Any, peaks: Any, run: Run, case: ScaleCase) -> None:
         if is_over_budget(run, it):
             style |= OVER_BUDGET_STYLE
         speeds.barh(number, tokens_per_s(run, it), **style)
-        peaks.barh(number, (it.peak_bytes or 0) / _GIB, **style)
+        peaks.barh(number, (it.card_peak_bytes or 0) / _GIB, **style)
         if it.budget_bytes is not None:
             ends = [number - 0.4, number + 0.4]
             peaks.plot([it.budget_bytes / _GIB] * 2, ends, color="black")

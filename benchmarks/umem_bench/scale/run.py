@@ -8,6 +8,7 @@ from typing import Any
 
 from umem import UmemError
 from umem.core.units import format_bytes
+from umem_bench.card import Card
 from umem_bench.machine import git_commit, header
 from umem_bench.results import (
     SCALE_VARIANTS,
@@ -20,7 +21,6 @@ from umem_bench.results import (
     median,
 )
 from umem_bench.scale.measure import ScaleJob, measure
-from umem_bench.scale.memory import MemorySampler, card_bytes
 from umem_bench.training.run import (
     ask_worker,
     require_gpu,
@@ -44,10 +44,6 @@ CARD_LEFT_BYTES = 2 << 30
 
 _CONTEXT_BYTES = 1 << 30
 """For a process's context and kernels, which no allocator counts."""
-
-_IDLE_MARGIN_BYTES = 256 << 20
-_IDLE_PATIENCE_S = 10.0
-"""An ended process's memory may leave the card later than the process."""
 
 HOST_LEFT_BYTES = 16 << 30
 """Of the host's available memory, never used."""
@@ -164,18 +160,15 @@ class _Machine:
     def __init__(self, settings: ScaleSettings, host_limit_bytes: int | None) -> None:
         import torch
 
-        from umem.cuda import bindings
-
         self.settings = settings
         self.commit = git_commit()
-        self.pci_address: str | None = None
-        self.idle_bytes = 0
+        self.card: Card | None = None
         self.limit_bytes: int | None = None
         self._host_limit_bytes = host_limit_bytes
         if torch.cuda.device_count() == 0:
             return
-        self.pci_address = bindings.device_pci_address(0)
-        self.idle_bytes, free_bytes = card_bytes(self.pci_address)
+        self.card = Card.find()
+        free_bytes = self.card.free_bytes
         self.limit_bytes = free_bytes - CARD_LEFT_BYTES - _CONTEXT_BYTES
         if settings.budget_bytes is not None and settings.budget_bytes > self.limit_bytes:
             raise UmemError(
@@ -197,7 +190,7 @@ class _Machine:
         reason = (
             why_no_time(variant, known, left_s)
             or self._why_no_room(shape, variant)
-            or self._why_no_card()
+            or (self.card.why_not_idle() if self.card else "")
         )
         if reason:
             return ScaleResult(**told, state="left out", reason=reason)
@@ -213,12 +206,9 @@ class _Machine:
             accumulate=settings.accumulate,
             clip=settings.clip and not in_backward,
             deterministic=settings.deterministic,
-            pci_address=self.pci_address,
-            idle_bytes=self.idle_bytes,
+            card=self.card,
         )
-        with MemorySampler(self.pci_address) as sampler:
-            told |= ask_worker(measure, job, left_s)
-        told |= sampler.figures(self.idle_bytes)
+        told |= ask_worker(measure, job, self.card, left_s)
         if told["state"] == "failed":
             told["reason"] = str(told["reason"]).splitlines()[0]
             # The kernel ends a process that takes too much of the host by signal 9.
@@ -245,18 +235,6 @@ class _Machine:
             "kernel reports, give --host"
         )
 
-    def _why_no_card(self) -> str:
-        """Why the card cannot be measured; empty where it is idle or becomes so."""
-        end_s = time.monotonic() + _IDLE_PATIENCE_S
-        while self.pci_address is not None:
-            more_bytes = card_bytes(self.pci_address)[0] - self.idle_bytes
-            if more_bytes < _IDLE_MARGIN_BYTES:
-                break
-            if time.monotonic() > end_s:
-                return f"the card has {format_bytes(more_bytes)} more in use than at the beginning"
-            time.sleep(_IDLE_PATIENCE_S / 100)
-        return ""
-
 
 def host_state_bytes(shape: LlamaShape, variant: ScaleVariant) -> int:
     """Host memory that a variant's optimizer takes at most, by the sizes of the weights.
@@ -282,6 +260,6 @@ def _line(result: ScaleResult) -> str:
     step_s = median(result.steps_s)
     if step_s is None:
         return f"{words}: {result.state}: {result.reason}"
-    peak = f", card {format_bytes(result.peak_bytes)}" if result.peak_bytes else ""
+    peak = f", card {format_bytes(result.card_peak_bytes)}" if result.card_peak_bytes else ""
     first = f", first {result.first_step_s:.1f} s" if result.first_step_s else ""
     return f"{words}: {step_s:.4g} s a step{first}{peak}, {result.process_s:.1f} s in all"

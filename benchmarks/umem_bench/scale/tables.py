@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from umem.core.units import format_bytes
 from umem_bench.results import SCALE_VARIANTS, Run, ScaleCase, ScaleResult, median
 from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance
-from umem_bench.training.tables import step_ms
+from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes, step_ms
 
 __all__ = [
     "checks",
@@ -19,9 +19,6 @@ __all__ = [
     "title",
     "tokens_per_s",
 ]
-
-MARGIN_BYTES = 64 << 20
-"""Over budget and base, before a peak counts as over the budget."""
 
 MAX_DISAGREEMENT = 0.1
 """Of the time of all steps from the median's: more would be work that the median does not have."""
@@ -50,21 +47,18 @@ def tokens_per_s(run: Run, result: ScaleResult) -> float:
     return shape.batch * shape.tokens * settings.accumulate / step_s if step_s else 0.0
 
 
-def base_bytes(run: Run, result: ScaleResult) -> int:
-    """Card memory that a process has beside tensors: its context, and the kernels that it loads.
-
-    The floor's process shows both at its end, stock's too; a row alone only its context.
-    """
-    others = (of_variant(run, result.case, name) for name in ("floor", "stock"))
-    known = [it.outside_bytes for it in others if it is not None and it.outside_bytes is not None]
-    return max([result.base_bytes or 0, *known[:1]])
-
-
 def is_over_budget(run: Run, result: ScaleResult) -> bool:
     """Whether NVML saw more in use than the budget, the process's base and a margin."""
-    if result.budget_bytes is None or result.peak_bytes is None:
+    if result.budget_bytes is None or result.card_peak_bytes is None:
         return False
-    return result.peak_bytes > result.budget_bytes + base_bytes(run, result) + MARGIN_BYTES
+    return (
+        result.card_peak_bytes - _base_bytes(run, result) - result.budget_bytes >= CARD_MARGIN_BYTES
+    )
+
+
+def _base_bytes(run: Run, result: ScaleResult) -> int:
+    plain = (of_variant(run, result.case, name) for name in ("floor", "stock"))
+    return base_bytes(result, next((it for it in plain if it is not None), None))
 
 
 def _mean_s(result: ScaleResult) -> float | None:
@@ -129,7 +123,7 @@ def title(run: Run, case: ScaleCase) -> str:
 def _row(run: Run, result: ScaleResult) -> tuple[str, ...]:
     share = _floor_share(run, result)
     no = _why_not_compared(run, result)
-    peak = f"{_size(result.peak_bytes)} ({_size(base_bytes(run, result) or None)})"
+    peak = f"{_size(result.card_peak_bytes)} ({_size(_base_bytes(run, result) or None)})"
     return (
         result.variant,
         step_ms(result),
@@ -186,7 +180,7 @@ def checks(run: Run) -> Iterator[Check]:
         if it.state != "measured":
             yield Check(subject, None, f"{it.state}: {it.reason}")
             continue
-        words = f"{_size(it.peak_bytes)} of {_size(it.budget_bytes)}"
+        words = f"{_size(it.card_peak_bytes)} of {_size(it.budget_bytes)}"
         yield Check(f"{subject}: within its budget by NVML", not is_over_budget(run, it), words)
         words = f"{_mean_s(it) or 0:.4g} s a step of all"
         yield Check(f"{subject}: no work beside the median step", _agrees(it), words)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from umem import TensorClass
 from umem_bench.allocators import AllocatorName, peaks, reset_peaks
+from umem_bench.card import Card
 from umem_bench.timing import no_garbage_collection
-from umem_bench.training.migration import profile_step, resident_bytes
+from umem_bench.training.migration import profile_step
 from umem_bench.training.variants import (
     Training,
     TrainingJob,
@@ -24,14 +24,14 @@ from umem_bench.training.variants import (
 
 if TYPE_CHECKING:
     from umem.executor import ManagerStatus
-    from umem_bench.results import Variant
 
 __all__ = [
     "ARRANGING_STEPS",
     "KEPT_LOSSES",
     "Timed",
+    "card_figures",
     "measure",
-    "paged_state_bytes",
+    "outside_figures",
     "status_notes",
     "time_steps",
     "under_one_plan",
@@ -79,15 +79,32 @@ class Timed:
 
 
 def measure(job: TrainingJob) -> Iterator[dict[str, Any]]:
-    """Train as a job says; yields the measured fields of one result."""
+    """Train as a job says; yields the measured fields of one result, then those of a profile."""
     reason = why_not(job)
     if reason:
         yield reason
         return
     place_allocator(job)
+    base = card_figures(job.card, "base_bytes")
     training = make_training(job)
     with training.around:
-        yield _measure(job, training)
+        found = base | _measure(job, training)
+        yield found
+        yield _profile(job, training, found["notes"])
+
+
+def card_figures(card: Card | None, name: str) -> dict[str, int]:
+    """What is in use on the card now that this process has its context."""
+    if card is None:
+        return {}
+    torch.cuda.synchronize()
+    return {name: card.used_bytes()}
+
+
+def outside_figures(card: Card | None) -> dict[str, int]:
+    """What is in use on the card beside the memory that torch's allocator has reserved."""
+    used = card_figures(card, "outside_bytes")
+    return {name: size - torch.cuda.memory_reserved() for name, size in used.items()}
 
 
 def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
@@ -101,22 +118,12 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
         allocator = "rmm-pool"
     counted = allocator if job.device == "cuda" else None
     timed = under_one_plan(training, lambda: time_steps(training, job.steps, losses, counted))
-    notes = _notes(job.variant, timed.after)
     found: dict[str, Any] = {}
-    if allocator != "torch":
-        name = f"{job.method} {job.variant}"
-        migration, missing = under_one_plan(training, lambda: profile_step(training, name))
-        found["migration"] = migration
-        notes += missing
     if timed.after is not None:
         predicted = timed.after.predicted
         found["predicted_step_s"] = None if predicted is None else predicted.step_s
-        found["resident_bytes"] = under_one_plan(training, lambda: resident_bytes(training))
-    if job.variant == "umem-optimizer-host":
-        import umem
-
-        state = umem.memory_by_class()[TensorClass.OPTIMIZER_STATE]
-        found["host_state_bytes"] = state.allocated_bytes
+    if allocator == "torch":
+        found |= outside_figures(job.card)
     if job.variant == "stock":  # others train for longer before they are timed
         losses += [training.step() for _ in range(KEPT_LOSSES - len(losses))]
     return found | {
@@ -126,24 +133,22 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
         "steps_s": timed.steps_s,
         "losses_hex": tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
         "peak_allocated_bytes": timed.allocated_bytes,
-        "paged_state_bytes": paged_state_bytes(training.optimizers),
-        "notes": tuple(notes),
+        "notes": ()
+        if timed.after is None
+        else status_notes(timed.after, in_backward=job.variant == "umem-backward-step"),
     }
 
 
-def _notes(variant: Variant, status: ManagerStatus | None) -> list[str]:
-    notes: list[str] = []
-    if variant == "bnb-paged-adamw":
-        notes.append(
-            "its state is managed memory of its own, which torch does not count; each step "
-            "prefetches it, so that it counts as on the device"
-        )
-    if status is not None:
-        notes += status_notes(status, in_backward=variant == "umem-backward-step")
-    return notes
+def _profile(job: TrainingJob, training: Training, notes: tuple[str, ...]) -> dict[str, Any]:
+    """What one more step migrates, for umem's variants and RMM's."""
+    if not job.variant.startswith(("umem-", "rmm-")):
+        return {}
+    name = f"{job.method} {job.variant}"
+    migration, missing = under_one_plan(training, lambda: profile_step(training, name))
+    return {"migration": migration, "notes": (*notes, *missing)}
 
 
-def status_notes(status: ManagerStatus, *, in_backward: bool) -> list[str]:
+def status_notes(status: ManagerStatus, *, in_backward: bool) -> tuple[str, ...]:
     """What a manager's status says against its steps; `in_backward` is what was asked for."""
     notes: list[str] = []
     if in_backward and not status.step_in_backward:
@@ -155,7 +160,7 @@ def status_notes(status: ManagerStatus, *, in_backward: bool) -> list[str]:
             f"of {status.steps} planned steps: {status.diverged_steps} diverged, "
             f"{status.unplanned} had no plan of their own, {status.wait_timeouts} waits timed out"
         )
-    return notes
+    return tuple(notes)
 
 
 def warm_up(training: Training, losses: list[torch.Tensor]) -> None:
@@ -238,14 +243,3 @@ def _mark(allocator: AllocatorName | None) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def paged_state_bytes(optimizers: Sequence[Any]) -> int | None:
-    """Managed memory of bitsandbytes' paged optimizers; None without one.
-
-    Each step prefetches it to the device, where it stays as long as there is room.
-    """
-    for optimizer in optimizers:
-        if getattr(optimizer, "is_paged", False):
-            return sum(tensor.nbytes for tensor in optimizer.page_mng.paged_tensors)
-    return None

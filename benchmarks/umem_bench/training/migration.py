@@ -1,4 +1,4 @@
-"""What umem keeps on the device, and what moves in one profiled step."""
+"""What moves in one profiled step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from umem import TensorClass
 from umem.core.units import format_bytes
@@ -19,9 +15,8 @@ from umem_bench.training.variants import Training
 if TYPE_CHECKING:
     from umem import MeasuredReport
 
-__all__ = ["missing_records", "profile_step", "resident_bytes"]
+__all__ = ["missing_records", "profile_step"]
 
-_RESIDENCY_STEPS = 2
 _HINT_PATIENCE_S = 5.0
 _DIRECTIONS = ("to_device", "to_host")
 
@@ -30,77 +25,6 @@ _LEAST_HINTED_SHARE = 0.5
 where they should go."""
 _LEAST_PAGED_SHARE = 0.9
 """Least recorded share of the predicted traffic of demand paging."""
-
-
-# ---- residency ----
-
-
-def resident_bytes(training: Training) -> int:
-    """An upper bound of what umem keeps on the device, over two further steps.
-
-    Residency is read around every layer's passes, at every gradient, around the optimizer's step
-    and on both sides of umem's work at a phase's begin. A tensor that lives only between two reads
-    is in none of them. So the peak allocation between two reads counts, less the smaller of the two
-    amounts that were away from the device.
-    """
-    reads = _ResidencyReads(next(training.model.parameters()).device.index or 0)
-
-    def read_in_both_passes(_layer: object, _args: object, output: object) -> None:
-        reads.read()
-        for tensor in output if isinstance(output, tuple) else (output,):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(reads.read)
-
-    handles = [it.register_forward_hook(read_in_both_passes) for it in training.model.layers]
-    # Global hooks: umem does not split an optimizer's step that has hooks of its own.
-    handles.append(register_optimizer_step_pre_hook(reads.read))
-    handles.append(register_optimizer_step_post_hook(reads.read))
-    for optimizer in training.optimizers:
-        # Where a block's step follows its last gradient, its state is there at that moment only.
-        handles += [
-            weight.register_post_accumulate_grad_hook(reads.read)
-            for group in optimizer.param_groups
-            for weight in group["params"]
-        ]
-    training.manager.watch(reads.read)
-    for _ in range(_RESIDENCY_STEPS):
-        training.step()
-    reads.read()
-    training.manager.watch(None)
-    for handle in handles:
-        handle.remove()
-    return reads.most_bytes
-
-
-class _ResidencyReads:
-    """The most that can have been on a device between one read and the next."""
-
-    def __init__(self, device: int) -> None:
-        self.most_bytes = 0
-        self._device = device
-        _, self._away_bytes = self._peak_and_away()
-
-    def read(self, *_: object) -> None:
-        """Account for the time since the last read. Arguments are those of hooks."""
-        peak_bytes, away_bytes = self._peak_and_away()
-        self.most_bytes = max(self.most_bytes, peak_bytes - min(away_bytes, self._away_bytes))
-        self._away_bytes = away_bytes
-
-    def _peak_and_away(self) -> tuple[int, int]:
-        """Peak allocation since the last call, and what is away of what is allocated now.
-
-        The peak that torch shows is not reset: umem's manager goes by it.
-        """
-        from umem.executor import residency
-        from umem.runtime.state import runtime
-
-        allocator = runtime().allocator
-        peak_bytes = allocator.take_peak_bytes(self._device)
-        allocated_bytes = allocator.take_peak_bytes(self._device)  # nothing came between
-        return peak_bytes, allocated_bytes - sum(residency(self._device).values())
-
-
-# ---- one profiled step ----
 
 
 def profile_step(training: Training, name: str) -> tuple[Migration | None, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from umem import UmemError, UnsupportedError
 from umem.core.units import format_bytes
+from umem_bench.card import Card, MemorySampler
 from umem_bench.machine import header
 from umem_bench.results import (
     PLANNERS,
@@ -24,6 +25,7 @@ from umem_bench.results import (
     median,
 )
 from umem_bench.training.measure import measure
+from umem_bench.training.tables import working_set_bytes
 from umem_bench.training.variants import TrainingJob
 from umem_bench.workers import Answers, Worker, WorkerError
 
@@ -108,10 +110,11 @@ def run_training(
     if earlier is not None:
         require_same(earlier.header, begun)
         begun = earlier.header
+    card = None if device == "cpu" else Card.find()
     end_s = time.monotonic() + seconds_limit
 
     def measure_one(cell: Cell, known: list[TrainingResult]) -> TrainingResult:
-        result = _measure_cell(cell, settings, known, end_s, device)
+        result = _measure_cell(cell, settings, known, end_s, card)
         on_progress(_line(result))
         return result
 
@@ -152,16 +155,29 @@ def run_missing(
     return list(known.values())
 
 
-def ask_worker(answers: Answers, job: Record, left_s: float) -> dict[str, Any]:
-    """What a job's process answers within its time limit, or why it does not; its duration."""
+def ask_worker(
+    answers: Answers, job: Record, card: Card | None, left_s: float, *, parts: int = 1
+) -> dict[str, Any]:
+    """What a job's process answers within its time limit, or why it does not.
+
+    Its duration and the peaks of memory are added: those until its first answer. A measured result
+    can have further `parts`, such as a profile, which takes memory of its own.
+    """
     worker = Worker(answers, job, _PRELOADED)
     began_s = time.monotonic()  # the server process has imported what its workers share
-    try:
-        with worker:
-            told: dict[str, Any] = worker.ask(min(PROCESS_LIMIT_S, max(LEAST_LIMIT_S, left_s)))
-    except WorkerError as error:
-        told = {"state": "failed", "reason": str(error), "timed_out": error.timed_out}
-    return told | {"process_s": time.monotonic() - began_s}
+    limit_s = min(PROCESS_LIMIT_S, max(LEAST_LIMIT_S, left_s))
+    told: dict[str, Any] = {}
+    with MemorySampler(card) as sampler:
+        try:
+            with worker:
+                told = worker.ask(limit_s)
+                told |= sampler.figures()
+                if told["state"] == "measured":
+                    for _ in range(parts - 1):
+                        told |= worker.ask(limit_s)
+        except WorkerError as error:
+            told |= {"state": "failed", "reason": str(error), "timed_out": error.timed_out}
+    return sampler.figures() | told | {"process_s": time.monotonic() - began_s}
 
 
 def _measure_cell(
@@ -169,7 +185,7 @@ def _measure_cell(
     settings: TrainingSettings,
     known: list[TrainingResult],
     end_s: float,
-    device: Literal["cuda", "cpu"],
+    card: Card | None,
 ) -> TrainingResult:
     """Measure one cell in a process of its own, unless there is a reason not to."""
     workload, method, variant, percent = cell
@@ -180,10 +196,10 @@ def _measure_cell(
         "budget_percent": percent,
     }
     left_s = end_s - time.monotonic()
-    reason = why_no_time(variant, known, left_s)
+    reason = why_no_time(variant, known, left_s) or (card.why_not_idle() if card else "")
     if percent is not None:
         stock = (it for it in known if _cell_of(it) == (workload, method, "stock", None))
-        stock_bytes = next((it.peak_allocated_bytes for it in stock), None)
+        stock_bytes = next((working_set_bytes(it) for it in stock), None)
         if stock_bytes is None:
             reason = "budgets are shares of the stock variant's peak, which was not measured"
         else:
@@ -198,9 +214,10 @@ def _measure_cell(
         steps=settings.steps,
         deterministic=settings.deterministic,
         managed_limit_bytes=settings.managed_limit_bytes,
-        device=device,
+        device="cuda" if card else "cpu",
+        card=card,
     )
-    return TrainingResult(**told, **ask_worker(measure, job, left_s))
+    return TrainingResult(**told | ask_worker(measure, job, card, left_s, parts=2))
 
 
 def why_no_time(variant: str, known: Sequence[ProcessResult], left_s: float) -> str:

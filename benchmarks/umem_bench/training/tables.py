@@ -22,6 +22,8 @@ from umem_bench.results import (
 from umem_bench.tables import NOTHING, Check, Table, at_most, notes_table, provenance
 
 __all__ = [
+    "CARD_MARGIN_BYTES",
+    "base_bytes",
     "batches",
     "checks",
     "device_peak_bytes",
@@ -33,6 +35,7 @@ __all__ = [
     "stock_of",
     "tables",
     "tokens_per_s",
+    "working_set_bytes",
 ]
 
 MAX_FAULT_SHARE = 0.01
@@ -47,6 +50,9 @@ MAX_BYTES_ERROR = 0.1
 
 _PAGE_BYTES = 64 << 10
 """umem rounds blocks up to this, and torch does not: what is over a budget by less fits it."""
+
+CARD_MARGIN_BYTES = 64 << 20
+"""Over a budget and the process's base, before NVML's peak counts as over the budget."""
 
 _SHOWN_LOSS = 8
 """Number of the step whose loss is shown."""
@@ -91,13 +97,33 @@ def stock_of(run: Run, workload: WorkloadName, method: Method) -> TrainingResult
     return next((it for it in found if it.variant == "stock"), None)
 
 
-def device_peak_bytes(result: TrainingResult) -> int | None:
-    """The most memory that is resident on the device, as far as it is counted.
+def working_set_bytes(stock: TrainingResult) -> int | None:
+    """What the stock variant's tensors take of the card: budgets are shares of it."""
+    if stock.card_peak_bytes is None:
+        return stock.peak_allocated_bytes
+    return stock.card_peak_bytes - (stock.outside_bytes or 0)
 
-    For variants with a budget what umem keeps there. For the others what is allocated, without
-    optimizer state on the host, and with bitsandbytes' managed state: nothing keeps that off a
-    device with room for it.
+
+def base_bytes(result: ProcessResult, plain: ProcessResult | None) -> int:
+    """Card memory that a process needs beside tensors: its context, and the kernels that it loads.
+
+    A `plain` process, with torch's own allocator, shows both. A result alone has its contexts only,
+    umem's own among them.
     """
+    known = None if plain is None else plain.outside_bytes
+    return (result.base_bytes or 0) if known is None else known
+
+
+def device_peak_bytes(run: Run, result: TrainingResult) -> int | None:
+    """The most memory on the card, without the process's base, as far as it is counted.
+
+    Results without NVML's figure have residency: for variants with a budget what umem keeps on the
+    device. For the others what is allocated, without optimizer state on the host, and with
+    bitsandbytes' managed state: nothing keeps that off a device with room for it.
+    """
+    if result.card_peak_bytes is not None:
+        stock = stock_of(run, result.workload, result.method)
+        return result.card_peak_bytes - base_bytes(result, stock)
     if result.variant in PLANNERS:
         return result.resident_bytes
     if result.peak_allocated_bytes is None:
@@ -111,22 +137,27 @@ def fits(run: Run, result: TrainingResult, percent: float) -> bool:
 
     A variant with a budget fits that one and larger ones, if it kept to its own.
     """
-    peak_bytes = device_peak_bytes(result)
+    peak_bytes = device_peak_bytes(run, result)
     if result.state != "measured" or peak_bytes is None:
         return False
     if result.variant in PLANNERS:
-        return (result.budget_percent or 0.0) <= percent and not _is_over_budget(result)
+        return (result.budget_percent or 0.0) <= percent and not _is_over_budget(run, result)
     stock = stock_of(run, result.workload, result.method)
-    if stock is None or stock.peak_allocated_bytes is None:
+    whole_bytes = working_set_bytes(stock) if stock else None
+    if whole_bytes is None:
         return False
-    return peak_bytes - percent / 100 * stock.peak_allocated_bytes < _PAGE_BYTES
+    return peak_bytes - percent / 100 * whole_bytes < _margin_bytes(result)
 
 
-def _is_over_budget(result: TrainingResult) -> bool:
-    peak_bytes = device_peak_bytes(result)
+def _is_over_budget(run: Run, result: TrainingResult) -> bool:
+    peak_bytes = device_peak_bytes(run, result)
     if peak_bytes is None or result.budget_bytes is None:
         return False
-    return peak_bytes - result.budget_bytes >= _PAGE_BYTES
+    return peak_bytes - result.budget_bytes >= _margin_bytes(result)
+
+
+def _margin_bytes(result: TrainingResult) -> int:
+    return _PAGE_BYTES if result.card_peak_bytes is None else CARD_MARGIN_BYTES
 
 
 # ---- tables ----
@@ -165,7 +196,7 @@ def batches(model: LlamaShape, method: Method) -> str:
 
 def _title(run: Run, workload: Workload, method: Method) -> str:
     stock = stock_of(run, workload.name, method)
-    whole = stock.peak_allocated_bytes if stock else None
+    whole = working_set_bytes(stock) if stock else None
     words = f", working set {format_bytes(whole)}" if whole else ""
     return batches(workload.model, method) + words
 
@@ -179,7 +210,7 @@ def _speeds(run: Run, workload: Workload, method: Method) -> Table:
         results = [it for it in own if it.variant == variant]
         free = NOTHING
         if variant not in PLANNERS:
-            counted = _device(results[0]).replace(NOTHING, "not counted")
+            counted = _device(run, results[0]).replace(NOTHING, "not counted")
             free = f"{_speed(run, results[0])}, {counted}"
         rows.append((variant, free, *(_speed_at(run, results, it) for it in budgets)))
     return Table(
@@ -216,11 +247,11 @@ def _share(run: Run, result: TrainingResult) -> str:
     return f"{100 * stock_s / own_s:.3g} %" if stock_s and own_s else NOTHING
 
 
-def _device(result: TrainingResult) -> str:
-    size_bytes = device_peak_bytes(result)
+def _device(run: Run, result: TrainingResult) -> str:
+    size_bytes = device_peak_bytes(run, result)
     if size_bytes is None:
         return NOTHING
-    return format_bytes(size_bytes) + (", over its budget" if _is_over_budget(result) else "")
+    return format_bytes(size_bytes) + (", over its budget" if _is_over_budget(run, result) else "")
 
 
 def _steps(run: Run, workload: Workload, method: Method) -> Table:
@@ -235,7 +266,7 @@ def _steps(run: Run, workload: Workload, method: Method) -> Table:
             _budget(it),
             step_ms(it),
             _share(run, it),
-            _device(it),
+            _device(run, it),
             NOTHING if it.predicted_step_s is None else f"{it.predicted_step_s * 1e3:.4g}",
             *_migration(it.migration),
             _losses(run, it),
@@ -306,7 +337,8 @@ def checks(run: Run) -> Iterator[Check]:
             continue
         own = shown(run, result.workload, result.method)
         paged = [it for it in own if (it.variant, it.budget_percent) == ("umem-fault", percent)]
-        yield Check(f"{subject}: within its budget", fits(run, result, percent), _device(result))
+        within = fits(run, result, percent)
+        yield Check(f"{subject}: within its budget", within, _device(run, result))
         yield from _predictions(subject, result)
         ours, theirs = result.migration, paged[0].migration if paged else None
         if percent < 100 and ours and theirs:

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from umem import UnsupportedError
 from umem_bench.allocators import select
+from umem_bench.card import Card
 from umem_bench.llama import SEED, ChunkedLoss, build_llama
 from umem_bench.results import (
     METHODS,
@@ -97,6 +98,8 @@ class TrainingJob(Record):
     managed_limit_bytes: int
     device: Literal["cuda", "cpu"] = "cuda"
     """The CPU has only the stock variant, without peaks and without a profile."""
+    card: Card | None = None
+    """Whose memory in use is read; None for no such figures."""
 
 
 @dataclass
