@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from training_runs import GIB, made_up_header
 from typer.testing import CliRunner
 from umem_bench.card import Card, MemorySampler
 from umem_bench.cli import app
+from umem_bench.llama import build_llama
 from umem_bench.results import (
     SCALE_VARIANTS,
     Run,
@@ -23,6 +26,7 @@ from umem_bench.results import (
     read_results,
     write_results,
 )
+from umem_bench.scale.measure import ScaleJob, measure
 from umem_bench.scale.run import CASES, host_state_bytes, parse_rows, run_scale
 from umem_bench.scale.tables import checks, heading, is_over_budget, tables
 
@@ -246,6 +250,104 @@ def test_memory_of_an_ended_process_is_waited_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("umem_bench.card._IDLE_PATIENCE_S", 0.0)
     monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: (80 * GIB, 70 * GIB))
     assert "9 GiB more" in card.why_not_idle()
+
+
+# ---- the training script ----
+
+
+class _Event:
+    """A CUDA event of a GPU that is done at once."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end.time_s - self.time_s)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> dict[str, Any]:
+    """Every variant trains on the CPU, as if that were a card; the arguments of their packages."""
+    seen: dict[str, Any] = {}
+    fakes = {
+        "synchronize": lambda: None,
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=80 * GIB),
+        "set_per_process_memory_fraction": lambda share: seen.update(share=share),
+        "memory_reserved": lambda: GIB,
+        "reset_peak_memory_stats": lambda: None,
+        "max_memory_allocated": lambda: GIB,
+        "max_memory_reserved": lambda: GIB,
+        "Event": _Event,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("UMEM_POLICY", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_MANAGED_LIMIT"):
+        monkeypatch.setenv(name, "another's")
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: (80 * GIB, 77 * GIB))
+    monkeypatch.setattr(
+        "umem_bench.scale.measure.build_llama",
+        lambda shape, method, _: build_llama(shape, method, torch.device("cpu")),
+    )
+    monkeypatch.setattr(
+        "umem_bench.scale.measure.select",
+        lambda *_: seen.update(budget=os.environ["UMEM_DEVICE_BUDGET"]),
+    )
+    monkeypatch.setattr("umem.manage", lambda *_, **asked: seen.update(asked))
+
+    def offloaded(weights: Any, kind: Any, *, offload_gradients: bool, **asked: Any) -> Any:
+        seen.update(offload_gradients=offload_gradients)
+        return kind(weights, **asked)
+
+    package = SimpleNamespace(CPUOffloadOptimizer=offloaded)
+    imports = SimpleNamespace(import_module=lambda _: package)
+    monkeypatch.setattr("umem_bench.training.variants.importlib", imports)
+    return seen
+
+
+def trained(variant: str, **changes: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = {
+        "model": CASES["tiny"],
+        "variant": variant,
+        "policy": "sft",
+        "limit_bytes": 40 * GIB,
+        "steps": 2,
+        "accumulate": 1,
+        "clip": True,
+        "deterministic": False,
+        "card": Card(pci_address="0000:01:00.0", idle_bytes=GIB, free_bytes=79 * GIB),
+    }
+    (answer,) = measure(ScaleJob.model_validate(asked | changes))
+    return answer
+
+
+@pytest.mark.slow
+def test_all_variants_train_by_the_same_script(on_cpu: dict[str, Any]) -> None:
+    stock = trained("stock")
+
+    for variant in ("umem", "umem-waiting", "torchao"):
+        assert trained(variant)["losses_hex"] == stock["losses_hex"], variant
+    assert on_cpu == {"share": 0.5, "budget": str(40 * GIB), "offload_gradients": False}
+    assert os.environ["UMEM_MANAGED_LIMIT"] == str(1 << 30)
+    assert "UMEM_PLANNER" not in os.environ
+    whole = trained("stock", clip=False)
+    assert trained("umem-backward", clip=False)["losses_hex"] == whole["losses_hex"]
+    assert on_cpu["step_in_backward"] is True
+    assert whole["losses_hex"] != stock["losses_hex"]
+    assert stock["base_bytes"] == 2 * GIB
+    assert stock["outside_bytes"] == GIB
+    assert len(stock["steps_s"]) == 2
+    assert stock["wall_s"] >= sum(stock["steps_s"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
+def test_what_is_no_fair_comparison_is_noted() -> None:
+    assert "clipping" in str(trained("torchao")["notes"])
+    assert not trained("torchao", clip=False)["notes"]
+    assert "does not manage" in str(trained("umem")["notes"])
 
 
 # ---- real processes ----

@@ -100,6 +100,8 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
         counted = "umem"
         # umem manages the training from its first step on.
         training.manager = next(iter(managers()), None)
+        if training.manager is None:
+            notes.append("umem does not manage this training")
     warm_up(training, losses)
     timed = time_steps(training, job.steps, losses, counted)
     if timed.after is not None:
