@@ -101,7 +101,7 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
         # umem manages the training from its first step on.
         training.manager = next(iter(managers()), None)
         if training.manager is None:
-            notes.append("umem does not manage this training")
+            notes.append("no manager of umem runs in this training")
     warm_up(training, losses)
     timed = time_steps(training, job.steps, losses, counted)
     if timed.after is not None:
