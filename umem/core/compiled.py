@@ -10,12 +10,12 @@ from numba.core import event
 
 from umem.core.progress import notify
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "compiled_in_place"]
 
 _functions: set[Any] = set()
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile a function at its first call, or load it from numba's cache.
 
     The cache is beside the source file or in the user's cache folder (``NUMBA_CACHE_DIR`` sets
@@ -23,11 +23,20 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     first compilation of a process.
     """
     try:
-        made = njit(cache=True)(function)
+        made = njit(cache=True, **options)(function)
     except RuntimeError:  # no cache folder can be written
-        made = njit(function)
+        made = njit(**options)(function)
     _functions.add(made)
     return made
+
+
+def compiled_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that only works on the arrays it is given, and makes none.
+
+    It does without numba's runtime. With it, each call of a function counts references to every
+    array of a tuple that it is given, by atomic operations: two thirds of the simulator's time.
+    """
+    return compiled(function, _nrt=False)
 
 
 class _Announcer(event.Listener):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from umem.core.compiled import compiled
+from umem.core.compiled import compiled_in_place
 from umem.core.report import CAUSES
 from umem.core.schedule import HintOp, ResidencyMode
 from umem.trace import Access
@@ -51,7 +51,7 @@ PREFETCH, EVICT, DISCARD, COPY_IN, COPY_OUT = map(int, HintOp)
 # --- the driver's list of blocks that it may evict, oldest first ---
 
 
-@compiled
+@compiled_in_place
 def _append(m, blocks, block):
     blocks[block].older = m.newest
     blocks[block].newer = -1
@@ -63,7 +63,7 @@ def _append(m, blocks, block):
     blocks[block].listed = True
 
 
-@compiled
+@compiled_in_place
 def _unlist(m, blocks, block):
     if not blocks[block].listed:
         return
@@ -82,7 +82,7 @@ def _unlist(m, blocks, block):
 # --- residency ---
 
 
-@compiled
+@compiled_in_place
 def _allocate(m, blocks, tensors, block):
     """Count the device memory of a block as used."""
     size = blocks[block].bytes
@@ -90,7 +90,7 @@ def _allocate(m, blocks, tensors, block):
     m.class_bytes[tensors[blocks[block].tensor].class_number] += size
 
 
-@compiled
+@compiled_in_place
 def _free(m, blocks, tensors, block):
     """Count the device memory of a block as free."""
     size = blocks[block].bytes
@@ -98,7 +98,7 @@ def _free(m, blocks, tensors, block):
     m.class_bytes[tensors[blocks[block].tensor].class_number] -= size
 
 
-@compiled
+@compiled_in_place
 def _make_resident(m, blocks, tensors, block, keeps_copy):
     """Put a block's contents into the device memory that it has already."""
     tensor = blocks[block].tensor
@@ -110,7 +110,7 @@ def _make_resident(m, blocks, tensors, block, keeps_copy):
         _append(m, blocks, block)
 
 
-@compiled
+@compiled_in_place
 def _end_residency(m, blocks, tensors, block):
     """Take a block off the books that is about to leave the device, or to die there."""
     tensor = blocks[block].tensor
@@ -119,13 +119,13 @@ def _end_residency(m, blocks, tensors, block):
     _unlist(m, blocks, block)
 
 
-@compiled
+@compiled_in_place
 def _is_whole(tensors, tensor):
     """Whether all of a tensor is on the device, so that there is nothing to do block by block."""
     return tensors[tensor].resident_blocks == tensors[tensor].end - tensors[tensor].first
 
 
-@compiled
+@compiled_in_place
 def _discard(m, blocks, tensors, block):
     """End a block's contents; what is in flight ends with its transfer."""
     state = blocks[block].state
@@ -139,7 +139,7 @@ def _discard(m, blocks, tensors, block):
     blocks[block].state = NONE
 
 
-@compiled
+@compiled_in_place
 def _drop(m, blocks, tensors, block):
     """Free the device memory of a block that has a valid copy on the host."""
     _end_residency(m, blocks, tensors, block)
@@ -151,7 +151,7 @@ def _drop(m, blocks, tensors, block):
 # --- the link ---
 
 
-@compiled
+@compiled_in_place
 def _count_traffic(sim, way, cause, tensor, size, seconds, count):
     number = sim.tensors[tensor].class_number
     sim.traffic_bytes[way, cause, number] += size
@@ -159,7 +159,7 @@ def _count_traffic(sim, way, cause, tensor, size, seconds, count):
     sim.traffic_count[way, cause, number] += count
 
 
-@compiled
+@compiled_in_place
 def _next_block(sim, way):
     """Next block of the hints for a direction, and its hint; -1 where no hint is left.
 
@@ -184,7 +184,7 @@ def _next_block(sim, way):
     return -1, -1
 
 
-@compiled
+@compiled_in_place
 def _start(sim, way, block, cause, rate):
     """Give an idle direction a block."""
     direction = sim.directions[way]
@@ -201,7 +201,7 @@ def _start(sim, way, block, cause, rate):
         sim.blocks[block].state = LEAVING
 
 
-@compiled
+@compiled_in_place
 def _start_hinted(sim, way, block, copies, copy_rate, page_rate):
     """Give an idle direction the next block of a hint, in the driver call at hand or a new one."""
     _start(sim, way, block, COPY if copies else HINT, copy_rate if copies else page_rate)
@@ -215,7 +215,7 @@ def _start_hinted(sim, way, block, copies, copy_rate, page_rate):
     direction.moved = True
 
 
-@compiled
+@compiled_in_place
 def _start_in(sim):
     """Give the direction to the device its next block, if it is idle and the block may come."""
     m, direction = sim.machine[0], sim.directions[TO_DEVICE]
@@ -247,7 +247,7 @@ def _start_in(sim):
             _start(sim, TO_DEVICE, block, COUNTER, m.to_device_bytes_per_s)
 
 
-@compiled
+@compiled_in_place
 def _start_out(sim):
     """Give the direction to the host its next block, if it is idle; clean blocks are dropped."""
     m, direction = sim.machine[0], sim.directions[TO_HOST]
@@ -266,7 +266,7 @@ def _start_out(sim):
                 _drop(m, sim.blocks, sim.tensors, block)
 
 
-@compiled
+@compiled_in_place
 def _finish(sim, way):
     """End the transfer of a direction's block."""
     m, direction = sim.machine[0], sim.directions[way]
@@ -296,7 +296,7 @@ def _finish(sim, way):
         blocks[block].state = HOST
 
 
-@compiled
+@compiled_in_place
 def _activity(direction):
     """What a direction does until the next event, its rate, and what is left of it.
 
@@ -311,14 +311,14 @@ def _activity(direction):
     return MOVING, direction.rate, direction.left_bytes
 
 
-@compiled
+@compiled_in_place
 def _time_left(activity, rate, left):
     if activity == IDLE:
         return np.inf
     return left if activity == CALLING else left / rate
 
 
-@compiled
+@compiled_in_place
 def _advance(sim, way, activity, rate, seconds, is_done):
     """Let a direction do what it does for some seconds, to its end where it is done then."""
     direction = sim.directions[way]
@@ -336,7 +336,7 @@ def _advance(sim, way, activity, rate, seconds, is_done):
             _finish(sim, way)
 
 
-@compiled
+@compiled_in_place
 def _event(sim, until_s):
     """Go on to the next event of the link, at most to `until_s`; False if nothing moves."""
     m = sim.machine[0]
@@ -366,14 +366,14 @@ def _event(sim, until_s):
     return True
 
 
-@compiled
+@compiled_in_place
 def _run_until(sim, until_s):
     m = sim.machine[0]
     while m.now_s < until_s:
         _event(sim, until_s)
 
 
-@compiled
+@compiled_in_place
 def _carry(sim, in_bytes, in_rate, out_bytes, out_rate):
     """Move urgent bytes, both directions at once; hints have what is left of the link."""
     to_device, to_host = sim.directions[TO_DEVICE], sim.directions[TO_HOST]
@@ -386,7 +386,7 @@ def _carry(sim, in_bytes, in_rate, out_bytes, out_rate):
 # --- demand paging ---
 
 
-@compiled
+@compiled_in_place
 def _evict_oldest(sim, need_bytes):
     """Send the oldest blocks that the phase does not use to the host.
 
@@ -420,7 +420,7 @@ def _evict_oldest(sim, need_bytes):
     return out_bytes, need_bytes
 
 
-@compiled
+@compiled_in_place
 def _wait_for_room(sim, size):
     """Wait for evictions by hint, while there are any and there is no room."""
     m = sim.machine[0]
@@ -435,7 +435,7 @@ def _wait_for_room(sim, size):
     sim.stall_s[STALL_ROOM] += m.now_s - began_s
 
 
-@compiled
+@compiled_in_place
 def _serve_faults(sim, count, pages, arrivals_bytes):
     """One batch of faults: `count` blocks of ``sim.batch``, of which `pages` pages fault."""
     m = sim.machine[0]
@@ -479,14 +479,14 @@ def _serve_faults(sim, count, pages, arrivals_bytes):
     return True
 
 
-@compiled
+@compiled_in_place
 def _faulting_pages(m, size):
     """Pages of a block that fault before the driver's speculation brings the rest."""
     pages = (size + m.page_bytes - 1) // m.page_bytes
     return min(pages, int(m.speculation_threshold * pages) + 1)
 
 
-@compiled
+@compiled_in_place
 def _fault_in(sim, first, last):
     """Bring in what the phase's accesses find on the host, and give new blocks their memory."""
     m = sim.machine[0]
@@ -551,7 +551,7 @@ def _fault_in(sim, first, last):
 # --- the step ---
 
 
-@compiled
+@compiled_in_place
 def place_initially(sim, persistent):
     """Place what is kept on the device there, then what fits; False if the device cannot keep it.
 
@@ -576,7 +576,7 @@ def place_initially(sim, persistent):
     return True
 
 
-@compiled
+@compiled_in_place
 def _enqueue(sim, way, hint, generation):
     direction = sim.directions[way]
     sim.queue[way, direction.tail, 0] = hint
@@ -584,7 +584,7 @@ def _enqueue(sim, way, hint, generation):
     direction.tail += 1
 
 
-@compiled
+@compiled_in_place
 def _issue(sim, phase):
     """Issue the hints of a phase: discard, or queue for a direction of the link."""
     m = sim.machine[0]
@@ -605,7 +605,7 @@ def _issue(sim, phase):
             _enqueue(sim, TO_HOST, hint, tensors[tensor].generation)
 
 
-@compiled
+@compiled_in_place
 def _claim(sim, first, last):
     """Pin what the phase uses, and keep it: evictions of it that have not begun are off."""
     m = sim.machine[0]
@@ -623,7 +623,7 @@ def _claim(sim, first, last):
                     _append(m, blocks, block)
 
 
-@compiled
+@compiled_in_place
 def _await(sim, first, last):
     """Wait for what is in flight, and for what was asked for where the schedule says so."""
     m = sim.machine[0]
@@ -652,7 +652,7 @@ def _await(sim, first, last):
     sim.stall_s[STALL_PREFETCH] += m.now_s - began_s
 
 
-@compiled
+@compiled_in_place
 def _use(sim, first, last):
     """Mark what is written; give the bytes read and written in place over the link."""
     m = sim.machine[0]
@@ -693,7 +693,7 @@ def _use(sim, first, last):
     return read_bytes, written_bytes
 
 
-@compiled
+@compiled_in_place
 def _compute(sim, duration_s, read_bytes, written_bytes):
     """Run the phase's kernel, beside its accesses in place and whatever the link moves.
 
@@ -722,7 +722,7 @@ def _compute(sim, duration_s, read_bytes, written_bytes):
     _run_until(sim, m.now_s + copies_s + pages_s)
 
 
-@compiled
+@compiled_in_place
 def run_step(sim):
     """Run the step once more; False if a phase does not fit, which is then ``failed_phase``."""
     m = sim.machine[0]
@@ -744,7 +744,8 @@ def run_step(sim):
             m.failed_phase = phase
             return False
         read_bytes, written_bytes = _use(sim, first, last)
-        sim.resident_bytes[phase] = m.class_bytes
+        for number in range(len(m.class_bytes)):
+            sim.resident_bytes[phase, number] = m.class_bytes[number]
         m.reserved_bytes = sim.birth_bytes[(phase + 1) % len(sim.duration_s)]
         _compute(sim, sim.duration_s[phase], read_bytes, written_bytes)
         sim.phase_end_s[phase] = m.now_s
