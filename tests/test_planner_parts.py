@@ -331,7 +331,7 @@ def test_returns_are_brought_forward_while_there_is_room(
 
 
 def chosen(
-    trace: Trace, capacity: int, first: Sequence[str] = (), prices: dict[str, float] | None = None
+    trace: Trace, capacity: int, first: Sequence[str] = (), costs: dict[str, float] | None = None
 ) -> set[tuple[str, int]]:
     """Names and last uses of the intervals spent on the host, where moving takes no time."""
     gaps = find_gaps(trace)
@@ -341,6 +341,7 @@ def chosen(
     barred = np.full(len(names), -1, np.int8)
     barred[gaps.next_use == gaps.last_use + 1] = Reason.TOO_SHORT
     barred[gaps.is_dead] = Reason.DEAD
+    prices, price = np.unique([(costs or {}).get(name, 1.0) for name in names], return_inverse=True)
     found = select(
         trace,
         gaps,
@@ -348,7 +349,8 @@ def chosen(
         capacity,
         gone=gaps.last_use + 1,
         back=gaps.next_use,
-        price=np.array([(prices or {}).get(name, 1.0) for name in names]),
+        prices=prices,
+        price=price,
         barred=barred,
         first=np.array([name in first for name in names], np.bool_),
         on_device=np.ones(trace.tensor_count, np.bool_),
@@ -386,8 +388,8 @@ def test_the_policy_can_name_what_goes_first(in_and_out: Trace) -> None:
 
 def test_what_is_cheap_to_move_goes(in_and_out: Trace) -> None:
     # When c is made, a is needed again in three units of time, and b in two.
-    assert chosen(in_and_out, 4, prices={"b": 0.6}) == {("b", 1)}
-    assert chosen(in_and_out, 4, prices={"b": 0.7}) == {("a", 0)}
+    assert chosen(in_and_out, 4, costs={"b": 0.6}) == {("b", 1)}
+    assert chosen(in_and_out, 4, costs={"b": 0.7}) == {("a", 0)}
 
 
 def test_the_edge_of_the_step_counts(make_trace: MakeTrace) -> None:

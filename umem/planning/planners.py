@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -166,7 +167,7 @@ def _planned(
     paging = replace(fault(problem), planner="planned")
     paged_s = run(trace, paging, hardware, policy).step_s
     if paged_s <= bound_s * (1 + 1e-9):
-        return Plan(paging, decide_alike(problem, Reason.ROOM))
+        return Plan(paging, partial(decide_alike, problem, Reason.ROOM))
     best, best_run = _best(problem, policy, bound_s)
     moves = best.schedule.hint_op != HintOp.DISCARD
     moved = set(trace.tensor_class[best.schedule.hint_tensor[moves]].tolist())
@@ -187,7 +188,7 @@ def _planned(
             if outcome.step_s < best_run.step_s * 0.998:
                 best, best_run, mechanisms = candidate, outcome, trial
     if may_fault and paged_s < best_run.step_s:
-        return Plan(paging, decide_alike(problem, Reason.LEFT_TO_DRIVER))
+        return Plan(paging, partial(decide_alike, problem, Reason.LEFT_TO_DRIVER))
     return best
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -48,14 +50,20 @@ class Plan:
     """A schedule, and why each idle interval of :func:`umem.trace.find_gaps` is spent as it is."""
 
     schedule: Schedule
-    decisions: Selection
+    decide: Callable[[], Selection]
+
+    @cached_property
+    def decisions(self) -> Selection:
+        """A decision for each interval, made when it is asked for."""
+        return self.decide()
 
 
 def decide_alike(problem: PlanningProblem, reason: Reason) -> Selection:
     """The same decision for all intervals with live contents."""
     dead = problem.gaps.is_dead
     found = np.where(dead, Reason.DEAD, reason).astype(np.int8)
-    return Selection(np.full(len(dead), NOT_NEEDED, np.int64), found)
+    stays, next_use = np.full(len(dead), NOT_NEEDED, np.int64), problem.gaps.next_use
+    return Selection(stays, next_use, next_use, found, problem.trace.phase_count)
 
 
 @dataclass(frozen=True)
@@ -118,22 +126,20 @@ def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, slack: 
     """
     gaps = problem.gaps
     in_s, out_s = _transfer_s(problem, slack)
-    price = (in_s + out_s) / problem.trace.tensor_bytes[gaps.tensor]
+    prices, price = np.unique(
+        (in_s + out_s) / problem.trace.tensor_bytes[gaps.tensor], return_inverse=True
+    )
+    held = np.full(len(price), -1, np.int8)
+    held[~problem.rules.movable[gaps.tensor]] = Reason.HELD
+    held[gaps.is_dead] = Reason.DEAD
+    first, on_device = problem.rules.first[gaps.tensor], _on_device(problem)
     back = gaps.next_use
     idle_s = clock.at(gaps.last_use + 1)
     gone_s = idle_s + out_s
-    gone_alone = phases_at(clock.start_s, clock.step_s, gone_s, up=True)
-    is_short = clock.at(gaps.next_use) - idle_s < in_s + out_s
-    is_short |= gaps.next_use <= gone_alone
     moves: _Moves | None = None
     decisions: Selection | None = None
     for _ in range(_ROUNDS):
         gone = phases_at(clock.start_s, clock.step_s, np.minimum(gone_s, 3 * clock.step_s), up=True)
-        barred = np.full(len(back), -1, np.int8)
-        barred[back <= gone] = Reason.LINK_BUSY
-        barred[(back <= gone) & is_short] = Reason.TOO_SHORT
-        barred[~problem.rules.movable[gaps.tensor]] = Reason.HELD
-        barred[gaps.is_dead] = Reason.DEAD
         found = select(
             problem.trace,
             gaps,
@@ -141,10 +147,11 @@ def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, slack: 
             problem.capacity_bytes,
             gone=gone,
             back=back,
+            prices=prices,
             price=price,
-            barred=barred,
-            first=problem.rules.first[gaps.tensor],
-            on_device=_on_device(problem),
+            barred=np.where((back <= gone) & (held < 0), Reason.LINK_BUSY, held).astype(np.int8),
+            first=first,
+            on_device=on_device,
         )
         decisions = decisions or found
         chosen = np.flatnonzero(found.needed_by != NOT_NEEDED)
@@ -158,12 +165,34 @@ def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, slack: 
         gone_s[chosen] = moves.gone_s
     assert decisions is not None
     hints = [discard_hints(problem)]
+    too_late = np.empty(0, np.int64)
     if moves is not None:
-        too_late = moves.leave >= moves.due  # such a tensor could leave only after its next use
-        decisions.reason[moves.gap[too_late]] = Reason.LINK_BUSY
-        kept = {name: column[~too_late] for name, column in vars(moves).items()}
+        is_late = moves.leave >= moves.due  # such a tensor could leave only after its next use
+        too_late = moves.gap[is_late]
+        kept = {name: column[~is_late] for name, column in vars(moves).items()}
         hints.append(_move_hints(problem, clock, replace(moves, **kept)))
-    return Plan(make_schedule(problem, name, hints), decisions)
+    decide = partial(_tell_short_ones, decisions, problem, clock, slack, too_late)
+    return Plan(make_schedule(problem, name, hints), decide)
+
+
+def _tell_short_ones(
+    decisions: Selection,
+    problem: PlanningProblem,
+    clock: PhaseClock,
+    slack: float,
+    too_late: npt.NDArray[np.int64],
+) -> Selection:
+    """Tell intervals that are too short for any link from those that find it busy."""
+    gaps = problem.gaps
+    in_s, out_s = _transfer_s(problem, slack)
+    idle_s = clock.at(gaps.last_use + 1)
+    gone_alone = phases_at(clock.start_s, clock.step_s, idle_s + out_s, up=True)
+    is_short = clock.at(gaps.next_use) - idle_s < in_s + out_s
+    is_short |= gaps.next_use <= gone_alone
+    barred = decisions.barred.copy()
+    barred[is_short & (barred == Reason.LINK_BUSY)] = Reason.TOO_SHORT
+    barred[too_late] = Reason.LINK_BUSY
+    return replace(decisions, barred=barred)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -73,8 +74,27 @@ class Selection:
     needed_by: npt.NDArray[np.int64]
     """int64[G]: phase by which the tensor's memory is needed, :data:`NOT_NEEDED` where it stays; P
     or more for phases of the next step."""
-    reason: npt.NDArray[np.int8]
-    """int8[G]: :class:`Reason`."""
+    gone: npt.NDArray[np.int64]
+    back: npt.NDArray[np.int64]
+    """int64[G] each: phases between which the tensor could be away."""
+    barred: npt.NDArray[np.int8]
+    """int8[G]: :class:`Reason` that holds whatever the sweep found; -1 for none."""
+    phase_count: int
+
+    @cached_property
+    def reason(self) -> npt.NDArray[np.int8]:
+        """int8[G]: :class:`Reason`. Found when it is asked for: most plans are never explained."""
+        chosen = self.needed_by != NOT_NEEDED
+        short = np.zeros(self.phase_count, np.int64)  # phases that lack memory
+        short[self.needed_by[chosen] % self.phase_count] = 1
+        count = ranges(np.tile(short, 3))
+        edge = len(count) - 1
+        is_pressed = count[np.clip(self.back, 0, edge)] > count[np.clip(self.gone, 0, edge)]
+        is_late = self.gone > self.needed_by
+        leaves = np.where(is_late, Reason.PRESSURE_LATE, Reason.PRESSURE)
+        stays = np.where(is_pressed, Reason.OUTRANKED, Reason.ROOM)
+        found = np.where(chosen, leaves, stays)
+        return np.where(self.barred < 0, found, self.barred).astype(np.int8)
 
 
 def select(
@@ -85,7 +105,8 @@ def select(
     *,
     gone: npt.NDArray[np.int64],
     back: npt.NDArray[np.int64],
-    price: npt.NDArray[np.float64],
+    prices: npt.NDArray[np.float64],
+    price: npt.NDArray[np.int64],
     barred: npt.NDArray[np.int8],
     first: npt.NDArray[np.bool_],
     on_device: npt.NDArray[np.bool_],
@@ -106,8 +127,10 @@ def select(
     back : int64[G]
         Phase at which the tensor takes memory again: that of the next use, or earlier by the time
         of its way back.
-    price : float64[G]
-        Link seconds that being away costs, per byte.
+    prices : float64[K]
+        Link seconds that being away can cost, per byte, ascending.
+    price : int64[G]
+        Which of them an interval costs.
     barred : int8[G]
         Why an interval must not be chosen, a :class:`Reason`; -1 where it may.
     first : bool[G]
@@ -115,10 +138,8 @@ def select(
     on_device : bool[T]
         Tensors that take device memory when they are used.
     """
-    prices = np.unique(price)
     intervals = np.zeros(len(gone), _INTERVAL)
-    intervals["gone"], intervals["back"] = gone, back
-    intervals["price"] = np.searchsorted(prices, price)
+    intervals["gone"], intervals["back"], intervals["price"] = gone, back, price
     intervals["is_dead"], intervals["allowed"] = gaps.is_dead, barred < 0
     intervals["first"] = first
     intervals["needed_by"] = NOT_NEEDED
@@ -137,16 +158,7 @@ def select(
         clock.step_s,
         capacity_bytes,
     )
-    needed_by = intervals["needed_by"].copy()
-    chosen = needed_by != NOT_NEEDED
-    short = np.zeros(trace.phase_count, np.int64)  # phases that lack memory
-    short[needed_by[chosen] % trace.phase_count] = 1
-    count = ranges(np.tile(short, 3))
-    edge = len(count) - 1
-    is_pressed = count[np.clip(back, 0, edge)] > count[np.clip(gone, 0, edge)]
-    reason = np.where(is_pressed, Reason.OUTRANKED, Reason.ROOM)
-    reason[chosen] = np.where(gone > needed_by, Reason.PRESSURE_LATE, Reason.PRESSURE)[chosen]
-    return Selection(needed_by, np.where(barred < 0, reason, barred).astype(np.int8))
+    return Selection(intervals["needed_by"].copy(), gone, back, barred, trace.phase_count)
 
 
 _INTERVAL = np.dtype(
