@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -81,9 +82,17 @@ class Gaps:
     """Interval that follows each access of the trace; :data:`NO_GAP` after the last use of a tensor
     that dies."""
 
+    def __post_init__(self) -> None:
+        for column in vars(self).values():
+            column.flags.writeable = False
 
+
+@lru_cache(maxsize=1)
 def find_gaps(trace: Trace) -> Gaps:
-    """Find the idle intervals of all tensors of a trace, by tensor and time, in O(A log A)."""
+    """Find the idle intervals of all tensors of a trace, by tensor and time, in O(A log A).
+
+    The last trace's are kept, for a planner that looks at it many times.
+    """
     phases = phase_of_access(trace)
     order = np.lexsort((phases, trace.access_tensor))
     tensor = trace.access_tensor[order]
