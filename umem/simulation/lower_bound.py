@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from functools import lru_cache
 
 import numpy as np
 
@@ -52,6 +53,7 @@ def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> floa
     )
 
 
+@lru_cache(maxsize=1)
 def unavoidable_bytes(trace: Trace, capacity_bytes: int) -> tuple[float, float]:
     """Bytes per step that have to cross the link, to the device and to the host.
 
@@ -60,6 +62,8 @@ def unavoidable_bytes(trace: Trace, capacity_bytes: int) -> tuple[float, float]:
     leaving out the one that ends last keeps the most bytes (Belady's rule, and the optimum for
     intervals on a line), so what is left out then is a lower bound for every schedule, one with
     mapped access included. To the host, only contents that were just written have to go.
+
+    The last result is kept, for a plan and its report ask for the same.
 
     Returns
     -------
