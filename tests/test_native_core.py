@@ -249,8 +249,12 @@ def test_a_model_reserves_little_more_than_its_tensors() -> None:
         ({"managed_limit_bytes": 32 * MIB}, "UMEM_MANAGED_LIMIT"),
         ({"total_bytes": 32 * MIB}, "smaller batch"),
         (
-            {"device_budget_bytes": 32 * MIB, "setting": ClassSetting(kind="device")},
-            "raise device_budget",
+            {
+                "device_budget_bytes": 32 * MIB,
+                "pinned_limit_bytes": 8 * MIB,
+                "setting": ClassSetting(kind="device"),
+            },
+            "device budget, 32.00 MiB.*page-locked host memory, 8.00 MiB",
         ),
     ],
 )
@@ -283,6 +287,42 @@ def test_a_budget_sends_managed_memory_to_the_host() -> None:
         "reserved_bytes": 40 * MIB,
         "spilled_bytes": 10 * MIB,
     }
+
+
+def test_a_budget_sends_device_memory_to_page_locked_host_memory() -> None:
+    allocator = _allocator(device_budget_bytes=32 * MIB, setting=ClassSetting(kind="device"))
+    allocator.malloc(30 * MIB)
+    spilled = allocator.malloc(10 * MIB)
+    assert allocator.kind_stats(0)["device"] == {"reserved_bytes": 30 * MIB, "spilled_bytes": 0}
+    assert allocator.kind_stats(0)["pinned"] == {
+        "reserved_bytes": 10 * MIB,
+        "spilled_bytes": 10 * MIB,
+    }
+    assert {block[0]: block[-1] for block in allocator.live_blocks()}[spilled] == "pinned"
+    assert allocator.stats(0)["budget_bytes"]["current"] == 30 * MIB
+
+
+def test_memory_outside_the_allocator_counts_against_the_budget() -> None:
+    allocator = _allocator(device_budget_bytes=32 * MIB, setting=ClassSetting(kind="device"))
+    allocator.free(allocator.malloc(30 * MIB))
+    allocator.set_outside_bytes(0, 12 * MIB)
+    assert allocator.stats(0)["budget_bytes"] == {
+        "current": 12 * MIB,
+        "peak": 30 * MIB,
+        "allocated": 42 * MIB,
+        "freed": 30 * MIB,
+    }
+    allocator.malloc(30 * MIB)
+    assert allocator.kind_stats(0)["pinned"]["spilled_bytes"] == 30 * MIB
+    with pytest.raises(IndexError):
+        allocator.set_outside_bytes(1, 0)
+
+
+def test_page_locked_memory_has_a_limit() -> None:
+    allocator = _allocator(pinned_limit_bytes=32 * MIB, setting=ClassSetting(kind="pinned"))
+    allocator.malloc(30 * MIB)
+    with pytest.raises(MemoryError, match=r"page-locked host memory, 32.00 MiB, holds 30.00 MiB"):
+        allocator.malloc(10 * MIB)
 
 
 def test_a_budget_can_be_lifted_at_run_time() -> None:

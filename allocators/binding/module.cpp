@@ -65,6 +65,7 @@ nb::dict to_dict(const DeviceStats& stats) {
   dict["active_bytes"] = to_dict(stats.active_bytes);
   dict["inactive_split_bytes"] = to_dict(stats.inactive_split_bytes);
   dict["requested_bytes"] = to_dict(stats.requested_bytes);
+  dict["budget_bytes"] = to_dict(stats.budget_bytes);
   dict["highest_bytes"] = stats.highest_bytes;
   dict["oversize_allocations"] = to_dict(Stat{});
   dict["oversize_segments"] = to_dict(Stat{});
@@ -247,18 +248,19 @@ NB_MODULE(_native, module) {
           "__init__",
           [](Config* self, const std::vector<ClassSetting>& classes,
              std::size_t managed_limit_bytes, std::size_t device_budget_bytes,
-             std::size_t system_headroom_bytes, bool caching) {
+             std::size_t system_headroom_bytes, bool caching, std::size_t pinned_limit_bytes) {
             if (classes.size() != kClasses)
               throw nb::value_error("classes: one ClassSetting for each of the six classes");
             new (self) Config{.classes = {},
                               .managed_limit_bytes = managed_limit_bytes,
+                              .pinned_limit_bytes = pinned_limit_bytes,
                               .device_budget_bytes = device_budget_bytes,
                               .system_headroom_bytes = system_headroom_bytes,
                               .caching = caching};
             std::copy(classes.begin(), classes.end(), self->classes.begin());
           },
           "classes"_a, "managed_limit_bytes"_a = 0, "device_budget_bytes"_a = 0,
-          "system_headroom_bytes"_a = 0, "caching"_a = true);
+          "system_headroom_bytes"_a = 0, "caching"_a = true, "pinned_limit_bytes"_a = 0);
 
   // malloc, free and empty_cache may wait for the GPU and for hints: they release the interpreter
   // lock.
@@ -387,7 +389,13 @@ NB_MODULE(_native, module) {
           [](Allocator& self, int device, std::size_t bytes) {
             self.device(device).set_device_budget(bytes);
           },
-          "device"_a, "bytes"_a)
+          "device"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "set_outside_bytes",
+          [](Allocator& self, int device, std::size_t bytes) {
+            self.device(device).set_outside_bytes(bytes);
+          },
+          "device"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "take_peak_bytes",
           [](Allocator& self, int device) { return self.device(device).take_peak_bytes(); },

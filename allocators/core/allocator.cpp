@@ -6,10 +6,11 @@ Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source
                      std::unique_ptr<Driver> driver, int devices)
     : source_(std::move(source)),
       driver_(std::move(driver)),
-      managed_limit_(config.managed_limit_bytes) {
+      limits_{.managed = SharedLimit(config.managed_limit_bytes),
+              .pinned = SharedLimit(config.pinned_limit_bytes)} {
   for (int device = 0; device < devices; ++device)
     devices_.push_back(
-        std::make_unique<DeviceAllocator>(device, config, *source_, *driver_, managed_limit_));
+        std::make_unique<DeviceAllocator>(device, config, *source_, *driver_, limits_));
 }
 
 void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream) {
@@ -26,7 +27,7 @@ void* Allocator::allocate_on(DeviceAllocator& device, std::size_t bytes, StreamI
   const TensorClass tensor_class = classes_.current();
   if (devices_.size() > 1) {
     if (void* address = device.try_allocate(bytes, stream, tensor_class)) return address;
-    // All devices share the cap on managed memory, so the caches of the others count too.
+    // All devices share the caps on managed and pinned memory: the others' caches count too.
     if (bytes != 0) empty_cache();
   }
   return device.allocate(bytes, stream, tensor_class);

@@ -32,7 +32,7 @@ class Allocator {
   // nullptr for none. The allocator keeps the listener alive.
   void set_release_listener(const std::shared_ptr<ReleaseListener>& listener);
 
-  std::size_t managed_bytes() const { return managed_limit_.held_bytes(); }
+  std::size_t managed_bytes() const { return limits_.managed.held_bytes(); }
 
   // Around fork(): a child must find every lock free.
   void lock_all();
@@ -43,7 +43,7 @@ class Allocator {
 
   std::unique_ptr<SegmentSource> source_;
   std::unique_ptr<Driver> driver_;
-  ManagedLimit managed_limit_;
+  SharedLimits limits_;
   ClassContext classes_;
   std::vector<std::unique_ptr<DeviceAllocator>> devices_;  // destroyed first: they use the above
 };

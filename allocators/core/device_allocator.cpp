@@ -1,70 +1,28 @@
 #include "core/device_allocator.hpp"
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 namespace umem {
 namespace {
 
-// Segment sizes follow torch's: they decide how much memory small requests reserve.
-constexpr std::size_t kSmallSegmentBytes = kPageBytes;
-constexpr std::size_t kSmallRequestBytes = std::size_t{1} << 20;
-constexpr std::size_t kMediumSegmentBytes = std::size_t{8} << 20;  // for requests of 1 to 2 MiB
-constexpr std::size_t kLargeSegmentBytes = std::size_t{20} << 20;
-constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from here, just enough
-
 constexpr Profile kDeviceProfile{.kind = MemoryKind::device, .advice = {}};
-// Beyond the budget, managed memory stays on the host and the device uses it in place.
-constexpr Profile kSpillProfile{
+// Beyond the budget, memory stays on the host and the device uses it in place: managed memory by
+// its advice, all other memory as page-locked host memory.
+constexpr Profile kManagedSpillProfile{
     .kind = MemoryKind::managed,
     .advice = {.placement = Placement::host, .accessed_by_device = true, .read_mostly = false}};
-
-std::size_t segment_bytes_for(Tier tier, std::size_t bytes) {
-  if (tier == Tier::small)
-    return bytes <= kSmallRequestBytes ? kSmallSegmentBytes : kMediumSegmentBytes;
-  return bytes < kMinExactSegmentBytes ? kLargeSegmentBytes : round_up(bytes, kPageBytes);
-}
-
-bool takes_advice(MemoryKind kind) {
-  return kind == MemoryKind::managed || kind == MemoryKind::system;
-}
-
-bool resides_on_device(const Profile& profile) {
-  switch (profile.kind) {
-    case MemoryKind::device:
-      return true;
-    case MemoryKind::managed:
-    case MemoryKind::system:
-      return profile.advice.placement != Placement::host;
-    case MemoryKind::pinned:
-      return false;
-  }
-  return false;
-}
-
-std::string format_bytes(std::size_t bytes) {
-  constexpr std::array<const char*, 4> kUnits = {"B", "KiB", "MiB", "GiB"};
-  auto value = static_cast<double>(bytes);
-  std::size_t unit = 0;
-  while (value >= 1024 && unit + 1 < kUnits.size()) {
-    value /= 1024;
-    ++unit;
-  }
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), unit == 0 ? "%.0f %s" : "%.2f %s", value, kUnits[unit]);
-  return text.data();
-}
+constexpr Profile kPinnedSpillProfile{.kind = MemoryKind::pinned, .advice = {}};
 
 }  // namespace
 
 DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource& source,
-                                 Driver& driver, ManagedLimit& managed_limit)
+                                 Driver& driver, SharedLimits& limits)
     : device_(device),
       config_(config),
       source_(source),
       driver_(driver),
-      managed_limit_(managed_limit),
+      limits_(limits),
       budget_bytes_(config.device_budget_bytes) {
   const std::uint8_t device_profile = profile_number(kDeviceProfile);
   const std::uint8_t device_small = route_number({device_profile, Tier::small});
@@ -74,20 +32,23 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
     // Memory without advice is the same for every policy: one heap serves all classes.
     const std::uint8_t profile = profile_number(
         {setting.kind, takes_advice(setting.kind) ? setting.advice : Advice{}});
-    // Every class has its own small route, even if another class has the same profile.
-    routes_.push_back({profile, Tier::small});
-    class_routes_[i] = {device_small, device_large,
-                        static_cast<std::uint8_t>(routes_.size() - 1),
+    class_routes_[i] = {device_small, device_large, device_small,
                         route_number({profile, Tier::large})};
+    // Every class has its own small route, even if another class has the same profile. Only plain
+    // device memory never moves, so that classes may share its pages.
+    if (setting.kind != MemoryKind::device)
+      class_routes_[i].small = add_route({profile, Tier::small});
   }
-  // A separate profile, even if a policy maps a class in the same way: memory that was spilled
+  // Separate profiles, even if a policy maps a class in the same way: memory that was spilled
   // because of the budget is counted separately.
-  profiles_.push_back(kSpillProfile);
-  spill_profile_ = static_cast<std::uint8_t>(profiles_.size() - 1);
-  routes_.push_back({spill_profile_, Tier::small});
-  spill_small_ = static_cast<std::uint8_t>(routes_.size() - 1);
-  routes_.push_back({spill_profile_, Tier::large});
-  spill_large_ = static_cast<std::uint8_t>(routes_.size() - 1);
+  const auto spill_routes = [this](const Profile& profile) -> SpillRoutes {
+    profiles_.push_back(profile);
+    const auto number = static_cast<std::uint8_t>(profiles_.size() - 1);
+    return {number, add_route({number, Tier::small}), add_route({number, Tier::large})};
+  };
+  managed_spill_ = spill_routes(kManagedSpillProfile);
+  pinned_spill_ = spill_routes(kPinnedSpillProfile);
+  idle_bytes_.resize(profiles_.size());
 }
 
 DeviceAllocator::~DeviceAllocator() {
@@ -109,6 +70,10 @@ std::uint8_t DeviceAllocator::route_number(Route route) {
   for (std::size_t i = 0; i < routes_.size(); ++i)
     if (routes_[i].tier == route.tier && routes_[i].profile == route.profile)
       return static_cast<std::uint8_t>(i);
+  return add_route(route);
+}
+
+std::uint8_t DeviceAllocator::add_route(Route route) {
   routes_.push_back(route);
   return static_cast<std::uint8_t>(routes_.size() - 1);
 }
@@ -124,7 +89,7 @@ std::uint8_t DeviceAllocator::route_for(TensorClass tensor_class, std::size_t by
 void* DeviceAllocator::allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
   if (bytes == 0) return nullptr;
   const std::lock_guard lock(mutex_);
-  Shortage shortage = Shortage::source;
+  Shortage shortage;
   void* address = serve(bytes, stream, tensor_class, shortage);
   if (address == nullptr) throw_out_of_memory(bytes, tensor_class, shortage);
   return address;
@@ -133,7 +98,7 @@ void* DeviceAllocator::allocate(std::size_t bytes, StreamId stream, TensorClass 
 void* DeviceAllocator::try_allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
   if (bytes == 0) return nullptr;
   const std::lock_guard lock(mutex_);
-  Shortage shortage = Shortage::source;
+  Shortage shortage;
   return serve(bytes, stream, tensor_class, shortage);
 }
 
@@ -144,8 +109,9 @@ void* DeviceAllocator::serve(std::size_t bytes, StreamId stream, TensorClass ten
   const std::uint8_t route = route_for(tensor_class, bytes);
   const std::size_t block_bytes = round_up(bytes, step_bytes(routes_[route].tier));
   Pool* pool = active_pools_.empty() ? nullptr : pool_for(stream);
-  Block* block = take_cached(heap_for(route, stream, pool), block_bytes);
-  if (block == nullptr) block = grow(tensor_class, route, stream, pool, block_bytes, shortage);
+  Heap& heap = heap_for(route, stream, pool);
+  Block* block = take_cached(heap, block_bytes);
+  if (block == nullptr) block = grow(heap, tensor_class, block_bytes, shortage);
   return block == nullptr ? nullptr : hand_out(block, bytes, tensor_class);
 }
 
@@ -172,160 +138,6 @@ Block* DeviceAllocator::take_cached(Heap& heap, std::size_t bytes) {
   return block;
 }
 
-Block* DeviceAllocator::grow(TensorClass tensor_class, std::uint8_t route, StreamId stream,
-                             Pool* pool, std::size_t bytes, Shortage& shortage) {
-  Heap& heap = heap_for(route, stream, pool);
-  const Profile& profile = profiles_[heap.profile];
-  const bool may_spill =
-      config_.classes[static_cast<std::size_t>(tensor_class)].kind == MemoryKind::managed;
-  const bool may_release = active_pools_.empty();  // freeing a segment would break a capture
-  const auto spill_or_fail = [&]() -> Block* {
-    shortage = Shortage::device_budget;
-    return may_spill ? spill(heap.tier, stream, pool, bytes, shortage) : nullptr;
-  };
-
-  const std::size_t least_bytes = least_segment_bytes(bytes);
-  Block* block = nullptr;
-  if (!over_budget(profile, least_bytes)) {
-    block = new_segment(heap, bytes, shortage);
-  } else {
-    // Use cached host memory before freeing the cache: a steady state must not free and allocate
-    // segments in every step.
-    if (may_spill)
-      block = take_cached(
-          heap_for(heap.tier == Tier::small ? spill_small_ : spill_large_, stream, pool), bytes);
-    if (block != nullptr) return block;
-    if (may_release) release_cached_segments();
-    block = over_budget(profile, least_bytes) ? spill_or_fail()
-                                              : new_segment(heap, bytes, shortage);
-  }
-  if (block != nullptr || !may_release) return block;
-
-  ++stats_.num_alloc_retries;
-  synchronize_events();
-  block = take_cached(heap, bytes);
-  if (block != nullptr) return block;
-  release_cached_segments();
-  if (over_budget(profile, least_bytes)) return spill_or_fail();
-  return new_segment(heap, bytes, shortage);
-}
-
-Block* DeviceAllocator::spill(Tier tier, StreamId stream, Pool* pool, std::size_t bytes,
-                              Shortage& shortage) {
-  Heap& heap = heap_for(tier == Tier::small ? spill_small_ : spill_large_, stream, pool);
-  if (Block* block = take_cached(heap, bytes)) return block;
-  return new_segment(heap, bytes, shortage);
-}
-
-bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) const {
-  return budget_bytes_ != 0 && resides_on_device(profile) &&
-         resident_bytes_ + bytes > budget_bytes_;
-}
-
-// Counts `bytes` of a kind against every limit, or returns the limit that they would exceed.
-bool DeviceAllocator::reserve(MemoryKind kind, std::size_t bytes, Shortage& shortage) {
-  if (fraction_ < 1.0) {
-    const auto limit = static_cast<std::size_t>(
-        fraction_ * static_cast<double>(driver_.memory(device_).total_bytes));
-    if (static_cast<std::size_t>(stats_.reserved_bytes.all.current) + bytes > limit) {
-      shortage = Shortage::memory_fraction;
-      return false;
-    }
-  }
-  if (kind == MemoryKind::managed && !managed_limit_.take(bytes)) {
-    shortage = Shortage::managed_limit;
-    return false;
-  }
-  return true;
-}
-
-// Segments that blocks are cut from are whole pages, however small the request.
-std::size_t DeviceAllocator::least_segment_bytes(std::size_t bytes) const {
-  return config_.caching ? round_up(bytes, kPageBytes) : bytes;
-}
-
-Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& shortage) {
-  const Profile& profile = profiles_[heap.profile];
-  const std::size_t least_bytes = least_segment_bytes(bytes);
-  std::size_t segment_bytes =
-      config_.caching ? segment_bytes_for(heap.tier, bytes) : least_bytes;
-  if (over_budget(profile, segment_bytes)) segment_bytes = least_bytes;
-
-  const auto give_back_limit = [&](std::size_t bytes_taken) {
-    if (profile.kind == MemoryKind::managed) managed_limit_.give_back(bytes_taken);
-  };
-  const auto take = [&](std::size_t raw_bytes) -> void* {
-    if (!reserve(profile.kind, raw_bytes, shortage)) return nullptr;
-    void* raw = nullptr;
-    try {
-      raw = source_.allocate(profile.kind, device_, raw_bytes);
-    } catch (...) {
-      give_back_limit(raw_bytes);
-      throw;
-    }
-    if (raw == nullptr) {
-      shortage = Shortage::source;
-      give_back_limit(raw_bytes);
-    }
-    return raw;
-  };
-  // Sources guarantee 256 bytes.
-  const std::size_t alignment = config_.caching ? kPageBytes : step_bytes(heap.tier);
-  std::size_t raw_bytes = 0;
-  const auto take_aligned = [&](std::size_t wanted_bytes) -> void* {
-    raw_bytes = wanted_bytes;
-    void* raw = take(raw_bytes);
-    if (raw == nullptr || reinterpret_cast<std::uintptr_t>(raw) % alignment == 0) return raw;
-    source_.deallocate(profile.kind, device_, raw, raw_bytes);
-    give_back_limit(raw_bytes);
-    raw_bytes = wanted_bytes + alignment;
-    return take(raw_bytes);
-  };
-
-  void* raw = take_aligned(segment_bytes);
-  if (raw == nullptr && segment_bytes > least_bytes) {  // allocate the request alone
-    segment_bytes = least_bytes;
-    raw = take_aligned(segment_bytes);
-  }
-  if (raw == nullptr) return nullptr;
-
-  const std::uintptr_t address = round_up(reinterpret_cast<std::uintptr_t>(raw), alignment);
-  Segment& segment = segments_[address];
-  segment = {.address = address,
-             .bytes = segment_bytes,
-             .raw = raw,
-             .raw_bytes = raw_bytes,
-             .heap = &heap};
-  Block& block = blocks_[address];
-  block.address = address;
-  block.bytes = segment_bytes;
-  block.segment = &segment;
-  block.advice = heap.profile;
-  segment.first = &block;
-
-  const Range range{address, segment_bytes};
-  bool taken = true;
-  if (takes_advice(profile.kind) && profile.advice != Advice{})
-    taken = driver_.advise(device_, range, profile.advice);
-  if (profile.kind == MemoryKind::managed && profile.advice.placement == Placement::device)
-    taken = driver_.populate(device_, range) && taken;
-  if (!taken) ++stats_.num_failed_hints;
-
-  ++stats_.num_device_alloc;
-  stats_.segment.increase(heap.tier, 1);
-  stats_.reserved_bytes.increase(heap.tier, segment_bytes);
-  KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
-  kind.reserved_bytes += segment_bytes;
-  if (heap.profile == spill_profile_) kind.spilled_bytes += segment_bytes;
-  if (resides_on_device(profile)) resident_bytes_ += segment_bytes;
-  if (heap.pool != nullptr) {
-    ++heap.pool->segments;
-    heap.pool->reserved_bytes += segment_bytes;
-  }
-  cut(&block, bytes);
-  return &block;
-}
-
 // Leaves `bytes` in the block, and the rest in a cached block after it.
 void DeviceAllocator::cut(Block* block, std::size_t bytes) {
   if (block->bytes == bytes) return;
@@ -350,6 +162,8 @@ void DeviceAllocator::cache(Block* block) {
   if (block->is_split()) {
     stats_.inactive_split.increase(heap.tier, 1);
     stats_.inactive_split_bytes.increase(heap.tier, block->bytes);
+  } else {
+    idle_bytes_[heap.profile] += block->segment->raw_bytes;
   }
 }
 
@@ -359,6 +173,8 @@ void DeviceAllocator::uncache(Block* block) {
   if (block->is_split()) {
     stats_.inactive_split.decrease(heap.tier, 1);
     stats_.inactive_split_bytes.decrease(heap.tier, block->bytes);
+  } else {
+    idle_bytes_[heap.profile] -= block->segment->raw_bytes;
   }
 }
 
@@ -439,8 +255,8 @@ void DeviceAllocator::settle(Block* block) {
   stats_.active.decrease(heap.tier, 1);
   stats_.active_bytes.decrease(heap.tier, block->bytes);
   if (unspilled(*block)) {  // the next allocation in its place is spilled again
-    count_spilled(static_cast<std::ptrdiff_t>(block->bytes));
-    apply_advice(block, spill_profile_);
+    count_unspilled(*block, false);
+    apply_advice(block, managed_spill_.profile);
   }
   if (Block* next = block->next; next != nullptr && next->state == BlockState::cached) {
     uncache(next);
@@ -453,8 +269,7 @@ void DeviceAllocator::settle(Block* block) {
   }
   cache(block);
   // A graph may write to its pool's blocks at every replay, freed or not.
-  const bool pool_in_use = heap.pool != nullptr && heap.pool->users > 0;
-  if (!config_.caching && !block->is_split() && !pool_in_use && active_pools_.empty())
+  if (!config_.caching && may_give_back(*block->segment) && active_pools_.empty())
     release_segments({block->segment});
 }
 
@@ -529,7 +344,7 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   // A spilled block stays on the host because of the budget. A block that shares pages stays too.
   const Heap& heap = *block->segment->heap;
   const std::uint8_t profile = profile_of_class(*block);
-  if (heap.tier == Tier::large && block->advice != spill_profile_ &&
+  if (heap.tier == Tier::large && block->advice != managed_spill_.profile &&
       profiles_[profile].kind == profiles_[heap.profile].kind &&
       takes_advice(profiles_[profile].kind) && block->advice != profile)
     apply_advice(block, profile);
@@ -538,103 +353,6 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
 
 std::uint8_t DeviceAllocator::profile_of_class(const Block& block) const {
   return routes_[class_routes_[static_cast<std::size_t>(block.tensor_class)].large].profile;
-}
-
-std::vector<LiveBlock> DeviceAllocator::unspill() {
-  const std::lock_guard lock(mutex_);
-  std::vector<LiveBlock> moved;
-  for (auto& [address, segment] : segments_) {
-    if (segment.heap->profile != spill_profile_ || segment.heap->tier != Tier::large) continue;
-    for (Block* block = segment.first; block != nullptr; block = block->next) {
-      const std::uint8_t profile = profile_of_class(*block);
-      if (block->state != BlockState::live || block->advice != spill_profile_ ||
-          profiles_[profile].kind != MemoryKind::managed || !resides_on_device(profiles_[profile]))
-        continue;
-      apply_advice(block, profile);
-      count_spilled(-static_cast<std::ptrdiff_t>(block->bytes));
-      moved.push_back(live(*block));
-    }
-  }
-  return moved;
-}
-
-bool DeviceAllocator::unspilled(const Block& block) const {
-  return block.segment->heap->profile == spill_profile_ && block.advice != spill_profile_;
-}
-
-// Spilled bytes are not on the device. Unsigned arithmetic wraps around.
-void DeviceAllocator::count_spilled(std::ptrdiff_t bytes) {
-  const auto change = static_cast<std::size_t>(bytes);
-  kind_stats_[static_cast<std::size_t>(MemoryKind::managed)].spilled_bytes += change;
-  resident_bytes_ -= change;
-}
-
-void DeviceAllocator::empty_cache() {
-  const std::lock_guard lock(mutex_);
-  if (!active_pools_.empty()) return;  // freeing a segment would break a capture
-  synchronize_events();
-  release_cached_segments();
-}
-
-// Gives back every segment that is one cached block, except those of pools in use.
-void DeviceAllocator::release_cached_segments() {
-  std::vector<Segment*> cached;
-  for (auto& [address, segment] : segments_) {
-    const Pool* pool = segment.heap->pool;
-    const bool pool_in_use = pool != nullptr && pool->users > 0;
-    if (segment.first->state == BlockState::cached && !segment.first->is_split() && !pool_in_use)
-      cached.push_back(&segment);
-  }
-  release_segments(cached);
-  std::erase_if(pools_, [](const auto& entry) {
-    return entry.second->users == 0 && entry.second->segments == 0;
-  });
-}
-
-void DeviceAllocator::release_segments(const std::vector<Segment*>& segments) {
-  announce_release(segments);
-  for (const Segment* released : segments) {
-    const Segment& segment = *released;
-    Heap& heap = *segment.heap;
-    const Profile& profile = profiles_[heap.profile];
-    uncache(segment.first);
-    give_back(segment);
-    ++stats_.num_device_free;
-    stats_.segment.decrease(heap.tier, 1);
-    stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
-    KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
-    kind.reserved_bytes -= segment.bytes;
-    if (heap.profile == spill_profile_) kind.spilled_bytes -= segment.bytes;
-    if (resides_on_device(profile)) resident_bytes_ -= segment.bytes;
-    if (heap.pool != nullptr) {
-      --heap.pool->segments;
-      heap.pool->reserved_bytes -= segment.bytes;
-    }
-    blocks_.erase(segment.first->address);
-    segments_.erase(segment.address);
-  }
-}
-
-// Reports all segments at once, so that the listener waits only for the longest call. Device memory
-// is never moved and need not be reported; pinned memory may be the target of copies.
-void DeviceAllocator::announce_release(const std::vector<Segment*>& segments) const {
-  if (release_listener_ == nullptr) return;
-  std::vector<Range> ranges;
-  for (const Segment* segment : segments)
-    if (profiles_[segment->heap->profile].kind != MemoryKind::device)
-      ranges.push_back({segment->address, segment->bytes});
-  if (!ranges.empty()) release_listener_->before_release(ranges);
-}
-
-void DeviceAllocator::give_back(const Segment& segment) {
-  const MemoryKind kind = profiles_[segment.heap->profile].kind;
-  source_.deallocate(kind, device_, segment.raw, segment.raw_bytes);
-  if (kind == MemoryKind::managed) managed_limit_.give_back(segment.raw_bytes);
-}
-
-void DeviceAllocator::set_device_budget(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  budget_bytes_ = bytes;
 }
 
 void DeviceAllocator::set_release_listener(std::shared_ptr<ReleaseListener> listener) {
@@ -751,43 +469,6 @@ void DeviceAllocator::append_live_blocks(std::vector<LiveBlock>& to) const {
 LiveBlock DeviceAllocator::live(const Block& block) const {
   return {block.address,      block.requested_bytes, block.bytes,
           block.tensor_class, device_,               profiles_[block.segment->heap->profile].kind};
-}
-
-void DeviceAllocator::throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
-                                          Shortage shortage) {
-  ++stats_.num_ooms;
-  const MemoryInfo memory = driver_.memory(device_);
-  const auto held = [](const Stat& stat) {
-    return format_bytes(static_cast<std::size_t>(stat.current));
-  };
-  std::string text = "CUDA out of memory. Tried to allocate " + format_bytes(bytes) + " for " +
-                     kClassNames[static_cast<std::size_t>(tensor_class)] + " on GPU " +
-                     std::to_string(device_) + ", which has " + format_bytes(memory.total_bytes) +
-                     " of which " + format_bytes(memory.free_bytes) + " is free. umem holds " +
-                     held(stats_.reserved_bytes.all) + ", " + held(stats_.allocated_bytes.all) +
-                     " of it in tensors. ";
-  switch (shortage) {
-    case Shortage::source:
-      text += "The memory resource has no more: use a smaller batch, or a policy that places "
-              "less on the device.";
-      break;
-    case Shortage::managed_limit:
-      text += "The cap on managed memory, " + format_bytes(managed_limit_.limit_bytes()) +
-              ", holds " + format_bytes(managed_limit_.held_bytes()) +
-              " already: raise UMEM_MANAGED_LIMIT or the policy's limits.managed_bytes, as far as "
-              "the machine's memory allows.";
-      break;
-    case Shortage::device_budget:
-      text += "The device budget, " + format_bytes(budget_bytes_) +
-              ", is spent, and this class's memory cannot leave the device: raise device_budget, "
-              "or give the class kind: managed.";
-      break;
-    case Shortage::memory_fraction:
-      text += "set_per_process_memory_fraction(" + std::to_string(fraction_) +
-              ") allows no more: raise it.";
-      break;
-  }
-  throw OutOfMemory(text);
 }
 
 }  // namespace umem

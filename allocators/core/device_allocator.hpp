@@ -19,10 +19,10 @@
 
 namespace umem {
 
-// The hard cap on managed bytes, shared by the devices of the process.
-class ManagedLimit {
+// A cap on the bytes of one kind of memory, shared by the devices of the process. 0: no cap.
+class SharedLimit {
  public:
-  explicit ManagedLimit(std::size_t limit_bytes) : limit_bytes_(limit_bytes) {}
+  explicit SharedLimit(std::size_t limit_bytes) : limit_bytes_(limit_bytes) {}
 
   bool take(std::size_t bytes) {
     std::size_t held = held_bytes_.load();
@@ -40,6 +40,24 @@ class ManagedLimit {
   std::atomic<std::size_t> held_bytes_{0};
 };
 
+struct SharedLimits {
+  SharedLimit managed;
+  SharedLimit pinned;
+
+  SharedLimit* of(MemoryKind kind) {  // nullptr: this kind has none
+    switch (kind) {
+      case MemoryKind::managed:
+        return &managed;
+      case MemoryKind::pinned:
+        return &pinned;
+      case MemoryKind::device:
+      case MemoryKind::system:
+        return nullptr;
+    }
+    return nullptr;
+  }
+};
+
 // The kind of a heap's segments, and the advice that they get.
 struct Profile {
   MemoryKind kind = MemoryKind::managed;
@@ -47,6 +65,23 @@ struct Profile {
 
   bool operator==(const Profile&) const = default;
 };
+
+constexpr bool takes_advice(MemoryKind kind) {
+  return kind == MemoryKind::managed || kind == MemoryKind::system;
+}
+
+constexpr bool resides_on_device(const Profile& profile) {
+  switch (profile.kind) {
+    case MemoryKind::device:
+      return true;
+    case MemoryKind::managed:
+    case MemoryKind::system:
+      return profile.advice.placement != Placement::host;
+    case MemoryKind::pinned:
+      return false;
+  }
+  return false;
+}
 
 // Granularity of blocks of a tier, in size and address.
 constexpr std::size_t step_bytes(Tier tier) {
@@ -71,6 +106,13 @@ struct Heap {
   const StreamId stream;
   Pool* const pool;  // nullptr: not private
   FreeIndex index;
+
+  // Two heaps that take each other's segments in every step would allocate and free without end.
+  // So if a segment is given back for a smaller request of another heap, and this heap then needs
+  // a new one, its segments stay until `patience` such requests have been turned away.
+  bool lent = false;
+  std::uint32_t patience = 0;
+  std::uint32_t turned_away = 0;
 };
 
 // The heaps of one stream, by route number (see DeviceAllocator::Route), made when first used.
@@ -104,7 +146,7 @@ struct PoolStats {
 
 struct KindStats {
   std::size_t reserved_bytes = 0;
-  std::size_t spilled_bytes = 0;  // managed memory placed on the host because of the budget
+  std::size_t spilled_bytes = 0;  // on the host because of the budget
 };
 
 struct BlockSnapshot {
@@ -130,7 +172,7 @@ using StreamFilter = std::function<bool(StreamId)>;
 class DeviceAllocator {
  public:
   DeviceAllocator(int device, const Config& config, SegmentSource& source, Driver& driver,
-                  ManagedLimit& managed_limit);
+                  SharedLimits& limits);
   DeviceAllocator(const DeviceAllocator&) = delete;
   DeviceAllocator& operator=(const DeviceAllocator&) = delete;
   ~DeviceAllocator();  // gives all segments back, live blocks' too
@@ -145,8 +187,12 @@ class DeviceAllocator {
   bool record_stream(std::uintptr_t address, StreamId stream);
   bool retag(std::uintptr_t address, TensorClass tensor_class);
   void empty_cache();
-  // 0: no budget. What was spilled before stays where it is until it is freed.
+  // 0: no budget. Gives cached segments back if they exceed it; blocks stay where they are until
+  // they are freed.
   void set_device_budget(std::size_t bytes);
+  // Memory of this process on the device that is not the allocator's: contexts, staging buffers. It
+  // counts against the budget. Cached segments are given back for it, so call it before allocating.
+  void set_outside_bytes(std::size_t bytes);
   // Gives spilled blocks that own their pages the advice of their classes, as if memory had been
   // free from the start, and returns them: their bytes are still on the host. Leaves out classes
   // that the policy places on the host.
@@ -191,11 +237,20 @@ class DeviceAllocator {
     Block* block;
   };
   using EventQueues = std::map<StreamId, std::deque<PendingEvent>>;  // each in stream order
-  // Why a source could not serve a request, for the error's text.
-  enum class Shortage : std::uint8_t { source, managed_limit, device_budget, memory_fraction };
+  // Heaps on the host for what the budget keeps off the device.
+  struct SpillRoutes {
+    std::uint8_t profile = 0, small = 0, large = 0;  // the latter are numbers into routes_
+  };
+  // Why a request could not be served, for the error's text.
+  struct Shortage {
+    enum class Limit : std::uint8_t { source, managed, pinned, device_budget, memory_fraction };
+    Limit limit = Limit::source;  // the last one that was met
+    bool over_budget = false;     // the request was to be served from the host
+  };
 
   std::uint8_t profile_number(Profile profile);
   std::uint8_t route_number(Route route);
+  std::uint8_t add_route(Route route);
   std::uint8_t route_for(TensorClass tensor_class, std::size_t bytes) const;
 
   void* serve(std::size_t bytes, StreamId stream, TensorClass tensor_class, Shortage& shortage);
@@ -203,16 +258,25 @@ class DeviceAllocator {
   Heap& heap_for(std::uint8_t route, StreamId stream, Pool* pool);
 
   Block* take_cached(Heap& heap, std::size_t bytes);
-  Block* grow(TensorClass tensor_class, std::uint8_t route, StreamId stream, Pool* pool,
-              std::size_t bytes, Shortage& shortage);
-  Block* spill(Tier tier, StreamId stream, Pool* pool, std::size_t bytes, Shortage& shortage);
+  Block* grow(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
+  Block* place(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
+  Block* spill(const Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
   std::size_t least_segment_bytes(std::size_t bytes) const;
+  std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
+  std::size_t used_bytes(const Heap& heap) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
-  bool reserve(MemoryKind kind, std::size_t bytes, Shortage& shortage);
+  bool reserve(const Profile& profile, std::size_t bytes, Shortage& shortage);
+  void release_reserve(MemoryKind kind, std::size_t bytes);
+  std::size_t excess_bytes(std::size_t more_bytes) const;
   bool over_budget(const Profile& profile, std::size_t bytes) const;
+  bool waiting_helps(const Heap& heap, std::size_t bytes) const;
+  void make_room(const Heap& heap, std::size_t bytes);
+  std::size_t idle_device_bytes() const;
+  void trim_to_budget(std::size_t more_bytes);
   std::uint8_t profile_of_class(const Block& block) const;
+  bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
-  void count_spilled(std::ptrdiff_t bytes);
+  void count_unspilled(const Block& block, bool on_device);
   LiveBlock live(const Block& block) const;
 
   void cut(Block* block, std::size_t bytes);
@@ -230,10 +294,13 @@ class DeviceAllocator {
   void synchronize_events();
   void finish_deferred();
 
+  bool pool_in_use(const Segment& segment) const;
+  bool may_give_back(const Segment& segment) const;
   void release_cached_segments();
   void release_segments(const std::vector<Segment*>& segments);
   void announce_release(const std::vector<Segment*>& segments) const;
   void give_back(const Segment& segment);
+  std::string budget_use() const;
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
                                         Shortage shortage);
 
@@ -241,13 +308,13 @@ class DeviceAllocator {
   const Config config_;
   SegmentSource& source_;
   Driver& driver_;
-  ManagedLimit& managed_limit_;
+  SharedLimits& limits_;
 
   mutable std::mutex mutex_;
   std::vector<Profile> profiles_;
   std::vector<Route> routes_;
   std::array<ClassRoutes, kClasses> class_routes_{};
-  std::uint8_t spill_profile_ = 0, spill_small_ = 0, spill_large_ = 0;
+  SpillRoutes managed_spill_, pinned_spill_;
 
   std::unordered_map<std::uintptr_t, Block> blocks_;    // by address: live, pending and cached
   std::map<std::uintptr_t, Segment> segments_;          // by address
@@ -260,9 +327,10 @@ class DeviceAllocator {
 
   DeviceStats stats_;
   std::array<KindStats, kKinds> kind_stats_{};
-  std::size_t budget_bytes_;        // 0: no budget
-  std::size_t resident_bytes_ = 0;  // segments that live on the device, against the budget
-  std::int64_t peak_bytes_ = 0;     // since take_peak_bytes()
+  std::vector<std::size_t> idle_bytes_;  // segments without live blocks, by profile
+  std::size_t budget_bytes_;             // 0: no budget
+  std::size_t outside_bytes_ = 0;        // not the allocator's, but counted against the budget
+  std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()
   double fraction_ = 1.0;
   std::shared_ptr<ReleaseListener> release_listener_;
 };

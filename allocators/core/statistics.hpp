@@ -67,6 +67,7 @@ struct DeviceStats {
   TieredStat active_bytes;
   TieredStat inactive_split_bytes;
   TieredStat requested_bytes;        // bytes as asked for
+  Stat budget_bytes;                 // what counts against the device budget
   std::array<ClassStats, kClasses> by_class;
   std::int64_t highest_bytes = 0;      // peak of allocated_bytes that is never reset
   std::int64_t num_alloc_retries = 0;  // the cache was freed to serve a request
@@ -82,6 +83,7 @@ struct DeviceStats {
          {&allocation, &segment, &active, &inactive_split, &allocated_bytes, &reserved_bytes,
           &active_bytes, &inactive_split_bytes, &requested_bytes})
       stat->each(f);
+    f(budget_bytes);
     for (ClassStats& stats : by_class) stats.each(f);
   }
   void reset_peak() {

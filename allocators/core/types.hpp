@@ -60,6 +60,7 @@ struct ClassSetting {
 struct Config {
   std::array<ClassSetting, kClasses> classes{};
   std::size_t managed_limit_bytes = 0;    // 0: no cap
+  std::size_t pinned_limit_bytes = 0;     // most page-locked host memory; 0: no limit
   std::size_t device_budget_bytes = 0;    // 0: no budget
   std::size_t system_headroom_bytes = 0;  // device bytes that kind `system` leaves free
   bool caching = true;                    // false: every free goes back to the source at once

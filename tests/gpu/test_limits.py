@@ -23,6 +23,11 @@ classes:
   optimizer_state: {kind: pinned}
 """
 
+PLAIN = """
+name: plain
+defaults: {kind: device}
+"""
+
 ADVICE = """
 extends: lora
 name: advice
@@ -35,10 +40,13 @@ classes:
 def jobs(start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """All jobs at once, each with its own policy."""
     folder = tmp_path_factory.mktemp("policies")
-    for name, text in (("kinds", KINDS), ("advice", ADVICE)):
+    for name, text in (("kinds", KINDS), ("plain", PLAIN), ("advice", ADVICE)):
         (folder / f"{name}.yaml").write_text(text)
     return {
         "spill": start("limits.py", "spill", "sft", UMEM_DEVICE_BUDGET="256MiB"),
+        "device_spill": start(
+            "limits.py", "device_spill", str(folder / "plain.yaml"), UMEM_DEVICE_BUDGET="256MiB"
+        ),
         "cap": start("limits.py", "cap", "sft", UMEM_MANAGED_LIMIT="64MiB"),
         "rmm_managed": start("limits.py", "rmm_managed", "rmm-managed"),
         "kinds": start("limits.py", "kinds", str(folder / "kinds.yaml")),
@@ -59,6 +67,16 @@ def test_over_the_budget_memory_is_mapped_on_the_host(jobs: dict[str, Job]) -> N
     assert facts["again"] == 30
     # Beside the tensors there is a workspace of the product by now.
     assert facts["spilled_bytes_again"] < 1.5 * facts["spilled_bytes"]
+
+
+def test_over_the_budget_device_memory_is_page_locked_host_memory(jobs: dict[str, Job]) -> None:
+    facts = jobs["device_spill"].facts()
+    for kinds in facts["kinds"]:
+        assert kinds.count("device") >= 11  # twelve tensors fit, less what small ones take
+        assert kinds.count("pinned") == 30 - kinds.count("device")
+    assert facts["values"] == [[number] for number in range(30)]
+    assert facts["budget_peak_bytes"] <= 256 * MIB
+    assert facts["spilled_bytes"] >= 18 * 20 * MIB
 
 
 def test_the_cap_is_hard(jobs: dict[str, Job]) -> None:

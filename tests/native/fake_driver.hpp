@@ -39,6 +39,10 @@ class FakeSource final : public SegmentSource {
     if (throws_) throw std::runtime_error("the driver has failed");
     if (capacity_bytes_ != 0 && (bytes > capacity_bytes_ || held_bytes_ > capacity_bytes_ - bytes))
       return nullptr;
+    const std::size_t capacity_of_kind = capacity_of_kind_[static_cast<std::size_t>(kind)];
+    if (capacity_of_kind != 0 &&
+        held_of_kind_[static_cast<std::size_t>(kind)] + bytes > capacity_of_kind)
+      return nullptr;
     if (bytes > SIZE_MAX / 4) return nullptr;
     const std::size_t mapped_bytes = round_up(bytes, kPageBytes) + 2 * kPageBytes;
     void* mapped = mmap(nullptr, mapped_bytes, PROT_NONE,
@@ -70,6 +74,10 @@ class FakeSource final : public SegmentSource {
   void set_capacity(std::size_t bytes) {  // 0: no bound
     const std::lock_guard lock(mutex_);
     capacity_bytes_ = bytes;
+  }
+  void set_capacity(MemoryKind kind, std::size_t bytes) {  // of this kind; 0: no bound
+    const std::lock_guard lock(mutex_);
+    capacity_of_kind_[static_cast<std::size_t>(kind)] = bytes;
   }
   void set_throws(bool throws) {
     const std::lock_guard lock(mutex_);
@@ -115,6 +123,7 @@ class FakeSource final : public SegmentSource {
   std::size_t requests_ = 0;
   std::size_t held_bytes_ = 0;
   std::array<std::size_t, kKinds> held_of_kind_{};
+  std::array<std::size_t, kKinds> capacity_of_kind_{};
   std::map<std::uintptr_t, Piece> held_;
 };
 

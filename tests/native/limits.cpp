@@ -252,16 +252,6 @@ void segments_shrink_to_the_budget() {
   CHECK_EQUAL(managed_stats(machine).spilled_bytes, 0U);
 }
 
-void over_budget_device_memory_is_out_of_memory() {
-  Machine machine({.config = budget_config(32 * MiB, MemoryKind::device)});
-  const std::uintptr_t held = machine.allocate(30 * MiB);
-  const std::string text = out_of_memory_text(machine, 4 * MiB);
-  CHECK(text.starts_with("CUDA out of memory."));
-  CHECK(contains(text, "device budget, 32.00 MiB"));
-  machine.free(held);
-  machine.allocate(32 * MiB);
-}
-
 void a_spill_meets_the_managed_cap() {
   Config config = budget_config(32 * MiB);
   config.managed_limit_bytes = 48 * MiB;
@@ -335,7 +325,6 @@ int main() {
   RUN(small_device_blocks_of_a_managed_class_spill_too);
   RUN(the_cache_goes_before_the_tensor);
   RUN(segments_shrink_to_the_budget);
-  RUN(over_budget_device_memory_is_out_of_memory);
   RUN(a_spill_meets_the_managed_cap);
   RUN(host_placed_classes_are_outside_the_budget);
   RUN(the_fraction_bounds_what_is_reserved);

@@ -22,6 +22,7 @@ constexpr std::size_t kThreads = 8;
 constexpr std::size_t kRounds = 5;
 constexpr std::size_t kMaxHeldBlocks = 50;  // per thread
 constexpr int kDevices = 2;
+constexpr std::size_t kBudgetBytes = 600 * MiB;
 constexpr StreamId kCommonStreams = 4;          // streams that every thread uses
 constexpr StreamId kFirstPrivateStream = 1000;  // one for each thread, for its pools
 
@@ -335,13 +336,15 @@ class Worker {
 // Every kind of memory, differing advice, small blocks on the device, limits that are met at times.
 Config stress_config(bool caching) {
   Config config = config_of(MemoryKind::managed);
-  config.classes[1].advice.read_mostly = true;
+  config.classes[0].advice.read_mostly = true;
+  config.classes[1].kind = MemoryKind::device;
   config.classes[2].min_bytes = MiB;
   config.classes[3] = {.kind = MemoryKind::pinned, .advice = {}};
   config.classes[4].min_bytes = 4 * MiB;
   config.classes[5].kind = MemoryKind::system;
   config.managed_limit_bytes = 2 * GiB;
-  config.device_budget_bytes = 600 * MiB;
+  config.pinned_limit_bytes = 1 * GiB;
+  config.device_budget_bytes = kBudgetBytes;
   config.caching = caching;
   return config;
 }
@@ -367,6 +370,17 @@ void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t off
     const std::size_t held_bytes = machine.source.held_bytes();
     if (offset_bytes == 0) CHECK_EQUAL(reserved_bytes, held_bytes);
     CHECK(reserved_bytes <= held_bytes);  // less by what alignment costs
+    CHECK(machine.source.held_bytes(MemoryKind::pinned) <= GiB);
+    std::size_t budget_bytes = 0, spilled_bytes = 0;
+    for (int number = 0; number < kDevices; ++number) {
+      const DeviceStats stats = allocator.device(number).stats();
+      CHECK(stats.budget_bytes.peak <= static_cast<std::int64_t>(kBudgetBytes));
+      budget_bytes += static_cast<std::size_t>(stats.budget_bytes.current);
+      spilled_bytes += allocator.device(number).kind_stats()[0].spilled_bytes;
+    }
+    const std::size_t on_host_bytes =
+        machine.source.held_bytes(MemoryKind::pinned) + spilled_bytes;
+    if (offset_bytes == 0) CHECK_EQUAL(budget_bytes + on_host_bytes, held_bytes);
     CHECK_EQUAL(allocator.managed_bytes(), machine.source.held_bytes(MemoryKind::managed));
     peak_bytes = std::max(peak_bytes, held_bytes);
   };

@@ -38,6 +38,7 @@ class Config:
         device_budget_bytes: int = 0,  # 0: no budget
         system_headroom_bytes: int = 0,
         caching: bool = True,  # False: every free goes back to RMM at once
+        pinned_limit_bytes: int = 0,  # most page-locked host memory, of all GPUs; 0: no limit
     ) -> None: ...
 
 class Allocator:
@@ -75,13 +76,16 @@ class Allocator:
     def stats(self, device: int) -> dict[str, Any]:
         """What `torch._C._cuda_memoryStats` returns: stat -> pool type -> current/peak/...
 
-        Beside it `highest_bytes`: the most bytes of live blocks ever, which nothing resets."""
+        Beside it `budget_bytes` (current/peak/...): what counts against the device budget, that is
+        segments on the device, cached ones too, and `set_outside_bytes`. And `highest_bytes`: the
+        most bytes of live blocks ever, which nothing resets."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
         """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:
         """Per private pool: id (tuple), allocated_bytes, reserved_bytes, in_use (bool)."""
     def kind_stats(self, device: int) -> dict[str, dict[str, int]]:
-        """Per memory kind: reserved_bytes, spilled_bytes (over budget: mapped on the host)."""
+        """Per memory kind: reserved_bytes, spilled_bytes (on the host because of the budget:
+        managed memory mapped there, or page-locked memory instead of other kinds)."""
     def reset_peak_stats(self, device: int) -> None: ...
     def reset_accumulated_stats(self, device: int) -> None: ...
     def segments(self, device: int) -> list[dict[str, Any]]:
@@ -89,7 +93,13 @@ class Allocator:
     def live_blocks(self) -> list[tuple[int, int, int, int, int, str]]:
         """Of every live block: address, requested bytes, block bytes, class, device, kind."""
     def set_device_budget(self, device: int, bytes: int) -> None:
-        """From now on; 0 for no budget. What was spilled before stays where it is until freed."""
+        """From now on; 0 for no budget. Gives cached segments back if they exceed it; live blocks
+        stay where they are until freed."""
+    def set_outside_bytes(self, device: int, bytes: int) -> None:
+        """Count memory of this process on the device that is not the allocator's (contexts,
+        staging buffers) against the budget, in place of what was set before.
+
+        Cached segments are given back for it: call it before allocating that memory."""
     def unspill(self, device: int) -> list[tuple[int, int, int, int, int, str]]:
         """Advise what was spilled as its class is, and tell of it as `live_blocks` does.
 

@@ -58,6 +58,25 @@ def spill() -> dict[str, Any]:
     return facts
 
 
+def device_spill() -> dict[str, Any]:
+    """600 MiB of plain device tensors under a budget of 256 MiB, and as much again later."""
+    allocator, kinds = runtime().allocator, []
+    for _ in range(2):
+        tensors = [torch.empty(5 * MIB, device="cuda") for _ in range(30)]
+        for number, tensor in enumerate(tensors):
+            tensor.fill_(number)
+        values = [sorted({t.min().item(), t.max().item()}) for t in tensors]
+        by_address = {block.address: block.memory_kind for block in umem.tensors()}
+        kinds.append([by_address[tensor.data_ptr()] for tensor in tensors])
+        del tensors, tensor
+    return {
+        "kinds": kinds,
+        "values": values,
+        "budget_peak_bytes": allocator.stats(0)["budget_bytes"]["peak"],
+        "spilled_bytes": allocator.kind_stats(0)["pinned"]["spilled_bytes"],
+    }
+
+
 def cap() -> dict[str, Any]:
     """A request beyond the cap on managed memory."""
     kept = empty(32 * MIB)
@@ -153,6 +172,7 @@ def advised() -> dict[str, Any]:
 
 MODES = {
     "spill": spill,
+    "device_spill": device_spill,
     "cap": cap,
     "rmm_managed": rmm_managed,
     "kinds": kinds,

@@ -1,0 +1,448 @@
+// Segments: how large they are, where they come from within the limits, and when they go back.
+#include <algorithm>
+#include <set>
+
+#include "core/device_allocator.hpp"
+
+namespace umem {
+namespace {
+
+// Segment sizes follow torch's: they decide how much memory small requests reserve.
+constexpr std::size_t kSmallSegmentBytes = kPageBytes;
+constexpr std::size_t kSmallRequestBytes = std::size_t{1} << 20;
+constexpr std::size_t kMediumSegmentBytes = std::size_t{8} << 20;  // for requests of 1 to 2 MiB
+constexpr std::size_t kLargeSegmentBytes = std::size_t{20} << 20;
+constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from here, just enough
+// Page-locking has a cost for each call, so segments of page-locked memory grow with their use.
+constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
+
+// Of Heap::patience: many steps of a training.
+constexpr std::uint32_t kLeastPatience = 1U << 16, kMostPatience = 1U << 30;
+
+std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
+  if (tier == Tier::small)
+    return bytes <= kSmallRequestBytes ? kSmallSegmentBytes : kMediumSegmentBytes;
+  return bytes < kMinExactSegmentBytes ? kLargeSegmentBytes : round_up(bytes, kPageBytes);
+}
+
+// Moves segments of `bytes` together from `from` to `taken`, or all of them if they are less: the
+// smallest one that is enough, or else the largest ones, so that few are given back. Returns how
+// many bytes they have.
+std::size_t take_least(std::vector<Segment*> from, std::size_t bytes,
+                       std::vector<Segment*>& taken) {
+  std::sort(from.begin(), from.end(),
+            [](const Segment* a, const Segment* b) { return a->raw_bytes < b->raw_bytes; });
+  std::size_t taken_bytes = 0;
+  while (!from.empty() && taken_bytes < bytes) {
+    auto enough = std::find_if(from.begin(), from.end(), [&](const Segment* segment) {
+      return segment->raw_bytes >= bytes - taken_bytes;
+    });
+    if (enough == from.end()) --enough;
+    taken_bytes += (*enough)->raw_bytes;
+    taken.push_back(*enough);
+    from.erase(enough);
+  }
+  return taken_bytes;
+}
+
+}  // namespace
+
+// A block that the cache of `heap` does not have. nullptr beyond a limit.
+Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t bytes,
+                             Shortage& shortage) {
+  Block* block = place(heap, tensor_class, bytes, shortage);
+  if (block != nullptr || !active_pools_.empty()) return block;
+
+  ++stats_.num_alloc_retries;
+  synchronize_events();
+  block = take_cached(heap, bytes);
+  if (block != nullptr) return block;
+  release_cached_segments();
+  block = place(heap, tensor_class, bytes, shortage);
+  if (block != nullptr || shortage.over_budget) return block;
+  // Others use the device too: it may be full before the budget is spent.
+  const bool device_is_full = shortage.limit == Shortage::Limit::source && budget_bytes_ != 0 &&
+                              resides_on_device(profiles_[heap.profile]);
+  return device_is_full ? spill(heap, tensor_class, bytes, shortage) : nullptr;
+}
+
+// A block from a new segment within the budget. Segments without live blocks are given back for it.
+// Where that makes no room, the block is on the host: last, so that requests return to the device
+// as soon as it has room.
+Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t bytes,
+                              Shortage& shortage) {
+  const Profile& profile = profiles_[heap.profile];
+  const std::size_t least_bytes = least_segment_bytes(bytes);
+  if (over_budget(profile, least_bytes) && active_pools_.empty()) {
+    if (waiting_helps(heap, bytes)) {
+      synchronize_events();
+      if (Block* block = take_cached(heap, bytes)) return block;
+    }
+    make_room(heap, least_bytes);
+  }
+  if (!over_budget(profile, least_bytes)) {
+    Block* block = new_segment(heap, bytes, shortage);
+    if (block != nullptr || shortage.limit != Shortage::Limit::device_budget) return block;
+  }
+  shortage.over_budget = true;
+  return spill(heap, tensor_class, bytes, shortage);
+}
+
+// A block on the host, instead of one from `heap`.
+Block* DeviceAllocator::spill(const Heap& heap, TensorClass tensor_class, std::size_t bytes,
+                              Shortage& shortage) {
+  const bool managed =
+      config_.classes[static_cast<std::size_t>(tensor_class)].kind == MemoryKind::managed;
+  const SpillRoutes& routes = managed ? managed_spill_ : pinned_spill_;
+  Heap& on_host =
+      heap_for(heap.tier == Tier::small ? routes.small : routes.large, heap.stream, heap.pool);
+  if (Block* block = take_cached(on_host, bytes)) return block;
+  return new_segment(on_host, bytes, shortage);
+}
+
+bool DeviceAllocator::is_spill(const Heap& heap) const {
+  return heap.profile == managed_spill_.profile || heap.profile == pinned_spill_.profile;
+}
+
+std::vector<LiveBlock> DeviceAllocator::unspill() {
+  const std::lock_guard lock(mutex_);
+  std::vector<LiveBlock> moved;
+  for (auto& [address, segment] : segments_) {
+    const Heap& heap = *segment.heap;
+    if (heap.profile != managed_spill_.profile || heap.tier != Tier::large) continue;
+    for (Block* block = segment.first; block != nullptr; block = block->next) {
+      const std::uint8_t profile = profile_of_class(*block);
+      if (block->state != BlockState::live || block->advice != managed_spill_.profile ||
+          profiles_[profile].kind != MemoryKind::managed || !resides_on_device(profiles_[profile]))
+        continue;
+      apply_advice(block, profile);
+      count_unspilled(*block, true);
+      moved.push_back(live(*block));
+    }
+  }
+  return moved;
+}
+
+bool DeviceAllocator::unspilled(const Block& block) const {
+  const std::uint8_t spilled = managed_spill_.profile;
+  return block.segment->heap->profile == spilled && block.advice != spilled;
+}
+
+// The budget does not count spilled bytes.
+void DeviceAllocator::count_unspilled(const Block& block, bool on_device) {
+  std::size_t& spilled_bytes =
+      kind_stats_[static_cast<std::size_t>(MemoryKind::managed)].spilled_bytes;
+  if (on_device) {
+    spilled_bytes -= block.bytes;
+    stats_.budget_bytes.increase(block.bytes);
+  } else {
+    spilled_bytes += block.bytes;
+    stats_.budget_bytes.decrease(block.bytes);
+  }
+}
+
+// By how much `more_bytes` on the device would exceed the budget.
+std::size_t DeviceAllocator::excess_bytes(std::size_t more_bytes) const {
+  const std::size_t bytes = static_cast<std::size_t>(stats_.budget_bytes.current) + more_bytes;
+  return budget_bytes_ == 0 || bytes <= budget_bytes_ ? 0 : bytes - budget_bytes_;
+}
+
+bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) const {
+  return resides_on_device(profile) && excess_bytes(bytes) != 0;
+}
+
+// Whether a request beyond the budget can be served when other streams have finished: from a block
+// of its heap, or because segments can be given back only then. Waiting stalls the program.
+bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes) const {
+  bool serves = false;
+  std::set<const Segment*> freed;
+  std::size_t freed_bytes = 0;
+  const auto consider = [&](const Block* block) {
+    const Segment& segment = *block->segment;
+    while (block->previous != nullptr && block->previous->state != BlockState::live)
+      block = block->previous;
+    std::size_t run_bytes = 0;  // free blocks next to each other
+    for (; block != nullptr && block->state != BlockState::live; block = block->next)
+      run_bytes += block->bytes;
+    serves = serves || (segment.heap == &heap && run_bytes >= bytes);
+    if (run_bytes == segment.bytes && !pool_in_use(segment) &&
+        resides_on_device(profiles_[segment.heap->profile]) && freed.insert(&segment).second)
+      freed_bytes += segment.raw_bytes;
+  };
+  for (const auto& [stream, events] : pending_events_)
+    for (const PendingEvent& pending : events) consider(pending.block);
+  const std::size_t excess = excess_bytes(least_segment_bytes(bytes)), idle = idle_device_bytes();
+  return serves || (excess > idle && excess <= idle + freed_bytes);
+}
+
+// Gives back segments without live blocks so that `bytes` more of `heap` fit into the budget; none
+// if they would not fit even then. First those of the heap itself: they are all too small for the
+// request, and what they served is served by the new segment.
+void DeviceAllocator::make_room(const Heap& heap, std::size_t bytes) {
+  const std::size_t excess = excess_bytes(bytes);
+  if (excess > idle_device_bytes()) return;
+  std::array<std::vector<Segment*>, 3> ranks;  // of this heap, smaller ones, others
+  std::set<Heap*> keeping;
+  for (auto& [address, segment] : segments_) {
+    if (!may_give_back(segment) || !resides_on_device(profiles_[segment.heap->profile])) continue;
+    Heap& owner = *segment.heap;
+    if (segment.bytes < bytes)
+      ranks[&owner == &heap ? 0 : 1].push_back(&segment);
+    else if (owner.turned_away >= owner.patience)
+      ranks[2].push_back(&segment);
+    else
+      keeping.insert(&owner);
+  }
+  std::vector<Segment*> given;
+  std::size_t given_bytes = 0;
+  for (std::vector<Segment*>& rank : ranks)
+    if (given_bytes < excess)
+      given_bytes += take_least(std::move(rank), excess - given_bytes, given);
+  if (given_bytes < excess) {
+    for (Heap* owner : keeping) ++owner->turned_away;
+    return;
+  }
+  for (const Segment* segment : given)
+    if (segment->bytes >= bytes) segment->heap->lent = true;
+  release_segments(given);
+}
+
+// What giving back all segments without live blocks would free on the device, at most.
+std::size_t DeviceAllocator::idle_device_bytes() const {
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < profiles_.size(); ++i)
+    if (resides_on_device(profiles_[i])) bytes += idle_bytes_[i];
+  return bytes;
+}
+
+// Counts `bytes` of a profile against every limit, or returns the limit that they would exceed.
+bool DeviceAllocator::reserve(const Profile& profile, std::size_t bytes, Shortage& shortage) {
+  if (fraction_ < 1.0) {
+    const auto limit = static_cast<std::size_t>(
+        fraction_ * static_cast<double>(driver_.memory(device_).total_bytes));
+    if (static_cast<std::size_t>(stats_.reserved_bytes.all.current) + bytes > limit) {
+      shortage.limit = Shortage::Limit::memory_fraction;
+      return false;
+    }
+  }
+  if (over_budget(profile, bytes)) {  // by what alignment costs
+    shortage.limit = Shortage::Limit::device_budget;
+    return false;
+  }
+  if (SharedLimit* limit = limits_.of(profile.kind); limit != nullptr && !limit->take(bytes)) {
+    shortage.limit = profile.kind == MemoryKind::managed ? Shortage::Limit::managed
+                                                         : Shortage::Limit::pinned;
+    return false;
+  }
+  return true;
+}
+
+void DeviceAllocator::release_reserve(MemoryKind kind, std::size_t bytes) {
+  if (SharedLimit* limit = limits_.of(kind)) limit->give_back(bytes);
+}
+
+// Segments that blocks are cut from are whole pages, however small the request.
+std::size_t DeviceAllocator::least_segment_bytes(std::size_t bytes) const {
+  return config_.caching ? round_up(bytes, kPageBytes) : bytes;
+}
+
+std::size_t DeviceAllocator::segment_bytes_for(const Heap& heap, std::size_t bytes) const {
+  const std::size_t standard_bytes = standard_segment_bytes(heap.tier, bytes);
+  if (profiles_[heap.profile].kind != MemoryKind::pinned) return standard_bytes;
+  // At most as much again as is in use: page-locked memory is lost to the host.
+  const std::size_t grown_bytes = std::min(used_bytes(heap), kMostPinnedSegmentBytes);
+  return std::max(standard_bytes, grown_bytes / kPageBytes * kPageBytes);
+}
+
+std::size_t DeviceAllocator::used_bytes(const Heap& heap) const {
+  std::size_t bytes = 0;
+  for (const auto& [address, segment] : segments_) {
+    if (segment.heap != &heap) continue;
+    for (const Block* block = segment.first; block != nullptr; block = block->next)
+      if (block->state != BlockState::cached) bytes += block->bytes;
+  }
+  return bytes;
+}
+
+Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& shortage) {
+  const Profile& profile = profiles_[heap.profile];
+  const std::size_t least_bytes = least_segment_bytes(bytes);
+  std::size_t segment_bytes =
+      config_.caching ? segment_bytes_for(heap, bytes) : least_bytes;
+  if (over_budget(profile, segment_bytes)) segment_bytes = least_bytes;
+
+  const auto take = [&](std::size_t raw_bytes) -> void* {
+    if (!reserve(profile, raw_bytes, shortage)) return nullptr;
+    void* raw = nullptr;
+    try {
+      raw = source_.allocate(profile.kind, device_, raw_bytes);
+    } catch (...) {
+      release_reserve(profile.kind, raw_bytes);
+      throw;
+    }
+    if (raw == nullptr) {
+      shortage.limit = Shortage::Limit::source;
+      release_reserve(profile.kind, raw_bytes);
+    }
+    return raw;
+  };
+  // Sources guarantee 256 bytes.
+  const std::size_t alignment = config_.caching ? kPageBytes : step_bytes(heap.tier);
+  std::size_t raw_bytes = 0;
+  const auto take_aligned = [&](std::size_t wanted_bytes) -> void* {
+    raw_bytes = wanted_bytes;
+    void* raw = take(raw_bytes);
+    if (raw == nullptr || reinterpret_cast<std::uintptr_t>(raw) % alignment == 0) return raw;
+    source_.deallocate(profile.kind, device_, raw, raw_bytes);
+    release_reserve(profile.kind, raw_bytes);
+    raw_bytes = wanted_bytes + alignment;
+    return take(raw_bytes);
+  };
+
+  void* raw = take_aligned(segment_bytes);
+  if (raw == nullptr && segment_bytes > least_bytes) {  // allocate the request alone
+    segment_bytes = least_bytes;
+    raw = take_aligned(segment_bytes);
+  }
+  if (raw == nullptr) return nullptr;
+
+  const std::uintptr_t address = round_up(reinterpret_cast<std::uintptr_t>(raw), alignment);
+  Segment& segment = segments_[address];
+  segment = {.address = address,
+             .bytes = segment_bytes,
+             .raw = raw,
+             .raw_bytes = raw_bytes,
+             .heap = &heap};
+  Block& block = blocks_[address];
+  block.address = address;
+  block.bytes = segment_bytes;
+  block.segment = &segment;
+  block.advice = heap.profile;
+  segment.first = &block;
+
+  const Range range{address, segment_bytes};
+  bool taken = true;
+  if (takes_advice(profile.kind) && profile.advice != Advice{})
+    taken = driver_.advise(device_, range, profile.advice);
+  if (profile.kind == MemoryKind::managed && profile.advice.placement == Placement::device)
+    taken = driver_.populate(device_, range) && taken;
+  if (!taken) ++stats_.num_failed_hints;
+
+  ++stats_.num_device_alloc;
+  stats_.segment.increase(heap.tier, 1);
+  stats_.reserved_bytes.increase(heap.tier, segment_bytes);
+  KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
+  kind.reserved_bytes += segment_bytes;
+  if (is_spill(heap)) kind.spilled_bytes += segment_bytes;
+  if (resides_on_device(profile)) stats_.budget_bytes.increase(raw_bytes);
+  if (heap.lent) {
+    heap.lent = false;
+    heap.turned_away = 0;
+    heap.patience = std::clamp(2 * heap.patience, kLeastPatience, kMostPatience);
+  }
+  if (heap.pool != nullptr) {
+    ++heap.pool->segments;
+    heap.pool->reserved_bytes += segment_bytes;
+  }
+  cut(&block, bytes);
+  return &block;
+}
+
+bool DeviceAllocator::pool_in_use(const Segment& segment) const {
+  return segment.heap->pool != nullptr && segment.heap->pool->users > 0;
+}
+
+// Whether the segment is one cached block, and no graph may use it.
+bool DeviceAllocator::may_give_back(const Segment& segment) const {
+  return segment.first->state == BlockState::cached && !segment.first->is_split() &&
+         !pool_in_use(segment);
+}
+
+void DeviceAllocator::empty_cache() {
+  const std::lock_guard lock(mutex_);
+  if (!active_pools_.empty()) return;  // freeing a segment would break a capture
+  synchronize_events();
+  release_cached_segments();
+}
+
+void DeviceAllocator::release_cached_segments() {
+  std::vector<Segment*> cached;
+  for (auto& [address, segment] : segments_)
+    if (may_give_back(segment)) cached.push_back(&segment);
+  release_segments(cached);
+}
+
+void DeviceAllocator::release_segments(const std::vector<Segment*>& segments) {
+  announce_release(segments);
+  for (const Segment* released : segments) {
+    const Segment& segment = *released;
+    Heap& heap = *segment.heap;
+    const Profile& profile = profiles_[heap.profile];
+    uncache(segment.first);
+    give_back(segment);
+    ++stats_.num_device_free;
+    stats_.segment.decrease(heap.tier, 1);
+    stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
+    KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
+    kind.reserved_bytes -= segment.bytes;
+    if (is_spill(heap)) kind.spilled_bytes -= segment.bytes;
+    if (resides_on_device(profile)) stats_.budget_bytes.decrease(segment.raw_bytes);
+    if (heap.pool != nullptr) {
+      --heap.pool->segments;
+      heap.pool->reserved_bytes -= segment.bytes;
+    }
+    blocks_.erase(segment.first->address);
+    segments_.erase(segment.address);
+  }
+  std::erase_if(pools_, [](const auto& entry) {
+    return entry.second->users == 0 && entry.second->segments == 0;
+  });
+}
+
+// Reports all segments at once, so that the listener waits only for the longest call. Device memory
+// is never moved and need not be reported; pinned memory may be the target of copies.
+void DeviceAllocator::announce_release(const std::vector<Segment*>& segments) const {
+  if (release_listener_ == nullptr) return;
+  std::vector<Range> ranges;
+  for (const Segment* segment : segments)
+    if (profiles_[segment->heap->profile].kind != MemoryKind::device)
+      ranges.push_back({segment->address, segment->bytes});
+  if (!ranges.empty()) release_listener_->before_release(ranges);
+}
+
+void DeviceAllocator::give_back(const Segment& segment) {
+  const MemoryKind kind = profiles_[segment.heap->profile].kind;
+  source_.deallocate(kind, device_, segment.raw, segment.raw_bytes);
+  release_reserve(kind, segment.raw_bytes);
+}
+
+void DeviceAllocator::set_device_budget(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  budget_bytes_ = bytes;
+  trim_to_budget(0);
+}
+
+void DeviceAllocator::set_outside_bytes(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (bytes > outside_bytes_) {
+    trim_to_budget(bytes - outside_bytes_);
+    stats_.budget_bytes.increase(bytes - outside_bytes_);
+  } else {
+    stats_.budget_bytes.decrease(outside_bytes_ - bytes);
+  }
+  outside_bytes_ = bytes;
+}
+
+// Gives back segments without live blocks, as far as `more_bytes` exceed the budget.
+void DeviceAllocator::trim_to_budget(std::size_t more_bytes) {
+  if (excess_bytes(more_bytes) == 0 || !active_pools_.empty()) return;
+  synchronize_events();
+  std::vector<Segment*> cached, given;
+  for (auto& [address, segment] : segments_)
+    if (may_give_back(segment) && resides_on_device(profiles_[segment.heap->profile]))
+      cached.push_back(&segment);
+  take_least(std::move(cached), excess_bytes(more_bytes), given);
+  release_segments(given);
+}
+
+}  // namespace umem
