@@ -5,21 +5,31 @@
 #include <rmm/error.hpp>
 #include <rmm/mr/cuda_memory_resource.hpp>
 #include <rmm/mr/managed_memory_resource.hpp>
-#include <rmm/mr/pinned_host_memory_resource.hpp>
 #include <rmm/mr/sam_headroom_memory_resource.hpp>
 
+#include "cuda/cuda_page_locker.hpp"
 #include "cuda/fork.hpp"
 #include "cuda/scopes.hpp"
+#include "cuda/succeeded.hpp"
 
 namespace umem {
+namespace {
 
-RmmSource::RmmSource(const Config& config) {
+int nearest_numa_node(int device) noexcept {
+  int node = PinnedMemory::kAnyNode;
+  return succeeded(cudaDeviceGetAttribute(&node, cudaDevAttrHostNumaId, device))
+             ? node
+             : PinnedMemory::kAnyNode;
+}
+
+}  // namespace
+
+RmmSource::RmmSource(const Config& config) : pinned_(std::make_unique<CudaPageLocker>()) {
   const auto resource = [this](MemoryKind kind) -> std::optional<Resource>& {
     return resources_[static_cast<std::size_t>(kind)];
   };
   resource(MemoryKind::managed) = rmm::mr::managed_memory_resource{};
   resource(MemoryKind::device) = rmm::mr::cuda_memory_resource{};
-  resource(MemoryKind::pinned) = rmm::mr::pinned_host_memory_resource{};
   const bool system = std::any_of(
       config.classes.begin(), config.classes.end(),
       [](const ClassSetting& setting) { return setting.kind == MemoryKind::system; });
@@ -31,6 +41,7 @@ RmmSource::RmmSource(const Config& config) {
 void* RmmSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
+  if (kind == MemoryKind::pinned) return pinned_.allocate(bytes, nearest_numa_node(device));
   try {
     return resources_[static_cast<std::size_t>(kind)]->allocate_sync(
         bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
@@ -45,6 +56,7 @@ void RmmSource::deallocate(MemoryKind kind, int device, void* address,
   if (in_forked_child()) return;  // the parent's memory: the child has no CUDA to free it with
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
+  if (kind == MemoryKind::pinned) return pinned_.deallocate(address, bytes);
   resources_[static_cast<std::size_t>(kind)]->deallocate_sync(
       address, bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
 }

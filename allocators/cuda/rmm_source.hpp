@@ -1,4 +1,4 @@
-// Segments from RMM's memory resources.
+// Segments from RMM's memory resources, and page-locked host memory.
 #pragma once
 
 #include <array>
@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "core/driver.hpp"
+#include "core/pinned_memory.hpp"
 
 namespace umem {
 
@@ -20,7 +21,8 @@ class RmmSource final : public SegmentSource {
   void deallocate(MemoryKind kind, int device, void* address, std::size_t bytes) noexcept override;
 
  private:
-  std::array<std::optional<Resource>, kKinds> resources_;  // by MemoryKind
+  std::array<std::optional<Resource>, kKinds> resources_;  // by MemoryKind; none for `pinned`
+  PinnedMemory pinned_;
 };
 
 }  // namespace umem
