@@ -58,14 +58,15 @@ def test_the_third_of_three_units_waits_for_the_first_slot(two_way: Hardware) ->
     assert [timing.exposed_s, timing.slowed_s] == milliseconds([1, 0])
     assert timing.to_device_bytes == timing.to_host_bytes == 120 * MIB
     assert timing.to_device_busy == timing.to_host_busy == pytest.approx(3 / 13.25, rel=1e-12)
+    assert timing.home_s == pytest.approx(4 * MS, rel=1e-12)
 
 
-def test_a_step_that_waits_ends_when_the_last_copy_is_home(two_way: Hardware) -> None:
+def test_a_step_that_waits_does_so_for_all_updates(two_way: Hardware) -> None:
     timing = simulate_stream(
         [unit()] * 3, (), 2, hardware=two_way, backward_s=10 * MS, is_deferred=False
     )
     assert list(timing.update_end_s) == milliseconds([0.5, 1, 3])
-    assert [timing.step_s, timing.exposed_s] == milliseconds([4 + 0.75 + 10, 2.5])
+    assert [timing.step_s, timing.exposed_s, timing.home_s] == milliseconds([13.75, 1.5, 4])
 
 
 def test_an_update_interrupts_the_forward_pass(two_way: Hardware) -> None:
@@ -95,8 +96,8 @@ def test_copies_slow_the_computation_beside_them(two_way: Hardware) -> None:
 def test_a_step_of_copies_takes_as_long_as_the_link(two_way: Hardware) -> None:
     units = [unit(update_ms=0, forward_ms=0)] * 4
     timing = simulate_stream(units, (), 2, hardware=two_way, backward_s=0.0)
-    assert timing.step_s == timing.exposed_s == pytest.approx(4 * MS, rel=1e-12)
-    assert timing.to_device_busy == timing.to_host_busy == pytest.approx(1, rel=1e-12)
+    assert [timing.step_s, timing.exposed_s, timing.home_s] == milliseconds([4, 4, 5])
+    assert [timing.to_device_busy, timing.to_host_busy] == pytest.approx([1, 1], rel=1e-12)
 
 
 def test_nothing_is_fetched_before_its_home_is_written(two_way: Hardware) -> None:
@@ -107,6 +108,18 @@ def test_nothing_is_fetched_before_its_home_is_written(two_way: Hardware) -> Non
         assert timing.step_s == pytest.approx(2 * MS, rel=1e-12)
 
 
+def test_the_first_slot_is_free_when_its_last_unit_is_home(two_way: Hardware) -> None:
+    """Three units in two slots and nothing but copies: a step begins when the third has arrived.
+
+    The third is in the slot of the first and leaves until 1. Then the first one comes until 2, the
+    second until 3, beside which the first leaves, and the third until 4.
+    """
+    units = [unit(update_ms=0, forward_ms=0)] * 3
+    timing = simulate_stream(units, (), 2, hardware=two_way, backward_s=0.0)
+    assert list(timing.update_end_s) == milliseconds([2, 3, 4])
+    assert [timing.step_s, timing.home_s] == milliseconds([4, 5])
+
+
 def test_streamed_units_need_a_slot(machine: Hardware) -> None:
     with pytest.raises(PlanError, match="0 slots for 2 streamed units"):
         simulate_stream([unit()] * 3, [1], 0, hardware=machine, backward_s=0.0)
@@ -114,6 +127,8 @@ def test_streamed_units_need_a_slot(machine: Hardware) -> None:
 
 # ---------------------------------------------------------------------------------- properties
 
+CLOSE = 1e-6
+"""Steps repeat to the byte, and the smallest unit has millions of them."""
 MACHINES = st.tuples(st.sampled_from([1.0, 1.5, 2.0]), st.sampled_from([0.0, 0.05, 0.3]))
 """The link's share of both directions' speed, and what a millisecond of a copy adds."""
 TIMES = st.integers(0, 40).map(lambda number: number / 16)
@@ -152,24 +167,29 @@ def test_every_step(
     assert timing.step_s == pytest.approx(whole_s, rel=1e-9)
     for busy in (timing.to_device_busy, timing.to_host_busy):
         busy_s = busy * timing.step_s
-        assert busy_s >= copied_bytes / RATE * (1 - 1e-9)
+        assert busy_s >= copied_bytes / RATE * (1 - CLOSE)
         if figures[0] == 2:
-            assert busy_s == pytest.approx(copied_bytes / RATE, rel=1e-6)
+            assert busy_s == pytest.approx(copied_bytes / RATE, rel=CLOSE)
 
     # Nothing is faster than the computation, and than the link.
     bound_s = max(timing.compute_s, copied_bytes / RATE, 2 * copied_bytes / (figures[0] * RATE))
-    assert timing.step_s >= bound_s * (1 - 1e-9)
+    assert timing.step_s >= bound_s * (1 - CLOSE)
 
     # Updates run one after the other, and none before its data arrived.
     assert np.all(
         np.diff(timing.update_end_s, prepend=0)
-        >= np.array([it.update_s for it in units]) * (1 - 1e-6)
+        >= np.array([it.update_s for it in units]) * (1 - CLOSE)
     )
     behind_bytes = 0
     for number in streamed[slots:]:
         behind_bytes += sizes[number]
         arrival_s = behind_bytes / RATE
-        assert timing.update_end_s[number] >= (arrival_s + units[number].update_s) * (1 - 1e-9)
+        assert timing.update_end_s[number] >= (arrival_s + units[number].update_s) * (1 - CLOSE)
+    # The state is at home a copy after the last streamed update, or later.
+    if streamed:
+        last = streamed[-1]
+        home_s = timing.update_end_s[last] + sizes[last] / RATE
+        assert timing.home_s >= home_s * (1 - CLOSE)
 
 
 @given(UNITS, st.sets(st.integers(0, 7)), st.integers(1, 5), MACHINES, BACKWARD)
@@ -193,7 +213,9 @@ def test_a_deferred_step_is_never_slower(
         ).step_s
         for is_deferred in (True, False)
     )
-    assert deferred <= waiting * (1 + 1e-9)
+    # A link that both directions share may serve the less urgent one first.
+    copy_s = 0.0 if figures[0] == 2 else 2 * 80 * MIB / (figures[0] * RATE)
+    assert deferred <= waiting * (1 + CLOSE) + copy_s
 
 
 # ---------------------------------------------------------------------------------- plans
@@ -327,11 +349,7 @@ def test_more_memory_with_units_of_all_sizes_costs_at_most_one_copy(
 # ---------------------------------------------------------------------------------- measured
 
 
-@pytest.mark.parametrize(
-    ("is_deferred", "measured_s"),
-    [pytest.param(True, 1.545, id="deferred"), pytest.param(False, 1.893, id="waits for all")],
-)
-def test_a_measured_step_is_predicted_within_a_tenth(is_deferred: bool, measured_s: float) -> None:
+def test_a_measured_step_is_predicted_within_a_tenth() -> None:
     """Llama-2-7B on one H100 80 GB (PCIe 5): fp32, 4 x 2,048 tokens, checkpointing, clipping.
 
     9 of 34 units were resident, there were 6 slots, and a step without an optimizer took 1.056 s.
@@ -364,12 +382,8 @@ def test_a_measured_step_is_predicted_within_a_tenth(is_deferred: bool, measured
         for number, count in enumerate(parameters)
     ]
     clipping_s = 12 * sum(parameters) / (profile.memory_bytes_per_s * h100_share)
-    timing = simulate_stream(
-        units,
-        range(9),
-        6,
-        hardware=hardware,
-        backward_s=0.75 * passes_s + clipping_s,
-        is_deferred=is_deferred,
-    )
-    assert timing.step_s == pytest.approx(measured_s, rel=0.1)
+    backward_s = 0.75 * passes_s + clipping_s
+    timing = simulate_stream(units, range(9), 6, hardware=hardware, backward_s=backward_s)
+    assert timing.step_s == pytest.approx(1.545, rel=0.1)
+    # Measured with a step that returned when all state was home.
+    assert timing.home_s + passes_s + clipping_s == pytest.approx(1.893, rel=0.1)

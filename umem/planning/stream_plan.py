@@ -31,7 +31,7 @@ _STREAMED_FIRST = (2, 0)
 """Units to stream before the first resident one. Their updates come first and free their slots, so
 that the link has work at once instead of after the updates of all resident units."""
 
-_SLOT_STEP = 0.75
+_SLOT_STEP = 0.9
 """Sizes of a slot to try: each at most this share of the next larger one. Units that are larger
 than a slot stay on the device."""
 
@@ -80,6 +80,8 @@ class StreamTiming:
     """Share of the step in which copies to the host run."""
     update_end_s: tuple[float, ...]
     """End of each unit's update, seconds after the last gradient is clipped."""
+    home_s: float
+    """End of the last copy to the host, from the same time on; 0 if nothing is streamed."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,8 @@ def simulate_stream(
     * The first units to be streamed, one for each slot, are fetched from the moment at which the
       forward pass reaches its last unit.
     * Updates begin when the last gradient is clipped, in forward order. Resident units take part
-      without copies. Each copy to the device waits until its slot, and the unit's own home, are
-      written back.
+      without copies. Streamed units use the slots in turn, from the first slot on in each step. A
+      copy to the device waits until the unit before it in its slot is back in its home.
     * The forward pass of each unit waits for the unit's update.
     * Both directions share the link, as in the simulator. Updates, forward and backward pass share
       the device: at each moment one of them computes, more slowly while copies run beside it. An
@@ -197,8 +199,7 @@ def simulate_stream(
     hardware, backward_s
         As in :func:`plan_stream`.
     is_deferred
-        False if the step waits until all state is updated and back in its home, before the next
-        forward pass begins.
+        False if the next forward pass waits for the updates of all units.
 
     Raises
     ------
@@ -212,7 +213,7 @@ def simulate_stream(
             f"{slots} slots for {len(streamed)} streamed units: give at least one, or make all "
             "units resident"
         )
-    first, last, update_end_s = _run_until_repeated(
+    first, last, update_end_s, home_s = _run_until_repeated(
         units, streamed, slots, hardware, backward_s, is_deferred=is_deferred
     )
     steps = last.step - first.step
@@ -228,6 +229,7 @@ def simulate_stream(
         to_device_busy=(last.in_s - first.in_s) / steps / step_s if streamed else 0.0,
         to_host_busy=(last.out_s - first.out_s) / steps / step_s if streamed else 0.0,
         update_end_s=update_end_s,
+        home_s=home_s,
     )
 
 
@@ -253,19 +255,26 @@ def _run_until_repeated(
     backward_s: float,
     *,
     is_deferred: bool,
-) -> tuple[_Totals, _Totals, tuple[float, ...]]:
+) -> tuple[_Totals, _Totals, tuple[float, ...], float]:
     """Simulate steps until one begins as an earlier one did.
 
-    Returns the totals at both times, and when the updates of the last step ended. Rates are
-    constant from one event to the next, so times are exact.
+    Returns the totals at both times, when the updates of the last step ended, and when the state of
+    the last complete step was at home. Rates are constant from one event to the next, so times are
+    exact.
     """
     to_device_rate = hardware.copy_to_device_bytes_per_s
     to_host_rate = hardware.copy_to_host_bytes_per_s
     link_rate, slowdown = hardware.link_bytes_per_s, hardware.copy_slowdown_s_per_byte
     count, sizes = len(streamed), [float(units[i].state_bytes) for i in streamed] or [0.0]
-    # A unit is not fetched again before its home is written, not even into another slot.
     ring = min(slots, count)
-    # Fetches that each update waits for, counted from the step's first one.
+    # Copies to the host that each fetch waits for, and fetches that each update waits for; counted
+    # from the step's first. The last unit of a slot makes room for its first one of the next step.
+    rooms = [
+        position - ring + 1
+        if position >= ring
+        else (count - 1 - position) // ring * ring + position - count + 1
+        for position in range(count)
+    ] or [0]
     needs = [0] * len(units)
     for position, unit in enumerate(streamed):
         needs[unit] = position + 1
@@ -278,18 +287,17 @@ def _run_until_repeated(
     # Copies are counted over all steps: fetched, updated and to be written, written. The first step
     # begins with full slots, as every step does if the backward pass is long enough.
     fetched, staged, written = ring, 0, 0
-    in_left, out_left = sizes[ring % len(sizes)], sizes[0]
+    position = ring % len(sizes)
+    in_left, room, out_left = sizes[position], ring - position + rooms[position], sizes[0]
     step, updated, update_left_s, worked_s = 0, 0, update_s[0], 0.0
     asked, is_asked = count, False  # fetches that the program has asked for
-    end_s = [0.0] * len(units)
+    end_s, home_s = [0.0] * len(units), 0.0
     history = [_Totals(0, 0.0, 0.0, 0.0, 0.0, 0.0)]
     begun = {(fetched, in_left, 0, out_left): 0}
     while True:
         # How far the program comes before it waits.
-        if not is_deferred and (updated < len(units) or written < staged):
-            goal_s = 0.0
-        elif updated < len(units):
-            goal_s = before_s[updated]
+        if updated < len(units):
+            goal_s = before_s[updated] if is_deferred else 0.0
         elif not is_asked:
             goal_s = before_s[-2] if units else 0.0
             if worked_s >= goal_s:
@@ -302,16 +310,18 @@ def _run_until_repeated(
                 step += 1
                 history.append(_Totals(step, now_s, idle_s, slowed_s, in_s, out_s))
                 state = (fetched - step * count, round(in_left), staged - written, round(out_left))
-                if state in begun or step == _MOST_STEPS:
-                    earlier = history[begun.get(state, step - 1)]
+                earlier = begun.setdefault(state, step)
+                # Of a step between both, all state is at home.
+                is_complete = earlier < step and written >= count * (earlier + 1)
+                if is_complete or step == _MOST_STEPS:
                     began_s = history[step - 1].now_s
-                    return earlier, history[step], tuple(end - began_s for end in end_s)
-                begun[state] = step
+                    ends_s = tuple(end - began_s for end in end_s)
+                    return history[min(earlier, step - 1)], history[step], ends_s, home_s
                 updated, update_left_s, worked_s, is_asked = 0, update_s[0], 0.0, False
                 continue
 
         # What runs, and how long each of it takes at these rates.
-        in_rate = to_device_rate if fetched < asked and written > fetched - ring else 0.0
+        in_rate = to_device_rate if fetched < asked and written >= room else 0.0
         out_rate = to_host_rate if written < staged else 0.0
         if in_rate and out_rate and in_rate + out_rate > link_rate:
             share = link_rate / (in_rate + out_rate)
@@ -349,13 +359,16 @@ def _run_until_repeated(
             in_left -= in_rate * seconds
             if fetch_s <= seconds:
                 fetched += 1
-                in_left = sizes[fetched % count]
+                position = fetched % count
+                in_left, room = sizes[position], fetched - position + rooms[position]
         if out_rate:
             out_s += seconds
             out_left -= out_rate * seconds
             if write_s <= seconds:
                 written += 1
                 out_left = sizes[written % count]
+                if written % count == 0:
+                    home_s = now_s - history[written // count - 1].now_s
 
 
 # Search.
@@ -445,11 +458,9 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
     slowdown /= 1.0 + slowdown * both_rate
     size = problem.size[streamed].astype(np.float64)
     all_bytes, ahead_bytes = size.sum(), size[: choice.slots].sum()
-    if problem.is_deferred:
-        # The last units to use each slot may still be on their way home.
-        behind_bytes, end_s = size[-choice.slots :].sum(), problem.after_s[streamed[-1]]
-    else:
-        behind_bytes, end_s = 0.0, problem.after_s[0]
+    # The last units to use each slot may still be on their way home.
+    behind_bytes = size[-choice.slots :].sum()
+    end_s = problem.after_s[streamed[-1] if problem.is_deferred else 0]
     # Nothing leaves before the first update of a streamed unit, and nothing comes before that left.
     copies_s = problem.update_s[streamed[0]] + max(
         (all_bytes - ahead_bytes) / in_rate + size[0] / out_rate,
