@@ -277,10 +277,13 @@ def test_the_first_units_are_streamed_so_that_the_link_starts_at_once(two_way: H
     assert prefix.exposed_s > plan.predicted.exposed_s
 
 
-def test_a_large_unit_stays_where_smaller_slots_pay_for_it(machine: Hardware) -> None:
-    units = [*[unit(40)] * 8, unit(160)]
-    plan = planned(machine, units, 300)
-    assert 8 in plan.resident
+@pytest.mark.parametrize("large_mib", [52, 160])
+def test_a_large_unit_stays_where_smaller_slots_pay_for_it(
+    machine: Hardware, large_mib: int
+) -> None:
+    units = [unit(large_mib), *[unit(40)] * 12]
+    plan = planned(machine, units, 320)
+    assert 0 in plan.resident
     assert plan.slot_bytes == 40 * MIB
 
 
