@@ -11,8 +11,9 @@ endif()
 
 set(UMEM_TEST_LAUNCHER "")
 if(UMEM_SANITIZE)
+  # -g1: functions and lines, which reports name; descriptions of variables take long to compile.
   target_compile_options(umem_sanitizer INTERFACE
-    -fsanitize=${sanitizers} -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g)
+    -fsanitize=${sanitizers} -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g1)
   target_link_options(umem_sanitizer INTERFACE -fsanitize=${sanitizers})
 endif()
 
