@@ -71,7 +71,7 @@ planner: native
 # Side by side, but for the tests on a GPU, which share its memory.
 pytest: native
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and ($(MARKED))" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu)
 
 bench: native
 	$(BIN)/umem bench all

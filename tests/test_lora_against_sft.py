@@ -17,10 +17,18 @@ from umem.core.report import MigrationReport
 from umem.hardware import load_hardware
 from umem.planning.prediction import PUBLISHED_UM_SHARES, predict
 from umem.policy import load_policy, resolve
+from umem.trace import Trace, check_trace
 
 pytestmark = pytest.mark.slow
 
+BATCH, SEQ = 2, 2048
+
 PUBLISHED = {entry.workload: entry.share for entry in PUBLISHED_UM_SHARES}
+
+
+@functools.cache
+def recorded(model: str, mode: str) -> Trace:
+    return model_trace(model, mode, batch=BATCH, seq=SEQ)
 
 
 @functools.cache
@@ -28,10 +36,26 @@ def reports(model: str, mode: str) -> dict[str, MigrationReport]:
     """Reports by planner for one model on the GH200 of the published pair."""
     hardware = load_hardware("gh200-96")
     policy = resolve(load_policy(mode), hardware.device_bytes, environ={})
-    trace = model_trace(model, mode, batch=2, seq=2048)
-    return {
-        report.planner: report for report in predict(trace, hardware, policy, ("fault", "planned"))
-    }
+    planned = predict(recorded(model, mode), hardware, policy, ("fault", "planned"))
+    return {report.planner: report for report in planned}
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("llama-2-7b", 6_738_415_616), ("llama-2-13b", 13_015_864_320)]
+)
+def test_the_trace_has_the_models_real_size(model: str, parameters: int) -> None:
+    trace = recorded(model, "sft")
+    check_trace(trace, model)
+    assert trace.metadata["parameters"] == parameters
+
+    def persistent_bytes(tensor_class: TensorClass) -> int:
+        chosen = trace.persistent & (trace.tensor_class == tensor_class.number)
+        return int(trace.tensor_bytes[chosen].sum())
+
+    assert persistent_bytes(TensorClass.WEIGHTS) == 2 * parameters
+    state_bytes = persistent_bytes(TensorClass.OPTIMIZER_STATE)
+    assert state_bytes == pytest.approx(12 * parameters, rel=1e-6)
+    assert trace.flops.sum() == pytest.approx(6 * parameters * BATCH * SEQ, rel=0.05)
 
 
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-2-13b"])
