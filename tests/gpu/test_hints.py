@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import time
@@ -114,26 +113,18 @@ class TestMoves:
         expect_done(engine, ask(engine, HintOp.EVICT, range_))
         assert holds(range_, expected)
 
-    def test_evictions_of_read_mostly_pages_copy_nothing(
+    def test_read_mostly_pages_keep_their_values(
         self, engine: HintEngine, managed: MakeManaged
     ) -> None:
-        """The driver does not report where a page is, but a copy takes longer."""
+        """They leave by dropping the device's copy; its time is in benchmarks/results."""
         range_ = managed(256 * MIB)
         expected = fill(range_)
         ticket = engine.advise(
             range_.address, range_.size_bytes, placement="device", read_mostly=True
         )
         expect_done(engine, ticket)
-        seconds: dict[str, list[float]] = {"leave": [], "come": [], "are there": []}
-        ops = (HintOp.EVICT, HintOp.PREFETCH, HintOp.PREFETCH)
-        for op, name in list(zip(ops, seconds, strict=True)) * 4:
-            start_s = time.perf_counter()
+        for op in (HintOp.EVICT, HintOp.PREFETCH, HintOp.PREFETCH) * 4:
             expect_done(engine, ask(engine, op, range_))
-            seconds[name].append(time.perf_counter() - start_s)
-        print({name: [f"{it * 1e3:.2f} ms" for it in of] for name, of in seconds.items()})
-        moved_s, *dropped_s = seconds["leave"]  # the host has no copy before the first one
-        assert min(dropped_s) < moved_s / 3
-        assert min(seconds["come"]) > 3 * min(seconds["are there"])
         assert ucuda.is_read_mostly(range_)
         assert holds(range_, expected)
 
@@ -263,30 +254,17 @@ class TestWaiting:
     ) -> None:
         """From the primary context every launch would stall until the eviction has ended."""
         range_ = managed(2 * GIB)
-        left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        product = torch.empty_like(left)
-
-        def compute() -> float:
-            start_s = time.perf_counter()
-            for _ in range(400):
-                torch.mm(left, left, out=product)
-            torch.cuda.synchronize()
-            return time.perf_counter() - start_s
-
-        compute()
-        alone_s = statistics.median(compute() for _ in range(3))
-        slowdowns, evictions = [], []
-        for _ in range(3):
-            expect_done(engine, ask(engine, HintOp.PREFETCH, range_))
-            ticket = ask(engine, HintOp.EVICT, range_)
-            slowdowns.append(compute() - alone_s)
-            expect_done(engine, ticket)
-            times = engine.times(ticket)
-            assert times.issued_ns is not None
-            assert times.done_ns is not None
-            evictions.append((times.done_ns - times.issued_ns) / 1e9)
-        print(f"compute {alone_s:.4f} s, slowed by {slowdowns}, evictions {evictions}")
-        assert statistics.median(slowdowns) < 0.5 * statistics.median(evictions)
+        left = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
+        product = torch.mm(left, left)  # loads the kernel
+        as_tensor(range_).zero_()
+        torch.cuda.synchronize()
+        ticket = ask(engine, HintOp.EVICT, range_)
+        while engine.times(ticket).issued_ns is None:
+            assert engine.wait(ticket, timeout_s=0) is HintOutcome.OPEN
+        torch.mm(left, left, out=product)
+        torch.cuda.current_stream().synchronize()
+        assert engine.wait(ticket, timeout_s=0) is HintOutcome.OPEN
+        expect_done(engine, ticket)
 
     def test_budget(self, managed: MakeManaged) -> None:
         """A prefetch waits for the eviction that makes room for it."""
@@ -395,12 +373,11 @@ class TestBatches:
 
 class TestTrainingThread:
     def test_allocations_beside_a_prefetch(self, engine: HintEngine, managed: MakeManaged) -> None:
-        """Calls that wait for the device neither hang beside a prefetch nor hold it up."""
+        """Calls that wait for the device neither hang beside a prefetch nor spoil it."""
         rt = runtime()
         range_ = managed(GIB)
         expected = evicted(engine, range_)
         torch.cuda.synchronize()
-        start_s = time.perf_counter()
         ticket = ask(engine, HintOp.PREFETCH, range_)
         turns = 0
         while engine.wait(ticket, timeout_s=0) is HintOutcome.OPEN:
@@ -412,11 +389,8 @@ class TestTrainingThread:
             torch.cuda.empty_cache()
             assert int(rt.cudaFree(pointer)[0]) == 0
             turns += 1
-        took_s = time.perf_counter() - start_s
-        print(f"1 GiB came in {took_s:.4f} s, beside {turns} turns of memory taken and given back")
         assert engine.wait(ticket, timeout_s=0) is HintOutcome.DONE
         assert turns > 0
-        assert took_s < PATIENCE_S / 3
         assert holds(range_, expected)
 
 

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def facts(start: Callable[..., Job]) -> dict[str, Any]:
-    """Results of the runs, one after the other: each measures bandwidth."""
+    """Results of the runs, one after the other."""
     found = {}
     for policy in ("stock", "sft"):
         found[policy] = start("offloading.py", policy, UMEM_MANAGED_LIMIT="6GiB").facts()
@@ -53,22 +53,7 @@ def test_copies_neither_race_nor_block_the_thread(facts: dict[str, Any], policy:
     print(policy, found)
     assert found["wrong"] == 0
     assert found["late"] == 4 * 4
-    assert max(found["waits_ms"]) < found["sleeps_ms"] / 2
-
-
-@pytest.mark.parametrize("policy", ["stock", "sft"])
-def test_bandwidth(facts: dict[str, Any], policy: str) -> None:
-    found = facts[policy]["bandwidth"]
-    print(policy, found)
-    assert found["out"] >= 0.9 * found["plain_out"]
-    assert found["in"] >= 0.9 * found["plain_in"]
-
-
-@pytest.mark.parametrize("policy", ["stock", "sft"])
-def test_kernels_run_beside_copies(facts: dict[str, Any], policy: str) -> None:
-    found = facts[policy]["beside_compute"]
-    print(policy, found)
-    assert found["beside"] <= 1.05 * found["alone"]
+    assert not found["waited"]
 
 
 @pytest.mark.parametrize("policy", ["stock", "sft"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -72,42 +70,32 @@ def compare(name: str) -> dict[str, Any]:
     }
 
 
-def saved_by(store: ActivationStore, key: str, tensors: int, side: int) -> Any:
-    """A graph that has saved tensors of 4 * side * side bytes; values are their numbers."""
-    scale = torch.ones((), device="cuda", requires_grad=True)
-    store.open_group(key)
-    total = torch.zeros((), device="cuda")
-    for number in range(tensors):
-        total = total + (scale * torch.full((side, side), float(number), device="cuda"))[0, 0]
-    store.close_group()
-    return total, scale
-
-
 def races() -> dict[str, Any]:
     """Memory that was let go is overwritten at once, with the GPU far behind the CPU."""
     side, tensors = 2048, 8
     store = ActivationStore("cuda")
-    wrong, waits = [], []
+    wrong, caught_up = [], []
     for _ in range(4):
         scale = torch.ones((), device="cuda", requires_grad=True)
+        asleep = torch.cuda.Event()
         torch.cuda._sleep(SLEEP_CYCLES)
+        asleep.record()
         store.open_group("a")
         values = [torch.rand(side, side, device="cuda") for _ in range(tensors)]
         expected = [value.clone() for value in values]
         products = [(scale * value).sum() for value in values]
         store.close_group()
         del values
-        begin = time.perf_counter()
         store.send("a")
         store.release("a")
-        waits.append(time.perf_counter() - begin)
+        caught_up.append(asleep.query())
         # The same memory again.
         junk = [torch.full((side, side), float("nan"), device="cuda") for _ in range(tensors)]
         torch.cuda._sleep(SLEEP_CYCLES)
+        asleep.record()
         del junk
-        begin = time.perf_counter()
         store.fetch("a", range(tensors // 2))  # the other half comes late
-        waits.append(time.perf_counter() - begin)
+        caught_up.append(asleep.query())
         for product, value in zip(products, expected, strict=True):
             (gradient,) = torch.autograd.grad(product, scale)
             (plain,) = torch.autograd.grad((scale * value).sum(), scale)
@@ -115,77 +103,9 @@ def races() -> dict[str, Any]:
         del products, product
     return {
         "wrong": max(error.item() for error in wrong),
-        "waits_ms": [wait * 1e3 for wait in waits[2:]],  # the first step pins memory
+        "waited": any(caught_up[2:]),  # the first step pins memory
         "late": store.statistics.late_fetches,
-        "sleeps_ms": SLEEP_CYCLES / 2e6,
     }
-
-
-def bandwidth() -> dict[str, float]:
-    """Of the store's copies, and of plain copies of the same size; GB/s, the best of five."""
-    side, tensors = 4096, 16
-    size_bytes = tensors * 4 * side * side
-    store = ActivationStore("cuda")
-
-    def seconds(work: Callable[[], Any]) -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    times: dict[str, list[float]] = {"out": [], "in": [], "plain_out": [], "plain_in": []}
-    for repeat in range(6):
-        total, _ = saved_by(store, "a", tensors, side)
-        took = {"out": seconds(lambda: store.send("a"))}
-        assert store.release("a") == size_bytes
-        took["in"] = seconds(lambda: store.fetch("a"))
-        del total
-        if repeat:  # the first one pins memory
-            for name, value in took.items():
-                times[name].append(value)
-    store.close()
-    device = [torch.ones(side, side, device="cuda") for _ in range(tensors)]
-    host = [torch.ones(side, side).pin_memory() for _ in range(tensors)]
-    for _ in range(5):
-        pairs = list(zip(device, host, strict=True))
-        times["plain_out"].append(
-            seconds(lambda pairs=pairs: [h.copy_(d, non_blocking=True) for d, h in pairs])  # type: ignore[misc]
-        )
-        times["plain_in"].append(
-            seconds(lambda pairs=pairs: [d.copy_(h, non_blocking=True) for d, h in pairs])  # type: ignore[misc]
-        )
-    return {name: size_bytes / min(values) / 1e9 for name, values in times.items()}
-
-
-def beside_compute() -> dict[str, float]:
-    """Matrix products alone, and while 1 GiB is sent; ms, medians of pairs."""
-    left = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    right = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    store = ActivationStore("cuda")
-
-    def products() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(24):
-            torch.mm(left, right)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    alone, beside = [], []
-    for repeat in range(7):
-        total, _ = saved_by(store, "a", 16, 4096)
-        torch.cuda.synchronize()
-        first = products()
-        store.send("a")
-        second = products()
-        torch.cuda.synchronize()
-        del total
-        if repeat:
-            alone.append(first)
-            beside.append(second)
-    return {"alone": statistics.median(alone), "beside": statistics.median(beside)}
 
 
 def capture() -> dict[str, Any]:
@@ -216,7 +136,7 @@ def main() -> None:
     for name in MAKERS:
         facts[name] = compare(name)
         gc.collect()
-    for part in (races, bandwidth, beside_compute, capture):
+    for part in (races, capture):
         facts[part.__name__] = part()
         gc.collect()
         torch.cuda.empty_cache()
