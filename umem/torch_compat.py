@@ -24,6 +24,7 @@ from umem.core.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch._C import DisableTorchFunctionSubclass
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -38,6 +39,7 @@ __all__ = [
     "OLDEST",
     "PRIVATE_NAMES",
     "DataDependentOutputException",
+    "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
@@ -192,6 +194,14 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "orders uses of a tensor behind its update, and finds tensors that share memory",
+        "the optimizer's step could not be deferred",
+        {
+            "DisableTorchFunctionSubclass": "torch._C:DisableTorchFunctionSubclass",
+            "storage_use_count": "torch._C:_storage_Use_Count",
+        },
+    ),
+    **_names(
         "tells whether this thread runs a backward pass",
         "a checkpoint's second forward pass would be taken for a new step",
         {"current_graph_task_id": "torch._C:_current_graph_task_id"},
@@ -337,6 +347,8 @@ push_saved_tensor_hooks: Callable[..., None]
 queue_backward_callback: Callable[[Callable[[], None]], None]
 """Calls a function when the running backward pass ends."""
 saved_tensor_hooks_enabled: Callable[[], bool]
+storage_use_count: Callable[[int], int]
+"""Number of references to the C++ storage at an address, as :func:`storage_key` gives it."""
 top_saved_tensor_hooks: Callable[[bool], Any]
 tree_leaves: Callable[[Any], list[Any]]
 tree_map_only: Callable[..., Any]

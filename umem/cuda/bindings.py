@@ -13,7 +13,8 @@ umem asks them before torch starts CUDA.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
 from typing import Any, Literal
@@ -26,6 +27,7 @@ __all__ = [
     "advise",
     "allocate_managed",
     "bindings_version",
+    "copy",
     "device_attribute",
     "device_count",
     "device_name",
@@ -44,6 +46,7 @@ __all__ = [
     "prefetch",
     "prefetch_batch",
     "range_location",
+    "relaxed_capture",
 ]
 
 _CUDA_12_2 = 12020
@@ -289,6 +292,24 @@ def prefetch(range_: Range, location: Location, stream: int) -> None:
     flags = () if isinstance(where, int) else (0,)
     place = range_.address, range_.size_bytes, where
     _call(name, *place, *flags, stream, subject=f"{range_} to {location}")
+
+
+def copy(to: int, source: int, size_bytes: int, stream: int) -> None:
+    """Queue a copy between two addresses, each of device memory or page-locked host memory."""
+    kind = _runtime().cudaMemcpyKind.cudaMemcpyDefault
+    subject = f"{size_bytes} bytes from {source:#x} to {to:#x}"
+    _call("cudaMemcpyAsync", to, source, size_bytes, kind, stream, subject=subject)
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow calls that a capture in this thread would forbid, such as waiting for an event."""
+    modes = _runtime().cudaStreamCaptureMode
+    before = _call("cudaThreadExchangeStreamCaptureMode", modes.cudaStreamCaptureModeRelaxed)
+    try:
+        yield
+    finally:
+        _call("cudaThreadExchangeStreamCaptureMode", before)
 
 
 def advise(range_: Range, advice: str, location: Location) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umem.capture.live.blocks import Block, find_blocks
+from umem.capture.live.blocks import NO_BLOCK, Block, find_blocks
 from umem.capture.live.collector import CallShapes, StepSignature, call_shapes
 from umem.capture.live.phase_tracker import PhaseTracker, StepListener
 from umem.capture.live.recording import StepRecording, record
@@ -11,6 +11,7 @@ from umem.capture.live.timing import WallClock
 from umem.capture.live.trace_builder import TrackedPhase
 
 __all__ = [
+    "NO_BLOCK",
     "Block",
     "CallShapes",
     "PhaseTracker",

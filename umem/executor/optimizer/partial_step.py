@@ -21,6 +21,7 @@ __all__ = [
     "PerBlockStepHook",
     "can_slice",
     "part_label",
+    "plain_step",
 ]
 
 Part = list[list[torch.Tensor]]
@@ -129,7 +130,7 @@ class PartialOptimizerStep:
     def _step(self, part: Part) -> None:
         optimizer = self._known()
         _set_parameters(optimizer.param_groups, part)
-        _plain_step(optimizer)(optimizer)
+        plain_step(optimizer)(optimizer)
 
     def restore(self) -> None:
         """Give the optimizer its parameters back, if it lacks them."""
@@ -144,7 +145,7 @@ def _set_parameters(groups: list[dict[str, Any]], part: Part) -> None:
         group["params"] = parameters
 
 
-def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The step without torch's hooks around it, which run once for the whole step."""
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):

@@ -1,0 +1,173 @@
+"""Lanes on the CPU whose work runs late, or at random moments: a missing wait shows in the values.
+
+A program under test is its own stream: its operators run when they are called. Queued work waits
+until something waits for it, unless chance lets it run before. Buffers begin as NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from umem.executor.optimizer.lanes import Lane, Lanes
+from umem.executor.optimizer.state_staging import is_whole
+from umem.torch_compat import DisableTorchFunctionSubclass
+
+__all__ = ["HostStateMemory", "LazyLanes"]
+
+
+@dataclass(eq=False)
+class _Task:
+    lane: Lane
+    work: Callable[[], None]
+    after: Sequence[_Task | None]
+    gradients: list[torch.Tensor | None]
+    """Of all parameters, when the work was queued: on a GPU it is launched then."""
+    is_done: bool = False
+
+
+class LazyLanes(Lanes):
+    """Lanes whose work is late.
+
+    Parameters
+    ----------
+    parameters
+        All that the work may update.
+    eagerness
+        Probability that the next work of some lane runs when there is an occasion.
+    seed
+        For the choice of that work.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], eagerness: float = 0.0, seed: int = 0
+    ) -> None:
+        self._parameters = list(parameters)
+        self._eagerness = eagerness
+        self._random = random.Random(seed)
+        self._queues: dict[Lane, deque[_Task]] = {lane: deque() for lane in Lane}
+        self.waits = 0
+        """Number of waits that found work to do."""
+
+    @property
+    def open_tasks(self) -> int:
+        """Work that has not run yet."""
+        return sum(map(len, self._queues.values()))
+
+    def progress(self) -> None:
+        """An occasion for work to run before anything waits for it."""
+        while self._random.random() < self._eagerness:
+            ready = [
+                queue
+                for queue in self._queues.values()
+                if queue and all(it is None or it.is_done for it in queue[0].after)
+            ]
+            if not ready:
+                return
+            self._run(self._random.choice(ready).popleft())
+
+    def mark(self) -> None:
+        """The program's own work runs when it is called."""
+        self.progress()
+
+    def run(
+        self, lane: Lane, work: Callable[[], None], after: Sequence[_Task | None] = ()
+    ) -> _Task:
+        """Queue the work."""
+        task = _Task(lane, work, list(after), [it.grad for it in self._parameters])
+        self._queues[lane].append(task)
+        self.progress()
+        return task
+
+    def copy(self, to: int, source: int, size_bytes: int) -> None:
+        """Copy now: the caller is late."""
+        ctypes.memmove(to, source, size_bytes)
+
+    def wait(self, moment: _Task | None) -> None:
+        """Run everything that the moment needs."""
+        self.progress()
+        if moment is not None and not moment.is_done:
+            self.waits += 1
+            self._complete(moment)
+
+    def wait_on_stream_of(self, marked: None, moment: _Task | None) -> None:
+        """All threads are one stream here."""
+        self.wait(moment)
+
+    def finish(self, moment: _Task | None) -> None:
+        """As a wait of the stream."""
+        self.wait(moment)
+
+    def _complete(self, task: _Task) -> None:
+        queue = self._queues[task.lane]
+        while not task.is_done:
+            first = queue[0]
+            for needed in first.after:
+                if needed is not None and not needed.is_done:
+                    self._complete(needed)
+            if not first.is_done:
+                queue.popleft()
+                self._run(first)
+
+    def _run(self, task: _Task) -> None:
+        with self._as_queued(task):
+            task.work()
+        task.is_done = True
+
+    @contextmanager
+    def _as_queued(self, task: _Task) -> Iterator[None]:
+        """Parameters with the class and the gradient that they had when the work was queued."""
+        gradient: Any = nn.Parameter.grad
+        with DisableTorchFunctionSubclass():
+            before = [(type(it), gradient.__get__(it)) for it in self._parameters]
+            for parameter, queued in zip(self._parameters, task.gradients, strict=True):
+                parameter.__class__ = nn.Parameter
+                parameter.grad = queued
+            try:
+                yield
+            finally:
+                for parameter, (kind, seen) in zip(self._parameters, before, strict=True):
+                    parameter.grad = seen
+                    parameter.__class__ = kind
+
+
+class HostStateMemory:
+    """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere."""
+
+    def __init__(self, min_bytes: int = 64) -> None:
+        self._min_bytes = min_bytes
+        self._on_device: set[int] = set()
+        self.buffers: list[torch.Tensor] = []
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        """Large tensors with memory of their own."""
+        return is_whole(tensor) and tensor.nbytes >= self._min_bytes
+
+    def is_home(self, tensor: torch.Tensor) -> bool:
+        """What was not placed on the device."""
+        return tensor.data_ptr() not in self._on_device
+
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        """Move to other memory."""
+        if on_device == self.is_home(tensor):
+            self._on_device.discard(tensor.data_ptr())
+            tensor.data = tensor.clone()
+            if on_device:
+                self._on_device.add(tensor.data_ptr())
+
+    def block_bytes(self, size_bytes: int) -> int:
+        """No more than asked for: the bytes behind belong to the C library."""
+        return size_bytes
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Bytes that are NaN as any floating point number."""
+        self.buffers.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
+        return self.buffers[-1]

@@ -1,0 +1,144 @@
+"""Training programs that run twice: as they are, and with their state streamed on lazy lanes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lazy_lanes import HostStateMemory, LazyLanes
+from umem.executor.streamed_training import StreamedTraining
+
+__all__ = ["Net", "Program", "bits", "compare"]
+
+WIDTH = 16
+
+
+class Net(nn.Module):
+    """Blocks, a norm and a head, and a parameter of the model itself."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@dataclass
+class Program:
+    """One run of a training program.
+
+    Parameters
+    ----------
+    lanes
+        None for a stock run.
+    """
+
+    lanes: Callable[[nn.Module], LazyLanes] | None
+    make_model: Callable[[], nn.Module] = Net
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw
+    slots: int = 2
+    resident: frozenset[str] = frozenset()
+    seen: list[Any] = field(default_factory=list)
+    """What the program has looked at, to compare with the other run."""
+    training: StreamedTraining | None = None
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.make_model()
+        self.optimizer = self.make_optimizer(self.model.parameters())
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether nothing is streamed."""
+        return self.lanes is None
+
+    def stream(self) -> None:
+        """Begin streaming, in a run that does."""
+        if self.lanes is not None:
+            lanes = self.lanes(self.model)
+            self.training = StreamedTraining(
+                self.model, self.optimizer, lanes, HostStateMemory(), self.slots
+            )
+            self.training.step.set_plan(self.resident, self.slots)
+
+    def batch(self) -> torch.Tensor:
+        """The next batch, the same in both runs."""
+        self.steps += 1
+        return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(self.steps))
+
+    def backward(self) -> None:
+        """A forward and a backward pass."""
+        loss = self.model(self.batch()).square().mean()
+        self.seen.append(loss.detach().clone())
+        loss.backward()
+
+    def step(self) -> None:
+        """A whole training step, with clipping."""
+        self.optimizer.zero_grad()
+        self.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+
+    def run(self, change: Callable[[Program], None], steps: int = 3) -> list[Any]:
+        """Some steps with a change after each, beginning with the second.
+
+        Returns
+        -------
+        list
+            Everything seen, the weights and the optimizer's state.
+        """
+        self.step()
+        self.stream()
+        for _ in range(steps):
+            self.step()
+            change(self)
+        self.step()
+        weights = [parameter.detach().clone() for parameter in self.model.parameters()]
+        return [*self.seen, *weights, copy.deepcopy(self.optimizer.state_dict())]
+
+
+def bits(value: Any) -> Any:
+    """A value that compares equal if all bits of all tensors do."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    return value
+
+
+def compare(
+    change: Callable[[Program], None] = lambda _: None,
+    eagerness: float = 0.0,
+    seed: int = 0,
+    **program: Any,
+) -> Program:
+    """Run a program both ways, compare all bits, and return the streamed run."""
+    expected = Program(None, **program).run(change)
+    streamed = Program(
+        lambda model: LazyLanes(model.parameters(), eagerness, seed), **program
+    )
+    assert bits(streamed.run(change)) == bits(expected)
+    return streamed

@@ -1,0 +1,332 @@
+"""A streamed, deferred step gives the bits of the plain one, whatever the program does in between."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from streamed_programs import Net, Program, compare
+from umem.core.errors import PlanError
+from umem.executor.optimizer.access_guard import GuardedParameter, GuardedTensor
+from umem.executor.optimizer.lanes import HostLanes
+from umem.executor.optimizer.partial_step import PER_PARAMETER_OPTIMIZERS
+from umem.executor.streamed_training import StreamedTraining
+
+EAGERNESS = [0.0, 0.8]
+
+
+def optimizers() -> list[Any]:
+    """Constructors of every kind of optimizer that can be streamed."""
+    kinds = [pytest.param(lambda ps, it=it: it(ps, lr=1e-2), id=it.__name__) for it in PER_PARAMETER_OPTIMIZERS]
+    adamw, sgd, rms = torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop
+    return [
+        *kinds,
+        pytest.param(lambda ps: adamw(ps, lr=1e-2, fused=True), id="fused"),
+        pytest.param(lambda ps: adamw(ps, lr=1e-2, foreach=True, amsgrad=True), id="foreach"),
+        pytest.param(lambda ps: sgd(ps, lr=1e-2, momentum=0.9, nesterov=True), id="momentum"),
+        pytest.param(lambda ps: rms(ps, lr=1e-2, momentum=0.9, centered=True), id="centered"),
+    ]
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("make_optimizer", optimizers())
+def test_every_optimizer(make_optimizer: Callable[[Any], Any], eagerness: float) -> None:
+    run = compare(make_optimizer=make_optimizer, eagerness=eagerness)
+    assert run.training is not None
+    assert run.training.counts.streamed == 4
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    eagerness=st.floats(0, 0.99),
+    seed=st.integers(0, 1000),
+    slots=st.integers(1, 6),
+    resident=st.sets(st.sampled_from(["stem", "layers.0", "layers.2", "head", ""])),
+)
+def test_any_order_of_lanes_slots_and_resident_state(
+    eagerness: float, seed: int, slots: int, resident: set[str]
+) -> None:
+    compare(eagerness=eagerness, seed=seed, slots=slots, resident=frozenset(resident))
+
+
+def test_a_plain_loop_waits_block_by_block_only() -> None:
+    run = Program(None)
+    lanes: list[Any] = []
+
+    def make(model: nn.Module) -> Any:
+        from lazy_lanes import LazyLanes
+
+        lanes.append(LazyLanes(model.parameters()))
+        return lanes[0]
+
+    run.lanes = make
+    run.step()
+    run.stream()
+    for _ in range(3):
+        run.step()
+    assert run.training is not None
+    counts = run.training.counts
+    assert (counts.streamed, counts.in_line, counts.waited, counts.early) == (3, 0, 0, 0)
+    assert lanes[0].open_tasks > 0  # the last step is still under way
+    run.training.close()
+    assert lanes[0].open_tasks == 0
+    assert all(type(it) is nn.Parameter for it in run.model.parameters())
+    states = [it for values in run.optimizer.state.values() for it in values.values()]
+    assert all(type(it) is torch.Tensor for it in states)
+
+
+# ------------------------------------------------------------------ uses between step and forward
+
+
+def ema(program: Program) -> None:
+    program.seen.append([torch.zeros(it.shape).lerp_(it.detach(), 0.1) for it in program.model.parameters()])
+
+
+def foreach_ema(program: Program) -> None:
+    averages = [torch.zeros(it.shape) for it in program.model.parameters()]
+    with torch.no_grad():
+        torch._foreach_lerp_(averages, list(program.model.parameters()), 0.1)
+    program.seen.append(averages)
+
+
+def logged_norms(program: Program) -> None:
+    gradients = [it.grad for it in program.model.parameters() if it.grad is not None]
+    program.seen.append(nn.utils.get_total_norm(gradients))
+    program.seen.append(program.model.head.weight.norm().item())  # type: ignore[union-attr, operator]
+
+
+def save(program: Program) -> None:
+    file = io.BytesIO()
+    torch.save((program.model.state_dict(), program.optimizer.state_dict()), file)
+    file.seek(0)
+    program.seen.append(torch.load(file, weights_only=True))
+
+
+def save_and_load(program: Program) -> None:
+    state = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict()))
+    program.step()
+    program.model.load_state_dict(state[0])
+    program.optimizer.load_state_dict(state[1])
+
+
+def copy_model(program: Program) -> None:
+    other = copy.deepcopy(program.model)
+    assert {type(it) for it in other.parameters()} == {nn.Parameter}
+    program.seen.append(list(other.parameters()))
+
+
+def evaluate(program: Program) -> None:
+    with torch.no_grad():
+        program.seen.append(program.model(torch.ones(2, 16)))
+
+
+def call_one_layer(program: Program) -> None:
+    program.seen.append(program.model.layers[2](torch.ones(2, 16)))  # type: ignore[index, operator]
+
+
+def use_a_weight_elsewhere(program: Program) -> None:
+    weight = program.model.layers[3].weight  # type: ignore[index, union-attr]
+    program.seen.append(nn.functional.linear(torch.ones(2, 16), weight))
+
+
+def zero_in_place(program: Program) -> None:
+    program.optimizer.zero_grad(set_to_none=False)
+
+
+def step_again(program: Program) -> None:
+    program.optimizer.step()
+
+
+def change_hyperparameters(program: Program) -> None:
+    group = program.optimizer.param_groups[0]
+    group["lr"] *= 0.5
+    group["weight_decay"] += 0.1
+
+
+def change_weights_in_place(program: Program) -> None:
+    with torch.no_grad():
+        for parameter in program.model.parameters():
+            parameter.mul_(0.99)
+
+
+def replace_data(program: Program) -> None:
+    for parameter in program.model.parameters():
+        parameter.data = parameter.data * 0.99
+
+
+def change_state_in_place(program: Program) -> None:
+    for values in program.optimizer.state.values():
+        values["exp_avg"].mul_(0.5)
+
+
+def clear_state(program: Program) -> None:
+    program.optimizer.state.clear()
+
+
+def convert(program: Program) -> None:
+    program.model.to(torch.float64).to(torch.float32)
+
+
+def freeze(program: Program) -> None:
+    program.model.layers[1].requires_grad_(False)  # type: ignore[index, union-attr]
+
+
+def freeze_by_turns(program: Program) -> None:
+    for number, layer in enumerate(program.model.layers):  # type: ignore[arg-type]
+        layer.requires_grad_((number + program.steps) % 2 == 0)
+
+
+def read_in_a_thread(program: Program) -> None:
+    found: list[Any] = []
+
+    def read() -> None:
+        found.append([it.detach().clone() for it in program.model.parameters()])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    program.seen.append(found)
+
+
+def accumulate_into_old_gradients(program: Program) -> None:
+    program.backward()  # no zero_grad: adds to the gradients of the step before
+    program.optimizer.step()
+
+
+def exception_in_forward(program: Program) -> None:
+    handle = program.model.norm.register_forward_pre_hook(_fail)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        program.model(program.batch())
+    handle.remove()
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("on purpose")
+
+
+def skip_a_step(program: Program) -> None:
+    program.optimizer.zero_grad()
+    program.backward()
+    program.optimizer.zero_grad()
+
+
+def step_with_a_closure(program: Program) -> None:
+    def closure() -> torch.Tensor:
+        program.optimizer.zero_grad()
+        loss: torch.Tensor = program.model(torch.ones(2, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    program.seen.append(program.optimizer.step(closure).detach())  # type: ignore[arg-type, union-attr]
+
+
+def view_of_weights(program: Program) -> None:
+    if not hasattr(program, "views"):
+        program.views = [it.data.view(-1) for it in program.model.parameters()]  # type: ignore[attr-defined]
+    program.seen.append([it.clone() for it in program.views])  # type: ignore[attr-defined]
+
+
+def view_of_gradients(program: Program) -> None:
+    views = [it.grad.view(-1) for it in program.model.parameters() if it.grad is not None]
+    program.optimizer.step()
+    for view in views:
+        view.zero_()
+
+
+def view_of_state(program: Program) -> None:
+    views = [values["exp_avg"].view(-1) for values in program.optimizer.state.values()]
+    program.step()
+    for view in views:
+        view.mul_(0.5)
+    program.step()
+    program.seen.append([view.clone() for view in views])
+
+
+def hook_on_step(program: Program) -> None:
+    if program.steps == 2:
+        program.optimizer.register_step_post_hook(
+            lambda optimizer, *_: program.seen.append(
+                [it.detach().clone() for group in optimizer.param_groups for it in group["params"]]
+            )
+        )
+
+
+def hook_before_step(program: Program) -> None:
+    def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    program.optimizer.zero_grad()
+    program.backward()
+    handle = program.optimizer.register_step_pre_hook(halve)
+    program.optimizer.step()
+    handle.remove()
+
+
+def new_group(program: Program) -> None:
+    extra = nn.Parameter(torch.ones(16))
+    program.model.register_parameter(f"extra{program.steps}", extra)
+    program.optimizer.add_param_group({"params": [extra], "lr": 1e-3})
+    (extra.sum() * program.model.scale.sum()).backward()
+
+
+def old_graph(program: Program) -> None:
+    program.optimizer.zero_grad()
+    loss = program.model.head.bias.square().sum() + program.model.scale.exp().sum()  # type: ignore[union-attr, operator]
+    bias = program.model.head.bias.sum()  # type: ignore[union-attr, operator]
+    loss.backward()
+    program.optimizer.step()
+    bias.backward()  # adds to a gradient that the step reads; saved no weight
+    program.seen.append(program.model.head.bias.grad.clone())  # type: ignore[union-attr, operator]
+
+
+def own_gradient(program: Program) -> None:
+    for parameter in program.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    program.optimizer.step()
+    for parameter in program.model.parameters():
+        parameter.grad = None
+
+
+USES = [
+    *(ema, foreach_ema, logged_norms, save, save_and_load, copy_model, evaluate, call_one_layer),
+    *(use_a_weight_elsewhere, zero_in_place, step_again, change_hyperparameters),
+    *(change_weights_in_place, replace_data, change_state_in_place, clear_state, convert, freeze),
+    *(freeze_by_turns, read_in_a_thread, accumulate_into_old_gradients, exception_in_forward),
+    *(skip_a_step, step_with_a_closure, view_of_weights, view_of_gradients, view_of_state),
+    *(hook_on_step, hook_before_step, new_group, old_graph, own_gradient),
+]
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+def test_whatever_the_program_does(use: Callable[[Program], None], eagerness: float) -> None:
+    compare(use, eagerness=eagerness, seed=7)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    uses=st.lists(st.sampled_from(USES), min_size=2, max_size=4),
+    eagerness=st.sampled_from(EAGERNESS),
+    seed=st.integers(0, 100),
+)
+def test_uses_in_any_order(
+    uses: list[Callable[[Program], None]], eagerness: float, seed: int
+) -> None:
+    def change(program: Program) -> None:
+        for use in uses:
+            use(program)
+
+    compare(change, eagerness=eagerness, seed=seed)

@@ -1,0 +1,227 @@
+"""Orders every use of a tensor behind updates that still run on other streams.
+
+A deferred optimizer step returns while its updates are under way. Until a block's next forward pass
+has waited for them, anything else may look at the block's parameters, gradients or optimizer state:
+an average of weights, a checkpoint, a logged norm, another thread. The guard changes the class of
+these tensor *objects* for that time. torch then calls ``__torch_function__`` for each operator and
+attribute that takes one of them, in every thread, and the guard has the caller's stream wait first.
+
+An object of another tensor on the same memory would not be seen. So what has such an alias is not
+deferred: :func:`has_alias`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from umem.torch_compat import DisableTorchFunctionSubclass, storage_key, storage_use_count
+
+__all__ = [
+    "GuardedParameter",
+    "GuardedTensor",
+    "can_guard",
+    "guard_parameters",
+    "guard_tensors",
+    "has_alias",
+    "release",
+]
+
+
+class _Entry:
+    """What the guard keeps of a tensor."""
+
+    __slots__ = ("grad", "settle", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, settle: Callable[[], None]) -> None:
+        self.tensor = tensor
+        self.settle = settle
+        self.grad: torch.Tensor | None = None
+        """For a parameter, what the program sees as its gradient."""
+
+
+_entries: dict[int, _Entry] = {}
+"""Guarded tensors by ``id``, which stays theirs because an entry keeps its tensor alive."""
+
+
+def _harmless() -> frozenset[Any]:
+    """Functions that neither read, write nor hand out a tensor's memory."""
+    tensor: Any = torch.Tensor
+    attributes = (
+        *(tensor.device, tensor.dtype, tensor.is_cpu, tensor.is_cuda, tensor.is_leaf),
+        *(tensor.is_sparse, tensor.itemsize, tensor.layout, tensor.nbytes, tensor.ndim),
+        *(tensor.requires_grad, tensor.retains_grad, tensor.shape),
+    )
+    methods = (
+        *(tensor.dim, tensor.element_size, tensor.get_device, tensor.is_complex),
+        *(tensor.is_contiguous, tensor.is_floating_point, tensor.nelement, tensor.numel),
+        *(tensor.register_hook, tensor.register_post_accumulate_grad_hook),
+        *(tensor.requires_grad_, tensor.size, tensor.storage_offset, tensor.stride),
+    )
+    getters = (attribute.__get__ for attribute in attributes)
+    return frozenset((*getters, tensor.requires_grad.__set__, *methods))
+
+
+_HARMLESS = _harmless()
+_GRADIENT: Any = torch.Tensor.grad
+
+
+def _guarded(value: object) -> Iterator[torch.Tensor]:
+    """The guarded tensors in an operator's arguments."""
+    if isinstance(value, _Guarded):
+        yield value  # type: ignore[misc]
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _guarded(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _guarded(item)
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    entry = _entries.get(id(tensor))
+    if entry is not None:
+        entry.settle()
+    elif type(tensor) is GuardedParameter:
+        # The object of a parameter that was swapped for another one while it was guarded.
+        _change_class(tensor, nn.Parameter)
+
+
+def _change_class(tensor: Any, kind: type[torch.Tensor]) -> None:
+    tensor.__class__ = kind
+
+
+class _Guarded:
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        _types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            for tensor in list(_guarded((args, kwargs))):
+                _settle(tensor)
+            if next(_guarded((args, kwargs)), None) is None:
+                return func(*args, **kwargs)  # classes of other libraries have their say
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(_plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+class GuardedTensor(_Guarded, torch.Tensor):
+    """A gradient, or a tensor of optimizer state."""
+
+    __slots__ = ()
+
+
+class GuardedParameter(_Guarded, nn.Parameter):
+    """A parameter whose update is under way.
+
+    Its gradient is taken off the parameter itself, so that a backward pass does not add to memory
+    that the update reads; programs see it all the same.
+    """
+
+    __slots__ = ()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient that the program sees."""
+        entry = _entries.get(id(self))
+        return _GRADIENT.__get__(self) if entry is None else entry.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        entry = _entries.get(id(self))
+        if entry is None:
+            _GRADIENT.__set__(self, value)
+        else:
+            entry.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    """The tensor under torch's own class, after the updates that are under way."""
+    _settle(tensor)
+    plain: torch.Tensor = tensor
+    if isinstance(tensor, _Guarded):
+        with DisableTorchFunctionSubclass():
+            plain = plain.detach()
+    return plain
+
+
+def can_guard(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own classes, whose objects can be guarded."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, GuardedTensor, GuardedParameter)
+
+
+def has_alias(tensor: torch.Tensor) -> bool:
+    """Whether another tensor, or a view, has the same memory."""
+    with DisableTorchFunctionSubclass():
+        storage = tensor.untyped_storage()
+    # The tensor itself, and the object that was just made.
+    return storage_use_count(storage_key(storage)) > 2
+
+
+def guard_tensors(tensors: Iterable[torch.Tensor], settle: Callable[[], None]) -> None:
+    """Guard gradients or optimizer state.
+
+    Parameters
+    ----------
+    tensors
+        Tensors for which :func:`can_guard` holds, not parameters.
+    settle
+        Called before each use, in the thread that uses one. It may :func:`release` them.
+    """
+    for tensor in tensors:
+        _entries[id(tensor)] = _Entry(tensor, settle)
+        _change_class(tensor, GuardedTensor)
+
+
+def guard_parameters(parameters: Iterable[nn.Parameter], settle: Callable[[], None]) -> None:
+    """Guard parameters, and take their gradients off them."""
+    for parameter in parameters:
+        entry = _entries[id(parameter)] = _Entry(parameter, settle)
+        entry.grad = parameter.grad
+        parameter.grad = None
+        _change_class(parameter, GuardedParameter)
+
+
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Give tensors their class back, and parameters the gradient that the program sees."""
+    for tensor in tensors:
+        entry = _entries.pop(id(tensor), None)
+        if entry is None:
+            continue
+        if type(tensor) is GuardedTensor:
+            _change_class(tensor, torch.Tensor)
+        elif type(tensor) is GuardedParameter:
+            _change_class(tensor, nn.Parameter)
+            _give_gradient(tensor, entry.grad)
+
+
+@torch.no_grad()
+def _give_gradient(parameter: torch.Tensor, seen: torch.Tensor | None) -> None:
+    added = parameter.grad
+    if seen is None:
+        return
+    if added is not None:  # by a backward pass meanwhile
+        with DisableTorchFunctionSubclass():
+            seen.add_(added)
+    parameter.grad = seen

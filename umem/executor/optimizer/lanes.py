@@ -1,0 +1,145 @@
+"""Three queues of work beside the training: copies to the device, updates, copies to the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+
+from umem.cuda import bindings
+from umem.runtime.cuda_events import new_event
+
+__all__ = ["CudaLanes", "HostLanes", "Lane", "Lanes", "Moment"]
+
+
+class Lane(IntEnum):
+    """A queue, whose work runs in the order of its submission."""
+
+    COPY_IN = 0
+    UPDATE = 1
+    COPY_OUT = 2
+
+
+Moment = Any
+"""A point in the work of a stream or a lane, for others to wait for."""
+
+
+class Lanes(Protocol):
+    """The lanes of one device. Work of two lanes, or of a lane and a stream, may run at once."""
+
+    def mark(self) -> Moment:
+        """The moment after the current work of the calling thread's stream."""
+
+    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+        """Queue work, and return the moment after it.
+
+        Parameters
+        ----------
+        lane
+            Its queue.
+        work
+            A function that launches kernels or copies. It keeps alive what they use.
+        after
+            Moments that the work waits for, besides the earlier work of its lane.
+        """
+
+    def copy(self, to: int, source: int, size_bytes: int) -> None:
+        """Copy bytes between two addresses, from within work of a lane."""
+
+    def wait(self, moment: Moment) -> None:
+        """Let later work of the calling thread's stream wait for a moment."""
+
+    def wait_on_stream_of(self, marked: Moment, moment: Moment) -> None:
+        """Let later work of the stream of a call of :meth:`mark` wait for a moment."""
+
+    def finish(self, moment: Moment) -> None:
+        """Block the calling thread until a moment has passed."""
+
+
+class HostLanes(Lanes):
+    """The CPU, which has no streams: work runs when it is queued."""
+
+    def mark(self) -> Moment:
+        """Nothing to wait for."""
+        return None
+
+    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+        """Run the work."""
+        del lane, after
+        work()
+
+    def copy(self, to: int, source: int, size_bytes: int) -> None:
+        """Copy now."""
+        ctypes.memmove(to, source, size_bytes)
+
+    def wait(self, moment: Moment) -> None:
+        """Return: all work has run."""
+
+    def wait_on_stream_of(self, marked: Moment, moment: Moment) -> None:
+        """Return: all work has run."""
+
+    def finish(self, moment: Moment) -> None:
+        """Return: all work has run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    event: torch.cuda.Event
+    stream: torch.cuda.Stream
+
+
+class CudaLanes(Lanes):
+    """Three streams of a GPU.
+
+    Parameters
+    ----------
+    device
+        The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in Lane]
+
+    def mark(self) -> Moment:
+        """An event on the current stream."""
+        stream = torch.cuda.current_stream(self._device)
+        return _Moment(stream.record_event(new_event()), stream)
+
+    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+        """Launch the work on the lane's stream."""
+        stream = self._streams[lane]
+        for moment in after:
+            stream.wait_event(moment.event)
+        with torch.cuda.stream(stream):
+            work()
+        return _Moment(stream.record_event(new_event()), stream)
+
+    def copy(self, to: int, source: int, size_bytes: int) -> None:
+        """Copy by a copy engine, on the current stream."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        bindings.copy(to, source, size_bytes, stream)
+
+    def wait(self, moment: Moment) -> None:
+        """Make the current stream wait; while it is captured into a graph, this thread.
+
+        A graph must not wait for work outside of it.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            with bindings.relaxed_capture():
+                moment.event.synchronize()
+        else:
+            torch.cuda.current_stream(self._device).wait_event(moment.event)
+
+    def wait_on_stream_of(self, marked: Moment, moment: Moment) -> None:
+        """Make that stream wait, unless it is the current one, which does already."""
+        if marked.stream != torch.cuda.current_stream(self._device):
+            marked.stream.wait_event(moment.event)
+
+    def finish(self, moment: Moment) -> None:
+        """Block this thread until the event has passed."""
+        moment.event.synchronize()

@@ -1,0 +1,219 @@
+"""Optimizer state at home in host memory, and its copies in buffers on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from umem.executor.optimizer.access_guard import can_guard, has_alias
+from umem.executor.optimizer.lanes import Lanes
+from umem.torch_compat import DisableTorchFunctionSubclass
+
+__all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "is_whole"]
+
+OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
+"""State by parameter and name, as ``torch.optim.Optimizer.state``."""
+
+_ALIGNMENT = 512
+"""Of a run of homes in a buffer, as of the allocator's blocks: kernels see the same alignment."""
+
+
+class StateMemory(Protocol):
+    """Where the optimizer state of a device lies."""
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        """Whether a state tensor is large enough to be streamed, and has memory of its own."""
+
+    def is_home(self, tensor: torch.Tensor) -> bool:
+        """Whether a state tensor is in host memory, from where it is staged for its use."""
+
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        """Move a tensor's memory to the device or to the host, if it is not there."""
+
+    def block_bytes(self, size_bytes: int) -> int:
+        """Bytes of the allocator's block for a tensor; what is left of it belongs to nobody."""
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Bytes on the device."""
+
+
+@dataclass
+class _Run:
+    """Homes next to each other, which one call copies."""
+
+    address: int
+    size_bytes: int
+    offset: int
+    """Place in the buffer."""
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own classes and fills memory of its own."""
+    return (
+        can_guard(tensor)
+        and tensor.layout is torch.strided
+        and tensor.storage_offset() == 0
+        and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+        and not has_alias(tensor)
+    )
+
+
+class Slot:
+    """A buffer on the device, which units share by turns."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.free: Any = None
+        """The moment after the last copy out of it."""
+        self.holder: Any = None
+        """The unit whose state was fetched last."""
+
+
+class StagedState:
+    """The state of the parameters of one unit.
+
+    Parameters
+    ----------
+    state
+        The state of the unit's parameters. Tensors for which ``memory.is_home`` holds are staged,
+        the others are used where they are.
+    memory
+        The device's memory for state.
+    """
+
+    def __init__(self, state: OptimizerState, memory: StateMemory) -> None:
+        self.homes: list[torch.Tensor] = []
+        """State tensors that are staged, by address."""
+        self.others: list[torch.Tensor] = []
+        """State tensors that are used where they are."""
+        self.views: dict[torch.Tensor, dict[str, Any]] = {}
+        """State by parameter and name for the optimizer, with views of the slot for homes."""
+        self._known = {parameter: dict(values) for parameter, values in state.items()}
+        self._runs: list[_Run] = []
+        self._offsets: dict[int, int] = {}
+        self._slot: Slot | None = None
+        self._bound: dict[torch.Tensor, dict[str, Any]] = {}
+        with DisableTorchFunctionSubclass():
+            self._find(memory)
+        self.size_bytes = 0
+        with DisableTorchFunctionSubclass():
+            self._lay_out(memory)
+
+    def _find(self, memory: StateMemory) -> None:
+        for values in self._known.values():
+            for value in values.values():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                is_home = memory.is_movable(value) and memory.is_home(value)
+                found = self.homes if is_home else self.others
+                found.append(value)
+        self.homes.sort(key=torch.Tensor.data_ptr)
+
+    def _lay_out(self, memory: StateMemory) -> None:
+        end = 0  # of the block of the home before
+        for home in self.homes:
+            address, size_bytes = home.data_ptr(), home.nbytes
+            if self._runs and address == end:
+                run = self._runs[-1]
+                run.size_bytes = address + size_bytes - run.address
+            else:
+                offset = -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
+                run = _Run(address, size_bytes, offset)
+                self._runs.append(run)
+            self._offsets[id(home)] = run.offset + address - run.address
+            self.size_bytes = run.offset + run.size_bytes
+            end = address + memory.block_bytes(size_bytes)
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors."""
+        yield from self.homes
+        yield from self.others
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has state."""
+        return parameter in self._known
+
+    def is_current(self, state: OptimizerState) -> bool:
+        """Whether the optimizer still has these very tensors as the state of these parameters."""
+        if len(state) != len(self._known):
+            return False
+        for parameter, known in self._known.items():
+            values = state.get(parameter)
+            if values is None or len(values) != len(known):
+                return False
+            for name, value in known.items():
+                if isinstance(value, torch.Tensor) and values.get(name) is not value:
+                    return False
+        return True
+
+    def has_alias(self) -> bool:
+        """Whether other tensors have the memory of one of these."""
+        return any(map(has_alias, self.tensors))
+
+    def bind(self, slot: Slot | None) -> None:
+        """Use a slot from now on; None if there are no homes."""
+        if slot is self._slot and self.views:
+            return
+        self._slot = slot
+        homes = {id(home) for home in self.homes}
+        with DisableTorchFunctionSubclass():
+            self.views = {
+                parameter: {
+                    name: self._view(value) if id(value) in homes else value
+                    for name, value in values.items()
+                }
+                for parameter, values in self._known.items()
+            }
+        self._bound = {parameter: dict(values) for parameter, values in self.views.items()}
+
+    def _view(self, home: torch.Tensor) -> torch.Tensor:
+        assert self._slot is not None
+        offset = self._offsets[id(home)]
+        memory = self._slot.memory[offset : offset + home.nbytes].view(home.dtype)
+        return memory.as_strided(home.shape, home.stride())
+
+    def copy_in(self, lanes: Lanes) -> None:
+        """Copy the homes into the slot, from within work of a lane."""
+        slot = self._address()
+        for run in self._runs:
+            lanes.copy(slot + run.offset, run.address, run.size_bytes)
+
+    def copy_out(self, lanes: Lanes) -> None:
+        """Copy the slot back to the homes, from within work of a lane."""
+        slot = self._address()
+        for run in self._runs:
+            lanes.copy(run.address, slot + run.offset, run.size_bytes)
+
+    def _address(self) -> int:
+        assert self._slot is not None
+        return self._slot.memory.data_ptr()
+
+    def keep(self, parameters: Iterable[torch.Tensor], state: Any) -> None:
+        """After an update, give the optimizer's own state what the update has replaced.
+
+        A step count may be a number, which is replaced. A tensor that was put in the place of
+        another one is copied there.
+
+        Parameters
+        ----------
+        parameters
+            Those that were updated.
+        state
+            The optimizer's own state.
+        """
+        for parameter in parameters:
+            known, bound = self._known[parameter], self._bound[parameter]
+            views = self.views[parameter]
+            for name, value in views.items():
+                before = bound.get(name)
+                if value is before:
+                    continue
+                if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+                    before.copy_(value)
+                    views[name] = before
+                else:
+                    known[name] = bound[name] = state[parameter][name] = value

@@ -1,0 +1,78 @@
+"""Optimizer state of a GPU: at home in page-locked host memory, or in the device's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from umem.core.block_sizes import block_bytes
+from umem.core.classes import TensorClass
+from umem.cuda import bindings
+from umem.executor.optimizer.state_staging import StateMemory, is_whole
+from umem.torch_compat import DisableTorchFunctionSubclass
+
+if TYPE_CHECKING:
+    from umem.runtime._native import Allocator
+
+__all__ = ["CudaStateMemory"]
+
+
+class CudaStateMemory(StateMemory):
+    """State under a policy that keeps it in page-locked memory.
+
+    Parameters
+    ----------
+    device
+        The GPU.
+    allocator
+        Serves torch's allocations, by class.
+    min_bytes
+        Smaller state stays on the device: the policy's ``min_bytes`` of the class.
+    """
+
+    def __init__(self, device: torch.device, allocator: Allocator, min_bytes: int) -> None:
+        self._device = device
+        self._allocator = allocator
+        self._min_bytes = min_bytes
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on this GPU, whole, and not small."""
+        return (
+            tensor.device == self._device and tensor.nbytes >= self._min_bytes and is_whole(tensor)
+        )
+
+    def is_home(self, tensor: torch.Tensor) -> bool:
+        """Whether CUDA knows its memory as the host's."""
+        return bindings.memory_type(tensor.data_ptr()) == "cudaMemoryTypeHost"
+
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        """Copy to new memory, which the tensor then has."""
+        if self.is_home(tensor) != on_device:
+            return
+        with DisableTorchFunctionSubclass(), torch.no_grad():
+            # Memory of optimizer state is page-locked under the policy, other memory is not.
+            born = TensorClass.OTHER if on_device else TensorClass.OPTIMIZER_STATE
+            with self._allocating(born):
+                moved = torch.empty_like(tensor)
+            self._allocator.retag(moved.data_ptr(), TensorClass.OPTIMIZER_STATE.number)
+            tensor.data = moved.copy_(tensor)
+
+    @contextmanager
+    def _allocating(self, tensor_class: TensorClass) -> Iterator[None]:
+        before = self._allocator.enter_class(tensor_class.number)
+        try:
+            yield
+        finally:
+            self._allocator.leave_class(before)
+
+    def block_bytes(self, size_bytes: int) -> int:
+        """The allocator's rounding."""
+        return int(block_bytes(size_bytes))
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Plain device memory."""
+        with self._allocating(TensorClass.OTHER):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
