@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from umem.core.report import MeasuredReport, MigrationReport
     from umem.core.schedule import Schedule
-    from umem.executor import Manager, manage
+    from umem.executor import Manager, join, manage
     from umem.hardware import Hardware, load_hardware
     from umem.hardware.capabilities import Capabilities
     from umem.offload import offload
@@ -79,6 +79,7 @@ __all__ = [
     "cuda",
     "enable",
     "is_enabled",
+    "join",
     "load_hardware",
     "load_policy",
     "load_trace",
@@ -102,7 +103,7 @@ _MODULES = {
     "umem.core.classes": "TensorClass",
     "umem.core.errors": "CudaError EnableError HardwareError NativeLibraryError OffloadError "
     "PlanError PolicyError TraceError UmemError UnsupportedError",
-    "umem.executor": "Manager manage",
+    "umem.executor": "Manager join manage",
     "umem.hardware": "Hardware load_hardware",
     "umem.runtime.inspection": "ClassMemory LiveTensor memory_by_class memory_summary "
     "tensor_class tensors",

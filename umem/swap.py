@@ -14,10 +14,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import host_memory
-from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
+from umem.policy import Policy, ResolvedPolicy, class_rule, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
 from umem.runtime.memory_stats import install_memory_stats
 from umem.runtime.native_library import native
@@ -146,8 +147,13 @@ def _enable(policy: Policy) -> Runtime:
     classifier = Classifier(allocator, gradient_hook(allocator))
     classifier.install()
     share_with(resolved.share, allocator)
-    if resolved.planner != "none":
-        manage_automatically(classifier.roots)
+    streams_state = class_rule(policy, TensorClass.OPTIMIZER_STATE).mechanism == "stream"
+    if resolved.planner != "none" or streams_state:
+        manage_automatically(
+            classifier.roots,
+            is_planned=resolved.planner != "none",
+            streams_state=streams_state,
+        )
     return Runtime(policy, resolved, capabilities, allocator, classifier)
 
 
@@ -210,8 +216,16 @@ def with_default_limit(
     return replace(resolved, managed_limit_bytes=int(limit))
 
 
-def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
+def manage_automatically(
+    roots: Callable[[], Sequence[nn.Module]],
+    *,
+    is_planned: bool = True,
+    streams_state: bool = False,
+) -> None:
     """Manage every training of the process from its optimizer's first step on.
+
+    With `is_planned` its steps are recorded and planned; with `streams_state` its optimizer state
+    is streamed.
 
     `roots` returns the modules that the program has called. The one that holds most of the
     optimizer's parameters is its model. An optimizer may step before its model is called: loading a
@@ -221,12 +235,16 @@ def manage_automatically(roots: Callable[[], Sequence[nn.Module]]) -> None:
     """
     # torch iterates over an optimizer's own hooks before it comes to the global ones, so that
     # `manage` may add to them there.
-    register_optimizer_step_post_hook(_AutomaticManagement(roots))
+    register_optimizer_step_post_hook(_AutomaticManagement(roots, is_planned, streams_state))
 
 
 class _AutomaticManagement:
-    def __init__(self, roots: Callable[[], Sequence[nn.Module]]) -> None:
+    def __init__(
+        self, roots: Callable[[], Sequence[nn.Module]], is_planned: bool, streams_state: bool
+    ) -> None:
         self._roots = roots
+        self._is_planned = is_planned
+        self._streams_state = streams_state
         # Optimizer -> its steps without a model so far; None when it needs no more looks.
         self._steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._has_failed = False
@@ -255,9 +273,12 @@ class _AutomaticManagement:
         model = _model_of(optimizer, self._roots())
         if model is not None:
             # It imports planner and simulator: not before there is a training.
-            from umem.executor import manage
+            from umem.executor import manage, stream_state
 
-            manage(model, optimizer)
+            if self._streams_state:
+                stream_state(model, optimizer)
+            if self._is_planned:
+                manage(model, optimizer)
         elif steps + 1 < _STEPS_WITHOUT_MODEL:
             self._steps[optimizer] = steps + 1
         else:

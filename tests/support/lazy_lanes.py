@@ -102,6 +102,9 @@ class LazyLanes(Lanes):
         """All threads are one stream here."""
         self.wait(moment)
 
+    def count_behind(self, marked: None, moment: _Task | None) -> None:
+        """All threads are one stream here."""
+
     def finish(self, moment: _Task | None) -> None:
         """As a wait of the stream."""
         self.wait(moment)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
 
-from lazy_lanes import HostStateMemory, LazyLanes
+from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
 
 __all__ = ["Net", "Program", "bits", "compare"]
@@ -56,11 +57,17 @@ class Program:
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw
     slots: int = 2
     resident: frozenset[str] = frozenset()
+    tuner: StreamTuner | None = None
     seen: list[Any] = field(default_factory=list)
     """What the program has looked at, to compare with the other run."""
     training: StreamedTraining | None = None
-    model: nn.Module = field(init=False)
-    optimizer: torch.optim.Optimizer = field(init=False)
+    model: Any = field(init=False)
+    optimizer: Any = field(init=False)
+    kept: Any = None
+    """Whatever the program keeps from step to step."""
+    extra: Any = None
+    wrapped: Any = None
+    second: Any = None
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -78,7 +85,7 @@ class Program:
         if self.lanes is not None:
             lanes = self.lanes(self.model)
             self.training = StreamedTraining(
-                self.model, self.optimizer, lanes, HostStateMemory(), self.slots
+                self.model, self.optimizer, lanes, HostStateMemory(), self.tuner
             )
             self.training.step.set_plan(self.resident, self.slots)
 
@@ -133,12 +140,11 @@ def compare(
     change: Callable[[Program], None] = lambda _: None,
     eagerness: float = 0.0,
     seed: int = 0,
+    steps: int = 3,
     **program: Any,
 ) -> Program:
     """Run a program both ways, compare all bits, and return the streamed run."""
-    expected = Program(None, **program).run(change)
-    streamed = Program(
-        lambda model: LazyLanes(model.parameters(), eagerness, seed), **program
-    )
-    assert bits(streamed.run(change)) == bits(expected)
+    expected = Program(None, **program).run(change, steps)
+    streamed = Program(lambda model: LazyLanes(model.parameters(), eagerness, seed), **program)
+    assert bits(streamed.run(change, steps)) == bits(expected)
     return streamed

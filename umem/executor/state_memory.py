@@ -12,12 +12,13 @@ from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
+from umem.executor.stream_tuning import DeviceRoom
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-__all__ = ["CudaStateMemory"]
+__all__ = ["CudaRoom", "CudaStateMemory"]
 
 
 class CudaStateMemory(StateMemory):
@@ -76,3 +77,32 @@ class CudaStateMemory(StateMemory):
         """Plain device memory."""
         with self._allocating(TensorClass.OTHER):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+
+class CudaRoom(DeviceRoom):
+    """A GPU's memory by the allocator's count.
+
+    Parameters
+    ----------
+    allocator
+        Serves torch's allocations.
+    device
+        Number of the GPU.
+    budget_bytes
+        The policy's budget.
+    """
+
+    def __init__(self, allocator: Allocator, device: int, budget_bytes: int) -> None:
+        self._allocator = allocator
+        self._device = device
+        self._budget_bytes = budget_bytes
+
+    def spare_bytes(self) -> int:
+        """The budget less the most that has counted against it, cached segments included."""
+        highest: int = self._allocator.stats(self._device)["budget_bytes"]["peak"]
+        return self._budget_bytes - highest
+
+    def is_short(self) -> bool:
+        """Whether segments lie in host memory because of the budget."""
+        kinds = self._allocator.kind_stats(self._device).values()
+        return any(kind["spilled_bytes"] for kind in kinds)

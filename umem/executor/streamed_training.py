@@ -13,15 +13,22 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.capture.live import NO_BLOCK, find_blocks
-from umem.core.errors import PlanError
-from umem.executor.optimizer.lanes import Lanes
+from umem.capture.live.timing import CudaClock
+from umem.core.classes import TensorClass
+from umem.core.errors import EnableError, PlanError
+from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.partial_step import can_slice
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
+from umem.executor.state_memory import CudaRoom, CudaStateMemory
+from umem.executor.stream_tuning import StreamTuner
+from umem.hardware import detect_hardware
+from umem.policy import class_rule
+from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import compiled_call, current_graph_task_id
 
-__all__ = ["StreamedTraining", "join", "streamed_trainings"]
+__all__ = ["StreamedTraining", "join", "stream_state", "streamed_trainings"]
 
 _trainings: weakref.WeakSet[StreamedTraining] = weakref.WeakSet()
 
@@ -42,6 +49,39 @@ def join() -> None:
         training.join()
 
 
+def stream_state(model: nn.Module, optimizer: Optimizer) -> StreamedTraining:
+    """Stream the optimizer state of a training on a GPU, under the policy of this process.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled, or the model is not on one GPU.
+    PlanError
+        For an optimizer whose state cannot be streamed.
+    """
+    for training in streamed_trainings():
+        if training.optimizer is optimizer:
+            return training
+    state = runtime()
+    devices = {it.device for it in model.parameters() if it.device.type == "cuda"}
+    if len(devices) != 1:
+        raise EnableError(
+            f"the model's parameters are on {len(devices)} GPUs: state is streamed on one"
+        )
+    (device,) = devices
+    index = device.index or 0
+    rule = class_rule(state.policy, TensorClass.OPTIMIZER_STATE)
+    hardware = detect_hardware(index)
+    budget_bytes = state.resolved.device_budget_bytes or hardware.device_bytes
+    return StreamedTraining(
+        model,
+        optimizer,
+        cuda_lanes(device),
+        CudaStateMemory(device, state.allocator, rule.min_bytes),
+        StreamTuner(hardware, CudaClock(device), CudaRoom(state.allocator, index, budget_bytes)),
+    )
+
+
 class StreamedTraining:
     """The hooks on a model and an optimizer that stream its state.
 
@@ -55,8 +95,8 @@ class StreamedTraining:
         Where the work runs.
     memory
         Homes and buffers of the state.
-    slots
-        Most buffers on the device.
+    tuner
+        Decides what stays on the device. None to stream all state.
 
     Raises
     ------
@@ -70,7 +110,7 @@ class StreamedTraining:
         optimizer: Optimizer,
         lanes: Lanes,
         memory: StateMemory,
-        slots: int = 3,
+        tuner: StreamTuner | None = None,
     ) -> None:
         if not can_slice(optimizer):
             raise PlanError(
@@ -83,7 +123,10 @@ class StreamedTraining:
         for block in blocks:
             for parameter in block.module.parameters():
                 owner.setdefault(parameter, block.name)
-        self._step = StreamedStep(lambda it: owner.get(it, NO_BLOCK), lanes, memory, slots)
+        self._step = StreamedStep(lambda it: owner.get(it, NO_BLOCK), lanes, memory)
+        self._tuner = tuner
+        self._lanes = lanes
+        self._optimizer = weakref.ref(optimizer)
         self._step.may_defer = not any(map(_is_compiled, model.modules()))
         self._undo: list[Callable[[], None]] = []
         for block in blocks:
@@ -99,6 +142,11 @@ class StreamedTraining:
         )
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
         _trainings.add(self)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; None once it was collected."""
+        return self._optimizer()
 
     @property
     def counts(self) -> StepCounts:
@@ -135,30 +183,40 @@ class StreamedTraining:
             return
         if name == NO_BLOCK:
             self._move_last()
+            if self._tuner is not None and _computes_anew():
+                self._tuner.forward_begins()
         self._step.wait(name)
 
     def _after_model(self, _module: nn.Module, _args: object, _result: object) -> None:
-        is_recomputed = current_graph_task_id() != -1
-        if torch.is_grad_enabled() and not is_recomputed and not torch.compiler.is_compiling():
-            self._step.fetch_ahead()
+        if torch.compiler.is_compiling() or not _computes_anew():
+            return
+        if self._tuner is not None:
+            self._tuner.forward_ends()
+        self._step.fetch_ahead()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         has_closure = len(args) > 1 or any(value is not None for value in kwargs.values())
-        if has_closure or not self._comes_last() or torch.compiler.is_compiling():
-            self._leave_to_optimizer()
+        if (
+            has_closure
+            or not self._comes_last()
+            or torch.compiler.is_compiling()
+            or self._lanes.is_capturing()
+        ):
+            self._step.join()
+            self._step.counts.in_line += 1
             return None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._leave_to_optimizer()
-            return None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Collectives take tensors past the guard.
+            self._step.may_defer = False
+        if self._tuner is not None:
+            change = self._tuner.step_begins(self._step.sizes(), self._step.slots_bytes)
+            if change is not None:
+                self._step.set_plan(*change)
         empty = self._step.step(optimizer)
         # torch runs the step's own function on what a hook returns: here on no parameters.
         return None if empty is None else ((empty,), dict(kwargs))
-
-    def _leave_to_optimizer(self) -> None:
-        self._step.join()
-        self._step.counts.in_line += 1
 
     def _comes_last(self) -> bool:
         """Whether no later hook of the program can change gradients before the step."""
@@ -173,6 +231,11 @@ class StreamedTraining:
     def _hooks(self) -> dict[int, Any]:
         """The optimizer's hooks before a step, in their order."""
         return self._handle.hooks_dict_ref() or {}
+
+
+def _computes_anew() -> bool:
+    """Whether this is a forward pass of a training, and not a checkpoint's second one."""
+    return torch.is_grad_enabled() and current_graph_task_id() == -1
 
 
 def _close(reference: weakref.ref[StreamedTraining]) -> None:

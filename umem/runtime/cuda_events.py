@@ -38,7 +38,13 @@ class KeptInForks:
 
 
 class _Event(KeptInForks, torch.cuda.Event):
-    pass
+    """umem's own event: nothing that is added to a stream's order counts for it."""
+
+    # torch's own, whatever takes their place in the class above.
+    record = torch.cuda.Event.record
+    wait = torch.cuda.Event.wait
+    synchronize = torch.cuda.Event.synchronize
+    query = torch.cuda.Event.query
 
 
 def new_event(*, timing: bool = False) -> torch.cuda.Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,8 +13,9 @@ import torch
 
 from umem.cuda import bindings
 from umem.runtime.cuda_events import new_event
+from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
-__all__ = ["CudaLanes", "HostLanes", "Lane", "Lanes", "Moment"]
+__all__ = ["CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes"]
 
 
 class Lane(IntEnum):
@@ -56,8 +58,19 @@ class Lanes(Protocol):
     def wait_on_stream_of(self, marked: Moment, moment: Moment) -> None:
         """Let later work of the stream of a call of :meth:`mark` wait for a moment."""
 
+    def count_behind(self, marked: Moment, moment: Moment) -> None:
+        """Count a moment as part of the stream of a call of :meth:`mark`, which does not wait.
+
+        Events that the program records on that stream from now on, and streams that wait for it,
+        wait for the moment too. It takes the place of an earlier one.
+        """
+
     def finish(self, moment: Moment) -> None:
         """Block the calling thread until a moment has passed."""
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's stream is captured into a graph."""
+        return False
 
 
 class HostLanes(Lanes):
@@ -80,6 +93,9 @@ class HostLanes(Lanes):
         """Return: all work has run."""
 
     def wait_on_stream_of(self, marked: Moment, moment: Moment) -> None:
+        """Return: all work has run."""
+
+    def count_behind(self, marked: Moment, moment: Moment) -> None:
         """Return: all work has run."""
 
     def finish(self, moment: Moment) -> None:
@@ -140,6 +156,20 @@ class CudaLanes(Lanes):
         if marked.stream != torch.cuda.current_stream(self._device):
             marked.stream.wait_event(moment.event)
 
+    def count_behind(self, marked: Moment, moment: Moment) -> None:
+        """Wrap torch's events."""
+        cuda_stream_order().add(marked.stream, moment.event)
+
     def finish(self, moment: Moment) -> None:
         """Block this thread until the event has passed."""
         moment.event.synchronize()
+
+    def is_capturing(self) -> bool:
+        """Whether torch's current stream is."""
+        return torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def cuda_lanes(device: torch.device) -> CudaLanes:
+    """The lanes of a GPU, which all trainings on it share."""
+    return CudaLanes(device)

@@ -36,6 +36,10 @@ from umem.executor.optimizer.state_staging import Slot, StagedState, StateMemory
 __all__ = ["StepCounts", "StreamedStep", "StreamedUnit"]
 
 
+_FIRST_SLOTS = 3
+"""Buffers before there is a plan: for a copy in, an update and a copy out at the same time."""
+
+
 @dataclass(slots=True)
 class StepCounts:
     """What became of the optimizer's steps."""
@@ -82,6 +86,8 @@ class StreamedUnit:
         """The moment after the copy into the slot, if the slot has the present state."""
         self.returned: Moment | None = None
         """The moment after the last copy to the homes."""
+        self.updated: Moment | None = None
+        """The moment after the last update."""
         self.pending: _Pending | None = None
         self.is_touched = False
         """Whether something has used a home since the state was laid out."""
@@ -105,8 +111,6 @@ class StreamedStep:
         Where the work runs.
     memory
         Homes and buffers.
-    slots
-        Most buffers on the device.
     """
 
     def __init__(
@@ -114,7 +118,6 @@ class StreamedStep:
         owner: Callable[[torch.Tensor], str],
         lanes: Lanes,
         memory: StateMemory,
-        slots: int,
     ) -> None:
         self.counts = StepCounts()
         self.may_defer = True
@@ -123,7 +126,7 @@ class StreamedStep:
         self._owner = owner
         self._lanes = lanes
         self._memory = memory
-        self._slot_count = slots
+        self._slot_count = _FIRST_SLOTS
         self._slots: list[Slot] = []
         self._units: dict[str, StreamedUnit] = {}
         self._members: list[tuple[int, ...]] = []
@@ -147,6 +150,11 @@ class StreamedStep:
         """Bytes of state that can be streamed, by unit in the order of the forward pass."""
         return {name: unit.state_bytes for name, unit in self._units.items()}
 
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
     # ------------------------------------------------------------------ the step
 
     def step(self, optimizer: Optimizer) -> Optimizer | None:
@@ -164,16 +172,15 @@ class StreamedStep:
                 self.counts.in_line += 1
                 return None
             self._find_units(optimizer)
-            touched = {name for name, unit in self._units.items() if unit.is_touched}
             self._lay_out(optimizer)
-            call = _Call(optimizer, self._lanes.mark())
-            waits = [
-                self._queue(unit, call, was_touched=name in touched)
-                for name, unit in self._units.items()
-            ]
+            call = _Call(optimizer, self._lanes)
+            waits = [self._queue(unit, call) for unit in self._units.values()]
             for moment in filter(None, waits):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
+            deferred = [it.pending.update for it in self._units.values() if it.pending is not None]
+            if deferred:
+                self._lanes.count_behind(call.ready, deferred[-1])
             self.counts.streamed += 1
             return call.shadow([])
 
@@ -197,7 +204,7 @@ class StreamedStep:
             self._units = {name: self._units[name] for name in (*order, *others)}
             self._slots.clear()  # they are given out anew
 
-    def _queue(self, unit: StreamedUnit, call: _Call, *, was_touched: bool) -> Moment | None:
+    def _queue(self, unit: StreamedUnit, call: _Call) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
         part = [(number, [p for p in some if p.grad is not None]) for number, some in unit.groups]
         updated = [parameter for _, some in part for parameter in some]
@@ -225,12 +232,13 @@ class StreamedStep:
             last = done = self._lanes.run(Lane.UPDATE, update, [call.ready])
         else:
             if unit.fetched is None:
-                self._fetch(unit, [call.ready] if was_touched or is_shared else [])
+                self._fetch(unit, call.ready)
             done = self._lanes.run(Lane.UPDATE, update, [call.ready, unit.fetched])
             last = self._lanes.run(Lane.COPY_OUT, lambda: state.copy_out(self._lanes), [done])
             unit.fetched, unit.returned = None, last
             assert unit.slot is not None
             unit.slot.free = last
+        unit.updated = done
         if is_shared:
             return last
         if not self.may_defer:
@@ -289,25 +297,27 @@ class StreamedStep:
             if unit.state is not None:
                 unit.state.bind(unit.slot)
 
-    def _fetch(self, unit: StreamedUnit, after: Sequence[Moment] = ()) -> None:
+    def _fetch(self, unit: StreamedUnit, after: Moment) -> None:
+        """Copy a unit's state into its slot, after what the program has done with either so far."""
         state, slot = unit.state, unit.slot
         assert state is not None
         assert slot is not None
         if slot.holder is not None:
             slot.holder.fetched = None
         slot.holder = unit
-        moments = [*after, *filter(None, (slot.free, unit.returned))]
+        moments = [after, *filter(None, (slot.free, unit.returned))]
         unit.fetched = self._lanes.run(Lane.COPY_IN, lambda: state.copy_in(self._lanes), moments)
 
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it."""
         with self._lock:
             streamed = [unit for unit in self._units.values() if unit.streams]
+            now = self._lanes.mark()
             for unit in streamed[: len(self._slots)]:
                 state = unit.state
                 assert state is not None
                 if unit.fetched is None and not unit.is_touched and not state.has_alias():
-                    self._fetch(unit)
+                    self._fetch(unit, now)
 
     def _drop_fetched(self, unit: StreamedUnit) -> None:
         if unit.fetched is not None:
@@ -348,6 +358,8 @@ class StreamedStep:
     def _settle_early(self, unit: StreamedUnit) -> None:
         self.counts.early += unit.pending is not None
         self._settle(unit)
+        if unit.updated is not None:  # another thread may have settled it just now, for its stream
+            self._lanes.wait(unit.updated)
 
     def _touch(self, unit: StreamedUnit) -> None:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
@@ -373,20 +385,19 @@ class StreamedStep:
 class _Call:
     """One call of ``step()``: hyperparameters as they are now."""
 
-    def __init__(self, optimizer: Optimizer, ready: Moment) -> None:
+    def __init__(self, optimizer: Optimizer, lanes: Lanes) -> None:
         self.optimizer = optimizer
-        self.ready = ready
-        """The moment of the call: gradients are complete."""
-        attributes = {
+        self._attributes = {
             name: _fixed(value)
             for name, value in vars(optimizer).items()
             if name not in ("param_groups", "state")
         }
-        self._attributes = attributes
         self._groups = [
             {name: _fixed(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
+        self.ready = lanes.mark()
+        """The moment at which gradients and hyperparameters are complete."""
 
     def shadow(self, part: Sequence[tuple[int, list[Any]]]) -> Any:
         """An optimizer of the same class for some parameters, by number of their group."""
