@@ -370,7 +370,8 @@ def test_every_rule_can_be_planned_or_is_refused_by_name(
     assert len(combinations) > 100
     without = dataclasses.replace(machine, ats=False)
     for rule in combinations:
-        policy = policy_of(machine, 24 * BLOCK, activations=rule.model_dump())
+        tensor_class = "optimizer_state" if rule.mechanism == "stream" else "activations"
+        policy = policy_of(machine, 24 * BLOCK, **{tensor_class: rule.model_dump()})
         schedule = plan(trace, machine, policy)
         check_form(schedule, trace)
         assert find_errors(run(trace, schedule, machine, policy).sim) == []

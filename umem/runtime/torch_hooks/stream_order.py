@@ -33,7 +33,7 @@ class StreamOrder:
     ) -> None:
         self._current_stream = current_stream
         self._behind: dict[Any, Any] = {}
-        """By stream, an event that belongs to its work."""
+        """By stream, an event that counts as part of its work."""
         self._event_class = event_class
         self._stream_class = stream_class
         self._record = event_class.record
@@ -61,7 +61,7 @@ class StreamOrder:
         @functools.wraps(self._record)
         def record(event: Any, stream: Any = None) -> None:
             order._record(event, stream)
-            event._umem_behind = order._behind.get(stream or order._current_stream())
+            event.umem_behind = order._behind.get(stream or order._current_stream())
 
         @functools.wraps(self._wait)
         def wait(event: Any, stream: Any = None) -> None:
@@ -100,7 +100,7 @@ class StreamOrder:
 
 
 def _behind(event: Any) -> Any:
-    return getattr(event, "_umem_behind", None)
+    return getattr(event, "umem_behind", None)
 
 
 @functools.cache
