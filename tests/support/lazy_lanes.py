@@ -29,7 +29,7 @@ class _Task:
     lane: Lane
     work: Callable[[], None]
     after: Sequence[_Task | None]
-    gradients: list[torch.Tensor | None]
+    gradients: list[tuple[nn.Parameter, torch.Tensor | None]]
     """Of all parameters, when the work was queued: on a GPU it is launched then."""
     is_done: bool = False
 
@@ -40,7 +40,7 @@ class LazyLanes(Lanes):
     Parameters
     ----------
     parameters
-        All that the work may update.
+        Returns all that the work may update.
     eagerness
         Probability that the next work of some lane runs when there is an occasion.
     seed
@@ -48,9 +48,12 @@ class LazyLanes(Lanes):
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], eagerness: float = 0.0, seed: int = 0
+        self,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        eagerness: float = 0.0,
+        seed: int = 0,
     ) -> None:
-        self._parameters = list(parameters)
+        self._parameters = parameters
         self._eagerness = eagerness
         self._random = random.Random(seed)
         self._queues: dict[Lane, deque[_Task]] = {lane: deque() for lane in Lane}
@@ -82,7 +85,7 @@ class LazyLanes(Lanes):
         self, lane: Lane, work: Callable[[], None], after: Sequence[_Task | None] = ()
     ) -> _Task:
         """Queue the work."""
-        task = _Task(lane, work, list(after), [it.grad for it in self._parameters])
+        task = _Task(lane, work, list(after), [(it, it.grad) for it in self._parameters()])
         self._queues[lane].append(task)
         self.progress()
         return task
@@ -130,14 +133,16 @@ class LazyLanes(Lanes):
         """Parameters with the class and the gradient that they had when the work was queued."""
         gradient: Any = nn.Parameter.grad
         with DisableTorchFunctionSubclass():
-            before = [(type(it), gradient.__get__(it)) for it in self._parameters]
-            for parameter, queued in zip(self._parameters, task.gradients, strict=True):
+            # The program may have converted some meanwhile, whose work is over then.
+            queued = [(it, of) for it, of in task.gradients if of is None or of.dtype == it.dtype]
+            before = [(it, type(it), gradient.__get__(it)) for it, _ in queued]
+            for parameter, of in queued:
                 parameter.__class__ = nn.Parameter
-                parameter.grad = queued
+                parameter.grad = of
             try:
                 yield
             finally:
-                for parameter, (kind, seen) in zip(self._parameters, before, strict=True):
+                for parameter, kind, seen in before:
                     parameter.grad = seen
                     parameter.__class__ = kind
 

@@ -145,6 +145,6 @@ def compare(
 ) -> Program:
     """Run a program both ways, compare all bits, and return the streamed run."""
     expected = Program(None, **program).run(change, steps)
-    streamed = Program(lambda model: LazyLanes(model.parameters(), eagerness, seed), **program)
+    streamed = Program(lambda model: LazyLanes(model.parameters, eagerness, seed), **program)
     assert bits(streamed.run(change, steps)) == bits(expected)
     return streamed

@@ -1,0 +1,172 @@
+"""A training whose state may be streamed, in a process of its own: ``streaming.py MODE STEPS``.
+
+With ``UMEM_POLICY`` umem is enabled. The last line is JSON: what the program saw, as checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import umem
+from umem.executor.streamed_training import streamed_trainings
+from umem.runtime.state import runtime
+
+HIDDEN, LAYERS = 1024, 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+def crc(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes())
+
+
+class Training:
+    """The same model and batches in every process."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        layers = [Layer() for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.side = torch.cuda.Stream()
+        self.losses: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
+        self.averages = [torch.zeros_like(it) for it in self.model.parameters()]
+
+    def step(self) -> None:
+        torch.manual_seed(100 + len(self.losses))
+        loss = self.model(torch.randn(4096, HIDDEN, device="cuda")).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+
+    def average(self) -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averages, list(self.model.parameters()), 0.1)
+
+
+def plain(_training: Training) -> None:
+    pass
+
+
+def averaged(training: Training) -> None:
+    training.average()
+
+
+def averaged_beside(training: Training) -> None:
+    """On another stream, at once."""
+    training.side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(training.side):
+        training.average()
+    torch.cuda.current_stream().wait_stream(training.side)
+
+
+def averaged_behind_an_event(training: Training) -> None:
+    """On another stream, which waits for an event of the step, behind the next forward pass."""
+    event = torch.cuda.Event()
+    event.record()
+    with torch.no_grad():
+        training.seen.append(training.model(torch.ones(8, HIDDEN, device="cuda")))
+    training.side.wait_event(event)
+    with torch.cuda.stream(training.side):
+        training.average()
+    torch.cuda.current_stream().wait_stream(training.side)
+
+
+def read_behind_a_host_wait(training: Training) -> None:
+    """By another stream, once the host knows that the step is over."""
+    torch.cuda.current_stream().synchronize()
+    with torch.cuda.stream(training.side):
+        training.average()
+    training.side.synchronize()
+
+
+def saved_and_loaded(training: Training) -> None:
+    if len(training.losses) == 6:
+        torch.save((training.model.state_dict(), training.optimizer.state_dict()), "/tmp/state.pt")
+        training.step()
+        model, optimizer = torch.load("/tmp/state.pt", weights_only=True)
+        training.model.load_state_dict(model)
+        training.optimizer.load_state_dict(optimizer)
+
+
+def in_a_thread(training: Training) -> None:
+    thread = threading.Thread(target=training.average)
+    thread.start()
+    thread.join()
+
+
+def captured(training: Training) -> None:
+    """A CUDA graph of a forward pass, captured right behind a step."""
+    if len(training.losses) == 6:
+        batch = torch.ones(8, HIDDEN, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            result = training.model(batch)
+        graph.replay()
+        training.seen.append(result.clone())
+
+
+MODES: dict[str, Callable[[Training], None]] = {
+    it.__name__: it
+    for it in (
+        *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
+        *(saved_and_loaded, in_a_thread, captured),
+    )
+}
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)
+    if "UMEM_POLICY" in os.environ:
+        assert umem.enable(os.environ["UMEM_POLICY"])
+    training = Training()
+    between = MODES[sys.argv[1]]
+    for _ in range(int(sys.argv[2])):
+        training.step()
+        between(training)
+    state = [it for values in training.optimizer.state.values() for it in values.values()]
+    facts: dict[str, Any] = {
+        "losses": [float(loss).hex() for loss in training.losses],
+        "seen": [crc(it) for it in training.seen],
+        "averages": [crc(it) for it in training.averages],
+        "weights": [crc(it) for it in training.model.parameters()],
+        "state": [crc(it) for it in state],
+    }
+    for streamed in streamed_trainings():
+        counts = streamed.counts
+        kinds = runtime().allocator.kind_stats(0)
+        facts["streaming"] = {
+            "streamed": counts.streamed,
+            "in_line": counts.in_line,
+            "waited": counts.waited,
+            "early": counts.early,
+            "pinned_bytes": kinds["pinned"]["reserved_bytes"],
+            "slots_bytes": streamed.step.slots_bytes,
+        }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

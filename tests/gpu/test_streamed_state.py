@@ -1,0 +1,77 @@
+"""Trainings on a GPU whose optimizer state is streamed, against stock ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Job
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 12
+STREAMED_MODES = (
+    "plain",
+    "averaged",
+    "averaged_beside",
+    "averaged_behind_an_event",
+    "read_behind_a_host_wait",
+    "saved_and_loaded",
+    "in_a_thread",
+    "captured",
+)
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
+"""Of the moments of all weight matrices."""
+
+
+@pytest.fixture(scope="module")
+def pairs(start: Callable[..., Job]) -> dict[str, tuple[Any, Any]]:
+    """What each program saw, stock and streamed; two processes at a time."""
+    found = {}
+    for mode in STREAMED_MODES:
+        jobs = [
+            start("streaming.py", mode, str(STEPS), **DETERMINISTIC),
+            start("streaming.py", mode, str(STEPS), UMEM_POLICY="sft-streamed", **DETERMINISTIC),
+        ]
+        found[mode] = (jobs[0].facts(), jobs[1].facts())
+    return found
+
+
+@pytest.mark.parametrize("mode", STREAMED_MODES)
+def test_all_bits_equal_the_stock_run(mode: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+    stock, facts = pairs[mode]
+    streaming = facts["streaming"]
+    print(streaming)
+    assert {name: facts[name] for name in stock} == stock
+    assert streaming["streamed"] >= STEPS - 1
+    assert streaming["in_line"] == 0
+
+
+def test_a_plain_loop_waits_for_blocks_only(pairs: dict[str, tuple[Any, Any]]) -> None:
+    streaming = pairs["plain"][1]["streaming"]
+    assert streaming["waited"] == 0
+
+
+def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Callable[..., Job]) -> None:
+    jobs = {
+        budget: start(
+            "streaming.py",
+            "plain",
+            str(STEPS),
+            UMEM_POLICY="sft-streamed",
+            UMEM_DEVICE_BUDGET=budget,
+            **DETERMINISTIC,
+        )
+        for budget in ("1400MiB", "8GiB")
+    }
+    tight, wide = (jobs[budget].facts() for budget in jobs)
+    assert tight["losses"] == wide["losses"]
+    assert tight["weights"] == wide["weights"]
+    assert tight["streaming"]["slots_bytes"] > 0
+    assert wide["streaming"]["slots_bytes"] == 0  # all of it fits
+    assert tight["streaming"]["pinned_bytes"] >= STATE_BYTES / 2
