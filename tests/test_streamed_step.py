@@ -469,9 +469,9 @@ def step_with_a_closure(program: Program) -> None:
 
 
 def view_of_weights(program: Program) -> None:
-    if program.kept is None:
-        program.kept = [it.data.view(-1) for it in program.model.parameters()]
-    program.seen.append([it.clone() for it in program.kept])
+    if program.extra is None:
+        program.extra = [it.data.view(-1) for it in program.model.parameters()]
+    program.seen.append([it.clone() for it in program.extra])
 
 
 def view_of_gradients(program: Program) -> None:
@@ -538,13 +538,72 @@ def own_gradient(program: Program) -> None:
         parameter.grad = None
 
 
+def keep_state_dict(program: Program) -> None:
+    program.seen.append(copy.deepcopy(program.kept))  # of the step before: it shares memory
+    program.kept = program.model.state_dict()
+
+
+def copy_optimizer(program: Program) -> None:
+    other = copy.deepcopy(program.optimizer)
+    program.seen.append(other.state_dict()["state"])
+
+
+def share_state(program: Program) -> None:
+    other = torch.optim.AdamW(program.model.parameters(), lr=1e-3)
+    other.load_state_dict(program.optimizer.state_dict())  # takes the very tensors
+    other.step()
+    program.seen.append(copy.deepcopy(other.state_dict()["state"]))
+
+
+def from_one_vector(program: Program) -> None:
+    vector = nn.utils.parameters_to_vector(program.model.parameters())
+    nn.utils.vector_to_parameters(vector.detach() * 0.99, program.model.parameters())
+
+
+def new_parameter(program: Program) -> None:
+    layer = program.model.layers[0]
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def functional(program: Program) -> None:
+    values = {name: it.detach() * 2 for name, it in program.model.named_parameters()}
+    program.seen.append(torch.func.functional_call(program.model, values, (torch.ones(2, 16),)))
+
+
+def averaged_model(program: Program) -> None:
+    if program.kept is None:
+        program.kept = torch.optim.swa_utils.AveragedModel(program.model)
+    elif isinstance(program.kept, nn.Module):
+        program.kept.update_parameters(program.model)
+        program.seen.append([it.detach().clone() for it in program.kept.parameters()])
+
+
+def clip_late(program: Program) -> None:
+    nn.utils.clip_grad_value_(program.model.parameters(), 1e-3)
+    program.optimizer.step()
+
+
+def hooks_on_gradients(program: Program) -> None:
+    if program.steps == 2:
+        for parameter in program.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+def norms_of_state(program: Program) -> None:
+    program.seen.append(
+        [it["exp_avg"].norm() for it in program.optimizer.state.values() if "exp_avg" in it]
+    )
+
+
 USES = [
     *(ema, foreach_ema, logged_norms, save, save_and_load, copy_model, evaluate, call_one_layer),
     *(use_a_weight_elsewhere, zero_in_place, step_again, change_hyperparameters),
     *(change_weights_in_place, replace_data, change_state_in_place, clear_state, convert, freeze),
     *(freeze_by_turns, read_in_a_thread, accumulate_into_old_gradients, exception_in_forward),
     *(skip_a_step, step_with_a_closure, view_of_weights, view_of_gradients, view_of_state),
-    *(hook_on_step, hook_before_step, new_group, old_graph, own_gradient),
+    *(hook_on_step, hook_before_step, new_group, old_graph, own_gradient, keep_state_dict),
+    *(copy_optimizer, share_state, from_one_vector, new_parameter, functional, averaged_model),
+    *(clip_late, hooks_on_gradients, norms_of_state),
 ]
 
 
