@@ -573,7 +573,7 @@ def functional(program: Program) -> None:
 def averaged_model(program: Program) -> None:
     if program.kept is None:
         program.kept = torch.optim.swa_utils.AveragedModel(program.model)
-    elif isinstance(program.kept, nn.Module):
+    elif isinstance(program.kept, torch.optim.swa_utils.AveragedModel):
         program.kept.update_parameters(program.model)
         program.seen.append([it.detach().clone() for it in program.kept.parameters()])
 
