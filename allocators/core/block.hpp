@@ -19,6 +19,7 @@ struct Segment {
   std::size_t raw_bytes = 0;
   Heap* heap = nullptr;
   Block* first = nullptr;
+  bool room_was_made = false;  // others were given back for it
 };
 
 enum class BlockState : std::uint8_t {

@@ -113,6 +113,7 @@ struct Heap {
   bool lent = false;
   std::uint32_t patience = 0;
   std::uint32_t turned_away = 0;
+  std::uint32_t in_vain = 0;  // requests for which no room was made, see room_was_in_vain()
 };
 
 // The heaps of one stream, by route number (see DeviceAllocator::Route), made when first used.
@@ -270,7 +271,8 @@ class DeviceAllocator {
   std::size_t excess_bytes(std::size_t more_bytes) const;
   bool over_budget(const Profile& profile, std::size_t bytes) const;
   bool waiting_helps(const Heap& heap, std::size_t bytes) const;
-  void make_room(const Heap& heap, std::size_t bytes);
+  bool make_room(Heap& heap, std::size_t bytes);
+  bool room_was_in_vain(const Heap& heap, std::size_t bytes) const;
   std::size_t idle_device_bytes() const;
   void trim_to_budget(std::size_t more_bytes);
   std::uint8_t profile_of_class(const Block& block) const;

@@ -18,6 +18,7 @@ constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
 
 // Of Heap::patience: many steps of a training.
 constexpr std::uint32_t kLeastPatience = 1U << 16, kMostPatience = 1U << 30;
+constexpr std::size_t kMostInVain = 2;  // segments that room was made for in vain
 
 std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
   if (tier == Tier::small)
@@ -73,15 +74,17 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
                               Shortage& shortage) {
   const Profile& profile = profiles_[heap.profile];
   const std::size_t least_bytes = least_segment_bytes(bytes);
+  bool room_was_made = false;
   if (over_budget(profile, least_bytes) && active_pools_.empty()) {
     if (waiting_helps(heap, bytes)) {
       synchronize_events();
       if (Block* block = take_cached(heap, bytes)) return block;
     }
-    make_room(heap, least_bytes);
+    room_was_made = make_room(heap, least_bytes);
   }
   if (!over_budget(profile, least_bytes)) {
     Block* block = new_segment(heap, bytes, shortage);
+    if (block != nullptr) block->segment->room_was_made = room_was_made;
     if (block != nullptr || shortage.limit != Shortage::Limit::device_budget) return block;
   }
   shortage.over_budget = true;
@@ -177,10 +180,14 @@ bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes) const {
 
 // Gives back segments without live blocks so that `bytes` more of `heap` fit into the budget; none
 // if they would not fit even then. First those of the heap itself: they are all too small for the
-// request, and what they served is served by the new segment.
-void DeviceAllocator::make_room(const Heap& heap, std::size_t bytes) {
+// request, and what they served is served by the new segment. False if none are given back.
+bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes) {
   const std::size_t excess = excess_bytes(bytes);
-  if (excess > idle_device_bytes()) return;
+  if (excess > idle_device_bytes()) return false;
+  if (room_was_in_vain(heap, bytes)) {
+    if (++heap.in_vain < kLeastPatience) return false;
+    heap.in_vain = 0;
+  }
   std::array<std::vector<Segment*>, 3> ranks;  // of this heap, smaller ones, others
   std::set<Heap*> keeping;
   for (auto& [address, segment] : segments_) {
@@ -200,11 +207,28 @@ void DeviceAllocator::make_room(const Heap& heap, std::size_t bytes) {
       given_bytes += take_least(std::move(rank), excess - given_bytes, given);
   if (given_bytes < excess) {
     for (Heap* owner : keeping) ++owner->turned_away;
-    return;
+    return false;
   }
   for (const Segment* segment : given)
     if (segment->bytes >= bytes) segment->heap->lent = true;
   release_segments(given);
+  return !given.empty();
+}
+
+// Whether room was made for requests of this size before, and smaller ones have taken it since.
+// With little to spare, that would repeat in every step.
+bool DeviceAllocator::room_was_in_vain(const Heap& heap, std::size_t bytes) const {
+  std::size_t taken = 0;
+  for (const auto& [address, segment] : segments_) {
+    if (!segment.room_was_made || segment.heap != &heap || segment.bytes < bytes ||
+        segment.bytes > bytes + bytes / 4)
+      continue;
+    bool serves = false;
+    for (const Block* block = segment.first; block != nullptr; block = block->next)
+      serves = serves || (block->state != BlockState::cached && block->bytes + kPageBytes > bytes);
+    if (!serves) ++taken;
+  }
+  return taken >= kMostInVain;
 }
 
 // What giving back all segments without live blocks would free on the device, at most.

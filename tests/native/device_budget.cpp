@@ -366,6 +366,90 @@ void patience_ends() {
   CHECK(requests > 10000);  // many steps
 }
 
+// Llama-2-7B in fp32 with autocast and checkpoints, 8,192 tokens: weights stay, gradients live to
+// the end of the step. The logits are larger than what the gradients leave in one piece.
+class Llama {
+ public:
+  explicit Llama(Machine& machine) : machine_(machine) {
+    for (std::size_t layer = 0; layer < kLayers; ++layer)
+      for (const std::size_t bytes : weights_)
+        machine_.allocate(bytes, kMain, TensorClass::weights);
+    for (int i = 0; i < 2; ++i) machine_.allocate(kTable, kMain, TensorClass::weights);
+  }
+
+  void step() {
+    std::vector<std::uintptr_t> checkpoints, gradients;
+    for (std::size_t layer = 0; layer < kLayers; ++layer) {
+      const auto live = hold(of_layer_);
+      checkpoints.push_back(machine_.allocate(kHidden));
+      drop(live);
+    }
+    const auto logits = hold({kTokens * kWords * 2, kTokens * kWords * 4, kTokens * kWords * 4});
+    gradients.push_back(machine_.allocate(kTable, kMain, TensorClass::gradients));
+    drop(logits);
+    for (std::size_t layer = kLayers; layer-- > 0;) {
+      const auto live = hold(of_layer_), more = hold({kInner, kInner, kHidden});
+      for (const std::size_t bytes : weights_) {
+        const std::uintptr_t half = machine_.allocate(bytes / 2);
+        gradients.push_back(machine_.allocate(bytes, kMain, TensorClass::gradients));
+        machine_.free(half);
+      }
+      drop(more);
+      drop(live);
+      machine_.free(checkpoints[layer]);
+    }
+    gradients.push_back(machine_.allocate(kTable, kMain, TensorClass::gradients));
+    drop(gradients);
+  }
+
+ private:
+  static constexpr std::size_t kLayers = 32, kTokens = 8192, kWords = 32000;
+  static constexpr std::size_t kWidth = 4096, kWide = 11008;
+  static constexpr std::size_t kTable = kWords * kWidth * 4;
+  static constexpr std::size_t kHidden = kTokens * kWidth * 2, kInner = kTokens * kWide * 2;
+  static constexpr std::size_t kSquare = kWidth * kWidth * 2, kOblong = kWidth * kWide * 2;
+
+  std::vector<std::uintptr_t> hold(const std::vector<std::size_t>& sizes) {
+    std::vector<std::uintptr_t> held;
+    for (const std::size_t bytes : sizes) held.push_back(machine_.allocate(bytes));
+    return held;
+  }
+  void drop(const std::vector<std::uintptr_t>& held) {
+    for (const std::uintptr_t address : held) machine_.free(address);
+  }
+
+  Machine& machine_;
+  const std::vector<std::size_t> weights_ = {2 * kSquare, 2 * kSquare, 2 * kSquare,
+                                             2 * kSquare, 2 * kOblong, 2 * kOblong,
+                                             2 * kOblong, kWidth * 4,  kWidth * 4};
+  const std::vector<std::size_t> of_layer_ = {
+      kSquare, kHidden, kSquare, kHidden,     kSquare, kHidden, kSquare, kHidden, 2 * kHidden,
+      kTokens, kHidden, kOblong, kInner, kOblong, kInner,  kOblong, kInner,  kInner};
+};
+
+void a_training_settles_whatever_its_budget() {
+  std::int64_t peak_bytes = 0;
+  for (const double share : {0.0, 1.05, 1.02, 1.0, 0.95, 0.8}) {  // of the peak; 0: no budget
+    const auto budget = static_cast<std::size_t>(share * static_cast<double>(peak_bytes));
+    Machine machine({.config = budget_config(budget)});
+    Llama model(machine);
+    DeviceStats settled;
+    for (int i = 0; i < 20; ++i) {
+      model.step();
+      if (i == 4) settled = machine.device.stats();
+    }
+    const DeviceStats stats = machine.device.stats();
+    CHECK_EQUAL(stats.num_device_alloc, settled.num_device_alloc);
+    CHECK_EQUAL(stats.num_device_free, settled.num_device_free);
+    if (share == 0)
+      peak_bytes = stats.allocated_bytes.all.peak;
+    else
+      CHECK(stats.budget_bytes.peak <= static_cast<std::int64_t>(budget));
+    if (share == 1.05) CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
+    check_consistent(machine.device);
+  }
+}
+
 void random_steps_settle() {
   for (std::uint64_t seed = 0; seed < 40; ++seed) {
     std::mt19937_64 random(seed);
@@ -408,5 +492,6 @@ int main() {
   RUN(heaps_do_not_take_segments_from_each_other_for_ever);
   RUN(equal_heaps_do_not_take_segments_from_each_other_for_ever);
   RUN(patience_ends);
+  RUN(a_training_settles_whatever_its_budget);
   RUN(random_steps_settle);
 }
