@@ -627,4 +627,10 @@ def test_uses_in_any_order(
         for use in uses:
             use(program)
 
-    compare(change, eagerness=eagerness, seed=seed)
+    try:
+        Program(None).run(change)
+    except (RuntimeError, ValueError) as error:  # some do not go together
+        with pytest.raises(type(error)):
+            compare(change, eagerness=eagerness, seed=seed)
+    else:
+        compare(change, eagerness=eagerness, seed=seed)
