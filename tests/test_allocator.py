@@ -13,7 +13,7 @@ from umem.core.errors import UnsupportedError
 from umem.hardware.host_memory import host_memory_bytes
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries
-from umem.swap import check_devices, with_default_limit
+from umem.swap import check_devices, pinned_limit_bytes, with_default_limit
 
 GIB = 1 << 30
 
@@ -80,3 +80,8 @@ class TestDefaultLimit:
 
     def test_coherent_cards_have_none(self) -> None:
         assert with_default_limit(policy(), (GH200,)).managed_limit_bytes is None
+
+    def test_page_locked_memory_leaves_some_of_the_host(self) -> None:
+        host = host_memory_bytes()
+        assert host is not None
+        assert 0 < pinned_limit_bytes() < host[0]

@@ -32,7 +32,14 @@ from umem.runtime.state import (
 )
 from umem.torch_compat import require, set_allocator_functions
 
-__all__ = ["check_devices", "enable", "manage_automatically", "with_default_limit"]
+__all__ = [
+    "PINNED_SHARE_OF_HOST",
+    "check_devices",
+    "enable",
+    "manage_automatically",
+    "pinned_limit_bytes",
+    "with_default_limit",
+]
 
 _LOG = logging.getLogger("umem")
 
@@ -43,6 +50,10 @@ cap nor a budget: a card that is oversubscribed far beyond its memory can hang."
 MANAGED_SHARE_OF_HOST = 0.5
 """With a budget, tensors beyond it live on the host: the cap is the budget plus this share of the
 available host memory. The rest is for data loaders and other programs."""
+
+PINNED_SHARE_OF_HOST = 0.85
+"""Cap on page-locked memory, as a share of the host memory that is available when umem starts: it
+cannot be swapped, and a host without any other memory ends programs."""
 
 _STEPS_WITHOUT_MODEL = 8
 """Steps of an optimizer after which umem stops looking for its model."""
@@ -126,7 +137,7 @@ def _enable(policy: Policy) -> Runtime:
     resolved = resolve(policy, capabilities[0].total_bytes)
     check_devices(resolved, capabilities)
     import_libraries(resolved.share)
-    config = native_config(with_default_limit(resolved, capabilities))
+    config = native_config(with_default_limit(resolved, capabilities), pinned_limit_bytes())
     torch_memory, path = torch.cuda.memory, str(library.__file__)
     pluggable = torch_memory.CUDAPluggableAllocator(path, "umem_malloc", "umem_free")
     set_allocator_functions(pluggable.allocator(), library.torch_entry_points())
@@ -214,6 +225,12 @@ def with_default_limit(
         limit = resolved.device_budget_bytes * len(capabilities)
         limit += MANAGED_SHARE_OF_HOST * (0 if host is None else host.available_bytes)
     return replace(resolved, managed_limit_bytes=int(limit))
+
+
+def pinned_limit_bytes() -> int:
+    """Cap on page-locked memory of this process: :data:`PINNED_SHARE_OF_HOST`; 0 if unknown."""
+    host = host_memory()
+    return 0 if host is None else int(PINNED_SHARE_OF_HOST * host.available_bytes)
 
 
 def manage_automatically(

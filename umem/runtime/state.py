@@ -73,8 +73,16 @@ def fell_back() -> bool:
     return _runtime is None and _fallback_reason is not None
 
 
-def native_config(resolved: ResolvedPolicy) -> _native.Config:
-    """The native allocator's configuration for a policy from :func:`umem.policy.resolve`."""
+def native_config(resolved: ResolvedPolicy, pinned_limit_bytes: int = 0) -> _native.Config:
+    """The native allocator's configuration.
+
+    Parameters
+    ----------
+    resolved
+        A policy from :func:`umem.policy.resolve`.
+    pinned_limit_bytes
+        Most page-locked memory of all GPUs together; 0 for no limit.
+    """
     library = native()
     return library.Config(
         classes=[
@@ -91,4 +99,5 @@ def native_config(resolved: ResolvedPolicy) -> _native.Config:
         device_budget_bytes=resolved.device_budget_bytes or 0,
         system_headroom_bytes=resolved.system_headroom_bytes,
         caching=resolved.caching,
+        pinned_limit_bytes=pinned_limit_bytes,
     )
