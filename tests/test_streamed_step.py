@@ -75,7 +75,7 @@ def streaming(**program: Any) -> tuple[Program, LazyLanes]:
     made: list[LazyLanes] = []
 
     def make(model: nn.Module) -> LazyLanes:
-        made.append(LazyLanes(model.parameters))
+        made.append(LazyLanes(model))
         return made[0]
 
     run = Program(make, **program)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import random
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,8 @@ class LazyLanes(Lanes):
 
     Parameters
     ----------
-    parameters
-        Returns all that the work may update.
+    model
+        Has all parameters that the work may update. Only a weak reference is kept.
     eagerness
         Probability that the next work of some lane runs when there is an occasion.
     seed
@@ -49,11 +50,11 @@ class LazyLanes(Lanes):
 
     def __init__(
         self,
-        parameters: Callable[[], Iterable[nn.Parameter]],
+        model: nn.Module,
         eagerness: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self._parameters = parameters
+        self._model = weakref.ref(model)
         self._eagerness = eagerness
         self._random = random.Random(seed)
         self._queues: dict[Lane, deque[_Task]] = {lane: deque() for lane in Lane}
@@ -76,6 +77,10 @@ class LazyLanes(Lanes):
             if not ready:
                 return
             self._run(self._random.choice(ready).popleft())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        model = self._model()
+        return [] if model is None else list(model.parameters())
 
     def mark(self) -> None:
         """The program's own work runs when it is called."""

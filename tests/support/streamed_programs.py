@@ -144,7 +144,7 @@ def compare(
     **program: Any,
 ) -> Program:
     """Run a program both ways, compare all bits, and return the streamed run."""
-    streamed = Program(lambda model: LazyLanes(model.parameters, eagerness, seed), **program)
+    streamed = Program(lambda model: LazyLanes(model, eagerness, seed), **program)
     found = streamed.run(change, steps)
     assert bits(found) == bits(Program(None, **program).run(change, steps))
     return streamed
