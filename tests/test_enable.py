@@ -145,6 +145,7 @@ def test_refusal_names_the_remedy(facts: dict[str, Any]) -> None:
     assert "install" in text or "CUDA_VISIBLE_DEVICES" in text, text
 
 
+@pytest.mark.slow
 def test_fallback_warns_once_and_works_on(facts: dict[str, Any]) -> None:
     assert facts["fallback"] is False
     [[category, text, file]] = facts["warnings"]

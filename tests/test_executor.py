@@ -90,6 +90,7 @@ def arguments_of(function: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, .
     return calls[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_values_equal_those_of_a_stock_run(planner: str, stock: Training) -> None:
     training = Training()
@@ -305,6 +306,7 @@ def test_live_bytes_less_evicted_bytes_stay_within_the_budget(planner: str) -> N
     assert all(0 < there <= 34 * MIB for _, there in on_device.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_training_that_fits_keeps_only_own_hooks(planner: str, stock: Training) -> None:
     training = Training()
@@ -381,6 +383,7 @@ def test_a_default_manager_is_replaced_until_it_has_a_plan() -> None:
     assert training.manage() is manager
 
 
+@pytest.mark.slow
 def test_close_leaves_nothing_behind() -> None:
     for steps in (1, 4, BEFORE_PLANNED + 2):  # warming up, recording, running
         stock, training = Training(), Training()
@@ -419,6 +422,7 @@ def test_an_optimizer_does_not_keep_the_model_alive(steps: int) -> None:
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_shape_that_comes_once_runs_under_a_lookahead() -> None:
     def train(training: Training) -> None:
         for step in range(14):
@@ -442,6 +446,7 @@ def test_hints_never_reach_beyond_a_smaller_tensor() -> None:
     assert not program_of(manager).present
 
 
+@pytest.mark.slow
 def test_a_shape_that_comes_again_gets_a_plan() -> None:
     def train(training: Training) -> None:
         for step in range(24):

@@ -98,6 +98,7 @@ class QuantisedNet(Net):
         self.layers = nn.ModuleList(Quantised() for _ in range(4))
 
 
+@pytest.mark.slow
 def test_each_part_of_a_wrapped_weight_moves() -> None:
     stock, training = Training(QuantisedNet), Training(QuantisedNet)
     manager = training.manage("fault", 60 * MIB)

@@ -156,6 +156,7 @@ def plans(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, list[str]]], int,
     return sizes, phases, draw(st.integers(0, 12)), draw(st.integers(1, 4))
 
 
+@pytest.mark.slow
 @given(plans())
 @settings(max_examples=300, deadline=None)
 def test_the_budget_holds_however_late_evictions_end(

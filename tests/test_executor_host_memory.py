@@ -127,6 +127,7 @@ def test_a_host_has_no_more_than_all_its_memory() -> None:
     assert within_host(hardware, 1 << 50, lambda: (1 << 40, 1 << 39)) == hardware
 
 
+@pytest.mark.slow
 def test_a_second_manager_has_the_host_memory_of_the_first() -> None:
     """Also while a graph holds activations that the first one has copied to the host."""
     stock = Training()

@@ -260,6 +260,7 @@ def test_state_that_the_policy_places_on_the_host_is_updated_in_overlap(budget_b
     assert set(program_of(manager).candidate.overlapped) == ALL
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_state_that_the_planner_maps_is_updated_in_overlap() -> None:
     _, manager = both(lambda it: it.steps(12), step_in_backward=True, make_optimizer=fused)
@@ -274,6 +275,7 @@ def test_state_that_the_planner_maps_is_updated_in_overlap() -> None:
     assert joined
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("make_optimizer", [partial(torch.optim.AdamW, lr=1e-3), fused])
 def test_without_step_in_backward_nothing_overlaps(make_optimizer: Any) -> None:

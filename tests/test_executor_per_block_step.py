@@ -39,6 +39,7 @@ def has_parts(manager: Manager) -> bool:
     return "optimizer head" in manager.trace.phase_names
 
 
+@pytest.mark.slow
 def test_later_hooks_see_the_whole_step_and_may_change_it() -> None:
     def train(training: Training) -> None:
         def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -73,6 +74,7 @@ def test_steps_with_a_closure_are_planned_as_a_whole() -> None:
     assert (manager.status().steps, manager.status().diverged_steps) == (12 - BEFORE_PLANNED, 0)
 
 
+@pytest.mark.slow
 def test_steps_that_stop_running_in_parts_are_planned_again() -> None:
     def train(training: Training) -> None:
         training.steps(BEFORE_PLANNED + 2)
@@ -85,6 +87,7 @@ def test_steps_that_stop_running_in_parts_are_planned_again() -> None:
     assert manager.status().steps >= 2 + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
 def test_an_error_in_the_optimizers_step_reaches_the_program(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch

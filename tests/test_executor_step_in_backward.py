@@ -42,6 +42,7 @@ def twelve(training: Training) -> None:
     training.steps(12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
 def test_values_equal_those_of_a_stock_run(planner: str) -> None:
     _, manager = both(twelve, planner)
@@ -100,6 +101,7 @@ def test_other_optimizers(kind: Any) -> None:
     assert manager.status().step_in_backward
 
 
+@pytest.mark.slow
 def test_a_learning_rate_schedule() -> None:
     def train(training: Training) -> None:
         schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.9)
@@ -140,6 +142,7 @@ class Tied(Net):
         self.head.register_parameter("weight", self.layers[0].get_parameter("weight"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Tied, Checkpointed])
 def test_weights_that_are_used_twice(model: type[Net]) -> None:
     _, manager = both(twelve, make_model=model)
@@ -292,6 +295,7 @@ def scaled(training: Training, scale: float = 4.0) -> None:
         training.losses.append(loss.item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "reason"),
     [
@@ -403,6 +407,7 @@ def test_a_loop_may_skip_a_batch_whose_backward_pass_fails() -> None:
         training.forward().backward()
 
 
+@pytest.mark.slow
 def test_loading_state_in_the_middle_of_a_step() -> None:
     stock, managed = Training(), Training()
     manager = managed.manage(step_in_backward=True)

@@ -36,6 +36,7 @@ def both(train: Callable[[Training], None], planner: str = "planned", **more: An
     return manager
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "fault"])
 def test_gradient_accumulation(planner: str) -> None:
     def train(training: Training) -> None:
@@ -51,6 +52,7 @@ def test_gradient_accumulation(planner: str) -> None:
     assert (status.steps, status.diverged_steps, status.plans) == (12 - BEFORE_PLANNED, 1, 1)
 
 
+@pytest.mark.slow
 def test_accumulation_that_ends_early_diverges_once() -> None:
     def train(training: Training) -> None:
         for step in range(14):
@@ -67,6 +69,7 @@ def test_accumulation_that_ends_early_diverges_once() -> None:
     )  # and the first one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 def test_zero_grad_that_keeps_gradients(planner: str) -> None:
     def train(training: Training) -> None:
@@ -87,6 +90,7 @@ def test_zero_grad_before_the_forward_pass() -> None:
     assert both(train).status().diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps() -> None:
     def train(training: Training) -> None:
         for step in range(14):
@@ -101,6 +105,7 @@ def test_evaluation_between_steps() -> None:
     assert (status.steps, status.diverged_steps, status.unplanned) == (14 - BEFORE_PLANNED, 0, 0)
 
 
+@pytest.mark.slow
 def test_evaluation_with_gradients_in_a_step() -> None:
     def train(training: Training) -> None:
         for step in range(14):
@@ -112,6 +117,7 @@ def test_evaluation_with_gradients_in_a_step() -> None:
     assert (status.steps, status.diverged_steps) == (14 - BEFORE_PLANNED - 1, 1)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_schedule() -> None:
     def train(training: Training) -> None:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, 14)
@@ -139,6 +145,7 @@ def test_a_wrapped_optimizer() -> None:
     assert manager.status().steps == 10 - BEFORE_PLANNED
 
 
+@pytest.mark.slow
 def test_steps_that_a_scaler_skips() -> None:
     def train(training: Training) -> None:
         for step in range(16):
@@ -154,6 +161,7 @@ def test_steps_that_a_scaler_skips() -> None:
     assert status.steps >= 4
 
 
+@pytest.mark.slow
 def test_a_closure() -> None:
     def train(training: Training) -> None:
         def closure() -> torch.Tensor:
@@ -174,6 +182,7 @@ def test_a_closure() -> None:
     assert manager.status().state in (ManagerState.RUNNING, ManagerState.OFF)
 
 
+@pytest.mark.slow
 def test_parameters_added_later() -> None:
     def train(training: Training) -> None:
         head = training.model.get_parameter("head.weight")
@@ -191,6 +200,7 @@ def test_parameters_added_later() -> None:
     assert both(train, make_model=frozen_head).status().plans == 1
 
 
+@pytest.mark.slow
 def test_loading_state_between_steps() -> None:
     def train(training: Training) -> None:
         training.steps(10)
@@ -204,6 +214,7 @@ class Reentrant(Checkpointed):
     use_reentrant = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Checkpointed, Reentrant])
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 def test_activation_checkpointing(model: type[nn.Module], planner: str) -> None:
@@ -292,6 +303,7 @@ class Adapted(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 def test_frozen_weights_are_never_written_back(planner: str) -> None:
     manager = both(
@@ -337,6 +349,7 @@ def test_compiled_blocks(in_place: bool) -> None:
     assert manager.store.statistics.bytes_out > 0
 
 
+@pytest.mark.slow
 def test_a_model_compiled_as_a_whole_is_not_managed(caplog: pytest.LogCaptureFixture) -> None:
     stock, training = Training(), Training()
     manager = training.manage()
@@ -353,6 +366,7 @@ def test_a_model_compiled_as_a_whole_is_not_managed(caplog: pytest.LogCaptureFix
     assert training.equals(stock)
 
 
+@pytest.mark.slow
 def test_two_models_in_one_process() -> None:
     def train(first: Training, second: Training) -> None:
         for _ in range(12):
@@ -472,6 +486,7 @@ def in_the_optimizer(error: type[BaseException]) -> Callable[[Training], None]:
     return breaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "fault"])
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", [in_forward, inside_a_block, in_backward, in_the_optimizer])

@@ -87,6 +87,7 @@ def test_every_driver_call_may_fail_once(call: str, planner: str, stock: Trainin
     assert sum(of.requests[HintOutcome.DONE] for of in counts) > 20
 
 
+@pytest.mark.slow
 def test_the_hint_queue_may_be_full(stock: Training) -> None:
     training = Training()
     settings = HintSettings(capacity=2)
@@ -96,6 +97,7 @@ def test_the_hint_queue_may_be_full(stock: Training) -> None:
     assert manager.engine.statistics().refused > 0
 
 
+@pytest.mark.slow
 def test_the_wait_for_late_pages_is_limited(
     stock: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_full_pool_stays_as_it_is(limit_mib: int) -> None:
     assert step(4, 16, 6) == first, "and these have it again"
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_pages_of_its_own() -> None:
     """The child's memory must not lie in the range of the parent's pages, and go with them."""
     code = """

@@ -71,6 +71,7 @@ def test_sft_has_sixteen_bytes_per_parameter(sft: Trace) -> None:
     assert count_bytes(sft, TensorClass.FROZEN_WEIGHTS, persistent=True) == 0
 
 
+@pytest.mark.slow
 def test_sft_updates_one_parameter_at_a_time(sft: Trace) -> None:
     in_step = [p for p, name in enumerate(sft.phase_names) if name.startswith("optimizer ")]
     largest = 4 * max(EMBEDDING, 256 * 688)  # a gradient in float32
@@ -102,6 +103,7 @@ def test_lora_trains_adapters_only(lora: Trace) -> None:
     )
 
 
+@pytest.mark.slow
 def test_lora_never_writes_frozen_weights(lora: Trace) -> None:
     frozen = lora.tensor_class == TensorClass.FROZEN_WEIGHTS.number
     modes = lora.access_mode[frozen[lora.access_tensor]]
