@@ -321,6 +321,14 @@ def test_spare_memory_holds_state(spare_bytes: int, is_resident: bool) -> None:
     assert bits(weights) == bits(expected[-1 - len(weights) : -1])
 
 
+def test_state_is_made_in_the_order_of_the_optimizer() -> None:
+    def change(program: Program) -> None:
+        norms_of_state(program)
+        program.optimizer.state.clear()
+
+    compare(change, steps=2)
+
+
 # ------------------------------------------------------------------ uses between step and forward
 
 
@@ -539,7 +547,8 @@ def own_gradient(program: Program) -> None:
 
 
 def keep_state_dict(program: Program) -> None:
-    program.seen.append(copy.deepcopy(program.kept))  # of the step before: it shares memory
+    if isinstance(program.kept, dict):  # of the step before: it shares memory
+        program.seen.append(copy.deepcopy(program.kept))
     program.kept = program.model.state_dict()
 
 

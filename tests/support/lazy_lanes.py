@@ -55,6 +55,8 @@ class LazyLanes(Lanes):
         seed: int = 0,
     ) -> None:
         self._model = weakref.ref(model)
+        self._known: dict[int, nn.Parameter] = {}
+        self._parameters()
         self._eagerness = eagerness
         self._random = random.Random(seed)
         self._queues: dict[Lane, deque[_Task]] = {lane: deque() for lane in Lane}
@@ -79,8 +81,11 @@ class LazyLanes(Lanes):
             self._run(self._random.choice(ready).popleft())
 
     def _parameters(self) -> list[nn.Parameter]:
+        """All that the model has or had: an optimizer may keep one that was replaced."""
         model = self._model()
-        return [] if model is None else list(model.parameters())
+        if model is not None:
+            self._known |= {id(it): it for it in model.parameters()}
+        return list(self._known.values())
 
     def mark(self) -> None:
         """The program's own work runs when it is called."""

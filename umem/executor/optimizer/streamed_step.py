@@ -174,7 +174,10 @@ class StreamedStep:
             self._find_units(optimizer)
             self._lay_out(optimizer)
             call = _Call(optimizer, self._lanes)
+            had_state = len(optimizer.state)
             waits = [self._queue(unit, call) for unit in self._units.values()]
+            if len(optimizer.state) > had_state:
+                _sort_new_state(optimizer, had_state)
             for moment in filter(None, waits):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
@@ -380,6 +383,15 @@ class StreamedStep:
             self._units.clear()
             self._slots.clear()
             self._members = []
+
+
+def _sort_new_state(optimizer: Optimizer, had_state: int) -> None:
+    """Bring what the units have made, behind the state that there was, into the order of a step."""
+    made = set(list(optimizer.state)[had_state:])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in made:
+                optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
 class _Call:
