@@ -27,19 +27,6 @@ std::size_t budget_bytes(const Machine& machine) {
   return static_cast<std::size_t>(machine.device.stats().budget_bytes.current);
 }
 
-std::string out_of_memory_text(Machine& machine, std::size_t bytes) {
-  try {
-    machine.allocate(bytes);
-  } catch (const OutOfMemory& error) {
-    return error.what();
-  }
-  check::fail(__FILE__, __LINE__, "the allocation was served");
-}
-
-bool contains(const std::string& text, const char* part) {
-  return text.find(part) != std::string::npos;
-}
-
 void device_memory_beyond_the_budget_is_page_locked() {
   for (const MemoryKind kind : {MemoryKind::device, MemoryKind::system}) {
     Machine machine({.config = budget_config(32 * MiB, kind)});

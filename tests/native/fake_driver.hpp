@@ -337,4 +337,17 @@ inline void check_consistent(const DeviceAllocator& device) {
   check_current(stats.inactive_split_bytes, split_bytes);
 }
 
+inline std::string out_of_memory_text(Machine& machine, std::size_t bytes) {
+  try {
+    machine.allocate(bytes);
+  } catch (const OutOfMemory& error) {
+    return error.what();
+  }
+  check::fail(__FILE__, __LINE__, "the allocation was served");
+}
+
+inline bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+
 }  // namespace umem

@@ -6,19 +6,6 @@ namespace {
 
 constexpr StreamId kMain = 0, kSide = 7;
 
-std::string out_of_memory_text(Machine& machine, std::size_t bytes) {
-  try {
-    machine.allocate(bytes);
-  } catch (const OutOfMemory& error) {
-    return error.what();
-  }
-  check::fail(__FILE__, __LINE__, "the allocation was served");
-}
-
-bool contains(const std::string& text, const char* part) {
-  return text.find(part) != std::string::npos;
-}
-
 KindStats managed_stats(const Machine& machine) { return machine.device.kind_stats()[0]; }
 
 void the_source_is_asked_again_after_the_cache() {

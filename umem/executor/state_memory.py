@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +11,7 @@ from umem.core.classes import TensorClass
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.stream_tuning import DeviceRoom
+from umem.runtime.inspection import tensor_class
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
@@ -56,18 +55,10 @@ class CudaStateMemory(StateMemory):
         with DisableTorchFunctionSubclass(), torch.no_grad():
             # Memory of optimizer state is page-locked under the policy, other memory is not.
             born = TensorClass.OTHER if on_device else TensorClass.OPTIMIZER_STATE
-            with self._allocating(born):
+            with tensor_class(born):
                 moved = torch.empty_like(tensor)
             self._allocator.retag(moved.data_ptr(), TensorClass.OPTIMIZER_STATE.number)
             tensor.data = moved.copy_(tensor)
-
-    @contextmanager
-    def _allocating(self, tensor_class: TensorClass) -> Iterator[None]:
-        before = self._allocator.enter_class(tensor_class.number)
-        try:
-            yield
-        finally:
-            self._allocator.leave_class(before)
 
     def block_bytes(self, size_bytes: int) -> int:
         """The allocator's rounding."""
@@ -75,7 +66,7 @@ class CudaStateMemory(StateMemory):
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Plain device memory."""
-        with self._allocating(TensorClass.OTHER):
+        with tensor_class(TensorClass.OTHER):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
 

@@ -96,10 +96,9 @@ class StagedState:
         self._offsets: dict[int, int] = {}
         self._slot: Slot | None = None
         self._bound: dict[torch.Tensor, dict[str, Any]] = {}
-        with DisableTorchFunctionSubclass():
-            self._find(memory)
         self.size_bytes = 0
         with DisableTorchFunctionSubclass():
+            self._find(memory)
             self._lay_out(memory)
 
     def _find(self, memory: StateMemory) -> None:

@@ -58,7 +58,6 @@ class StepCounts:
 class _Pending:
     """An update that no forward pass has waited for yet."""
 
-    update: Moment
     asked: Moment
     """When the step was called, on the stream that owns the memory of the gradients."""
     tensors: list[torch.Tensor]
@@ -181,7 +180,7 @@ class StreamedStep:
             for moment in filter(None, waits):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
-            deferred = [it.pending.update for it in self._units.values() if it.pending is not None]
+            deferred = [it.updated for it in self._units.values() if it.pending is not None]
             if deferred:
                 self._lanes.count_behind(call.ready, deferred[-1])
             self.counts.streamed += 1
@@ -247,7 +246,7 @@ class StreamedStep:
         if not self.may_defer:
             return done
         guarded = [*updated, *gradients, *state.others]
-        unit.pending = _Pending(done, call.ready, guarded)
+        unit.pending = _Pending(call.ready, guarded)
         guard_tensors(guarded[len(updated) :], lambda: self._settle_early(unit))
         guard_parameters(updated, lambda: self._settle_early(unit))
         return None
@@ -354,8 +353,8 @@ class StreamedStep:
             pending, unit.pending = unit.pending, None
             if pending is None:
                 return
-            self._lanes.wait(pending.update)
-            self._lanes.wait_on_stream_of(pending.asked, pending.update)
+            self._lanes.wait(unit.updated)
+            self._lanes.wait_on_stream_of(pending.asked, unit.updated)
             release(pending.tensors)
 
     def _settle_early(self, unit: StreamedUnit) -> None:
