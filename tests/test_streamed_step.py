@@ -321,6 +321,35 @@ def test_spare_memory_holds_state(spare_bytes: int, is_resident: bool) -> None:
     assert bits(weights) == bits(expected[-1 - len(weights) : -1])
 
 
+class SetClock(WallClock):
+    """A clock that is set by hand."""
+
+    now_s = 0.0
+
+    def mark(self) -> int:
+        """The time that it was set to."""
+        return int(self.now_s * 1e9)
+
+
+def test_waits_for_updates_are_no_part_of_the_forward_pass() -> None:
+    clock = SetClock()
+    tuner = StreamTuner(load_hardware("h200-pcie"), clock, Room(100))
+
+    def pass_s(seconds: float) -> None:
+        clock.now_s += seconds
+
+    for _ in range(3):
+        tuner.forward_begins()
+        for _block in range(2):
+            tuner.wait(lambda: pass_s(5.0))
+            pass_s(1.0)
+        tuner.forward_ends()
+        pass_s(4.0)
+        tuner.step_begins({"a": 10, "b": 10}, 0)
+    assert tuner.plan is not None
+    assert tuner.plan.predicted.compute_s == pytest.approx(2.0 + 4.0)
+
+
 def test_state_is_made_in_the_order_of_the_optimizer() -> None:
     def change(program: Program) -> None:
         norms_of_state(program)

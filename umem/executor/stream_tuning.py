@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 from umem.capture.live.timing import Clock
@@ -58,6 +59,8 @@ class StreamTuner:
         self._steps = 0
         self._begun: Any = None
         self._ended: Any = None
+        self._waits: list[tuple[Any, Any]] = []
+        """Begin and end of each wait for updates within the forward pass."""
         self._has_warned = False
 
     def forward_begins(self) -> None:
@@ -69,6 +72,15 @@ class StreamTuner:
         """Note its end."""
         if self._begun is not None and self._ended is None:
             self._ended = self._clock.mark()
+
+    def wait(self, block_waits: Callable[[], None]) -> None:
+        """Let a block wait for its update: the wait is no part of its forward pass."""
+        if self._begun is None or self._ended is not None or not self._clock.is_usable():
+            block_waits()
+            return
+        begun = self._clock.mark()
+        block_waits()
+        self._waits.append((begun, self._clock.mark()))
 
     def step_begins(
         self, sizes: Mapping[str, int], slots_bytes: int
@@ -90,6 +102,7 @@ class StreamTuner:
         """
         begun, self._begun = self._begun, None
         ended, self._ended = self._ended, None
+        waits, self._waits = self._waits, []
         if self.plan is not None:
             if not self.plan.resident or not self._room.is_short():
                 return None
@@ -100,8 +113,9 @@ class StreamTuner:
             return None
         stepped = self._clock.mark()
         forward_s = self._clock.seconds(begun, ended)
+        forward_s -= sum(self._clock.seconds(*wait) for wait in waits)
         backward_s = self._clock.seconds(ended, stepped)
-        self._clock.release([begun, ended, stepped])
+        self._clock.release([begun, ended, stepped, *chain.from_iterable(waits)])
         spare_bytes = max(0, self._room.spare_bytes() + slots_bytes)
         try:
             self.plan = self._make(sizes, forward_s, backward_s, spare_bytes)

@@ -183,9 +183,12 @@ class StreamedTraining:
             return
         if name == NO_BLOCK:
             self._move_last()
-            if self._tuner is not None and _computes_anew():
-                self._tuner.forward_begins()
-        self._step.wait(name)
+        if self._tuner is None or not _computes_anew():
+            self._step.wait(name)
+            return
+        if name == NO_BLOCK:
+            self._tuner.forward_begins()
+        self._tuner.wait(functools.partial(self._step.wait, name))
 
     def _after_model(self, _module: nn.Module, _args: object, _result: object) -> None:
         if torch.compiler.is_compiling() or not _computes_anew():

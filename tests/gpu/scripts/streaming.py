@@ -5,6 +5,7 @@ With ``UMEM_POLICY`` umem is enabled. The last line is JSON: what the program sa
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -104,9 +105,11 @@ def read_behind_a_host_wait(training: Training) -> None:
 
 def saved_and_loaded(training: Training) -> None:
     if len(training.losses) == 6:
-        torch.save((training.model.state_dict(), training.optimizer.state_dict()), "/tmp/state.pt")
+        file = io.BytesIO()
+        torch.save((training.model.state_dict(), training.optimizer.state_dict()), file)
         training.step()
-        model, optimizer = torch.load("/tmp/state.pt", weights_only=True)
+        file.seek(0)
+        model, optimizer = torch.load(file, weights_only=True)
         training.model.load_state_dict(model)
         training.optimizer.load_state_dict(optimizer)
 
