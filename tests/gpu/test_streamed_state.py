@@ -30,6 +30,8 @@ STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
 
 # All processes run at once: together they stay below the limit for managed memory of one machine.
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
+TIGHT = "1400MiB"
+"""A budget that not all of the state fits."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,14 @@ def pairs(start: Callable[..., Job]) -> dict[str, tuple[Any, Any]]:
     jobs = {
         mode: (
             start("streaming.py", mode, str(STEPS), **VARIABLES),
-            start("streaming.py", mode, str(STEPS), UMEM_POLICY="sft-streamed", **VARIABLES),
+            start(
+                "streaming.py",
+                mode,
+                str(STEPS),
+                UMEM_POLICY="sft-streamed",
+                UMEM_DEVICE_BUDGET=TIGHT,
+                **VARIABLES,
+            ),
         )
         for mode in STREAMED_MODES
     }
@@ -70,7 +79,7 @@ def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Callable[..., Job
             UMEM_DEVICE_BUDGET=budget,
             **VARIABLES,
         )
-        for budget in ("1400MiB", "8GiB")
+        for budget in (TIGHT, "8GiB")
     }
     tight, wide = (jobs[budget].facts() for budget in jobs)
     assert tight["losses"] == wide["losses"]

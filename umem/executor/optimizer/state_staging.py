@@ -132,14 +132,8 @@ class StagedState:
         yield from self.homes
         yield from self.others
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has state."""
-        return parameter in self._known
-
     def is_current(self, state: OptimizerState) -> bool:
-        """Whether the optimizer still has these very tensors as the state of these parameters."""
-        if len(state) != len(self._known):
-            return False
+        """Whether an optimizer still has these very tensors as the state of these parameters."""
         for parameter, known in self._known.items():
             values = state.get(parameter)
             if values is None or len(values) != len(known):

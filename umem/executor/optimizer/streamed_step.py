@@ -1,10 +1,12 @@
 """An optimizer step with streamed state, deferred into the next forward pass.
 
-``optimizer.step()`` only queues work. Units of parameters (the blocks of a model) are updated in
-the order of the forward pass, each by the optimizer's own function: the unit's state is copied from
-its home in host memory into a slot, updated there, and copied back, on three lanes. The next
-forward pass waits before each block for that block's update alone. Everything else that uses one
-of the tensors meanwhile is ordered behind its update by the access guard.
+``optimizer.step()`` only queues the updates of parameters whose state is in host memory. Units of
+them (the blocks of a model) are updated in the order of the forward pass, each by the optimizer's
+own function: the unit's state is copied from its home into a slot, updated there, and copied back,
+on three lanes. The next forward pass waits before each block for that block's update alone.
+Everything else that uses one of the tensors meanwhile is ordered behind its update by the access
+guard. Parameters whose state is on the device are updated within ``step()``, all at once: nothing
+is gained by deferring them, and a guard costs some microseconds a parameter.
 
 The values are those of the step that the program would have run: the same functions run on the same
 numbers, and hyperparameters count as they are when ``step()`` is called.
@@ -14,8 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,12 @@ from umem.executor.optimizer.access_guard import (
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.partial_step import plain_step
-from umem.executor.optimizer.state_staging import Slot, StagedState, StateMemory
+from umem.executor.optimizer.state_staging import (
+    OptimizerState,
+    Slot,
+    StagedState,
+    StateMemory,
+)
 
 __all__ = ["StepCounts", "StreamedStep", "StreamedUnit"]
 
@@ -45,7 +51,9 @@ class StepCounts:
     """What became of the optimizer's steps."""
 
     streamed: int = 0
-    """Steps that were queued unit by unit."""
+    """Steps of which some updates were queued."""
+    resident: int = 0
+    """Steps that the optimizer ran itself, because all state is on the device."""
     in_line: int = 0
     """Steps that the optimizer ran itself, on state in host memory."""
     waited: int = 0
@@ -64,6 +72,10 @@ class _Pending:
     """What is guarded until then: parameters, gradients, and state that is used where it is."""
 
 
+_Groups = list[tuple[int, list[Any]]]
+"""Parameters by the number of their group of the optimizer."""
+
+
 class StreamedUnit:
     """Parameters that are updated together, and their state.
 
@@ -75,10 +87,12 @@ class StreamedUnit:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.groups: list[tuple[int, list[Any]]] = []
-        """Number of a parameter group of the optimizer, and the unit's parameters in it."""
+        self.groups: _Groups = []
+        """The unit's parameters."""
+        self.streamed: _Groups = []
+        """Those that have state in host memory."""
         self.state: StagedState | None = None
-        """None before the first update."""
+        """State of these parameters; None if there are none."""
         self.slot: Slot | None = None
         """Where the state is staged; None for a unit without state in host memory."""
         self.fetched: Moment | None = None
@@ -92,11 +106,6 @@ class StreamedUnit:
         """Whether something has used a home since the state was laid out."""
         self.state_bytes = 0
         """Bytes of its state that can be streamed."""
-
-    @property
-    def streams(self) -> bool:
-        """Whether it has state in host memory."""
-        return self.state is not None and bool(self.state.homes)
 
 
 class StreamedStep:
@@ -129,6 +138,11 @@ class StreamedStep:
         self._slots: list[Slot] = []
         self._units: dict[str, StreamedUnit] = {}
         self._members: list[tuple[int, ...]] = []
+        self._in_line: _Groups = []
+        """Parameters that are updated within the step."""
+        self._seen: tuple[Any, int] | None = None
+        """The optimizer's state, and the number of its parameters, when units were laid out; None
+        to look at all of them again."""
         self._called: dict[str, None] = {}
         """Units in the order of their first call since the last step."""
         self._lock = threading.RLock()
@@ -140,8 +154,7 @@ class StreamedStep:
         """
         with self._lock:
             if resident != self._resident:
-                for unit in self._units.values():
-                    unit.is_touched = True  # laid out anew
+                self._seen = None
             self._resident, self._slot_count = resident, slots
             self._slots.clear()
 
@@ -162,8 +175,8 @@ class StreamedStep:
         Returns
         -------
         torch.optim.Optimizer or None
-            An optimizer without parameters, on which the program's own step does nothing. None if
-            the optimizer has to run the step itself.
+            An optimizer that has the other parameters, for the program's own step. None if the
+            optimizer has to run the step itself.
         """
         with self._lock:
             self.join()
@@ -172,19 +185,19 @@ class StreamedStep:
                 return None
             self._find_units(optimizer)
             self._lay_out(optimizer)
+            streamed = [unit for unit in self._units.values() if unit.state is not None]
+            if not streamed:
+                self.counts.resident += 1
+                return None
             call = _Call(optimizer, self._lanes)
-            had_state = len(optimizer.state)
-            waits = [self._queue(unit, call) for unit in self._units.values()]
-            if len(optimizer.state) > had_state:
-                _sort_new_state(optimizer, had_state)
-            for moment in filter(None, waits):
+            for moment in filter(None, [self._queue(unit, call) for unit in streamed]):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
-            deferred = [it.updated for it in self._units.values() if it.pending is not None]
+            deferred = [unit.updated for unit in streamed if unit.pending is not None]
             if deferred:
                 self._lanes.count_behind(call.ready, deferred[-1])
             self.counts.streamed += 1
-            return call.shadow([])
+            return call.shadow(self._in_line, optimizer.state)
 
     def _find_units(self, optimizer: Optimizer) -> None:
         """Sort the optimizer's parameters by unit, in the order of the last forward pass."""
@@ -208,39 +221,31 @@ class StreamedStep:
 
     def _queue(self, unit: StreamedUnit, call: _Call) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
-        part = [(number, [p for p in some if p.grad is not None]) for number, some in unit.groups]
+        part = [(number, [p for p in some if p.grad is not None]) for number, some in unit.streamed]
         updated = [parameter for _, some in part for parameter in some]
         if not updated:
             return None
-        state = unit.state
-        shadow = call.shadow(part)
-        if state is None or not all(map(state.has, updated)):  # the update makes state
-            shadow.state = call.optimizer.state
-            plain_step(shadow)(shadow)
-            return None
+        state, slot = unit.state, unit.slot
+        assert state is not None
+        assert slot is not None
+        shadow = call.shadow(part, state.views)
         gradients = [parameter.grad for parameter in updated]
         is_shared = (
             not all(map(can_guard, (*updated, *gradients, *state.tensors)))
             or any(map(has_alias, (*updated, *gradients)))
             or state.has_alias()
         )
-        shadow.state = state.views
 
         def update() -> None:
             plain_step(shadow)(shadow)
             state.keep(updated, call.optimizer.state)
 
-        if not unit.streams:
-            last = done = self._lanes.run(Lane.UPDATE, update, [call.ready])
-        else:
-            if unit.fetched is None:
-                self._fetch(unit, call.ready)
-            done = self._lanes.run(Lane.UPDATE, update, [call.ready, unit.fetched])
-            last = self._lanes.run(Lane.COPY_OUT, lambda: state.copy_out(self._lanes), [done])
-            unit.fetched, unit.returned = None, last
-            assert unit.slot is not None
-            unit.slot.free = last
-        unit.updated = done
+        if unit.fetched is None:
+            self._fetch(unit, call.ready)
+        done = self._lanes.run(Lane.UPDATE, update, [call.ready, unit.fetched])
+        last = self._lanes.run(Lane.COPY_OUT, lambda: state.copy_out(self._lanes), [done])
+        unit.fetched, unit.returned, unit.updated = None, last, done
+        slot.free = last
         if is_shared:
             return last
         if not self.may_defer:
@@ -255,34 +260,57 @@ class StreamedStep:
 
     def _lay_out(self, optimizer: Optimizer) -> None:
         """Lay out the state of units where the optimizer has other tensors now."""
-        for unit in self._units.values():
-            known = {
-                parameter: optimizer.state[parameter]
-                for _, some in unit.groups
-                for parameter in some
-                if optimizer.state.get(parameter)
+        state = optimizer.state
+        is_known = self._seen is not None and self._seen[0] is state and self._seen[1] == len(state)
+        changed = [
+            unit
+            for unit in self._units.values()
+            if not is_known
+            or unit.is_touched
+            or (unit.state is not None and not unit.state.is_current(state))
+        ]
+        for unit in changed:
+            self._lay_out_unit(unit, state)
+        if changed:
+            self._seen = (state, len(state))
+            self._slots.clear()
+            streams = {
+                p for unit in self._units.values() for _, some in unit.streamed for p in some
             }
-            if unit.state is not None and not unit.is_touched and unit.state.is_current(known):
-                continue
-            self._drop_state(unit)
-            if known:
-                movable = [
-                    value
-                    for values in known.values()
-                    for value in values.values()
-                    if isinstance(value, torch.Tensor) and self._memory.is_movable(value)
-                ]
-                unit.state_bytes = sum(value.nbytes for value in movable)
-                for value in movable:
-                    self._memory.place(value, on_device=unit.name in self._resident)
-                unit.state = StagedState(known, self._memory)
-                guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
-                self._slots.clear()
+            self._in_line = [
+                (number, [p for p in group["params"] if p not in streams])
+                for number, group in enumerate(optimizer.param_groups)
+            ]
         if not self._slots:
             self._give_out_slots()
 
+    def _lay_out_unit(self, unit: StreamedUnit, state: OptimizerState) -> None:
+        self._drop_state(unit)
+        on_device = unit.name in self._resident
+        streamed: dict[torch.Tensor, Any] = {}
+        unit.state_bytes = 0
+        for _, some in unit.groups:
+            for parameter in some:
+                values = state.get(parameter) or {}
+                movable = [
+                    value
+                    for value in values.values()
+                    if isinstance(value, torch.Tensor) and self._memory.is_movable(value)
+                ]
+                for value in movable:
+                    unit.state_bytes += value.nbytes
+                    self._memory.place(value, on_device=on_device)
+                if movable and not on_device:
+                    streamed[parameter] = values
+        unit.streamed = [
+            (number, [p for p in some if p in streamed]) for number, some in unit.groups
+        ]
+        if streamed:
+            unit.state = StagedState(streamed, self._memory)
+            guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
+
     def _give_out_slots(self) -> None:
-        streamed = [unit for unit in self._units.values() if unit.streams]
+        streamed = [unit for unit in self._units.values() if unit.state is not None]
         for unit in self._units.values():
             self._drop_fetched(unit)
             for moment in filter(None, (unit.returned, unit.slot and unit.slot.free)):
@@ -313,7 +341,7 @@ class StreamedStep:
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it."""
         with self._lock:
-            streamed = [unit for unit in self._units.values() if unit.streams]
+            streamed = [unit for unit in self._units.values() if unit.state is not None]
             now = self._lanes.mark()
             for unit in streamed[: len(self._slots)]:
                 state = unit.state
@@ -384,15 +412,6 @@ class StreamedStep:
             self._members = []
 
 
-def _sort_new_state(optimizer: Optimizer, had_state: int) -> None:
-    """Bring what the units have made, behind the state that there was, into the order of a step."""
-    made = set(list(optimizer.state)[had_state:])
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in made:
-                optimizer.state[parameter] = optimizer.state.pop(parameter)
-
-
 class _Call:
     """One call of ``step()``: hyperparameters as they are now."""
 
@@ -410,12 +429,14 @@ class _Call:
         self.ready = lanes.mark()
         """The moment at which gradients and hyperparameters are complete."""
 
-    def shadow(self, part: Sequence[tuple[int, list[Any]]]) -> Any:
-        """An optimizer of the same class for some parameters, by number of their group."""
+    def shadow(self, part: _Groups, state: Any) -> Any:
+        """An optimizer of the same class for some parameters, with their state."""
         shadow: Any = object.__new__(type(self.optimizer))
         vars(shadow).update(self._attributes)
-        shadow.param_groups = [{**self._groups[number], "params": some} for number, some in part]
-        shadow.state = defaultdict(dict)
+        shadow.param_groups = [
+            {**self._groups[number], "params": some} for number, some in part if some
+        ]
+        shadow.state = state
         return shadow
 
 
