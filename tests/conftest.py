@@ -89,7 +89,6 @@ def machine() -> Hardware:
         mapped_write_bytes_per_s=40e3 * mebibyte,
         mapped_bytes_per_s=60e3 * mebibyte,
         mapped_slowdown_s_per_byte=0.0,
-        overlapped_update_chunks=16,
         fault_batch_s=50e-6,
         faults_per_batch=256,
         fault_service_s=1e-6,

@@ -45,7 +45,6 @@ from umem_bench.workers import Worker, WorkerError
 
 from umem import TensorClass, UmemError, UnsupportedError, load_policy
 from umem.core.report import HintReport, HintUse, MeasuredReport, Traffic
-from umem.executor import SETTLING_STEPS
 from umem.policy import class_rule
 from umem.trace import check_trace
 
@@ -278,19 +277,19 @@ def test_warming_up_ends_when_the_manager_has_decided(
     training.manager.close()
     assert status.state == state
     if state == "running":
-        # Under every planner alike, past the last correction and what it moves.
+        # Under every planner alike.
         planned_steps = status.steps + status.diverged_steps
-        assert planned_steps == SETTLING_STEPS + measuring.ARRANGING_STEPS
+        assert planned_steps == measuring.ARRANGING_STEPS
     else:
         assert len(losses) <= 8
         assert "6 MiB" in status.reason
 
 
 class _Planner:
-    """A manager that makes new plans before some steps, and whose steps may diverge."""
+    """A manager whose steps may diverge."""
 
-    def __init__(self, *, corrected: Sequence[int] = (), diverged: Sequence[int] = ()) -> None:
-        self.corrected, self.diverged = corrected, diverged
+    def __init__(self, *, diverged: Sequence[int] = ()) -> None:
+        self.diverged = diverged
         self.state = "running"
         self.steps = 0
 
@@ -301,28 +300,8 @@ class _Planner:
     def status(self) -> Any:
         return SimpleNamespace(
             state=self.state,
-            corrections=sum(it <= self.steps for it in self.corrected),
             diverged_steps=sum(it <= self.steps for it in self.diverged),
         )
-
-
-@pytest.mark.parametrize(
-    ("corrected", "looks"), [((), 1), ((1,), 1), ((2,), 2), ((3, 5), 1), ((2, 5), 3)]
-)
-def test_what_is_looked_at_goes_by_one_plan(corrected: Sequence[int], looks: int) -> None:
-    manager = _Planner(corrected=corrected)
-    training: Any = SimpleNamespace(manager=manager, step=manager.step)
-    manager.step()
-    seen = []
-
-    def look() -> int:
-        manager.step()
-        seen.append(manager.steps)
-        return len(seen)
-
-    assert measuring.under_one_plan(training, look) == looks == len(seen)
-    training.manager = None
-    assert measuring.under_one_plan(training, look) == looks + 1
 
 
 def test_a_plan_was_running_only_if_every_timed_step_followed_it() -> None:

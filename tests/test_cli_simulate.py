@@ -196,37 +196,6 @@ def test_a_budget_in_percent_is_of_the_device(run: Run, layers: Path) -> None:
     assert outputs[0] == pytest.approx(outputs[1], rel=0.02)
 
 
-@pytest.mark.slow
-def test_the_optimizers_step_may_be_in_the_backward_pass(run: Run, tmp_path: Path) -> None:
-    document = layers_document()
-    for layer in range(LAYERS):
-        for number, name in ((2, "gradients"), (3, "optimizer_state")):
-            document["tensors"].append({
-                "id": number * LAYERS + layer,
-                "bytes": LAYER_BYTES,
-                "class": name,
-                "persistent": name == "optimizer_state",
-            })  # fmt: skip
-        document["phases"][-1 - layer]["writes"] = [2 * LAYERS + layer]
-    for layer in range(LAYERS):
-        document["phases"].append({
-            "name": f"optimizer {layer}",
-            "duration_us": 10,
-            "reads": [2 * LAYERS + layer],
-            "writes": [layer, 3 * LAYERS + layer],
-        })  # fmt: skip
-    trace = tmp_path / "sft.json"
-    trace.write_text(json.dumps(document), encoding="utf-8")
-    words = ["simulate", "--trace", trace, "--planner", "planned", "--budget", "1GiB", "--json"]
-    (behind,) = rows_of(run(*words)[1])
-    (within,) = rows_of(run(*words, "--step-in-backward")[1])
-    assert within["workload"] == f"{behind['workload']}-in-backward"
-    assert within["ideal_s"] == pytest.approx(behind["ideal_s"])
-    # Pages slow the computation in both; only what the step waits for goes away.
-    waits_s = [row["exposed_stall_s"] - row["stall_s"]["pages"] for row in (within, behind)]
-    assert 0 < waits_s[0] < waits_s[1]
-
-
 def test_own_addresses_keep_the_dead(run: Run, layers: Path) -> None:
     moved = []
     for addresses in ("reused", "own"):
@@ -292,7 +261,6 @@ def test_both_modes_of_a_model(run: Run) -> None:
         (["--trace", "{layers}", "--budget", "64MiB"], "uses 128 MiB at once"),
         (["--trace", "{layers}", "--addresses", "mine"], "--addresses: 'mine' is not known"),
         (["--trace", "{layers}", "--plot-format", "pdf"], "--plot-format: 'pdf' is not known"),
-        (["--trace", "{layers}", "--step-in-backward"], "has no phases of an optimizer"),
         (["--trace", "{layers}", "--model", "llama-2-7b"], "give --model or --trace"),
         (["--trace", "{layers}", "--mode", "sft"], "give --mode or --trace"),
         (["--trace", "{layers}", "--no-checkpoint"], "give --checkpoint or --trace"),

@@ -37,7 +37,7 @@ def candidate_of(machine: Hardware) -> Callable[..., PlanCandidate]:
             waits,
         )
         predicted = simulate(trace, schedule, machine, rules)
-        return PlanCandidate(trace, schedule, predicted, np.zeros(trace.tensor_count, np.bool_), {})
+        return PlanCandidate(trace, schedule, predicted, np.zeros(trace.tensor_count, np.bool_))
 
     return build
 

@@ -31,7 +31,7 @@ STEPS = 12
 BUDGETS = {"DDP": 60 * MIB, "FSDP1": 50 * MIB, "FSDP2": 50 * MIB}
 """Below the memory that a step needs at once, above that of each of its phases."""
 
-WAYS = ("alone", "planned", "in backward")
+WAYS = ("alone", "planned")
 
 
 def make_model() -> Net:
@@ -102,9 +102,7 @@ def train(wrapper: str, way: str) -> dict[str, Any]:
     training = MAKERS[wrapper]()
     manager = None
     if way != "alone":
-        manager = training.manage(
-            budget_bytes=BUDGETS[wrapper], step_in_backward=way == "in backward"
-        )
+        manager = training.manage(budget_bytes=BUDGETS[wrapper])
     training.steps(STEPS)
     logging.getLogger("umem").removeHandler(warnings)
     found: dict[str, Any] = {"losses": training.losses, "warnings": warnings.lines}
@@ -115,7 +113,6 @@ def train(wrapper: str, way: str) -> dict[str, Any]:
             "reason": status.reason,
             "steps": status.steps,
             "diverged_steps": status.diverged_steps,
-            "step_in_backward": status.step_in_backward,
             "moved_bytes": manager.store.statistics.bytes_out
             + sum(it.moved_bytes for it in hints.counts.values()),
         }
@@ -153,34 +150,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, ...]:
 
 
 @pytest.mark.parametrize("wrapper", MAKERS)
-@pytest.mark.parametrize("way", WAYS[1:])
 def test_each_rank_trains_within_its_budget_as_without_a_manager(
-    wrapper: str, way: str, ranks: tuple[Runs, ...]
+    wrapper: str, ranks: tuple[Runs, ...]
 ) -> None:
     for runs in ranks:
-        alone, run = runs[wrapper]["alone"], runs[wrapper][way]
+        alone, run = runs[wrapper]["alone"], runs[wrapper]["planned"]
         assert run["state"] == "running", run
         assert run["diverged_steps"] == 0
         assert run["steps"] > 0
         assert run["moved_bytes"] > 0
         assert len(run["losses"]) == STEPS
         assert run["losses"] == alone["losses"]
-    assert ranks[0][wrapper][way]["losses"] != ranks[1][wrapper][way]["losses"]
-
-
-def test_ddp_keeps_the_step_behind_the_backward_pass(
-    ranks: tuple[Runs, ...],
-) -> None:
-    for runs in ranks:
-        run = runs["DDP"]["in backward"]
-        assert not run["step_in_backward"]
-        assert ["data parallel" in line for line in run["warnings"]] == [True]
-
-
-def test_fsdp2_runs_the_step_in_the_backward_pass(
-    ranks: tuple[Runs, ...],
-) -> None:
-    for runs in ranks:
-        run = runs["FSDP2"]["in backward"]
-        assert run["step_in_backward"]
-        assert run["warnings"] == []
+    assert ranks[0][wrapper]["planned"]["losses"] != ranks[1][wrapper]["planned"]["losses"]

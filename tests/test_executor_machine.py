@@ -1,4 +1,4 @@
-"""A manager and its machine: block sizes, the allocator's budget, measured bandwidths."""
+"""A manager and its machine: block sizes, the allocator's budget."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
 from umem.executor.budget_lift import BudgetLift, lifted_bytes
-from umem.executor.calibration import BandwidthCalibration
 from umem.executor.machine import Machine
 from umem.executor.manage import manage_on
 from umem.executor.program import Hints, PhaseWork
 from umem.executor.runner import Runner
 from umem.executor.tensor_addresses import in_blocks
 from umem.offload import ActivationStore
-from umem.runtime.hints import HintCounts, HintEngine, HintSettings, HintStatistics
+from umem.runtime.hints import HintEngine, HintSettings
 from umem.runtime.native_library import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,7 +136,7 @@ def test_only_hints_that_the_engine_accepts_count() -> None:
     work = PhaseWork(leaving=Hints(batch, ((1, lambda: 0),), (40, 41, 42, 43)))
     accepted: list[Any] = [{40, 42}, set()]  # by a queue of two, by an engine that was shut down
     for tensors in accepted:
-        runner = Runner(machine, store, Block("Net", Net()), lambda _: None)
+        runner = Runner(machine, store, Block("Net", Net()))
         run_phases(runner, work)
         assert runner.away_bytes() == tensors
         engine.shutdown()
@@ -256,105 +255,3 @@ def test_resetting_torchs_peaks_does_not_make_a_training_fit(
         training.step()
     assert manager.status().state is state
     manager.close()
-
-
-class CountingEngine:
-    """An engine that reports the moves set here."""
-
-    def __init__(self) -> None:
-        self.moved: dict[Any, tuple[int, float]] = {}
-
-    def move(self, op: str, size_bytes: int, seconds: float) -> None:
-        key = op, TensorClass.WEIGHTS
-        before_bytes, before_s = self.moved.get(key, (0, 0.0))
-        self.moved[key] = before_bytes + size_bytes, before_s + seconds
-
-    def statistics(self) -> HintStatistics:
-        zero = dict.fromkeys(HintCounts.__dataclass_fields__, 0)
-        counts: dict[Any, HintCounts] = {
-            key: HintCounts(**{**zero, "moved_bytes": size_bytes, "driver_s": seconds})  # type: ignore[arg-type]
-            for key, (size_bytes, seconds) in self.moved.items()
-        }
-        zero = dict.fromkeys(HintStatistics.__dataclass_fields__, 0)
-        return HintStatistics(**{**zero, "counts": counts})  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def engine() -> CountingEngine:
-    return CountingEngine()
-
-
-def calibration_of(engine: CountingEngine) -> tuple[BandwidthCalibration, Any]:
-    hardware = replace(
-        host_machine(BUDGET).hardware,
-        to_device_bytes_per_s=50e9,
-        to_host_bytes_per_s=25e9,
-        link_bytes_per_s=60e9,
-    )
-    return BandwidthCalibration(engine), hardware  # type: ignore[arg-type]
-
-
-def test_a_bandwidth_is_moved_bytes_over_link_time(engine: CountingEngine) -> None:
-    calibration, hardware = calibration_of(engine)
-    engine.move("prefetch", 1 * GIB, GIB / 20e9)
-    assert not calibration.is_due(3, hardware)
-    assert calibration.is_due(4, hardware)
-    assert calibration.apply(hardware).to_device_bytes_per_s == pytest.approx(20e9)
-    assert calibration.apply(hardware).to_host_bytes_per_s == 25e9
-    engine.move("prefetch", 1 * GIB, GIB / 20e9)
-    assert not calibration.is_due(8, hardware)
-    assert calibration.count == 1
-
-
-def test_a_link_that_becomes_faster_is_calibrated_again(engine: CountingEngine) -> None:
-    calibration, hardware = calibration_of(engine)
-    engine.move("evict", 1 * GIB, GIB / 10e9)
-    assert calibration.is_due(4, hardware)
-    assert calibration.apply(hardware).to_host_bytes_per_s == pytest.approx(10e9)
-    engine.move("evict", 1 * GIB, GIB / 11e9)
-    assert not calibration.is_due(8, hardware)
-    engine.move("evict", 1 * GIB, GIB / 20e9)
-    assert calibration.is_due(12, hardware)
-    assert calibration.apply(hardware).to_host_bytes_per_s == pytest.approx(20e9)
-
-
-def test_no_bandwidth_exceeds_the_profiles(engine: CountingEngine) -> None:
-    calibration, hardware = calibration_of(engine)
-    engine.move("evict", 4 * GIB, 4 * GIB / 100e9)  # most of these pages were there already
-    assert not calibration.is_due(4, hardware)
-    engine.move("evict", 1 * GIB, GIB / 10e9)
-    assert calibration.is_due(8, hardware)
-    engine.move("evict", 4 * GIB, 4 * GIB / 100e9)
-    assert calibration.is_due(12, hardware)
-    assert calibration.apply(hardware).to_host_bytes_per_s == 25e9
-
-
-def test_both_directions_share_the_link(engine: CountingEngine) -> None:
-    calibration, hardware = calibration_of(engine)
-    engine.move("prefetch", 1 * GIB, GIB / 40e9)  # 60 GB/s of 75: each direction has 0.8 of its own
-    engine.move("evict", 1 * GIB, GIB / 20e9)
-    assert not calibration.is_due(4, hardware)
-    engine.move("evict", 1 * GIB, GIB / 16e9)
-    assert calibration.is_due(8, hardware)
-    assert calibration.apply(hardware).to_host_bytes_per_s == pytest.approx(16e9)
-
-
-def test_small_moves_count_together(engine: CountingEngine) -> None:
-    calibration, hardware = calibration_of(engine)
-    engine.move("prefetch", 300 * MIB, 0.012)  # 26 GB/s: a pause may be half of the time
-    assert not calibration.is_due(4, hardware)
-    engine.move("evict", 200 * MIB, 0.1)
-    assert not calibration.is_due(8, hardware)
-    engine.move("prefetch", 300 * MIB, 0.012)
-    assert calibration.is_due(12, hardware)
-    assert calibration.apply(hardware).to_device_bytes_per_s == pytest.approx(600 * MIB / 0.024)
-    assert calibration.apply(hardware).to_host_bytes_per_s == 25e9
-
-
-def test_use_in_place_does_not_make_a_link_slow(engine: CountingEngine) -> None:
-    calibration, hardware = calibration_of(engine)
-    engine.move("prefetch", 1 * GIB, 4 * 0.02 + GIB / 40e9)
-    assert not calibration.is_due(4, hardware, in_place_s=0.02)
-    engine.move("prefetch", 1 * GIB, 4 * 0.02 + GIB / 20e9)
-    assert calibration.is_due(8, hardware, in_place_s=0.02)
-    assert calibration.apply(hardware).to_device_bytes_per_s == pytest.approx(20e9)

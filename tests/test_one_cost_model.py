@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import umem_command
-from managed_training import MIB, TIGHT, Training
+from managed_training import TIGHT, Training
 
+import umem
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
-from umem.hardware import Hardware, load_hardware
-from umem.planning.plan_search import RUNNABLE_PLANNERS, search_plan
+from umem.hardware import Hardware
+from umem.planning.plan_search import RUNNABLE_PLANNERS
 from umem.planning.prediction import predict, report_row
-from umem.planning.running_step import with_open_blocks
+from umem.planning.running_step import with_whole_optimizer_step
 from umem.policy import load_policy, resolve
-from umem.trace import Trace, save_trace
+from umem.trace import Trace, check_trace, require_durations, save_trace
 
 BEFORE_PLANNED = 7
 
@@ -46,47 +47,27 @@ def test_the_command_predicts_what_the_executor_predicts(
     assert json.loads(said)["results"] == [json.loads(json.dumps(report_row(predicted)))]
 
 
-@pytest.fixture
-def overlapping(make_trace: Callable[..., Trace]) -> Trace:
-    """A step with the optimizer's parts in the backward pass; its state does not fit the budget."""
-    trace = make_trace(
-        {
-            **dict.fromkeys("ab", (4 * MIB, TensorClass.WEIGHTS)),
-            **{f"{name}.m": (64 * MIB, TensorClass.OPTIMIZER_STATE) for name in "ab"},
-            **{f"{name}.grad": (4 * MIB, TensorClass.GRADIENTS, False) for name in "ab"},
-        },
-        [
-            (1e-3, ["a", "b"], []),
-            (2e-3, ["b"], ["b.grad"]),
-            (3e-3, ["b", "b.m", "b.grad"], ["b", "b.m"]),
-            (5e-3, ["a"], ["a.grad"]),
-            (4e-3, ["a", "a.m", "a.grad"], ["a", "a.m"]),
-        ],
-    )
-    phases = ("forward", "backward b", "optimizer b", "backward a", "optimizer a")
-    return replace(trace, phase_names=phases)
+def test_a_step_in_parts_is_planned_as_a_whole() -> None:
+    """A recorded trace has the optimizer's step by blocks; a program's optimizer steps at once."""
+    training = Training()
+    with umem.record(training.model, training.optimizer, steps=1, warmup=1) as recording:
+        training.steps(3)
+    split = recording.trace
+    whole = with_whole_optimizer_step(split)
+    check_trace(whole, "whole")
+    assert split.phase_names[-2:] == ("optimizer layers.3", "optimizer head")
+    assert (*whole.phase_names[-2:],) == (split.phase_names[whole.phase_count - 2], "optimizer")
+    assert require_durations(whole).sum() == pytest.approx(require_durations(split).sum())
+    assert whole.memory_bytes.sum() == split.memory_bytes.sum()
+    state = split.tensor_class == TensorClass.OPTIMIZER_STATE.number
+    used = whole.access_tensor[whole.access_start[-2] :]
+    assert set(np.flatnonzero(state)) <= set(used.tolist())
+    assert len(used) == len(set(used.tolist()))
+    assert with_whole_optimizer_step(whole) is whole
 
 
-def test_state_in_place_beside_the_backward_pass_costs_the_same(overlapping: Trace) -> None:
-    hardware = load_hardware("h200-pcie")
-    policy = resolve(load_policy("sft"), hardware.device_bytes, {"UMEM_DEVICE_BUDGET": "48 MiB"})
-    (report,) = predict(
-        overlapping, hardware, policy, ["planned"], runnable=True, step_in_backward=True
-    )
-    found = search_plan(
-        with_open_blocks(overlapping), hardware, policy, "planned", overlaps_step=True
-    )
-    assert found.overlapped == {"b": 3}
-    assert report_row(report) == report_row(found.predicted)
-    assert report.moved_bytes(cause="mapped") == 4 * 64 * MIB
-    free = replace(hardware, mapped_slowdown_s_per_byte=0.0, page_slowdown_s_per_byte=0.0)
-    (cheaper,) = predict(
-        overlapping, free, policy, ["planned"], runnable=True, step_in_backward=True
-    )
-    assert cheaper.step_s <= report.step_s
-
-
-def test_no_training_runs_an_oracle(overlapping: Trace, machine: Hardware) -> None:
+def test_no_training_runs_an_oracle(make_trace: Callable[..., Trace], machine: Hardware) -> None:
+    trace = make_trace({"a": (4096, TensorClass.WEIGHTS)}, [(1e-3, ["a"], [])])
     policy = resolve(load_policy("sft"), machine.device_bytes, {})
     with pytest.raises(PlanError, match=r"'oracle'.* planned, lookahead, fault"):
-        predict(overlapping, machine, policy, ["oracle"], runnable=True)
+        predict(trace, machine, policy, ["oracle"], runnable=True)

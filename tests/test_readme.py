@@ -13,14 +13,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 PREDICTIONS = {
     "--model llama-2-7b": ("README.md", "predicted-llama-2-7b-gh200-96.txt"),
-    "--model llama-2-13b --mode sft --planner planned": (
-        "docs/simulate.md",
-        "predicted-llama-2-13b-gh200-96.txt",
-    ),
-    "--model llama-2-13b --mode sft --planner planned --step-in-backward": (
-        "docs/simulate.md",
-        "predicted-llama-2-13b-in-backward-gh200-96.txt",
-    ),
 }
 """Where what `umem simulate` said stands, and where it is kept.
 

@@ -24,7 +24,7 @@ from umem.capture.live import WallClock
 from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import GuardedParameter, GuardedTensor
 from umem.executor.optimizer.lanes import HostLanes
-from umem.executor.optimizer.partial_step import PER_PARAMETER_OPTIMIZERS
+from umem.executor.optimizer.separable import PER_PARAMETER_OPTIMIZERS
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
 from umem.hardware import load_hardware

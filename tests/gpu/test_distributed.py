@@ -39,30 +39,27 @@ def stock(start: Callable[..., Job]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def managed(start: Callable[..., Job], stock: dict[str, Any]) -> dict[tuple[str, str], Job]:
-    """The same under umem, by wrapper and mode, all at once."""
+def managed(start: Callable[..., Job], stock: dict[str, Any]) -> dict[str, Job]:
+    """The same under umem, by wrapper, all at once."""
     return {
-        (wrapper, mode): start(
+        wrapper: start(
             "ranks.py",
             wrapper,
             str(STEPS),
-            *([mode] if mode else []),
             launcher=(*TORCHRUN, *UMEM_RUN),
             UMEM_DEVICE_BUDGET=str(int(SHARE * max(it["peak_bytes"] for it in stock[wrapper]))),
             UMEM_MANAGED_LIMIT="1536MiB",
             **DETERMINISTIC,
         )
         for wrapper in WRAPPERS
-        for mode in ("", "in_backward")
     }
 
 
-@pytest.mark.parametrize("mode", ["", "in_backward"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_each_rank_trains_within_its_budget(
-    wrapper: str, mode: str, stock: dict[str, Any], managed: dict[tuple[str, str], Job]
+    wrapper: str, stock: dict[str, Any], managed: dict[str, Job]
 ) -> None:
-    ranks = managed[wrapper, mode].facts()
+    ranks = managed[wrapper].facts()
     assert len(ranks) == RANKS
     for run, alone in zip(ranks, stock[wrapper], strict=True):
         assert run["swapped"]
@@ -78,20 +75,9 @@ def test_each_rank_trains_within_its_budget(
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_each_rank_knows_its_part_by_class(
-    wrapper: str, managed: dict[tuple[str, str], Job]
-) -> None:
-    for run in managed[wrapper, ""].facts():
+def test_each_rank_knows_its_part_by_class(wrapper: str, managed: dict[str, Job]) -> None:
+    for run in managed[wrapper].facts():
         trained_bytes, found = run["trained_bytes"], run["by_class"]
         assert found["weights"] >= trained_bytes > 0
         assert found["gradients"] >= trained_bytes
         assert found["optimizer_state"] >= 2 * trained_bytes
-
-
-@pytest.mark.parametrize(("wrapper", "moves"), [("ddp", False), ("fsdp2", True)])
-def test_the_step_is_in_the_backward_pass_where_gradients_are_complete_there(
-    wrapper: str, moves: bool, managed: dict[tuple[str, str], Job]
-) -> None:
-    """DDP changes them later, and FSDP2 tells when they are."""
-    ranks = managed[wrapper, "in_backward"].facts()
-    assert [run["step_in_backward"] for run in ranks] == [moves] * RANKS

@@ -15,8 +15,6 @@ pytestmark = pytest.mark.gpu
 SHARE = 0.6
 STEPS = 24
 PLANNERS = ("planned", "lookahead", "fault")
-BUDGETED = (*PLANNERS, "in backward")
-"""The last one is planned too, with the optimizer's step in the backward pass."""
 
 ODD_TOKENS = "4100"
 """Activations of this many tokens do not fill whole pages."""
@@ -60,13 +58,6 @@ def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
         )
         for planner in PLANNERS
     }
-    jobs["in backward"] = start(
-        "managing.py",
-        "in_backward",
-        str(STEPS),
-        UMEM_DEVICE_BUDGET=str(budget_bytes),
-        **common,
-    )
     jobs["roomy"] = start(
         "managing.py", "plain", str(STEPS), UMEM_DEVICE_BUDGET=str(4 * budget_bytes), **common
     )
@@ -81,22 +72,21 @@ def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
     return jobs
 
 
-@pytest.mark.parametrize("job", BUDGETED)
+@pytest.mark.parametrize("job", PLANNERS)
 def test_values_equal_those_of_a_stock_run(job: str, managed: dict[str, Job], stock: Any) -> None:
     facts = managed[job].facts()
     print({key: value for key, value in facts.items() if key != "losses"})
     assert facts["losses"] == stock["losses"]
     assert facts["checksum"] == stock["checksum"]
     assert facts["state"] == "running"
-    assert facts["planner"] == (job if job in PLANNERS else "planned")
-    assert facts["step_in_backward"] == (job == "in backward")
+    assert facts["planner"] == job
     assert facts["steps"] > STEPS / 2
     assert facts["diverged_steps"] == 0
     assert facts["failures"] == []
     assert facts["moved_bytes"] + facts["copied_bytes"] > 0
 
 
-@pytest.mark.parametrize("job", BUDGETED)
+@pytest.mark.parametrize("job", PLANNERS)
 def test_resident_bytes_stay_within_the_budget(
     job: str, managed: dict[str, Job], budget_bytes: int
 ) -> None:
@@ -114,19 +104,6 @@ def test_tensors_of_odd_sizes_move_as_others_do(odd: tuple[Job, Job], budget_byt
     assert facts["failures"] == []
     assert facts["moved_activation_bytes"] > 0
     assert facts["peak_resident_bytes"] <= 1.05 * budget_bytes
-
-
-def test_state_in_place_is_updated_beside_the_backward_pass(start: Callable[..., Job]) -> None:
-    jobs = [
-        start("managing.py", mode, str(STEPS), **DETERMINISTIC) for mode in ("fused", "in_place")
-    ]
-    stock, facts = (job.facts() for job in jobs)
-    assert facts["losses"] == stock["losses"]
-    assert facts["checksum"] == stock["checksum"]
-    assert (facts["state"], facts["diverged_steps"]) == ("running", 0)
-    assert facts["step_in_backward"]
-    assert facts["beside"] == [f"layers.{number}" for number in range(6)]  # the head is small
-    assert facts["failures"] == []
 
 
 def test_activations_come_back_in_time(managed: dict[str, Job]) -> None:

@@ -17,7 +17,7 @@ from umem.executor.machine import Machine
 from umem.executor.manage import manage_on
 from umem.executor.program import PhaseWork, Program
 from umem.executor.runner import Runner
-from umem.hardware import Hardware, load_hardware
+from umem.hardware import load_hardware
 from umem.policy import load_policy, resolve
 from umem.runtime.hints import HintEngine
 
@@ -31,7 +31,6 @@ __all__ = [
     "Scale",
     "Training",
     "both",
-    "calibrated_hardware",
     "current_phase",
     "fail_at_phase",
     "hook_count",
@@ -133,8 +132,6 @@ class Training:
         self,
         planner: Any = "planned",
         budget_bytes: int | str = TIGHT,
-        *,
-        step_in_backward: bool = False,
         **machine: Any,
     ) -> Manager:
         """Put it under a manager on the CPU."""
@@ -143,7 +140,6 @@ class Training:
             self.optimizer,
             lambda: host_machine(budget_bytes, **machine),
             planner,
-            step_in_backward=step_in_backward,
         )
 
     def batch(self, rows: int = 2) -> torch.Tensor:
@@ -193,14 +189,11 @@ def both(
     budget_bytes: int = TIGHT,
     *,
     policy: Any = "sft",
-    step_in_backward: bool = False,
     **made: Any,
 ) -> tuple[Training, Manager]:
     """A managed run, once it is known to be bit-equal to the stock one."""
     stock, managed = Training(**made), Training(**made)
-    manager = managed.manage(
-        planner, budget_bytes, step_in_backward=step_in_backward, policy=policy
-    )
+    manager = managed.manage(planner, budget_bytes, policy=policy)
     train(stock)
     train(managed)
     assert managed.equals(stock)
@@ -217,11 +210,6 @@ def program_of(manager: Manager) -> Program:
 def current_phase(manager: Manager) -> int:
     """Number of the phase in which the managed training is."""
     return manager._runner._phase
-
-
-def calibrated_hardware(manager: Manager) -> Hardware:
-    """The hardware profile with the bandwidths that a manager has measured."""
-    return manager._plans._calibration.apply(manager._machine.hardware)
 
 
 def replan(manager: Manager) -> None:

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 from managed_memory import PART_BYTES, move_known
 from umem_bench.allocators import AllocatorName
-from umem_bench.training.measure import time_steps, under_one_plan, warm_up
+from umem_bench.training.measure import time_steps, warm_up
 from umem_bench.training.migration import missing_records
 from umem_bench.training.variants import Training, TrainingJob, make_training, place_allocator
 
@@ -125,7 +125,7 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
     warm_up(training, losses)
     steps = max(job.steps, KEPT_LOSSES - len(losses))
     allocator: AllocatorName = "torch" if training.manager is None else "umem"
-    timed = under_one_plan(training, lambda: time_steps(training, steps, losses, allocator))
+    timed = time_steps(training, steps, losses, allocator)
     assert timed.allocated_bytes is not None
     facts = Facts(
         losses_hex=tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),

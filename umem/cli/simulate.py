@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,7 @@ from umem.core.units import format_bytes
 from umem.hardware import Hardware, load_hardware
 from umem.planning import PLANNERS
 from umem.planning.prediction import predict, published_share, report_row
-from umem.trace import Trace, with_step_in_backward
+from umem.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,14 +63,6 @@ def simulate(
         ),
     ] = "reused",
     window: options.Window = 8,
-    step_in_backward: Annotated[
-        bool,
-        typer.Option(
-            "--step-in-backward",
-            help="Update each parameter in the backward pass, as umem.manage(..., "
-            "step_in_backward=True) does.",
-        ),
-    ] = False,
     runnable: Annotated[
         bool,
         typer.Option(
@@ -108,9 +99,6 @@ def simulate(
     with output.progress() as say:
         for workload, resolved in zip(workloads, policies, strict=True):
             made = workload.make(say)
-            if step_in_backward:
-                moved, _ = with_step_in_backward(made)
-                made = replace(moved, name=f"{made.name}-in-backward")
             reports = predict(
                 made,
                 machine,
@@ -119,7 +107,6 @@ def simulate(
                 addresses="own" if addresses == "own" else "reused",
                 window=window,
                 runnable=runnable,
-                step_in_backward=step_in_backward,
                 timeline=plot is not None,
                 progress=say,
             )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from umem.executor.calibration import SETTLING_STEPS
 from umem.executor.manage import current_statistics, ideal_step_s, manage, residency
 from umem.executor.manager import Manager
 from umem.executor.status import ManagerState, ManagerStatus
 from umem.executor.streamed_training import StreamedTraining, join, stream_state
 
 __all__ = [
-    "SETTLING_STEPS",
     "Manager",
     "ManagerState",
     "ManagerStatus",

@@ -13,7 +13,6 @@ from umem.core.classes import TensorClass
 from umem.core.errors import EnableError, PlanError
 from umem.executor.machine import Machine, cuda_machine
 from umem.executor.manager import Manager
-from umem.executor.optimizer.partial_step import can_slice
 from umem.io.problems import did_you_mean
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics
@@ -51,13 +50,8 @@ def manage(
     planner
         ``planned``, ``lookahead`` or ``fault``; by default the policy's.
     step_in_backward
-        Once the plan runs, update each block's parameters in the backward pass as soon as their
-        gradients are complete, and free the gradients. The gradients and the optimizer's state
-        are then never needed all at once, and the migration of the state hides behind the
-        computation. ``optimizer.step()`` finds nothing to do. Only for trainings that do not use
-        gradients between backward pass and step: no clipping, no accumulation, no gradient
-        scaler. The recorded steps are checked for such uses; a warning then says why the step is
-        not moved.
+        Update each block's parameters in the backward pass. Only state that is streamed can be
+        updated so: under a policy that plans pages this is an error.
 
     Returns
     -------
@@ -71,15 +65,22 @@ def manage(
     EnableError
         If umem is not enabled, or the model is not on a GPU.
     PlanError
-        For an unknown planner or ``none``; for `step_in_backward` if the optimizer does not update
-        each parameter independently, or has parameters on several devices; and if the optimizer
-        is already managed with other arguments or another model.
+        For an unknown planner or ``none``; for `step_in_backward` under a policy whose optimizer
+        state is not streamed; and if the optimizer is already managed with other arguments or
+        another model.
 
     Examples
     --------
     >>> manager = umem.manage(model, optimizer)  # doctest: +SKIP
     """
     state = runtime()
+    if step_in_backward:
+        raise PlanError(
+            "step_in_backward: only streamed optimizer state is updated in the backward pass, and "
+            f"policy {state.policy.name!r} plans pages. Enable umem with a policy that has "
+            "`optimizer_state: {mechanism: stream}`, such as sft-streamed, or call "
+            "umem.manage(model, optimizer) without step_in_backward"
+        )
     optimizer = _innermost(optimizer)
     devices = {parameter.device for parameter in model.parameters()}
     devices = {device for device in devices if device.type == "cuda"}
@@ -94,7 +95,6 @@ def manage(
         optimizer,
         lambda: cuda_machine(device.index or 0, model, optimizer),
         planner,
-        step_in_backward=step_in_backward,
         default_planner=state.resolved.planner,
     )
 
@@ -105,7 +105,6 @@ def manage_on(
     make_machine: Callable[[], Machine],
     planner: PolicyPlanner | None,
     *,
-    step_in_backward: bool = False,
     default_planner: PolicyPlanner = "planned",
 ) -> Manager:
     """Manage a training on any machine; `make_machine` is called for a new manager only."""
@@ -116,12 +115,10 @@ def manage_on(
         raise PlanError(
             f"planner {chosen!r} runs no training{hint} Planners: {', '.join(_PLANNERS)}"
         )
-    if step_in_backward:
-        _check_step_in_backward(optimizer)
     reference = _managers.get(optimizer)
     known = None if reference is None else reference()
     if known is not None and not known.is_closed:
-        difference = _difference(known, model, planner, step_in_backward=step_in_backward)
+        difference = _difference(known, model, planner)
         if not difference:
             return known
         if known.model is not None and (known not in _by_default or known.status().plans):
@@ -131,9 +128,9 @@ def manage_on(
                 "(umem.manage with the earlier arguments returns it too)"
             )
         known.close()
-    manager = Manager(model, optimizer, make_machine(), chosen, step_in_backward=step_in_backward)
+    manager = Manager(model, optimizer, make_machine(), chosen)
     _managers[optimizer] = weakref.ref(manager)
-    if planner is None and not step_in_backward:
+    if planner is None:
         _by_default.add(manager)
     return manager
 
@@ -145,32 +142,12 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _check_step_in_backward(optimizer: Optimizer) -> None:
-    if not can_slice(optimizer):
-        raise PlanError(
-            f"step_in_backward: {type(optimizer).__name__} may look at several parameters at once. "
-            "It takes one of torch's own optimizers, and neither LBFGS nor a subclass"
-        )
-    # Autograd has one thread for each device, and one optimizer cannot step in several threads.
-    trained = (it for group in optimizer.param_groups for it in group["params"])
-    devices = sorted({str(it.device) for it in trained if it.requires_grad})
-    if len(devices) > 1:
-        raise PlanError(
-            f"step_in_backward: the optimizer's parameters are on {' and '.join(devices)}. Move "
-            "them to one device, or call umem.manage(model, optimizer) without it"
-        )
-
-
-def _difference(
-    known: Manager, model: nn.Module, planner: PolicyPlanner | None, *, step_in_backward: bool
-) -> str:
+def _difference(known: Manager, model: nn.Module, planner: PolicyPlanner | None) -> str:
     """How an existing manager differs from the one asked for; empty if it does not."""
     if known.model is not model:
         return f"with another model, a {type(known.model).__name__},"
     if planner is not None and planner != known.status().planner:
         return f"with planner {known.status().planner!r}"
-    if step_in_backward and not known.wants_step_in_backward:
-        return "without step_in_backward"
     return ""
 
 

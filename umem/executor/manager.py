@@ -26,15 +26,11 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.executor.budget_lift import BudgetLift
 from umem.executor.machine import Machine
-from umem.executor.optimizer.overlapped_step import OverlappedOptimizerStep
-from umem.executor.optimizer.partial_step import PartialOptimizerStep, PerBlockStepHook, can_slice
-from umem.executor.optimizer.step_in_backward import StepInBackward
 from umem.executor.plans import Plans
 from umem.executor.program import MappedBlocks, Program
 from umem.executor.runner import Runner
 from umem.executor.status import ManagerState, ManagerStatus
 from umem.offload import ActivationStore
-from umem.planning.plan_search import places_state_on_host
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
 from umem.runtime.torch_hooks.modules import Guard
@@ -47,9 +43,6 @@ _LOG = logging.getLogger("umem")
 
 _WARM_UP = 2
 """Steps before the first decision: the optimizer makes its state in the first one."""
-
-_BEFORE_TIMED = 2
-"""Steps at the start of a recording that are not timed."""
 
 _MOST_PLANS = 4
 """Largest number of batch shapes that get plans."""
@@ -75,8 +68,6 @@ class Manager:
         The device, its engine and the policy.
     planner
         Planner to use in place of the policy's.
-    step_in_backward
-        Do the optimizer's step in the backward pass, if :func:`can_slice` holds for it.
     """
 
     def __init__(
@@ -85,8 +76,6 @@ class Manager:
         optimizer: Optimizer,
         machine: Machine,
         planner: PolicyPlanner,
-        *,
-        step_in_backward: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
@@ -99,19 +88,10 @@ class Manager:
         self._guard = Guard(self._fail)
         root = Block(type(model).__name__, model)
         blocks = find_blocks(model, None)
-        self._beside = OverlappedOptimizerStep(
-            optimizer, machine.device, machine.hardware.overlapped_update_chunks
-        )
-        self._runner = Runner(machine, self._store, root, self._beside.join)
+        self._runner = Runner(machine, self._store, root)
         self._phase_tracker = PhaseTracker(root, blocks, self._guard, self._runner)
-        slices = PartialOptimizerStep(optimizer, blocks) if can_slice(optimizer) else None
-        begin_part = self._guard(self._runner.part_begins)
-        self._parts = PerBlockStepHook(slices, begin_part)
-        self._backward_step: StepInBackward | None = None
-        if step_in_backward and slices is not None:
-            self._backward_step = StepInBackward(slices, begin_part, self._beside)
         labels = {block.name: block.forward for block in blocks}
-        self._plans = Plans(model, optimizer, machine, planner, labels, self._backward_step)
+        self._plans = Plans(model, optimizer, machine, planner, labels)
         self._recording: StepRecording | None = None
         self._unknown: Counter[CallShapes] = Counter()
         self._unplanned = 0
@@ -127,6 +107,7 @@ class Manager:
                 self._guard(self._on_call), prepend=True, with_kwargs=True
             ).remove,
             # A compiled step calls these two hooks outside of the compiled code.
+            optimizer.register_step_pre_hook(self._guard.uncompiled(self._optimizer_begins)).remove,
             optimizer.register_step_post_hook(self._guard.uncompiled(self._optimizer_ends)).remove,
             # Before loading: mapped state is brought back while its memory is still allocated.
             optimizer.register_load_state_dict_pre_hook(self._guard(self._memory_moves)).remove,
@@ -137,10 +118,6 @@ class Manager:
         weakref.finalize(self, self._budget_lift.release).atexit = False
         # Otherwise the allocator would map memory on the host and slow down the first steps.
         self._budget_lift.acquire()
-        self._look_at_optimizer = self._guard(self._see_optimizer)
-        begins = optimizer.register_step_pre_hook(torch.compiler.disable(self._optimizer_begins))
-        self._parts.set_hook(begins)
-        self._undo.append(begins.remove)
 
     # ------------------------------------------------------------------ for the user
 
@@ -162,19 +139,12 @@ class Manager:
             unplanned=self._unplanned,
             wait_s=counts.wait_s,
             wait_timeouts=counts.wait_timeouts,
-            corrections=self._plans.corrections,
-            step_in_backward=self._backward_step is not None and self._backward_step.is_active,
         )
 
     @property
     def model(self) -> nn.Module | None:
         """The model; None once it was collected."""
         return self._model()
-
-    @property
-    def wants_step_in_backward(self) -> bool:
-        """Whether ``step_in_backward`` was asked for."""
-        return self._backward_step is not None
 
     @property
     def trace(self) -> Trace | None:
@@ -223,14 +193,11 @@ class Manager:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self._backward_step is not None:
-            self._backward_step.close()
         self._store.close()
 
     # ------------------------------------------------------------------ hooks
 
     def _on_call(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._parts.restore()  # an error has ended the step before
         if self._state is ManagerState.OFF:
             self._end_recording()  # not in `_fail`, which may run inside the optimizer's hooks
             return
@@ -241,36 +208,14 @@ class Manager:
         ):
             return
         if self._is_in_step:
-            if self._backward_step is not None and self._phase_tracker.backward_failed:
-                self._backward_step.step_begins()
             return
         self._is_in_step = True
-        self._parts.stay_last()
         self._before_step(call_shapes(args, kwargs))
-        if self._backward_step is not None and self._state is not ManagerState.RESIDENT:
-            # Checksums take time, so not in the steps that are timed.
-            self._backward_step.step_begins(
-                looks_at_contents=self._steps_seen - self._recording_since < _BEFORE_TIMED
-            )
 
-    def _optimizer_begins(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Errors of the executor are caught; an error of the optimizer reaches the program."""
-        self._look_at_optimizer(optimizer, args, kwargs)
-        self._parts.run()
-
-    def _see_optimizer(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        self._parts.restore()
+    def _optimizer_begins(self, *_: object) -> None:
         self._phase_tracker.optimizer_begins()
-        self._parts.look(optimizer, args, kwargs, is_wanted=self._runner.needs_slices())
 
     def _optimizer_ends(self, *_: object) -> None:
-        self._parts.restore()
-        if self._backward_step is not None:
-            self._backward_step.step_ends()
         self._unseen = 0 if self._is_in_step else self._unseen + 1
         self._is_in_step = False
         self._steps_seen += 1
@@ -302,31 +247,17 @@ class Manager:
     def _before_step(self, shapes: CallShapes) -> None:
         """Advance the state before a step's first forward pass, where hooks may be changed."""
         if self._state is ManagerState.WARMING_UP and self._steps_seen >= _WARM_UP:
-            if self._machine.everything_fits() and not self._hides_state:
+            if self._machine.everything_fits():
                 self._end(ManagerState.RESIDENT, "")
             else:
                 self._start_recording()
         elif self._state is ManagerState.RECORDING:
             self._look_at_recording()
-        elif self._parts.is_hopeless and not self._plans.moves_step:
-            self._plans.forget()
-            self._unknown.clear()
-            self._start_recording()
         if self._have_moved:
             self._have_moved = False
             self._plans.find_again()
         if self._state in (ManagerState.RUNNING, ManagerState.RESIDENT):
             self._choose_program(shapes)
-
-    @property
-    def _may_move_step(self) -> bool:
-        """Whether the step may move into the backward pass, which needs a plan in parts."""
-        return self._backward_step is not None and not self._backward_step.obstacle
-
-    @property
-    def _hides_state(self) -> bool:
-        """Whether the policy keeps optimizer state on the host and the step may move."""
-        return self._may_move_step and places_state_on_host(self._machine.policy)
 
     def _start_recording(self) -> None:
         model, optimizer = self._model(), self._optimizer()
@@ -334,7 +265,6 @@ class Manager:
             return
         self._load(None)
         self._phase_tracker.stop()
-        self._parts.start_over()
         # The recorded steps have to run with everything resident.
         self._budget_lift.acquire()
         self._recording = record(
@@ -342,7 +272,7 @@ class Manager:
             optimizer,
             steps=2,
             warmup=1,
-            optimizer_parts=self._parts.is_possible or self._may_move_step,
+            optimizer_parts=False,
             known=self._plans.shapes,
         )
         self._recording.__enter__()
@@ -385,7 +315,7 @@ class Manager:
             return
         if self._plans.changes_nothing:
             self._end(ManagerState.RESIDENT, "")
-        elif self._state is not ManagerState.RUNNING:  # otherwise this is a correction
+        else:
             self._state = ManagerState.RUNNING
             self._budget_lift.leave_to_plans()
             self._phase_tracker.start()
@@ -412,11 +342,6 @@ class Manager:
             except UmemError as error:
                 self._give_up(error)
                 return
-        elif self._state is ManagerState.RUNNING and self._plans.is_correction_due(
-            self._runner.counts.steps
-        ):
-            self._make_plans()
-            program = self._plans.program(shapes)
         if self._state is ManagerState.RUNNING and program is not self._runner.program:
             self._load(program)
 
@@ -424,9 +349,3 @@ class Manager:
         """Run another program, or none. Memory that both map on the host stays mapped."""
         self._runner.load(program)
         self._mapped.hold(() if program is None else program.mapped)
-        if self._backward_step is not None:
-            if program is not None and self._plans.moves_step:
-                self._beside.names = frozenset(program.candidate.overlapped)
-                self._backward_step.start()
-            else:
-                self._backward_step.stop()

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from umem.capture.live import CallShapes, StepRecording, StepSignature, TrackedPhase
+from umem.capture.live import CallShapes, StepRecording, StepSignature
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
-from umem.executor.calibration import BandwidthCalibration
 from umem.executor.machine import Machine
-from umem.executor.optimizer.overlapped_step import can_run_beside
-from umem.executor.optimizer.partial_step import part_label
-from umem.executor.optimizer.step_in_backward import StepInBackward
 from umem.executor.program import Program, build_program
 from umem.executor.tensor_addresses import find_addresses, in_blocks
 from umem.planning.plan_search import PlanCandidate, search_plan
-from umem.planning.running_step import with_open_blocks
 from umem.policy import PolicyPlanner
-from umem.trace import Trace, is_optimizer_phase, with_step_in_backward
+from umem.trace import Trace
 
 __all__ = ["Plans"]
 
@@ -38,8 +31,6 @@ class _Recorded:
 
     trace: Trace
     recording: StepRecording
-    backward_order: tuple[str, ...]
-    """The optimizer's parts in the order in which their gradients were complete."""
 
 
 class Plans:
@@ -55,8 +46,6 @@ class Plans:
         Planner by name.
     forward_labels
         Label of the forward phase of each block.
-    backward_step
-        Runs the optimizer's step in the backward pass; None if that was not asked for.
     """
 
     def __init__(
@@ -66,22 +55,15 @@ class Plans:
         machine: Machine,
         planner: PolicyPlanner,
         forward_labels: Mapping[str, str],
-        backward_step: StepInBackward | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._machine = machine
         self._planner = planner
         self._forward_labels = forward_labels
-        self._backward_step = backward_step
-        self._calibration = BandwidthCalibration(machine.engine)
         self._recorded: dict[CallShapes, _Recorded] = {}
         self._programs: dict[CallShapes, Program] = {}
         self._fallback: Program | None = None
-        self._in_place_s = 0.0
-        """Time that mapped accesses occupy the link, in the step that has most of them."""
-        self._moves_step = False
-        self._has_told_obstacle = False
         self._told: set[CallShapes] = set()
         """Shapes with a logged warning that they cannot be planned."""
 
@@ -96,20 +78,10 @@ class Plans:
         return len(self._programs)
 
     @property
-    def corrections(self) -> int:
-        """How often all steps were planned again from measured bandwidths."""
-        return self._calibration.count
-
-    @property
-    def moves_step(self) -> bool:
-        """Whether these programs run the optimizer's step in the backward pass."""
-        return self._moves_step
-
-    @property
     def changes_nothing(self) -> bool:
         """Whether these programs move nothing."""
         candidates = (program.candidate for program in self._programs.values())
-        return not self._moves_step and all(candidate.moves_nothing for candidate in candidates)
+        return all(candidate.moves_nothing for candidate in candidates)
 
     def program(self, shapes: CallShapes) -> Program | None:
         """The program for batches of these shapes; None without one."""
@@ -140,21 +112,10 @@ class Plans:
         assert signature is not None
         if self._machine.allocator is not None:
             trace = in_blocks(trace)
-        order = () if self._backward_step is None else self._backward_step.order
-        self._recorded[signature.calls[0]] = _Recorded(trace, recording, order)
-
-    def is_correction_due(self, steps: int) -> bool:
-        """Whether measured bandwidths differ from those that the programs assume.
-
-        Parameters
-        ----------
-        steps
-            Steps carried out as planned so far.
-        """
-        return self._calibration.is_due(steps, self._machine.hardware, self._in_place_s)
+        self._recorded[signature.calls[0]] = _Recorded(trace, recording)
 
     def make(self) -> None:
-        """Plan all recorded steps with the bandwidths measured so far.
+        """Plan all recorded steps.
 
         Shapes that cannot be planned are left to :meth:`lookahead`.
 
@@ -163,7 +124,6 @@ class Plans:
         PlanError
             If none of them can be planned.
         """
-        self._moves_step = self._can_move_step()
         self._programs, self._fallback = {}, None
         errors: dict[CallShapes, PlanError] = {}
         for shapes, recorded in self._recorded.items():
@@ -173,11 +133,6 @@ class Plans:
                 errors[shapes] = error
         if not self._programs:
             raise next(iter(errors.values()))
-        in_place_bytes = max(
-            program.candidate.predicted.moved_bytes(cause="mapped")
-            for program in self._programs.values()
-        )
-        self._in_place_s = in_place_bytes / self._machine.hardware.mapped_bytes_per_s
         for shapes in errors.keys() - self._told:
             self._told.add(shapes)
             _LOG.warning(
@@ -193,32 +148,8 @@ class Plans:
             self._programs[shapes] = self._build(self._recorded[shapes], program.candidate)
         self._fallback = None
 
-    def forget(self) -> None:
-        """Drop all recorded steps and programs."""
-        self._recorded.clear()
-        self._programs.clear()
-        self._fallback = None
-
-    def _can_move_step(self) -> bool:
-        step = self._backward_step
-        if step is not None and step.obstacle and not self._has_told_obstacle:
-            self._has_told_obstacle = True
-            _LOG.warning(
-                "umem: the optimizer's step stays behind the backward pass, for %s", step.obstacle
-            )
-        return step is not None and not step.obstacle
-
-    def _step_of(self, recorded: _Recorded) -> tuple[Trace, tuple[TrackedPhase, ...]]:
-        """A recorded step as it will run, and the phases that the tracker will report."""
-        trace, followed = recorded.trace, recorded.recording.phases
-        if not self._moves_step:
-            return trace, followed
-        order = list(map(part_label, recorded.backward_order))
-        moved, phases = with_step_in_backward(trace, order)
-        return with_open_blocks(moved), _renumbered(followed, moved, phases)
-
     def _program(self, recorded: _Recorded, planner: PolicyPlanner) -> Program:
-        trace, _ = self._step_of(recorded)
+        trace = recorded.trace
         outside_bytes, budget_bytes = recorded.recording.outside_bytes, self._budget_bytes
         if outside_bytes >= budget_bytes:
             raise PlanError(
@@ -229,11 +160,10 @@ class Plans:
         try:
             candidate = search_plan(
                 trace,
-                self._calibration.apply(self._machine.hardware),
+                self._machine.hardware,
                 self._machine_beside(outside_bytes).policy,
                 planner,
                 saved={entry.tensor for entry in recorded.recording.saved_tensors},
-                overlaps_step=self._can_run_beside(),
             )
         except PlanError as error:
             if not outside_bytes:
@@ -244,10 +174,6 @@ class Plans:
                 "device all the recorded step long)"
             ) from error
         return self._build(recorded, candidate)
-
-    def _can_run_beside(self) -> bool:
-        optimizer = self._optimizer()
-        return self._moves_step and optimizer is not None and can_run_beside(optimizer)
 
     def _machine_beside(self, outside_bytes: int) -> Machine:
         """The machine with the budget less the memory that no plan moves."""
@@ -266,12 +192,11 @@ class Plans:
         model, optimizer = self._model(), self._optimizer()
         assert model is not None
         assert optimizer is not None
-        _, followed = self._step_of(recorded)
         return build_program(
             candidate,
             find_addresses(candidate.trace, model, optimizer),
             recorded.recording.saved_tensors,
-            followed,
+            recorded.recording.phases,
             self._forward_labels,
             self._machine_beside(recorded.recording.outside_bytes),
         )
@@ -286,19 +211,3 @@ class Plans:
             candidate.predicted.step_s * 1e3,
             candidate.predicted.ideal_s * 1e3,
         )
-
-
-def _renumbered(
-    followed: Sequence[TrackedPhase], moved: Trace, phases: npt.NDArray[np.int64]
-) -> tuple[TrackedPhase, ...]:
-    """Reported phases, renumbered for a trace whose optimizer parts have moved.
-
-    The tracker reports the optimizer's own step last. It starts the parts that are left, if any.
-    """
-    number = np.argsort(phases)
-    passes = [n for n, name in enumerate(moved.phase_names) if not is_optimizer_phase(name)]
-    left = min(passes[-1] + 1, moved.phase_count - 1)
-    return (
-        *(replace(one, phase=int(number[one.phase])) for one in followed[:-1]),
-        replace(followed[-1], phase=left),
-    )

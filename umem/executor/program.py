@@ -134,9 +134,6 @@ class PhaseWork:
 
     Parameters
     ----------
-    joins
-        Parts of the optimizer's step that overlap with the backward pass and must have finished:
-        their tensors may leave, and the memory of their gradients is freed.
     releases
         Activations whose device memory is freed: (group, ordinals).
     sends
@@ -158,7 +155,6 @@ class PhaseWork:
         Tensors whose pages are on the device from this phase on.
     """
 
-    joins: tuple[str, ...] = ()
     releases: list[GroupPart] = field(default_factory=list)
     sends: list[GroupPart] = field(default_factory=list)
     leaving: Hints | None = None
@@ -299,9 +295,6 @@ def build_program(
     needs = _first_uses(trace, room.coming)
     work = tuple(
         PhaseWork(
-            joins=tuple(
-                name for name, beside in candidate.overlapped.items() if beside == phase - 1
-            ),
             releases=releases.get(phase, []),
             sends=sent[phase],
             leaving=_hints(leaving[phase], trace, places, present, machine),

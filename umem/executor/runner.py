@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,6 @@ from umem.capture.live import Block, SavedTensorHooks
 from umem.core.classes import TensorClass
 from umem.executor.admission import Eviction
 from umem.executor.machine import Machine
-from umem.executor.optimizer.partial_step import part_label
 from umem.executor.program import MODEL, GroupKey, Hints, PhaseWork, Program
 from umem.executor.tensor_addresses import storage_address, whole_blocks
 from umem.offload import ActivationStore
@@ -68,20 +67,10 @@ class Runner:
         Copies activations to the host and back.
     root
         The model.
-    join
-        Makes the current stream wait for parts of the optimizer's step that overlap with the
-        backward pass, by name.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        store: ActivationStore,
-        root: Block,
-        join: Callable[[Iterable[str]], None],
-    ) -> None:
+    def __init__(self, machine: Machine, store: ActivationStore, root: Block) -> None:
         self._root = root
-        self._join = join
         self.counts = RunnerCounts()
         self.watch: Callable[[], None] | None = None
         """Called before and after the work at the start of a phase."""
@@ -144,38 +133,9 @@ class Runner:
         phase = program.followed[self._position].phase
         self._position += 1
         if phase > self._phase:
-            # The first of several joined phases starts them all. A part of the optimizer's step
-            # may have started in between.
+            # The first of several joined phases starts them all.
             self._phase = phase
             self._begin_watched(program, program.work[phase])
-
-    def needs_slices(self) -> bool:
-        """Whether the optimizer's step, which has just begun, must run in parts."""
-        program = self._program
-        return (
-            program is not None
-            and self._is_on_track
-            and any(work.does_anything for work in program.work[self._phase + 1 :])
-        )
-
-    def part_begins(self, name: str) -> None:
-        """Do the program's work for a part of the optimizer's step.
-
-        The first part of a step after the backward pass starts together with the step.
-        """
-        program = self._program
-        if program is None or not self._is_on_track:
-            return
-        names = program.candidate.trace.phase_names
-        label = part_label(name)
-        if names[self._phase] == label:
-            return
-        if self._phase + 1 >= len(names) or names[self._phase + 1] != label:
-            self._is_on_track = False
-            return
-        self._phase += 1
-        self._ranges.begin(label)
-        self._begin_watched(program, program.work[self._phase])
 
     def _begin_watched(self, program: Program, work: PhaseWork) -> None:
         self._call_watcher()
@@ -187,7 +147,6 @@ class Runner:
             self.watch = None
 
     def _begin(self, program: Program, work: PhaseWork) -> None:
-        self._join(work.joins)
         for group, ordinals in work.releases:
             self._store.release(group, ordinals)
         for group, ordinals in work.sends:
@@ -249,12 +208,7 @@ class Runner:
         program = self._program
         if program is None:
             return
-        was_whole = (
-            self._is_on_track
-            and not is_broken
-            and self._position == len(program.followed)
-            and not self.needs_slices()  # parts of the optimizer's step that did not run
-        )
+        was_whole = self._is_on_track and not is_broken and self._position == len(program.followed)
         self.counts.steps += was_whole
         self.counts.diverged_steps += not was_whole
 

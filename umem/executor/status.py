@@ -53,10 +53,6 @@ class ManagerStatus:
         Time that the training thread has waited for pages, over all steps.
     wait_timeouts
         Waits for pages that were given up after 2 s; the pages came by fault.
-    corrections
-        How often plans were made anew from measured bandwidths.
-    step_in_backward
-        Whether the optimizer's step is done in the backward pass.
     """
 
     state: ManagerState
@@ -70,5 +66,3 @@ class ManagerStatus:
     unplanned: int
     wait_s: float
     wait_timeouts: int
-    corrections: int
-    step_in_backward: bool

@@ -17,7 +17,7 @@ from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError, PlanError
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
-from umem.executor.optimizer.partial_step import can_slice
+from umem.executor.optimizer.separable import can_slice
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.state_memory import CudaRoom, CudaStateMemory

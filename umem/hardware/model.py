@@ -243,9 +243,6 @@ class Hardware:
     """Host memory used in place by kernels, reads and writes together."""
     mapped_slowdown_s_per_byte: SecondsPerByte
     """Time that each byte used in place adds to the computation beside it."""
-    overlapped_update_chunks: Count
-    """Chunks of 65,536 elements that one launch of the optimizer updates beside the backward pass,
-    with its state in place on the host: enough to fill the link."""
     fault_batch_s: Seconds
     """Latency of one batch of faults, from the first fault to the start of its transfers."""
     faults_per_batch: Count

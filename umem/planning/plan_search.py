@@ -7,7 +7,7 @@ program frees them, and nothing but hints keeps the budget.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,20 +20,20 @@ from umem.core.report import MigrationReport
 from umem.core.schedule import ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.planning.planners import page_out, plan
-from umem.planning.running_step import with_gradient_lifetimes, with_overlapped_parts
+from umem.planning.running_step import with_gradient_lifetimes, with_whole_optimizer_step
 from umem.policy import ClassRule, ResolvedPolicy
 from umem.simulation import simulate
 from umem.trace import Trace
 
-__all__ = ["RUNNABLE_PLANNERS", "PlanCandidate", "places_state_on_host", "search_plan"]
+__all__ = ["RUNNABLE_PLANNERS", "PlanCandidate", "search_plan"]
 
 RUNNABLE_PLANNERS = ("planned", "lookahead", "fault")
 
 _BY_POLICY = -1
 
-_MAPPED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the optimizer's state that are tried in place on the host. State in place makes the
-optimizer's step longer; state that migrates needs the link around it."""
+_MAPPED_SHARES = (0.0, 1.0)
+"""Shares of the optimizer's state that are tried in place on the host, beside what does not fit.
+State in place makes the optimizer's step longer; state that migrates needs the link around it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +47,6 @@ class PlanCandidate:
     """With its timeline."""
     mapped: npt.NDArray[np.bool_]
     """Tensors that the planner placed on the host; those that the policy placed do not count."""
-    overlapped: Mapping[str, int]
-    """Parts of the optimizer's step that run beside the backward pass, each with the last phase
-    that it runs beside."""
 
     @property
     def moves_nothing(self) -> bool:
@@ -64,7 +61,6 @@ def search_plan(
     planner: str,
     *,
     saved: Collection[int] | None = None,
-    overlaps_step: bool = False,
 ) -> PlanCandidate:
     """Plan a step that a training is going to carry out.
 
@@ -81,9 +77,6 @@ def search_plan(
     saved
         Activations that autograd saves in a block's forward pass: hooks can move these only. None
         for all activations.
-    overlaps_step
-        Whether parts of the optimizer's step that are in the backward pass, and use their state in
-        place on the host, run beside it.
 
     Returns
     -------
@@ -103,51 +96,27 @@ def search_plan(
             f"no training runs plans of the planner {planner!r}: give one of "
             f"{', '.join(RUNNABLE_PLANNERS)}"
         )
-    trace = with_gradient_lifetimes(trace)
+    trace = with_gradient_lifetimes(with_whole_optimizer_step(trace))
     best: PlanCandidate | None = None
     first_error: PlanError | None = None
-    on_host = _placed_on_host(trace, policy)
     rules = _runnable_rules(policy, planner)
     for mapped in _mapped_choices(trace, hardware, policy, planner):
-        for step, overlapped in _steps(trace, on_host | mapped, overlaps_step=overlaps_step):
-            fixed = _fixed_modes(step, saved, rules, mapped)
-            try:
-                if planner == "fault":
-                    schedule = page_out(step, hardware, rules, fixed=fixed)
-                else:
-                    schedule = plan(step, hardware, rules, planner, fixed=fixed, may_fault=False)
-                predicted = simulate(step, schedule, hardware, rules, timeline=True)
-            except PlanError as error:
-                first_error = first_error or error
-                continue
-            if best is None or predicted.step_s < best.predicted.step_s:
-                best = PlanCandidate(step, schedule, predicted, mapped, overlapped)
+        fixed = _fixed_modes(trace, saved, rules, mapped)
+        try:
+            if planner == "fault":
+                schedule = page_out(trace, hardware, rules, fixed=fixed)
+            else:
+                schedule = plan(trace, hardware, rules, planner, fixed=fixed, may_fault=False)
+            predicted = simulate(trace, schedule, hardware, rules, timeline=True)
+        except PlanError as error:
+            first_error = first_error or error
+            continue
+        if best is None or predicted.step_s < best.predicted.step_s:
+            best = PlanCandidate(trace, schedule, predicted, mapped)
     if best is None:
         assert first_error is not None
         raise first_error
     return best
-
-
-def _steps(
-    trace: Trace, in_place: npt.NDArray[np.bool_], *, overlaps_step: bool
-) -> Iterator[tuple[Trace, Mapping[str, int]]]:
-    """The step with overlapped parts, where it has any; then as it is, which needs less memory."""
-    if overlaps_step:
-        step, overlapped = with_overlapped_parts(trace, in_place)
-        if overlapped:
-            yield step, overlapped
-    yield trace, {}
-
-
-def places_state_on_host(policy: ResolvedPolicy) -> bool:
-    """Whether a policy has the optimizer's state on the host, by advice to its allocator."""
-    rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
-    return rule.kind == "managed" and rule.placement == "host"
-
-
-def _placed_on_host(trace: Trace, policy: ResolvedPolicy) -> npt.NDArray[np.bool_]:
-    """The optimizer's state, where the policy has it on the host."""
-    return _large_state(trace) & places_state_on_host(policy)
 
 
 def _large_state(trace: Trace) -> npt.NDArray[np.bool_]:

@@ -47,7 +47,6 @@ def predict(
     addresses: Addresses = "reused",
     window: int = 8,
     runnable: bool = False,
-    step_in_backward: bool = False,
     timeline: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[MigrationReport, ...]:
@@ -73,9 +72,6 @@ def predict(
         running training can carry out (:func:`umem.planning.plan_search.search_plan`). The
         executor predicts the same figures from the same trace, budget and machine. `addresses` and
         `window` are then as the executor has them.
-    step_in_backward : bool
-        Whether parts of the optimizer's step are in the trace's backward pass, and overlap with it
-        where their state is used in place; for `runnable`.
     timeline : bool
         Whether the reports have one, for pictures.
     progress : callable, optional
@@ -99,7 +95,6 @@ def predict(
     from umem.hardware import with_durations
     from umem.planning.plan_search import search_plan
     from umem.planning.planners import plan
-    from umem.planning.running_step import with_open_blocks
     from umem.simulation import simulate
     from umem.trace import require_durations
 
@@ -113,8 +108,7 @@ def predict(
     for planner in planners:
         say(f"Planning {trace.name} with {planner}")
         if runnable:
-            step = with_open_blocks(timed) if step_in_backward else timed
-            found = search_plan(step, hardware, policy, planner, overlaps_step=step_in_backward)
+            found = search_plan(timed, hardware, policy, planner)
             reports.append(found.predicted if timeline else replace(found.predicted, timeline=None))
             continue
         schedule = plan(timed, hardware, policy, planner, window=window)

@@ -1,13 +1,13 @@
 """The trace of a step as a running program carries it out.
 
 A trace says what a step computes. A program holds some memory longer than the trace needs it, and
-runs parts of the optimizer's step beside the backward pass. Numbers of tensors and phases stay.
+its optimizer steps at once. Numbers of tensors stay.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,19 +18,45 @@ from umem.trace import (
     Access,
     Trace,
     first_and_last_use,
-    is_optimizer_phase,
     phase_of_access,
-    require_durations,
     with_accesses,
 )
 
-__all__ = ["with_gradient_lifetimes", "with_open_blocks", "with_overlapped_parts"]
+__all__ = ["with_gradient_lifetimes", "with_whole_optimizer_step"]
 
-_USED_BY_PARTS = [
-    it.number for it in (TensorClass.WEIGHTS, TensorClass.GRADIENTS, TensorClass.OPTIMIZER_STATE)
-]
-"""What a part of the optimizer's step uses. Its other tensors belong to the block's backward pass,
-in which it begins."""
+
+def with_whole_optimizer_step(trace: Trace) -> Trace:
+    """Join the optimizer's phases at the end of a step: a program's optimizer steps at once."""
+    own = [name.split(" ", 1)[0].rstrip(":") == OPTIMIZER for name in trace.phase_names]
+    last = trace.phase_count - 1
+    while last > 0 and own[last] and own[last - 1]:
+        last -= 1
+    if last == trace.phase_count - 1:
+        return trace
+    phases = np.minimum(phase_of_access(trace), last)
+    keys, which = np.unique(
+        (phases * trace.tensor_count + trace.access_tensor).astype(np.int64), return_inverse=True
+    )
+    modes = np.zeros(len(keys), np.uint8)
+    np.bitwise_or.at(modes, which.ravel(), trace.access_mode)
+    joined = replace(
+        trace,
+        phase_names=(*trace.phase_names[:last], OPTIMIZER),
+        phase_kind=trace.phase_kind[: last + 1],
+        phase_precision=trace.phase_precision[: last + 1],
+        flops=_joined(trace.flops, last),
+        memory_bytes=_joined(trace.memory_bytes, last),
+        duration_s=None if trace.duration_s is None else _joined(trace.duration_s, last),
+        first_phase=np.minimum(trace.first_phase, last).astype(np.int32),
+        last_phase=np.minimum(trace.last_phase, last).astype(np.int32),
+    )
+    tensors = (keys % trace.tensor_count).astype(np.int32)
+    return with_accesses(joined, keys // trace.tensor_count, tensors, modes)
+
+
+def _joined(values: npt.NDArray[np.generic], last: int) -> npt.NDArray[Any]:
+    """The values with those from `last` on summed."""
+    return np.concatenate([values[:last], values[last:].sum(keepdims=True, dtype=values.dtype)])
 
 
 def with_gradient_lifetimes(trace: Trace) -> Trace:
@@ -52,105 +78,6 @@ def with_gradient_lifetimes(trace: Trace) -> Trace:
     last_phase = trace.last_phase.copy()
     last_phase[kept] = last_use[kept]
     return _with_tensors(replace(trace, last_phase=last_phase), spans, size)
-
-
-def with_open_blocks(trace: Trace) -> Trace:
-    """Extend the use of what a block's backward pass uses to the end of the optimizer's part.
-
-    A part begins when the last gradient of its block is complete. Autograd is then still in the
-    block: a norm makes its weight's gradient before that of its input, and an adapter its own
-    before it uses the frozen weight beside it.
-
-    Parameters
-    ----------
-    trace
-        With parts of the optimizer's step in the backward pass. Parts behind it change nothing.
-    """
-    end = _open_until(trace)
-    stays = ~trace.persistent & (end[trace.last_phase] > trace.last_phase)
-    last_phase = np.where(stays, end[trace.last_phase], trace.last_phase).astype(np.int32)
-    phase = phase_of_access(trace)
-    # Parts use what lives on, too, where they do not use it by themselves.
-    held = np.flatnonzero(trace.persistent[trace.access_tensor] & (end[phase] > phase))
-    which, later = _phases_of(phase[held] + 1, end[phase[held]])
-    phases = np.concatenate([phase, later])
-    tensors = np.concatenate([trace.access_tensor, trace.access_tensor[held[which]]])
-    modes = np.concatenate([trace.access_mode, np.full(len(later), Access.READ, np.uint8)])
-    _, kept = np.unique(phases * trace.tensor_count + tensors, return_index=True)
-    kept.sort()
-    return with_accesses(
-        replace(trace, last_phase=last_phase), phases[kept], tensors[kept], modes[kept]
-    )
-
-
-def with_overlapped_parts(
-    trace: Trace, in_place: npt.NDArray[np.bool_]
-) -> tuple[Trace, dict[str, int]]:
-    """Let the optimizer's parts use state in place while later phases compute.
-
-    Such a part takes the link's time, and next to none of the device's. So it counts as part of the
-    longest phase before the next such part: state is used there, and weights and gradients are in
-    use until then. Parts behind which nothing else comes stay as they are.
-
-    Parameters
-    ----------
-    trace
-        With durations, and with parts of the optimizer's step in the backward pass.
-    in_place
-        bool[T]: what is used in place on the host.
-
-    Returns
-    -------
-    Trace
-    dict of str to int
-        The overlapped parts by the names of their blocks, each with the last phase that it runs
-        beside.
-    """
-    phase, tensor = phase_of_access(trace), trace.access_tensor
-    own = np.array([is_optimizer_phase(name) for name in trace.phase_names])
-    duration_s = require_durations(trace).copy()
-    parts = np.unique(phase[own[phase] & in_place[tensor]])
-    overlapped = {
-        int(part): int(later[np.argmax(duration_s[later])])
-        for part, end in pairwise([*parts, trace.phase_count])
-        if len(later := np.flatnonzero(~own[part:end]) + part)
-    }
-    if not overlapped:
-        return trace, {}
-
-    target = np.arange(trace.phase_count)
-    target[list(overlapped)] = list(overlapped.values())
-    is_part = target[phase] != phase
-    moves = is_part & in_place[tensor]
-    stays = is_part & ~in_place[tensor] & np.isin(trace.tensor_class[tensor], _USED_BY_PARTS)
-    duration_s[list(overlapped)] = 0.0
-    # What a part uses on the device is used by both phases.
-    phases = np.concatenate([np.where(moves, target[phase], phase), target[phase[stays]]])
-    tensors = np.concatenate([tensor, tensor[stays]])
-    modes = np.concatenate([trace.access_mode, trace.access_mode[stays]])
-    _, kept = np.unique(phases * trace.tensor_count + tensors, return_index=True)
-    last_phase = trace.last_phase.copy()
-    np.maximum.at(last_phase, tensor[stays], target[phase[stays]].astype(np.int32))
-    changed = replace(trace, duration_s=duration_s, last_phase=last_phase)
-    names = {
-        trace.phase_names[part].removeprefix(OPTIMIZER).lstrip(): last
-        for part, last in overlapped.items()
-    }
-    return with_accesses(changed, phases[kept], tensors[kept], modes[kept]), names
-
-
-def _open_until(trace: Trace) -> npt.NDArray[np.int64]:
-    """The last of the optimizer's phases right behind each phase of a pass, int64[P].
-
-    The phase itself where there is none, and where the backward pass is over.
-    """
-    own = np.array([is_optimizer_phase(name) for name in trace.phase_names])
-    end = np.arange(trace.phase_count)
-    for phase in range(int(np.flatnonzero(~own)[-1]) - 1, -1, -1):
-        if own[phase + 1]:
-            end[phase] = end[phase + 1]
-    end[own] = np.flatnonzero(own)
-    return end
 
 
 def _with_tensors(trace: Trace, spans: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Trace:

@@ -13,7 +13,6 @@ from umem.trace.model import (
     ranges,
     require_durations,
 )
-from umem.trace.step_in_backward import is_optimizer_phase, with_step_in_backward
 from umem.trace.uses import (
     NO_GAP,
     Gaps,
@@ -36,7 +35,6 @@ __all__ = [
     "check_trace",
     "find_gaps",
     "first_and_last_use",
-    "is_optimizer_phase",
     "load_trace",
     "phase_of_access",
     "ranges",
@@ -44,6 +42,5 @@ __all__ = [
     "save_trace",
     "trace_fingerprint",
     "with_accesses",
-    "with_step_in_backward",
     "written_tensors",
 ]

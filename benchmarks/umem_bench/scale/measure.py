@@ -105,7 +105,7 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
     warm_up(training, losses)
     timed = time_steps(training, job.steps, losses, counted)
     if timed.after is not None:
-        notes += status_notes(timed.after, in_backward=job.variant == "umem-backward")
+        notes += status_notes(timed.after)
     found |= outside_figures(job.card)
     return (
         found

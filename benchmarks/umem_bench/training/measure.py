@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +34,6 @@ __all__ = [
     "outside_figures",
     "status_notes",
     "time_steps",
-    "under_one_plan",
     "warm_up",
 ]
 
@@ -50,8 +49,6 @@ _WARM_STEPS = 3
 _MAX_WARM_STEPS = 40
 _PLAN_PATIENCE_S = 30.0
 """umem's manager has so long, and so many steps, to decide."""
-
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
     if job.variant == "rmm-pool":
         allocator = "rmm-pool"
     counted = allocator if job.device == "cuda" else None
-    timed = under_one_plan(training, lambda: time_steps(training, job.steps, losses, counted))
+    timed = time_steps(training, job.steps, losses, counted)
     found: dict[str, Any] = {}
     if timed.after is not None:
         predicted = timed.after.predicted
@@ -133,9 +130,7 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
         "steps_s": timed.steps_s,
         "losses_hex": tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
         "peak_allocated_bytes": timed.allocated_bytes,
-        "notes": ()
-        if timed.after is None
-        else status_notes(timed.after, in_backward=job.variant == "umem-backward-step"),
+        "notes": () if timed.after is None else status_notes(timed.after),
     }
 
 
@@ -144,15 +139,13 @@ def _profile(job: TrainingJob, training: Training, notes: tuple[str, ...]) -> di
     if not job.variant.startswith(("umem-", "rmm-")):
         return {}
     name = f"{job.method} {job.variant}"
-    migration, missing = under_one_plan(training, lambda: profile_step(training, name))
+    migration, missing = profile_step(training, name)
     return {"migration": migration, "notes": (*notes, *missing)}
 
 
-def status_notes(status: ManagerStatus, *, in_backward: bool) -> tuple[str, ...]:
-    """What a manager's status says against its steps; `in_backward` is what was asked for."""
+def status_notes(status: ManagerStatus) -> tuple[str, ...]:
+    """What a manager's status says against its steps."""
     notes: list[str] = []
-    if in_backward and not status.step_in_backward:
-        notes.append("the optimizer's step stayed behind the backward pass")
     if status.reason:
         notes.append(f"umem's manager is {status.state}: {status.reason}")
     if status.diverged_steps + status.unplanned + status.wait_timeouts:
@@ -164,45 +157,21 @@ def status_notes(status: ManagerStatus, *, in_backward: bool) -> tuple[str, ...]
 
 
 def warm_up(training: Training, losses: list[torch.Tensor]) -> None:
-    """Train until later steps take as long.
-
-    A plan runs for as many steps as it can take to be corrected, under every planner alike.
-    """
-    from umem.executor import SETTLING_STEPS
-
+    """Train until later steps take as long."""
     losses += [training.step() for _ in range(_WARM_STEPS)]
     manager = training.manager
     if manager is not None:
         end_s = time.monotonic() + _PLAN_PATIENCE_S
         while (
-            str(manager.status().state) in ("warming up", "recording")
+            str(manager.status().state) in ("warming up", "recording", "planning")
             and len(losses) < _MAX_WARM_STEPS
             and time.monotonic() < end_s
         ):
             losses.append(training.step())
             float(losses[-1])  # the plan starts between steps: this loop must not run ahead
         if str(manager.status().state) == "running":
-            # The last correction comes before the step after these, which arranges anew.
-            losses += [training.step() for _ in range(SETTLING_STEPS + ARRANGING_STEPS)]
+            losses += [training.step() for _ in range(ARRANGING_STEPS)]
     float(losses[-1])
-
-
-def under_one_plan(training: Training, look: Callable[[], _Found]) -> _Found:
-    """What `look` finds in steps of one plan: repeated where umem made a new plan meanwhile.
-
-    umem does so a few times at most.
-    """
-    while True:
-        before = _corrections(training)
-        found = look()
-        if _corrections(training) == before:
-            return found
-        for _ in range(ARRANGING_STEPS):
-            training.step()
-
-
-def _corrections(training: Training) -> int:
-    return 0 if training.manager is None else int(training.manager.status().corrections)
 
 
 def time_steps(

@@ -176,12 +176,13 @@ def make_training(job: TrainingJob) -> Training:
         training = _with_steps_in_backward(model, batch)
     else:
         training = _with_one_optimizer(job.variant, model, batch)
-    in_backward = job.variant in ("umem-backward-step", "umem-optimizer-host")
-    if in_backward or job.variant in PLANNERS:
+    if job.variant == "umem-optimizer-host" or job.variant in PLANNERS:
         import umem
 
         (optimizer,) = training.optimizers
-        training.manager = umem.manage(model, optimizer, step_in_backward=in_backward)
+        training.manager = umem.manage(
+            model, optimizer, step_in_backward=job.variant == "umem-backward-step"
+        )
     if device.type == "cuda":
         # The fastest everywhere, with a backward pass that can be deterministic.
         training.around.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))

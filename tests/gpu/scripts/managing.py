@@ -69,7 +69,6 @@ def manager_facts(manager: Manager) -> dict[str, Any]:
         "steps": status.steps,
         "diverged_steps": status.diverged_steps,
         "wait_timeouts": status.wait_timeouts,
-        "step_in_backward": status.step_in_backward,
         "failures": [failure.text for failure in statistics.failures],
         "over_budget_bytes": statistics.over_budget_bytes,
         "moved_bytes": sum(of.moved_bytes for of in statistics.counts.values()),
@@ -88,10 +87,10 @@ class Training:
 
     tokens = 4096
 
-    def __init__(self, *, fused: bool = False) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(1)
         self.model = Net().cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.losses: list[torch.Tensor] = []
 
     def forward(self) -> torch.Tensor:
@@ -146,27 +145,6 @@ def plain(steps: int) -> dict[str, Any]:
     return training.facts()
 
 
-def fused(steps: int) -> dict[str, Any]:
-    """Plain, with torch's fused optimizer."""
-    training = Training(fused=True)
-    training.steps(steps)
-    return training.facts()
-
-
-def in_place(steps: int) -> dict[str, Any]:
-    """The same with its state on the host, and updated there beside the backward pass."""
-    host = {"optimizer_state": {"placement": "host", "mechanism": "map"}}
-    policy = {"name": "in-place", "extends": "sft", "device_budget": None, "classes": host}
-    assert umem.enable(umem.load_policy(policy))
-    training = Training(fused=True)
-    manager = umem.manage(training.model, training.optimizer, step_in_backward=True)
-    training.steps_until_planned()
-    training.steps(steps - len(training.losses))
-    program = manager._runner.program
-    assert program is not None
-    return {**training.facts(), "beside": sorted(program.candidate.overlapped)}
-
-
 def patient(steps: int) -> dict[str, Any]:
     """The same for a managed run in which a plan is looked for: it is made or refused in time."""
     training = Training()
@@ -177,17 +155,7 @@ def patient(steps: int) -> dict[str, Any]:
 
 def sampled(steps: int) -> dict[str, Any]:
     """What is on the device at each end of each layer, once the plan runs."""
-    return _sampled(Training(), steps)
-
-
-def in_backward(steps: int) -> dict[str, Any]:
-    """The same, with the optimizer's step in the backward pass."""
     training = Training()
-    umem.manage(training.model, training.optimizer, step_in_backward=True)
-    return _sampled(training, steps)
-
-
-def _sampled(training: Training, steps: int) -> dict[str, Any]:
     training.steps_until_planned()
     seen: list[int] = []
 
@@ -351,11 +319,8 @@ KEPT: list[object] = []
 
 MODES: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": plain,
-    "fused": fused,
-    "in_place": in_place,
     "patient": patient,
     "sampled": sampled,
-    "in_backward": in_backward,
     "disturbed": disturbed,
     "broken": broken,
     "profiled": profiled,

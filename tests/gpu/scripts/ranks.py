@@ -1,6 +1,6 @@
-"""A training with a process for each GPU, for torchrun: ``ranks.py WRAPPER STEPS [MODE]``.
+"""A training with a process for each GPU, for torchrun: ``ranks.py WRAPPER STEPS``.
 
-With ``in_backward`` the optimizer's step is to be in the backward pass. The last line is JSON: what
+The last line is JSON: what
 each rank found out.
 """
 
@@ -35,14 +35,12 @@ def wrapped(wrapper: str, device: torch.device) -> nn.Module:
     return model
 
 
-def train(wrapper: str, steps: int, *, in_backward: bool) -> dict[str, Any]:
+def train(wrapper: str, steps: int) -> dict[str, Any]:
     rank = distributed.get_rank()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     model = wrapped(wrapper, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    if in_backward:
-        umem.manage(model, optimizer, step_in_backward=True)
     losses = []
     by_class = {}
     for step in range(steps):
@@ -71,8 +69,8 @@ def train(wrapper: str, steps: int, *, in_backward: bool) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     distributed.init_process_group("cpu:gloo,cuda:nccl")
-    wrapper, step_count, *mode = sys.argv[1:]
-    mine = train(wrapper, int(step_count), in_backward=mode == ["in_backward"])
+    wrapper, step_count = sys.argv[1:]
+    mine = train(wrapper, int(step_count))
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, mine)
     if distributed.get_rank() == 0:

@@ -31,7 +31,7 @@ from umem.executor.optimizer.access_guard import (
     release,
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
-from umem.executor.optimizer.partial_step import plain_step
+from umem.executor.optimizer.separable import plain_step
 from umem.executor.optimizer.state_staging import (
     OptimizerState,
     Slot,
