@@ -83,6 +83,7 @@ def machine() -> Hardware:
         call_bytes=2**27,
         copy_to_device_bytes_per_s=40e3 * mebibyte,
         copy_to_host_bytes_per_s=40e3 * mebibyte,
+        copy_link_bytes_per_s=60e3 * mebibyte,
         copy_slowdown_s_per_byte=0.0,
         page_slowdown_s_per_byte=0.0,
         mapped_read_bytes_per_s=40e3 * mebibyte,

@@ -43,7 +43,7 @@ from umem.trace import Access, Precision, Trace
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parents[1]
 FOLDER = CHECKOUT / "policies" / "hardware"
-PROFILES = ("a100-40-pcie", "a100-g10", "gh200-144", "gh200-96", "h200-pcie")
+PROFILES = ("a100-40-pcie", "a100-g10", "gh200-144", "gh200-96", "h100-pcie", "h200-pcie")
 
 
 def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
@@ -310,7 +310,7 @@ def test_an_empty_profile_misses_every_field(tmp_path: Path) -> None:
     ("name", "says"),
     [
         ("h200-pci", "no hardware profile is called 'h200-pci', did you mean 'h200-pcie'? "),
-        ("zzz", "Hardware profiles: a100-40-pcie, a100-g10, gh200-144, gh200-96, h200-pcie"),
+        ("zzz", "Hardware profiles: a100-40-pcie, a100-g10, gh200-144, gh200-96, h100-pcie, h200"),
         ("no/such.yaml", "no/such.yaml: cannot be read (no such file or directory)"),
         ("a\0.yaml", "null"),
         ("", "no hardware profile is called ''"),
@@ -545,11 +545,31 @@ def test_the_machine_of_a_profile_keeps_its_figures() -> None:
     assert found.sources["to_device_bytes_per_s"].text.startswith("detected: PCIe 5 x16; measured")
 
 
+@pytest.mark.parametrize(
+    ("name", "total_bytes", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", int(79.2 * GIB), "h100-pcie"),
+        ("NVIDIA H100 PCIe", int(79.1 * GIB), "h100-pcie"),
+        ("NVIDIA B200", 178 * GIB, "h200-pcie"),
+    ],
+)
+def test_a_card_behind_pcie_is_matched_by_its_memory(
+    name: str, total_bytes: int, profile: str
+) -> None:
+    found = describe_machine(replace(H200, device_name=name, total_bytes=total_bytes), None)
+    theirs = load_hardware(profile)
+    assert found.memory_bytes_per_s == theirs.memory_bytes_per_s
+    assert found.copy_to_device_bytes_per_s == theirs.copy_to_device_bytes_per_s
+    is_the_same = name == "NVIDIA H100 80GB HBM3"
+    assert found.sources["copy_link_bytes_per_s"].assumption is not is_the_same
+
+
 def test_figures_of_the_link_are_scaled_to_another_link() -> None:
     profile = load_hardware("h200-pcie")
     found = describe_machine(replace(H200, pcie_link=(4, 16)), None)
     assert found.to_device_bytes_per_s == pytest.approx(profile.to_device_bytes_per_s / 2)
     assert found.mapped_bytes_per_s == pytest.approx(profile.mapped_bytes_per_s / 2)
+    assert found.copy_link_bytes_per_s == pytest.approx(profile.copy_link_bytes_per_s / 2)
     assert found.to_host_bytes_per_s == profile.to_host_bytes_per_s  # the host bounds it
     assert found.host_bytes == profile.host_bytes
     source = found.sources["to_device_bytes_per_s"]

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from umem.capture.live.timing import Clock
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
-from umem.planning.stream_plan import StreamPlan, StreamUnit, plan_stream
+from umem.planning.stream_plan import StreamPlan, plan_stream
+from umem.planning.stream_timing import StreamUnit
 
 __all__ = ["FEWEST_SLOTS", "DeviceRoom", "StreamTuner"]
 
@@ -138,9 +139,8 @@ class StreamTuner:
                 state_bytes=state_bytes,
                 update_s=_UPDATE_TRAFFIC * state_bytes / self._hardware.memory_bytes_per_s,
                 forward_s=forward_s * state_bytes / total_bytes,
+                backward_s=backward_s * state_bytes / total_bytes,
             )
             for name, state_bytes in sizes.items()
         ]
-        return plan_stream(
-            units, spare_bytes=spare_bytes, hardware=self._hardware, backward_s=backward_s
-        )
+        return plan_stream(units, budget_bytes=spare_bytes, hardware=self._hardware)

@@ -64,8 +64,11 @@ class _Reference(NamedTuple):
 
 
 _GRACE = (_Reference("gh200-96", r".*GH200.*", None), _Reference("gh200-144", r".*GH200.*", None))
-_HOPPER = _Reference("h200-pcie", r"NVIDIA H200", (5, 16))
-_AMPERE = _Reference("a100-40-pcie", r"NVIDIA A100-PCIE-40GB", (4, 16))
+_HOPPER = (
+    _Reference("h100-pcie", r"NVIDIA H100 80GB HBM3", (5, 16)),
+    _Reference("h200-pcie", r"NVIDIA H200", (5, 16)),
+)
+_AMPERE = (_Reference("a100-40-pcie", r"NVIDIA A100-PCIE-40GB", (4, 16)),)
 
 _SAME_MEMORY = 0.1
 """Devices of one name count as the same up to this relative difference of their memories."""
@@ -84,6 +87,7 @@ _LINK_FIGURES = (
     "link_bytes_per_s",
     "copy_to_device_bytes_per_s",
     "copy_to_host_bytes_per_s",
+    "copy_link_bytes_per_s",
     "mapped_read_bytes_per_s",
     "mapped_write_bytes_per_s",
     "mapped_bytes_per_s",
@@ -154,11 +158,12 @@ def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:
 
 def _nearest(machine: Capabilities) -> _Reference:
     if machine.is_coherent or machine.is_grace_hopper:
-        return min(
-            _GRACE,
-            key=lambda one: abs(load_hardware(one.profile).device_bytes - machine.total_bytes),
-        )
-    return _HOPPER if machine.compute_capability >= (9, 0) else _AMPERE
+        known = _GRACE
+    else:
+        known = _HOPPER if machine.compute_capability >= (9, 0) else _AMPERE
+    return min(
+        known, key=lambda one: abs(load_hardware(one.profile).device_bytes - machine.total_bytes)
+    )
 
 
 def _link_of(machine: Capabilities, reference: _Reference) -> str:

@@ -231,6 +231,8 @@ class Hardware:
     """Explicit copies from a host block, alone."""
     copy_to_host_bytes_per_s: BytesPerSecond
     """Explicit copies to a host block, alone."""
+    copy_link_bytes_per_s: BytesPerSecond
+    """Explicit copies in both directions at once, the sum of both."""
     copy_slowdown_s_per_byte: SecondsPerByte
     """Time that each copied byte adds to the computation beside the copy."""
     page_slowdown_s_per_byte: SecondsPerByte

@@ -89,6 +89,8 @@ class _Profile(BaseModel, extra="forbid", defer_build=True):
             ("block_bytes", "call_bytes"),
             ("to_device_bytes_per_s", "link_bytes_per_s"),
             ("to_host_bytes_per_s", "link_bytes_per_s"),
+            ("copy_to_device_bytes_per_s", "copy_link_bytes_per_s"),
+            ("copy_to_host_bytes_per_s", "copy_link_bytes_per_s"),
             ("mapped_read_bytes_per_s", "mapped_bytes_per_s"),
             ("mapped_write_bytes_per_s", "mapped_bytes_per_s"),
         )

@@ -1,18 +1,18 @@
-"""Plans streamed optimizer state: what stays on the device, and how the rest is staged.
+"""Plans streamed optimizer state and copied activations under a budget of device memory.
 
 The state of a *unit*, such as a block of the model, is either resident or streamed. Streamed state
 has its home in page-locked host memory. For its update it is copied into one of a few staging
-buffers, the slots, and back. A plan needs the units' sizes and durations and the machine's figures
-only, so that it is made in milliseconds, before the training's first step, and without a GPU.
+buffers, the slots, and back. Activations of early units are copied out where they leave no room. A
+plan needs the units' sizes and durations and the machine's figures only, so that it is made in
+milliseconds, before the training's first step, and without a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,9 @@ import numpy.typing as npt
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
+from umem.planning.stream_timing import StreamTiming, StreamUnit, simulate_stream
 
-__all__ = ["StreamPlan", "StreamTiming", "StreamUnit", "plan_stream", "simulate_stream"]
+__all__ = ["StreamPlan", "plan_stream"]
 
 _SLOTS = (2, 3, 4, 6, 8)
 """Numbers of slots to try. With one, nothing is copied in while anything is copied out; three keep
@@ -35,58 +36,30 @@ _SLOT_STEP = 0.9
 """Sizes of a slot to try: each at most this share of the next larger one. Units that are larger
 than a slot stay on the device."""
 
-_MOST_STEPS = 64
-"""Steps to simulate until they repeat, which most do after the first."""
+_COPIED_COUNTS = 6
+"""Numbers of copied units to try, from the fewest that fit to the most that make room."""
+
+_FETCH_AHEAD = (1, 4)
+"""Blocks by which activations come back early, for which room is left beside the state."""
+
+_MOST_AHEAD = 16
+"""Blocks by which they come back early where there is room anyway."""
+
+_MOST_TASKS = 40_000
+"""Tasks to simulate in all, so that plans for thousands of units take less than a second."""
+
+_FEWEST_SHARE = 16
+"""The fewest units that give the same time are found to this part of their number."""
 
 _EQUAL = 1e-9
 """Relative difference of two equal times: their sums are rounded."""
 
-_NEVER = float("inf")
-
-
-@dataclass(frozen=True)
-class StreamUnit:
-    """Parameters that are updated together, such as those of a block; in forward order."""
-
-    name: str
-    state_bytes: int
-    """Bytes of its optimizer state."""
-    update_s: float
-    """Duration of the optimizer's kernels with the state on the device."""
-    forward_s: float
-    """Duration of its forward pass, which begins only after its update."""
-
-
-@dataclass(frozen=True)
-class StreamTiming:
-    """A training step with streamed state, once every step takes the same time.
-
-    ``step_s = compute_s + slowed_s + exposed_s``
-    """
-
-    step_s: float
-    compute_s: float
-    """Computation with all state resident: updates, forward pass, backward pass."""
-    slowed_s: float
-    """Time that copies add to the computation beside them."""
-    exposed_s: float
-    """Time that the device computes nothing: the forward pass waits for an update, and the update
-    for a copy."""
-    to_device_bytes: int
-    to_host_bytes: int
-    to_device_busy: float
-    """Share of the step in which copies to the device run."""
-    to_host_busy: float
-    """Share of the step in which copies to the host run."""
-    update_end_s: tuple[float, ...]
-    """End of each unit's update, seconds after the last gradient is clipped."""
-    home_s: float
-    """End of the last copy to the host, from the same time on; 0 if nothing is streamed."""
+_Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Which state stays on the device, and the slots for the rest."""
+    """What stays on the device, and the slots for the rest."""
 
     resident: frozenset[int]
     """Units whose state stays on the device, by their number in forward order."""
@@ -94,281 +67,171 @@ class StreamPlan:
     """Number of staging buffers; 0 if all units are resident."""
     slot_bytes: int
     """Size of each: that of the largest streamed unit."""
+    copied: frozenset[int]
+    """Units whose activations are copied out behind their forward pass."""
+    left_before: Mapping[int, int]
+    """For each of them, the unit before whose forward pass the program waits until the activations
+    have left, so that their memory is free; the number of units for the backward pass."""
+    fetch_ahead: int
+    """Blocks before its backward pass at which a block's activations are fetched."""
+    peak_bytes: int
+    """Device memory at the fullest moment, of everything."""
     predicted: StreamTiming
 
 
 def plan_stream(
     units: Sequence[StreamUnit],
     *,
-    spare_bytes: int,
+    budget_bytes: int,
     hardware: Hardware,
-    backward_s: float,
+    other_s: float = 0.0,
+    step_peak_bytes: int = 0,
     is_deferred: bool = True,
+    in_backward: bool = False,
+    batches: int = 1,
 ) -> StreamPlan:
-    """Choose the resident units and the number of slots with the shortest predicted step.
+    """Choose resident units, slots and copied activations with the shortest predicted step.
 
     Resident are early units of the forward pass, whose updates are due first, and units that are
-    much larger than the others where smaller slots pay for them. If fewer resident units give the
-    same time, fewer are. With units of equal size more memory is never slower; with others a step
-    may be longer by what copying one unit takes.
+    much larger than the others where smaller slots pay for them. Copied are the activations of
+    early units, which are needed last: as few as fit, or more where the room is worth more to
+    state. If fewer resident units, or copied ones, give the same time, fewer are.
 
     Parameters
     ----------
     units
         In forward order.
-    spare_bytes
-        Device memory for resident state and slots together.
+    budget_bytes
+        Device memory for everything: what the units and `step_peak_bytes` name, resident state and
+        slots.
     hardware
         Bandwidths of explicit copies and of the link, and the slowdown beside copies.
-    backward_s
-        Computation between the first forward pass behind a step and the next step: the backward
-        pass and gradient clipping; with accumulation, also the other passes.
-    is_deferred
-        As in :func:`simulate_stream`.
+    other_s
+        Computation between the last backward pass and the step, such as gradient clipping.
+    step_peak_bytes
+        Device memory of everything but streamed state and slots when the step begins, such as
+        weights and gradients. It does not count with `in_backward`.
+    is_deferred, in_backward, batches
+        As in :func:`umem.planning.stream_timing.simulate_stream`.
 
     Raises
     ------
     PlanError
-        If the memory is too small for two slots. The message says how many bytes are needed.
+        If the budget is too small for two slots with all activations copied out. The message says
+        how many bytes are needed.
     """
     problem = _Problem(
         units=units,
         size=np.array([unit.state_bytes for unit in units], np.int64),
-        after_s=np.cumsum([unit.forward_s for unit in reversed(units)])[::-1] + backward_s,
-        update_s=np.cumsum([unit.update_s for unit in units]),
+        memory=_Memory(units, 0 if in_backward else step_peak_bytes),
+        budget_bytes=budget_bytes,
         hardware=hardware,
-        backward_s=backward_s,
+        other_s=other_s,
         is_deferred=is_deferred,
+        in_backward=in_backward,
+        batches=batches,
     )
-    if problem.size.sum() <= spare_bytes:
-        return _simulated(problem, _Choice(np.arange(len(units)), len(units), len(units), 0))
-    bounded = [
-        (_lower_bound_s(problem, choice), choice)
-        for slot_bytes in _slot_sizes(problem.size)
-        for choice in _choices(problem.size, slot_bytes, spare_bytes)
-    ]
+    bounded = [(_lower_bound_s(problem, choice), choice) for choice in _choices(problem)]
     if not bounded:
-        raise _too_small(problem, spare_bytes)
+        raise _too_small(problem)
     bounded.sort(key=itemgetter(0))
     _, fastest = bounded[0]
     best = _simulated(problem, fastest)
-    for bound_s, choice in bounded[1:]:
+    # Per step: updates, copies in two directions, passes; three steps until they repeat.
+    per_plan = 3 * len(units) * (3 + 2 * batches)
+    for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break
         plan = _simulated(problem, choice)
         if plan.predicted.step_s < best.predicted.step_s * (1.0 - _EQUAL):
             best, fastest = plan, choice
-    return _with_fewest_resident(problem, best, fastest)
+    if fastest.slots:
+        best, fastest = _with_fewest(problem, best, fastest, "count", fastest.least)
+    fewest = problem.memory.fewest_copied(problem.budget_bytes - _state_bytes(problem, fastest))
+    return _with_fewest(problem, best, fastest, "copied", fewest)[0]
 
 
-def simulate_stream(
-    units: Sequence[StreamUnit],
-    resident: Collection[int],
-    slots: int,
-    *,
-    hardware: Hardware,
-    backward_s: float,
-    is_deferred: bool = True,
-) -> StreamTiming:
-    """Predict a step's time for given resident units and a given number of slots.
+# Memory.
 
-    Three lanes work in order: copies to the device, updates, copies to the host.
 
-    * The first units to be streamed, one for each slot, are fetched from the moment at which the
-      forward pass reaches its last unit.
-    * Updates begin when the last gradient is clipped, in forward order. Resident units take part
-      without copies. Streamed units use the slots in turn, from the first slot on in each step. A
-      copy to the device waits until the unit before it in its slot is back in its home.
-    * The forward pass of each unit waits for the unit's update.
-    * Both directions share the link, as in the simulator. Updates, forward and backward pass share
-      the device: at each moment one of them computes, more slowly while copies run beside it. An
-      update comes before the forward pass, which it interrupts: both use the same processors and
-      memory, an update waits only for the end of one of the forward pass's many short kernels, and
-      the next copy waits for its slot.
+class _Memory:
+    """Device memory of everything but streamed state and slots, moment by moment.
 
-    Simulated are as many steps as it takes until they repeat.
+    Moments are the forward passes of N units, and their backward passes in reverse: 2 N in all.
 
     Parameters
     ----------
     units
         In forward order.
-    resident
-        Numbers of the units whose state stays on the device. Units without state are resident too.
-    slots
-        Number of staging buffers.
-    hardware, backward_s
-        As in :func:`plan_stream`.
-    is_deferred
-        False if the next forward pass waits for the updates of all units.
-
-    Raises
-    ------
-    PlanError
-        If units are streamed and there is no slot.
+    step_peak_bytes
+        When the step begins.
     """
-    stays = set(resident)
-    streamed = [i for i, unit in enumerate(units) if unit.state_bytes and i not in stays]
-    if streamed and slots < 1:
-        raise PlanError(
-            f"{slots} slots for {len(streamed)} streamed units: give at least one, or make all "
-            "units resident"
+
+    def __init__(self, units: Sequence[StreamUnit], step_peak_bytes: int) -> None:
+        self.count = len(units)
+        self.step_bytes = step_peak_bytes
+        self.peak_bytes = np.array(
+            [unit.forward_peak_bytes for unit in units]
+            + [unit.backward_peak_bytes for unit in reversed(units)],
+            np.int64,
         )
-    first, last, update_end_s, home_s = _run_until_repeated(
-        units, streamed, slots, hardware, backward_s, is_deferred=is_deferred
-    )
-    steps = last.step - first.step
-    step_s = (last.now_s - first.now_s) / steps
-    copied_bytes = sum(units[i].state_bytes for i in streamed)
-    return StreamTiming(
-        step_s=step_s,
-        compute_s=sum(unit.update_s + unit.forward_s for unit in units) + backward_s,
-        slowed_s=(last.slowed_s - first.slowed_s) / steps,
-        exposed_s=(last.idle_s - first.idle_s) / steps,
-        to_device_bytes=copied_bytes,
-        to_host_bytes=copied_bytes,
-        to_device_busy=(last.in_s - first.in_s) / steps / step_s if streamed else 0.0,
-        to_host_busy=(last.out_s - first.out_s) / steps / step_s if streamed else 0.0,
-        update_end_s=update_end_s,
-        home_s=home_s,
-    )
+        # The last unit's backward pass comes at once.
+        self.can_leave = [i for i, unit in enumerate(units[:-1]) if unit.saved_bytes]
+        self.left_bytes = np.cumsum(
+            [0, *(units[number].saved_bytes for number in self.can_leave)], dtype=np.int64
+        )
+        """Activations of the first units that can leave, int64[units that can leave + 1]."""
 
+    def most_bytes(self, copied: int, fetch_ahead: int) -> int:
+        """The most at any moment, if the first few leave as early as they can.
 
-# Simulation.
+        A unit's activations have left two forward passes later, and are back `fetch_ahead` units
+        before its backward pass.
+        """
+        if not self.count:
+            return self.step_bytes
+        moment = np.arange(2 * self.count)
+        # Units below this number are out; moment m is the backward pass of unit 2 N - 1 - m.
+        out_below = np.minimum(moment - 1, 2 * self.count - 1 - moment - fetch_ahead)
+        out = np.minimum(np.searchsorted(self.can_leave, out_below), copied)
+        return max(self.step_bytes, int((self.peak_bytes - self.left_bytes[out]).max()))
 
+    def fewest_copied(self, room_bytes: int, fetch_ahead: int = 1) -> int:
+        """How many have to leave to fit, if all of them are enough."""
+        return bisect_left(
+            range(len(self.can_leave)),
+            True,
+            key=lambda copied: self.most_bytes(copied, fetch_ahead) <= room_bytes,
+        )
 
-class _Totals(NamedTuple):
-    """Sums over all steps so far, when a step's updates may begin."""
+    def most_ahead(self, copied: int, room_bytes: int) -> int:
+        """The number of units by which activations can be back early."""
+        if not copied:
+            return 1
+        return bisect_left(
+            range(_MOST_AHEAD),
+            True,
+            lo=1,
+            key=lambda ahead: self.most_bytes(copied, ahead + 1) > room_bytes,
+        )
 
-    step: int
-    now_s: float
-    idle_s: float
-    slowed_s: float
-    in_s: float
-    out_s: float
+    def left_before(self, copied: int, room_bytes: int) -> dict[int, int]:
+        """For each unit that leaves, the unit before whose forward pass its memory is needed."""
+        needed = np.searchsorted(self.left_bytes, self.peak_bytes[: self.count] - room_bytes)
+        # So many units have left before each forward pass.
+        needed = np.maximum.accumulate(needed) if self.count else needed
+        before = np.searchsorted(needed, np.arange(copied), side="right")
+        return dict(zip(self.can_leave[:copied], before.tolist(), strict=True))
 
-
-def _run_until_repeated(
-    units: Sequence[StreamUnit],
-    streamed: Sequence[int],
-    slots: int,
-    hardware: Hardware,
-    backward_s: float,
-    *,
-    is_deferred: bool,
-) -> tuple[_Totals, _Totals, tuple[float, ...], float]:
-    """Simulate steps until one begins as an earlier one did.
-
-    Returns the totals at both times, when the updates of the last step ended, and when the state of
-    the last complete step was at home. Rates are constant from one event to the next, so times are
-    exact.
-    """
-    to_device_rate = hardware.copy_to_device_bytes_per_s
-    to_host_rate = hardware.copy_to_host_bytes_per_s
-    link_rate, slowdown = hardware.link_bytes_per_s, hardware.copy_slowdown_s_per_byte
-    count, sizes = len(streamed), [float(units[i].state_bytes) for i in streamed] or [0.0]
-    ring = min(slots, count)
-    # Copies to the host that each fetch waits for, and fetches that each update waits for; counted
-    # from the step's first. The last unit of a slot makes room for its first one of the next step.
-    rooms = [
-        position - ring + 1
-        if position >= ring
-        else (count - 1 - position) // ring * ring + position - count + 1
-        for position in range(count)
-    ] or [0]
-    needs = [0] * len(units)
-    for position, unit in enumerate(streamed):
-        needs[unit] = position + 1
-    update_s = [unit.update_s for unit in units] or [0.0]
-    # Forward pass before each unit; the rest of the step's computation is the backward pass.
-    before_s = list(accumulate((unit.forward_s for unit in units), initial=0.0))
-    work_s = before_s[-1] + backward_s
-
-    now_s = idle_s = slowed_s = in_s = out_s = 0.0
-    # Copies are counted over all steps: fetched, updated and to be written, written. The first step
-    # begins with full slots, as every step does if the backward pass is long enough.
-    fetched, staged, written = ring, 0, 0
-    position = ring % len(sizes)
-    in_left, room, out_left = sizes[position], ring - position + rooms[position], sizes[0]
-    step, updated, update_left_s, worked_s = 0, 0, update_s[0], 0.0
-    asked, is_asked = count, False  # fetches that the program has asked for
-    end_s, home_s = [0.0] * len(units), 0.0
-    history = [_Totals(0, 0.0, 0.0, 0.0, 0.0, 0.0)]
-    begun = {(fetched, in_left, 0, out_left): 0}
-    while True:
-        # How far the program comes before it waits.
-        if updated < len(units):
-            goal_s = before_s[updated] if is_deferred else 0.0
-        elif not is_asked:
-            goal_s = before_s[-2] if units else 0.0
-            if worked_s >= goal_s:
-                is_asked = True
-                asked += count
-                continue
-        else:
-            goal_s = work_s
-            if worked_s >= goal_s:
-                step += 1
-                history.append(_Totals(step, now_s, idle_s, slowed_s, in_s, out_s))
-                state = (fetched - step * count, round(in_left), staged - written, round(out_left))
-                earlier = begun.setdefault(state, step)
-                # Of a step between both, all state is at home.
-                is_complete = earlier < step and written >= count * (earlier + 1)
-                if is_complete or step == _MOST_STEPS:
-                    began_s = history[step - 1].now_s
-                    ends_s = tuple(end - began_s for end in end_s)
-                    return history[min(earlier, step - 1)], history[step], ends_s, home_s
-                updated, update_left_s, worked_s, is_asked = 0, update_s[0], 0.0, False
-                continue
-
-        # What runs, and how long each of it takes at these rates.
-        in_rate = to_device_rate if fetched < asked and written >= room else 0.0
-        out_rate = to_host_rate if written < staged else 0.0
-        if in_rate and out_rate and in_rate + out_rate > link_rate:
-            share = link_rate / (in_rate + out_rate)
-            in_rate *= share
-            out_rate *= share
-        stretch = 1.0 + slowdown * (in_rate + out_rate)
-        fetch_s = in_left / in_rate if in_rate else _NEVER
-        write_s = out_left / out_rate if out_rate else _NEVER
-        updates = updated < len(units) and fetched >= step * count + needs[updated]
-        if updates:
-            compute_s = update_left_s * stretch
-        elif worked_s < goal_s:
-            compute_s = (goal_s - worked_s) * stretch
-        else:
-            compute_s = _NEVER
-        seconds = min(fetch_s, write_s, compute_s)
-
-        # What is done then. `<=`: what ends first ends exactly, whatever the rounding.
-        now_s += seconds
-        if updates:
-            slowed_s += seconds - seconds / stretch
-            update_left_s -= seconds / stretch
-            if compute_s <= seconds:
-                end_s[updated] = now_s
-                staged += needs[updated] > 0
-                updated += 1
-                update_left_s = update_s[updated % len(update_s)]
-        elif compute_s < _NEVER:
-            slowed_s += seconds - seconds / stretch
-            worked_s = goal_s if compute_s <= seconds else worked_s + seconds / stretch
-        else:
-            idle_s += seconds
-        if in_rate:
-            in_s += seconds
-            in_left -= in_rate * seconds
-            if fetch_s <= seconds:
-                fetched += 1
-                position = fetched % count
-                in_left, room = sizes[position], fetched - position + rooms[position]
-        if out_rate:
-            out_s += seconds
-            out_left -= out_rate * seconds
-            if write_s <= seconds:
-                written += 1
-                out_left = sizes[written % count]
-                if written % count == 0:
-                    home_s = now_s - history[written // count - 1].now_s
+    def planned_bytes(self, left_before: Mapping[int, int], fetch_ahead: int) -> int:
+        """The most at any moment of a plan."""
+        if not self.count:
+            return self.step_bytes
+        left = np.searchsorted(np.sort(list(left_before.values())), np.arange(self.count), "right")
+        unit = np.arange(self.count)[::-1]
+        away = np.searchsorted(self.can_leave[: len(left_before)], unit - fetch_ahead)
+        used = self.peak_bytes - self.left_bytes[np.concatenate((left, away))]
+        return max(self.step_bytes, int(used.max()))
 
 
 # Search.
@@ -379,22 +242,22 @@ class _Problem:
     """What a plan is made for."""
 
     units: Sequence[StreamUnit]
-    size: npt.NDArray[np.int64]
+    size: _Bytes
     """State of each unit, int64[N]."""
-    after_s: npt.NDArray[np.float64]
-    """Passes from each unit's forward pass to the end of the backward pass, float64[N]."""
-    update_s: npt.NDArray[np.float64]
-    """Updates up to the end of each unit's, float64[N]."""
+    memory: _Memory
+    budget_bytes: int
     hardware: Hardware
-    backward_s: float
+    other_s: float
     is_deferred: bool
+    in_backward: bool
+    batches: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
     """The first units of an order are resident, the others are streamed through some slots."""
 
-    order: npt.NDArray[np.int64]
+    order: _Bytes
     """Numbers of the units: always resident ones, then resident and streamed ones, each in forward
     order."""
     least: int
@@ -402,15 +265,50 @@ class _Choice:
     count: int
     """Number of resident units."""
     slots: int
+    copied: int
+    """Number of units whose activations leave, the first that can."""
 
 
-def _choices(size: npt.NDArray[np.int64], slot_bytes: int, spare_bytes: int) -> Iterator[_Choice]:
+def _choices(problem: _Problem) -> Iterator[_Choice]:
+    """Choices that fit the budget: those with as much resident state as it holds."""
+    seen = set()
+    for copied, state_bytes in _rooms(problem):
+        if problem.size.sum() <= state_bytes:
+            everything = np.arange(len(problem.size))
+            yield _Choice(everything, len(everything), len(everything), 0, copied)
+            continue
+        for slot_bytes in _slot_sizes(problem.size):
+            for choice in _state_choices(problem.size, slot_bytes, state_bytes, copied):
+                key = (copied, choice.slots, choice.count, choice.order.tobytes())
+                if key not in seen:
+                    seen.add(key)
+                    yield choice
+
+
+def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
+    """Numbers of copied units, and the bytes that they leave for state."""
+    memory = problem.memory
+    room_bytes = problem.budget_bytes - _least_state_bytes(problem.size)
+    for ahead in _FETCH_AHEAD:
+        least_bytes = memory.most_bytes(len(memory.can_leave), ahead)
+        if least_bytes > room_bytes:
+            continue
+        fewest, most_useful = (
+            memory.fewest_copied(each, ahead) for each in (room_bytes, least_bytes)
+        )
+        for copied in sorted(set(np.linspace(fewest, most_useful, _COPIED_COUNTS, dtype=int))):
+            yield int(copied), problem.budget_bytes - memory.most_bytes(copied, ahead)
+
+
+def _state_choices(
+    size: _Bytes, slot_bytes: int, state_bytes: int, copied: int
+) -> Iterator[_Choice]:
     """For each number of slots, as many units as fit beside them, the earliest first."""
     # Larger units do not fit a slot, units without state need none.
     always = (size > slot_bytes) | (size == 0)
     for slots in _SLOTS:
         for streamed_first in _STREAMED_FIRST:
-            free_bytes = spare_bytes - slots * slot_bytes - int(size[always].sum())
+            free_bytes = state_bytes - slots * slot_bytes - int(size[always].sum())
             if free_bytes < 0:
                 return
             resident = always.copy()
@@ -419,10 +317,10 @@ def _choices(size: npt.NDArray[np.int64], slot_bytes: int, spare_bytes: int) -> 
                     resident[unit] = True
                     free_bytes -= int(size[unit])
             order = np.argsort(np.where(always, 0, np.where(resident, 1, 2)), kind="stable")
-            yield _Choice(order, int(always.sum()), int(resident.sum()), slots)
+            yield _Choice(order, int(always.sum()), int(resident.sum()), slots, copied)
 
 
-def _slot_sizes(size: npt.NDArray[np.int64]) -> list[int]:
+def _slot_sizes(size: _Bytes) -> list[int]:
     """Sizes of a slot to try, the largest first; one of them needs the least memory of all."""
     sizes, counts = np.unique(size[size > 0], return_counts=True)
     sizes, sum_bytes = sizes[::-1], (sizes * counts)[::-1]
@@ -434,73 +332,126 @@ def _slot_sizes(size: npt.NDArray[np.int64]) -> list[int]:
     return sorted({*chosen, int(sizes[np.argmin(needed_bytes)])}, reverse=True)
 
 
+def _least_state_bytes(size: _Bytes) -> int:
+    """Memory for the fewest slots and for larger units, or for all state if that is less."""
+    if not size.any():
+        return 0
+    least = (
+        _SLOTS[0] * slot_bytes + int(size[size > slot_bytes].sum())
+        for slot_bytes in _slot_sizes(size)
+    )
+    return min(*least, int(size.sum()))
+
+
+def _slot_bytes(problem: _Problem, choice: _Choice) -> int:
+    return int(problem.size[choice.order[choice.count :]].max(initial=0))
+
+
+def _state_bytes(problem: _Problem, choice: _Choice) -> int:
+    """Device memory for state: resident, and slots."""
+    resident_bytes = int(problem.size[choice.order[: choice.count]].sum())
+    return resident_bytes + choice.slots * _slot_bytes(problem, choice)
+
+
 def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
+    memory, state_bytes = problem.memory, _state_bytes(problem, choice)
     resident = frozenset(choice.order[: choice.count].tolist())
+    room_bytes = problem.budget_bytes - state_bytes
+    fetch_ahead = memory.most_ahead(choice.copied, room_bytes)
+    left_before = memory.left_before(choice.copied, room_bytes)
     timing = simulate_stream(
         problem.units,
         resident,
         choice.slots,
         hardware=problem.hardware,
-        backward_s=problem.backward_s,
+        other_s=problem.other_s,
+        copied=left_before,
+        left_before=left_before,
+        fetch_ahead=fetch_ahead,
         is_deferred=problem.is_deferred,
+        in_backward=problem.in_backward,
+        batches=problem.batches,
     )
-    slot_bytes = int(problem.size[choice.order[choice.count :]].max(initial=0))
-    return StreamPlan(resident, choice.slots, slot_bytes, timing)
+    return StreamPlan(
+        resident=resident,
+        slots=choice.slots,
+        slot_bytes=_slot_bytes(problem, choice),
+        copied=frozenset(left_before),
+        left_before=left_before,
+        fetch_ahead=fetch_ahead,
+        peak_bytes=state_bytes + memory.planned_bytes(left_before, fetch_ahead),
+        predicted=timing,
+    )
 
 
 def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
     """A time that no step of a choice is below: most choices need no simulation."""
-    hardware, streamed = problem.hardware, np.sort(choice.order[choice.count :])
+    hardware, units = problem.hardware, problem.units
     in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
-    both_rate = min(hardware.link_bytes_per_s, in_rate + out_rate)
+    both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
     # A computation is slowed by the bytes that cross the link in its own time, not in the added.
     slowdown = hardware.copy_slowdown_s_per_byte
     slowdown /= 1.0 + slowdown * both_rate
+    streamed = np.sort(choice.order[choice.count :])
     size = problem.size[streamed].astype(np.float64)
-    all_bytes, ahead_bytes = size.sum(), size[: choice.slots].sum()
-    # The last units to use each slot may still be on their way home.
-    behind_bytes = size[-choice.slots :].sum()
-    end_s = problem.after_s[streamed[-1] if problem.is_deferred else 0]
-    # Nothing leaves before the first update of a streamed unit, and nothing comes before that left.
-    copies_s = problem.update_s[streamed[0]] + max(
-        (all_bytes - ahead_bytes) / in_rate + size[0] / out_rate,
-        (all_bytes - behind_bytes) / out_rate,
-        (2.0 * all_bytes - ahead_bytes - behind_bytes) / both_rate,
-    )
-    bounds = (
-        problem.update_s[-1] + problem.after_s[0] + 2.0 * all_bytes * slowdown,
+    saved_bytes = problem.batches * float(problem.memory.left_bytes[choice.copied])
+    all_bytes = size.sum() + saved_bytes
+    update_s = np.cumsum([unit.update_s for unit in units])
+    passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
+    compute_s = passes_s + problem.other_s + (update_s[-1] if units else 0.0)
+    bounds = [
+        compute_s + 2.0 * all_bytes * slowdown,
         all_bytes / min(in_rate, out_rate, both_rate / 2.0),
-        copies_s + end_s + ahead_bytes * slowdown,
-    )
+    ]
+    if len(streamed) and not problem.in_backward:
+        ahead_bytes = size[: choice.slots].sum()
+        # The last units to use each slot may still be on their way home.
+        behind_bytes = size[-choice.slots :].sum()
+        # Nothing leaves before the first update of a streamed unit, and nothing comes before that
+        # has left.
+        copies_s = update_s[streamed[0]] + max(
+            (size.sum() - ahead_bytes) / in_rate + size[0] / out_rate,
+            (size.sum() - behind_bytes) / out_rate,
+            (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
+        )
+        before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
+        if not problem.is_deferred:
+            before_s = 0.0
+        bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
     return float(max(bounds))
 
 
-def _with_fewest_resident(problem: _Problem, plan: StreamPlan, choice: _Choice) -> StreamPlan:
-    """The plan with as few resident units as give the same time."""
+def _with_fewest(
+    problem: _Problem, plan: StreamPlan, choice: _Choice, what: str, least: int
+) -> tuple[StreamPlan, _Choice]:
+    """The plan with the lowest number of `what`, from `least` on, that gives the same time."""
     longest_s = plan.predicted.step_s * (1.0 + _EQUAL)
-    low, high = choice.least, choice.count
+    low, high = least, getattr(choice, what)
+    exact = max(1, high // _FEWEST_SHARE)
     tried = high - 1  # usually slower already
-    while low < high:
-        trial = _simulated(problem, replace(choice, count=tried))
+    while high - low >= exact:
+        fewer = replace(choice, **{what: tried})
+        trial = _simulated(problem, fewer)
         if trial.predicted.step_s <= longest_s:
-            plan, high = trial, tried
+            plan, choice, high = trial, fewer, tried
         else:
             low = tried + 1
         tried = (low + high) // 2
-    return plan
+    return plan, choice
 
 
-def _too_small(problem: _Problem, spare_bytes: int) -> PlanError:
-    needed_bytes = {
-        _SLOTS[0] * slot_bytes + int(problem.size[problem.size > slot_bytes].sum()): slot_bytes
-        for slot_bytes in _slot_sizes(problem.size)
-    }
-    needed = min(needed_bytes)
+def _too_small(problem: _Problem) -> PlanError:
+    size, memory = problem.size, problem.memory
+    other_bytes = memory.most_bytes(len(memory.can_leave), 1)
+    state_bytes = _least_state_bytes(size)
+    needed = other_bytes + state_bytes
     largest = max(problem.units, key=lambda unit: unit.state_bytes)
     return PlanError(
-        f"streaming optimizer state takes at least {format_bytes(needed)} of device memory "
-        f"({needed} bytes): {_SLOTS[0]} staging buffers of {format_bytes(needed_bytes[needed])}, "
-        f"and the state of larger units. {format_bytes(spare_bytes)} are spare: raise "
-        f"device_budget by {format_bytes(needed - spare_bytes)}, or split the largest unit, "
-        f"{largest.name!r} with {format_bytes(largest.state_bytes)}"
+        f"training with streamed optimizer state takes at least {format_bytes(needed)} of device "
+        f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
+        f"of {len(memory.can_leave)} units copied out, and {format_bytes(state_bytes)} for "
+        f"{_SLOTS[0]} staging buffers and the state of larger units. The budget is "
+        f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
+        f"{format_bytes(needed - problem.budget_bytes)}, or split the largest unit, "
+        f"{largest.name!r} with {format_bytes(largest.state_bytes)} of state"
     )

@@ -1,0 +1,258 @@
+"""Predicts a training step whose optimizer state is streamed and whose activations are copied out.
+
+The tasks of the step, and what each waits for, are those of the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from umem.core.classes import TensorClass
+from umem.core.errors import PlanError
+from umem.hardware import Hardware
+from umem.planning.lane_simulation import LaneKind, LaneTasks, Task, simulate_lanes
+
+__all__ = ["StreamTiming", "StreamUnit", "simulate_stream"]
+
+
+@dataclass(frozen=True)
+class StreamUnit:
+    """Parameters that are updated together, such as those of a block; in forward order."""
+
+    name: str
+    state_bytes: int
+    """Bytes of its optimizer state."""
+    update_s: float
+    """Duration of the optimizer's kernels with the state on the device."""
+    forward_s: float
+    """Duration of its forward pass, which begins only after its update."""
+    backward_s: float
+    """Duration of its backward pass, recomputation included."""
+    saved_bytes: int = 0
+    """Activations that its forward pass saves for the backward pass, and that can be copied out."""
+    forward_peak_bytes: int = 0
+    """Device memory of everything but streamed state and slots at the fullest moment of its forward
+    pass, with all activations on the device."""
+    backward_peak_bytes: int = 0
+    """The same of its backward pass."""
+
+
+@dataclass(frozen=True)
+class StreamTiming:
+    """A training step with streamed state, once every step takes the same time.
+
+    ``step_s = compute_s + slowed_s + exposed_s``
+    """
+
+    step_s: float
+    compute_s: float
+    """Computation with everything on the device: updates and passes."""
+    slowed_s: float
+    """Time that copies add to the computation beside them."""
+    exposed_s: float
+    """Time that the device computes nothing: passes wait for updates or activations, and updates
+    for copies."""
+    to_device_bytes: Mapping[TensorClass, int]
+    """Bytes copied to the device in a step, by class."""
+    to_host_bytes: Mapping[TensorClass, int]
+    """Bytes copied to the host in a step, by class."""
+    to_device_busy: float
+    """Share of the step in which copies to the device run."""
+    to_host_busy: float
+    """Share of the step in which copies to the host run."""
+    update_end_s: tuple[float, ...]
+    """End of each unit's update, seconds from the end of the step's computation on; before it, so
+    below 0, are most updates in the backward pass."""
+    home_s: float
+    """End of the last copy of state to the host, from the same time on; 0 if none is streamed."""
+
+
+class _Lane(IntEnum):
+    UPDATES = 0
+    STATE_IN = 1
+    STATE_OUT = 2
+    ACTIVATIONS_IN = 3
+    ACTIVATIONS_OUT = 4
+    PASSES = 5
+
+
+_KINDS = (
+    LaneKind.COMPUTE,
+    LaneKind.TO_DEVICE,
+    LaneKind.TO_HOST,
+    LaneKind.TO_DEVICE,
+    LaneKind.TO_HOST,
+    LaneKind.COMPUTE,
+)
+
+
+def simulate_stream(
+    units: Sequence[StreamUnit],
+    resident: Collection[int],
+    slots: int,
+    *,
+    hardware: Hardware,
+    other_s: float = 0.0,
+    copied: Collection[int] = (),
+    left_before: Mapping[int, int] | None = None,
+    fetch_ahead: int = 1,
+    is_deferred: bool = True,
+    in_backward: bool = False,
+    batches: int = 1,
+) -> StreamTiming:
+    """Predict a step's time for given resident units, slots and copied activations.
+
+    * The program's passes run in order: forward and backward for each batch, then `other_s`.
+    * Updates begin when the last gradient is clipped, in forward order. With `in_backward`, a
+      unit's begins behind the backward pass of its last batch. Resident units take part without
+      copies. Streamed units use the slots in turn, from the first slot on in each step. A copy to
+      the device waits until the unit before it in its slot is back in its home. The first units,
+      one for each slot, are fetched from the end of the first forward pass on; with `in_backward`
+      as soon as their slot is free.
+    * The forward pass of each unit waits for the unit's update.
+    * Activations leave after their unit's forward pass, and come back before its backward pass, in
+      queues of their own. Copies of the same direction share it equally.
+    * Both directions share the link. Updates and passes share the device: at each moment one of
+      them computes, more slowly while copies run beside it. An update comes before the passes,
+      which it interrupts: both use the same processors and memory, an update waits only for the end
+      of one of the pass's many short kernels, and the next copy waits for its slot.
+
+    Parameters
+    ----------
+    units
+        In forward order.
+    resident
+        Numbers of the units whose state stays on the device. Units without state are resident too.
+    slots
+        Number of staging buffers.
+    hardware
+        Bandwidths of explicit copies, of the link with both directions at once
+        (`copy_link_bytes_per_s`), and the slowdown beside copies.
+    other_s
+        Computation between the last backward pass and the step, such as gradient clipping.
+    copied
+        Numbers of the units whose activations are copied out.
+    left_before
+        For a copied unit, the unit before whose forward pass the program waits until its
+        activations have left; by default, and for the number of units, it waits before the backward
+        pass.
+    fetch_ahead
+        Number of blocks before its backward pass at which a block's activations are fetched.
+    is_deferred
+        False if the next forward pass waits for the updates of all units.
+    in_backward
+        True if units are updated in the backward pass.
+    batches
+        Forward and backward passes in a step.
+
+    Raises
+    ------
+    PlanError
+        If units are streamed and there is no slot.
+    """
+    stays = set(resident)
+    streamed = [i for i, unit in enumerate(units) if unit.state_bytes and i not in stays]
+    if streamed and slots < 1:
+        raise PlanError(
+            f"{slots} slots for {len(streamed)} streamed units: give at least one, or make all "
+            "units resident"
+        )
+    leaving = [i for i in sorted(copied) if units[i].saved_bytes]
+    tasks = LaneTasks(*_KINDS)
+    passes = [
+        _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead) for _ in range(batches)
+    ]
+    last = tasks.add(_Lane.PASSES, other_s)
+    forward, backward = passes[0].forward, passes[-1].backward
+    order = range(len(units))
+    updates: dict[int, Task] = {}
+    for number in reversed(order) if in_backward else order:
+        updates[number] = tasks.add(_Lane.UPDATES, units[number].update_s)
+        tasks.wait(updates[number], backward[number] if in_backward else last)
+    for number, task in enumerate(forward):
+        # Updates run in order: behind the last one, all are done.
+        waits_for_all = not (is_deferred or in_backward)
+        tasks.wait(task, updates[len(units) - 1 if waits_for_all else number], steps_before=1)
+    ahead = None if in_backward or not forward else forward[-1]
+    in_order = streamed[::-1] if in_backward else streamed
+    _add_state_copies(tasks, units, in_order, slots, updates, ahead)
+
+    report = simulate_lanes(tasks, hardware)
+    state_bytes = sum(units[i].state_bytes for i in streamed)
+    saved_bytes = batches * sum(units[i].saved_bytes for i in leaving)
+    by_class = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
+    copied_bytes = {name: size_bytes for name, size_bytes in by_class.items() if size_bytes}
+    step_s = report.step_s
+    return StreamTiming(
+        step_s=step_s,
+        compute_s=sum(unit.update_s for unit in units)
+        + batches * sum(unit.forward_s + unit.backward_s for unit in units)
+        + other_s,
+        slowed_s=report.slowed_s,
+        exposed_s=report.idle_s,
+        to_device_bytes=copied_bytes,
+        to_host_bytes=copied_bytes,
+        to_device_busy=report.to_device_s / step_s if step_s else 0.0,
+        to_host_busy=report.to_host_s / step_s if step_s else 0.0,
+        update_end_s=tuple(report.end_s[_Lane.UPDATES][updates[i].number] for i in order),
+        home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes of one batch, by unit."""
+
+    forward: list[Task]
+    backward: list[Task]
+
+
+def _add_passes(
+    tasks: LaneTasks,
+    units: Sequence[StreamUnit],
+    leaving: Sequence[int],
+    left_before: Mapping[int, int],
+    fetch_ahead: int,
+) -> _Passes:
+    count = len(units)
+    forward = [tasks.add(_Lane.PASSES, unit.forward_s) for unit in units]
+    backward = [tasks.add(_Lane.PASSES, unit.backward_s) for unit in reversed(units)][::-1]
+    left = {}
+    for number in leaving:
+        left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, units[number].saved_bytes)
+        tasks.wait(left[number], forward[number])
+        before = left_before.get(number, count)
+        tasks.wait(forward[before] if before < count else backward[-1], left[number])
+    for number in reversed(leaving):
+        back = tasks.add(_Lane.ACTIVATIONS_IN, units[number].saved_bytes)
+        behind = number + fetch_ahead + 1
+        tasks.wait(back, backward[behind] if behind < count else forward[-1])
+        tasks.wait(back, left[number])
+        tasks.wait(backward[number], back)
+    return _Passes(forward, backward)
+
+
+def _add_state_copies(
+    tasks: LaneTasks,
+    units: Sequence[StreamUnit],
+    streamed: Sequence[int],
+    slots: int,
+    updates: Mapping[int, Task],
+    ahead: Task | None,
+) -> None:
+    """Add the copies of streamed units, which are given in the order of their updates."""
+    fetched = [tasks.add(_Lane.STATE_IN, units[number].state_bytes) for number in streamed]
+    home = [tasks.add(_Lane.STATE_OUT, units[number].state_bytes) for number in streamed]
+    for place, number in enumerate(streamed):
+        tasks.wait(updates[number], fetched[place])
+        tasks.wait(home[place], updates[number])
+        if place >= slots:
+            tasks.wait(fetched[place], home[place - slots])
+            continue
+        # The last unit of a slot makes room for its first one of the next step.
+        last = place + (len(streamed) - 1 - place) // slots * slots
+        tasks.wait(fetched[place], home[last], steps_before=1)
+        if ahead is not None:
+            tasks.wait(fetched[place], ahead)
