@@ -157,10 +157,11 @@ def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:
 
 
 def _nearest(machine: Capabilities) -> _Reference:
+    known: tuple[_Reference, ...] = _AMPERE
     if machine.is_coherent or machine.is_grace_hopper:
         known = _GRACE
-    else:
-        known = _HOPPER if machine.compute_capability >= (9, 0) else _AMPERE
+    elif machine.compute_capability >= (9, 0):
+        known = _HOPPER
     return min(
         known, key=lambda one: abs(load_hardware(one.profile).device_bytes - machine.total_bytes)
     )
