@@ -8,10 +8,12 @@ import io
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from collectors import StandInCollector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import HostStateMemory, LazyLanes
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.capture.live import WallClock
+from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import GuardedParameter, GuardedTensor
 from umem.executor.optimizer.lanes import HostLanes
@@ -28,6 +31,7 @@ from umem.executor.optimizer.separable import PER_PARAMETER_OPTIMIZERS
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
 from umem.hardware import load_hardware
+from umem.telemetry import Profile, load_recording, report_of
 
 EAGERNESS = [0.0, 0.8]
 
@@ -350,6 +354,35 @@ def test_waits_for_updates_are_no_part_of_the_forward_pass() -> None:
         tuner.step_begins({"a": 10, "b": 10}, 0)
     assert tuner.plan is not None
     assert tuner.plan.predicted.compute_s == pytest.approx(2.0 + 4.0)
+
+
+def test_a_profile_counts_streamed_state(tmp_path: Path) -> None:
+    lanes = HostLanes()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+
+    step()
+    training = StreamedTraining(model, optimizer, lanes, HostStateMemory(min_bytes=512))
+    step()  # lays out the state
+    with Profile(StandInCollector("not here"), required=False, steps=2) as profile:
+        for _ in range(2):
+            step()
+            profile.step()
+    training.close()
+    profile.save(tmp_path / "run.npz")
+    state_bytes = 3 * 2 * 4 * 16 * 16  # two moments of each weight; biases are too small
+    for recording in (profile.recording, load_recording(tmp_path / "run.npz")):
+        traffic = report_of(recording).traffic
+        assert {(it.direction, it.cause, it.tensor_class): it.bytes for it in traffic} == {
+            ("to_device", "copy", TensorClass.OPTIMIZER_STATE): state_bytes,
+            ("to_host", "copy", TensorClass.OPTIMIZER_STATE): state_bytes,
+        }
 
 
 def test_state_is_made_in_the_order_of_the_optimizer() -> None:

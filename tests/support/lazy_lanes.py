@@ -100,7 +100,7 @@ class LazyLanes(Lanes):
         self.progress()
         return task
 
-    def copy(self, to: int, source: int, size_bytes: int) -> None:
+    def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
         """Copy now: the caller is late."""
         ctypes.memmove(to, source, size_bytes)
 

@@ -15,9 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
+from umem.core.classes import TensorClass
+from umem.core.report import Direction
 from umem.core.units import format_bytes
 from umem.cuda import bindings
 from umem.hardware.host_memory import host_memory_bytes
+from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled
@@ -437,11 +440,18 @@ class _CopyStreams:
                 self._make_staged()
             if self._staged is not None and self._staged.fits(*addresses):
                 streams = self._pages.cuda_stream, self._link.cuda_stream
-                self._staged.copy(*addresses, source.nbytes, *streams)
+                with self._counted(source.nbytes, self._link):
+                    self._staged.copy(*addresses, source.nbytes, *streams)
                 return self._link if self._to_host else self._pages
-        with torch.cuda.stream(self._link):
+        with self._counted(source.nbytes, self._link), torch.cuda.stream(self._link):
             to.copy_(source, non_blocking=True)
         return self._link
+
+    def _counted(
+        self, size_bytes: int, stream: torch.cuda.Stream
+    ) -> contextlib.AbstractContextManager[None]:
+        way: Direction = "to_host" if self._to_host else "to_device"
+        return copy_counts.counted(way, TensorClass.ACTIVATIONS, size_bytes, stream)
 
     def _make_staged(self) -> None:
         try:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
-from umem.torch_compat import is_traceable_wrapper_subclass
+from umem.torch_compat import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 __all__ = [
     "find_chains",
@@ -192,5 +192,7 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
 
 def storage_addresses(tensor: torch.Tensor) -> list[int]:
     """Where the storages of a tensor begin; storages without memory are left out."""
-    addresses = (part.untyped_storage().data_ptr() for part in plain_tensors(tensor))
+    # A guard that orders uses behind updates need not see this: no memory is read.
+    with DisableTorchFunctionSubclass():
+        addresses = [part.untyped_storage().data_ptr() for part in plain_tensors(tensor)]
     return [address for address in addresses if address]

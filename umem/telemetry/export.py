@@ -69,7 +69,7 @@ def report_tables(
 ) -> Iterator[ReportTable]:
     """Tables on a recording and its typical step, for people."""
     yield ReportTable("", ("",), ("in a step",), list(_summary(recording, report)))
-    if report.source != "none":
+    if report.source != "none" or report.traffic:
         transfers = "transfers" if report.collected else "calls"
         moved = [
             (
@@ -115,8 +115,8 @@ def _summary(recording: Recording, report: MeasuredReport) -> Iterator[tuple[str
         yield "unified memory, % of the time of memory operations", _percent(report.um_time_share)
         yield "the same by count, %", _percent(report.um_ops_share)
         yield "the same by bytes, %", _percent(report.um_bytes_share)
-    if report.source != "none":
-        by = "" if report.collected else " by hints"
+    if report.source != "none" or report.traffic:
+        by = "" if report.collected else " by umem"
         yield f"moved to the device{by}", format_bytes(report.moved_bytes("to_device"))
         yield f"moved to the host{by}", format_bytes(report.moved_bytes("to_host"))
     if report.collected:

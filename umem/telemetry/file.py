@@ -12,7 +12,7 @@ from pydantic import Field
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.core.report import HintReport, Source
+from umem.core.report import HintReport, Source, Traffic
 from umem.io.columns import Checker, Header, Items, read_columns, write_columns
 from umem.telemetry.nsys import is_nsys_export, read_nsys
 from umem.telemetry.records import (
@@ -89,6 +89,7 @@ class ProfileHeader(Header):
     tensor_names: Items[str] = Field(max_length=MAX_RECORDS)
     phases: Items[NamedRange] = Field(max_length=MAX_MARKS)
     hints: Items[HintReport | None] = Field(max_length=MAX_MARKS)
+    copies: Items[Items[Traffic]] = Field(max_length=MAX_MARKS)
 
 
 def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:

@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError, UnsupportedError
-from umem.core.report import HintReport, Source
+from umem.core.report import HintReport, Source, Traffic
+from umem.runtime.copies import copy_counts
 from umem.telemetry.cupti import CuptiCollector
 from umem.telemetry.driver_events import DriverEvents, DriverQueue
 from umem.telemetry.records import (
@@ -264,6 +266,42 @@ class HintLog:
             for it in marks[-1]
             if (count := it.count - before.get((it.call, it.error), 0)) > 0
         ]
+
+
+class CopyLog:
+    """Keeps the counts of umem's own copies at the marks of a run."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Traffic, ...]] = []
+
+    def mark(self) -> None:
+        """Keep the present counts: at the start of the run, and at the end of each step."""
+        self._marks.append(copy_counts.traffic())
+
+    def reports(self) -> tuple[tuple[Traffic, ...], ...]:
+        """What was copied between each mark and the next; empty where nothing was."""
+        reports = tuple(
+            _copied_between(before, after)
+            for before, after in zip(self._marks, self._marks[1:], strict=False)
+        )
+        return reports if any(reports) else ()
+
+
+def _copied_between(before: tuple[Traffic, ...], after: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
+    earlier = {(it.direction, it.tensor_class): it for it in before}
+    copied = []
+    for now in after:
+        then = earlier.get((now.direction, now.tensor_class))
+        if then is not None:
+            now = replace(
+                now,
+                bytes=now.bytes - then.bytes,
+                seconds=now.seconds - then.seconds,
+                count=now.count - then.count,
+            )
+        if now.count:
+            copied.append(now)
+    return tuple(copied)
 
 
 class ResidencySampler:

@@ -17,9 +17,11 @@ import numpy as np
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.report import MeasuredReport
 from umem.core.units import format_bytes
+from umem.runtime.copies import copy_counts
 from umem.telemetry.attribution import Snapshot, attribute, snapshot_of
 from umem.telemetry.file import save_recording
 from umem.telemetry.live import (
+    CopyLog,
     HintLog,
     LiveCollector,
     ResidencySampler,
@@ -109,6 +111,7 @@ class Profile:
         self._marks = Marks()
         self._ask_hints = hints
         self._hints = HintLog(self._guarded("hint statistics", hints))
+        self._copies = CopyLog()
         self._residency = ResidencySampler(residency)
         self._sample_residency = self._guarded("residency", self._take_residency)
         self._ideal_s = ideal_s
@@ -137,6 +140,7 @@ class Profile:
             hook = register_optimizer_step_pre_hook(self._before_optimizer)
             self._installed.callback(hook.remove)
             self._installed.enter_context(watched_phases(self._sample_residency))
+            self._installed.enter_context(copy_counts.timed())
             if self._wants_nvtx:
                 self._installed.enter_context(nvtx_phases())
             self._wait()
@@ -145,6 +149,7 @@ class Profile:
             self._begin_ns = self._now()
             self._take_snapshot()
             self._hints.mark()
+            self._copies.mark()
             self._marks.begin_step(self._now())
             self._running = self._has_begun = True
         except BaseException:
@@ -196,6 +201,7 @@ class Profile:
         self._wait()
         self._marks.end_step(self._now())
         self._hints.mark()
+        self._copies.mark()
         self._note_torch_profiler(len(self._marks.steps) - 1)
         if self._steps is not None and len(self._marks.steps) >= self._steps:
             self._finish()
@@ -274,6 +280,7 @@ class Profile:
         self._marks.abandon_step()
         if not self._marks.steps:
             self._hints.mark()
+            self._copies.mark()
         hints = self._hints.reports()
         source: Source = "hints" if hints else "none"
         if self._collector is not None:
@@ -297,6 +304,7 @@ class Profile:
             notes=tuple(self._all_notes(source, dropped)),
             ideal_s=ideal_step_s() if self._ideal_s is None else self._ideal_s,
             hints=hints,
+            copies=self._copies.reports(),
             residency=self._residency.series(self._begin_ns),
             shares=shares,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from umem.core.classes import TensorClass
-from umem.core.report import Cause, Direction, HintReport, Source
+from umem.core.report import Cause, Direction, HintReport, Source, Traffic
 
 __all__ = [
     "CAUSE_OF_NUMBER",
@@ -254,6 +254,8 @@ class Recording:
     hints: tuple[HintReport | None, ...] = ()
     """Of each step, or of the whole recording where no step is marked; None for a step without a
     hint engine. Empty if there was no engine at all."""
+    copies: tuple[tuple[Traffic, ...], ...] = ()
+    """What umem itself copied in each step, or in the whole recording where no step is marked."""
     residency: Residency | None = None
     """None if no executor kept accounts."""
     shares: Shares = field(default_factory=no_shares)

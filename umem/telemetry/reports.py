@@ -157,7 +157,7 @@ def _figures(report: MeasuredReport) -> dict[str, Any]:
     recorded = ("unattributed_bytes", "fault_batches", "gpu_faults", "cpu_faults")
     return {
         **known(True, "step_s", "exposed_stall_s"),
-        "moved_bytes": None if report.source == "none" else moved,
+        "moved_bytes": moved if report.source != "none" or report.traffic else None,
         **known(report.has_copies, "um_time_share", "um_ops_share", "um_bytes_share"),
         "memory_ops": memory_ops if report.has_copies else None,
         **known(report.collected, *recorded),
@@ -200,6 +200,8 @@ def _report(
     traffic = _traffic(recording, moved)
     if recording.source == "hints" and hints is not None:
         traffic = hint_traffic(hints)
+    if recording.copies:
+        traffic = (*traffic, *recording.copies[number])
     return MeasuredReport(
         workload=recording.workload,
         hardware=recording.hardware,

@@ -11,7 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from umem.core.classes import TensorClass
+from umem.core.report import Direction
 from umem.cuda import bindings
+from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
@@ -25,6 +28,11 @@ class Lane(IntEnum):
     UPDATE = 1
     COPY_OUT = 2
 
+
+_COPIES: dict[Lane, tuple[Direction, TensorClass]] = {
+    Lane.COPY_IN: ("to_device", TensorClass.OPTIMIZER_STATE),
+    Lane.COPY_OUT: ("to_host", TensorClass.OPTIMIZER_STATE),
+}
 
 Moment = Any
 """A point in the work of a stream or a lane, for others to wait for."""
@@ -49,8 +57,8 @@ class Lanes(Protocol):
             Moments that the work waits for, besides the earlier work of its lane.
         """
 
-    def copy(self, to: int, source: int, size_bytes: int) -> None:
-        """Copy bytes between two addresses, from within work of a lane."""
+    def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
+        """Copy bytes of optimizer state between two addresses, from within work of a lane."""
 
     def wait(self, moment: Moment) -> None:
         """Let later work of the calling thread's stream wait for a moment."""
@@ -85,9 +93,10 @@ class HostLanes(Lanes):
         del lane, after
         work()
 
-    def copy(self, to: int, source: int, size_bytes: int) -> None:
+    def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
         """Copy now."""
-        ctypes.memmove(to, source, size_bytes)
+        with copy_counts.counted(*_COPIES[lane], size_bytes, None):
+            ctypes.memmove(to, source, size_bytes)
 
     def wait(self, moment: Moment) -> None:
         """Return: all work has run."""
@@ -135,10 +144,11 @@ class CudaLanes(Lanes):
             work()
         return _Moment(stream.record_event(new_event()), stream)
 
-    def copy(self, to: int, source: int, size_bytes: int) -> None:
-        """Copy by a copy engine, on the current stream."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        bindings.copy(to, source, size_bytes, stream)
+    def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
+        """Copy by a copy engine, on the lane's stream."""
+        stream = self._streams[lane]
+        with copy_counts.counted(*_COPIES[lane], size_bytes, stream):
+            bindings.copy(to, source, size_bytes, stream.cuda_stream)
 
     def wait(self, moment: Moment) -> None:
         """Make the current stream wait; while it is captured into a graph, this thread.

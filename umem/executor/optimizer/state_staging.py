@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from umem.executor.optimizer.access_guard import can_guard, has_alias
-from umem.executor.optimizer.lanes import Lanes
+from umem.executor.optimizer.lanes import Lane, Lanes
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "is_whole"]
@@ -173,13 +173,13 @@ class StagedState:
         """Copy the homes into the slot, from within work of a lane."""
         slot = self._address()
         for run in self._runs:
-            lanes.copy(slot + run.offset, run.address, run.size_bytes)
+            lanes.copy(Lane.COPY_IN, slot + run.offset, run.address, run.size_bytes)
 
     def copy_out(self, lanes: Lanes) -> None:
         """Copy the slot back to the homes, from within work of a lane."""
         slot = self._address()
         for run in self._runs:
-            lanes.copy(run.address, slot + run.offset, run.size_bytes)
+            lanes.copy(Lane.COPY_OUT, run.address, slot + run.offset, run.size_bytes)
 
     def _address(self) -> int:
         assert self._slot is not None
