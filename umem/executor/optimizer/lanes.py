@@ -81,17 +81,22 @@ class Lanes(Protocol):
         return False
 
 
+_OVER = object()
+"""A moment that has passed."""
+
+
 class HostLanes(Lanes):
     """The CPU, which has no streams: work runs when it is queued."""
 
     def mark(self) -> Moment:
-        """Nothing to wait for."""
-        return None
+        """The present."""
+        return _OVER
 
     def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
         """Run the work."""
         del lane, after
         work()
+        return _OVER
 
     def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
         """Copy now."""
