@@ -27,6 +27,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.units import format_bytes
 from umem.doctor import Report, Status, collect, diagnose
+from umem.hardware import load_hardware
 from umem.policy import ClassRule, Policy, class_rule, load_policy, resolve
 from umem.runtime.state import native_config
 
@@ -35,8 +36,8 @@ __all__ = ["explain", "main", "record_example", "run_example"]
 MODES = ("lora", "sft")
 MODEL = "llama-2-7b"
 
-# Percentages in a policy refer to a device's memory: that of an 80 GiB card stands in for it.
-DEVICE_BYTES = 80 << 30
+# Stands in for the machine that the policy of the replayed step is resolved for.
+HARDWARE = "h200-pcie"
 
 # 76 million weights, which train on two CPU cores in seconds.
 RECORDED = ("--mode", "sft", "--size", "small", "--batch", "1", "--seq", "256")
@@ -80,15 +81,16 @@ def show_findings(console: Console, report: Report) -> None:
 
 
 def show_prediction(console: Console, mode: str) -> None:
-    """Explain the mode's policy, and predict a step of a large model under it."""
+    """Predict a step of a large model in managed memory; explain the policy the first time."""
     words = ("simulate", "--model", MODEL, "--mode", mode, "--planner", "fault,planned")
     console.rule(f"umem {' '.join(words)}")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(ratio=1)
     table.add_column(ratio=3)
-    for classes, sentence in explain(load_policy(mode)):
+    for classes, sentence in explain(load_policy("managed")):
         table.add_row(", ".join(classes), sentence)
-    console.print(f"[bold]policy {mode}[/bold]", table, "", sep="\n")
+    if mode == MODES[0]:
+        console.print("[bold]policy managed[/bold]", table, "", sep="\n")
     umem_command(words, standalone_mode=False)
     if mode == MODES[-1]:
         console.print("Add `--verbose` for what moved and why, or `--plot FOLDER` for pictures.")
@@ -99,7 +101,7 @@ def show_replay(console: Console) -> None:
     console.rule("The native allocator under an SFT step")
     with console.status("Training a Llama of 76 million weights for two steps on the CPU ..."):
         stream = record_example(RECORDED)
-        result = replay(stream, native_config(resolve(load_policy("sft"), DEVICE_BYTES)))
+        result = replay(stream, native_config(resolve(load_policy("sft"), load_hardware(HARDWARE))))
     console.print(
         f"{len(stream.block_bytes):,} allocations: a Llama of 76 million weights was built and "
         "trained for two steps on the CPU; umem's native allocator served the same allocations "
@@ -137,6 +139,7 @@ def explain(policy: Policy) -> list[tuple[list[str], str]]:
 
 
 _KINDS = {
+    "auto": "what is fastest on the machine: `umem policy show` says it",
     "managed": "managed memory, whose pages can move between device and host",
     "device": "plain device memory, which never moves",
     "system": "the host's own memory, which the device reads through its page tables",

@@ -83,7 +83,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         help="device memory that umem may use, as '2GiB' or '50%%' "
-        "(default: the policy's, 90%% in the presets)",
+        "(default: the policy's; for lora and sft what is free on the card, less a reserve)",
     )
     parser.add_argument(
         "--step-in-backward",

@@ -10,6 +10,7 @@ import pytest
 from cards import GH200, H200
 
 from umem.core.errors import UnsupportedError
+from umem.hardware import load_hardware
 from umem.hardware.host_memory import host_memory_bytes
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries
@@ -19,7 +20,7 @@ GIB = 1 << 30
 
 
 def policy(**keys: object) -> ResolvedPolicy:
-    return resolve(load_policy(keys), H200.total_bytes, environ={})
+    return resolve(load_policy(keys), load_hardware("h200-pcie"), environ={})
 
 
 class TestDevices:

@@ -132,7 +132,7 @@ def test_planning_is_held_against_its_limit(plan_s: float, passed: bool) -> None
         f"| llama-2-7b-sft | planned | {plan_s:.3g} s | 100 ms | 1,234 | 420 ms | 1.050 | 2 KiB "
         "| 1 ms | 500 µs |"
     )
-    assert "plans for gh200-96, policy sft" in planning.heading(run)
+    assert "plans for gh200-96, policy managed" in planning.heading(run)
     (check,) = planning.checks(Run(run.header, ()))
     assert check.passed is None
 
@@ -154,9 +154,7 @@ def test_the_pages_way_of_sharing_plans_once(
     exec(found.group(1), names)
     sizes = {f"w{number}": (4 * MIB, "optimizer_state") for number in range(5)}
     trace = make_trace(sizes, [(1e-3, [name], [name]) for name in sizes])
-    policy = replace(
-        resolve(load_policy("sft"), machine.device_bytes), device_budget_bytes=12 * MIB
-    )
+    policy = replace(resolve(load_policy("managed"), machine), device_budget_bytes=12 * MIB)
 
     made = names["shared_plan"](tmp_path / "here", trace, machine, policy)
     (file,) = (tmp_path / "here").iterdir()

@@ -100,7 +100,7 @@ def test_the_key_is_that_of_plan_key(run: Run, layers: str) -> None:
     data = planned(run, "--trace", layers, "--planner", "lookahead", "--window", "3")
     hardware = load_hardware("gh200-96")
     trace = with_durations(load_trace(layers), hardware)
-    policy = resolve(load_policy("managed"), hardware.device_bytes, {})
+    policy = resolve(load_policy("managed"), hardware, {})
     assert data["key"] == plan_key(trace, hardware, policy, "lookahead", window=3)
     assert data["file"] is data["store"] is None
 

@@ -106,7 +106,7 @@ def rows_of(output: str) -> list[dict[str, Any]]:
 
 def test_rows_are_the_reports(layers: Path) -> None:
     hardware = load_hardware("gh200-96")
-    policy = resolve(load_policy({"device_budget": "1GiB"}), hardware.device_bytes, {})
+    policy = resolve(load_policy({"device_budget": "1GiB"}), hardware, {})
     told: list[str] = []
     reports = predict(
         load_trace(layers), hardware, policy, ("fault", "planned"), progress=told.append
@@ -240,8 +240,8 @@ def test_both_modes_of_a_model(run: Run) -> None:
     )  # fmt: skip
     assert (status, errors) == (0, "")
     assert [(row["workload"], row["policy"]) for row in rows_of(output)] == [
-        ("llama-tiny-lora", "lora"),
-        ("llama-tiny-sft", "sft"),
+        ("llama-tiny-lora", "managed"),
+        ("llama-tiny-sft", "managed"),
     ]
 
 

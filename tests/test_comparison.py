@@ -206,7 +206,7 @@ def set_to(key: str, value: Any) -> Change:
 
 def test_predictions_of_umem_simulate_are_read(tmp_path: Path, trace: Trace) -> None:
     hardware = load_hardware("h200-pcie")
-    policy = resolve(load_policy({"device_budget": "512MiB"}), hardware.device_bytes, {})
+    policy = resolve(load_policy({"device_budget": "512MiB"}), hardware, {})
     reports = predict(trace, hardware, policy, ["fault", "planned"])
     assert reports[0].moved_bytes() > 0
     path = tmp_path / "predicted.json"

@@ -153,12 +153,6 @@ def test_nothing_installed() -> None:
         ),
         pytest.param({"packages": without("cuda-python")}, "cuda-python", "umem[cuda13]", id="cp"),
         pytest.param(
-            {"devices": (replace(H200, concurrent_managed_access=False),)},
-            "GPU 0 managed memory",
-            "policy whose classes are all kind: device",
-            id="no concurrent access",
-        ),
-        pytest.param(
             {"host": replace(HOST, system="Darwin 24.5.0")},
             "operating system",
             "run under Linux",
@@ -233,6 +227,11 @@ def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, rem
             {"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, "CUDA_LAUNCH_BLOCKING", id="blocking"
         ),
         pytest.param(
+            {"devices": (replace(H200, concurrent_managed_access=False),)},
+            "GPU 0 managed memory",
+            id="no concurrent access",
+        ),
+        pytest.param(
             {"devices": (replace(H200, discard=False, prefetch_batch=False),)},
             "GPU 0 managed memory",
             id="no discard",
@@ -286,6 +285,25 @@ def test_valid_variables() -> None:
     assert report.swap_works
     for name, value in variables.items():
         assert check(report, name) == Check(name, Status.OK, value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "policy", "budget", "why"),
+    [
+        ({}, "sft", "138 GiB", "139 GiB free, less 1 GiB"),
+        ({"UMEM_DEVICE_BUDGET": "20GiB"}, "sft", "20 GiB", "UMEM_DEVICE_BUDGET"),
+        ({"UMEM_POLICY": "rmm-managed"}, "rmm-managed", "none", "evicts"),
+    ],
+)
+def test_what_the_budget_comes_to(
+    variables: dict[str, str], policy: str, budget: str, why: str
+) -> None:
+    """By policy, environment, and what is free now."""
+    found = check(
+        diagnose(replace(HEALTHY, variables=variables)), f"GPU 0 device budget, policy {policy}"
+    )
+    assert (found.status, found.value) == (Status.INFO, budget)
+    assert why in found.why
 
 
 class TestHostMemory:

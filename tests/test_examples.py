@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import demo
@@ -20,6 +21,7 @@ from umem.cli import main
 from umem.cli.demo import examples_folder
 from umem.core.classes import TensorClass
 from umem.core.errors import UnsupportedError
+from umem.hardware import load_hardware
 from umem.policy import load_policy, preset_names, resolve
 from umem.runtime.state import native_config
 
@@ -292,7 +294,7 @@ def test_no_steps_is_an_error() -> None:
 
 # The demo.
 
-DEVICE_BYTES = 8 << 30
+HARDWARE = replace(load_hardware("h200-pcie"), device_bytes=8 << 30)
 
 
 @pytest.fixture(scope="module")
@@ -325,13 +327,13 @@ def test_recorded_bytes_by_class_are_the_models(streams: dict[str, AllocationStr
     assert lora[TensorClass.OPTIMIZER_STATE] == 2 * adapter_bytes + 4 * adapters
 
 
-@pytest.mark.parametrize("policy", ["lora", "sft"])
+@pytest.mark.parametrize("policy", ["managed", "sft"])
 @pytest.mark.parametrize("mode", ["lora", "sft"])
 def test_the_allocators_statistics_are_the_streams(
     streams: dict[str, AllocationStream], mode: str, policy: str
 ) -> None:
     stream = streams[mode]
-    result = replay(stream, native_config(resolve(load_policy(policy), DEVICE_BYTES)), passes=2)
+    result = replay(stream, native_config(resolve(load_policy(policy), HARDWARE)), passes=2)
     allocations = np.bincount(stream.block_class, minlength=len(TensorClass))
     live = stream.class_bytes()
     live_class = stream.block_class[stream.live_blocks()]
@@ -358,11 +360,11 @@ def _peak_bytes(stream: AllocationStream) -> int:
 def test_a_limit_below_the_stream_is_out_of_memory(streams: dict[str, AllocationStream]) -> None:
     tight = load_policy({"extends": "rmm-managed", "limits": {"managed_bytes": "4MiB"}})
     with pytest.raises(MemoryError, match="CUDA out of memory"):
-        replay(streams["sft"], native_config(resolve(tight, DEVICE_BYTES)))
+        replay(streams["sft"], native_config(resolve(tight, HARDWARE)))
 
 
 def test_one_pass_cannot_be_timed(streams: dict[str, AllocationStream]) -> None:
-    config = native_config(resolve(load_policy("sft"), DEVICE_BYTES))
+    config = native_config(resolve(load_policy("sft"), HARDWARE))
     with pytest.raises(ValueError, match="passes must be 2 or more"):
         replay(streams["sft"], config, passes=1)
 

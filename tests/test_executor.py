@@ -351,7 +351,7 @@ def test_the_step_in_the_backward_pass_needs_streamed_state(
     enabled = SimpleNamespace(policy=umem.load_policy("managed"))
     monkeypatch.setattr(manage, "runtime", lambda: enabled)
     training = Training()
-    with pytest.raises(PlanError, match=r"'managed' plans pages.* sft-streamed"):
+    with pytest.raises(PlanError, match=r"'managed' plans pages.* sft"):
         umem.manage(training.model, training.optimizer, step_in_backward=True)
     assert hook_count(training) == 0
 

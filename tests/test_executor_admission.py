@@ -26,7 +26,7 @@ def candidate_of(machine: Hardware) -> Callable[..., PlanCandidate]:
     """A plan without hints for a trace; `plan_admission` gets the moves separately."""
 
     def build(trace: Trace, *, waits: bool = True) -> PlanCandidate:
-        rules = resolve(load_policy("sft"), machine.device_bytes, {})
+        rules = resolve(load_policy("managed"), machine, {})
         none = np.zeros(0, np.int32)
         schedule = Schedule(
             "by hand",

@@ -133,7 +133,7 @@ def test_a_second_manager_has_the_host_memory_of_the_first() -> None:
     stock = Training()
     stock.steps(BEFORE_PLANNED + 3)
     allocator, host, training = pinned_allocator(), Host(), Training()
-    first = machine_of(training, allocator, host, "sft")
+    first = machine_of(training, allocator, host, "managed")
     manager = manage_on(training.model, training.optimizer, lambda: first, "planned")
     training.steps(BEFORE_PLANNED + 2)
     assert manager.store.statistics.bytes_out > 0
@@ -141,10 +141,10 @@ def test_a_second_manager_has_the_host_memory_of_the_first() -> None:
     manager.close()
     copied_bytes = first.hardware.host_bytes - host.available_bytes
     assert copied_bytes > 0
-    assert machine_of(training, allocator, host, "sft").hardware == first.hardware
+    assert machine_of(training, allocator, host, "managed").hardware == first.hardware
     loss.backward()
     training.optimizer.step()
     training.losses.append(loss.item())
     assert host.available_bytes == first.hardware.host_bytes
-    assert machine_of(training, allocator, host, "sft").hardware == first.hardware
+    assert machine_of(training, allocator, host, "managed").hardware == first.hardware
     assert training.equals(stock)

@@ -310,7 +310,7 @@ def test_frozen_weights_are_never_written_back(planner: str) -> None:
         lambda training: training.steps(12),
         planner,
         budget_bytes=44 * MIB,
-        policy="lora",
+        policy="managed",
         make_model=Adapted,
     )
     predicted = manager.status().predicted

@@ -35,7 +35,7 @@ def recorded(model: str, mode: str) -> Trace:
 def reports(model: str, mode: str) -> dict[str, MigrationReport]:
     """Reports by planner for one model on the GH200 of the published pair."""
     hardware = load_hardware("gh200-96")
-    policy = resolve(load_policy(mode), hardware.device_bytes, environ={})
+    policy = resolve(load_policy("managed"), hardware, environ={})
     planned = predict(recorded(model, mode), hardware, policy, ("fault", "planned"))
     return {report.planner: report for report in planned}
 

@@ -41,7 +41,7 @@ def test_the_command_predicts_what_the_executor_predicts(
     save_trace(trace, tmp_path / "step.npz")
     status, said, _ = umem_command(monkeypatch, capsys)(
         "simulate", "--runnable", "--json", "--trace", tmp_path / "step.npz", "--budget",
-        f"{TIGHT} B", "--hardware", "h200-pcie", "--policy", "sft", "--planner", planner,
+        f"{TIGHT} B", "--hardware", "h200-pcie", "--policy", "managed", "--planner", planner,
     )  # fmt: skip
     assert status == 0
     assert json.loads(said)["results"] == [json.loads(json.dumps(report_row(predicted)))]
@@ -68,6 +68,6 @@ def test_a_step_in_parts_is_planned_as_a_whole() -> None:
 
 def test_no_training_runs_an_oracle(make_trace: Callable[..., Trace], machine: Hardware) -> None:
     trace = make_trace({"a": (4096, TensorClass.WEIGHTS)}, [(1e-3, ["a"], [])])
-    policy = resolve(load_policy("sft"), machine.device_bytes, {})
+    policy = resolve(load_policy("managed"), machine, {})
     with pytest.raises(PlanError, match=r"'oracle'.* planned, lookahead, fault"):
         predict(trace, machine, policy, ["oracle"], runnable=True)

@@ -48,7 +48,7 @@ def policy_of(
 ) -> ResolvedPolicy:
     """All classes in managed memory, but for what is said of some."""
     policy = load_policy({"name": "test", "device_budget": budget_bytes, "classes": classes})
-    return resolve(policy, machine.device_bytes, environ={})
+    return resolve(policy, machine, environ={})
 
 
 def hints_of(schedule: Schedule) -> list[tuple[int, HintOp, int]]:

@@ -33,7 +33,7 @@ def trace(make_trace: MakeTrace) -> Trace:
 
 def policy_of(machine: Hardware, blocks: int) -> ResolvedPolicy:
     policy = load_policy({"name": "test", "device_budget": blocks * BLOCK})
-    return resolve(policy, machine.device_bytes, environ={})
+    return resolve(policy, machine, environ={})
 
 
 def peak_blocks(trace: Trace, schedule: Schedule) -> int:

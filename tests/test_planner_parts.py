@@ -34,7 +34,7 @@ RandomTrace = Callable[..., Trace]
 
 def managed(machine: Hardware, budget_bytes: int | None = None) -> ResolvedPolicy:
     policy = load_policy({"name": "test", "device_budget": budget_bytes})
-    return resolve(policy, machine.device_bytes, environ={})
+    return resolve(policy, machine, environ={})
 
 
 def uses(trace: Trace, phase: int) -> list[tuple[int, int]]:
@@ -503,7 +503,7 @@ def test_streamed_state_is_host_memory_to_a_planner_of_pages(
 
 
 def held_by(machine: Hardware, trace: Trace, classes: dict[str, Any]) -> TensorRules:
-    policy = resolve(load_policy({"classes": classes}), machine.device_bytes, environ={})
+    policy = resolve(load_policy({"classes": classes}), machine, environ={})
     return apply_policy(trace, machine, policy, {})
 
 
@@ -539,7 +539,7 @@ def test_the_planner_may_choose_for_classes_that_are_left_to_it(
                 }
             }
         ),
-        machine.device_bytes,
+        machine,
         environ={},
     )
     assert open_classes(policy) == (

@@ -19,9 +19,12 @@ from typer.testing import CliRunner
 from umem.cli.policy import app
 from umem.core.classes import TensorClass
 from umem.core.errors import PolicyError
+from umem.core.units import format_bytes
+from umem.hardware import Hardware, hardware_names, load_hardware
 from umem.io import yaml_files
 from umem.io.problems import Problem as PolicyProblem
 from umem.policy import (
+    RESERVE_BYTES,
     ClassRule,
     ClassRules,
     Eviction,
@@ -44,7 +47,10 @@ from umem.policy import (
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parents[1]
 FOLDER = CHECKOUT / "policies"
-PRESETS = ("inference", "lora", "managed", "rmm-managed", "sft", "sft-streamed")
+PRESETS = ("inference", "lora", "managed", "managed-all", "rmm-managed", "sft")
+BY_MACHINE = ("inference", "lora", "sft")
+PCIE, GRACE = load_hardware("h200-pcie"), load_hardware("gh200-96")
+CARD = dataclasses.replace(PCIE, device_bytes=80 * GIB)
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +98,8 @@ def test_preset_is_named_after_its_file(name: str) -> None:
     assert load_policy(FOLDER / f"{name}.yaml") == policy
 
 
-@pytest.mark.parametrize("name", ["sft", "lora", "inference"])
-def test_classes_of_a_preset_share_memory(name: str) -> None:
-    policy = load_policy(name)
+def test_classes_of_managed_share_memory() -> None:
+    policy = load_policy("managed")
     advice = {
         (rule.kind, rule.placement, rule.accessed_by_device, rule.read_mostly)
         for member in TensorClass
@@ -103,24 +108,56 @@ def test_classes_of_a_preset_share_memory(name: str) -> None:
     }
     assert advice == {("managed", "device", False, False)}
     assert {class_rule(policy, member).min_bytes for member in TensorClass} == {2**20}
+    frozen = policy.classes.frozen_weights
+    assert (frozen.read_mostly, frozen.mechanism) == (True, "duplicate")
+    resolved = resolve(policy, CARD, {}, free_bytes=GIB)
+    assert (resolved.device_budget_bytes, resolved.planner) == (72 * GIB, "planned")
 
 
-@pytest.mark.parametrize("name", ["lora", "inference"])
-def test_frozen_weights_are_duplicated(name: str) -> None:
-    rule = load_policy(name).classes.frozen_weights
-    assert (rule.read_mostly, rule.mechanism) == (True, "duplicate")
+@pytest.mark.parametrize("hardware", hardware_names())
+@pytest.mark.parametrize("name", BY_MACHINE)
+def test_presets_by_machine_take_memory_that_the_card_shows_as_free(
+    name: str, hardware: str
+) -> None:
+    resolved = resolve(load_policy(name), load_hardware(hardware), {})
+    found = {
+        member: (rule.kind, rule.mechanism)
+        for member, rule in zip(TensorClass, resolved.rules, strict=True)
+    }
+    state = found.pop(TensorClass.OPTIMIZER_STATE)
+    assert state == ("pinned", "stream")
+    assert found.pop(TensorClass.ACTIVATIONS) == ("device", "copy")
+    assert set(found.values()) == {("device", "keep")}
+    assert {rule.min_bytes for rule in resolved.rules} == {2**20}
+    assert resolved.planner == "none"
 
 
-def test_sft_streamed_has_plain_device_memory_but_for_the_optimizer_state() -> None:
-    policy = load_policy("sft-streamed")
-    assert policy.planner == "none"
-    for member in TensorClass:
-        rule = class_rule(policy, member)
-        if member is TensorClass.OPTIMIZER_STATE:
-            assert (rule.kind, rule.placement, rule.mechanism) == ("pinned", "host", "stream")
-        else:
-            assert (rule.kind, rule.placement, rule.mechanism) == ("device", "device", "auto")
-    assert resolve(policy, 80 * GIB, {}).device_budget_bytes == 72 * GIB
+@pytest.mark.parametrize(
+    ("machine", "figures"),
+    [(PCIE, ("4.36 TB/s", "51 GB/s", "25.6 ms", "3 ms")), (GRACE, ("3.4 TB/s", "375 GB/s"))],
+)
+def test_reasons_have_the_machines_figures(machine: Hardware, figures: tuple[str, ...]) -> None:
+    resolved = resolve(load_policy("sft"), machine, {})
+    assert all(reason.count(".") and reason.endswith(".") for reason in resolved.reasons)
+    assert all(figure in " ".join(resolved.reasons) for figure in figures)
+    assert set(resolve(load_policy("managed"), machine, {}).reasons) == {""}
+
+
+def test_state_is_used_in_place_where_that_is_faster_than_copies() -> None:
+    slow_copies = dataclasses.replace(GRACE, copy_slowdown_s_per_byte=1 / 200e9)
+    resolved = resolve(load_policy("sft"), slow_copies, {})
+    state = resolved.rules[TensorClass.OPTIMIZER_STATE.number]
+    assert (state.kind, state.placement, state.mechanism) == ("pinned", "host", "map")
+    assert "in place" in resolved.reasons[TensorClass.OPTIMIZER_STATE.number]
+
+
+def test_a_class_that_states_its_kind_is_not_decided_by_the_machine() -> None:
+    own = {"extends": "sft", "classes": {"weights": {"kind": "managed", "placement": "host"}}}
+    resolved = resolve(load_policy(own), PCIE, {})
+    weights = resolved.rules[TensorClass.WEIGHTS.number]
+    assert (weights.kind, weights.placement) == ("managed", "host")
+    assert resolved.reasons[TensorClass.WEIGHTS.number] == ""
+    assert resolved.rules[TensorClass.GRADIENTS.number].kind == "device"
 
 
 def test_rmm_managed_gives_no_advice() -> None:
@@ -130,7 +167,7 @@ def test_rmm_managed_gives_no_advice() -> None:
         assert (rule.kind, rule.placement, rule.min_bytes) == ("managed", "any", 0)
         assert (rule.accessed_by_device, rule.read_mostly) == (False, False)
         assert rule.mechanism == "fault"
-    resolved = resolve(policy, 80 * GIB, {})
+    resolved = resolve(policy, CARD, {})
     assert (resolved.device_budget_bytes, resolved.managed_limit_bytes) == (None, None)
     assert resolved.caching is False
     assert all(load_policy(name).caching for name in PRESETS if name != "rmm-managed")
@@ -164,14 +201,14 @@ def test_load_policy_returns_a_policy_as_it_is_and_refuses_other_types() -> None
 
 
 def test_a_policy_survives_json() -> None:
-    policy = load_policy({"extends": "lora", "classes": {"weights": {"placement": "host"}}})
+    policy = load_policy({"extends": "managed", "classes": {"weights": {"placement": "host"}}})
     assert load_policy(json.loads(policy.model_dump_json())) == policy
 
 
 def test_a_mapping_may_hold_models_and_tensor_classes() -> None:
     policy = load_policy(
         {
-            "extends": "sft",
+            "extends": "managed",
             "limits": Limits(managed_bytes=GIB),
             "classes": {TensorClass.OPTIMIZER_STATE: ClassRule(placement="host")},
         }
@@ -231,7 +268,7 @@ def test_defaults_that_depend_on_a_key_are_not_inherited() -> None:
 
 def test_extends_merges_key_by_key_through_a_chain(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    write(tmp_path, "extends: lora\ndescription: base\nshare: [numba, cupy]\n", "base.yaml")
+    write(tmp_path, "extends: managed\ndescription: base\nshare: [numba, cupy]\n", "base.yaml")
     middle = "extends: ../base.yaml\nclasses: {frozen_weights: {min_bytes: 4MiB}}\n"
     write(tmp_path, middle, "sub/middle.yaml")
     path = write(tmp_path, "extends: ./sub/middle.yaml\ndevice_budget: null\nshare: [cupy]\n")
@@ -246,7 +283,7 @@ def test_extends_merges_key_by_key_through_a_chain(tmp_path: Path) -> None:
 
 
 def test_an_inherited_class_key_wins_over_new_defaults(tmp_path: Path) -> None:
-    policy = load_policy(write(tmp_path, "extends: lora\ndefaults: {mechanism: keep}\n"))
+    policy = load_policy(write(tmp_path, "extends: managed\ndefaults: {mechanism: keep}\n"))
     assert policy.classes.frozen_weights.mechanism == "duplicate"
     assert policy.classes.weights.mechanism == "keep"
 
@@ -275,7 +312,7 @@ def test_an_error_in_a_parent_names_the_parent(tmp_path: Path) -> None:
 
 
 def test_a_conflict_with_a_parent_names_the_key_that_was_written(tmp_path: Path) -> None:
-    path = write(tmp_path, "extends: lora\nclasses:\n  frozen_weights:\n    mechanism: map\n")
+    path = write(tmp_path, "extends: managed\nclasses:\n  frozen_weights:\n    mechanism: map\n")
     problems = find_problems(path)
     assert {p.key for p in problems} == {"classes.frozen_weights.mechanism"}
     assert {(p.file, p.line, p.column) for p in problems} == {(str(path), 4, 16)}
@@ -302,7 +339,7 @@ def test_a_conflict_with_a_parent_names_the_key_that_was_written(tmp_path: Path)
         ("<<: {name: x}\n", 1, 1, "<<", "unknown key."),
         # bad values
         ("defaults:\n  kind: manged\n", 2, 9, "defaults.kind", "did you mean 'managed'?"),
-        ("defaults: {kind: 5}\n", 1, 18, "defaults.kind", "Valid values: managed, device, system"),
+        ("defaults: {kind: 5}\n", 1, 18, "defaults.kind", "Valid values: auto, managed, device"),
         ("defaults: {placement: gpu}", 1, 23, "defaults.placement", "device, host, any"),
         ("classes: {other: {eviction: LRU}}", 1, 29, "classes.other.eviction", "mean 'lru'?"),
         ("share: [cuppy]\n", 1, 9, "share[0]", "did you mean 'cupy'? Valid values: numba, cupy"),
@@ -437,6 +474,13 @@ def test_any_text_is_a_policy_or_a_policy_error(tmp_path_factory: Any, text: str
         ({"kind": "device", "mechanism": "map"}, "mechanism", "or kind: managed"),
         ({"kind": "pinned", "mechanism": "migrate"}, "mechanism", "mechanism: keep or map"),
         ({"kind": "device", "eviction": "first"}, "eviction", "eviction: never"),
+        ({"kind": "auto", "placement": "host"}, "placement", "placement: device, or kind: managed"),
+        ({"kind": "auto", "mechanism": "map"}, "mechanism", "mechanism: auto, or kind: managed"),
+        ({"kind": "auto", "mechanism": "stream"}, "mechanism", "set kind: pinned"),
+        ({"kind": "auto", "read_mostly": True}, "read_mostly", "read_mostly: false"),
+        ({"kind": "auto", "accessed_by_device": True}, "accessed_by_device", ": false"),
+        ({"kind": "auto", "eviction": "first"}, "eviction", "eviction: auto"),
+        ({"kind": "pinned", "mechanism": "copy"}, "mechanism", "mechanism: keep or map"),
         ({"mechanism": "map"}, "mechanism", "set placement: host, or mechanism: migrate"),
         (
             {"mechanism": "map", "placement": "host", "accessed_by_device": False},
@@ -493,6 +537,16 @@ def test_only_optimizer_state_streams() -> None:
     assert keys
 
 
+def test_only_activations_are_copied_off_plain_device_memory() -> None:
+    copied = {"kind": "device", "mechanism": "copy"}
+    policy = load_policy({"classes": {"activations": copied}})
+    assert policy.classes.activations.mechanism == "copy"
+    for name in set(ClassRules.model_fields) - {"activations"}:
+        (problem,) = find_problems({"classes": {name: copied}})
+        assert problem.key == f"classes.{name}.mechanism"
+        assert "set mechanism: keep" in problem.message
+
+
 @pytest.mark.slow
 def test_every_remedy_of_a_conflict_is_a_valid_rule() -> None:
     """Applying the remedies one after the other ends at a valid rule."""
@@ -532,8 +586,8 @@ def test_every_remedy_of_a_conflict_is_a_valid_rule() -> None:
 
 
 def test_resolve_turns_a_percentage_into_bytes() -> None:
-    policy = load_policy({"extends": "lora", "device_budget": "25%", "share": ["cupy"]})
-    resolved = resolve(policy, 80 * GIB, {})
+    policy = load_policy({"extends": "managed", "device_budget": "25%", "share": ["cupy"]})
+    resolved = resolve(policy, CARD, {})
     assert resolved.device_budget_bytes == 20 * GIB
     assert resolved.rules == tuple(class_rule(policy, member) for member in TensorClass)
     assert resolved.rules[TensorClass.FROZEN_WEIGHTS.number].read_mostly
@@ -542,8 +596,41 @@ def test_resolve_turns_a_percentage_into_bytes() -> None:
 
 
 def test_a_budget_is_at_most_the_device() -> None:
-    resolved = resolve(load_policy({"device_budget": "1TiB"}), 80 * GIB, {})
+    resolved = resolve(load_policy({"device_budget": "1TiB"}), CARD, {})
     assert resolved.device_budget_bytes == 80 * GIB
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "budget_bytes"),
+    [
+        (None, 80 * GIB - RESERVE_BYTES),
+        (60 * GIB, 60 * GIB - RESERVE_BYTES),
+        (RESERVE_BYTES, RESERVE_BYTES // 2),  # a card that is nearly full
+        (0, 1),
+    ],
+)
+def test_without_a_budget_plain_device_memory_has_what_is_free_less_a_reserve(
+    free_bytes: int | None, budget_bytes: int
+) -> None:
+    resolved = resolve(load_policy("sft"), CARD, {}, free_bytes=free_bytes)
+    assert resolved.device_budget_bytes == budget_bytes
+    assert "in reserve" in resolved.budget_reason
+    mixed = load_policy({"classes": {"activations": {"kind": "device"}}})
+    assert resolve(mixed, CARD, {}, free_bytes=free_bytes).device_budget_bytes == budget_bytes
+
+
+def test_a_budget_of_its_own_or_of_the_environment_holds_whatever_is_free() -> None:
+    policy = load_policy({"extends": "sft", "device_budget": "50%"})
+    resolved = resolve(policy, CARD, {}, free_bytes=GIB)
+    assert (resolved.device_budget_bytes, resolved.budget_reason) == (40 * GIB, "device_budget")
+    resolved = resolve(policy, CARD, {"UMEM_DEVICE_BUDGET": "8GiB"}, free_bytes=GIB)
+    assert (resolved.device_budget_bytes, resolved.budget_reason) == (8 * GIB, "UMEM_DEVICE_BUDGET")
+
+
+def test_managed_memory_without_a_budget_has_no_limit() -> None:
+    for kind in ("managed", "system"):
+        policy = load_policy({"defaults": {"kind": kind}})
+        assert resolve(policy, CARD, {}, free_bytes=GIB).device_budget_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -561,35 +648,36 @@ def test_the_smaller_of_two_limits_holds(
 ) -> None:
     policy = load_policy({"limits": {"managed_bytes": own}})
     environ = {} if environment is None else {"UMEM_MANAGED_LIMIT": environment}
-    assert resolve(policy, 80 * GIB, environ).managed_limit_bytes == limit_bytes
+    assert resolve(policy, CARD, environ).managed_limit_bytes == limit_bytes
 
 
 def test_the_environment_overrides_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = load_policy({"device_budget": "10%"})
     environ = {"UMEM_DEVICE_BUDGET": "50%"}
-    assert resolve(policy, 80 * GIB, environ).device_budget_bytes == 40 * GIB
+    assert resolve(policy, CARD, environ).device_budget_bytes == 40 * GIB
     monkeypatch.setenv("UMEM_DEVICE_BUDGET", "6GiB")
-    assert resolve(policy, 80 * GIB).device_budget_bytes == 6 * GIB
+    assert resolve(policy, CARD).device_budget_bytes == 6 * GIB
 
 
 @pytest.mark.parametrize("name", ["UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET"])
 @pytest.mark.parametrize("value", ["", "lots", "0", "-1GiB", "8G", "0%"])
 def test_a_bad_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(PolicyError, match=f"environment variable {name}: .*; or unset it"):
-        resolve(load_policy("sft"), 80 * GIB, {name: value})
+        resolve(load_policy("sft"), CARD, {name: value})
 
 
 @pytest.mark.parametrize("planner", get_args(PolicyPlanner))
 def test_every_planner_can_be_chosen(planner: str) -> None:
     policy = load_policy({"planner": planner})
-    assert resolve(policy, 80 * GIB, {}).planner == planner
-    assert resolve(load_policy("sft"), 80 * GIB, {"UMEM_PLANNER": planner}).planner == planner
+    assert resolve(policy, CARD, {}).planner == planner
+    assert resolve(load_policy("managed"), CARD, {"UMEM_PLANNER": planner}).planner == planner
+    # Without managed memory there are no pages to plan.
+    assert resolve(load_policy("sft"), CARD, {"UMEM_PLANNER": planner}).planner == "none"
 
 
 def test_the_environment_overrides_the_planner() -> None:
-    assert resolve(load_policy("sft"), 80 * GIB, {}).planner == "planned"
     policy = load_policy({"planner": "fault"})
-    assert resolve(policy, 80 * GIB, {"UMEM_PLANNER": "none"}).planner == "none"
+    assert resolve(policy, CARD, {"UMEM_PLANNER": "none"}).planner == "none"
 
 
 def test_unknown_planners_are_refused() -> None:
@@ -606,19 +694,18 @@ def test_unknown_planners_are_refused() -> None:
     ):
         pattern = f"environment variable UMEM_PLANNER: {says}.*; or unset it"
         with pytest.raises(PolicyError, match=pattern):
-            resolve(load_policy("sft"), 80 * GIB, {"UMEM_PLANNER": value})
+            resolve(load_policy("sft"), CARD, {"UMEM_PLANNER": value})
 
 
 def test_resolve_refuses_sizes_that_do_not_fit_the_device() -> None:
-    with pytest.raises(PolicyError, match="has no memory"):
-        resolve(load_policy("sft"), 0, {})
+    tiny = dataclasses.replace(CARD, device_bytes=10)
     with pytest.raises(PolicyError, match="device_budget: 1% of 10 B is less than a byte"):
-        resolve(load_policy({"device_budget": "1%"}), 10, {})
+        resolve(load_policy({"device_budget": "1%"}), tiny, {})
     headroom = {"limits": {"system_headroom_bytes": "80GiB"}}
-    assert resolve(load_policy(headroom), 80 * GIB, {}).system_headroom_bytes == 80 * GIB
+    assert resolve(load_policy(headroom), CARD, {}).system_headroom_bytes == 80 * GIB
     system = load_policy({**headroom, "classes": {"other": {"kind": "system"}}})
     with pytest.raises(PolicyError, match=r"limits\.system_headroom_bytes: 80 GiB leaves nothing"):
-        resolve(system, 80 * GIB, {})
+        resolve(system, CARD, {})
 
 
 # ---------------------------------------------------------------------------------- schema, docs
@@ -689,7 +776,7 @@ def test_cli_list() -> None:
 
 
 def test_cli_show_prints_a_row_per_class() -> None:
-    result = runner.invoke(app, ["show", "lora"], env={"COLUMNS": "80"})
+    result = runner.invoke(app, ["show", "managed"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
     rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.strip()}
     assert all(member.value in rows for member in TensorClass)
@@ -697,31 +784,51 @@ def test_cli_show_prints_a_row_per_class() -> None:
     assert "…" not in result.stdout
 
 
-def test_cli_show_json_is_the_policy() -> None:
+def test_cli_show_without_a_gpu_is_the_policy_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shown = json.loads(runner.invoke(app, ["show", "sft", "--json"]).stdout)
-    assert load_policy(shown) == load_policy("sft")
+    assert load_policy(shown["policy"]) == load_policy("sft")
+    assert (shown["hardware"], shown["resolved"]) == (None, None)
+    assert "give --hardware" in runner.invoke(app, ["show", "sft"]).stdout
 
 
-def test_cli_show_for_a_device(tmp_path: Path) -> None:
-    path = write(tmp_path, "extends: sft\ndevice_budget: 50%\n")
-    arguments = ["show", str(path), "--device-memory", "80GiB"]
-    result = runner.invoke(app, arguments, env={"UMEM_MANAGED_LIMIT": "8GiB"})
-    assert re.search(r"device budget +40 GiB", result.stdout)
-    assert re.search(r"limit on managed memory +8 GiB", result.stdout)
-    assert re.search(r"extends +sft", result.stdout)
+def test_cli_show_says_what_the_machine_decides_and_why() -> None:
+    arguments = ["show", "sft", "--hardware", "h200-pcie"]
+    text = runner.invoke(app, arguments, env={"COLUMNS": "80"}).stdout
+    assert re.search(r"optimizer_state +pinned +host .* stream", text)
+    assert re.search(r"device budget .*in reserve", text)
+    assert "25.6 ms" in text
+    assert "…" not in text
     shown = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
-    assert shown["device_budget_bytes"] == 40 * GIB
-    assert set(shown) == {field.name for field in dataclasses.fields(ResolvedPolicy)}
-    assert list(shown["rules"]) == [member.value for member in TensorClass]
+    rules = shown["resolved"]["rules"]
+    assert rules["activations"]["mechanism"] == "copy"
+    assert rules["activations"]["reason"]
+
+
+def test_cli_show_for_a_machine(tmp_path: Path) -> None:
+    path = write(tmp_path, "extends: managed\ndevice_budget: 50%\n")
+    arguments = ["show", str(path), "--hardware", "a100-40-pcie"]
+    result = runner.invoke(app, arguments, env={"UMEM_MANAGED_LIMIT": "8GiB"})
+    half_bytes = load_hardware("a100-40-pcie").device_bytes // 2
+    assert re.search(rf"device budget +{re.escape(format_bytes(half_bytes))}", result.stdout)
+    assert re.search(r"limit on managed memory +8 GiB", result.stdout)
+    assert re.search(r"extends +managed", result.stdout)
+    shown = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    assert shown["hardware"] == "a100-40-pcie"
+    resolved = shown["resolved"]
+    assert resolved["device_budget_bytes"] == half_bytes
+    fields = {field.name for field in dataclasses.fields(ResolvedPolicy)}
+    assert set(resolved) == fields - {"reasons"}
+    assert list(resolved["rules"]) == [member.value for member in TensorClass]
 
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "says"),
     [
         (["show", "lorra"], {}, "did you mean 'lora'?"),
-        (["show", "sft", "--device-memory", "80G"], {}, "--device-memory: '80G' could mean"),
+        (["show", "sft", "--hardware", "h200"], {}, "no hardware profile is called 'h200'"),
         (
-            ["show", "sft", "--device-memory", "80GB"],
+            ["show", "sft", "--hardware", "h200-pcie"],
             {"UMEM_DEVICE_BUDGET": "x"},
             "environment variable UMEM_DEVICE_BUDGET",
         ),

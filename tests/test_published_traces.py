@@ -106,7 +106,7 @@ def test_what_leaves_comes_back_before_its_next_use(folder: Path, name: str) -> 
     """On a quarter of the device, where the link cannot let everything go in time."""
     hardware = load_hardware("a100-g10")
     trace = load_trace(folder / f"{name}.json.gz")
-    policy = resolve(load_policy({"extends": "managed", "device_budget": "25%"}), 40 * 2**30, {})
+    policy = resolve(load_policy({"extends": "managed-all", "device_budget": "25%"}), hardware, {})
     problem = pose_problem(trace, hardware, policy, {})
     schedule = plan_step(problem, ideal_clock(trace), name="candidate", slack=1.05).schedule
     gaps = find_gaps(trace)

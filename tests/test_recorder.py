@@ -461,7 +461,7 @@ def test_a_recorded_trace_can_be_planned_and_simulated(machine: Hardware) -> Non
         memory_bytes=trace.memory_bytes * 4096,
     )
     policy = dataclasses.replace(
-        resolve(load_policy("managed"), machine.device_bytes),
+        resolve(load_policy("managed-all"), machine),
         device_budget_bytes=int(live * 4096 * 0.75),
     )
     schedule = umem.plan(large, machine, policy)

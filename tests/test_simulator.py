@@ -33,9 +33,7 @@ Hint = tuple[int, HintOp, str]
 def policy_of(machine: Hardware, blocks: float | None = None) -> ResolvedPolicy:
     """All classes in managed memory, with a budget of so many blocks."""
     budget = None if blocks is None else int(blocks * BLOCK)
-    return resolve(
-        load_policy({"name": "test", "device_budget": budget}), machine.device_bytes, environ={}
-    )
+    return resolve(load_policy({"name": "test", "device_budget": budget}), machine, environ={})
 
 
 def schedule_of(

@@ -18,7 +18,8 @@ from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import host_memory
-from umem.policy import Policy, ResolvedPolicy, class_rule, load_policy, resolve
+from umem.hardware.load import describe_machine
+from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
 from umem.runtime.memory_stats import install_memory_stats
 from umem.runtime.native_library import native
@@ -38,6 +39,7 @@ __all__ = [
     "enable",
     "manage_automatically",
     "pinned_limit_bytes",
+    "resolve_for",
     "with_default_limit",
 ]
 
@@ -134,7 +136,8 @@ def _enable(policy: Policy) -> Runtime:
             "`nvidia-smi` and CUDA_VISIBLE_DEVICES; `umem doctor` says more, and "
             "umem.enable(..., fallback=True) runs the script without umem."
         )
-    resolved = resolve(policy, capabilities[0].total_bytes)
+    by_device = resolve_for(policy, capabilities)
+    resolved = by_device[0]
     check_devices(resolved, capabilities)
     import_libraries(resolved.share)
     config = native_config(with_default_limit(resolved, capabilities), pinned_limit_bytes())
@@ -154,18 +157,21 @@ def _enable(policy: Policy) -> Runtime:
             f"torch refuses the swap ({error}): something used the GPU before umem.enable(). Move "
             "`import umem; umem.enable(...)` to the top of the script."
         ) from error
+    for device, its in enumerate(by_device):
+        allocator.set_device_budget(device, its.device_budget_bytes or 0)
     install_memory_stats(allocator)
     classifier = Classifier(allocator, gradient_hook(allocator))
     classifier.install()
     share_with(resolved.share, allocator)
-    streams_state = class_rule(policy, TensorClass.OPTIMIZER_STATE).mechanism == "stream"
+    streams_state = resolved.rules[TensorClass.OPTIMIZER_STATE.number].mechanism == "stream"
     if resolved.planner != "none" or streams_state:
         manage_automatically(
             classifier.roots,
             is_planned=resolved.planner != "none",
             streams_state=streams_state,
         )
-    return Runtime(policy, resolved, capabilities, allocator, classifier)
+    budgets = tuple(its.device_budget_bytes for its in by_device)
+    return Runtime(policy, resolved, budgets, capabilities, allocator, classifier)
 
 
 def _check_torch(library: Any) -> None:
@@ -185,6 +191,16 @@ def _check_torch(library: Any) -> None:
             "`import umem; umem.enable(...)` above the first line that uses the GPU, or start the "
             "script with `umem run`."
         )
+
+
+def resolve_for(policy: Policy, capabilities: Sequence[Capabilities]) -> tuple[ResolvedPolicy, ...]:
+    """Resolve a policy for each GPU, which differ in free memory; raises ``PolicyError``."""
+    host = host_memory()
+    host_bytes = None if host is None else host.total_bytes
+    return tuple(
+        resolve(policy, describe_machine(it, host_bytes), free_bytes=it.free_bytes)
+        for it in capabilities
+    )
 
 
 def check_devices(resolved: ResolvedPolicy, capabilities: Sequence[Capabilities]) -> None:

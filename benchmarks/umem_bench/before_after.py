@@ -8,6 +8,7 @@ has, wherever they moved.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -28,6 +29,8 @@ _MOVED = {
     "native_config": ("umem.runtime.state", "umem.allocator"),
 }
 """Modules that have had a name, the newest first."""
+_PAGES = {"device_budget": "90%", "defaults": {"kind": "managed", "min_bytes": "1MiB"}}
+"""A policy that both sides can read, whatever their presets are."""
 
 
 def run_against(
@@ -102,13 +105,12 @@ def _cases(model: str) -> Iterator[tuple[str, Callable[[], float]]]:
 
     import umem
     from umem.hardware import with_durations
-    from umem.policy import resolve
 
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         umem.enable("sft")  # before anything starts CUDA
     hardware = umem.load_hardware("gh200-96")
-    policy = resolve(umem.load_policy("sft"), hardware.device_bytes, {})
+    policy = _resolved(_PAGES, hardware)
     trace = with_durations(_moved("model_trace")(model, "sft", batch=2), hardware)
     paging = umem.plan(trace, hardware, policy, "fault")  # the same work for both sides
 
@@ -117,7 +119,7 @@ def _cases(model: str) -> Iterator[tuple[str, Callable[[], float]]]:
 
     yield f"plan of {model}, sft", once(lambda: umem.plan(trace, hardware, policy))
     yield "simulation of paging", once(lambda: umem.simulate(trace, paging, hardware, policy))
-    config = _moved("native_config")(resolve(umem.load_policy("sft"), 80 << 30))
+    config = _moved("native_config")(policy)
     allocator = _moved("native")().Allocator.on_host(config, 80 << 30)
 
     def pairs(passes: int) -> None:
@@ -143,6 +145,14 @@ def _cases(model: str) -> Iterator[tuple[str, Callable[[], float]]]:
 
 def _looped(loop: Callable[[int], None]) -> Callable[[], float]:
     return lambda: time_loops_s(loop, loops_for(loop, _CASE_S))
+
+
+def _resolved(policy: dict[str, Any], hardware: Any) -> Any:
+    """A policy on a machine, of which umem took the bytes alone once."""
+    from umem.policy import load_policy, resolve
+
+    of_bytes = "hardware" not in inspect.signature(resolve).parameters
+    return resolve(load_policy(policy), hardware.device_bytes if of_bytes else hardware, {})
 
 
 def _moved(name: str) -> Any:

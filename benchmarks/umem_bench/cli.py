@@ -177,7 +177,7 @@ def scale(
     rows: Annotated[
         str, typer.Option(help="Such as llama-2-7b-fp32:umem,tiny; default: all but tiny.")
     ] = "",
-    policy: Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")] = "sft-streamed",
+    policy: Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")] = "sft",
     budget: Annotated[
         str, typer.Option(help="umem's, such as 60GiB. Default: the free memory less 3 GiB.")
     ] = "",

@@ -26,8 +26,8 @@ def compile_planner() -> None:
     trace, hardware = small_step(), load_hardware("h200-pcie")
     # Of 20 tensors: one budget leaves room for the optimizer's step, the other does not.
     for budget_bytes in (12 * _TENSOR_BYTES, 18 * _TENSOR_BYTES):
-        rules = {"name": "small", "extends": "sft", "device_budget": f"{budget_bytes} B"}
-        policy = resolve(load_policy(rules), 4 * budget_bytes, {})
+        rules = {"name": "small", "extends": "managed", "device_budget": f"{budget_bytes} B"}
+        policy = resolve(load_policy(rules), hardware, {})
         for planner in ("planned", "lookahead", "fault"):
             search_plan(trace, hardware, policy, planner)
 

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from umem_bench.results import Measurement
@@ -39,12 +40,14 @@ def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
     There is nothing fair to compare an allocation with on a host: the figures are absolute, and
     Python's calls are part of them.
     """
+    from umem.hardware import load_hardware
     from umem.policy import load_policy, resolve
     from umem.runtime.classification import gradient_hook
     from umem.runtime.native_library import native
     from umem.runtime.state import native_config
 
-    config = native_config(resolve(load_policy(policy), _DEVICE_BYTES))
+    hardware = replace(load_hardware("h200-pcie"), device_bytes=_DEVICE_BYTES)
+    config = native_config(resolve(load_policy(policy), hardware))
     allocator: Allocator = native().Allocator.on_host(config, _DEVICE_BYTES)
     cases: dict[str, tuple[Callable[[int], None], int]] = {
         "an empty call, of which a pair makes two": (_call_loop(allocator), 1),

@@ -41,7 +41,7 @@ MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
 RANKS = 64
 """They share the state of a model whose step fits no single machine."""
 
-SETTINGS: dict[str, Any] = {"hardware": "gh200-96", "policy": "sft", "batch": 2, "seq": 2048}
+SETTINGS: dict[str, Any] = {"hardware": "gh200-96", "policy": "managed", "batch": 2, "seq": 2048}
 
 MAX_PLANNING_S = 3.0
 """Limit for planning and one simulation of full fine-tuning of Llama-2-7B, once compiled."""
@@ -73,7 +73,7 @@ def run_planning(
     from umem.policy import resolve
 
     hardware = load_hardware(SETTINGS["hardware"])
-    policy = resolve(load_policy(SETTINGS["policy"]), hardware.device_bytes, {})
+    policy = resolve(load_policy(SETTINGS["policy"]), hardware, {})
     found: list[Measurement] = []
     for model in models:
         for mode in modes:

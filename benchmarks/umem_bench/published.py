@@ -26,7 +26,7 @@ __all__ = [
     "tables",
 ]
 
-SETTINGS: dict[str, Any] = {"hardware": "a100-g10", "policy": "managed"}
+SETTINGS: dict[str, Any] = {"hardware": "a100-g10", "policy": "managed-all"}
 """The machine that the traces were published for; a policy without a budget of its own."""
 
 BUDGETS_PERCENT = (100, 90, 75, 50, 25)
@@ -121,7 +121,7 @@ def _plan(
     from umem.simulation import simulate
 
     rules = dataclasses.replace(
-        resolve(policy, hardware.device_bytes, environ={}),
+        resolve(policy, hardware, environ={}),
         device_budget_bytes=hardware.device_bytes * percent // 100,
     )
     schedule = plan(trace, hardware, rules, planner)

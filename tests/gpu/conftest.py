@@ -30,7 +30,7 @@ def umem_enabled() -> None:
         if "UMEM_MANAGED_LIMIT" not in os.environ:
             environment.setenv("UMEM_MANAGED_LIMIT", MANAGED_LIMIT)
         environment.delenv("UMEM_DEVICE_BUDGET", raising=False)
-        assert umem.enable("sft")
+        assert umem.enable("managed")
 
 
 def settle() -> None:

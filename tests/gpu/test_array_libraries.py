@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 SHARED = """
-extends: sft
+extends: managed
 name: shared
 share: [numba, cupy]
 """

@@ -269,7 +269,7 @@ def test_loaded_optimizer_state(optimizer_is: str) -> None:
 
 
 def test_kinds_of_memory() -> None:
-    """Under the policy sft, small tensors are in device memory, others in managed memory."""
+    """Under the policy managed, small tensors are in device memory, others in managed memory."""
     model = llama()
     kinds = {block.address: block.memory_kind for block in umem.tensors()}
     for name, parameter in model.named_parameters():
@@ -366,6 +366,6 @@ def test_summary_lists_the_classes() -> None:
     kept = [llama()]
     steps(kept[0], torch.optim.SGD(kept[0].parameters(), lr=1e-3))
     text = umem.memory_summary()
-    assert "policy sft" in text
+    assert "policy managed" in text
     for name in (*TensorClass, "all", "reserved"):
         assert f"\n{name} " in text, text

@@ -24,7 +24,13 @@ SHARE = 0.6
 WRAPPERS = ("ddp", "fsdp2")
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
-UMEM_RUN = ("--no-python", str(Path(sys.executable).with_name("umem")), "run", "--policy", "sft")
+UMEM_RUN = (
+    "--no-python",
+    str(Path(sys.executable).with_name("umem")),
+    "run",
+    "--policy",
+    "managed",
+)
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
 
 

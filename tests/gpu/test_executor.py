@@ -31,7 +31,7 @@ def stock(start: Callable[..., Job]) -> Any:
 def odd(start: Callable[..., Job], budget_bytes: int) -> tuple[Job, Job]:
     """A stock run of tensors of odd sizes, and one whose activations move as pages."""
     budget = {"UMEM_DEVICE_BUDGET": str(budget_bytes), "UMEM_PLANNER": "lookahead"}
-    managed = {**DETERMINISTIC, "UMEM_POLICY": "sft", **budget}
+    managed = {**DETERMINISTIC, "UMEM_POLICY": "managed", **budget}
     return (
         start("managing.py", "plain", str(STEPS), ODD_TOKENS, **DETERMINISTIC),
         start("managing.py", "sampled", str(STEPS), ODD_TOKENS, **managed),
@@ -46,7 +46,7 @@ def budget_bytes(stock: Any) -> int:
 @pytest.fixture(scope="module")
 def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
     """All jobs at once, with one that fits its budget, and one without a planner."""
-    common = {**DETERMINISTIC, "UMEM_POLICY": "sft"}
+    common = {**DETERMINISTIC, "UMEM_POLICY": "managed"}
     jobs = {
         planner: start(
             "managing.py",

@@ -24,7 +24,7 @@ def stock(start: Callable[..., Job]) -> Any:
 @pytest.fixture(scope="module")
 def jobs(start: Callable[..., Job], stock: Any) -> dict[str, Job]:
     """All at once."""
-    common = {**DETERMINISTIC, "UMEM_POLICY": "sft"}
+    common = {**DETERMINISTIC, "UMEM_POLICY": "managed"}
     tight = {**common, "UMEM_DEVICE_BUDGET": str(int(0.6 * stock["peak_bytes"]))}
     found = {"disturbed": start("managing.py", "disturbed", str(MANY), **tight)}
     for mode in ("broken", "profiled", "freed", "forked", "ended"):

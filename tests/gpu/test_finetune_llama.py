@@ -109,7 +109,8 @@ def test_a_budget_below_the_working_set_changes_no_loss(
     # Not all of the working set is managed: tensors below the policy's min_bytes are not. A plan
     # needs room for the largest phase, the loss, beside the libraries' workspaces.
     budget_bytes = int(share * stock["memory"]["peak_allocated_bytes"])
-    tight = run("sft", "--budget", str(budget_bytes), planner=planner)
+    budget = ("--policy", "managed", "--budget", str(budget_bytes))
+    tight = run("sft", *budget, planner=planner)
     # Without a planner the allocator keeps the budget, by what it maps on the host.
     assert ("over the budget" in tight["output"]) is (planner == "none")
     assert tight["losses"] == stock["losses"]

@@ -29,7 +29,7 @@ defaults: {kind: device}
 """
 
 ADVICE = """
-extends: lora
+extends: managed
 name: advice
 classes:
   optimizer_state: {placement: host, min_bytes: 0}
@@ -43,11 +43,11 @@ def jobs(start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory) ->
     for name, text in (("kinds", KINDS), ("plain", PLAIN), ("advice", ADVICE)):
         (folder / f"{name}.yaml").write_text(text)
     return {
-        "spill": start("limits.py", "spill", "sft", UMEM_DEVICE_BUDGET="256MiB"),
+        "spill": start("limits.py", "spill", "managed", UMEM_DEVICE_BUDGET="256MiB"),
         "device_spill": start(
             "limits.py", "device_spill", str(folder / "plain.yaml"), UMEM_DEVICE_BUDGET="256MiB"
         ),
-        "cap": start("limits.py", "cap", "sft", UMEM_MANAGED_LIMIT="64MiB"),
+        "cap": start("limits.py", "cap", "managed", UMEM_MANAGED_LIMIT="64MiB"),
         "rmm_managed": start("limits.py", "rmm_managed", "rmm-managed"),
         "kinds": start("limits.py", "kinds", str(folder / "kinds.yaml")),
         "advised": start("limits.py", "advised", str(folder / "advice.yaml")),

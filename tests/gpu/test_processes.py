@@ -87,7 +87,7 @@ def test_too_late(jobs: dict[str, Job]) -> None:
 
 def test_twice() -> None:
     assert umem.is_enabled()
-    with pytest.raises(umem.EnableError, match=r"enabled already, with policy 'sft'.*once"):
+    with pytest.raises(umem.EnableError, match=r"enabled already, with policy 'managed'.*once"):
         umem.enable("lora")
     with pytest.raises(umem.EnableError, match="enabled already"):
         umem.enable("lora", fallback=True)

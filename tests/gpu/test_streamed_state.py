@@ -44,7 +44,7 @@ def pairs(start: Callable[..., Job]) -> dict[str, tuple[Any, Any]]:
                 "streaming.py",
                 mode,
                 str(STEPS),
-                UMEM_POLICY="sft-streamed",
+                UMEM_POLICY="sft",
                 UMEM_DEVICE_BUDGET=TIGHT,
                 **VARIABLES,
             ),
@@ -75,7 +75,7 @@ def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Callable[..., Job
             "streaming.py",
             "plain",
             str(STEPS),
-            UMEM_POLICY="sft-streamed",
+            UMEM_POLICY="sft",
             UMEM_DEVICE_BUDGET=budget,
             **VARIABLES,
         )

@@ -73,7 +73,7 @@ def test_faults_are_counted_and_attributed() -> None:
     out, back = profile.step_reports()
     print(out, back, sep="\n")
     assert out.hardware == torch.cuda.get_device_name()
-    assert out.policy == "sft"
+    assert out.policy == "managed"
     # Every page once; at the edges pages of a neighbour may move too.
     assert bytes_of(out, "to_host", TensorClass.OPTIMIZER_STATE) == pytest.approx(SIZE, rel=0.02)
     assert bytes_of(back, "to_device", TensorClass.OPTIMIZER_STATE) == pytest.approx(SIZE, rel=0.02)

@@ -77,16 +77,17 @@ class Net(nn.Module):
         return y
 
 
-def host_machine(budget_bytes: int | str, policy: Any = "sft", **hints: Any) -> Machine:
+def host_machine(budget_bytes: int | str, policy: Any = "managed", **hints: Any) -> Machine:
     """The CPU with a hint engine over host memory; further keywords are the engine's.
 
     The policy is what :func:`umem.load_policy` takes.
     """
-    rules = resolve(load_policy(policy), 150 << 30, {"UMEM_DEVICE_BUDGET": str(budget_bytes)})
+    hardware = load_hardware("h200-pcie")
+    rules = resolve(load_policy(policy), hardware, {"UMEM_DEVICE_BUDGET": str(budget_bytes)})
     return Machine(
         device=torch.device("cpu"),
         engine=HintEngine.on_host(**hints),
-        hardware=load_hardware("h200-pcie"),
+        hardware=hardware,
         policy=rules,
         allocator=None,
         mover=None,
@@ -188,7 +189,7 @@ def both(
     planner: str = "planned",
     budget_bytes: int = TIGHT,
     *,
-    policy: Any = "sft",
+    policy: Any = "managed",
     **made: Any,
 ) -> tuple[Training, Manager]:
     """A managed run, once it is known to be bit-equal to the stock one."""

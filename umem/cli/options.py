@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_HARDWARE",
+    "DEFAULT_POLICY",
     "Accumulate",
     "Batch",
     "Budget",
@@ -45,6 +46,8 @@ __all__ = [
     "recording_progress",
 ]
 
+DEFAULT_POLICY = "managed"
+"""Predictions and plans are of pages that migrate; the other presets manage none."""
 DEFAULT_HARDWARE = "gh200-96"
 BATCH, SEQ, ACCUMULATE = 2, 2048, 1
 
@@ -77,10 +80,8 @@ HardwareName = Annotated[
     ),
 ]
 PolicyName = Annotated[
-    str | None,
-    typer.Option(
-        help="A preset's name or a YAML file (default: the mode's preset; managed for a trace)."
-    ),
+    str,
+    typer.Option(help="A preset's name or a YAML file."),
 ]
 Budget = Annotated[
     str | None,
@@ -98,12 +99,8 @@ Plot = Annotated[
 PlotFormat = Annotated[str, typer.Option(help="png or svg.")]
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A training step that can be made, and the policy preset that goes with it."""
-
-    preset: str
-    make: Callable[[Progress], Trace]
+Workload = Callable[[Progress], "Trace"]
+"""Makes the trace of a training step."""
 
 
 def find_workloads(
@@ -141,7 +138,7 @@ def find_workloads(
             say(f"Reading {trace}")
             return load_trace(trace)
 
-        return (Workload("managed", load),)
+        return (load,)
     if model is None:
         raise UmemError("nothing to run: give --model, such as llama-2-7b, or --trace FILE")
     # Imports torch, which a trace does not need.
@@ -162,7 +159,7 @@ def find_workloads(
         )
 
     wanted = MODES if chosen == "both" else (chosen,)
-    return tuple(Workload(preset, partial(record, preset)) for preset in wanted)
+    return tuple(partial(record, of_mode) for of_mode in wanted)
 
 
 def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPolicy:
@@ -170,7 +167,7 @@ def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPo
 
     Raises ``PolicyError`` if the policy cannot be used, and ``UmemError`` if the budget cannot.
     """
-    policy = resolve(load_policy(name), hardware.device_bytes)
+    policy = resolve(load_policy(name), hardware)
     if budget is None:
         return policy
     try:
@@ -182,7 +179,7 @@ def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPo
             f"--budget: {budget} is not within the device memory of {hardware.name}, "
             f"{format_bytes(hardware.device_bytes)}: give a size above 0 and at most that"
         )
-    return replace(policy, device_budget_bytes=budget_bytes)
+    return replace(policy, device_budget_bytes=budget_bytes, budget_reason="--budget")
 
 
 def known_name(option: str, name: str, known: Sequence[str]) -> str:

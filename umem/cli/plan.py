@@ -39,7 +39,7 @@ def plan(
     checkpoint: options.Checkpoint = None,
     trace: options.TraceFile = None,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
-    policy: options.PolicyName = None,
+    policy: options.PolicyName = options.DEFAULT_POLICY,
     planner: Annotated[str, typer.Option(help="fault, lookahead, planned or oracle.")] = "planned",
     budget: options.Budget = None,
     window: options.Window = 8,
@@ -73,14 +73,14 @@ def plan(
         ("sft", "lora"), trace, model, mode, batch, seq, accumulate, checkpoint
     )
     machine = load_hardware(hardware)
-    resolved = options.find_policy(policy or workload.preset, machine, budget)
+    resolved = options.find_policy(policy, machine, budget)
     if target is not None:
         output.check_can_write("--output", target)
     if store is not None:
         output.check_can_write("--store", store, folder=True)
 
     with output.progress() as say:
-        timed = with_durations(workload.make(say), machine)
+        timed = with_durations(workload(say), machine)
         key = planning.plan_key(timed, machine, resolved, planner, window=window)
         made = schedule = None
         if store is not None and explain is None:  # a stored plan has no reasons

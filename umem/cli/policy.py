@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +15,11 @@ from rich.table import Table
 from umem.cli import options, output
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.core.units import format_bytes, parse_bytes
+from umem.core.units import format_bytes
+from umem.hardware import Hardware, detect_hardware, load_hardware
+from umem.hardware.capabilities import detect
 from umem.policy import (
+    ClassRule,
     Policy,
     ResolvedPolicy,
     class_rule,
@@ -49,26 +53,42 @@ def list_presets(as_json: options.Json = False) -> None:
 @app.command()
 def show(
     policy: Annotated[str, typer.Argument(metavar="NAME", help="A preset's name, or a file.")],
-    as_json: options.Json = False,
-    device_memory: Annotated[
-        str | None,
+    hardware: Annotated[
+        str,
         typer.Option(
-            metavar="BYTES",
-            help="Show the limits in bytes for a device with this much memory, such as 80GiB, with "
-            "UMEM_MANAGED_LIMIT, UMEM_DEVICE_BUDGET and UMEM_PLANNER applied.",
+            metavar="NAME",
+            help="The machine to show it for: a profile's name (see `umem hardware list`) or file; "
+            "detect for this machine.",
         ),
-    ] = None,
+    ] = "detect",
+    as_json: options.Json = False,
 ) -> None:
-    """Show a policy, with everything that it inherits: its limits, and each class's rule."""
+    """Show a policy on a machine: its limits, each class's rule, and why the machine chose it.
+
+    UMEM_MANAGED_LIMIT, UMEM_DEVICE_BUDGET and UMEM_PLANNER are applied. On a machine without a GPU,
+    and without --hardware, the policy is shown as it is written.
+    """
     loaded = load_policy(policy)
-    total_bytes = None if device_memory is None else _parse_device_memory(device_memory)
-    resolved = None if total_bytes is None else resolve(loaded, total_bytes)
+    machine, free_bytes = _machine(hardware)
+    resolved = None if machine is None else resolve(loaded, machine, free_bytes=free_bytes)
     if as_json:
-        output.print_json(_as_json(resolved) if resolved else loaded.model_dump(mode="json"))
+        data: dict[str, Any] = {"policy": loaded.model_dump(mode="json")}
+        data["hardware"] = None if machine is None else machine.name
+        data["resolved"] = None if resolved is None else _as_json(resolved)
+        output.print_json(data)
         return
     console = Console()
     console.print(f"[bold]{escape(loaded.name)}[/bold]  {escape(loaded.description)}")
-    console.print(_bounds_table(loaded, resolved, total_bytes), "", _rules_table(loaded), sep="\n")
+    rules = tuple(class_rule(loaded, member) for member in TensorClass)
+    bounds = _bounds_table(loaded, resolved, machine)
+    console.print(bounds, "", _rules_table(resolved.rules if resolved else rules), sep="\n")
+    if resolved is not None and any(resolved.reasons):
+        console.print("", _reasons_table(resolved), sep="\n")
+    elif resolved is None and any(rule.kind == "auto" for rule in rules):
+        console.print(
+            "\nNo GPU is visible here, so that kind auto is not decided: give --hardware, such as "
+            "h200-pcie."
+        )
 
 
 @app.command()
@@ -100,46 +120,58 @@ def schema() -> None:
     output.print_json(policy_schema())
 
 
-def _parse_device_memory(text: str) -> int:
+def _machine(name: str) -> tuple[Hardware | None, int | None]:
+    """The machine of this name, and its free device memory, both None where unknown."""
+    if name != "detect":
+        return load_hardware(name), None
     try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise UmemError(f"--device-memory: {error}") from None
+        return detect_hardware(), detect().free_bytes
+    except UmemError:
+        return None, None
 
 
 def _as_json(resolved: ResolvedPolicy) -> dict[str, Any]:
     rules = {
-        member.value: rule.model_dump(mode="json")
-        for member, rule in zip(TensorClass, resolved.rules, strict=True)
+        member.value: rule.model_dump(mode="json") | {"reason": reason}
+        for member, rule, reason in zip(TensorClass, resolved.rules, resolved.reasons, strict=True)
     }
-    return asdict(resolved) | {"rules": rules}
+    found = asdict(resolved) | {"rules": rules}
+    del found["reasons"]
+    return found
 
 
-def _bounds_table(policy: Policy, resolved: ResolvedPolicy | None, total: int | None) -> Table:
-    budget = policy.device_budget
+def _bounds_table(
+    policy: Policy, resolved: ResolvedPolicy | None, machine: Hardware | None
+) -> Table:
     limit = policy.limits.managed_bytes
+    planner = policy.planner
+    budget = policy.device_budget or "not set"
+    if isinstance(budget, int):
+        budget = format_bytes(budget)
     if resolved is not None:
-        budget, limit = resolved.device_budget_bytes, resolved.managed_limit_bytes
+        limit, planner = resolved.managed_limit_bytes, resolved.planner
+        size = resolved.device_budget_bytes
+        reason = resolved.budget_reason
+        budget = reason if size is None else f"{format_bytes(size)} ({reason})"
     table = Table(box=None, show_header=False, pad_edge=False)
-    if total is not None:
-        table.add_row("device memory", format_bytes(total))
+    if machine is not None:
+        device = format_bytes(machine.device_bytes)
+        table.add_row("machine", f"{escape(machine.name)}, {device} of device memory")
     if policy.extends is not None:
         table.add_row("extends", escape(policy.extends))
-    table.add_row("device budget", _size(budget) if not isinstance(budget, str) else budget)
-    table.add_row("limit on managed memory", "umem's own" if limit is None else _size(limit))
+    table.add_row("device budget", budget)
+    table.add_row("limit on managed memory", "umem's own" if limit is None else format_bytes(limit))
     table.add_row("headroom of kind system", format_bytes(policy.limits.system_headroom_bytes))
-    planner = policy.planner if resolved is None else resolved.planner
     table.add_row("planner", planner)
     table.add_row("freed blocks", "kept for reuse" if policy.caching else "returned at once")
     table.add_row("shared with", ", ".join(policy.share) or "none")
     return table
 
 
-def _rules_table(policy: Policy) -> Table:
+def _rules_table(rules: Sequence[ClassRule]) -> Table:
     access = ("device\naccess", "read\nmostly", "min\nsize")
     table = output.make_table("class", "kind", "placement", *access, "mechanism", "eviction")
-    for member in TensorClass:
-        rule = class_rule(policy, member)
+    for member, rule in zip(TensorClass, rules, strict=True):
         mapped = "mapped" if rule.accessed_by_device else "-"
         read_mostly = "yes" if rule.read_mostly else "-"
         size = format_bytes(rule.min_bytes) if rule.min_bytes else "-"
@@ -148,5 +180,13 @@ def _rules_table(policy: Policy) -> Table:
     return table
 
 
-def _size(size_bytes: int | None) -> str:
-    return "none" if size_bytes is None else format_bytes(size_bytes)
+def _reasons_table(resolved: ResolvedPolicy) -> Table:
+    """A row for each reason, with the classes that it is for."""
+    classes: dict[str, list[str]] = {}
+    for member, reason in zip(TensorClass, resolved.reasons, strict=True):
+        if reason:
+            classes.setdefault(reason, []).append(member.value)
+    table = output.make_table("class", "why, on this machine")
+    for reason, names in classes.items():
+        table.add_row("\n".join(names), escape(reason))
+    return table

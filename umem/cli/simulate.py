@@ -50,7 +50,7 @@ def simulate(
     checkpoint: options.Checkpoint = None,
     trace: options.TraceFile = None,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
-    policy: options.PolicyName = None,
+    policy: options.PolicyName = options.DEFAULT_POLICY,
     planner: Annotated[
         str, typer.Option(help="fault, lookahead, planned or oracle; several with commas between.")
     ] = "fault,planned",
@@ -88,17 +88,15 @@ def simulate(
         _MODES, trace, model, mode, batch, seq, accumulate, checkpoint
     )
     machine = load_hardware(hardware)
-    # All of them before the first trace, which may take long.
-    policies = [
-        options.find_policy(policy or workload.preset, machine, budget) for workload in workloads
-    ]
+    # Before the first trace, which may take long.
+    resolved = options.find_policy(policy, machine, budget)
     options.check_plot(plot, plot_format)
 
     results: list[tuple[Trace, tuple[MigrationReport, ...]]] = []
     pictures: list[Path] = []
     with output.progress() as say:
-        for workload, resolved in zip(workloads, policies, strict=True):
-            made = workload.make(say)
+        for workload in workloads:
+            made = workload(say)
             reports = predict(
                 made,
                 machine,
@@ -118,7 +116,7 @@ def simulate(
         output.print_json({"results": rows})
         return
     console = Console(highlight=False)
-    for (_, reports), resolved in zip(results, policies, strict=True):
+    for _, reports in results:
         _print_predictions(console, reports, resolved.device_budget_bytes or machine.device_bytes)
         console.print()
         for report in reports if verbose else ():

@@ -78,7 +78,7 @@ def trace(
             (workload,) = options.find_workloads(
                 ("sft", "lora"), file, model, mode, batch, seq, accumulate, checkpoint
             )
-            made = workload.make(say)
+            made = workload(say)
         say(f"Timing {made.name} on {machine.name}")
         summary = _summarise(made, machine)
         if target is not None:

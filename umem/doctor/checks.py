@@ -12,7 +12,9 @@ from umem.core.errors import PolicyError
 from umem.core.units import format_bytes, parse_bytes
 from umem.doctor.facts import Environment, dotted, version_numbers
 from umem.doctor.features import Feature, features
+from umem.hardware import load_hardware
 from umem.hardware.capabilities import Capabilities
+from umem.hardware.load import describe_machine
 from umem.policy import load_policy, resolve
 from umem.torch_compat import NEWEST, OLDEST, Need
 
@@ -294,13 +296,13 @@ def _device(device: Capabilities) -> Iterator[Check]:
     )
     name = f"{gpu} managed memory"
     if not device.concurrent_managed_access:
-        yield _fail(
+        yield _warn(
             name,
             "no concurrent managed access",
-            "the presets need it: without it pages cannot migrate while the GPU runs (WSL, some "
-            "virtual GPUs, old GPUs)",
-            "run on bare-metal Linux or a passed-through GPU of compute capability 6.0 or newer; "
-            "here, umem.enable() still works with a policy whose classes are all kind: device",
+            "policies with managed memory need it: without it pages cannot migrate while the GPU "
+            "runs (WSL, some virtual GPUs, old GPUs)",
+            "use sft, lora or inference, which need none; for the policy managed, bare-metal Linux "
+            "or a passed-through GPU of compute capability 6.0 or newer",
         )
     elif not (device.prefetch_batch and device.discard):
         why = "no batch prefetch and no discard: dead contents are moved too"
@@ -333,6 +335,7 @@ _HOST_SHARE = 0.8
 
 def _limits(environment: Environment) -> Iterator[Check]:
     host = environment.host
+    yield from _device_budgets(environment)
     yield _host_memory(environment)
     if host.memory is not None:
         limit = host.memory.limit
@@ -349,6 +352,25 @@ def _limits(environment: Environment) -> Iterator[Check]:
         yield _warn("/dev/shm", format_bytes(host.shm_bytes), why, remedy)
     else:
         yield _ok("/dev/shm", format_bytes(host.shm_bytes))
+
+
+def _device_budgets(environment: Environment) -> Iterator[Check]:
+    """What the budget of each GPU would be now, under the policy of the environment or sft."""
+    name = environment.variables.get("UMEM_POLICY", "sft")
+    for device in environment.devices or ():
+        try:
+            resolved = resolve(
+                load_policy(name),
+                describe_machine(device, None),
+                environment.variables,
+                free_bytes=device.free_bytes,
+            )
+        except PolicyError:  # the variable's own check says why
+            return
+        budget = resolved.device_budget_bytes
+        value = "none" if budget is None else format_bytes(budget)
+        why = resolved.budget_reason
+        yield _info(f"GPU {device.device_index} device budget, policy {name}", value, why)
 
 
 def _host_memory(environment: Environment) -> Check:
@@ -391,8 +413,8 @@ _UMEM_VARIABLES = (
     "UMEM_COMMIT",
 )
 
-_ANY_DEVICE_BYTES = 1 << 40
-"""Percentages are checked against a card's memory; without a card, against this."""
+_ANY_MACHINE = "h200-pcie"
+"""Percentages are checked against a card's memory; without a card, against that of this profile."""
 
 _WITHOUT_EFFECT = "torch's own allocator reads it; under the swap it has no effect"
 
@@ -428,12 +450,12 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
     if name == "UMEM_NVTX" and value not in ("0", "1"):
         return _warn(name, value, "ranges are off", "set it to 1, or unset it")
     devices = environment.devices
-    device_bytes = devices[0].total_bytes if devices else _ANY_DEVICE_BYTES
     try:
         if name == "UMEM_POLICY":
             load_policy(value)
         else:
-            resolve(load_policy("sft"), device_bytes, {name: value})
+            machine = describe_machine(devices[0], None) if devices else load_hardware(_ANY_MACHINE)
+            resolve(load_policy("managed"), machine, {name: value})
     except PolicyError as error:
         return _fail(name, value, str(error), f"correct it, or unset {name}")
     return _ok(name, value)

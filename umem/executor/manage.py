@@ -78,7 +78,7 @@ def manage(
         raise PlanError(
             "step_in_backward: only streamed optimizer state is updated in the backward pass, and "
             f"policy {state.policy.name!r} plans pages. Enable umem with a policy that has "
-            "`optimizer_state: {mechanism: stream}`, such as sft-streamed, or call "
+            "`optimizer_state: {mechanism: stream}`, such as sft, or call "
             "umem.manage(model, optimizer) without step_in_backward"
         )
     optimizer = _innermost(optimizer)

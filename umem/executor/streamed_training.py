@@ -23,7 +23,6 @@ from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner
 from umem.hardware import detect_hardware
-from umem.policy import class_rule
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import compiled_call, current_graph_task_id
@@ -70,9 +69,9 @@ def stream_state(model: nn.Module, optimizer: Optimizer) -> StreamedTraining:
         )
     (device,) = devices
     index = device.index or 0
-    rule = class_rule(state.policy, TensorClass.OPTIMIZER_STATE)
+    rule = state.resolved.rules[TensorClass.OPTIMIZER_STATE.number]
     hardware = detect_hardware(index)
-    budget_bytes = state.resolved.device_budget_bytes or hardware.device_bytes
+    budget_bytes = state.device_budgets[index] or hardware.device_bytes
     return StreamedTraining(
         model,
         optimizer,

@@ -129,8 +129,8 @@ def plan_key(
     """Content address of a plan: a hash of everything that :func:`umem.planning.plan` reads.
 
     Of the trace, columns of numbers count, but not names, source and metadata; of the hardware all
-    but name, description and sources; of the policy all but its name. umem's version counts too,
-    for planners change with it.
+    but name, description and sources; of the policy all but its name and reasons. umem's version
+    counts too, for planners change with it.
 
     Returns
     -------
@@ -142,7 +142,7 @@ def plan_key(
         "umem": __version__,
         "trace": trace_fingerprint(trace),
         "hardware": _fields(hardware, ("name", "description", "sources")),
-        "policy": _fields(policy, ("name",)),
+        "policy": _fields(policy, ("name", "budget_reason", "reasons")),
         "planner": planner,
         "window": window,
     }

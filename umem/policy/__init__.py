@@ -23,9 +23,10 @@ from umem.policy.models import (
     class_rule,
     policy_schema,
 )
-from umem.policy.resolve import ResolvedPolicy, check_resolved, resolve
+from umem.policy.resolve import RESERVE_BYTES, ResolvedPolicy, check_resolved, resolve
 
 __all__ = [
+    "RESERVE_BYTES",
     "ClassRule",
     "ClassRules",
     "Eviction",

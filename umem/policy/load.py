@@ -55,7 +55,7 @@ def load_policy(source: str | os.PathLike[str] | Policy | Mapping[str, Any]) -> 
 
     Examples
     --------
-    >>> load_policy("sft").classes.weights.kind
+    >>> load_policy("managed").classes.weights.kind
     'managed'
     >>> load_policy({"extends": "sft", "device_budget": "64GiB"}).device_budget
     68719476736

@@ -41,7 +41,7 @@ __all__ = [
     "policy_schema",
 ]
 
-MemoryKind = Literal["managed", "device", "system", "pinned"]
+MemoryKind = Literal["auto", "managed", "device", "system", "pinned"]
 Placement = Literal["device", "host", "any"]
 Mechanism = Literal[
     "auto", "migrate", "map", "duplicate", "copy", "stream", "discard", "fault", "keep"
@@ -107,6 +107,8 @@ def _rule_conflicts(rule: ClassRule) -> list[Conflict]:
             "page-locked host memory; set kind: pinned, or mechanism: auto"
         )
         return [Conflict(("mechanism",), message, ("kind",))]
+    if rule.kind == "auto":
+        return _conflicts_of_auto(rule)
     if rule.kind in ("device", "pinned"):
         return _conflicts_of_fixed_memory(rule)
     mechanism, eviction = rule.mechanism, rule.eviction
@@ -162,13 +164,35 @@ def _rule_conflicts(rule: ClassRule) -> list[Conflict]:
     ]
 
 
+def _conflicts_of_auto(rule: ClassRule) -> list[Conflict]:
+    """Keys that only a stated kind of memory can have."""
+    undecided: dict[str, Any] = {
+        "placement": "device",
+        "accessed_by_device": False,
+        "read_mostly": False,
+        "mechanism": "auto",
+        "eviction": "auto",
+    }
+    conflicts = []
+    if rule.placement == "host":  # which is why the device has access
+        del undecided["accessed_by_device"]
+    for key, value in undecided.items():
+        if getattr(rule, key) != value:
+            said = f"{key} {shown(getattr(rule, key))} with kind auto".replace("'", "")
+            remedy = shown(value).replace("'", "")
+            message = f"{said}: the machine decides; set {key}: {remedy}, or kind: managed"
+            conflicts.append(Conflict((key,), message, ("kind",)))
+    return conflicts
+
+
 def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
     """Conflicts of plain device memory and of pinned memory, whose pages never move."""
     pinned = rule.kind == "pinned"
     place = "host" if pinned else "device"
     mapping = "such memory is always mapped" if pinned else "no host pages to map"
-    # Stream is not among the remedies: it is for one class only.
+    # Stream and copy are not among the remedies: each is for one class only.
     mechanisms = ("keep", "map") if pinned else ("keep",)
+    for_one_class = "stream" if pinned else "copy"
     access_follows = rule.placement != place or rule.accessed_by_device == pinned
     # Whether the key's value is possible; the key; why it is not; the value that is.
     table = [
@@ -176,7 +200,7 @@ def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
         (access_follows, "accessed_by_device", mapping, shown(pinned)),
         (not rule.read_mostly, "read_mostly", "only pages that move can be duplicated", "false"),
         (
-            rule.mechanism in ("auto", "stream", *mechanisms),
+            rule.mechanism in ("auto", for_one_class, *mechanisms),
             "mechanism",
             "such memory does not move",
             " or ".join(mechanisms),
@@ -214,9 +238,9 @@ class ClassRule(_Record):
     """Where the tensors of one class live, and how they may move."""
 
     kind: MemoryKind = "managed"
-    """Memory that the class comes from: managed (pages move between host and device), device (plain
-    device memory), system (the host's own allocator, on devices that can read it), pinned
-    (page-locked host memory)."""
+    """Memory that the class comes from: auto (what is fastest on the machine: kind, placement and
+    mechanism), managed (pages move between host and device), device (plain device memory), system
+    (the host's own allocator, on devices that can read it), pinned (page-locked host memory)."""
 
     # pydantic before 2.12 computes such defaults even where the key that they depend on is in error
     # and therefore missing.
@@ -236,9 +260,10 @@ class ClassRule(_Record):
     min_bytes: Bytes = 0
     """Smaller tensors stay in plain device memory and never move. Bytes, or text such as 1MiB."""
     mechanism: Mechanism = "auto"
-    """How the class moves: auto (the planner chooses), migrate (prefetch of pages), map (used in
-    place on the host, over the link), duplicate (read-mostly copies), copy (an explicit copy to a
-    host block), stream (home in page-locked host memory, staged in device buffers for its use; for
+    """How the class moves: auto (the planner chooses; with kind auto, the machine), migrate
+    (prefetch of pages), map (used in place on the host, over the link), duplicate (read-mostly
+    copies), copy (an explicit copy to the host and back; of kind device for activations only),
+    stream (home in page-locked host memory, staged in device buffers for its use; for
     optimizer_state of kind pinned), discard (dead contents are dropped, live contents stay), fault
     (demand paging), keep (no movement)."""
     eviction: Eviction = "auto"
@@ -284,6 +309,22 @@ class ClassRules(_Record):
         return self
 
     @model_validator(mode="after")
+    def _copies_only_activations_off_plain_device_memory(self) -> ClassRules:
+        raise_conflicts(
+            [
+                Conflict(
+                    (name, "mechanism"),
+                    "mechanism copy with kind device copies what autograd has saved, so it is for "
+                    f"activations and not for {name}; set mechanism: keep",
+                )
+                for name in ClassRules.model_fields
+                if name != "activations"
+                and (getattr(self, name).kind, getattr(self, name).mechanism) == ("device", "copy")
+            ]
+        )
+        return self
+
+    @model_validator(mode="after")
     def _discards_only_what_dies(self) -> ClassRules:
         raise_conflicts(
             [
@@ -321,17 +362,21 @@ class Policy(_Record):
     """Policy to build on: the name of a preset, or a path relative to this file. This file's keys
     override those of that policy; a list is replaced as a whole."""
     device_budget: DeviceBudget | None = None
-    """Limit on the managed pages that are resident on the device: bytes, text such as 64GiB, a
-    percentage of the device's memory such as 80%, or null for no limit. It does not lower the use
-    that nvidia-smi shows: the driver keeps the memory of evicted pages. The environment variable
-    UMEM_DEVICE_BUDGET overrides it."""
+    """Limit on what umem's memory takes on the device, live, cached and staging memory together:
+    bytes, text such as 64GiB, or a percentage of the card's memory such as 80%. Of plain device
+    memory (kind device) it is what nvidia-smi shows beside the process's CUDA context. Of managed
+    memory it bounds residency, and nvidia-smi shows more: the driver keeps the memory of evicted
+    pages. Default null: where classes have plain device memory, the card's free memory when umem
+    is enabled, less a reserve; else no limit. The environment variable UMEM_DEVICE_BUDGET overrides
+    it."""
     limits: Limits = Field(default_factory=Limits)
     """Bounds that do not depend on the class."""
     planner: PolicyPlanner = "planned"
     """How the budget is kept while a model trains: planned (the fastest schedule of a recorded
     step), lookahead (prefetch for the next phases), fault (demand paging: missing pages arrive by
-    page fault), none (no plan: above the budget the allocator maps new memory on the host). The
-    environment variable UMEM_PLANNER overrides it."""
+    page fault), none (no plan: above the budget the allocator maps new memory on the host; so it is
+    wherever no class has managed or system memory, which alone has pages to plan). The environment
+    variable UMEM_PLANNER overrides it."""
     caching: StrictBool = True
     """Keep freed blocks for reuse; false returns each block to RMM at once, which synchronizes
     with the device every time, as RMM without a pool does."""

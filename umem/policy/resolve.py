@@ -1,16 +1,17 @@
-"""Resolving a policy: its sizes in bytes on one device, with the environment applied."""
+"""Resolving a policy: its sizes and rules on one machine, with the environment applied."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast, get_args
+from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PolicyError
 from umem.core.units import format_bytes, parse_budget
 from umem.io.problems import did_you_mean
+from umem.policy.choices import Choice, choose_rule
 from umem.policy.models import (
     ClassRule,
     Policy,
@@ -21,20 +22,31 @@ from umem.policy.models import (
     parse_managed_limit,
 )
 
-__all__ = ["ResolvedPolicy", "check_resolved", "resolve"]
+if TYPE_CHECKING:
+    from umem.hardware import Hardware
+
+__all__ = ["RESERVE_BYTES", "ResolvedPolicy", "check_resolved", "resolve"]
+
+RESERVE_BYTES = 1 << 30
+"""Free memory of a card that a policy without a budget leaves: for the process's CUDA context,
+which does not exist yet when umem is enabled, for kernels that are loaded into it, and for
+workspaces that libraries such as cuDNN allocate past torch. No allocator counts them. The size is
+an assumption."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy with its sizes in bytes on one device, and the environment applied."""
+    """A policy on one machine, with its sizes in bytes and the environment applied."""
 
     name: str
     managed_limit_bytes: int | None
     """Hard cap on the managed bytes of the process; None for none."""
     device_budget_bytes: int | None
-    """Limit on the managed bytes resident on the device; None for no limit."""
+    """Limit on the device memory of umem's allocator; None for no limit."""
+    budget_reason: str
+    """Where the budget comes from, for people."""
     system_headroom_bytes: int
     """Device memory that kind system leaves free."""
     planner: PolicyPlanner
@@ -42,66 +54,107 @@ class ResolvedPolicy:
     caching: bool
     """Whether freed blocks are kept for reuse."""
     rules: tuple[ClassRule, ...]
-    """One rule per class, in the order of :class:`umem.core.classes.TensorClass`."""
+    """One rule per class, in the order of :class:`umem.core.classes.TensorClass`; none of kind
+    auto."""
+    reasons: tuple[str, ...]
+    """Why each class has its rule, for people: a sentence where the machine decided, else empty."""
     share: tuple[ShareLibrary, ...]
 
 
 def resolve(
-    policy: Policy, device_total_bytes: int, environ: Mapping[str, str] = os.environ
+    policy: Policy,
+    hardware: Hardware,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    free_bytes: int | None = None,
 ) -> ResolvedPolicy:
-    """Resolve a policy for a device and the environment; percentages refer to the device's bytes.
+    """Resolve a policy for a machine and the environment.
 
-    ``UMEM_MANAGED_LIMIT`` (bytes) can lower ``limits.managed_bytes``: the smaller of the two holds.
-    ``UMEM_DEVICE_BUDGET`` (bytes or a percentage) overrides ``device_budget``. A budget above the
-    device's memory becomes the device's memory. ``UMEM_PLANNER`` overrides ``planner``.
+    Rules of kind auto become what is fastest by the machine's figures. Percentages refer to the
+    device's memory. ``UMEM_MANAGED_LIMIT`` (bytes) can lower ``limits.managed_bytes``: the smaller
+    of the two holds. ``UMEM_DEVICE_BUDGET`` (bytes or a percentage) overrides ``device_budget``. A
+    budget above the device's memory becomes the device's memory. ``UMEM_PLANNER`` overrides
+    ``planner``, which is none where no class has pages to plan.
 
-    If a variable holds no usable value, or a number does not fit the device, the ``PolicyError``
-    names the variable or the key.
+    Parameters
+    ----------
+    policy
+        From :func:`umem.policy.load_policy`.
+    hardware
+        The machine (:func:`umem.hardware.load_hardware`).
+    environ
+        The environment.
+    free_bytes
+        Free memory of the device, for the budget of a policy without one; None for all of it.
+
+    Raises
+    ------
+    PolicyError
+        If a variable holds no usable value, or a number does not fit the device. The message names
+        the variable or the key.
     """
-    if device_total_bytes <= 0:
-        raise PolicyError(
-            f"a device of {device_total_bytes} bytes has no memory to place tensors in: give its "
-            "total memory"
-        )
-    rules = tuple(class_rule(policy, member) for member in TensorClass)
+    device_bytes = hardware.device_bytes
+    chosen = [_on_machine(member, class_rule(policy, member), hardware) for member in TensorClass]
+    kinds = {rule.kind for rule, _ in chosen}
     headroom_bytes = policy.limits.system_headroom_bytes
-    if headroom_bytes >= device_total_bytes and any(rule.kind == "system" for rule in rules):
+    if headroom_bytes >= device_bytes and "system" in kinds:
         raise PolicyError(
             f"limits.system_headroom_bytes: {format_bytes(headroom_bytes)} leaves nothing of a "
-            f"device of {format_bytes(device_total_bytes)} for kind system: lower it"
+            f"device of {format_bytes(device_bytes)} for kind system: lower it"
         )
     limits = (
         policy.limits.managed_bytes,
         _from_environment("UMEM_MANAGED_LIMIT", environ, parse_managed_limit),
     )
+    budget_bytes, budget_reason = _device_budget(policy, device_bytes, environ)
+    if budget_bytes is None and "device" in kinds:
+        budget_bytes, budget_reason = _budget_of_free_memory(device_bytes, free_bytes)
+    planner = _from_environment("UMEM_PLANNER", environ, _read_planner) or policy.planner
     return ResolvedPolicy(
         name=policy.name,
         managed_limit_bytes=min((limit for limit in limits if limit is not None), default=None),
-        device_budget_bytes=_device_budget(policy, device_total_bytes, environ),
+        device_budget_bytes=budget_bytes,
+        budget_reason=budget_reason,
         system_headroom_bytes=headroom_bytes,
-        planner=_from_environment("UMEM_PLANNER", environ, _read_planner) or policy.planner,
+        planner=planner if kinds & {"managed", "system"} else "none",
         caching=policy.caching,
-        rules=rules,
+        rules=tuple(rule for rule, _ in chosen),
+        reasons=tuple(reason for _, reason in chosen),
         share=policy.share,
     )
 
 
+def _on_machine(tensor_class: TensorClass, rule: ClassRule, hardware: Hardware) -> Choice:
+    if rule.kind == "auto":
+        return choose_rule(tensor_class, rule, hardware)
+    return Choice(rule, "")
+
+
 def _device_budget(
-    policy: Policy, device_total_bytes: int, environ: Mapping[str, str]
-) -> int | None:
+    policy: Policy, device_bytes: int, environ: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """The budget that the environment or the policy states, and which of them; else None."""
     source = "UMEM_DEVICE_BUDGET"
     budget = _from_environment(source, environ, parse_device_budget)
     if budget is None:
         source, budget = "device_budget", policy.device_budget
     if budget is None:
-        return None
-    budget_bytes = parse_budget(budget, device_total_bytes)
+        return None, "no budget: the driver evicts pages when the device is full"
+    budget_bytes = parse_budget(budget, device_bytes)
     if budget_bytes == 0:
         raise PolicyError(
-            f"{source}: {budget} of {format_bytes(device_total_bytes)} is less than a byte: give a "
+            f"{source}: {budget} of {format_bytes(device_bytes)} is less than a byte: give a "
             "larger share"
         )
-    return min(budget_bytes, device_total_bytes)
+    return min(budget_bytes, device_bytes), source
+
+
+def _budget_of_free_memory(device_bytes: int, free_bytes: int | None) -> tuple[int, str]:
+    free_bytes = device_bytes if free_bytes is None else free_bytes
+    # A card that is nearly full has less than the reserve.
+    reserve_bytes = min(RESERVE_BYTES, free_bytes // 2)
+    reason = f"{format_bytes(free_bytes)} free, less {format_bytes(reserve_bytes)} in reserve"
+    return max(free_bytes - reserve_bytes, 1), reason
 
 
 def _read_planner(text: str) -> PolicyPlanner:
@@ -130,5 +183,5 @@ def check_resolved(policy: object) -> None:
     if not isinstance(policy, ResolvedPolicy):
         raise PolicyError(
             f"policy: a {type(policy).__name__} is not resolved for a device: pass "
-            "umem.policy.resolve(policy, hardware.device_bytes)"
+            "umem.policy.resolve(policy, hardware)"
         )

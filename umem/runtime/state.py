@@ -31,6 +31,9 @@ class Runtime:
 
     policy: Policy
     resolved: ResolvedPolicy
+    """The policy on the first GPU."""
+    device_budgets: tuple[int | None, ...]
+    """Bytes by GPU; None for no limit."""
     capabilities: tuple[Capabilities, ...]
     allocator: _native.Allocator
     classifier: Classifier

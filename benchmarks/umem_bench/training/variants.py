@@ -80,7 +80,7 @@ _PACKAGES: dict[Variant, str] = {
 
 OPTIMIZER_ON_HOST = {
     "name": "sft-optimizer-host",
-    "extends": "sft",
+    "extends": "managed",
     "device_budget": None,
     "classes": {"optimizer_state": {"placement": "host", "mechanism": "map"}},
 }
@@ -154,7 +154,7 @@ def place_allocator(job: TrainingJob) -> None:
     elif job.variant in PLANNERS:
         os.environ["UMEM_PLANNER"] = PLANNERS[job.variant]
         os.environ["UMEM_DEVICE_BUDGET"] = str(job.budget_bytes)
-        select("umem", job.method, job.managed_limit_bytes)
+        select("umem", "managed", job.managed_limit_bytes)
     else:
         pooled = job.variant == "rmm-pool"
         select("rmm-pool" if pooled else "torch", job.method, job.managed_limit_bytes)
