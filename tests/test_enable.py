@@ -54,6 +54,7 @@ print(json.dumps(facts))
 # The whole swap, with stand-ins for torch's CUDA side and an allocator over host memory.
 STAND_INS = """
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 import torch, umem, umem.swap
 from cards import H200
@@ -86,7 +87,7 @@ torch.cuda.memory.CUDAPluggableAllocator = Pluggable
 torch.cuda.memory.change_current_allocator = lambda allocator: order.append("swap")
 entry_points = ("record_stream", "empty_cache", "memory_fraction", "base_allocation",
                 "begin_pool", "end_pool", "release_pool")
-umem.swap.detect_all = lambda: (H200,)
+umem.swap.detect_all = lambda: (replace(H200, free_bytes=101 << 30),)
 umem.swap.native = lambda: SimpleNamespace(
     HAS_CUDA=True, __file__="umem.so", installed=lambda: None, install=install,
     torch_entry_points=lambda: {name: number for number, name in enumerate(entry_points)})
@@ -99,20 +100,30 @@ for _ in range(2):
     optimizer.step()
 stats = torch._C._cuda_memoryStats(0)["allocation"]["all"]["current"]
 summary = umem.memory_summary(0).splitlines()[0]
-print(json.dumps([enabled, order, len(functions), sorted(functions.values()), stats, summary]))
+state = umem.swap.runtime()
+kinds = sorted({rule.kind for rule in state.resolved.rules})
+from umem.executor.manage import managers
+print(json.dumps([enabled, order, len(functions), sorted(functions.values()), stats, summary,
+                  list(state.device_budgets), kinds, len(managers())]))
 """
 
 
 @pytest.mark.slow
 def test_the_swap_comes_after_everything_that_can_fail() -> None:
     """Torch gets every entry point first; then a training goes on as before."""
-    enabled, order, setters, addresses, blocks, summary = json.loads(python(STAND_INS))
+    enabled, order, setters, addresses, blocks, summary, budgets, kinds, managers = json.loads(
+        python(STAND_INS)
+    )
     assert enabled is True
     assert order == ["umem_malloc and umem_free of umem.so", "install", "swap"]
     assert setters == len(addresses) == 7
     assert addresses == list(range(7))
     assert blocks == 0
     assert summary == "GPU 0, policy sft"
+    assert budgets == [100 << 30]  # of 101 GiB that are free
+    # Nothing is managed, and nothing runs the hints that would take a second CUDA context.
+    assert kinds == ["device", "pinned"]
+    assert managers == 0
 
 
 def python(code: str) -> str:

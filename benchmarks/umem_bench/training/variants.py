@@ -154,7 +154,9 @@ def place_allocator(job: TrainingJob) -> None:
     elif job.variant in PLANNERS:
         os.environ["UMEM_PLANNER"] = PLANNERS[job.variant]
         os.environ["UMEM_DEVICE_BUDGET"] = str(job.budget_bytes)
-        select("umem", "managed", job.managed_limit_bytes)
+        # Only streamed state is updated in the backward pass.
+        policy = job.method if job.variant == "umem-backward-step" else "managed"
+        select("umem", policy, job.managed_limit_bytes)
     else:
         pooled = job.variant == "rmm-pool"
         select("rmm-pool" if pooled else "torch", job.method, job.managed_limit_bytes)
