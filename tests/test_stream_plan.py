@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.hardware import Hardware, load_hardware
+from umem.planning.lane_simulation import LaneKind, LaneTasks, simulate_lanes
 from umem.planning.stream_plan import StreamPlan, plan_stream
 from umem.planning.stream_timing import StreamUnit, simulate_stream
 
@@ -57,7 +59,7 @@ def test_resident_state_costs_nothing(machine: Hardware) -> None:
     assert [timing.step_s, timing.compute_s] == milliseconds([12.25, 12.25])
     assert (timing.exposed_s, timing.slowed_s) == (0, 0)
     assert (timing.to_device_bytes, timing.to_host_bytes, timing.to_device_busy) == ({}, {}, 0)
-    assert list(timing.update_end_s) == milliseconds([0.5, 1, 1.5])
+    assert list(timing.update_end_s) == milliseconds([1.5] * 3)
 
 
 def test_the_third_of_three_units_waits_for_the_first_slot(two_way: Hardware) -> None:
@@ -135,6 +137,89 @@ def test_the_first_slot_is_free_when_its_last_unit_is_home(two_way: Hardware) ->
     assert [timing.step_s, timing.home_s] == milliseconds([4, 5])
 
 
+def test_units_are_updated_in_the_backward_pass_in_reverse(two_way: Hardware) -> None:
+    """The passes of both units take 0.25 and 1 ms.
+
+    The second's update runs from 1.5 to 2, the first's from 3, when the backward pass is over, to
+    3.5, where the next forward pass begins.
+    """
+    units = [replace(unit(), backward_s=1 * MS)] * 2
+    timing = simulate_stream(units, (), 2, hardware=two_way, in_backward=True)
+    assert [timing.step_s, timing.compute_s, timing.exposed_s] == milliseconds([3.5, 3.5, 0])
+    assert list(timing.update_end_s) == milliseconds([0, -1.5])
+    assert timing.home_s == pytest.approx(1 * MS, rel=1e-12)
+    # In one slot, the copies and updates of both units follow one another.
+    timing = simulate_stream(units, (), 1, hardware=two_way, in_backward=True)
+    assert [timing.step_s, timing.exposed_s] == milliseconds([5, 1.5])
+    resident = simulate_stream(units, (0, 1), 0, hardware=two_way, in_backward=True)
+    assert [resident.step_s, resident.exposed_s] == milliseconds([3.5, 0])
+
+
+def test_the_backward_pass_waits_before_more_gradients_wait_than_two_units_have(
+    two_way: Hardware,
+) -> None:
+    """The states arrive at 4, 8, 12 and 16, and the first three backward passes end at 3.
+
+    The last one waits for the first update until 4. The step ends behind the second, at 8.
+    """
+    units = [StreamUnit("block", 160 * MIB, 0.0, 0.0, 1 * MS)] * 4
+    timing = simulate_stream(units, (), 4, hardware=two_way, in_backward=True)
+    assert [timing.step_s, timing.exposed_s] == milliseconds([16, 12])
+    assert list(timing.update_end_s) == milliseconds([8, 4, 0, -4])
+
+
+def test_activations_leave_and_come_back(two_way: Hardware) -> None:
+    """Of three units; forward passes end at 1, 2 and 3, backward passes at 5, 7 and 9 or later."""
+    small = [saving(40, 0)] * 3
+    timing = simulate_stream(small, (), 0, hardware=two_way, copied=[0])
+    assert [timing.step_s, timing.exposed_s] == milliseconds([9, 0])
+    assert timing.to_device_bytes == timing.to_host_bytes == {TensorClass.ACTIVATIONS: 40 * MIB}
+    # 3 ms each way, so that they leave until 4, where the backward pass begins. From 6 on they come
+    # back too late, from 4 on in time.
+    large = [saving(120, 0)] * 3
+    late, early = (
+        simulate_stream(large, (), 0, hardware=two_way, copied=[0], fetch_ahead=ahead)
+        for ahead in (1, 2)
+    )
+    assert [late.step_s, late.exposed_s] == milliseconds([11, 2])
+    assert [early.step_s, early.exposed_s] == milliseconds([10, 1])
+    # If their memory is needed before the third forward pass, that is from 4 to 5.
+    waits = simulate_stream(
+        large, (), 0, hardware=two_way, copied=[0], left_before={0: 2}, fetch_ahead=2
+    )
+    assert [waits.step_s, waits.exposed_s] == milliseconds([11, 2])
+
+
+def test_copies_in_the_same_direction_share_it(two_way: Hardware) -> None:
+    """The state of one unit, and the activations of another, come back from 3 on, each in 2 ms."""
+    units = [saving(40, 0, state_bytes=40 * MIB), saving(40, 0, state_bytes=0)]
+    units[1] = replace(units[1], backward_s=1 * MS)
+    timing = simulate_stream(
+        units, (), 1, hardware=two_way, copied=[0], other_s=10 * MS, is_deferred=False
+    )
+    # The forward passes end at 2, the second backward pass at 3, the first begins at 4.
+    assert [timing.step_s, timing.exposed_s] == milliseconds([1 + 1 + 1 + 1 + 2 + 10, 1])
+
+
+def test_every_batch_copies_its_activations(two_way: Hardware) -> None:
+    units = [replace(unit(), saved_bytes=10 * MIB, backward_s=1 * MS)] * 3
+    timing = simulate_stream(units, (), 2, hardware=two_way, copied=[0, 1], batches=3)
+    assert timing.to_host_bytes == {
+        TensorClass.OPTIMIZER_STATE: 120 * MIB,
+        TensorClass.ACTIVATIONS: 60 * MIB,
+    }
+    assert timing.compute_s == pytest.approx(3 * (0.5 + 3 * 1.25) * MS)
+
+
+def test_tasks_that_wait_for_each_other_are_an_error(machine: Hardware) -> None:
+    tasks = LaneTasks(LaneKind.TO_DEVICE, LaneKind.COMPUTE)
+    copy, passes = tasks.add(0, 1e6), tasks.add(1, 1e-3)
+    tasks.wait(copy, passes)
+    tasks.wait(passes, copy)
+    with pytest.raises(PlanError, match="wait for each other"):
+        simulate_lanes(tasks, machine)
+
+
 def test_streamed_units_need_a_slot(machine: Hardware) -> None:
     with pytest.raises(PlanError, match="0 slots for 2 streamed units"):
         simulate_stream([unit()] * 3, [1], 0, hardware=machine, other_s=0.0)
@@ -193,10 +278,10 @@ def test_every_step(
     bound_s = max(timing.compute_s, copied_bytes / RATE, 2 * copied_bytes / (figures[0] * RATE))
     assert timing.step_s >= bound_s * (1 - CLOSE)
 
-    # Updates run one after the other, and none before its data arrived.
+    # Streamed updates run one after the other, and none before its data arrived.
     assert np.all(
-        np.diff(timing.update_end_s, prepend=0)
-        >= np.array([it.update_s for it in units]) * (1 - CLOSE)
+        np.diff([timing.update_end_s[it] for it in streamed], prepend=0)
+        >= np.array([units[it].update_s for it in streamed]) * (1 - CLOSE)
     )
     behind_bytes = 0
     for number in streamed[slots:]:
@@ -284,17 +369,6 @@ def test_no_other_number_of_resident_units_and_slots_is_faster(two_way: Hardware
             assert plan.predicted.step_s <= other.step_s * (1 + 1e-9), (slots, first)
 
 
-def test_the_first_units_are_streamed_so_that_the_link_starts_at_once(two_way: Hardware) -> None:
-    """Else the updates of all resident units would come before a slot is free."""
-    units = [unit(40, update_ms=0.25, forward_ms=0.1)] * 20
-    plan = planned(two_way, units, 8 * 40)
-    assert plan.resident == set(range(2, 2 + 8 - plan.slots))
-    prefix = simulate_stream(
-        units, range(8 - plan.slots), plan.slots, hardware=two_way, other_s=10 * MS
-    )
-    assert prefix.exposed_s > plan.predicted.exposed_s
-
-
 @pytest.mark.parametrize("large_mib", [52, 160])
 def test_a_large_unit_stays_where_smaller_slots_pay_for_it(
     machine: Hardware, large_mib: int
@@ -365,6 +439,140 @@ def test_more_memory_with_units_of_all_sizes_costs_at_most_one_copy(
         step_s = planned(hardware, units, spare, other_s=backward_s).predicted.step_s
         assert step_s <= fastest_s + copy_s
         fastest_s = min(fastest_s, step_s)
+
+
+# ---------------------------------------------------------------------------------- activations
+
+
+def model(layers: int, saved_mib: float, weights_mib: float, **changes: Any) -> list[StreamUnit]:
+    """Equal units over weights; what they save lives from forward to backward pass."""
+    return [
+        saving(saved_mib, weights_mib + number * saved_mib, **changes) for number in range(layers)
+    ]
+
+
+def most_bytes(units: Sequence[StreamUnit], plan: StreamPlan) -> int:
+    """Device memory at the fullest moment of a plan, by what `StreamPlan` says of its fields."""
+    state_bytes = plan.slots * plan.slot_bytes
+    state_bytes += sum(units[it].state_bytes for it in plan.resident)
+    used = []
+    for number, each in enumerate(units):
+        left = [it for it in plan.copied if plan.left_before[it] <= number]
+        used.append(each.forward_peak_bytes - sum(units[it].saved_bytes for it in left))
+        away = [it for it in plan.copied if it + plan.fetch_ahead < number]
+        used.append(each.backward_peak_bytes - sum(units[it].saved_bytes for it in away))
+    return max(used) + state_bytes
+
+
+def test_as_few_activations_leave_as_fit(machine: Hardware) -> None:
+    units = model(10, 40, 100)
+    everything = plan_stream(units, budget_bytes=500 * MIB, hardware=machine)
+    assert (everything.copied, everything.peak_bytes) == (frozenset(), 500 * MIB)
+    plan = plan_stream(units, budget_bytes=400 * MIB, hardware=machine)
+    # The last forward pass needs 500, and the last unit's activations come back early.
+    assert plan.copied == {0, 1, 2}
+    assert plan.peak_bytes == most_bytes(units, plan) <= 400 * MIB
+    # The copies end at 2, 3 and 4 ms; the memory is needed from the eighth unit on.
+    assert plan.left_before == {0: 7, 1: 8, 2: 9}
+    assert plan.predicted.exposed_s == 0
+
+
+def test_more_activations_leave_where_state_then_stays(two_way: Hardware) -> None:
+    """The forward pass hides copies of activations, and not those of state."""
+    units = model(8, 40, 0, state_bytes=120 * MIB)
+    budget_bytes = (8 * 120 + 4 * 40) * MIB
+    plan = plan_stream(units, budget_bytes=budget_bytes, hardware=two_way)
+    assert plan.copied
+    assert plan.predicted.exposed_s == 0
+    kept = [replace(each, saved_bytes=0) for each in units]
+    assert plan_stream(kept, budget_bytes=budget_bytes, hardware=two_way).predicted.exposed_s > 0
+
+
+def test_the_memory_of_the_step_bounds_state_but_in_the_backward_pass(two_way: Hardware) -> None:
+    units = [unit(40)] * 8
+    settings: dict[str, Any] = {"budget_bytes": 400 * MIB, "hardware": two_way}
+    plan = plan_stream(units, step_peak_bytes=240 * MIB, **settings)
+    assert plan.peak_bytes <= 400 * MIB
+    assert len(plan.resident) + plan.slots <= 4
+    plan = plan_stream(units, step_peak_bytes=240 * MIB, in_backward=True, **settings)
+    assert len(plan.resident) == 8
+    with pytest.raises(PlanError, match=f"{480 * MIB} bytes"):
+        plan_stream(units, step_peak_bytes=400 * MIB, **settings)
+
+
+def test_gradients_of_resident_units_stay_until_a_step_in_the_backward_pass_is_over(
+    two_way: Hardware,
+) -> None:
+    units = [replace(unit(40), gradient_bytes=20 * MIB)] * 8
+    plan = plan_stream(units, budget_bytes=320 * MIB, hardware=two_way)
+    assert len(plan.resident) == 8
+    plan = plan_stream(units, budget_bytes=320 * MIB, hardware=two_way, in_backward=True)
+    assert 60 * len(plan.resident) + 40 * plan.slots <= 320
+    assert plan.slots >= 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 20, 40]),  # state
+            st.sampled_from([0, 10, 60]),  # saved
+            st.integers(0, 50),  # temporary, in the forward pass
+            st.integers(0, 50),  # and in the backward pass
+        ),
+        min_size=1,
+        max_size=10,
+    ),
+    st.integers(50, 1000),
+    st.booleans(),
+    st.integers(1, 2),
+)
+def test_every_plan_fits_its_budget(
+    machine: Hardware,
+    sizes: list[tuple[int, int, int, int]],
+    budget_mib: int,
+    in_backward: bool,
+    batches: int,
+) -> None:
+    units, before = [], 100
+    for state, saved, forward, backward in sizes:
+        before += saved
+        units.append(
+            replace(
+                unit(state),
+                backward_s=0.5 * MS,
+                saved_bytes=saved * MIB,
+                forward_peak_bytes=(before + forward) * MIB,
+                backward_peak_bytes=(before + backward) * MIB,
+            )
+        )
+    settings: dict[str, Any] = {
+        "hardware": machine,
+        "in_backward": in_backward,
+        "batches": batches,
+    }
+    try:
+        plan = plan_stream(units, budget_bytes=budget_mib * MIB, **settings)
+    except PlanError as error:
+        (needed,) = re.findall(r"\((\d+) bytes\)", str(error))
+        assert int(needed) > budget_mib * MIB
+        plan = plan_stream(units, budget_bytes=int(needed), **settings)
+        budget_mib = int(needed) // MIB
+    assert plan.peak_bytes == most_bytes(units, plan) <= budget_mib * MIB
+    for number, before in plan.left_before.items():
+        assert number + 2 <= before <= len(units)
+    assert set(plan.left_before) == plan.copied
+    timing = plan.predicted
+    assert timing.step_s == pytest.approx(timing.compute_s + timing.slowed_s + timing.exposed_s)
+    assert timing == simulate_stream(
+        units,
+        plan.resident,
+        plan.slots,
+        copied=plan.copied,
+        left_before=plan.left_before,
+        fetch_ahead=plan.fetch_ahead,
+        **settings,
+    )
 
 
 # ---------------------------------------------------------------------------------- measured

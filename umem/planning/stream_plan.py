@@ -28,10 +28,6 @@ _SLOTS = (2, 3, 4, 6, 8)
 """Numbers of slots to try. With one, nothing is copied in while anything is copied out; three keep
 both directions and the update busy; more only hold what is fetched ahead."""
 
-_STREAMED_FIRST = (2, 0)
-"""Units to stream before the first resident one. Their updates come first and free their slots, so
-that the link has work at once instead of after the updates of all resident units."""
-
 _SLOT_STEP = 0.9
 """Sizes of a slot to try: each at most this share of the next larger one. Units that are larger
 than a slot stay on the device."""
@@ -120,9 +116,12 @@ def plan_stream(
         If the budget is too small for two slots with all activations copied out. The message says
         how many bytes are needed.
     """
+    size = np.array([unit.state_bytes for unit in units], np.int64)
+    kept = np.array([unit.gradient_bytes if in_backward else 0 for unit in units], np.int64)
     problem = _Problem(
         units=units,
-        size=np.array([unit.state_bytes for unit in units], np.int64),
+        size=size,
+        cost=size + np.where(size > 0, kept, 0),
         memory=_Memory(units, 0 if in_backward else step_peak_bytes),
         budget_bytes=budget_bytes,
         hardware=hardware,
@@ -244,6 +243,8 @@ class _Problem:
     units: Sequence[StreamUnit]
     size: _Bytes
     """State of each unit, int64[N]."""
+    cost: _Bytes
+    """Device memory that each unit takes if it is resident, int64[N]."""
     memory: _Memory
     budget_bytes: int
     hardware: Hardware
@@ -273,12 +274,12 @@ def _choices(problem: _Problem) -> Iterator[_Choice]:
     """Choices that fit the budget: those with as much resident state as it holds."""
     seen = set()
     for copied, state_bytes in _rooms(problem):
-        if problem.size.sum() <= state_bytes:
+        if problem.cost.sum() <= state_bytes:
             everything = np.arange(len(problem.size))
             yield _Choice(everything, len(everything), len(everything), 0, copied)
             continue
-        for slot_bytes in _slot_sizes(problem.size):
-            for choice in _state_choices(problem.size, slot_bytes, state_bytes, copied):
+        for slot_bytes in _slot_sizes(problem):
+            for choice in _state_choices(problem, slot_bytes, state_bytes, copied):
                 key = (copied, choice.slots, choice.count, choice.order.tobytes())
                 if key not in seen:
                     seen.add(key)
@@ -288,7 +289,7 @@ def _choices(problem: _Problem) -> Iterator[_Choice]:
 def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
     """Numbers of copied units, and the bytes that they leave for state."""
     memory = problem.memory
-    room_bytes = problem.budget_bytes - _least_state_bytes(problem.size)
+    room_bytes = problem.budget_bytes - _least_state_bytes(problem)
     for ahead in _FETCH_AHEAD:
         least_bytes = memory.most_bytes(len(memory.can_leave), ahead)
         if least_bytes > room_bytes:
@@ -301,46 +302,47 @@ def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
 
 
 def _state_choices(
-    size: _Bytes, slot_bytes: int, state_bytes: int, copied: int
+    problem: _Problem, slot_bytes: int, state_bytes: int, copied: int
 ) -> Iterator[_Choice]:
     """For each number of slots, as many units as fit beside them, the earliest first."""
+    size, cost = problem.size, problem.cost
     # Larger units do not fit a slot, units without state need none.
     always = (size > slot_bytes) | (size == 0)
     for slots in _SLOTS:
-        for streamed_first in _STREAMED_FIRST:
-            free_bytes = state_bytes - slots * slot_bytes - int(size[always].sum())
-            if free_bytes < 0:
-                return
-            resident = always.copy()
-            for unit in np.flatnonzero(~always)[streamed_first:].tolist():
-                if size[unit] <= free_bytes:
-                    resident[unit] = True
-                    free_bytes -= int(size[unit])
-            order = np.argsort(np.where(always, 0, np.where(resident, 1, 2)), kind="stable")
-            yield _Choice(order, int(always.sum()), int(resident.sum()), slots, copied)
+        free_bytes = state_bytes - slots * slot_bytes - int(cost[always].sum())
+        if free_bytes < 0:
+            return
+        resident = always.copy()
+        for unit in np.flatnonzero(~always).tolist():
+            if cost[unit] <= free_bytes:
+                resident[unit] = True
+                free_bytes -= int(cost[unit])
+        order = np.argsort(np.where(always, 0, np.where(resident, 1, 2)), kind="stable")
+        yield _Choice(order, int(always.sum()), int(resident.sum()), slots, copied)
 
 
-def _slot_sizes(size: _Bytes) -> list[int]:
+def _slot_sizes(problem: _Problem) -> list[int]:
     """Sizes of a slot to try, the largest first; one of them needs the least memory of all."""
-    sizes, counts = np.unique(size[size > 0], return_counts=True)
-    sizes, sum_bytes = sizes[::-1], (sizes * counts)[::-1]
-    needed_bytes = np.cumsum(sum_bytes) - sum_bytes + _SLOTS[0] * sizes
+    sizes = np.unique(problem.size[problem.size > 0])[::-1]
     chosen = [int(sizes[0])]
     for slot_bytes in sizes.tolist():
         if slot_bytes <= _SLOT_STEP * chosen[-1]:
             chosen.append(slot_bytes)
-    return sorted({*chosen, int(sizes[np.argmin(needed_bytes)])}, reverse=True)
+    least = min(sizes.tolist(), key=lambda slot_bytes: _needed_bytes(problem, slot_bytes))
+    return sorted({*chosen, least}, reverse=True)
 
 
-def _least_state_bytes(size: _Bytes) -> int:
+def _needed_bytes(problem: _Problem, slot_bytes: int) -> int:
+    """Memory for the fewest slots of a size, and for larger units."""
+    return _SLOTS[0] * slot_bytes + int(problem.cost[problem.size > slot_bytes].sum())
+
+
+def _least_state_bytes(problem: _Problem) -> int:
     """Memory for the fewest slots and for larger units, or for all state if that is less."""
-    if not size.any():
+    if not problem.size.any():
         return 0
-    least = (
-        _SLOTS[0] * slot_bytes + int(size[size > slot_bytes].sum())
-        for slot_bytes in _slot_sizes(size)
-    )
-    return min(*least, int(size.sum()))
+    least = min(_needed_bytes(problem, slot_bytes) for slot_bytes in _slot_sizes(problem))
+    return min(least, int(problem.cost.sum()))
 
 
 def _slot_bytes(problem: _Problem, choice: _Choice) -> int:
@@ -348,8 +350,8 @@ def _slot_bytes(problem: _Problem, choice: _Choice) -> int:
 
 
 def _state_bytes(problem: _Problem, choice: _Choice) -> int:
-    """Device memory for state: resident, and slots."""
-    resident_bytes = int(problem.size[choice.order[: choice.count]].sum())
+    """Device memory for resident units, and slots."""
+    resident_bytes = int(problem.cost[choice.order[: choice.count]].sum())
     return resident_bytes + choice.slots * _slot_bytes(problem, choice)
 
 
@@ -396,9 +398,8 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
     size = problem.size[streamed].astype(np.float64)
     saved_bytes = problem.batches * float(problem.memory.left_bytes[choice.copied])
     all_bytes = size.sum() + saved_bytes
-    update_s = np.cumsum([unit.update_s for unit in units])
     passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
-    compute_s = passes_s + problem.other_s + (update_s[-1] if units else 0.0)
+    compute_s = passes_s + problem.other_s + sum(unit.update_s for unit in units)
     bounds = [
         compute_s + 2.0 * all_bytes * slowdown,
         all_bytes / min(in_rate, out_rate, both_rate / 2.0),
@@ -409,7 +410,7 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
         behind_bytes = size[-choice.slots :].sum()
         # Nothing leaves before the first update of a streamed unit, and nothing comes before that
         # has left.
-        copies_s = update_s[streamed[0]] + max(
+        copies_s = units[streamed[0]].update_s + max(
             (size.sum() - ahead_bytes) / in_rate + size[0] / out_rate,
             (size.sum() - behind_bytes) / out_rate,
             (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
@@ -441,9 +442,9 @@ def _with_fewest(
 
 
 def _too_small(problem: _Problem) -> PlanError:
-    size, memory = problem.size, problem.memory
+    memory = problem.memory
     other_bytes = memory.most_bytes(len(memory.can_leave), 1)
-    state_bytes = _least_state_bytes(size)
+    state_bytes = _least_state_bytes(problem)
     needed = other_bytes + state_bytes
     largest = max(problem.units, key=lambda unit: unit.state_bytes)
     return PlanError(

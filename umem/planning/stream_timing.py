@@ -14,7 +14,11 @@ from umem.core.errors import PlanError
 from umem.hardware import Hardware
 from umem.planning.lane_simulation import LaneKind, LaneTasks, Task, simulate_lanes
 
-__all__ = ["StreamTiming", "StreamUnit", "simulate_stream"]
+__all__ = ["UNITS_WITH_GRADIENTS", "StreamTiming", "StreamUnit", "simulate_stream"]
+
+UNITS_WITH_GRADIENTS = 2
+"""With a step in the backward pass, units whose gradients may wait for their update. With fewer the
+backward pass would wait for each update at once, and each unit more keeps its gradients."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,11 @@ class StreamUnit:
     """Device memory of everything but streamed state and slots at the fullest moment of its forward
     pass, with all activations on the device."""
     backward_peak_bytes: int = 0
-    """The same of its backward pass."""
+    """The same of its backward pass. With a step in the backward pass, as if all units were
+    streamed, whose gradients are freed soon."""
+    gradient_bytes: int = 0
+    """Bytes of its gradients. With a step in the backward pass, a resident unit's stay until the
+    step."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +113,15 @@ def simulate_stream(
     """Predict a step's time for given resident units, slots and copied activations.
 
     * The program's passes run in order: forward and backward for each batch, then `other_s`.
-    * Updates begin when the last gradient is clipped, in forward order. With `in_backward`, a
-      unit's begins behind the backward pass of its last batch. Resident units take part without
-      copies. Streamed units use the slots in turn, from the first slot on in each step. A copy to
-      the device waits until the unit before it in its slot is back in its home. The first units,
-      one for each slot, are fetched from the end of the first forward pass on; with `in_backward`
-      as soon as their slot is free.
-    * The forward pass of each unit waits for the unit's update.
+    * Updates begin when the last gradient is clipped. Resident units are updated by the program
+      itself, before it goes on; streamed units beside it, in forward order. With `in_backward`,
+      streamed units are updated in reverse order, each from the end of its backward pass in the
+      last batch on; the backward pass waits before the gradients of more than
+      :data:`UNITS_WITH_GRADIENTS` units wait for their update.
+    * Streamed units use the slots in turn, from the first slot on in each step. A copy to the
+      device waits until the unit before it in its slot is back in its home. The first units, one
+      for each slot, are fetched from the end of the first forward pass on.
+    * The forward pass of each streamed unit waits for the unit's update.
     * Activations leave after their unit's forward pass, and come back before its backward pass, in
       queues of their own. Copies of the same direction share it equally.
     * Both directions share the link. Updates and passes share the device: at each moment one of
@@ -161,23 +171,29 @@ def simulate_stream(
         )
     leaving = [i for i in sorted(copied) if units[i].saved_bytes]
     tasks = LaneTasks(*_KINDS)
+    streams = set(streamed)
+    # Behind the step before, the program updates resident units in its own stream.
+    in_line = [unit.update_s for i, unit in enumerate(units) if i not in streams]
+    resident_task = tasks.add(_Lane.PASSES, sum(in_line))
     passes = [
         _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead) for _ in range(batches)
     ]
     last = tasks.add(_Lane.PASSES, other_s)
     forward, backward = passes[0].forward, passes[-1].backward
-    order = range(len(units))
+    in_order = streamed[::-1] if in_backward else streamed
     updates: dict[int, Task] = {}
-    for number in reversed(order) if in_backward else order:
+    for place, number in enumerate(in_order):
         updates[number] = tasks.add(_Lane.UPDATES, units[number].update_s)
         tasks.wait(updates[number], backward[number] if in_backward else last)
-    for number, task in enumerate(forward):
+        if is_deferred or in_backward:
+            tasks.wait(forward[number], updates[number], steps_before=1)
+        if in_backward and place >= UNITS_WITH_GRADIENTS:
+            following = backward[number - 1] if number else last
+            tasks.wait(following, updates[in_order[place - UNITS_WITH_GRADIENTS]])
+    if streamed and not (is_deferred or in_backward):
         # Updates run in order: behind the last one, all are done.
-        waits_for_all = not (is_deferred or in_backward)
-        tasks.wait(task, updates[len(units) - 1 if waits_for_all else number], steps_before=1)
-    ahead = None if in_backward or not forward else forward[-1]
-    in_order = streamed[::-1] if in_backward else streamed
-    _add_state_copies(tasks, units, in_order, slots, updates, ahead)
+        tasks.wait(forward[0], updates[in_order[-1]], steps_before=1)
+    _add_state_copies(tasks, units, in_order, slots, updates, forward[-1] if forward else last)
 
     report = simulate_lanes(tasks, hardware)
     state_bytes = sum(units[i].state_bytes for i in streamed)
@@ -185,6 +201,9 @@ def simulate_stream(
     by_class = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
     copied_bytes = {name: size_bytes for name, size_bytes in by_class.items() if size_bytes}
     step_s = report.step_s
+    # The resident units' update is part of the next step.
+    resident_end_s = report.end_s[_Lane.PASSES][resident_task.number] + step_s
+    end_s = report.end_s[_Lane.UPDATES]
     return StreamTiming(
         step_s=step_s,
         compute_s=sum(unit.update_s for unit in units)
@@ -196,7 +215,9 @@ def simulate_stream(
         to_host_bytes=copied_bytes,
         to_device_busy=report.to_device_s / step_s if step_s else 0.0,
         to_host_busy=report.to_host_s / step_s if step_s else 0.0,
-        update_end_s=tuple(report.end_s[_Lane.UPDATES][updates[i].number] for i in order),
+        update_end_s=tuple(
+            end_s[updates[i].number] if i in streams else resident_end_s for i in range(len(units))
+        ),
         home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed else 0.0,
     )
 
@@ -240,7 +261,7 @@ def _add_state_copies(
     streamed: Sequence[int],
     slots: int,
     updates: Mapping[int, Task],
-    ahead: Task | None,
+    ahead: Task,
 ) -> None:
     """Add the copies of streamed units, which are given in the order of their updates."""
     fetched = [tasks.add(_Lane.STATE_IN, units[number].state_bytes) for number in streamed]
@@ -254,5 +275,4 @@ def _add_state_copies(
         # The last unit of a slot makes room for its first one of the next step.
         last = place + (len(streamed) - 1 - place) // slots * slots
         tasks.wait(fetched[place], home[last], steps_before=1)
-        if ahead is not None:
-            tasks.wait(fetched[place], ahead)
+        tasks.wait(fetched[place], ahead)
