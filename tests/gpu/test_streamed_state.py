@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from umem.core.units import parse_bytes
+
 if TYPE_CHECKING:
     from tests.gpu.conftest import Job
 
@@ -67,6 +69,13 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: dict[str, tuple[Any, Any
 def test_a_plain_loop_waits_for_blocks_only(pairs: dict[str, tuple[Any, Any]]) -> None:
     streaming = pairs["plain"][1]["streaming"]
     assert streaming["waited"] == 0
+
+
+def test_the_budget_holds_and_nothing_is_managed(pairs: dict[str, tuple[Any, Any]]) -> None:
+    streaming = pairs["plain"][1]["streaming"]
+    assert streaming["budget_peak_bytes"] <= parse_bytes(TIGHT)
+    # Neither managed memory nor the second CUDA context of a hint engine.
+    assert (streaming["managed_bytes"], streaming["hint_engines"]) == (0, 0)
 
 
 def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Callable[..., Job]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import umem
+from umem.executor.manage import managers
 from umem.executor.streamed_training import streamed_trainings
 from umem.runtime.state import runtime
 
@@ -166,6 +167,9 @@ def main() -> None:
             "waited": counts.waited,
             "early": counts.early,
             "pinned_bytes": kinds["pinned"]["reserved_bytes"],
+            "managed_bytes": kinds["managed"]["reserved_bytes"],
+            "budget_peak_bytes": runtime().allocator.stats(0)["budget_bytes"]["peak"],
+            "hint_engines": len(managers()),
             "slots_bytes": streamed.step.slots_bytes,
         }
     print(json.dumps(facts))
