@@ -45,7 +45,7 @@ _WORKS = {
     ),
     "torch.compile, default mode": "it asks the allocator for nothing unusual",
     "DDP, FSDP2 and NCCL, one process per GPU": (
-        "NCCL takes managed buffers at the speed of device memory"
+        "NCCL takes umem's buffers, managed ones at the speed of device memory"
     ),
 }
 """Name -> why it works."""
@@ -66,7 +66,7 @@ _FAILS = {
         "leave it False, torch's default",
     ),
     "CUDA IPC: CUDA tensors through torch.multiprocessing": (
-        "managed memory has no IPC handle",
+        "the handle comes from shareIpcHandle, which torch offers for its own allocator only",
         "share CPU tensors, or exchange through NCCL",
     ),
     "torch.cuda.MemPool": (
