@@ -39,12 +39,13 @@ from umem.capture.live import Block, StepRecording
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp
-from umem.executor import ManagerState, program
+from umem.executor import ManagerState, step_plan
 from umem.executor.admission import plan_admission, used_tensors
 from umem.executor.manage import manage_on, managers
 from umem.executor.plans import Plans
-from umem.executor.program import Hints, PhaseWork, Program, plan_releases
+from umem.executor.program import Hints, PhaseWork, Program
 from umem.executor.runner import Runner
+from umem.executor.step_plan import PhasePlan, plan_releases
 from umem.offload import ActivationStore
 from umem.planning.running_step import with_gradient_lifetimes
 from umem.runtime.hints import HintEngine, HintOutcome
@@ -73,20 +74,20 @@ def requests(engine: HintEngine) -> Counter[tuple[str, TensorClass]]:
 
 
 def arguments_of(function: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
-    """Arguments of the last call of a function of `umem.executor.program` while planning."""
+    """Arguments of the first call of a function of `step_plan`, for the plan and no lookahead."""
     calls: list[tuple[Any, ...]] = []
-    original = getattr(program, function)
+    original = getattr(step_plan, function)
 
     def noted(*given: Any) -> Any:
         calls.append(given)
         return original(*given)
 
-    monkeypatch.setattr(program, function, noted)
+    monkeypatch.setattr(step_plan, function, noted)
     training = Training()
     manager = training.manage("planned", 34 * MIB)
     training.steps(BEFORE_PLANNED)
     manager.close()
-    return calls[-1]
+    return calls[0]
 
 
 @pytest.mark.slow
@@ -115,7 +116,7 @@ def test_the_plan_keeps_the_budget_in_every_phase(planner: str, budget_mib: int)
     training = Training()
     manager = training.manage(planner, budget_mib * MIB)
     training.steps(BEFORE_PLANNED)
-    timeline = program_of(manager).candidate.predicted.timeline
+    timeline = program_of(manager).plan.candidate.predicted.timeline
     assert timeline is not None
     assert timeline.resident_bytes.sum(axis=1).max() <= budget_mib * MIB
     trace = manager.trace
@@ -130,7 +131,7 @@ def test_a_step_submits_the_hints_of_its_schedule(planner: str) -> None:
     training.steps(BEFORE_PLANNED + 2)
     before = requests(manager.engine)
     training.step()
-    schedule, trace = program_of(manager).candidate.schedule, manager.trace
+    schedule, trace = program_of(manager).plan.candidate.schedule, manager.trace
     assert trace is not None
     classes = list(TensorClass)
     expected = Counter(
@@ -146,7 +147,7 @@ def test_activations_are_copied_out_and_back_in_time() -> None:
     training = Training()
     manager = training.manage("planned")
     training.steps(BEFORE_PLANNED)
-    schedule, trace = program_of(manager).candidate.schedule, manager.trace
+    schedule, trace = program_of(manager).plan.candidate.schedule, manager.trace
     assert trace is not None
     leaving = schedule.hint_tensor[schedule.hint_op == HintOp.COPY_OUT]
     step_bytes = int(trace.tensor_bytes[leaving].sum())
@@ -165,7 +166,7 @@ def test_activations_are_released_one_by_one_as_their_copies_end(
 ) -> None:
     """A tensor does not wait for other tensors of its block."""
     arguments = arguments_of("plan_releases", monkeypatch)
-    candidate, _, sends, saved, followed, forward_labels, machine = arguments
+    candidate, _, sends, saved, followed, forward_labels, hardware = arguments
     key = ("layers.1", 0)
     large = candidate.trace.tensor_bytes == 4 * MIB
     ordinals = [it.ordinal for it in saved if (it.block, it.call) == key and large[it.tensor]]
@@ -179,7 +180,7 @@ def test_activations_are_released_one_by_one_as_their_copies_end(
         end_s = start_s + durations_s
         end_s[sent : sent + len(computes_s)] = durations_s[0] + np.array(computes_s) + sent
         timeline = replace(candidate.predicted.timeline, phase_start_s=start_s, phase_end_s=end_s)
-        slow = replace(machine.hardware, copy_to_host_bytes_per_s=float(4 * MIB))
+        slow = replace(hardware, copy_to_host_bytes_per_s=float(4 * MIB))
         found = plan_releases(
             replace(
                 candidate, trace=trace_, predicted=replace(candidate.predicted, timeline=timeline)
@@ -189,7 +190,7 @@ def test_activations_are_released_one_by_one_as_their_copies_end(
             saved,
             followed,
             forward_labels,
-            replace(machine, hardware=slow),
+            slow,
         )
         gone = {it: phase for phase, parts in found.items() for _, row in parts for it in row}
         return [gone[it] - sent for it in ordinals]
@@ -239,7 +240,7 @@ def test_used_gradients_count_until_the_program_drops_them(planner: str) -> None
     training.steps(BEFORE_PLANNED)
     trace = manager.trace
     assert trace is not None
-    assert not (program_of(manager).candidate.schedule.hint_op == HintOp.DISCARD).any()
+    assert not (program_of(manager).plan.candidate.schedule.hint_op == HintOp.DISCARD).any()
     there: list[int] = []
 
     def look() -> None:
@@ -619,8 +620,8 @@ def test_a_phase_waits_for_the_pages_of_all_batches_that_it_needs(
         return wait(engine, ticket, **timeout)
 
     monkeypatch.setattr(HintEngine, "wait", spy)
-    needing = PhaseWork(needs=((0, 0), (0, 1), (1, 0)), waits=True)
-    run_phases(runner, *(PhaseWork(coming=hints) for hints in coming), needing)
+    needing = PhaseWork(PhasePlan(needs=((0, 0), (0, 1), (1, 0)), waits=True))
+    run_phases(runner, *(PhaseWork(PhasePlan(), coming=hints) for hints in coming), needing)
     assert waited == [ticket for hints in coming for ticket in hints.batch.tickets]
 
 
@@ -634,7 +635,7 @@ def test_small_tensors_stay() -> None:
             return super().forward(x) + self.bias
 
     _, manager = both(lambda training: training.steps(10), "lookahead", 34 * MIB, make_model=Small)
-    schedule, trace = program_of(manager).candidate.schedule, manager.trace
+    schedule, trace = program_of(manager).plan.candidate.schedule, manager.trace
     assert trace is not None
     assert trace.tensor_bytes[schedule.hint_tensor].min() >= 2 * MIB
     assert min(trace.tensor_bytes) < 2 * MIB
@@ -663,7 +664,7 @@ def test_a_plan_leaves_room_for_other_memory_of_the_process(
     monkeypatch.setattr(StepRecording, "outside_bytes", 10 * MIB)
     _, manager = both(lambda it: it.steps(10), budget_bytes=48 * MIB)
     assert manager.status().budget_bytes == 48 * MIB
-    timeline = program_of(manager).candidate.predicted.timeline
+    timeline = program_of(manager).plan.candidate.predicted.timeline
     assert timeline is not None
     assert 20 * MIB < timeline.resident_bytes.sum(axis=1).max() <= 38 * MIB
 

@@ -71,9 +71,9 @@ def test_loaded_weights_are_found_at_their_new_address() -> None:
     training.model.load_state_dict(training.model.state_dict())
     training.step()
     assert len(kept) == 5
-    weight = program_of(manager).candidate.trace.tensor_names.index("head.weight")
+    weight = program_of(manager).plan.candidate.trace.tensor_names.index("head.weight")
     assert program_of(manager) is not before
-    addresses = find_addresses(before.candidate.trace, training.model, training.optimizer)
+    addresses = find_addresses(before.plan.candidate.trace, training.model, training.optimizer)
     assert addresses.fixed[weight] == training.model.get_parameter("head.weight").data_ptr()
     assert manager.status().diverged_steps == 0
 

@@ -25,11 +25,12 @@ from umem.core.block_sizes import LARGE_BYTES, block_bytes
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
-from umem.executor.budget_lift import BudgetLift, lifted_bytes
 from umem.executor.machine import Machine
 from umem.executor.manage import manage_on
+from umem.executor.mapped_blocks import AllocatorBudget, bring_back_spilled
 from umem.executor.program import Hints, PhaseWork
 from umem.executor.runner import Runner
+from umem.executor.step_plan import PhasePlan
 from umem.executor.tensor_addresses import in_blocks
 from umem.offload import ActivationStore
 from umem.runtime.hints import HintEngine, HintSettings
@@ -99,7 +100,7 @@ def test_activations_of_any_size_get_their_hints(
     assert trace is not None
     before = activation_hints(manager)
     training.steps(2)
-    schedule = program_of(manager).candidate.schedule
+    schedule = program_of(manager).plan.candidate.schedule
     of_class = trace.tensor_class[schedule.hint_tensor] == TensorClass.ACTIVATIONS.number
     expected = Counter(HintOp(op).name.lower() for op in schedule.hint_op[of_class].tolist())
     assert expected["evict"] > 0
@@ -133,7 +134,7 @@ def test_only_hints_that_the_engine_accepts_count() -> None:
     addresses = [(1 << 40) + number * LARGE_BYTES for number in range(4)]
     classes = [TensorClass.WEIGHTS] * 4
     batch = engine.batch([HintOp.EVICT] * 4, addresses, [LARGE_BYTES] * 4, classes)
-    work = PhaseWork(leaving=Hints(batch, ((1, lambda: 0),), (40, 41, 42, 43)))
+    work = PhaseWork(PhasePlan(), leaving=Hints(batch, ((1, lambda: 0),), (40, 41, 42, 43)))
     accepted: list[Any] = [{40, 42}, set()]  # by a queue of two, by an engine that was shut down
     for tensors in accepted:
         runner = Runner(machine, store, Block("Net", Net()))
@@ -159,27 +160,18 @@ def test_a_trace_has_the_sizes_of_the_allocators_blocks(allocator: CountingAlloc
     assert found[5] == LARGE_BYTES + (64 << 10)
 
 
-def test_a_lifted_budget_leaves_room_for_cuda_contexts() -> None:
-    assert lifted_bytes(90 * GIB, 140 * GIB) == 133 * GIB
-    assert lifted_bytes(8 * GIB, 12 * GIB) == 11 * GIB
-    assert lifted_bytes(139 * GIB, 140 * GIB) == 139 * GIB
-    assert lifted_bytes(20 * MIB, 64 * MIB) == 20 * MIB
-
-
-def test_the_budget_is_lifted_until_a_plan_runs(allocator: CountingAllocator) -> None:
+def test_the_allocator_keeps_the_budget_until_a_plan_does(allocator: CountingAllocator) -> None:
     training = Training()
-    machine = machine_with(allocator)
-    manager = managed(training, machine)
-    card_bytes = machine.hardware.device_bytes
+    manager = managed(training, machine_with(allocator))
     training.steps(BEFORE_PLANNED - 1)
-    assert allocator.budgets == [lifted_bytes(BUDGET, card_bytes)]
-    assert BUDGET < allocator.budgets[0] < card_bytes
+    assert manager.status().state is ManagerState.RECORDING
+    assert allocator.budgets == []  # it has the policy's from the start
     training.steps(3)
     assert manager.status().state is ManagerState.RUNNING
-    assert allocator.budgets[1:] == [0]
+    assert allocator.budgets == [0]
     manager.close()
     manager.close()
-    assert allocator.budgets[2:] == [BUDGET]
+    assert allocator.budgets == [0, BUDGET]
 
 
 def test_a_dropped_training_restores_the_budget(allocator: CountingAllocator) -> None:
@@ -189,54 +181,66 @@ def test_a_dropped_training_restores_the_budget(allocator: CountingAllocator) ->
     assert manager.status().state is ManagerState.RUNNING
     del training, manager
     gc.collect()
-    assert allocator.budgets[-1] == BUDGET
+    assert allocator.budgets == [0, BUDGET]
 
 
-def test_the_last_manager_of_a_device_restores_the_budget(allocator: CountingAllocator) -> None:
+def test_the_last_plan_of_a_device_restores_the_budget(allocator: CountingAllocator) -> None:
     trainings = Training(), Training()
     first, second = (managed(training, machine_with(allocator)) for training in trainings)
-    trainings[0].steps(BEFORE_PLANNED + 1)
+    for training in trainings:
+        training.steps(BEFORE_PLANNED + 1)
     second.close()
     assert first.status().state is ManagerState.RUNNING
-    assert BUDGET not in allocator.budgets
-    other = CountingAllocator()
-    elsewhere = BudgetLift(machine_with(other))
-    elsewhere.acquire()
-    elsewhere.release()
-    assert other.budgets[1:] == [BUDGET]
-    assert BUDGET not in allocator.budgets
+    assert set(allocator.budgets) == {0}
+    elsewhere = CountingAllocator()
+    other = managed(Training(), machine_with(elsewhere))
+    other.close()
+    assert elsewhere.budgets == []
     first.close()
     assert allocator.budgets[-1] == BUDGET
 
 
-def test_without_a_budget_nothing_is_lifted(allocator: CountingAllocator) -> None:
+def test_without_a_budget_the_allocator_gets_none(allocator: CountingAllocator) -> None:
     machine = machine_with(allocator)
-    lift = BudgetLift(replace(machine, policy=replace(machine.policy, device_budget_bytes=None)))
-    lift.acquire()
-    lift.release()
+    budget = AllocatorBudget(
+        replace(machine, policy=replace(machine.policy, device_budget_bytes=None))
+    )
+    budget.leave_to_plan()
+    budget.keep()
     assert allocator.budgets == []
 
 
-@pytest.mark.parametrize(("card_bytes", "comes_back"), [(2 * GIB, True), (64 * MIB, False)])
-def test_mapped_memory_comes_back_if_the_card_has_room(card_bytes: int, comes_back: bool) -> None:
+def test_memory_that_recording_leaves_on_the_host_is_no_part_of_the_budget(
+    allocator: CountingAllocator,
+) -> None:
+    training = Training()
+    manager = managed(training, machine_with(allocator, 34 * MIB), "fault")
+    training.steps(BEFORE_PLANNED + 2)
+    away_bytes = sum(manager.away_bytes().values())
+    assert away_bytes > 0
+    training.steps(2, rows=3)  # recorded from its second step on
+    assert manager.status().state is ManagerState.RECORDING
+    held_bytes = sum(manager.away_bytes().values())
+    assert 0 < held_bytes <= away_bytes
+    assert allocator.budgets[-1] == 34 * MIB + held_bytes
+
+
+def test_spilled_memory_comes_back_where_a_plan_wants_it() -> None:
     settings = [native().ClassSetting()] * len(TensorClass)
     config = native().Config(settings, device_budget_bytes=20 * MIB)
-    allocator = native().Allocator.on_host(config, device_total_bytes=card_bytes)
+    allocator = native().Allocator.on_host(config, device_total_bytes=2 * GIB)
     blocks = [allocator.malloc(16 * MIB) for _ in range(3)]
     # A block that shares its pages must not move its neighbours.
     blocks.append(allocator.malloc(LARGE_BYTES - 1))
     assert allocator.kind_stats(0)["managed"]["spilled_bytes"] >= 32 * MIB
     machine = machine_with(allocator, 20 * MIB)
-    machine = replace(machine, hardware=replace(machine.hardware, device_bytes=card_bytes))
-    lift = BudgetLift(machine)
-    lift.acquire()
-    lift.acquire()
+    bring_back_spilled(machine, stay={blocks[2]})
+    bring_back_spilled(machine)
     counts = machine.engine.statistics().counts
     prefetches = sum(
         sum(of.requests.values()) for (op, _), of in counts.items() if op == "prefetch"
     )
-    assert prefetches == (2 if comes_back else 0)  # the first one had room
-    lift.release()
+    assert prefetches == 1  # the first one had room
     for address in blocks:
         allocator.free(address)
 

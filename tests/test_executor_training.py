@@ -23,7 +23,7 @@ from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.executor import Manager, ManagerState
-from umem.executor.program import MODEL
+from umem.executor.step_plan import MODEL
 from umem.runtime.torch_hooks import saved_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -183,24 +183,6 @@ def test_a_closure() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_added_later() -> None:
-    def train(training: Training) -> None:
-        head = training.model.get_parameter("head.weight")
-        for step in range(14):
-            if step == 10:
-                head.requires_grad_(True)
-                training.optimizer.add_param_group({"params": [head]})
-            training.step()
-
-    def frozen_head() -> nn.Module:
-        model = Net()
-        model.head.requires_grad_(False)
-        return model
-
-    assert both(train, make_model=frozen_head).status().plans == 1
-
-
-@pytest.mark.slow
 def test_loading_state_between_steps() -> None:
     def train(training: Training) -> None:
         training.steps(10)
@@ -260,7 +242,7 @@ def test_inputs_of_checkpointed_blocks_are_copied_out_and_back(model: type[Net])
     status = manager.status()
     assert (status.diverged_steps, status.wait_timeouts) == (0, 0)
     assert status.steps > 0
-    copied = program_of(manager).copied
+    copied = program_of(manager).plan.copied
     assert copied[MODEL, 0]
     moved = manager.store.statistics
     assert moved.bytes_out == moved.bytes_in > 0
@@ -275,7 +257,7 @@ def test_inputs_of_checkpointed_blocks_move_as_pages(planner: str) -> None:
     for training in (plain, managed):
         training.steps(12, rows=4)
     assert managed.losses == plain.losses
-    assert program_of(manager).paged[MODEL, 0]
+    assert program_of(manager).plan.paged[MODEL, 0]
     assert manager.status().diverged_steps == 0
 
 

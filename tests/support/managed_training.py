@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,16 @@ def host_machine(budget_bytes: int | str, policy: Any = "managed", **hints: Any)
         allocator=None,
         mover=None,
         stream=lambda: 0,
+        is_capturing=lambda: False,
+        background=_at_once,
     )
+
+
+def _at_once(work: Callable[[], Any]) -> Future[Any]:
+    """Run a search in the training's thread, so that plans come after the same step each time."""
+    future: Future[Any] = Future()
+    future.set_result(work())
+    return future
 
 
 class Checkpointed(Net):
@@ -214,16 +224,25 @@ def current_phase(manager: Manager) -> int:
 
 
 def replan(manager: Manager) -> None:
-    """Make a manager's plans again, as after a correction of the bandwidths."""
-    manager._plans.make()
-    manager._load(next(iter(manager._plans._programs.values())))
+    """Bind a manager's plan to its addresses again, as after tensors have moved."""
+    manager._plans.find_again()
+    (shapes,) = manager._plans.shapes
+    program = manager._plans.program(shapes)
+    assert program is not None
+    manager._load(program)
 
 
 def run_phases(runner: Runner, *work: PhaseWork) -> None:
     """Let a runner do the work of a step's phases."""
     phases = [SimpleNamespace(label=str(number), phase=number) for number in range(len(work))]
+    addresses = SimpleNamespace(fixed={})
     program: Any = SimpleNamespace(
-        work=work, followed=phases, present={}, away_bytes=lambda tensors: tensors
+        plan=SimpleNamespace(followed=phases, away_at_start=frozenset()),
+        work=work,
+        addresses=addresses,
+        present={},
+        blocks=lambda _: (),
+        away_bytes=lambda tensors: tensors,
     )
     runner.load(program)
     runner.step_begins()

@@ -20,12 +20,13 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
     The cache is beside the source file or in the user's cache folder (``NUMBA_CACHE_DIR`` sets
     another); if neither can be written, every process compiles again. A message announces the
-    first compilation of a process.
+    first compilation of a process. The function runs without the interpreter's lock, beside other
+    threads.
     """
     try:
-        made = njit(cache=True, **options)(function)
+        made = njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no cache folder can be written
-        made = njit(**options)(function)
+        made = njit(nogil=True, **options)(function)
     _functions.add(made)
     return made
 

@@ -50,12 +50,16 @@ class AdmissionPlan:
         For each prefetch, the eviction that must be finished before it begins, or None.
     fetches
         The activations to copy back at the start of the phase, by number in the trace.
+    away_at_start
+        Tensors that live from step to step and are off the device when a step begins, without those
+        that are mapped.
     """
 
     waits: tuple[Eviction | None, ...]
     coming: tuple[tuple[HintRow, ...], ...]
     after: tuple[tuple[Eviction | None, ...], ...]
     fetches: tuple[tuple[int, ...], ...]
+    away_at_start: frozenset[int]
 
 
 def plan_admission(
@@ -106,6 +110,7 @@ def plan_admission(
         coming=tuple(tuple(it.row for it in step.prefetches) for step in steps),
         after=tuple(tuple(it.after for it in step.prefetches) for step in steps),
         fetches=tuple(tuple(step.fetches) for step in steps),
+        away_at_start=walk.away,
     )
 
 
@@ -206,6 +211,12 @@ class _ResidencyWalk:
         """Tensors that the plan wants back: with their prefetch, or None for a copy."""
         self._unused: dict[int, _Prefetch] = {}
         """Prefetches that add bytes, by tensor, until a phase uses the tensor; in order."""
+
+    @property
+    def away(self) -> frozenset[int]:
+        """Tensors that live from step to step, migrate, and are not resident now."""
+        migrating = np.flatnonzero(self._trace.persistent & self._on_device).tolist()
+        return frozenset(migrating) - self._resident
 
     def end_step(self) -> None:
         """Continue with the first phase of the next step."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from umem.executor.background import Background, run_in_thread
 from umem.hardware import Hardware, detect_hardware
 from umem.hardware.host_memory import host_memory_bytes
 from umem.offload import Mover
@@ -41,11 +42,15 @@ class Machine:
     policy
         Budget, rules and planner.
     allocator
-        The native allocator. Its bound on residency is lifted while a plan runs. None for none.
+        The native allocator, which keeps the budget while no plan runs. None for none.
     mover
         Copies activations; None for that of the device.
     stream
         Returns the handle of the current stream of the calling thread.
+    is_capturing
+        Returns whether a CUDA graph of that stream is being captured.
+    background
+        Starts the search for plans beside the training.
     """
 
     device: torch.device
@@ -55,6 +60,8 @@ class Machine:
     allocator: Allocator | None
     mover: Mover | None
     stream: Callable[[], int]
+    is_capturing: Callable[[], bool]
+    background: Background = run_in_thread
 
     @property
     def index(self) -> int:
@@ -163,6 +170,7 @@ def cuda_machine(device: int, model: nn.Module, optimizer: Optimizer) -> Machine
         allocator=state.allocator,
         mover=None,
         stream=lambda: current_raw_stream(device),
+        is_capturing=torch.cuda.is_current_stream_capturing,
     )
 
 

@@ -1,4 +1,4 @@
-"""One model's training under a plan: recorded, planned, carried out, corrected."""
+"""One model's training under a plan: recorded, planned, carried out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,10 +24,11 @@ from umem.capture.live import (
 )
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.executor.budget_lift import BudgetLift
+from umem.executor.lifecycle import TRANSITIONS, Event
 from umem.executor.machine import Machine
+from umem.executor.mapped_blocks import AllocatorBudget, MappedBlocks, bring_back_spilled
 from umem.executor.plans import Plans
-from umem.executor.program import MappedBlocks, Program
+from umem.executor.program import Program
 from umem.executor.runner import Runner
 from umem.executor.status import ManagerState, ManagerStatus
 from umem.offload import ActivationStore
@@ -56,9 +57,35 @@ _MOST_UNSEEN = 8
 _LONGEST_RECORDING = 64
 """Steps after which a recording without enough equal steps is given up."""
 
+_DIVERGED = 3
+"""Diverging steps in a row after which the training counts as changed; twice as many each time, as
+some trainings never do the same twice."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The steps that a manager has seen."""
+
+    steps: int = 0
+    recording_since: int = 0
+    """Steps before the present recording."""
+    is_in_step: bool = False
+    """Between a step's first forward pass and its optimizer's step."""
+    unseen: int = 0
+    """Steps since the last one in which the model was called."""
+    unplanned: int = 0
+    """Steps of shapes without a plan."""
+    unknown: Counter[CallShapes] = field(default_factory=Counter)
+    """The same by shape."""
+    most_diverged: int = _DIVERGED
+    """Diverging steps in a row that are borne."""
+
 
 class Manager:
     """Keeps a training within its device budget; made by :func:`umem.manage`.
+
+    It is a state machine: :data:`umem.executor.lifecycle.TRANSITIONS` says which event leads from
+    which state to which, and a method of the manager does what begins with each state.
 
     Parameters
     ----------
@@ -71,11 +98,7 @@ class Manager:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        machine: Machine,
-        planner: PolicyPlanner,
+        self, model: nn.Module, optimizer: Optimizer, machine: Machine, planner: PolicyPlanner
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
@@ -83,6 +106,8 @@ class Manager:
         self._planner = planner
         self._state = ManagerState.WARMING_UP
         self._reason = ""
+        self._progress = _Progress()
+        self._recording: StepRecording | None = None
         self._store = ActivationStore(machine.device, machine.mover)
         self._store.keep([*model.parameters(), *model.buffers()])
         self._guard = Guard(self._fail)
@@ -92,15 +117,10 @@ class Manager:
         self._phase_tracker = PhaseTracker(root, blocks, self._guard, self._runner)
         labels = {block.name: block.forward for block in blocks}
         self._plans = Plans(model, optimizer, machine, planner, labels)
-        self._recording: StepRecording | None = None
-        self._unknown: Counter[CallShapes] = Counter()
-        self._unplanned = 0
-        self._steps_seen = 0
-        self._recording_since = 0
-        self._is_in_step = False
-        self._have_moved = False
-        self._unseen = 0
         self._mapped = MappedBlocks(machine, optimizer)
+        self._budget = AllocatorBudget(machine)
+        # Released even if nobody calls close(); not at exit, when the allocator goes too.
+        weakref.finalize(self, self._budget.release).atexit = False
         self._undo = [
             # First, because FSDP's own hook replaces the optimizer's parameters by gathered ones.
             model.register_forward_pre_hook(
@@ -113,18 +133,12 @@ class Manager:
             optimizer.register_load_state_dict_pre_hook(self._guard(self._memory_moves)).remove,
             model.register_load_state_dict_post_hook(self._guard(self._memory_moves)).remove,
         ]
-        self._budget_lift = BudgetLift(machine)
-        # Released even if nobody calls close(); not at exit, when the allocator goes too.
-        weakref.finalize(self, self._budget_lift.release).atexit = False
-        # Otherwise the allocator would map memory on the host and slow down the first steps.
-        self._budget_lift.acquire()
 
     # ------------------------------------------------------------------ for the user
 
     def status(self) -> ManagerStatus:
         """Current state, as a :class:`ManagerStatus`."""
-        program = self._runner.program
-        counts = self._runner.counts
+        program, counts = self._runner.program, self._runner.counts
         return ManagerStatus(
             state=self._state,
             reason=self._reason,
@@ -132,11 +146,11 @@ class Manager:
             budget_bytes=self._machine.policy.device_budget_bytes,
             predicted=None
             if program is None
-            else replace(program.candidate.predicted, timeline=None),
+            else replace(program.plan.candidate.predicted, timeline=None),
             plans=self._plans.count,
             steps=counts.steps,
             diverged_steps=counts.diverged_steps,
-            unplanned=self._unplanned,
+            unplanned=self._progress.unplanned,
             wait_s=counts.wait_s,
             wait_timeouts=counts.wait_timeouts,
         )
@@ -150,7 +164,7 @@ class Manager:
     def trace(self) -> Trace | None:
         """The recorded step from which the present plan was made; None without a plan."""
         program = self._runner.program
-        return None if program is None else program.candidate.trace
+        return None if program is None else program.plan.candidate.trace
 
     @property
     def store(self) -> ActivationStore:
@@ -168,8 +182,13 @@ class Manager:
         return self._machine.device
 
     def away_bytes(self) -> dict[TensorClass, int]:
-        """Bytes by class that the plan keeps off the device now."""
-        return self._runner.away_bytes()
+        """Bytes by class that the manager keeps off the device now."""
+        if self._runner.program is not None:
+            return self._runner.away_bytes()
+        held: Counter[TensorClass] = Counter()
+        for _, size_bytes, tensor_class in self._mapped.held:
+            held[tensor_class] += size_bytes
+        return dict(held)
 
     def watch(self, look: Callable[[], None] | None) -> None:
         """Call a function before and after the work at each phase's start; None ends it.
@@ -177,6 +196,13 @@ class Manager:
         The function may read :meth:`away_bytes`; it must not change the training step.
         """
         self._runner.watch = look
+
+    def wait_for_search(self, timeout_s: float) -> None:
+        """Wait until a search for a plan, if one is under way, has ended; for benchmarks and tests.
+
+        The plan runs from the next step on, or the one after it.
+        """
+        self._plans.wait(timeout_s)
 
     @property
     def is_closed(self) -> bool:
@@ -186,9 +212,10 @@ class Manager:
     def close(self) -> None:
         """Stop managing: mapped memory is brought back now, evicted pages when they are used.
 
-        Do not call it from a hook of the model or the optimizer.
+        A search that is under way is not waited for. Do not call it from a hook of the model or the
+        optimizer.
         """
-        self._end(ManagerState.OFF, "closed")
+        self._handle(Event.ENDED, "closed")
         self._end_recording()
         for undo in self._undo:
             undo()
@@ -205,22 +232,23 @@ class Manager:
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
             or current_graph_task_id() != -1  # a checkpoint computes again
+            or self._progress.is_in_step
         ):
             return
-        if self._is_in_step:
-            return
-        self._is_in_step = True
-        self._before_step(call_shapes(args, kwargs))
+        self._progress.is_in_step = True
+        if not self._machine.is_capturing():  # a captured step runs without the plan
+            self._before_step(call_shapes(args, kwargs))
 
     def _optimizer_begins(self, *_: object) -> None:
         self._phase_tracker.optimizer_begins()
 
     def _optimizer_ends(self, *_: object) -> None:
-        self._unseen = 0 if self._is_in_step else self._unseen + 1
-        self._is_in_step = False
-        self._steps_seen += 1
+        progress = self._progress
+        progress.unseen = 0 if progress.is_in_step else progress.unseen + 1
+        progress.is_in_step = False
+        progress.steps += 1
         self._phase_tracker.optimizer_ends()
-        if self._unseen == _MOST_UNSEEN and self._state is ManagerState.WARMING_UP:
+        if progress.unseen == _MOST_UNSEEN and self._state is ManagerState.WARMING_UP:
             self._give_up(
                 "the optimizer steps, but no call of the model is seen: all of it is compiled, "
                 "or the program calls another module. Compile the layers one by one, or give "
@@ -228,45 +256,114 @@ class Manager:
             )
 
     def _memory_moves(self, *_: object) -> None:
-        """Note that addresses in plans are out of date, as after loading a state dict."""
-        self._have_moved = True
-        self._load(None)
+        """Tensors get other memory, as after loading a state dict."""
+        self._runner.load(None)
+        self._mapped.hold(())
+        self._plans.find_again()
+        if self._state is ManagerState.RECORDING:
+            self._budget.keep()
 
     def _fail(self, error: Exception) -> None:
         _LOG.warning("umem: the executor ends, training goes on: %r", error, exc_info=error)
-        self._end(ManagerState.OFF, f"{type(error).__name__}: {error}")
+        self._handle(Event.ENDED, f"{type(error).__name__}: {error}")
 
-    def _end(self, state: ManagerState, reason: str) -> None:
-        self._phase_tracker.stop()
-        self._load(None)
-        self._state, self._reason = state, reason
-        self._budget_lift.release()
+    def _give_up(self, reason: UmemError | str) -> None:
+        _LOG.warning(
+            "umem: no plan for %s, so past the budget new memory is mapped on the host: %s",
+            type(self._model()).__name__,
+            reason,
+        )
+        self._handle(Event.NO_PLAN, str(reason))
 
-    # ------------------------------------------------------------------ from step to step
+    # ------------------------------------------------------------------ events
+
+    def _handle(self, event: Event, reason: str = "") -> None:
+        """Go to the state that follows this event, and do what begins with it."""
+        state = TRANSITIONS.get((self._state, event))
+        if state is not None:
+            self._state, self._reason = state, reason
+            self._BEGIN[state](self)
 
     def _before_step(self, shapes: CallShapes) -> None:
-        """Advance the state before a step's first forward pass, where hooks may be changed."""
-        if self._state is ManagerState.WARMING_UP and self._steps_seen >= _WARM_UP:
-            if self._machine.everything_fits():
-                self._end(ManagerState.RESIDENT, "")
-            else:
-                self._start_recording()
-        elif self._state is ManagerState.RECORDING:
-            self._look_at_recording()
-        if self._have_moved:
-            self._have_moved = False
-            self._plans.find_again()
-        if self._state in (ManagerState.RUNNING, ManagerState.RESIDENT):
+        """Handle what is due before a step's first forward pass, where hooks may be changed."""
+        while event := self._due():
+            if event is Event.CHANGED:
+                self._plans.start_over()
+            self._handle(event)
+        if self._state is ManagerState.RESIDENT and not self._machine.everything_fits():
+            self._meet(shapes)
+        if self._plans.count and self._state in (ManagerState.PLANNING, ManagerState.RUNNING):
             self._choose_program(shapes)
 
-    def _start_recording(self) -> None:
+    def _due(self) -> Event | None:
+        """The event that the steps so far have led to."""
+        progress = self._progress
+        if self._state is ManagerState.WARMING_UP and progress.steps >= _WARM_UP:
+            return Event.FITS if self._machine.everything_fits() else Event.DOES_NOT_FIT
+        if self._state in (ManagerState.RECORDING, ManagerState.PLANNING, ManagerState.RUNNING):
+            diverged = self._runner.counts.diverged_in_a_row >= progress.most_diverged
+            if diverged or not self._plans.still_hold():
+                progress.most_diverged *= 1 + diverged
+                return Event.CHANGED
+        if self._state is ManagerState.RECORDING:
+            assert self._recording is not None
+            is_over = progress.steps - progress.recording_since >= _LONGEST_RECORDING
+            if self._recording.done or self._recording.failed or is_over:
+                return Event.RECORDED
+        if self._state is ManagerState.PLANNING and not self._plans.is_searching:
+            try:
+                self._plans.finish()
+            except UmemError as error:
+                self._give_up(error)
+                return None
+            return Event.NOTHING_TO_MOVE if self._plans.move_nothing else Event.PLANNED
+        return None
+
+    def _meet(self, shapes: CallShapes) -> None:
+        """Count a step of shapes that have no plan, and record the next one if they come again."""
+        progress = self._progress
+        progress.unplanned += 1
+        if self._state is ManagerState.PLANNING:
+            return
+        progress.unknown[shapes] += 1
+        if (
+            shapes not in self._plans.shapes  # otherwise it cannot be planned
+            and len(self._plans.shapes) < _MOST_PLANS
+            and progress.unknown[shapes] == _SEEN_BEFORE_RECORDING
+        ):
+            self._handle(Event.NEW_SHAPES)
+
+    def _choose_program(self, shapes: CallShapes) -> None:
+        """Run the plan for these batch shapes, or a lookahead made for other shapes."""
+        program = self._plans.program(shapes)
+        if program is None:
+            self._meet(shapes)
+            if self._state is ManagerState.RECORDING:
+                return
+            try:
+                program = self._plans.lookahead()
+            except UmemError as error:
+                self._give_up(error)
+                return
+        if program is not self._runner.program:
+            self._load(program)
+
+    # ------------------------------------------------------------------ what begins with a state
+
+    def _record(self) -> None:
+        """Record steps without a plan. What is off the device stays there, and is used in place."""
         model, optimizer = self._model(), self._optimizer()
         if model is None or optimizer is None:
             return
-        self._load(None)
+        self._end_recording()
         self._phase_tracker.stop()
-        # The recorded steps have to run with everything resident.
-        self._budget_lift.acquire()
+        self._mapped.hold(self._runner.away_blocks() or self._mapped.held)
+        self._runner.load(None)
+        self._runner.counts.diverged_in_a_row = 0
+        self._budget.keep(sum(size_bytes for _, size_bytes, _ in self._mapped.held))
+        if not self._plans.shapes:
+            self._plans.start_over()
+            self._progress.unknown.clear()
         self._recording = record(
             model,
             optimizer,
@@ -276,76 +373,55 @@ class Manager:
             known=self._plans.shapes,
         )
         self._recording.__enter__()
-        self._recording_since = self._steps_seen
-        self._state = ManagerState.RECORDING
+        self._progress.recording_since = self._progress.steps
+
+    def _plan(self) -> None:
+        """Search for plans, beside the training."""
+        recording = self._recording
+        assert recording is not None
+        self._end_recording()
+        self._plans.search(recording)
+        if self._plans.count:
+            self._phase_tracker.start()
+
+    def _run(self) -> None:
+        """Follow the plans from this step on."""
+        self._phase_tracker.start()
+
+    def _rest(self) -> None:
+        """Everything fits: let it be on the device, and do nothing."""
+        self._unload()
+        bring_back_spilled(self._machine)
+
+    def _stop(self) -> None:
+        """Leave the training to itself. The allocator keeps the budget."""
+        self._plans.stop()
+        self._unload()
+
+    _BEGIN: ClassVar[Mapping[ManagerState, Callable[[Manager], None]]] = {
+        ManagerState.RECORDING: _record,
+        ManagerState.PLANNING: _plan,
+        ManagerState.RUNNING: _run,
+        ManagerState.RESIDENT: _rest,
+        ManagerState.OFF: _stop,
+    }
 
     def _end_recording(self) -> None:
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.__exit__(None, None, None)
 
-    def _look_at_recording(self) -> None:
-        recording = self._recording
-        assert recording is not None
-        is_over = self._steps_seen - self._recording_since >= _LONGEST_RECORDING
-        if not (recording.done or is_over or recording.failed):
-            return
-        self._end_recording()
-        try:
-            self._plans.add(recording)
-        except UmemError as error:
-            if not self._plans.count:
-                self._give_up(error)
-                return
-        self._make_plans()
-
-    def _give_up(self, reason: UmemError | str) -> None:
-        _LOG.warning(
-            "umem: no plan for %s, so past the budget new memory is mapped on the host: %s",
-            type(self._model()).__name__,
-            reason,
-        )
-        self._end(ManagerState.OFF, str(reason))
-
-    def _make_plans(self) -> None:
-        try:
-            self._plans.make()
-        except UmemError as error:
-            self._give_up(error)
-            return
-        if self._plans.changes_nothing:
-            self._end(ManagerState.RESIDENT, "")
-        else:
-            self._state = ManagerState.RUNNING
-            self._budget_lift.leave_to_plans()
-            self._phase_tracker.start()
-
-    def _choose_program(self, shapes: CallShapes) -> None:
-        """Run the plan for these batch shapes, or a lookahead made for other shapes."""
-        program = self._plans.program(shapes)
-        if self._state is ManagerState.RESIDENT and self._machine.everything_fits():
-            return
-        if program is None:
-            self._unknown[shapes] += 1
-            self._unplanned += 1
-            if (
-                shapes not in self._plans.shapes  # otherwise it cannot be planned
-                and len(self._plans.shapes) < _MOST_PLANS
-                and self._unknown[shapes] == _SEEN_BEFORE_RECORDING
-            ):
-                self._start_recording()
-                return
-            if self._state is ManagerState.RESIDENT:
-                return
-            try:
-                program = self._plans.lookahead()
-            except UmemError as error:
-                self._give_up(error)
-                return
-        if self._state is ManagerState.RUNNING and program is not self._runner.program:
-            self._load(program)
-
-    def _load(self, program: Program | None) -> None:
-        """Run another program, or none. Memory that both map on the host stays mapped."""
+    def _load(self, program: Program) -> None:
+        """Run another program. Memory that both map on the host stays mapped."""
+        away = {address for address, _, _ in program.away_at_start}
+        if self._runner.program is None:
+            bring_back_spilled(self._machine, away | {it[0] for it in program.mapped})
         self._runner.load(program)
-        self._mapped.hold(() if program is None else program.mapped)
+        self._mapped.hold(program.mapped, stay=away)
+        self._budget.leave_to_plan()
+
+    def _unload(self) -> None:
+        self._phase_tracker.stop()
+        self._runner.load(None)
+        self._mapped.hold(())
+        self._budget.keep()

@@ -11,9 +11,12 @@ import torch
 
 from umem.capture.live import Block, SavedTensorHooks
 from umem.core.classes import TensorClass
+from umem.core.schedule import HintOp
 from umem.executor.admission import Eviction
 from umem.executor.machine import Machine
-from umem.executor.program import MODEL, GroupKey, Hints, PhaseWork, Program
+from umem.executor.mapped_blocks import MappedBlock
+from umem.executor.program import Hints, PhaseWork, Program
+from umem.executor.step_plan import MODEL, GroupKey, PhasePlan
 from umem.executor.tensor_addresses import storage_address, whole_blocks
 from umem.offload import ActivationStore
 from umem.runtime.hints import HintOutcome
@@ -24,6 +27,11 @@ __all__ = ["MAX_WAIT_S", "Runner"]
 MAX_WAIT_S = 2.0
 """Longest wait of a phase for its pages, seconds. After it they come by fault, late but correct."""
 
+_LEAST_WAIT_S = 1e-3
+_BACK_OFF = 4
+"""After a wait that has timed out, later ones last this many times shorter; after a step without
+such a wait, longer again. A link that stays too slow does not cost two seconds in every step."""
+
 
 @dataclass(slots=True)
 class RunnerCounts:
@@ -33,6 +41,8 @@ class RunnerCounts:
     """Steps that ran their whole program."""
     diverged_steps: int = 0
     """Steps that did not, because of an exception or of phases unlike the recorded ones."""
+    diverged_in_a_row: int = 0
+    """Of these, the steps since the last whole one under any program."""
     wait_s: float = 0.0
     """Time that the training thread waited for pages."""
     wait_timeouts: int = 0
@@ -85,6 +95,8 @@ class Runner:
         self._saved = SavedTensorHooks(self._on_save, _ignore)
         self._paged: list[tuple[dict[int, int], list[int]]] = []
         self._open: list[_Call] = []
+        self._patience_s = MAX_WAIT_S
+        self._has_timed_out = False
         self._away: frozenset[int] = frozenset()
 
     @property
@@ -98,10 +110,35 @@ class Runner:
             self._leave(self._open.pop())
         before, self._program = self._program, program
         self._is_on_track = False
-        if program is None or before is None:
+        if program is None:
             self._away = frozenset()
+        elif before is None:
+            self._away = self._evict(program)
         else:
             self._away = program.away_after(before, self._away)
+
+    def _evict(self, program: Program) -> frozenset[int]:
+        """Evict what a program has off the device when a step begins, so that its first step fits.
+
+        Returns the tensors whose hints were accepted.
+        """
+        engine, device = self._machine.engine, self._machine.index
+        fixed = program.addresses.fixed
+        away = [it for it in program.plan.away_at_start if fixed.get(it)]
+        return frozenset(
+            tensor
+            for tensor, (address, size_bytes, of_class) in zip(
+                away, program.blocks(away), strict=True
+            )
+            if engine.submit(
+                HintOp.EVICT, address, size_bytes, device=device, tensor_class=of_class
+            )
+        )
+
+    def away_blocks(self) -> tuple[MappedBlock, ...]:
+        """What the program keeps on the host now: mapped blocks, and others that have left."""
+        program = self._program
+        return () if program is None else (*program.mapped, *program.blocks(self._away))
 
     def away_bytes(self) -> dict[TensorClass, int]:
         """Bytes by class that the program keeps off the device now."""
@@ -112,6 +149,8 @@ class Runner:
     def step_begins(self) -> None:
         """Start the program from its first phase."""
         self._is_on_track = self._program is not None
+        if self._is_on_track and self._machine.is_capturing():
+            self._is_on_track = False  # what a graph replays must not wait for hints
         self._position, self._phase = 0, -1
         self._calls.clear()
         if self._program is not None:
@@ -124,13 +163,15 @@ class Runner:
         program = self._program
         if program is None or not self._is_on_track:
             return
+        followed = program.plan.followed
         if (
-            self._position >= len(program.followed)
-            or program.followed[self._position].label != label
+            self._position >= len(followed)
+            or followed[self._position].label != label
+            or self._machine.is_capturing()
         ):
             self._is_on_track = False
             return
-        phase = program.followed[self._position].phase
+        phase = followed[self._position].phase
         self._position += 1
         if phase > self._phase:
             # The first of several joined phases starts them all.
@@ -147,23 +188,24 @@ class Runner:
             self.watch = None
 
     def _begin(self, program: Program, work: PhaseWork) -> None:
-        for group, ordinals in work.releases:
+        plan = work.plan
+        for group, ordinals in plan.releases:
             self._store.release(group, ordinals)
-        for group, ordinals in work.sends:
+        for group, ordinals in plan.sends:
             self._store.send(group, ordinals)
-        self._away -= work.arrives
+        self._away -= plan.arrives
         if work.leaving is not None:
-            self._away |= self._fire(work.leaving)
-        if work.room is not None:
-            self._wait(program.work[work.room.phase].leaving, work.room.number)
+            self._away |= self._submit(work.leaving)
+        if plan.room is not None:
+            self._wait(program.work[plan.room.phase].leaving, plan.room.number)
         if work.coming is not None:
-            self._fire(work.coming, _tickets_before(program, work.coming))
-        if work.needs:
-            self._need(program, work)
-        for group, ordinals in work.fetches:
+            self._submit(work.coming, _tickets_before(program, plan.after))
+        if plan.needs:
+            self._need(program, plan)
+        for group, ordinals in plan.fetches:
             self._store.fetch(group, ordinals)
 
-    def _fire(self, hints: Hints, after: Sequence[int] = ()) -> frozenset[int]:
+    def _submit(self, hints: Hints, after: Sequence[int] = ()) -> frozenset[int]:
         """Submit the hints of tensors that have an address; return the tensors accepted."""
         missing = set()
         for number, find in hints.lookups:
@@ -176,14 +218,14 @@ class Runner:
         asked = [tensor for number, tensor in enumerate(hints.tensors) if number not in missing]
         return frozenset(asked[: len(hints.batch.tickets)])  # a full queue takes only the first
 
-    def _need(self, program: Program, work: PhaseWork) -> None:
+    def _need(self, program: Program, plan: PhasePlan) -> None:
         """Mark the prefetches of a phase as needed now, and wait for them."""
-        tickets = [_ticket(program.work[phase].coming, number) for phase, number in work.needs]
+        tickets = [_ticket(program.work[phase].coming, number) for phase, number in plan.needs]
         self._machine.engine.mark_needed(*filter(None, tickets))
-        if work.waits:
+        if plan.waits:
             # In each batch up to the last needed one: with two workers that prefetch, an earlier
             # batch may finish after a later one.
-            for phase, number in dict(work.needs).items():
+            for phase, number in dict(plan.needs).items():
                 self._wait(program.work[phase].coming, number)
 
     def _wait(self, hints: Hints | None, number: int) -> None:
@@ -194,11 +236,13 @@ class Runner:
         engine, began_s = self._machine.engine, time.perf_counter()
         for ticket in range(hints.batch.tickets[0], last + 1):
             try:
-                outcome = engine.wait(ticket, timeout_s=MAX_WAIT_S)
+                outcome = engine.wait(ticket, timeout_s=self._patience_s)
             except KeyError:  # finished so long ago that the engine has forgotten it
                 continue
             if outcome is HintOutcome.OPEN:
                 self.counts.wait_timeouts += 1
+                self._has_timed_out = True
+                self._patience_s = max(self._patience_s / _BACK_OFF, _LEAST_WAIT_S)
                 break
         self.counts.wait_s += time.perf_counter() - began_s
 
@@ -208,9 +252,14 @@ class Runner:
         program = self._program
         if program is None:
             return
-        was_whole = self._is_on_track and not is_broken and self._position == len(program.followed)
+        if not self._has_timed_out:
+            self._patience_s = min(self._patience_s * _BACK_OFF, MAX_WAIT_S)
+        self._has_timed_out = False
+        is_whole = self._position == len(program.plan.followed)
+        was_whole = self._is_on_track and not is_broken and is_whole
         self.counts.steps += was_whole
         self.counts.diverged_steps += not was_whole
+        self.counts.diverged_in_a_row = 0 if was_whole else self.counts.diverged_in_a_row + 1
 
     # ------------------------------------------------------------------ activations
 
@@ -227,16 +276,17 @@ class Runner:
         if program is None or not self._is_on_track or call.key is None:
             call.key = None
             return
+        plan = program.plan
         # What a block saves must not be counted as saved by the model itself.
-        call.is_copied = call.key in program.copied or (outer is not None and outer.is_copied)
-        call.is_paged = call.key in program.paged or (outer is not None and outer.is_paged)
+        call.is_copied = call.key in plan.copied or (outer is not None and outer.is_copied)
+        call.is_paged = call.key in plan.paged or (outer is not None and outer.is_paged)
         if call.is_copied:
-            self._store.open_group(call.key, program.copied.get(call.key, frozenset()))
+            self._store.open_group(call.key, plan.copied.get(call.key, frozenset()))
         if call.is_paged:
             call.has_hooks = outer is None or not outer.has_hooks
             if call.has_hooks:
                 self._saved.push()
-            self._paged.append((dict(program.paged.get(call.key, {})), [0]))
+            self._paged.append((dict(plan.paged.get(call.key, {})), [0]))
 
     def block_ends(self, _block: Block) -> None:
         """After a block's forward pass, let its saved tensors leave."""
@@ -249,7 +299,7 @@ class Runner:
             return
         if call.is_copied:
             self._store.close_group()
-            if call.key in program.copied and call.key[0] != MODEL:
+            if call.key in program.plan.copied and call.key[0] != MODEL:
                 self._store.send(call.key)
         if call.is_paged:
             self._paged.pop()
@@ -264,18 +314,18 @@ class Runner:
         count[0] += 1
         # Batches of other shapes have other sizes: a hint must not exceed a smaller block.
         if number is not None and _fills(
-            tensor, self._program.candidate.trace.tensor_bytes[number]
+            tensor, self._program.plan.candidate.trace.tensor_bytes[number]
         ):
             self._program.present[number] = storage_address(tensor)
 
 
-def _tickets_before(program: Program, coming: Hints) -> list[int]:
+def _tickets_before(program: Program, after: Sequence[Eviction | None]) -> list[int]:
     """Tickets of the evictions that the prefetches wait for; 0 for none."""
     tickets: dict[Eviction | None, int] = {None: 0}
-    for eviction in set(coming.after):
+    for eviction in set(after):
         if eviction is not None:
             tickets[eviction] = _ticket(program.work[eviction.phase].leaving, eviction.number)
-    return [tickets[eviction] for eviction in coming.after]
+    return [tickets[eviction] for eviction in after]
 
 
 def _ticket(hints: Hints | None, number: int) -> int:

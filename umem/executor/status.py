@@ -18,6 +18,9 @@ class ManagerState(StrEnum):
     """The first two steps, in which the optimizer makes its state. Under :func:`umem.enable` the
     training's own first step comes before them."""
     RECORDING = "recording"
+    """Steps are recorded, without a plan."""
+    PLANNING = "planning"
+    """A plan is searched for beside the training."""
     RUNNING = "running"
     """Steps run under a plan."""
     RESIDENT = "resident"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,14 @@ from umem.runtime.model_parts import (
 )
 from umem.trace import Trace
 
-__all__ = ["TensorAddresses", "find_addresses", "in_blocks", "storage_address", "whole_blocks"]
+__all__ = [
+    "TensorAddresses",
+    "find_addresses",
+    "in_blocks",
+    "storage_address",
+    "training_signature",
+    "whole_blocks",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +42,18 @@ class TensorAddresses:
     gradients
         Gradients, which are allocated anew in each step: function that returns the present
         address, 0 for none.
+    owners
+        Of the fixed ones that are large enough to move: the tensor, and where its data begins.
     """
 
     fixed: Mapping[int, int]
     gradients: Mapping[int, Callable[[], int]]
+    owners: Sequence[tuple[weakref.ref[torch.Tensor], int]]
+
+    def are_current(self) -> bool:
+        """Whether the tensors are still where they were found."""
+        found = ((owner(), address) for owner, address in self.owners)
+        return all(tensor is not None and tensor.data_ptr() == at for tensor, at in found)
 
 
 def find_addresses(trace: Trace, model: nn.Module, optimizer: Optimizer) -> TensorAddresses:
@@ -50,12 +65,24 @@ def find_addresses(trace: Trace, model: nn.Module, optimizer: Optimizer) -> Tens
         tensors.update(named_parts(name, tensor))
     fixed: dict[int, int] = {}
     gradients: dict[int, Callable[[], int]] = {}
+    owners: list[tuple[weakref.ref[torch.Tensor], int]] = []
     for number, name in enumerate(trace.tensor_names):
         if name in tensors:
-            fixed[number] = storage_address(tensors[name])
+            tensor = tensors[name]
+            fixed[number] = storage_address(tensor)
+            if fixed[number] and trace.tensor_bytes[number] >= LARGE_BYTES:
+                owners.append((weakref.ref(tensor), tensor.data_ptr()))
         elif name.endswith(".grad") and name.removesuffix(".grad") in parameters:
             gradients[number] = _gradient_of(parameters[name.removesuffix(".grad")])
-    return TensorAddresses(fixed, gradients)
+    return TensorAddresses(fixed, gradients, owners)
+
+
+def training_signature(optimizer: Optimizer) -> tuple[object, ...]:
+    """Which parameters an optimizer trains, and as what type: plans hold as long as it is equal."""
+    return tuple(
+        (id(parameter), parameter.requires_grad, parameter.dtype)
+        for parameter in optimizer_parameters(optimizer)
+    )
 
 
 def in_blocks(trace: Trace) -> Trace:

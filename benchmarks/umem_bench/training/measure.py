@@ -169,6 +169,8 @@ def warm_up(training: Training, losses: list[torch.Tensor]) -> None:
         ):
             losses.append(training.step())
             float(losses[-1])  # the plan starts between steps: this loop must not run ahead
+            if str(manager.status().state) == "planning":
+                manager.wait_for_search(_PLAN_PATIENCE_S)
         if str(manager.status().state) == "running":
             losses += [training.step() for _ in range(ARRANGING_STEPS)]
     float(losses[-1])

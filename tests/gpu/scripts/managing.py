@@ -31,6 +31,9 @@ SMALLEST_BYTES = 2 << 20
 MOST_BEFORE_PLANNED = 20
 """Steps in which a plan has to be there."""
 
+MOST_SEARCH_S = 120.0
+"""A search takes so long at most, with compiling the planner."""
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:
@@ -115,8 +118,14 @@ class Training:
         for _ in range(MOST_BEFORE_PLANNED):
             self.step()
             self.losses[-1].item()
+            for manager in managers():
+                manager.wait_for_search(MOST_SEARCH_S)
             states = [manager.status().state for manager in managers()]
-            if states and states[0] not in (ManagerState.WARMING_UP, ManagerState.RECORDING):
+            if states and states[0] not in (
+                ManagerState.WARMING_UP,
+                ManagerState.RECORDING,
+                ManagerState.PLANNING,
+            ):
                 self.steps(2)  # hooks that came in the middle of a step follow the next one
                 return
 

@@ -128,11 +128,11 @@ class PhaseTracker:
         self._running: list[_Call | None] = []
         self._is_optimizer = False
         self._passes = 0
-        self.backward_failed = False
-        """Whether an exception has ended the last backward pass of the step in progress."""
 
     def start(self) -> None:
-        """Set the hooks; where one cannot be set, remove the others."""
+        """Set the hooks, if they are not set; where one cannot be set, remove the others."""
+        if self._hooks is not None:
+            return
         with ExitStack() as hooks:
             for block in (self._root, *self._blocks):
                 enter, leave = partial(self._enter, block), partial(self._leave, block)
@@ -234,7 +234,6 @@ class PhaseTracker:
             memory.start(self._blocks, is_running=lambda: bool(self._running))
         skipped = wanted.skipped if isinstance(wanted, Window) else frozenset[str]()
         self._step_count += 1
-        self.backward_failed = False
         return _Step(self._step_count, memory, skipped - {self._root.name})
 
     def _end_interrupted(self) -> None:
@@ -323,7 +322,6 @@ class PhaseTracker:
         step = self._step
         if step is None or self._passes:
             return
-        self.backward_failed = failed
         step.is_broken |= failed
         self._begin_phase(step, OPTIMIZER if self._is_optimizer else AFTER_BACKWARD)
 
