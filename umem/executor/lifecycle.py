@@ -1,14 +1,21 @@
-"""The states of a manager, the events that change them, and the table of both."""
+"""The events that change the state of a manager, the table of both, and the steps it has seen."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from umem.capture.live import CallShapes
 from umem.executor.status import ManagerState
 
-__all__ = ["TRANSITIONS", "Event"]
+__all__ = ["TRANSITIONS", "Event", "Progress"]
+
+_DIVERGED = 3
+"""Diverging steps in a row after which the training counts as changed; twice as many each time, as
+some trainings never do the same twice."""
 
 
 class Event(StrEnum):
@@ -51,3 +58,22 @@ TRANSITIONS: Mapping[tuple[ManagerState, Event], ManagerState] = MappingProxyTyp
     **{(state, Event.ENDED): ManagerState.OFF for state in ManagerState},
 })  # fmt: skip
 """The state after each event. An event that a state does not have here changes nothing."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """The steps that a manager has seen."""
+
+    steps: int = 0
+    recording_since: int = 0
+    """Steps before the present recording."""
+    is_in_step: bool = False
+    """Between a step's first forward pass and its optimizer's step."""
+    unseen: int = 0
+    """Steps since the last one in which the model was called."""
+    unplanned: int = 0
+    """Steps of shapes without a plan."""
+    unknown: Counter[CallShapes] = field(default_factory=Counter)
+    """The same by shape."""
+    most_diverged: int = _DIVERGED
+    """Diverging steps in a row that are borne."""

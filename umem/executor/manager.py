@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,9 +23,9 @@ from umem.capture.live import (
 )
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.executor.lifecycle import TRANSITIONS, Event
+from umem.executor.lifecycle import TRANSITIONS, Event, Progress
 from umem.executor.machine import Machine
-from umem.executor.mapped_blocks import AllocatorBudget, MappedBlocks, bring_back_spilled
+from umem.executor.mapped_blocks import MappedBlocks, bring_back_spilled
 from umem.executor.plans import Plans
 from umem.executor.program import Program
 from umem.executor.runner import Runner
@@ -57,29 +56,6 @@ _MOST_UNSEEN = 8
 _LONGEST_RECORDING = 64
 """Steps after which a recording without enough equal steps is given up."""
 
-_DIVERGED = 3
-"""Diverging steps in a row after which the training counts as changed; twice as many each time, as
-some trainings never do the same twice."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """The steps that a manager has seen."""
-
-    steps: int = 0
-    recording_since: int = 0
-    """Steps before the present recording."""
-    is_in_step: bool = False
-    """Between a step's first forward pass and its optimizer's step."""
-    unseen: int = 0
-    """Steps since the last one in which the model was called."""
-    unplanned: int = 0
-    """Steps of shapes without a plan."""
-    unknown: Counter[CallShapes] = field(default_factory=Counter)
-    """The same by shape."""
-    most_diverged: int = _DIVERGED
-    """Diverging steps in a row that are borne."""
-
 
 class Manager:
     """Keeps a training within its device budget; made by :func:`umem.manage`.
@@ -106,7 +82,7 @@ class Manager:
         self._planner = planner
         self._state = ManagerState.WARMING_UP
         self._reason = ""
-        self._progress = _Progress()
+        self._progress = Progress()
         self._recording: StepRecording | None = None
         self._store = ActivationStore(machine.device, machine.mover)
         self._store.keep([*model.parameters(), *model.buffers()])
@@ -118,9 +94,8 @@ class Manager:
         labels = {block.name: block.forward for block in blocks}
         self._plans = Plans(model, optimizer, machine, planner, labels)
         self._mapped = MappedBlocks(machine, optimizer)
-        self._budget = AllocatorBudget(machine)
         # Released even if nobody calls close(); not at exit, when the allocator goes too.
-        weakref.finalize(self, self._budget.release).atexit = False
+        weakref.finalize(self, self._mapped.release).atexit = False
         self._undo = [
             # First, because FSDP's own hook replaces the optimizer's parameters by gathered ones.
             model.register_forward_pre_hook(
@@ -185,10 +160,7 @@ class Manager:
         """Bytes by class that the manager keeps off the device now."""
         if self._runner.program is not None:
             return self._runner.away_bytes()
-        held: Counter[TensorClass] = Counter()
-        for _, size_bytes, tensor_class in self._mapped.held:
-            held[tensor_class] += size_bytes
-        return dict(held)
+        return self._mapped.held_bytes()
 
     def watch(self, look: Callable[[], None] | None) -> None:
         """Call a function before and after the work at each phase's start; None ends it.
@@ -258,10 +230,8 @@ class Manager:
     def _memory_moves(self, *_: object) -> None:
         """Tensors get other memory, as after loading a state dict."""
         self._runner.load(None)
-        self._mapped.hold(())
+        self._mapped.hold()
         self._plans.find_again()
-        if self._state is ManagerState.RECORDING:
-            self._budget.keep()
 
     def _fail(self, error: Exception) -> None:
         _LOG.warning("umem: the executor ends, training goes on: %r", error, exc_info=error)
@@ -288,6 +258,7 @@ class Manager:
         """Handle what is due before a step's first forward pass, where hooks may be changed."""
         while event := self._due():
             if event is Event.CHANGED:
+                _LOG.info("umem: the training is no longer the recorded one: recording anew")
                 self._plans.start_over()
             self._handle(event)
         if self._state is ManagerState.RESIDENT and not self._machine.everything_fits():
@@ -360,17 +331,12 @@ class Manager:
         self._mapped.hold(self._runner.away_blocks() or self._mapped.held)
         self._runner.load(None)
         self._runner.counts.diverged_in_a_row = 0
-        self._budget.keep(sum(size_bytes for _, size_bytes, _ in self._mapped.held))
         if not self._plans.shapes:
             self._plans.start_over()
             self._progress.unknown.clear()
+        known = self._plans.shapes
         self._recording = record(
-            model,
-            optimizer,
-            steps=2,
-            warmup=1,
-            optimizer_parts=False,
-            known=self._plans.shapes,
+            model, optimizer, steps=2, warmup=1, optimizer_parts=False, known=known
         )
         self._recording.__enter__()
         self._progress.recording_since = self._progress.steps
@@ -417,11 +383,9 @@ class Manager:
         if self._runner.program is None:
             bring_back_spilled(self._machine, away | {it[0] for it in program.mapped})
         self._runner.load(program)
-        self._mapped.hold(program.mapped, stay=away)
-        self._budget.leave_to_plan()
+        self._mapped.hold(program.mapped, away, plan_runs=True)
 
     def _unload(self) -> None:
         self._phase_tracker.stop()
         self._runner.load(None)
-        self._mapped.hold(())
-        self._budget.keep()
+        self._mapped.hold()

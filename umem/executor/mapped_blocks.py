@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from torch.optim.optimizer import Optimizer
@@ -24,8 +25,9 @@ _NO_BOUND = 0
 class MappedBlocks:
     """The blocks that a manager maps on the host, so that the device uses them in place.
 
-    Advice stays with memory. So it is withdrawn when a block is no longer wanted, and when the
-    optimizer is collected, because its memory will be reused.
+    The allocator's budget follows them (:class:`AllocatorBudget`). Advice stays with memory. So it
+    is withdrawn when a block is no longer wanted, and when the optimizer is collected, because its
+    memory will be reused.
 
     Parameters
     ----------
@@ -38,15 +40,29 @@ class MappedBlocks:
     def __init__(self, machine: Machine, optimizer: Optimizer) -> None:
         self._machine = machine
         self._held: list[MappedBlock] = []
+        self._budget = AllocatorBudget(machine)
         end = weakref.finalize(optimizer, _bring_back, machine, self._held)
         end.atexit = False  # the memory goes with the process
+
+    def held_bytes(self) -> dict[TensorClass, int]:
+        """Bytes of the mapped blocks, by class."""
+        total: Counter[TensorClass] = Counter()
+        for _, size_bytes, tensor_class in self._held:
+            total[tensor_class] += size_bytes
+        return dict(total)
 
     @property
     def held(self) -> tuple[MappedBlock, ...]:
         """The blocks that are mapped now."""
         return tuple(self._held)
 
-    def hold(self, blocks: Sequence[MappedBlock], stay: Collection[int] = ()) -> None:
+    def hold(
+        self,
+        blocks: Sequence[MappedBlock] = (),
+        stay: Collection[int] = (),
+        *,
+        plan_runs: bool = False,
+    ) -> None:
         """Map exactly these blocks. Blocks that are mapped already are left alone.
 
         Parameters
@@ -55,6 +71,8 @@ class MappedBlocks:
             To be mapped from now on.
         stay
             Addresses of memory that is not brought to the device when it is no longer mapped.
+        plan_runs
+            Whether a plan keeps the budget from now on, and the allocator none.
         """
         known, wanted = set(self._held), set(blocks)
         _bring_back(self._machine, [it for it in self._held if it not in wanted], stay)
@@ -62,6 +80,14 @@ class MappedBlocks:
             if block not in known:
                 _use_in_place(self._machine, block)
         self._held[:] = blocks
+        if plan_runs:
+            self._budget.leave_to_plan()
+        else:
+            self._budget.keep(sum(size_bytes for _, size_bytes, _ in blocks))
+
+    def release(self) -> None:
+        """Give the allocator its budget back; the blocks stay mapped until the optimizer goes."""
+        self._budget.release()
 
 
 def _use_in_place(machine: Machine, block: MappedBlock) -> None:
@@ -85,7 +111,12 @@ def _bring_back(
     engine, device = machine.engine, machine.index
     for address, size_bytes, tensor_class in blocks:
         engine.advise(
-            address, size_bytes, placement="device", device=device, tensor_class=tensor_class
+            address,
+            size_bytes,
+            placement="device",
+            read_mostly=machine.policy.rules[tensor_class.number].read_mostly,
+            device=device,
+            tensor_class=tensor_class,
         )
         if address not in stay:
             engine.submit(
