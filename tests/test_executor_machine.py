@@ -245,6 +245,23 @@ def test_spilled_memory_comes_back_where_a_plan_wants_it() -> None:
         allocator.free(address)
 
 
+def test_a_plan_that_moves_nothing_leaves_the_training_alone(
+    allocator: CountingAllocator,
+) -> None:
+    """Such as where only the first steps have passed the budget."""
+    training = Training()
+    manager = managed(training, machine_with(allocator, 400 * MIB))
+    training.steps(BEFORE_PLANNED + 4)
+    status = manager.status()
+    assert (status.state, status.plans, status.unplanned) == (ManagerState.RESIDENT, 1, 0)
+    assert allocator.budgets == []
+    training.model.get_submodule("layers.0").requires_grad_(False)
+    training.step()
+    assert manager.status().state is ManagerState.RECORDING  # it may not fit any more
+    training.steps(8)
+    assert manager.status().state is ManagerState.RESIDENT
+
+
 @pytest.mark.parametrize(
     ("highest_mib", "state"), [(100, ManagerState.RECORDING), (40, ManagerState.RESIDENT)]
 )

@@ -55,6 +55,7 @@ TRANSITIONS: Mapping[tuple[ManagerState, Event], ManagerState] = MappingProxyTyp
     (ManagerState.RUNNING, Event.CHANGED): ManagerState.RECORDING,
     (ManagerState.RUNNING, Event.NO_PLAN): ManagerState.OFF,
     (ManagerState.RESIDENT, Event.NEW_SHAPES): ManagerState.RECORDING,
+    (ManagerState.RESIDENT, Event.CHANGED): ManagerState.RECORDING,
     **{(state, Event.ENDED): ManagerState.OFF for state in ManagerState},
 })  # fmt: skip
 """The state after each event. An event that a state does not have here changes nothing."""

@@ -261,7 +261,11 @@ class Manager:
                 _LOG.info("umem: the training is no longer the recorded one: recording anew")
                 self._plans.start_over()
             self._handle(event)
-        if self._state is ManagerState.RESIDENT and not self._machine.everything_fits():
+        if (
+            self._state is ManagerState.RESIDENT
+            and shapes not in self._plans.shapes
+            and not self._machine.everything_fits()
+        ):
             self._meet(shapes)
         if self._plans.count and self._state in (ManagerState.PLANNING, ManagerState.RUNNING):
             self._choose_program(shapes)
@@ -271,7 +275,7 @@ class Manager:
         progress = self._progress
         if self._state is ManagerState.WARMING_UP and progress.steps >= _WARM_UP:
             return Event.FITS if self._machine.everything_fits() else Event.DOES_NOT_FIT
-        if self._state in (ManagerState.RECORDING, ManagerState.PLANNING, ManagerState.RUNNING):
+        if self._state is ManagerState.RECORDING or self._plans.shapes:
             diverged = self._runner.counts.diverged_in_a_row >= progress.most_diverged
             if diverged or not self._plans.still_hold():
                 progress.most_diverged *= 1 + diverged
