@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import torch
+from typing import TYPE_CHECKING
 
 from umem.core.classes import TensorClass
 from umem.core.report import Direction, Traffic
-from umem.runtime.cuda_events import new_event
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CopyCounts", "copy_counts"]
 
@@ -56,15 +57,13 @@ class CopyCounts:
         """
         begun = None
         if stream is not None and self._readers and len(self._open) < _MOST_OPEN:
-            begun = new_event(timing=True)
-            begun.record(stream)
+            begun = _event_on(stream)
         yield
         with self._lock:
             self._add(Traffic(direction, "copy", tensor_class, size_bytes, 0.0, 1))
-            if begun is not None:
-                ended = new_event(timing=True)
-                ended.record(stream)
-                self._open.append((direction, tensor_class, _seconds(begun, ended)))
+            if begun is not None and stream is not None:
+                seconds = _seconds(begun, _event_on(stream))
+                self._open.append((direction, tensor_class, seconds))
 
     def traffic(self) -> tuple[Traffic, ...]:
         """The sums so far, by direction and class. Waits for copies whose time is taken."""
@@ -87,6 +86,14 @@ class CopyCounts:
                 known.count + more.count,
             )
         self._sums[key] = more
+
+
+def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    from umem.runtime.cuda_events import new_event  # imports torch, which reports do without
+
+    event = new_event(timing=True)
+    event.record(stream)
+    return event
 
 
 def _seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> Callable[[], float]:
