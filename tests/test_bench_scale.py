@@ -282,6 +282,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> dict[str, Any]:
         "max_memory_reserved": lambda: GIB,
         "Event": _Event,
     }
+    # First, as it loads umem, which derives its own events from torch's.
+    monkeypatch.setattr("umem.manage", lambda *_, **asked: seen.update(asked))
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     for name in ("UMEM_POLICY", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_MANAGED_LIMIT"):
@@ -295,7 +297,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> dict[str, Any]:
         "umem_bench.scale.measure.select",
         lambda *_: seen.update(budget=os.environ["UMEM_DEVICE_BUDGET"]),
     )
-    monkeypatch.setattr("umem.manage", lambda *_, **asked: seen.update(asked))
 
     def offloaded(weights: Any, kind: Any, *, offload_gradients: bool, **asked: Any) -> Any:
         seen.update(offload_gradients=offload_gradients)

@@ -429,7 +429,7 @@ def test_html_page_of_hints_and_residency(
         assert "recorded by CUPTI" in page.text
     else:
         assert "hints as the hint engine counts them" in page.text
-        assert "moved to the device by hints 2 GiB" in page.text
+        assert "moved to the device by umem 2 GiB" in page.text
         assert "faults on the device" not in page.text
     assert page.images == pictures
 
