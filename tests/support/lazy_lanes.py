@@ -144,15 +144,18 @@ class LazyLanes(Lanes):
         gradient: Any = nn.Parameter.grad
         with DisableTorchFunctionSubclass():
             # The program may have converted some meanwhile, whose work is over then.
-            queued = [(it, of) for it, of in task.gradients if of is None or of.dtype == it.dtype]
-            before = [(it, type(it), gradient.__get__(it)) for it, _ in queued]
-            for parameter, of in queued:
+            queued = [
+                (it, of, type(it), gradient.__get__(it))
+                for it, of in task.gradients
+                if all(g is None or g.dtype == it.dtype for g in (of, gradient.__get__(it)))
+            ]
+            for parameter, of, _, _ in queued:
                 parameter.__class__ = nn.Parameter
                 parameter.grad = of
             try:
                 yield
             finally:
-                for parameter, kind, seen in before:
+                for parameter, _, kind, seen in queued:
                     parameter.grad = seen
                     parameter.__class__ = kind
 

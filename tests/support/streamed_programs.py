@@ -58,6 +58,9 @@ class Program:
     slots: int = 2
     resident: frozenset[str] = frozenset()
     tuner: StreamTuner | None = None
+    in_backward: bool = False
+    """Whether parameters are updated in the backward pass, in a run that streams."""
+    clips: bool = True
     seen: list[Any] = field(default_factory=list)
     """What the program has looked at, to compare with the other run."""
     training: StreamedTraining | None = None
@@ -69,11 +72,17 @@ class Program:
     wrapped: Any = None
     second: Any = None
     steps: int = 0
+    plain: int = 0
+    """Steps that are streamed before the program does anything else."""
+    prepare: Callable[[Program], None] = lambda _: None
+    """Called before anything is streamed."""
+    done: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.model = self.make_model()
         self.optimizer = self.make_optimizer(self.model.parameters())
+        self.prepare(self)
 
     @property
     def is_stock(self) -> bool:
@@ -85,9 +94,20 @@ class Program:
         if self.lanes is not None:
             lanes = self.lanes(self.model)
             self.training = StreamedTraining(
-                self.model, self.optimizer, lanes, HostStateMemory(), self.tuner
+                self.model,
+                self.optimizer,
+                lanes,
+                HostStateMemory(),
+                self.tuner,
+                step_in_backward=self.in_backward,
             )
             self.training.step.set_plan(self.resident, self.slots)
+
+    def is_first(self, what: object) -> bool:
+        """Whether this is the first call with this argument."""
+        known = what in self.done
+        self.done.add(what)
+        return not known
 
     def batch(self) -> torch.Tensor:
         """The next batch, the same in both runs."""
@@ -101,10 +121,11 @@ class Program:
         loss.backward()
 
     def step(self) -> None:
-        """A whole training step, with clipping."""
+        """A whole training step."""
         self.optimizer.zero_grad()
         self.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         self.optimizer.step()
 
     def run(self, change: Callable[[Program], None], steps: int = 3) -> list[Any]:
@@ -117,6 +138,8 @@ class Program:
         """
         self.step()
         self.stream()
+        for _ in range(self.plain):
+            self.step()
         for _ in range(steps):
             self.step()
             change(self)
