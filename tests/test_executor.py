@@ -349,7 +349,9 @@ def test_the_step_in_the_backward_pass_needs_streamed_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manage = sys.modules["umem.executor.manage"]  # `umem.executor.manage` is the function
-    enabled = SimpleNamespace(policy=umem.load_policy("managed"))
+    policy = umem.load_policy("managed")
+    rules = [SimpleNamespace(mechanism="migrate")] * len(umem.TensorClass)
+    enabled = SimpleNamespace(policy=policy, resolved=SimpleNamespace(rules=rules))
     monkeypatch.setattr(manage, "runtime", lambda: enabled)
     training = Training()
     with pytest.raises(PlanError, match=r"'managed' plans pages.* sft"):

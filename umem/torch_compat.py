@@ -202,6 +202,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "stands in the place of a gradient that was freed in the backward pass",
+        "a use of freed gradients could not be refused",
+        {"make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass"},
+    ),
+    **_names(
         "tells whether this thread runs a backward pass",
         "a checkpoint's second forward pass would be taken for a new step",
         {"current_graph_task_id": "torch._C:_current_graph_task_id"},
@@ -341,6 +346,7 @@ foreach_add: Callable[..., None]
 fused_adam: Callable[..., None]
 fused_adamw: Callable[..., None]
 is_traceable_wrapper_subclass: Callable[[Any], bool]
+make_wrapper_subclass: Callable[..., Any]
 next_sequence_number: Callable[[], int]
 pop_saved_tensor_hooks: Callable[[], None]
 push_saved_tensor_hooks: Callable[..., None]

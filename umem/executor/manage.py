@@ -13,6 +13,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import EnableError, PlanError
 from umem.executor.machine import Machine, cuda_machine
 from umem.executor.manager import Manager
+from umem.executor.streamed_training import StreamedTraining, stream_state
 from umem.io.problems import did_you_mean
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics
@@ -34,12 +35,13 @@ def manage(
     *,
     planner: PolicyPlanner | None = None,
     step_in_backward: bool = False,
-) -> Manager:
-    """Keep a training within the policy's device budget, by a plan made from its own steps.
+) -> Manager | StreamedTraining:
+    """Keep a training within the policy's device budget.
 
-    The next steps are recorded, then planned; from then on hints move memory ahead of need.
-    :func:`umem.enable` does this after the optimizer's first step. Call `manage` to choose a
-    planner or `step_in_backward`, or to read the status.
+    Under a policy with streamed optimizer state, the state streams through buffers on the device.
+    Under a policy that plans pages, the next steps are recorded, then planned; from then on hints
+    move memory ahead of need. :func:`umem.enable` does either after the optimizer's first step.
+    Call `manage` to choose a planner or `step_in_backward`, or to read the status.
 
     Parameters
     ----------
@@ -50,12 +52,14 @@ def manage(
     planner
         ``planned``, ``lookahead`` or ``fault``; by default the policy's.
     step_in_backward
-        Update each block's parameters in the backward pass. Only state that is streamed can be
-        updated so: under a policy that plans pages this is an error.
+        Update each block's parameters in the backward pass as soon as their gradients are
+        complete, and free the gradients: for trainings that use no gradient between the backward
+        pass and ``step()``. Two steps are watched first; what cannot be exact is an error of
+        ``step()``. Only state that is streamed can be updated so.
 
     Returns
     -------
-    Manager
+    Manager or StreamedTraining
         Its ``status()`` has state and counts. A second call for the same optimizer returns the
         same manager until it is closed. A manager with default arguments, such as the one that
         :func:`umem.enable` makes, is replaced by another choice as long as no step was planned.
@@ -74,6 +78,14 @@ def manage(
     >>> manager = umem.manage(model, optimizer)  # doctest: +SKIP
     """
     state = runtime()
+    optimizer = _innermost(optimizer)
+    rule = state.resolved.rules[TensorClass.OPTIMIZER_STATE.number]
+    if (
+        rule.mechanism == "stream"
+        and planner is None
+        and (step_in_backward or state.resolved.planner == "none")
+    ):
+        return stream_state(model, optimizer, step_in_backward=step_in_backward)
     if step_in_backward:
         raise PlanError(
             "step_in_backward: only streamed optimizer state is updated in the backward pass, and "
@@ -81,7 +93,6 @@ def manage(
             "`optimizer_state: {mechanism: stream}`, such as sft, or call "
             "umem.manage(model, optimizer) without step_in_backward"
         )
-    optimizer = _innermost(optimizer)
     devices = {parameter.device for parameter in model.parameters()}
     devices = {device for device in devices if device.type == "cuda"}
     if len(devices) != 1:

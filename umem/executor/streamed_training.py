@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from umem.capture.live import NO_BLOCK, find_blocks
 from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError, PlanError
+from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import can_slice
 from umem.executor.optimizer.state_staging import StateMemory
@@ -27,7 +29,7 @@ from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import compiled_call, current_graph_task_id
 
-__all__ = ["StreamedTraining", "join", "stream_state", "streamed_trainings"]
+__all__ = ["StreamedStatus", "StreamedTraining", "join", "stream_state", "streamed_trainings"]
 
 _trainings: weakref.WeakSet[StreamedTraining] = weakref.WeakSet()
 
@@ -48,18 +50,30 @@ def join() -> None:
         training.join()
 
 
-def stream_state(model: nn.Module, optimizer: Optimizer) -> StreamedTraining:
+def stream_state(
+    model: nn.Module, optimizer: Optimizer, *, step_in_backward: bool = False
+) -> StreamedTraining:
     """Stream the optimizer state of a training on a GPU, under the policy of this process.
+
+    Parameters
+    ----------
+    model, optimizer
+        The model and its optimizer.
+    step_in_backward
+        Update parameters in the backward pass; also for a training that is streamed already.
 
     Raises
     ------
     EnableError
         If umem is not enabled, or the model is not on one GPU.
     PlanError
-        For an optimizer whose state cannot be streamed.
+        For an optimizer whose state cannot be streamed, and for `step_in_backward` where
+        ``torch.distributed`` is initialised.
     """
     for training in streamed_trainings():
         if training.optimizer is optimizer:
+            if step_in_backward:
+                training.move_into_backward()
             return training
     state = runtime()
     devices = {it.device for it in model.parameters() if it.device.type == "cuda"}
@@ -78,7 +92,31 @@ def stream_state(model: nn.Module, optimizer: Optimizer) -> StreamedTraining:
         cuda_lanes(device),
         CudaStateMemory(device, state.allocator, rule.min_bytes),
         StreamTuner(hardware, CudaClock(device), CudaRoom(state.allocator, index, budget_bytes)),
+        step_in_backward=step_in_backward,
     )
+
+
+@dataclass(frozen=True)
+class StreamedStatus:
+    """Current state of a training whose optimizer state is streamed, and counts.
+
+    Parameters
+    ----------
+    state_bytes
+        State that can be streamed, as of the last step.
+    slots_bytes
+        The buffers on the device.
+    counts
+        What became of the steps so far.
+    step_in_backward
+        Whether parameters are updated in the backward pass. False while it was asked for, and the
+        first steps are watched.
+    """
+
+    state_bytes: int
+    slots_bytes: int
+    counts: StepCounts
+    step_in_backward: bool
 
 
 class StreamedTraining:
@@ -96,11 +134,14 @@ class StreamedTraining:
         Homes and buffers of the state.
     tuner
         Decides what stays on the device. None to stream all state.
+    step_in_backward
+        Update parameters in the backward pass, as soon as their gradients are complete.
 
     Raises
     ------
     PlanError
-        For another optimizer.
+        For another optimizer, and for `step_in_backward` where ``torch.distributed`` is
+        initialised.
     """
 
     def __init__(
@@ -110,6 +151,8 @@ class StreamedTraining:
         lanes: Lanes,
         memory: StateMemory,
         tuner: StreamTuner | None = None,
+        *,
+        step_in_backward: bool = False,
     ) -> None:
         if not can_slice(optimizer):
             raise PlanError(
@@ -125,7 +168,10 @@ class StreamedTraining:
         self._step = StreamedStep(lambda it: owner.get(it, NO_BLOCK), lanes, memory)
         self._tuner = tuner
         self._lanes = lanes
+        self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
+        self._device: torch.device = optimizer.param_groups[0]["params"][0].device
+        self._backward: BackwardUpdates | None = None
         self._step.may_defer = not any(map(_is_compiled, model.modules()))
         self._undo: list[Callable[[], None]] = []
         for block in blocks:
@@ -139,13 +185,44 @@ class StreamedTraining:
         self._undo.append(
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join()).remove
         )
+        if step_in_backward:
+            self.move_into_backward()
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
         _trainings.add(self)
+
+    def move_into_backward(self) -> None:
+        """Update parameters in the backward pass, once two complete steps show that it is exact.
+
+        Raises
+        ------
+        PlanError
+            Where ``torch.distributed`` is initialised. Later, ``step()`` raises one if the training
+            uses gradients between backward pass and step.
+        """
+        model, optimizer = self._model(), self._optimizer()
+        if self._backward is not None or model is None or optimizer is None:
+            return
+        self._backward = BackwardUpdates(self._step, optimizer, self._lanes)
+        loads, loaded = Hook(self._backward.model_loads), self._backward.optimizer_loads
+        self._undo += [
+            model.register_load_state_dict_pre_hook(loads).remove,
+            optimizer.register_load_state_dict_post_hook(lambda _: loaded()).remove,
+        ]
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None once it was collected."""
+        return self._model()
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer; None once it was collected."""
         return self._optimizer()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the optimizer's parameters."""
+        return self._device
 
     @property
     def counts(self) -> StepCounts:
@@ -166,12 +243,38 @@ class StreamedTraining:
         """Let the current stream wait for all updates that are under way."""
         self._step.join()
 
+    def status(self) -> StreamedStatus:
+        """Current state, and counts over the training so far."""
+        return StreamedStatus(
+            state_bytes=sum(self._step.sizes().values()),
+            slots_bytes=self._step.slots_bytes,
+            counts=replace(self._step.counts),
+            step_in_backward=self._backward is not None and not self._backward.is_observing,
+        )
+
     def close(self) -> None:
-        """Wait for all updates, and leave later steps to the optimizer alone."""
+        """Wait for all updates, and leave later steps to the optimizer alone.
+
+        Raises
+        ------
+        PlanError
+            If the backward pass has updated parameters, and ``step()`` was not called since.
+        """
+        if self._backward is not None:
+            self._backward.close()
+        self._release()
+
+    def _release(self) -> None:
         self._step.forget()
         for undo in self._undo:
             undo()
         self._undo.clear()
+
+    def abandon(self) -> None:
+        """Close when the model is gone, whatever has become of its last step."""
+        if self._backward is not None:
+            self._backward.close(is_checked=False)
+        self._release()
 
     # ------------------------------------------------------------------ hooks
 
@@ -182,6 +285,8 @@ class StreamedTraining:
             return
         if name == NO_BLOCK:
             self._move_last()
+            if self._backward is not None and _computes_anew():
+                self._backward.forward_begins()
         if self._tuner is None or not _computes_anew():
             self._step.wait(name)
             return
@@ -194,18 +299,18 @@ class StreamedTraining:
             return
         if self._tuner is not None:
             self._tuner.forward_ends()
+        optimizer = self._optimizer()
+        if self._backward is not None and optimizer is not None:
+            self._backward.forward_ends(optimizer)
         self._step.fetch_ahead()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        has_closure = len(args) > 1 or any(value is not None for value in kwargs.values())
-        if (
-            has_closure
-            or not self._comes_last()
-            or torch.compiler.is_compiling()
-            or self._lanes.is_capturing()
-        ):
+        obstacle, is_last = self._obstacle(args, kwargs), self._comes_last()
+        if self._backward is not None:
+            self._backward.step_begins(optimizer, obstacle, is_last=is_last)
+        if obstacle or not is_last:
             self._step.join()
             self._step.counts.in_line += 1
             return None
@@ -217,8 +322,20 @@ class StreamedTraining:
             if change is not None:
                 self._step.set_plan(*change)
         empty = self._step.step(optimizer)
+        if self._backward is not None:
+            self._backward.step_ends()
         # torch runs the step's own function on what a hook returns: here on no parameters.
         return None if empty is None else ((empty,), dict(kwargs))
+
+    def _obstacle(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Why the optimizer has to run the step itself; empty if it does not."""
+        if len(args) > 1 or any(value is not None for value in kwargs.values()):
+            return "step() has a closure"
+        if torch.compiler.is_compiling():
+            return "step() is compiled"
+        if self._lanes.is_capturing():
+            return "step() is captured into a CUDA graph"
+        return ""
 
     def _comes_last(self) -> bool:
         """Whether no later hook of the program can change gradients before the step."""
@@ -243,7 +360,7 @@ def _computes_anew() -> bool:
 def _close(reference: weakref.ref[StreamedTraining]) -> None:
     training = reference()
     if training is not None and not training.is_closed:
-        training.close()
+        training.abandon()
 
 
 def _is_compiled(module: nn.Module) -> bool:

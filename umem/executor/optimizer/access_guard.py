@@ -35,13 +35,20 @@ __all__ = [
 class _Entry:
     """What the guard keeps of a tensor."""
 
-    __slots__ = ("grad", "settle", "tensor")
+    __slots__ = ("changes_grad", "grad", "settle", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        settle: Callable[[], None],
+        changes_grad: Callable[[], None] | None = None,
+    ) -> None:
         self.tensor = tensor
         self.settle = settle
+        self.changes_grad = changes_grad
+        """For a parameter that keeps its gradient: called before the program sets another one."""
         self.grad: torch.Tensor | None = None
-        """For a parameter, what the program sees as its gradient."""
+        """For another parameter, what the program sees as its gradient."""
 
 
 _entries: dict[int, _Entry] = {}
@@ -131,8 +138,8 @@ class GuardedTensor(_Guarded, torch.Tensor):
 class GuardedParameter(_Guarded, nn.Parameter):
     """A parameter whose update is under way.
 
-    Its gradient is taken off the parameter itself, so that a backward pass does not add to memory
-    that the update reads; programs see it all the same.
+    If the update reads its gradient, the gradient is taken off the parameter itself, so that a
+    backward pass does not add to that memory; programs see it all the same.
     """
 
     __slots__ = ()
@@ -141,15 +148,22 @@ class GuardedParameter(_Guarded, nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """The gradient that the program sees."""
         entry = _entries.get(id(self))
-        return _GRADIENT.__get__(self) if entry is None else entry.grad
+        if entry is not None and entry.changes_grad is None:
+            return entry.grad
+        with DisableTorchFunctionSubclass():
+            own: torch.Tensor | None = _GRADIENT.__get__(self)
+        return own
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         entry = _entries.get(id(self))
-        if entry is None:
-            _GRADIENT.__set__(self, value)
-        else:
+        if entry is not None and entry.changes_grad is None:
             entry.grad = value
+            return
+        if entry is not None and entry.changes_grad is not None:
+            entry.changes_grad()
+        with DisableTorchFunctionSubclass():
+            _GRADIENT.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -172,8 +186,10 @@ def can_guard(tensor: torch.Tensor) -> bool:
 
 
 def has_alias(tensor: torch.Tensor) -> bool:
-    """Whether another tensor, or a view, has the same memory."""
+    """Whether another tensor, or a view, has the same memory; always for sparse tensors."""
     with DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided:
+            return True
         storage = tensor.untyped_storage()
     # The tensor itself, and the object that was just made.
     return storage_use_count(storage_key(storage)) > 2
@@ -194,12 +210,28 @@ def guard_tensors(tensors: Iterable[torch.Tensor], settle: Callable[[], None]) -
         _change_class(tensor, GuardedTensor)
 
 
-def guard_parameters(parameters: Iterable[nn.Parameter], settle: Callable[[], None]) -> None:
-    """Guard parameters, and take their gradients off them."""
+def guard_parameters(
+    parameters: Iterable[nn.Parameter],
+    settle: Callable[[], None],
+    changes_grad: Callable[[], None] | None = None,
+) -> None:
+    """Guard parameters.
+
+    Parameters
+    ----------
+    parameters
+        Parameters for which :func:`can_guard` holds.
+    settle
+        As for :func:`guard_tensors`.
+    changes_grad
+        Called before the program sets a gradient. None to take the gradients off the parameters:
+        the program sees and sets them, but a backward pass begins new ones.
+    """
     for parameter in parameters:
-        entry = _entries[id(parameter)] = _Entry(parameter, settle)
-        entry.grad = parameter.grad
-        parameter.grad = None
+        entry = _entries[id(parameter)] = _Entry(parameter, settle, changes_grad)
+        if changes_grad is None:
+            entry.grad = parameter.grad
+            parameter.grad = None
         _change_class(parameter, GuardedParameter)
 
 
@@ -213,7 +245,8 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
             _change_class(tensor, torch.Tensor)
         elif type(tensor) is GuardedParameter:
             _change_class(tensor, nn.Parameter)
-            _give_gradient(tensor, entry.grad)
+            if entry.changes_grad is None:
+                _give_gradient(tensor, entry.grad)
 
 
 @torch.no_grad()

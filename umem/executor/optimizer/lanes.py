@@ -84,6 +84,10 @@ class Lanes(Protocol):
         """Whether the calling thread's stream is captured into a graph."""
         return False
 
+    def stream_key(self) -> int:
+        """A number for the calling thread's stream."""
+        return 0
+
 
 _OVER = object()
 """A moment that has passed."""
@@ -137,6 +141,9 @@ class CudaLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        from umem.torch_compat import current_raw_stream  # not in a torch without CUDA
+
+        self._stream_key = functools.partial(current_raw_stream, device.index or 0)
         # An update is short, and copies in both directions wait for it: it goes before the forward
         # pass beside it.
         self._streams = [
@@ -192,6 +199,10 @@ class CudaLanes(Lanes):
     def is_capturing(self) -> bool:
         """Whether torch's current stream is."""
         return torch.cuda.is_current_stream_capturing()
+
+    def stream_key(self) -> int:
+        """Its handle."""
+        return self._stream_key()
 
 
 @functools.cache

@@ -10,6 +10,10 @@ is gained by deferring them, and a guard costs some microseconds a parameter.
 
 The values are those of the step that the program would have run: the same functions run on the same
 numbers, and hyperparameters count as they are when ``step()`` is called.
+
+A unit may also be updated ahead of ``step()``, in the backward pass (``backward_updates.py``).
+Until ``step()`` nothing can use the unit then: the program would see the result of a step that it
+has not called yet.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import (
     can_guard,
     guard_parameters,
@@ -38,6 +43,8 @@ from umem.executor.optimizer.state_staging import (
     StagedState,
     StateMemory,
 )
+from umem.executor.optimizer.step_call import ParameterGroups, StepCall
+from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StepCounts", "StreamedStep", "StreamedUnit"]
 
@@ -60,6 +67,8 @@ class StepCounts:
     """Units whose update the program's stream waited for within ``step()``."""
     early: int = 0
     """Units that something used before their block's forward pass."""
+    ahead: int = 0
+    """Units that were updated in the backward pass, before ``step()``."""
 
 
 @dataclass(slots=True)
@@ -70,10 +79,8 @@ class _Pending:
     """When the step was called, on the stream that owns the memory of the gradients."""
     tensors: list[torch.Tensor]
     """What is guarded until then: parameters, gradients, and state that is used where it is."""
-
-
-_Groups = list[tuple[int, list[Any]]]
-"""Parameters by the number of their group of the optimizer."""
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """Gradients that the program has no more, and the update reads."""
 
 
 class StreamedUnit:
@@ -87,9 +94,9 @@ class StreamedUnit:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.groups: _Groups = []
+        self.groups: ParameterGroups = []
         """The unit's parameters."""
-        self.streamed: _Groups = []
+        self.streamed: ParameterGroups = []
         """Those that have state in host memory."""
         self.state: StagedState | None = None
         """State of these parameters; None if there are none."""
@@ -102,6 +109,10 @@ class StreamedUnit:
         self.updated: Moment | None = None
         """The moment after the last update."""
         self.pending: _Pending | None = None
+        self.ahead: list[Any] = []
+        """Parameters that were updated in the backward pass, whose ``step()`` is still to come."""
+        self.next_behind: StreamedUnit | None = None
+        """The unit that uses the slot next in a backward pass."""
         self.is_touched = False
         """Whether something has used a home since the state was laid out."""
         self.state_bytes = 0
@@ -130,6 +141,13 @@ class StreamedStep:
         self.counts = StepCounts()
         self.may_defer = True
         """Whether a step may return before its updates; otherwise the stream waits for them."""
+        self.runs_backward = False
+        """Whether units are updated in the backward pass, so that the last ones come first."""
+        self.gradient_used: Callable[[], None] | None = None
+        """Called when the program uses a gradient behind its step."""
+        self.lock = threading.RLock()
+        self.layouts = 0
+        """How often units were laid out anew."""
         self._resident: frozenset[str] = frozenset()
         self._owner = owner
         self._lanes = lanes
@@ -138,21 +156,22 @@ class StreamedStep:
         self._slots: list[Slot] = []
         self._units: dict[str, StreamedUnit] = {}
         self._members: list[tuple[int, ...]] = []
-        self._in_line: _Groups = []
+        self.in_line: ParameterGroups = []
         """Parameters that are updated within the step."""
         self._seen: tuple[Any, int] | None = None
         """The optimizer's state, and the number of its parameters, when units were laid out; None
         to look at all of them again."""
         self._called: dict[str, None] = {}
         """Units in the order of their first call since the last step."""
-        self._lock = threading.RLock()
+        self._last: Moment = None
+        """The moment after the update that was queued last."""
 
     def set_plan(self, resident: frozenset[str], slots: int) -> None:
         """Set the units whose state stays on the device, and the number of buffers for the others.
 
         It counts from the next step on, which moves the state.
         """
-        with self._lock:
+        with self.lock:
             if resident != self._resident:
                 self._seen = None
             self._resident, self._slot_count = resident, slots
@@ -161,6 +180,18 @@ class StreamedStep:
     def sizes(self) -> dict[str, int]:
         """Bytes of state that can be streamed, by unit in the order of the forward pass."""
         return {name: unit.state_bytes for name, unit in self._units.items()}
+
+    @property
+    def streamed_units(self) -> list[StreamedUnit]:
+        """The units with state in host memory, in the order of the forward pass."""
+        return [unit for unit in self._units.values() if unit.state is not None]
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters and the state that it had at its last step."""
+        return self._is_same(optimizer.state) and _members(optimizer) == self._members
+
+    def _is_same(self, state: OptimizerState) -> bool:
+        return self._seen is not None and self._seen[0] is state and self._seen[1] == len(state)
 
     @property
     def slots_bytes(self) -> int:
@@ -178,30 +209,47 @@ class StreamedStep:
             An optimizer that has the other parameters, for the program's own step. None if the
             optimizer has to run the step itself.
         """
-        with self._lock:
+        with self.lock:
             self.join()
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 self.counts.in_line += 1
                 return None
+            done = self._end_ahead()
             self._find_units(optimizer)
             self._lay_out(optimizer)
-            streamed = [unit for unit in self._units.values() if unit.state is not None]
-            if not streamed:
+            streamed = self.streamed_units
+            if not streamed and not done:
                 self.counts.resident += 1
                 return None
-            call = _Call(optimizer, self._lanes)
-            for moment in filter(None, [self._queue(unit, call) for unit in streamed]):
+            call = StepCall(optimizer, self._lanes)
+            for moment in filter(None, [self._queue(unit, call, done) for unit in streamed]):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
-            deferred = [unit.updated for unit in streamed if unit.pending is not None]
-            if deferred:
-                self._lanes.count_behind(call.ready, deferred[-1])
+            if any(unit.pending is not None for unit in self._units.values()):
+                self._lanes.count_behind(call.ready, self._last)
             self.counts.streamed += 1
-            return call.shadow(self._in_line, optimizer.state)
+            return call.shadow(_without(self.in_line, done), optimizer.state)
+
+    def _end_ahead(self) -> frozenset[Any]:
+        """The program's step has come: what was updated ahead of it may be used."""
+        ahead = [unit for unit in self._units.values() if unit.ahead]
+        done = frozenset(parameter for unit in ahead for parameter in unit.ahead)
+        for unit in ahead:
+            unit.ahead = []
+            if not self.may_defer:
+                self._settle(unit)
+        return done
+
+    def lay_out(self, optimizer: Optimizer) -> None:
+        """Find units and their state before a step, behind the updates of the one before."""
+        with self.lock:
+            self.join()
+            self._find_units(optimizer)
+            self._lay_out(optimizer)
 
     def _find_units(self, optimizer: Optimizer) -> None:
         """Sort the optimizer's parameters by unit, in the order of the last forward pass."""
-        members = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+        members = _members(optimizer)
         if members != self._members:
             self.forget()
             self._members = members
@@ -219,49 +267,111 @@ class StreamedStep:
             self._units = {name: self._units[name] for name in (*order, *others)}
             self._slots.clear()  # they are given out anew
 
-    def _queue(self, unit: StreamedUnit, call: _Call) -> Moment | None:
+    def _queue(self, unit: StreamedUnit, call: StepCall, done: frozenset[Any]) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
-        part = [(number, [p for p in some if p.grad is not None]) for number, some in unit.streamed]
+        part = [
+            (number, [p for p in some if p.grad is not None])
+            for number, some in _without(unit.streamed, done)
+        ]
         updated = [parameter for _, some in part for parameter in some]
         if not updated:
             return None
-        state, slot = unit.state, unit.slot
+        self._settle(unit)  # what the backward pass has updated of it
+        state = unit.state
         assert state is not None
-        assert slot is not None
-        shadow = call.shadow(part, state.views)
         gradients = [parameter.grad for parameter in updated]
         is_shared = (
             not all(map(can_guard, (*updated, *gradients, *state.tensors)))
             or any(map(has_alias, (*updated, *gradients)))
             or state.has_alias()
         )
+        self._launch(unit, call, part, call.ready)
+        if is_shared:
+            return unit.returned
+        if not self.may_defer:
+            return unit.updated
+        unit.pending = _Pending(call.ready, [*updated, *gradients, *state.others])
+        guard_tensors(gradients, lambda: self._use_gradient(unit))
+        guard_tensors(state.others, lambda: self._settle_early(unit))
+        guard_parameters(updated, lambda: self._settle_early(unit))
+        return None
+
+    def _launch(
+        self, unit: StreamedUnit, call: StepCall, part: ParameterGroups, ready: Moment
+    ) -> None:
+        """Queue the copies and the update of some parameters, whose gradients are `ready`."""
+        state, slot = unit.state, unit.slot
+        assert state is not None
+        assert slot is not None
+        updated = [parameter for _, some in part for parameter in some]
+        shadow = call.shadow(part, state.views)
 
         def update() -> None:
             plain_step(shadow)(shadow)
             state.keep(updated, call.optimizer.state)
 
         if unit.fetched is None:
-            self._fetch(unit, call.ready)
-        done = self._lanes.run(Lane.UPDATE, update, [call.ready, unit.fetched])
+            self._fetch(unit, ready)
+        done = self._lanes.run(Lane.UPDATE, update, [ready, unit.fetched])
         last = self._lanes.run(Lane.COPY_OUT, lambda: state.copy_out(self._lanes), [done])
         unit.fetched, unit.returned, unit.updated = None, last, done
         slot.free = last
-        if is_shared:
-            return last
-        if not self.may_defer:
-            return done
-        guarded = [*updated, *gradients, *state.others]
-        unit.pending = _Pending(call.ready, guarded)
-        guard_tensors(guarded[len(updated) :], lambda: self._settle_early(unit))
-        guard_parameters(updated, lambda: self._settle_early(unit))
-        return None
+        self._last = done
+
+    def update_ahead(
+        self, unit: StreamedUnit, call: StepCall, freed: Callable[[Any], torch.Tensor]
+    ) -> None:
+        """Queue a unit's update in the backward pass, and take its gradients away.
+
+        Parameters
+        ----------
+        unit
+            A unit whose gradients are complete. Nothing else has the memory of its parameters,
+            gradients and state.
+        call
+            The hyperparameters.
+        freed
+            Returns what a parameter gets in the place of its gradient.
+        """
+        part = [(number, [p for p in some if p.grad is not None]) for number, some in unit.streamed]
+        updated = [parameter for _, some in part for parameter in some]
+        state, ready = unit.state, self._lanes.mark()
+        assert state is not None
+        self._launch(unit, call, part, ready)
+        # Fused kernels do not count: a graph that has saved a parameter must notice.
+        torch.autograd.graph.increment_version(updated)
+        gradients = [parameter.grad for parameter in updated]
+        unit.pending = _Pending(ready, [*updated, *state.others], gradients)
+        unit.ahead = updated
+        for parameter in updated:
+            parameter.grad = freed(parameter)
+        guard_tensors(state.others, lambda: self._settle_early(unit))
+        guard_parameters(
+            updated, lambda: self._settle_early(unit), lambda: self._check_not_ahead(unit)
+        )
+        self.counts.ahead += 1
+        following = unit.next_behind
+        if following is not None and self._may_fetch(following):
+            self._fetch(following, ready)
+
+    def free_gradients(self, unit: StreamedUnit) -> None:
+        """Free what an update in the backward pass reads, behind the update."""
+        pending = unit.pending
+        if pending is not None and pending.kept:
+            self._lanes.wait(unit.updated)
+            self._lanes.wait_on_stream_of(pending.asked, unit.updated)
+            pending.kept.clear()
+
+    def settle_ahead(self, unit: StreamedUnit) -> None:
+        """Let the program load the parameters of a unit that was updated in the backward pass."""
+        self._settle(unit)
 
     # ------------------------------------------------------------------ state and slots
 
     def _lay_out(self, optimizer: Optimizer) -> None:
         """Lay out the state of units where the optimizer has other tensors now."""
         state = optimizer.state
-        is_known = self._seen is not None and self._seen[0] is state and self._seen[1] == len(state)
+        is_known = self._is_same(state)
         changed = [
             unit
             for unit in self._units.values()
@@ -272,12 +382,13 @@ class StreamedStep:
         for unit in changed:
             self._lay_out_unit(unit, state)
         if changed:
+            self.layouts += 1
             self._seen = (state, len(state))
             self._slots.clear()
             streams = {
                 p for unit in self._units.values() for _, some in unit.streamed for p in some
             }
-            self._in_line = [
+            self.in_line = [
                 (number, [p for p in group["params"] if p not in streams])
                 for number, group in enumerate(optimizer.param_groups)
             ]
@@ -310,7 +421,7 @@ class StreamedStep:
             guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
 
     def _give_out_slots(self) -> None:
-        streamed = [unit for unit in self._units.values() if unit.state is not None]
+        streamed = self.streamed_units
         for unit in self._units.values():
             self._drop_fetched(unit)
             for moment in filter(None, (unit.returned, unit.slot and unit.slot.free)):
@@ -321,8 +432,10 @@ class StreamedStep:
             Slot(self._memory.buffer(max(sizes)))
             for _ in range(min(self._slot_count, len(streamed)))
         ]
+        count = len(self._slots)
         for number, unit in enumerate(streamed):
-            unit.slot = self._slots[number % len(self._slots)]
+            unit.slot = self._slots[number % count]
+            unit.next_behind = streamed[number - count] if number >= count else None
         for unit in self._units.values():
             if unit.state is not None:
                 unit.state.bind(unit.slot)
@@ -340,14 +453,24 @@ class StreamedStep:
 
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it."""
-        with self._lock:
-            streamed = [unit for unit in self._units.values() if unit.state is not None]
+        with self.lock:
+            streamed = self.streamed_units
+            if self.runs_backward:
+                streamed.reverse()
             now = self._lanes.mark()
             for unit in streamed[: len(self._slots)]:
-                state = unit.state
-                assert state is not None
-                if unit.fetched is None and not unit.is_touched and not state.has_alias():
+                if self._may_fetch(unit):
                     self._fetch(unit, now)
+
+    def _may_fetch(self, unit: StreamedUnit) -> bool:
+        """Whether a unit's state is to be fetched, and stays as it is until its update."""
+        state = unit.state
+        return (
+            state is not None
+            and unit.fetched is None
+            and not unit.is_touched
+            and not state.has_alias()
+        )
 
     def _drop_fetched(self, unit: StreamedUnit) -> None:
         if unit.fetched is not None:
@@ -366,18 +489,21 @@ class StreamedStep:
 
     def wait(self, name: str) -> None:
         """Before a block's forward pass: wait for the update of its unit."""
-        self._called.setdefault(name)
+        if current_graph_task_id() == -1:  # a checkpoint's second pass is in the other order
+            self._called.setdefault(name)
         unit = self._units.get(name)
         if unit is not None and unit.pending is not None:
+            self._check_not_ahead(unit)
             self._settle(unit)
 
     def join(self) -> None:
         """Let the current stream wait for all updates. State in host memory may still arrive."""
         for unit in self._units.values():
-            self._settle(unit)
+            if not unit.ahead:
+                self._settle(unit)
 
     def _settle(self, unit: StreamedUnit) -> None:
-        with self._lock:
+        with self.lock:
             pending, unit.pending = unit.pending, None
             if pending is None:
                 return
@@ -385,7 +511,25 @@ class StreamedStep:
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
             release(pending.tensors)
 
+    def _check_not_ahead(self, unit: StreamedUnit) -> None:
+        if unit.ahead:
+            name = unit.name or "the parameters outside of blocks"
+            raise PlanError(
+                f"step_in_backward: the backward pass has updated {name} already, and "
+                "optimizer.step() was not called since. Without umem it would have its old weights "
+                "and its gradients still. Call optimizer.step() right behind backward(), and "
+                "umem.manage without step_in_backward for clipping, accumulation, skipped steps or "
+                "any other use in between. After an error in a backward pass, load the state of "
+                "the model and of the optimizer"
+            )
+
+    def _use_gradient(self, unit: StreamedUnit) -> None:
+        if self.gradient_used is not None and unit.pending is not None:
+            self.gradient_used()
+        self._settle_early(unit)
+
     def _settle_early(self, unit: StreamedUnit) -> None:
+        self._check_not_ahead(unit)
         self.counts.early += unit.pending is not None
         self._settle(unit)
         if unit.updated is not None:  # another thread may have settled it just now, for its stream
@@ -393,7 +537,8 @@ class StreamedStep:
 
     def _touch(self, unit: StreamedUnit) -> None:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
-        with self._lock:
+        with self.lock:
+            self._check_not_ahead(unit)
             self._drop_fetched(unit)
             if unit.returned is not None:
                 self._lanes.wait(unit.returned)
@@ -401,7 +546,8 @@ class StreamedStep:
 
     def forget(self) -> None:
         """Wait for all work, and give the optimizer's tensors free."""
-        with self._lock:
+        with self.lock:
+            self._end_ahead()
             self.join()
             for unit in self._units.values():
                 if unit.returned is not None:
@@ -412,38 +558,11 @@ class StreamedStep:
             self._members = []
 
 
-class _Call:
-    """One call of ``step()``: hyperparameters as they are now."""
-
-    def __init__(self, optimizer: Optimizer, lanes: Lanes) -> None:
-        self.optimizer = optimizer
-        self._attributes = {
-            name: _fixed(value)
-            for name, value in vars(optimizer).items()
-            if name not in ("param_groups", "state")
-        }
-        self._groups = [
-            {name: _fixed(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        self.ready = lanes.mark()
-        """The moment at which gradients and hyperparameters are complete."""
-
-    def shadow(self, part: _Groups, state: Any) -> Any:
-        """An optimizer of the same class for some parameters, with their state."""
-        shadow: Any = object.__new__(type(self.optimizer))
-        vars(shadow).update(self._attributes)
-        shadow.param_groups = [
-            {**self._groups[number], "params": some} for number, some in part if some
-        ]
-        shadow.state = state
-        return shadow
+def _members(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
 
 
-def _fixed(value: Any) -> Any:
-    """A hyperparameter that later changes in place do not reach."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and any(isinstance(item, torch.Tensor) for item in value):
-        return tuple(map(_fixed, value))
-    return value
+def _without(groups: ParameterGroups, done: frozenset[Any]) -> ParameterGroups:
+    if not done:
+        return groups
+    return [(number, [p for p in some if p not in done]) for number, some in groups]

@@ -1,0 +1,701 @@
+"""A step in the backward pass gives the bits of the plain one, or an error before they differ."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lazy_lanes import HostStateMemory, LazyLanes
+from streamed_programs import Net, Program, bits, compare
+from streamed_uses import USES
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+import umem
+from umem.core.errors import PlanError
+from umem.executor.optimizer.freed_gradient import FreedGradient
+from umem.executor.optimizer.lanes import HostLanes
+from umem.executor.streamed_training import StreamedTraining
+
+EAGERNESS = [0.0, 0.8]
+WATCHED = 3
+"""Plain steps after which units are updated in the backward pass."""
+
+Change = Callable[[Program], None]
+
+
+def run(change: Change, eagerness: float = 0.0, seed: int = 7, **program: Any) -> Program:
+    """Run a program both ways; what it raises comes before it has seen another value."""
+    arguments = {"clips": False, "plain": WATCHED, **program}
+    stock = Program(None, **arguments)
+    expected = stock.run(change)
+    streamed = Program(lambda it: LazyLanes(it, eagerness, seed), in_backward=True, **arguments)
+    try:
+        found = streamed.run(change)
+    except Exception:
+        assert bits(streamed.seen) == bits(stock.seen[: len(streamed.seen)])
+        raise
+    assert bits(found) == bits(expected)
+    return streamed
+
+
+def updates(program: Program) -> int:
+    """Units that were updated in the backward pass."""
+    assert program.training is not None
+    return program.training.counts.ahead
+
+
+def nothing(_program: Program) -> None:
+    """A plain loop."""
+
+
+# ------------------------------------------------------------------ what is exact
+
+REFUSED = frozenset(
+    (
+        *("logged_norms", "zero_in_place", "step_again", "convert", "skip_a_step"),
+        *("accumulate_into_old_gradients", "step_with_a_closure", "view_of_gradients"),
+        *("hook_before_step", "new_group", "share_state", "clip_late"),
+    )
+)
+"""Uses that need gradients behind a step, or another number of steps than of backward passes."""
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("plain", [0, WATCHED])
+@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+def test_whatever_the_program_does(use: Change, plain: int, eagerness: float) -> None:
+    if use.__name__ in REFUSED:
+        with pytest.raises(PlanError, match=r"without step_in_backward"):
+            run(use, eagerness, plain=plain)
+    else:
+        assert updates(run(use, eagerness, plain=plain)) >= 8 * (plain - 2)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=40)
+@given(
+    uses=st.lists(
+        st.sampled_from([it for it in USES if it.__name__ not in REFUSED]), min_size=2, max_size=4
+    ),
+    eagerness=st.floats(0, 0.99),
+    seed=st.integers(0, 100),
+    slots=st.integers(1, 6),
+    resident=st.sets(st.sampled_from(["stem", "layers.0", "layers.2", "head", ""])),
+)
+def test_uses_in_any_order(
+    uses: list[Change], eagerness: float, seed: int, slots: int, resident: set[str]
+) -> None:
+    def change(program: Program) -> None:
+        for use in uses:
+            use(program)
+
+    try:
+        Program(None, clips=False, plain=WATCHED).run(change)
+    except (RuntimeError, ValueError):  # some do not go together
+        return
+    try:
+        run(change, eagerness, seed, slots=slots, resident=frozenset(resident))
+    except PlanError:
+        return  # one after another, such as a step behind a step
+
+
+OPTIMIZERS: list[Any] = [
+    pytest.param(lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True), id="fused"),
+    pytest.param(lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True, amsgrad=True), id="each"),
+    pytest.param(lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9), id="momentum"),
+    pytest.param(lambda ps: torch.optim.NAdam(ps, lr=1e-2), id="nadam"),
+    pytest.param(lambda ps: torch.optim.ASGD(ps, lr=1e-2), id="asgd"),
+    pytest.param(lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(1e-2), foreach=False), id="lr"),
+]
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+def test_optimizers(make_optimizer: Callable[[Any], Any], eagerness: float) -> None:
+    assert updates(run(nothing, eagerness, make_optimizer=make_optimizer)) > 0
+
+
+def test_state_that_is_not_there_is_left_to_the_step() -> None:
+    streamed = run(nothing, make_optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-2))
+    assert updates(streamed) == 0
+    assert streamed.training is not None
+    assert not streamed.training.status().step_in_backward
+
+
+@pytest.mark.parametrize("resident", [frozenset(("head", "layers.1"))])
+def test_resident_state_is_left_to_the_step(resident: frozenset[str]) -> None:
+    steps = WATCHED - 2 + 4
+    assert updates(run(nothing, resident=resident)) == 6 * steps
+
+
+class Stopped(Net):
+    """Uses weights that no gradient goes to: the graph has them without a version counter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.head.weight.detach().t() @ self.head.weight.data)
+
+
+class Tied(Net):
+    """The stem's weight is used again at the end, and a block is called twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](super().forward(x) @ self.head.weight)
+        y: torch.Tensor = nn.functional.linear(self.layers[1](x), self.stem.weight)
+        return y
+
+
+class Branches(Net):
+    """Another choice of blocks, in another order, in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.stem(x) * self.scale
+        for number in ((0, 1), (3, 1, 2), (2,), (1, 0, 3))[self.calls % 4]:
+            x = x + self.layers[number](x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Frozen(Net):
+    """Some weights get no gradient, and a block lacks one of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].requires_grad_(False)
+        self.layers[1].weight.requires_grad_(False)
+
+
+class Checkpointed(Net):
+    """Blocks that are computed again in the backward pass."""
+
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in self.layers:
+            x = x + torch.tanh(checkpoint(layer, x, use_reentrant=self.use_reentrant))
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+class Nested(Checkpointed):
+    """The same by backward passes within the backward pass."""
+
+    use_reentrant = True
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize(
+    "make_model",
+    [Stopped, Tied, Branches, Frozen, Checkpointed, Nested],
+    ids=lambda it: it.__name__,
+)
+def test_models_of_other_shapes(make_model: Any, eagerness: float) -> None:
+    assert updates(run(nothing, eagerness, make_model=make_model)) > 0
+
+
+def test_weights_that_a_graph_keeps_wait_for_the_step() -> None:
+    class Late(Net):
+        """The gradient of the stem comes from weights of the head, long after the head's own."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x) @ self.head.weight.detach().t() @ self.head.weight.detach()
+            y: torch.Tensor = self.head(self.norm(x + torch.tanh(self.layers[0](x))))
+            return y
+
+    streamed = run(nothing, make_model=Late)
+    assert updates(streamed) > 0
+
+
+def test_a_saved_weight_raises_also_with_kernels_that_count_no_version() -> None:
+    class Custom(Net):
+        """Its first operator reads the head's weights in the backward pass, frozen for it."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.head.weight.requires_grad_(False)
+            x = (self.stem(x)[:, None] * weight).sum(1)
+            weight.requires_grad_(True)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(
+            nothing,
+            make_model=Custom,
+            make_optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+        )
+
+
+def twice_through_one_graph(program: Program) -> None:
+    program.optimizer.zero_grad()
+    loss = program.model(program.batch()).square().mean()
+    program.seen.append(torch.autograd.grad(loss, program.model.stem.weight, retain_graph=True))
+    loss.backward(retain_graph=True)
+    program.optimizer.step()
+
+
+def a_pass_for_inputs_only(program: Program) -> None:
+    program.optimizer.zero_grad()
+    batch = program.batch().requires_grad_()
+    program.model(batch).sum().backward(inputs=[batch])
+    program.seen.append(batch.grad)
+
+
+def dropped_behind_the_forward_pass(program: Program) -> None:
+    loss = program.model(program.batch()).square().mean()
+    program.optimizer.zero_grad()
+    loss.backward()
+    program.optimizer.step()
+
+
+def several_passes_forward(program: Program) -> None:
+    program.optimizer.zero_grad()
+    loss = program.model(program.batch()).mean() + program.model(program.batch()).square().mean()
+    loss.backward()
+    program.optimizer.step()
+
+
+def a_failed_forward_and_a_failed_backward(program: Program) -> None:
+    """Before any unit is updated nothing happens."""
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    program.optimizer.zero_grad()
+    y = program.model(program.batch())
+    y.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        y.sum().backward()
+
+
+def one_parameter_is_unused(program: Program) -> None:
+    program.optimizer.zero_grad()
+    y = nn.functional.linear(program.model.stem(program.batch()), program.model.head.weight)
+    (y.square().mean() + program.model(program.batch()).mean() * 0).backward()
+    program.optimizer.step()
+
+
+def parts_of_a_unit(program: Program) -> None:
+    """One gradient arrives several times before the other one of its unit."""
+    program.optimizer.zero_grad()
+    program.model(program.batch())
+    layer = program.model.layers[0]
+    for _ in range(2):
+        layer.weight.square().sum().backward()
+    layer.bias.square().sum().backward()
+    program.optimizer.step()
+
+
+def gradient_of_a_frozen_weight(program: Program) -> None:
+    """A unit is updated partly in the backward pass, and partly by the step."""
+    layer = program.model.layers[0]
+    layer.bias.requires_grad_(False)
+    program.optimizer.zero_grad()
+    program.model(program.batch()).square().mean().backward()
+    if program.steps > 4:  # behind the steps that are watched
+        layer.bias.grad = torch.ones(16)
+    program.optimizer.step()
+    umem.join()
+    assert {type(it) for it in program.model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+def test_a_unit_in_two_parts(eagerness: float) -> None:
+    assert updates(run(gradient_of_a_frozen_weight, eagerness, plain=0)) >= 8
+
+
+def change_a_gradient_that_was_kept(program: Program) -> None:
+    """A hook before umem's keeps a reference, which the program uses before the step."""
+    program.optimizer.zero_grad()
+    program.model(program.batch()).square().mean().backward()
+    program.kept[-1].mul_(0.5)
+    program.optimizer.step()
+
+
+def keep_gradients(program: Program) -> None:
+    """Keep each gradient of one weight, from before umem streams."""
+    program.kept = []
+    program.model.head.weight.register_post_accumulate_grad_hook(
+        lambda parameter: program.kept.append(parameter.grad)
+    )
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+def test_a_gradient_that_the_program_holds_waits_for_the_step(eagerness: float) -> None:
+    streamed = run(change_a_gradient_that_was_kept, eagerness, prepare=keep_gradients)
+    assert updates(streamed) >= 8
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(twice_through_one_graph, a_pass_for_inputs_only, several_passes_forward),
+        *(a_failed_forward_and_a_failed_backward, one_parameter_is_unused),
+        *(dropped_behind_the_forward_pass, parts_of_a_unit),
+    ],
+    ids=lambda it: it.__name__,
+)
+def test_other_backward_passes(use: Change, eagerness: float) -> None:
+    assert updates(run(use, eagerness)) >= 8
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+def test_hooks_and_schedulers_see_the_optimizer(eagerness: float) -> None:
+    def watch(program: Program) -> None:
+        if program.is_first(watch):
+            program.kept = torch.optim.lr_scheduler.ExponentialLR(program.optimizer, 0.7)
+
+            def see(optimizer: torch.optim.Optimizer, *_: object) -> None:
+                every = [it for group in optimizer.param_groups for it in group["params"]]
+                program.seen.append([it.detach().clone() for it in every])
+                program.seen.append(copy.deepcopy(optimizer.state_dict()))
+
+            program.optimizer.register_step_pre_hook(
+                lambda optimizer, *_: program.seen.append(len(optimizer.param_groups[0]["params"]))
+            )
+            program.optimizer.register_step_post_hook(see)
+        program.kept.step()
+
+    assert updates(run(watch, eagerness)) >= 8
+
+
+def test_gradients_are_freed_within_the_backward_pass() -> None:
+    program = streaming()
+    seen: list[int] = []
+
+    def count(_gradient: torch.Tensor) -> None:
+        gc.collect()
+        found = [it.grad for it in program.model.parameters()]
+        seen.append(sum(type(it) is FreedGradient for it in found))
+
+    program.model.scale.register_hook(count)  # among the last
+    program.step()
+    assert seen[-1] > len(list(program.model.parameters())) // 2
+    freed = program.model.head.weight.grad
+    assert (freed.shape, freed.dtype) == ((4, 16), torch.float32)
+    program.optimizer.zero_grad()
+    assert program.model.head.weight.grad is None
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def streaming(eagerness: float = 0.0, **program: Any) -> Program:
+    """A program whose units are updated in the backward pass."""
+    made = Program(
+        lambda it: LazyLanes(it, eagerness), in_backward=True, **{"clips": False, **program}
+    )
+    made.step()
+    made.stream()
+    for _ in range(WATCHED):
+        made.step()
+    assert updates(made) > 0
+    return made
+
+
+def passes(program: Program) -> torch.Tensor:
+    """Forward and backward pass."""
+    program.optimizer.zero_grad()
+    loss: torch.Tensor = program.model(program.batch()).square().mean()
+    loss.backward()
+    return loss
+
+
+def clip(program: Program) -> None:
+    passes(program)
+    nn.utils.clip_grad_norm_(program.model.parameters(), 0.5)
+    program.optimizer.step()
+
+
+def clip_values(program: Program) -> None:
+    passes(program)
+    nn.utils.clip_grad_value_(program.model.parameters(), 1e-3)
+    program.optimizer.step()
+
+
+def log_norms(program: Program) -> None:
+    passes(program)
+    program.seen.append([it.grad.norm() for it in program.model.parameters()])
+    program.optimizer.step()
+
+
+def read_weights(program: Program) -> None:
+    passes(program)
+    program.seen.append(program.model.head.weight.sum().item())
+    program.optimizer.step()
+
+
+def read_state(program: Program) -> None:
+    passes(program)
+    program.seen.append(copy.deepcopy(program.optimizer.state_dict()))
+    program.optimizer.step()
+
+
+def evaluate_between(program: Program) -> None:
+    passes(program)
+    with torch.no_grad():
+        program.seen.append(program.model(torch.ones(2, 16)))
+    program.optimizer.step()
+
+
+def change_the_rate_between(program: Program) -> None:
+    passes(program)
+    program.optimizer.param_groups[0]["lr"] *= 0.5
+    program.optimizer.step()
+
+
+def change_the_decay_between(program: Program) -> None:
+    passes(program)
+    program.optimizer.param_groups[0]["weight_decay"] = 0.3
+    program.optimizer.step()
+
+
+def schedule_between(program: Program) -> None:
+    if program.kept is None:
+        program.kept = torch.optim.lr_scheduler.ExponentialLR(program.optimizer, 0.7)
+    passes(program)
+    program.kept.step()
+    program.optimizer.step()
+
+
+def accumulate(program: Program) -> None:
+    passes(program)
+    program.model(program.batch()).square().mean().backward()
+    program.optimizer.step()
+
+
+def skip_for_a_loss(program: Program) -> None:
+    loss = passes(program) * float("nan")
+    if not loss.isnan():
+        program.optimizer.step()
+
+
+def drop_gradients(program: Program) -> None:
+    passes(program)
+    program.optimizer.zero_grad()
+    program.optimizer.step()
+
+
+def replace_gradients(program: Program) -> None:
+    passes(program)
+    for parameter in program.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    program.optimizer.step()
+
+
+def scale(program: Program) -> None:
+    if program.kept is None:
+        program.kept = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    program.optimizer.zero_grad()
+    program.kept.scale(program.model(program.batch()).square().mean()).backward()
+    program.kept.step(program.optimizer)
+    program.kept.update()
+    program.seen.append(program.kept.get_scale())
+
+
+def use_a_closure(program: Program) -> None:
+    def closure() -> torch.Tensor:
+        return passes(program)
+
+    program.seen.append(program.optimizer.step(closure).detach())
+
+
+def clear_state_between(program: Program) -> None:
+    passes(program)
+    program.optimizer.state.clear()
+    program.optimizer.step()
+
+
+def replace_state_between(program: Program) -> None:
+    passes(program)
+    values = program.optimizer.state[program.model.head.weight]
+    values["exp_avg"] = torch.ones(4, 16)
+    program.optimizer.step()
+
+
+def fail_late(program: Program) -> None:
+    """The backward pass ends when some units are updated already."""
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = program.model.stem.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        passes(program)
+    handle.remove()
+
+
+def fail_and_go_on(program: Program) -> None:
+    fail_late(program)
+    program.step()
+
+
+def read_later_in_the_pass(program: Program) -> None:
+    """A hook reads weights whose update the same backward pass has queued."""
+    if program.is_first(read_later_in_the_pass):
+        program.model.stem.weight.register_hook(
+            lambda _: program.seen.append(program.model.head.weight.detach().clone())
+        )
+
+
+def keep_gradients_of_a_pass(program: Program) -> None:
+    """A hook behind umem's uses the gradient that has just been used."""
+    passes(program)
+    for parameter in program.model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    program.optimizer.step()
+
+
+def halve(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+BETWEEN = [
+    *(clip, clip_values, log_norms, read_weights, read_state, evaluate_between, accumulate),
+    *(change_the_rate_between, change_the_decay_between, schedule_between, skip_for_a_loss),
+    *(drop_gradients, replace_gradients, scale, use_a_closure, clear_state_between),
+    *(replace_state_between, fail_and_go_on, read_later_in_the_pass, keep_gradients_of_a_pass),
+]
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("plain", [0, WATCHED], ids=["watched", "in_backward"])
+@pytest.mark.parametrize("use", BETWEEN, ids=lambda it: it.__name__)
+def test_what_stands_between_backward_and_step(use: Change, plain: int, eagerness: float) -> None:
+    with pytest.raises(PlanError, match="without step_in_backward"):
+        run(use, eagerness, plain=plain)
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (clip, r"used between backward\(\) and step\(\) at .*test_backward_updates.py:\d+"),
+        (scale, "gradient scaler"),
+        (accumulate, "forward pass begins behind backward"),
+        (change_the_rate_between, "hyperparameters"),
+        (drop_gradients, "dropped"),
+        (use_a_closure, "closure"),
+    ],
+    ids=lambda it: getattr(it, "__name__", None),
+)
+def test_the_watched_steps_say_why_and_change_nothing(use: Change, reason: str) -> None:
+    streamed = Program(LazyLanes, in_backward=True, clips=False)
+    streamed.step()
+    streamed.stream()
+    before = copy.deepcopy(streamed.model.state_dict())
+    with pytest.raises(PlanError, match=reason):
+        use(streamed)
+    assert updates(streamed) == 0
+    assert bits(streamed.model.state_dict()) == bits(before)
+
+
+def test_an_optimizer_that_was_refused_once_stays_refused() -> None:
+    program = Program(LazyLanes, in_backward=True)
+    program.step()
+    program.stream()
+    for _ in range(2):
+        with pytest.raises(PlanError, match="used between"):
+            program.step()
+    assert program.training is not None
+    program.training.close()
+    program.step()
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_loading_state_is_the_way_out(eagerness: float, optimizer_first: bool) -> None:
+    def recover(program: Program) -> None:
+        saved = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict()))
+        fail_late(program)
+        if optimizer_first:
+            program.optimizer.load_state_dict(saved[1])
+        program.model.load_state_dict(saved[0])
+        if not optimizer_first:
+            program.optimizer.load_state_dict(saved[1])
+        program.seen.append(copy.deepcopy(program.model.state_dict()))
+        program.step()
+
+    assert updates(run(recover, eagerness)) >= 8
+
+
+def test_loading_a_part_is_no_way_out() -> None:
+    program = streaming()
+    saved = copy.deepcopy(program.model.state_dict())
+    fail_late(program)
+    with pytest.raises(PlanError, match="lacks weights"):
+        program.model.load_state_dict({"scale": saved["scale"]}, strict=False)
+    program.model.load_state_dict(saved)
+    with pytest.raises(PlanError, match="behind backward"):
+        program.model(program.batch())
+    with pytest.raises(PlanError, match="only the state of the model"):
+        program.optimizer.step()
+
+
+def test_close_waits_for_the_step() -> None:
+    program = streaming()
+    passes(program)
+    assert program.training is not None
+    with pytest.raises(PlanError, match="close"):
+        program.training.close()
+    program.optimizer.step()
+    program.training.close()
+    assert all(type(it) is nn.Parameter for it in program.model.parameters())
+    program.step()
+
+
+def test_a_training_that_streams_already_may_move_its_step() -> None:
+    def move(program: Program) -> None:
+        if program.training is not None:
+            program.training.move_into_backward()
+
+    assert updates(compare_moved(move)) > 0
+
+
+def compare_moved(move: Change) -> Program:
+    """A program that begins to update in the backward pass in its third step."""
+    return compare(move, clips=False, steps=6)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of this process alone."""
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_distributed_trainings_are_refused(process_group: None) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(PlanError, match="distributed"):
+        StreamedTraining(model, optimizer, HostLanes(), HostStateMemory(), step_in_backward=True)
+
+
+def test_hosts_without_lanes() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    training = StreamedTraining(
+        model, optimizer, HostLanes(), HostStateMemory(), step_in_backward=True
+    )
+    for number in range(6):
+        optimizer.zero_grad()
+        model(torch.full((2, 16), float(number))).sum().backward()
+        optimizer.step()
+    assert training.status().step_in_backward
+    assert training.counts.ahead > 0
+    assert (training.model, training.optimizer) == (model, optimizer)
+    assert training.device == torch.device("cpu")
+    training.close()

@@ -1,0 +1,79 @@
+"""The hyperparameters of an optimizer's step, and optimizers for parts of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from umem.executor.optimizer.lanes import Lanes
+from umem.torch_compat import version_counter
+
+__all__ = ["ParameterGroups", "StepCall"]
+
+ParameterGroups = list[tuple[int, list[Any]]]
+"""Parameters by the number of their group of the optimizer."""
+
+
+class StepCall:
+    """One call of ``step()``: hyperparameters as they are now."""
+
+    def __init__(self, optimizer: Optimizer, lanes: Lanes) -> None:
+        self.optimizer = optimizer
+        self._attributes = {
+            name: _fixed(value)
+            for name, value in vars(optimizer).items()
+            if name not in ("param_groups", "state")
+        }
+        self._groups = [
+            {name: _fixed(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._values = [dict(group) for group in optimizer.param_groups]
+        """Keeps tensors alive, whose ``id`` would be another one's otherwise."""
+        self._signature = _signature(optimizer)
+        self.ready = lanes.mark()
+        """The moment at which gradients and hyperparameters are complete."""
+
+    def has_hyperparameters_of(self, optimizer: Optimizer) -> bool:
+        """Whether the hyperparameters are the same now. Nothing waits for the device."""
+        return self._signature == _signature(optimizer)
+
+    def shadow(self, part: ParameterGroups, state: Any) -> Any:
+        """An optimizer of the same class for some parameters, with their state."""
+        shadow: Any = object.__new__(type(self.optimizer))
+        vars(shadow).update(self._attributes)
+        shadow.param_groups = [
+            {**self._groups[number], "params": some} for number, some in part if some
+        ]
+        shadow.state = state
+        return shadow
+
+
+def _fixed(value: Any) -> Any:
+    """A hyperparameter that later changes in place do not reach."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+        return tuple(map(_fixed, value))
+    return value
+
+
+def _signature(optimizer: Optimizer) -> list[Any]:
+    """Hyperparameters, for a comparison."""
+    scaler = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
+    groups = [
+        {name: _seen(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    return [list(map(_seen, scaler)), *groups]
+
+
+def _seen(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_seen, value))
+    if isinstance(value, Tensor):
+        number = value.tolist() if value.device.type == "cpu" else None
+        return id(value), version_counter(value), number
+    return value
