@@ -24,6 +24,7 @@ STREAMED_MODES = (
     "saved_and_loaded",
     "in_a_thread",
     "captured",
+    "in_backward",
 )
 
 STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
@@ -69,6 +70,11 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: dict[str, tuple[Any, Any
 def test_a_plain_loop_waits_for_blocks_only(pairs: dict[str, tuple[Any, Any]]) -> None:
     streaming = pairs["plain"][1]["streaming"]
     assert streaming["waited"] == 0
+
+
+def test_units_are_updated_in_the_backward_pass(pairs: dict[str, tuple[Any, Any]]) -> None:
+    # The first three steps make the state, and are watched.
+    assert pairs["in_backward"][1]["streaming"]["ahead"] >= STEPS - 4
 
 
 def test_the_budget_holds_and_nothing_is_managed(pairs: dict[str, tuple[Any, Any]]) -> None:

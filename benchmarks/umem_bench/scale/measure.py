@@ -96,14 +96,19 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
     counted: AllocatorName | None = None if job.card is None else "torch"
     if job.variant.startswith("umem"):
         from umem.executor.manage import managers
+        from umem.executor.streamed_training import streamed_trainings
 
         counted = "umem"
         # umem manages the training from its first step on.
         training.manager = next(iter(managers()), None)
-        if training.manager is None:
+        if training.manager is None and not streamed_trainings():
             notes.append("no manager of umem runs in this training")
     warm_up(training, losses)
     timed = time_steps(training, job.steps, losses, counted)
+    if job.variant == "umem-backward" and not any(
+        it.status().step_in_backward for it in streamed_trainings()
+    ):
+        notes.append("its step was not done in the backward pass")
     if timed.after is not None:
         notes += status_notes(timed.after)
     found |= outside_figures(job.card)

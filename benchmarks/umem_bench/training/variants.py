@@ -180,11 +180,14 @@ def make_training(job: TrainingJob) -> Training:
         training = _with_one_optimizer(job.variant, model, batch)
     if job.variant == "umem-optimizer-host" or job.variant in PLANNERS:
         import umem
+        from umem.executor import Manager
 
         (optimizer,) = training.optimizers
-        training.manager = umem.manage(
+        managed = umem.manage(
             model, optimizer, step_in_backward=job.variant == "umem-backward-step"
         )
+        if isinstance(managed, Manager):  # streamed state has no plan to wait for
+            training.manager = managed
     if device.type == "cuda":
         # The fastest everywhere, with a backward pass that can be deterministic.
         training.around.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))

@@ -44,7 +44,8 @@ def crc(tensor: torch.Tensor) -> int:
 class Training:
     """The same model and batches in every process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clips: bool) -> None:
+        self.clips = clips
         torch.manual_seed(1)
         layers = [Layer() for _ in range(LAYERS)]
         self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
@@ -59,7 +60,8 @@ class Training:
         loss = self.model(torch.randn(4096, HIDDEN, device="cuda")).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.optimizer.step()
         self.losses.append(loss.detach())
 
@@ -132,11 +134,17 @@ def captured(training: Training) -> None:
         training.seen.append(result.clone())
 
 
+def in_backward(training: Training) -> None:
+    """Without clipping: parameters are updated in the backward pass where umem is enabled."""
+    if "UMEM_POLICY" in os.environ and len(training.losses) == 1:
+        umem.manage(training.model, training.optimizer, step_in_backward=True)
+
+
 MODES: dict[str, Callable[[Training], None]] = {
     it.__name__: it
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
-        *(saved_and_loaded, in_a_thread, captured),
+        *(saved_and_loaded, in_a_thread, captured, in_backward),
     )
 }
 
@@ -145,7 +153,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     if "UMEM_POLICY" in os.environ:
         assert umem.enable(os.environ["UMEM_POLICY"])
-    training = Training()
+    training = Training(clips=sys.argv[1] != in_backward.__name__)
     between = MODES[sys.argv[1]]
     for _ in range(int(sys.argv[2])):
         training.step()
@@ -166,6 +174,7 @@ def main() -> None:
             "in_line": counts.in_line,
             "waited": counts.waited,
             "early": counts.early,
+            "ahead": counts.ahead,
             "pinned_bytes": kinds["pinned"]["reserved_bytes"],
             "managed_bytes": kinds["managed"]["reserved_bytes"],
             "budget_peak_bytes": runtime().allocator.stats(0)["budget_bytes"]["peak"],
