@@ -204,6 +204,25 @@ def test_models_of_other_shapes(make_model: Any, eagerness: float) -> None:
     compare(make_model=make_model, eagerness=eagerness, seed=5)
 
 
+class Looked(Net):
+    """Its first weight gets sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 16, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.table(torch.arange(8)))
+
+
+def test_sparse_gradients_wait_in_the_step() -> None:
+    run = compare(
+        make_model=Looked, make_optimizer=lambda it: torch.optim.Adagrad(it, lr=1e-2), clips=False
+    )
+    assert run.training is not None
+    assert run.training.counts.waited == 4
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradient_scaler_and_skipped_steps(make: Any, fused: bool) -> None:
