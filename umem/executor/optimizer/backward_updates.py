@@ -34,15 +34,12 @@ from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.step_call import StepCall
 from umem.executor.optimizer.step_observer import StepObserver
 from umem.executor.optimizer.streamed_step import StreamedStep, StreamedUnit
+from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
 
 __all__ = ["BackwardUpdates"]
 
 _OBSERVED_STEPS = 2
 """Complete steps that are watched before units are updated in the backward pass."""
-
-_UNITS_WITH_GRADIENTS = 2
-"""Units whose gradients may wait for their update. The backward pass waits before there are more:
-with fewer it would wait for each update at once, and each unit more keeps its gradients."""
 
 _REMEDY = "Call umem.manage without step_in_backward"
 
@@ -223,7 +220,7 @@ class BackwardUpdates:
         self._ahead.append(unit)
         self._waiting.append(unit)
         self._step.update_ahead(unit, self._call, self._freed_gradient)
-        while len(self._waiting) > _UNITS_WITH_GRADIENTS:
+        while len(self._waiting) > UNITS_WITH_GRADIENTS:
             self._step.free_gradients(self._waiting.popleft())
 
     def _freed_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
