@@ -511,6 +511,18 @@ def test_gradients_of_resident_units_stay_until_a_step_in_the_backward_pass_is_o
     assert plan.slots >= 2
 
 
+def test_resident_units_are_spread_where_updates_are_in_the_backward_pass(
+    two_way: Hardware,
+) -> None:
+    """The copies of neighbours would hold up the backward pass, and then nothing be copied."""
+    units = [replace(unit(40, update_ms=0.1), backward_s=0.6 * MS)] * 16
+    plan = plan_stream(units, budget_bytes=10 * 40 * MIB, hardware=two_way, in_backward=True)
+    early = simulate_stream(
+        units, range(len(plan.resident)), plan.slots, hardware=two_way, in_backward=True
+    )
+    assert plan.predicted.exposed_s < 0.5 * early.exposed_s
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -157,6 +157,26 @@ def test_the_fused_kernel_runs_as_causal_without_a_mask(sft: Trace) -> None:
         assert sum(mode == 1 for mode in sft.access_mode[span]) == 3  # query, key, value
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "weight_bytes", "state_bytes"), [("bf16", 2, 4), ("fp32-autocast", 4, 8)]
+)
+def test_precisions_of_weights_and_state(
+    precision: str, weight_bytes: int, state_bytes: int
+) -> None:
+    trace = model_trace("llama-tiny", "sft", batch=BATCH, seq=SEQ, precision=precision)
+
+    def bytes_of(tensor_class: TensorClass) -> int:
+        return int(trace.tensor_bytes[trace.tensor_class == tensor_class.number].sum())
+
+    assert bytes_of(TensorClass.WEIGHTS) == weight_bytes * PARAMETERS
+    assert bytes_of(TensorClass.GRADIENTS) == weight_bytes * PARAMETERS
+    # Besides, a step count of 4 bytes for each parameter tensor.
+    assert 0 <= bytes_of(TensorClass.OPTIMIZER_STATE) - state_bytes * PARAMETERS < 4 * 100
+    matmuls = [name.endswith("aten.mm") for name in trace.phase_names]
+    assert set(trace.phase_precision[matmuls].tolist()) == {Precision.BF16}
+
+
 def test_names_and_metadata(lora: Trace) -> None:
     assert lora.name == "llama-tiny-lora"
     assert "transformers" in lora.source
@@ -167,6 +187,7 @@ def test_names_and_metadata(lora: Trace) -> None:
         "seq": SEQ,
         "accumulate": 1,
         "checkpoint": 0,
+        "precision": "bf16-master",
         "attention": "sdpa",
         "parameters": PARAMETERS,
         "trainable_parameters": ADAPTERS,
@@ -181,6 +202,7 @@ def test_names_and_metadata(lora: Trace) -> None:
         ("llama2-7b", "sft", {}, r"unknown model 'llama2-7b', did you mean 'llama-2-7b'\?"),
         ("gpt", "sft", {}, r"unknown model 'gpt'\. Known: llama-tiny, llama-2-7b"),
         ("llama-2-7b", "lorra", {}, r"unknown mode 'lorra', did you mean 'lora'\?"),
+        ("llama-tiny", "sft", {"precision": "fp16"}, r"unknown precision 'fp16', did you mean"),
         ("llama-tiny", "sft", {"batch": 0}, r"batch is 0: give a whole number from 1 to 4096"),
         ("llama-tiny", "sft", {"seq": 10**9}, r"seq is 1000000000: give .* to 131072"),
         ("llama-tiny", "sft", {"accumulate": -1}, r"accumulate is -1: give .* to 1024"),

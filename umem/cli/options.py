@@ -34,6 +34,7 @@ __all__ = [
     "Plot",
     "PlotFormat",
     "PolicyName",
+    "Precision",
     "Seq",
     "TraceFile",
     "Window",
@@ -68,6 +69,13 @@ Accumulate = Annotated[
 Checkpoint = Annotated[
     bool | None,
     typer.Option("--checkpoint/--no-checkpoint", help="Recompute activations (default: no)."),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        help="Of weights and AdamW: bf16-master (float32 state and weights beside bfloat16 ones), "
+        "bf16, or fp32-autocast (default: bf16-master)."
+    ),
 ]
 TraceFile = Annotated[
     Path | None,
@@ -112,6 +120,7 @@ def find_workloads(
     seq: int | None,
     accumulate: int | None,
     checkpoint: bool | None,
+    precision: str | None = None,
 ) -> tuple[Workload, ...]:
     """Find the workloads that the options name: a trace, or a model in one mode or several.
 
@@ -127,6 +136,7 @@ def find_workloads(
             "--seq": seq,
             "--accumulate": accumulate,
             "--checkpoint": checkpoint,
+            "--precision": precision,
         }
         for option, value in given.items():
             if value is not None:
@@ -142,10 +152,11 @@ def find_workloads(
     if model is None:
         raise UmemError("nothing to run: give --model, such as llama-2-7b, or --trace FILE")
     # Imports torch, which a trace does not need.
-    from umem.capture.offline import MODELS, MODES, model_trace
+    from umem.capture.offline import MODELS, MODES, PRECISIONS, model_trace
 
     chosen = known_name("--mode", modes[0] if mode is None else mode, modes)
     name = known_name("--model", model, MODELS)
+    made_in = known_name("--precision", precision or PRECISIONS[0], PRECISIONS)
 
     def record(of_mode: str, say: Progress) -> Trace:
         return model_trace(
@@ -155,6 +166,7 @@ def find_workloads(
             seq=seq or SEQ,
             accumulate=accumulate or ACCUMULATE,
             checkpoint=bool(checkpoint),
+            precision=made_in,
             progress=recording_progress(f"{name}, {of_mode}", say),
         )
 

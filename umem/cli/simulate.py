@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +11,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from umem.cli import options, output
+from umem.core.classes import TensorClass
+from umem.core.errors import UmemError
 from umem.core.report import MigrationReport
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, load_hardware
 from umem.planning import PLANNERS
 from umem.planning.prediction import predict, published_share, report_row
+from umem.planning.stream_prediction import (
+    StreamPrediction,
+    predict_stream,
+    stream_row,
+    streams_state,
+)
+from umem.policy import ResolvedPolicy
 from umem.trace import Trace
 
 if TYPE_CHECKING:
@@ -48,6 +57,7 @@ def simulate(
     seq: options.Seq = None,
     accumulate: options.Accumulate = None,
     checkpoint: options.Checkpoint = None,
+    precision: options.Precision = None,
     trace: options.TraceFile = None,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: options.PolicyName = options.DEFAULT_POLICY,
@@ -71,6 +81,14 @@ def simulate(
             "carry out.",
         ),
     ] = False,
+    step_in_backward: Annotated[
+        bool,
+        typer.Option(
+            "--step-in-backward",
+            help="Under a policy that streams optimizer state: update each block in the backward "
+            "pass, as umem.manage(..., step_in_backward=True) does.",
+        ),
+    ] = False,
     as_json: options.Json = False,
     plot: options.Plot = None,
     plot_format: options.PlotFormat = "png",
@@ -85,12 +103,24 @@ def simulate(
     planners = options.known_names("--planner", planner, PLANNERS)
     options.known_name("--addresses", addresses, ("reused", "own"))
     workloads = options.find_workloads(
-        _MODES, trace, model, mode, batch, seq, accumulate, checkpoint
+        _MODES, trace, model, mode, batch, seq, accumulate, checkpoint, precision
     )
     machine = load_hardware(hardware)
     # Before the first trace, which may take long.
     resolved = options.find_policy(policy, machine, budget)
     options.check_plot(plot, plot_format)
+    if streams_state(resolved):
+        if plot is not None:
+            raise UmemError("--plot: pictures are of pages, and this policy streams state")
+        _simulate_streamed(
+            workloads, machine, resolved, in_backward=step_in_backward, as_json=as_json
+        )
+        return
+    if step_in_backward:
+        raise UmemError(
+            f"--step-in-backward: policy {resolved.name} streams no optimizer state on "
+            f"{machine.name}: give one that does, such as --policy sft"
+        )
 
     results: list[tuple[Trace, tuple[MigrationReport, ...]]] = []
     pictures: list[Path] = []
@@ -123,6 +153,63 @@ def simulate(
             _print_details(console, report)
             console.print()
     output.print_written(pictures)
+
+
+def _simulate_streamed(
+    workloads: Sequence[Callable[[output.Progress], Trace]],
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    *,
+    in_backward: bool,
+    as_json: bool,
+) -> None:
+    """Predict and show trainings whose optimizer state is streamed."""
+    with output.progress() as say:
+        predictions = [
+            predict_stream(workload(say), hardware, policy, in_backward=in_backward)
+            for workload in workloads
+        ]
+    if as_json:
+        output.print_json({"results": [stream_row(prediction) for prediction in predictions]})
+        return
+    console = Console(highlight=False)
+    for prediction in predictions:
+        _print_streamed(console, prediction)
+        console.print()
+
+
+def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
+    """Print one prediction: its times, what is copied, and its memory."""
+    plan, units = prediction.plan, prediction.step.units
+    timing = plan.predicted
+    with_state = [number for number, unit in enumerate(units) if unit.state_bytes]
+    resident = sum(number in plan.resident for number in with_state)
+    console.print(
+        f"[bold]{escape(prediction.workload)}[/bold] on {escape(prediction.hardware)}, "
+        f"policy {escape(prediction.policy)}, {format_bytes(prediction.budget_bytes)} of device "
+        f"memory\npasses alone {output.format_seconds(prediction.step.passes_s)}, "
+        f"all resident {output.format_seconds(timing.compute_s)}\n"
+        f"state of {resident} of {len(with_state)} blocks resident, {plan.slots} slots of "
+        f"{format_bytes(plan.slot_bytes)}, activations of {len(plan.copied)} blocks copied"
+    )
+    copies = ("each way:\nstate", "acti-\nvations")
+    numbers = ("step", "of\npasses", "exposed", "slowed", *copies, "peak:\ndevice", "host")
+    table = output.make_table("updates", numbers=numbers, narrow=True)
+    table.add_row(
+        "backward" if prediction.in_backward else "deferred",
+        output.format_seconds(timing.step_s),
+        f"{100 * prediction.floor_share:.0f} %",
+        # The difference of two sums of floats may be off zero by a little.
+        output.format_seconds(max(round(timing.exposed_s, 9), 0.0)),
+        output.format_seconds(max(round(timing.slowed_s, 9), 0.0)),
+        *(
+            _brief(timing.to_host_bytes.get(name, 0))
+            for name in (TensorClass.OPTIMIZER_STATE, TensorClass.ACTIVATIONS)
+        ),
+        _brief(plan.peak_bytes),
+        _brief(prediction.host_bytes),
+    )
+    console.print(table)
 
 
 def _figures(

@@ -89,7 +89,8 @@ def plan_stream(
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
     Resident are early units of the forward pass, whose updates are due first, and units that are
-    much larger than the others where smaller slots pay for them. Copied are the activations of
+    much larger than the others where smaller slots pay for them. With `in_backward` they may also
+    be spread evenly, so that the copies of the others are. Copied are the activations of
     early units, which are needed last: as few as fit, or more where the room is worth more to
     state. If fewer resident units, or copied ones, give the same time, fewer are.
 
@@ -259,8 +260,8 @@ class _Choice:
     """The first units of an order are resident, the others are streamed through some slots."""
 
     order: _Bytes
-    """Numbers of the units: always resident ones, then resident and streamed ones, each in forward
-    order."""
+    """Numbers of the units: always resident ones, resident ones from the most useful to the least,
+    and streamed ones."""
     least: int
     """Number of units that are always resident."""
     count: int
@@ -304,21 +305,36 @@ def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
 def _state_choices(
     problem: _Problem, slot_bytes: int, state_bytes: int, copied: int
 ) -> Iterator[_Choice]:
-    """For each number of slots, as many units as fit beside them, the earliest first."""
+    """For each number of slots and each order, as many units as fit beside them."""
     size, cost = problem.size, problem.cost
     # Larger units do not fit a slot, units without state need none.
-    always = (size > slot_bytes) | (size == 0)
+    always = np.flatnonzero((size > slot_bytes) | (size == 0))
+    others = np.flatnonzero((size <= slot_bytes) & (size > 0))
+    orders = [others, _spread(others)] if problem.in_backward else [others]
     for slots in _SLOTS:
-        free_bytes = state_bytes - slots * slot_bytes - int(cost[always].sum())
-        if free_bytes < 0:
+        room_bytes = state_bytes - slots * slot_bytes - int(cost[always].sum())
+        if room_bytes < 0:
             return
-        resident = always.copy()
-        for unit in np.flatnonzero(~always).tolist():
-            if cost[unit] <= free_bytes:
-                resident[unit] = True
-                free_bytes -= int(cost[unit])
-        order = np.argsort(np.where(always, 0, np.where(resident, 1, 2)), kind="stable")
-        yield _Choice(order, int(always.sum()), int(resident.sum()), slots, copied)
+        for order in orders:
+            resident, streamed, free_bytes = [], [], room_bytes
+            for unit in order.tolist():
+                if cost[unit] <= free_bytes:
+                    resident.append(unit)
+                    free_bytes -= int(cost[unit])
+                else:
+                    streamed.append(unit)
+            every = np.concatenate((always, np.array([*resident, *streamed], np.int64)))
+            yield _Choice(every, len(always), len(always) + len(resident), slots, copied)
+
+
+def _spread(units: _Bytes) -> _Bytes:
+    """Units in an order of which every beginning is spread evenly over all of them.
+
+    It is van der Corput's sequence: by the binary digits of their place, reversed.
+    """
+    digits = max(1, len(units) - 1).bit_length()
+    key = [int(f"{place:0{digits}b}"[::-1], 2) for place in range(len(units))]
+    return units[np.argsort(key)]
 
 
 def _slot_sizes(problem: _Problem) -> list[int]:

@@ -1,4 +1,4 @@
-"""Traces of fine-tuning Llama 2, recorded from the real model without a download of weights."""
+"""Traces of fine-tuning known models, recorded from the real model without its weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
     from umem.capture.offline.record import Progress, Step
 
-__all__ = ["MODELS", "MODES", "model_trace"]
+__all__ = ["MODELS", "MODES", "PRECISIONS", "model_trace"]
 
 Attention = Literal["sdpa", "eager"]
 """One fused kernel, or an operator for each step of the formula."""
+
+PRECISIONS = ("bf16-master", "bf16", "fp32-autocast")
+"""Of weights and optimizer: bfloat16 weights and an AdamW with float32 state and weights; all in
+bfloat16; all in float32, and autocast to bfloat16."""
 
 MODES = ("lora", "sft")
 """Adapters over a frozen model, or every weight (supervised fine-tuning)."""
@@ -43,15 +47,18 @@ class _Shape:
     layers: int
     heads: int
     key_value_heads: int
+    family: Literal["llama", "qwen3"] = "llama"
+    """As transformers names it."""
 
 
 # Touvron et al. 2023, "Llama 2" (arXiv:2307.09288), and the `config.json` of
-# meta-llama/Llama-2-{7b,13b,70b}-hf. The tiny one is umem's own.
+# meta-llama/Llama-2-{7b,13b,70b}-hf; that of Qwen/Qwen3-14B. The tiny one is umem's own.
 _SHAPES = {
     "llama-tiny": _Shape(512, 256, 688, 4, 8, 4),
     "llama-2-7b": _Shape(32_000, 4096, 11_008, 32, 32, 32),
     "llama-2-13b": _Shape(32_000, 5120, 13_824, 40, 40, 40),
     "llama-2-70b": _Shape(32_000, 8192, 28_672, 80, 64, 8),
+    "qwen3-14b": _Shape(151_936, 5120, 17_408, 40, 40, 8, "qwen3"),
 }
 
 MODELS = tuple(_SHAPES)
@@ -66,16 +73,17 @@ def model_trace(
     seq: int = 2048,
     accumulate: int = 1,
     checkpoint: bool = False,
+    precision: str = "bf16-master",
     attention: Attention = "sdpa",
     progress: Progress | None = None,
 ) -> Trace:
     """Record one step of fine-tuning a known model with :func:`record_step`.
 
-    The model is that of `transformers`, with bfloat16 weights. ``lora`` trains PEFT adapters of
-    rank 16 on the four attention projections, in float32 as PEFT makes them, with fused AdamW.
-    ``sft`` trains every weight, with bfloat16 gradients and an AdamW whose two moments and copy of
-    the weights are float32: 16 bytes per parameter in all. Gradients are freed after each step
-    (``set_to_none=True``).
+    The model is that of `transformers`, with bfloat16 weights by default. ``lora`` trains PEFT
+    adapters of rank 16 on the four attention projections, in float32 as PEFT makes them, with fused
+    AdamW. ``sft`` trains every weight, by default with bfloat16 gradients and an AdamW whose two
+    moments and copy of the weights are float32: 16 bytes per parameter in all. Gradients are freed
+    after each step (``set_to_none=True``).
 
     Parameters
     ----------
@@ -88,6 +96,9 @@ def model_trace(
     checkpoint
         Whether to keep only each layer's input and to recompute the rest in the backward pass
         (non-reentrant).
+    precision
+        ``bf16-master`` as above; ``bf16`` for fused AdamW with state in bfloat16 too;
+        ``fp32-autocast`` for weights, gradients and state in float32, with autocast to bfloat16.
     attention
         Implementation of attention.
     progress
@@ -111,6 +122,7 @@ def model_trace(
     """
     _check_choice("model", model, MODELS)
     _check_choice("mode", mode, MODES)
+    _check_choice("precision", precision, PRECISIONS)
     _check_choice("attention", attention, get_args(Attention))
     for name, value, most in (
         ("batch", batch, _MAX_BATCH),
@@ -132,13 +144,14 @@ def model_trace(
     counts: dict[str, int] = {}
 
     def make_step() -> Step:
-        network = _build(transformers, _SHAPES[model], seq, attention)
+        dtype = torch.float32 if precision == "fp32-autocast" else torch.bfloat16
+        network = _build(transformers, _SHAPES[model], dtype, seq, attention)
         counts["parameters"] = sum(part.numel() for part in network.parameters())
         network = _adapt(network, peft, checkpoint)
         trained = [part for part in network.parameters() if part.requires_grad]
         counts["trainable_parameters"] = sum(part.numel() for part in trained)
         optimizer: torch.optim.Optimizer
-        if mode == "sft":
+        if mode == "sft" and precision == "bf16-master":
             optimizer = MasterAdamW(trained, lr=1e-5)
         else:
             optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
@@ -148,7 +161,9 @@ def model_trace(
 
         def step() -> None:
             for tokens in micro_batches:
-                loss = network(input_ids=tokens, labels=tokens).loss / accumulate
+                autocasts = precision == "fp32-autocast"
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                    loss = network(input_ids=tokens, labels=tokens).loss / accumulate
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -168,6 +183,7 @@ def model_trace(
         "seq": seq,
         "accumulate": accumulate,
         "checkpoint": int(checkpoint),
+        "precision": precision,
         "attention": attention,
         **counts,
     }
@@ -190,18 +206,18 @@ def _import(name: str) -> Any:
         ) from error
 
 
-def _build(transformers: Any, shape: _Shape, seq: int, attention: str) -> Any:
-    import torch
-
-    config = transformers.LlamaConfig(
+def _build(transformers: Any, shape: _Shape, dtype: Any, seq: int, attention: str) -> Any:
+    config = transformers.AutoConfig.for_model(
+        shape.family,
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.hidden // shape.heads,
         max_position_embeddings=max(seq, 4096),
-        rms_norm_eps=1e-5,
+        rms_norm_eps=1e-5 if shape.family == "llama" else 1e-6,
         tie_word_embeddings=False,
         use_cache=False,
     )
@@ -214,7 +230,7 @@ def _build(transformers: Any, shape: _Shape, seq: int, attention: str) -> Any:
         transformers.AttentionInterface.register(_CAUSAL_SDPA, sdpa_attention_forward)
         attention = _CAUSAL_SDPA
     network = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation=attention
+        config, dtype=dtype, attn_implementation=attention
     )
     return network.train()
 

@@ -1,0 +1,255 @@
+"""Predictions of streamed training from traces: units, plans, and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import Run, umem_command
+
+from umem.core.errors import HardwareError, PlanError, TraceError
+from umem.hardware import Hardware
+from umem.planning.stream_plan import plan_stream
+from umem.planning.stream_prediction import (
+    StreamedStep,
+    predict_stream,
+    stream_row,
+    streamed_step,
+    streams_state,
+)
+from umem.policy import ResolvedPolicy, load_policy, resolve
+from umem.trace import Trace, save_trace
+
+MIB = 1 << 20
+LAYERS = 6
+WEIGHT, STATE, SAVED = 8, 16, 4
+"""MiB of each layer."""
+
+MakeTrace = Callable[..., Trace]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`umem`."""
+    return umem_command(monkeypatch, capsys)
+
+
+@pytest.fixture
+def policy(machine: Hardware) -> ResolvedPolicy:
+    return with_budget(resolve(load_policy("sft"), machine, {}), 200)
+
+
+def with_budget(policy: ResolvedPolicy, budget_mib: int) -> ResolvedPolicy:
+    return replace(policy, device_budget_bytes=budget_mib * MIB)
+
+
+@pytest.fixture
+def step_of(make_trace: MakeTrace) -> Callable[..., Trace]:
+    """Builds a step of layers, forward 1 ms and backward 2 ms each, with clipping of 3 ms."""
+
+    def build(batches: int = 1) -> Trace:
+        tensors: dict[str, tuple[int, str, bool]] = {}
+        phases: list[tuple[str, float, list[str], list[str]]] = []
+        for layer in range(LAYERS):
+            name = f"model.layers.{layer}.linear.weight"
+            tensors[name] = (WEIGHT * MIB, "weights", True)
+            tensors[f"{name}.grad"] = (WEIGHT * MIB, "gradients", False)
+            tensors[f"{name}.exp_avg"] = (STATE * MIB, "optimizer_state", True)
+            tensors[f"{name}.step"] = (4, "optimizer_state", True)
+        for batch in range(batches):
+            for layer in range(LAYERS):
+                tensors[f"out {batch} {layer}"] = (SAVED * MIB, "activations", False)
+                name = f"model.layers.{layer}.linear"
+                reads = [f"{name}.weight", *([f"out {batch} {layer - 1}"] if layer else [])]
+                phases.append((f"forward {name}: mm", 1e-3, reads, [f"out {batch} {layer}"]))
+            for layer in reversed(range(LAYERS)):
+                name = f"model.layers.{layer}.linear"
+                reads = [f"{name}.weight", f"out {batch} {layer}"]
+                phases.append((f"backward {name}: mm", 2e-3, reads, [f"{name}.weight.grad"]))
+        gradients = [f"model.layers.{layer}.linear.weight.grad" for layer in range(LAYERS)]
+        phases.append(("aten.norm", 3e-3, gradients, []))
+        for layer in range(LAYERS):
+            name = f"model.layers.{layer}.linear.weight"
+            used = [f"{name}.exp_avg", name]
+            phases.append((f"optimizer {name}: adamw", 0.5e-3, [*used, f"{name}.grad"], used))
+        made = make_trace(tensors, [phase[1:] for phase in phases])
+        return replace(made, name="layers", phase_names=tuple(phase[0] for phase in phases))
+
+    return build
+
+
+# ---------------------------------------------------------------------------------- units
+
+
+def test_units_are_the_layers(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
+    step = streamed_step(step_of(), policy)
+    assert [unit.name for unit in step.units] == [f"model.layers.{it}" for it in range(LAYERS)]
+    for unit in step.units:
+        # Tensors below the policy's min_bytes stay on the device.
+        assert (unit.state_bytes, unit.gradient_bytes) == (STATE * MIB, WEIGHT * MIB)
+        assert [unit.forward_s, unit.backward_s] == pytest.approx([1e-3, 2e-3])
+        assert unit.update_s == pytest.approx(0.5e-3)
+    assert step.other_s == pytest.approx(3e-3)
+    assert step.batches == 1
+    assert step.passes_s == pytest.approx(LAYERS * 3e-3)
+
+
+def test_activations_count_for_the_last_layer_that_uses_them_forward(
+    step_of: Callable[..., Trace], policy: ResolvedPolicy
+) -> None:
+    saved = [unit.saved_bytes for unit in streamed_step(step_of(), policy).units]
+    assert saved == [0, *[SAVED * MIB] * (LAYERS - 2), 2 * SAVED * MIB]
+    rules = list(policy.rules)
+    rules[4] = replace_mechanism(rules[4], "keep")
+    kept = streamed_step(step_of(), replace(policy, rules=tuple(rules)))
+    assert not any(unit.saved_bytes for unit in kept.units)
+
+
+def replace_mechanism(rule: Any, mechanism: str) -> Any:
+    return rule.model_copy(update={"mechanism": mechanism})
+
+
+def test_peaks_have_gradients_for_as_long_as_the_program(
+    step_of: Callable[..., Trace], policy: ResolvedPolicy
+) -> None:
+    small = 4 * LAYERS  # the step counts
+    weights = LAYERS * WEIGHT * MIB + small
+    deferred = streamed_step(step_of(), policy)
+    forward = [unit.forward_peak_bytes for unit in deferred.units]
+    # Gradients of the layers from each one on, and activations up to it.
+    assert forward == [
+        weights + (LAYERS - it) * WEIGHT * MIB + (it + 1) * SAVED * MIB for it in range(LAYERS)
+    ]
+    backward = [unit.backward_peak_bytes for unit in deferred.units]
+    assert backward == [
+        weights + (LAYERS - it) * WEIGHT * MIB + (it + 1) * SAVED * MIB for it in range(LAYERS)
+    ]
+    assert deferred.step_peak_bytes == weights + LAYERS * WEIGHT * MIB
+    ahead = streamed_step(step_of(), policy, in_backward=True)
+    backward = [unit.backward_peak_bytes for unit in ahead.units]
+    assert backward == [
+        weights + min(3, LAYERS - it) * WEIGHT * MIB + (it + 1) * SAVED * MIB
+        for it in range(LAYERS)
+    ]
+
+
+def test_batches_share_the_passes(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
+    one, three = (streamed_step(step_of(batches), policy) for batches in (1, 3))
+    assert three.batches == 3
+    assert three.passes_s == pytest.approx(3 * one.passes_s)
+    for few, many in zip(one.units, three.units, strict=True):
+        assert (few.saved_bytes, few.state_bytes) == (many.saved_bytes, many.state_bytes)
+        assert [few.forward_s, few.backward_s] == pytest.approx([many.forward_s, many.backward_s])
+    # The second batch's forward pass runs beside all gradients.
+    gradients = LAYERS * WEIGHT * MIB
+    last = three.units[-1]
+    assert last.forward_peak_bytes == one.units[-1].forward_peak_bytes + gradients
+
+
+def test_modules_around_the_layers_are_units(
+    step_of: Callable[..., Trace], policy: ResolvedPolicy
+) -> None:
+    trace = step_of()
+    names = [it.replace("model.layers.0.linear", "model.embed") for it in trace.tensor_names]
+    phases = [it.replace("model.layers.0.linear", "model.embed") for it in trace.phase_names]
+    renamed = replace(trace, tensor_names=tuple(names), phase_names=tuple(phases))
+    step = streamed_step(renamed, policy)
+    assert step.units[0].name == "model.embed"
+    original = streamed_step(trace, policy)
+    assert replace(step.units[0], name="model.layers.0") == original.units[0]
+
+
+def test_a_trace_without_a_forward_pass_is_an_error(
+    make_trace: MakeTrace, policy: ResolvedPolicy
+) -> None:
+    trace = make_trace({"a": (MIB, "weights", True)}, [(1e-3, ["a"], [])])
+    with pytest.raises(TraceError, match="'forward'"):
+        streamed_step(trace, policy)
+
+
+# ---------------------------------------------------------------------------------- predictions
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_prediction_is_the_plan_of_a_training(
+    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy, in_backward: bool
+) -> None:
+    prediction = predict_stream(step_of(), machine, policy, in_backward=in_backward)
+    step: StreamedStep = prediction.step
+    assert prediction.plan == plan_stream(
+        step.units,
+        budget_bytes=200 * MIB,
+        hardware=machine,
+        other_s=step.other_s,
+        step_peak_bytes=step.step_peak_bytes,
+        in_backward=in_backward,
+    )
+    row = stream_row(prediction)
+    assert json.loads(json.dumps(row)) == row
+    assert row["step_s"] == pytest.approx(row["ideal_s"] + row["exposed_s"] + row["slowed_s"])
+    assert row["ideal_s"] == pytest.approx(row["floor_s"] + 3e-3 + LAYERS * 0.5e-3)
+    assert row["floor_share"] == pytest.approx(row["floor_s"] / row["step_s"])
+    assert row["device_bytes"] <= row["device_budget_bytes"] == 200 * MIB
+    streamed = LAYERS - len(row["resident"])
+    assert row["to_host_bytes"].get("optimizer_state", 0) == streamed * STATE * MIB
+    saved = row["to_host_bytes"].get("activations", 0)
+    assert row["host_bytes"] == streamed * STATE * MIB + saved
+
+
+def test_what_cannot_be_predicted_is_an_error(
+    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    with pytest.raises(PlanError, match="raise device_budget"):
+        predict_stream(step_of(), machine, with_budget(policy, 100))
+    with pytest.raises(PlanError, match="page-locked"):
+        predict_stream(step_of(), replace(machine, host_bytes=MIB), with_budget(policy, 160))
+    managed = resolve(load_policy("managed"), machine, {})
+    assert streams_state(policy)
+    assert not streams_state(managed)
+    with pytest.raises(PlanError, match="managed streams no optimizer state"):
+        predict_stream(step_of(), machine, managed)
+    untimed = replace(
+        step_of(), duration_s=None, flops=np.ones(step_of().phase_count), name="untimed"
+    )
+    with pytest.raises(HardwareError, match="flops_per_s"):
+        predict_stream(untimed, replace(machine, flops_per_s={}), policy)
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def saved_step(step_of: Callable[..., Trace], tmp_path: Path) -> Path:
+    path = tmp_path / "step.npz"
+    save_trace(step_of(), path)
+    return path
+
+
+def test_simulate_predicts_a_policy_that_streams(run: Run, saved_step: Path) -> None:
+    arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--budget", "200MiB")
+    status, output, errors = run(*arguments, "--hardware", "h100-pcie")
+    assert (status, errors) == (0, "")
+    assert "layers on h100-pcie, policy sft, 200 MiB of device memory" in output
+    assert "passes alone 18 ms" in output
+    assert "deferred" in output
+    assert "…" not in output
+    assert all(len(line) <= 80 for line in output.splitlines())
+    for flags, in_backward in (((), False), (("--step-in-backward",), True)):
+        _, output, _ = run(*arguments, "--hardware", "h100-pcie", *flags, "--json")
+        (row,) = json.loads(output)["results"]
+        assert (row["planner"], row["step_in_backward"]) == ("stream", in_backward)
+        assert row["device_bytes"] <= 200 * MIB
+
+
+def test_pages_have_no_step_in_the_backward_pass(run: Run, saved_step: Path) -> None:
+    status, output, errors = run("simulate", "--trace", saved_step, "--step-in-backward")
+    assert (status, output) == (2, "")
+    assert "--policy sft" in errors
+    status, _, errors = run("simulate", "--trace", saved_step, "--policy", "sft", "--plot", "x")
+    assert status == 2
+    assert "--plot" in errors
