@@ -98,6 +98,10 @@ class Mover(Protocol):
         """The stream of this thread's work on the device."""
         return None
 
+    def is_on_device(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage of the device's tensors has memory of the device."""
+        return True
+
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
     ) -> Sequence[Any]:
@@ -323,6 +327,10 @@ class CudaMover(Mover):
     def stream(self) -> torch.cuda.Stream:
         """The current stream of the device in this thread."""
         return torch.cuda.current_stream(self._device)
+
+    def is_on_device(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the budget has not put it into page-locked host memory."""
+        return not is_enabled() or bindings.memory_type(storage.data_ptr()) != "cudaMemoryTypeHost"
 
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: torch.cuda.Stream

@@ -161,6 +161,11 @@ class _Group:
                 return handle
         return keep(tensor)
 
+    @property
+    def count(self) -> int:
+        """How many tensors were saved so far."""
+        return self._count
+
     def stored(self, ordinals: Iterable[int] | None) -> Iterator[_Stored]:
         """The storages that autograd still holds, each once, in the order of saving."""
         seen = set()
@@ -409,6 +414,23 @@ class ActivationStore:
                 self._mover.record_use(storage, stream)
         return packed.rebuild(storage)
 
+    def saved_count(self, key: Hashable) -> int:
+        """How many tensors a group has so far, which is the ordinal of its next one."""
+        group = self._groups.get(key)
+        return 0 if group is None else group.count
+
+    def saved_bytes(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
+        """Bytes that may leave and that no other group holds too. Parameters as for `send`."""
+        with self._lock:
+            group = self._find(key)
+            if group is None:
+                return 0
+            return sum(
+                stored.size_bytes
+                for stored in group.stored(ordinals)
+                if all(it is group.reference or it() is None for it in stored.wanted_by)
+            )
+
     def send(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
         """Start copying a group to the host, after the work that its stream holds now.
 
@@ -434,6 +456,8 @@ class ActivationStore:
                     storage, size_bytes = stored.storage, stored.size_bytes
                     # A storage that was resized since is not what was saved.
                     if storage is None or stored.buffer or storage.nbytes() != size_bytes:
+                        continue
+                    if not self._mover.is_on_device(storage):  # nothing to gain
                         continue
                     buffer = self._pool.take(size_bytes)
                     if buffer is not None:

@@ -1,0 +1,364 @@
+"""Activations of chosen blocks that are copied: when they move, and that no bit changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from activation_chain import LazyMover
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from umem.capture.live import find_blocks
+from umem.executor.copied_activations import CopiedActivations
+from umem.offload import ActivationStore, HostMover
+
+# The last bit of a function may depend on how threads share its numbers.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, ROWS, LAYERS = 32, 16, 5
+ALL_COPIED = {f"layers.{it}": f"layers.{it + 1}" for it in range(LAYERS - 1)}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Net(nn.Module):
+    """Layers, which may be called by checkpoints, and operators between them."""
+
+    def __init__(self, reentrant: bool | None = None, order: Iterable[int] = range(LAYERS)) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers: Any = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 4)
+        self.reentrant = reentrant
+        self.order = list(order)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for number in self.order:
+            layer = self.layers[number]
+            if self.reentrant is None:
+                x = torch.tanh(layer(x))
+            else:
+                called: Any = checkpoint(layer, x * 1.5, use_reentrant=self.reentrant)
+                x = called
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class LoggedStore(ActivationStore):
+    """Notes which groups move, by the order in which they were opened."""
+
+    def __init__(self, mover: Any) -> None:
+        super().__init__("cpu", mover, min_bytes=64)
+        self.groups: dict[Any, int] = {}
+        self.log: list[tuple[str, int]] = []
+
+    def open_group(self, key: Any, chosen: Any = None) -> bool:
+        self.groups[key] = len(self.groups)
+        return super().open_group(key, chosen)
+
+    def send(self, key: Any, ordinals: Any = None) -> int:
+        return self._noted("send", key, super().send(key, ordinals))
+
+    def release(self, key: Any, ordinals: Any = None) -> int:
+        return self._noted("release", key, super().release(key, ordinals))
+
+    def fetch(self, key: Any, ordinals: Any = None) -> int:
+        return self._noted("fetch", key, super().fetch(key, ordinals))
+
+    def _noted(self, verb: str, key: Any, moved_bytes: int) -> int:
+        if moved_bytes:
+            self.log.append((verb, self.groups[key]))
+        return moved_bytes
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+class Copied:
+    """A model whose activations are copied."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        copied: Mapping[str, str | None],
+        fetch_ahead: int = 1,
+        mover: Any = None,
+        on_error: Callable[[Exception], None] = _raise,
+    ) -> None:
+        self.store = LoggedStore(mover or LazyMover())
+        self.activations = CopiedActivations(model, find_blocks(model, None), self.store, on_error)
+        self.activations.set_plan(copied, fetch_ahead, is_measuring=False)
+
+    @property
+    def late(self) -> int:
+        return self.store.statistics.late_fetches
+
+
+def make(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def batch(number: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def gradients(model: nn.Module) -> list[bytes]:
+    found = [it.grad for it in model.parameters() if it.grad is not None]
+    return [it.numpy().tobytes() for it in found]
+
+
+def train(model: nn.Module, *numbers: int) -> list[bytes]:
+    """The gradients of some batches, summed."""
+    for number in numbers or (0,):
+        model(batch(number)).square().mean().backward()
+    return gradients(model)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpoint": {"reentrant": False},
+    "reentrant": {"reentrant": True},
+    "called twice": {"order": [0, 1, 2, 1, 2, 3, 4]},
+    "another order": {"order": [3, 1, 4, 0]},
+}
+
+
+@pytest.mark.parametrize("mover", [HostMover, LazyMover])
+@pytest.mark.parametrize("fetch_ahead", [1, 3])
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_no_bit_changes(options: dict[str, Any], fetch_ahead: int, mover: Any) -> None:
+    model = make(**options)
+    copied = Copied(model, ALL_COPIED, fetch_ahead, mover())
+    assert train(model, 0, 1, 2) == train(make(**options), 0, 1, 2)
+    counts = copied.store.statistics
+    assert counts.tensors_out == counts.tensors_in > 0
+    assert copied.late == 0
+
+
+def test_copies_start_and_end_where_the_plan_says() -> None:
+    model = make()
+    copied = Copied(model, {"layers.0": "layers.2", "layers.2": "layers.4"}, fetch_ahead=2)
+    log = copied.store.log
+    y = model(batch())
+    # Group 0 is the model between its blocks. What tanh saves before a block leaves with it: here
+    # the block saves it too.
+    assert log == [
+        *(("send", 1), ("release", 1)),  # layers.0
+        *(("send", 0), ("send", 2), ("release", 2)),  # layers.2
+    ]
+    log.clear()
+    y.square().mean().backward()
+    assert log == [("fetch", 2), ("fetch", 1)]
+    assert copied.late == 0
+
+
+def test_fetch_ahead_bounds_what_is_back() -> None:
+    """When the backward pass reaches a block, the blocks behind that number are still away."""
+    for fetch_ahead in (1, 2, 3):
+        model = make()
+        copied = Copied(model, ALL_COPIED, fetch_ahead)
+        log = copied.store.log
+        first: dict[int, int] = {}
+
+        def reached(number: int, log: Any = log, first: dict[int, int] = first) -> None:
+            first[number] = len({group for verb, group in log if verb == "fetch"} - {0})
+
+        for number, layer in enumerate(model.layers):
+            layer.down.register_full_backward_pre_hook(lambda *_, n=number: reached(n))
+        train(model)
+        # All but the last of five layers are copied; layer n is reached with n - ahead.. fetched.
+        expected = {n: LAYERS - 1 - max(0, n - fetch_ahead) for n in range(LAYERS)}
+        assert first == expected
+
+
+def test_what_is_copied_frees_memory() -> None:
+    model = make()
+    copied = Copied(model, ALL_COPIED)
+    held: list[weakref.ref[Any]] = []
+    model.layers[0].up.register_forward_hook(
+        lambda _module, _args, output: held.append(weakref.ref(output.untyped_storage()))
+    )
+    y = model(batch())
+    assert held[0]() is None
+    away_bytes = copied.activations.away_bytes()
+    assert away_bytes > 0
+    y.sum().backward()
+    assert copied.activations.away_bytes() == 0
+
+
+def test_evaluation_copies_nothing() -> None:
+    model = make()
+    copied = Copied(model, ALL_COPIED)
+    with torch.no_grad():
+        model(batch())
+    assert copied.store.log == []
+    y = model(batch())
+    with torch.no_grad():  # between a forward pass and its backward pass
+        model(batch(1))
+    y.square().mean().backward()
+    assert gradients(model) == train(make())
+    assert copied.late == 0
+
+
+@pytest.mark.parametrize("is_first_first", [True, False])
+def test_two_graphs_at_once(is_first_first: bool) -> None:
+    def run(model: nn.Module) -> list[bytes]:
+        losses = [model(batch(number)).square().mean() for number in range(2)]
+        for loss in losses if is_first_first else reversed(losses):
+            loss.backward()
+        return gradients(model)
+
+    model = make()
+    copied = Copied(model, ALL_COPIED)
+    assert run(model) == run(make())
+    assert copied.late == 0
+
+
+def test_a_retained_graph_goes_backward_twice() -> None:
+    def run(model: nn.Module) -> list[bytes]:
+        loss = model(batch()).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    model = make()
+    copied = Copied(model, ALL_COPIED)
+    assert run(model) == run(make())
+    assert copied.late == 0
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_exceptions_leave_nothing_behind(reentrant: bool | None) -> None:
+    def run(model: Net) -> list[bytes]:
+        def fail(*_: object) -> None:
+            raise KeyError("on purpose")
+
+        handle = model.layers[2].up.register_forward_hook(fail)
+        with pytest.raises(KeyError, match="on purpose"):
+            model(batch(7))
+        handle.remove()
+        loss = model(batch(8)).square().mean()
+        hooked = loss.register_hook(fail)
+        with pytest.raises(KeyError, match="on purpose"):
+            loss.backward()
+        hooked.remove()
+        del loss
+        return train(model, 0, 1)
+
+    model = make(reentrant=reentrant)
+    copied = Copied(model, ALL_COPIED)
+    assert run(model) == run(make(reentrant=reentrant))
+    assert copied.late == 0
+
+
+def test_an_interrupt_leaves_nothing_behind() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = make()
+    copied = Copied(model, ALL_COPIED)
+    handle = model.layers[2].up.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(7))
+    handle.remove()
+    assert train(model) == train(make())
+    assert copied.late == 0
+
+
+def test_changes_in_place_are_refused_as_ever() -> None:
+    class InPlace(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](self.stem(x))
+            y = self.layers[1](x.exp_())
+            y.exp().mul_(2)
+            z = self.layers[2](y)
+            y.add_(1)  # which layers.2 has saved
+            return self.layers[3](z)
+
+    for is_copied in (False, True):
+        torch.manual_seed(0)
+        model = InPlace()
+        if is_copied:
+            Copied(model, ALL_COPIED)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            train(model)
+
+
+def test_compiled_blocks_keep_what_they_save() -> None:
+    torch._dynamo.reset()
+    model, expected = make(), make()
+    for net in (model, expected):
+        net.layers[1].compile(backend="eager")
+    copied = Copied(model, ALL_COPIED)
+    assert "layers.1" not in copied.activations.names
+    assert train(model) == train(expected)
+    assert {group for _, group in copied.store.log} >= {1, 2}
+
+
+def test_measuring_counts_each_storage_once() -> None:
+    model = make()
+    copied = Copied(model, {})
+    copied.activations.set_plan({}, 1, is_measuring=True)
+    train(model)
+    found = copied.activations.saved_bytes
+    row_bytes = 4 * ROWS * WIDTH
+    # tanh's output between two layers, the norm's output, its means and deviations, and gelu's
+    # input and output. Statistics of 64 bytes are as large as the least that is copied.
+    assert found["layers.2"] == (1 + 1 + 2 + 2) * row_bytes + 2 * 4 * ROWS
+    assert found["layers.1"] == found["layers.3"] == found["layers.2"]
+    assert copied.store.log == []
+    copied.activations.set_plan(ALL_COPIED, 1, is_measuring=True)
+    train(model)
+    assert copied.activations.saved_bytes == found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_of_checkpointed_blocks_the_inputs_are_copied(reentrant: bool) -> None:
+    model = make(reentrant=reentrant)
+    copied = Copied(model, {})
+    copied.activations.set_plan({}, 1, is_measuring=True)
+    train(model)
+    found = copied.activations.saved_bytes
+    assert {found[f"layers.{it}"] for it in range(1, LAYERS)} == {4 * ROWS * WIDTH}
+
+
+def test_a_failing_copy_ends_the_copies_only() -> None:
+    class Broken(LazyMover):
+        def copy_out(self, pairs: Any, stream: Any) -> Any:
+            raise RuntimeError("no more copies")
+
+    errors: list[Exception] = []
+    model = make()
+    copied = Copied(model, ALL_COPIED, mover=Broken(), on_error=errors.append)
+    assert train(model) == train(make())
+    assert "no more copies" in str(errors[0])
+    assert copied.store.statistics.tensors_out == 0
+
+
+def test_a_model_goes_when_it_is_dropped() -> None:
+    model = make()
+    copied = Copied(model, ALL_COPIED)
+    train(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    copied.activations.close()

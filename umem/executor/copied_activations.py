@@ -1,0 +1,322 @@
+"""Copies what chosen blocks save for the backward pass to the host, and back ahead of its use.
+
+Forward, the end of a block starts the copy of what it saved. Before a later block, which the plan
+names because the memory is needed there, the device's memory is let go: from there on the program's
+stream waits until the copy is over. Backward, when the pass reaches a block, what the blocks ahead
+of it saved starts to come back.
+
+The copies have streams of their own instead of the optimizer step's lanes. A lane works in order:
+behind a step, the copies of all state stand in it already, and an activation would leave only after
+the last of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from umem.capture.live import Block
+from umem.offload import ActivationStatistics, ActivationStore
+from umem.offload.store import in_backward_or_compiler
+from umem.runtime.model_parts import tensors_in
+from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
+from umem.torch_compat import compiled_call
+
+__all__ = ["CopiedActivations", "is_compiled"]
+
+_Part = tuple[object, range | None]
+"""A group of the store, and ordinals in it; None for all."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a block."""
+
+    name: str
+    is_copied: bool
+    left_before: str | None
+    """The block before which the memory is let go; None for the end of the forward pass."""
+    parts: list[_Part] = field(default_factory=list)
+    """What was saved in the call, and by the model itself since the call before: such as the inputs
+    that a checkpoint saves."""
+    saved_bytes: int = 0
+    """Bytes of it that no call before has saved too."""
+
+
+class _Pass:
+    """A forward pass, and the backward passes through its graph, which holds it."""
+
+    def __init__(self, store: ActivationStore, fetch_ahead: int) -> None:
+        self.calls: list[_Call] = []
+        self.leaving: list[_Call] = []
+        """Calls whose activations are being copied to the host."""
+        self.model_key = object()
+        """The group of what the model saves between its blocks."""
+        self.taken = 0
+        """How many tensors of this group belong to calls already."""
+        self.is_watched = True
+        """Whether the backward pass tells when it reaches the last call."""
+        self._store = store
+        self._fetch_ahead = fetch_ahead
+
+    def take_between(self) -> list[_Part]:
+        """What the model has saved since the last call of this method."""
+        taken, self.taken = self.taken, self._store.saved_count(self.model_key)
+        return [(self.model_key, range(taken, self.taken))] if self.taken > taken else []
+
+    def send(self, call: _Call) -> None:
+        """Start the copies to the host."""
+        for key, ordinals in call.parts:
+            self._store.send(key, ordinals)
+        self.leaving.append(call)
+
+    def release(self, call: _Call) -> int:
+        """Let go of the device's memory. Returns its bytes."""
+        return sum(self._store.release(key, ordinals) for key, ordinals in call.parts)
+
+    def watch(self, tensors: Iterable[torch.Tensor], guard: Guard) -> None:
+        """Fetch what comes next when the backward pass reaches what has made these tensors."""
+        last = len(self.calls) - 1
+        nodes = {id(node): node for tensor in tensors if (node := tensor.grad_fn) is not None}
+        self.is_watched = bool(nodes)
+        first = max(0, last - self._fetch_ahead)
+        if not any(call.is_copied for call in self.calls[first:]):
+            return
+        # The nodes hold this object, and it goes with the graph.
+        reached = guard(partial(self._reached, first, last))
+        for node in nodes.values():
+            node.register_prehook(reached)
+
+    def _reached(self, first: int, last: int, _gradients: object) -> None:
+        # Only a retained graph has saved tensors of later blocks left. What a reentrant checkpoint
+        # saves behind its block counts for the next one.
+        for call in self.calls[last + 2 : last + 3]:
+            if call.is_copied:
+                self.release(call)
+        for call in reversed(self.calls[first : last + 1]):
+            if call.is_copied:
+                for key, ordinals in reversed(call.parts):
+                    self._store.fetch(key, ordinals)
+
+
+class _Running(threading.local):
+    """The calls that run in a thread."""
+
+    forward: _Pass | None = None
+    call: _Call | None = None
+    open_groups: int = 0
+
+
+class CopiedActivations:
+    """Hooks on a model and its blocks that copy activations.
+
+    Blocks with compiled modules keep what they save.
+
+    Parameters
+    ----------
+    model
+        The module that the training loop calls. Only a weak reference is kept.
+    blocks
+        Its blocks.
+    store
+        Makes the copies.
+    on_error
+        Called with an exception of a hook, which does not reach the training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[Block],
+        store: ActivationStore,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self.saved_bytes: dict[str, int] = {}
+        """Bytes that could leave, by block: the most of a forward pass while measuring."""
+        self._model = weakref.ref(model)
+        self._blocks = {it.name: it for it in blocks if not is_compiled(it.module)}
+        self._store = store
+        self._guard = Guard(on_error)
+        self._copied: Mapping[str, str | None] = {}
+        self._fetch_ahead = 1
+        self._is_measuring = False
+        self._undo: list[Undo] = []
+        self._running = _Running()
+        self._released_bytes = self._returned_bytes = 0
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Blocks whose activations can be copied."""
+        return frozenset(self._blocks)
+
+    @property
+    def statistics(self) -> ActivationStatistics:
+        """Copies so far."""
+        return self._store.statistics
+
+    def set_plan(
+        self, copied: Mapping[str, str | None], fetch_ahead: int, *, is_measuring: bool
+    ) -> None:
+        """Choose the blocks whose activations are copied, from the next forward pass on.
+
+        Parameters
+        ----------
+        copied
+            By name of a block, the block before whose forward pass its activations have left; None
+            for the end of the forward pass.
+        fetch_ahead
+            Number of blocks before its backward pass at which a block's activations are fetched.
+        is_measuring
+            Whether to look at what other blocks save.
+        """
+        self._copied = {name: before for name, before in copied.items() if name in self._blocks}
+        self._fetch_ahead = fetch_ahead
+        self._is_measuring = is_measuring
+        if is_measuring:
+            self.saved_bytes = {}
+        self._remove_hooks()
+        model = self._model()
+        if (self._copied or is_measuring) and model is not None:
+            self._store.keep(model.parameters(), permanent=True)
+            fail = self._guard.on_error
+            self._undo += hook_calls(model, self._begin, self._end, fail)
+            for name, block in self._blocks.items():
+                enter = partial(self._enter, name)
+                self._undo += hook_calls(block.module, enter, self._leave, fail)
+
+    def begin_step(self) -> None:
+        """Count what is away from now on; nothing is between steps."""
+        self._released_bytes, self._returned_bytes = 0, self._store.statistics.bytes_in
+
+    def away_bytes(self) -> int:
+        """Bytes of activations that are on the host only."""
+        back_bytes = self._store.statistics.bytes_in - self._returned_bytes
+        return max(0, self._released_bytes - back_bytes)
+
+    def close(self) -> None:
+        """Remove the hooks and give host memory back; graphs that are alive keep working."""
+        self._remove_hooks()
+        self._store.close()
+
+    def _remove_hooks(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._close_groups()
+        self._running.forward = self._running.call = None
+
+    # ------------------------------------------------------------------ hooks
+
+    def _begin(self, args: object, kwargs: object) -> None:
+        """The model is called."""
+        if in_backward_or_compiler():
+            return
+        running = self._running
+        self._close_groups()  # an interrupt ends a call without the hooks behind it
+        running.forward = running.call = None
+        model = self._model()
+        if model is None or not torch.is_grad_enabled():
+            return
+        self._store.keep([*model.buffers(), *tensors_in((args, kwargs))])
+        running.forward = _Pass(self._store, self._fetch_ahead)
+        self._open_group(running.forward.model_key)
+
+    def _enter(self, name: str, args: object, kwargs: object) -> None:
+        """A block is called."""
+        running = self._running
+        forward = running.forward
+        if forward is None or running.call is not None or in_backward_or_compiler():
+            return
+        if not forward.is_watched:
+            # A reentrant checkpoint makes the graph behind its block.
+            forward.watch(tensors_in((args, kwargs)), self._guard)
+        self._release(forward, name)
+        before = self._copied.get(name)
+        running.call = call = _Call(name, name in self._copied, before, forward.take_between())
+        self._measure(call)
+        if call.is_copied or self._is_measuring:
+            key = object()
+            call.parts.append((key, None))
+            self._open_group(key)
+
+    def _leave(self, output: object, *, failed: bool) -> None:
+        """A block's call ends."""
+        running = self._running
+        forward, call = running.forward, running.call
+        if forward is None or call is None or in_backward_or_compiler():
+            return
+        running.call = None
+        if call.parts and call.parts[-1][1] is None:
+            self._close_group()
+        forward.take_between()  # a block without a group of its own has saved it
+        if failed:
+            return
+        self._measure(call)
+        if call.is_copied:
+            forward.send(call)
+        forward.calls.append(call)
+        forward.watch(tensors_in(output), self._guard)
+
+    def _end(self, output: object, *, failed: bool) -> None:
+        """The model's call ends."""
+        running = self._running
+        forward = running.forward
+        if forward is None or in_backward_or_compiler():
+            return
+        self._close_groups()
+        running.forward = running.call = None
+        if failed:
+            return
+        self._release(forward, None)
+        forward.watch(tensors_in(output), self._guard)
+        if self._is_measuring:
+            self._end_measuring(forward)
+
+    def _release(self, forward: _Pass, before: str | None) -> None:
+        """Let go of what has to leave before a block; of the rest, if that is None."""
+        for call in list(forward.leaving):
+            if before is None or call.left_before == before:
+                forward.leaving.remove(call)
+                self._released_bytes += forward.release(call)
+
+    def _measure(self, call: _Call) -> None:
+        """Count the latest part: right behind it, as later ones may save the same."""
+        if self._is_measuring:
+            for part in call.parts[-1:]:
+                call.saved_bytes += self._store.saved_bytes(*part)
+
+    def _end_measuring(self, forward: _Pass) -> None:
+        found: Counter[str] = Counter()
+        for call in forward.calls:
+            found[call.name] += call.saved_bytes
+        for name, size_bytes in found.items():
+            self.saved_bytes[name] = max(size_bytes, self.saved_bytes.get(name, 0))
+
+    def _open_group(self, key: object) -> None:
+        self._store.open_group(key)
+        self._running.open_groups += 1
+
+    def _close_group(self) -> None:
+        self._running.open_groups -= 1
+        self._store.close_group()
+
+    def _close_groups(self) -> None:
+        while self._running.open_groups:
+            self._close_group()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or one in it, is compiled or scripted."""
+    return any(
+        isinstance(part, torch.jit.ScriptModule)
+        or compiled_call(part) is not None
+        or type(part).__name__ == "OptimizedModule"
+        for part in module.modules()
+    )
