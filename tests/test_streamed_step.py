@@ -21,15 +21,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.capture.live import WallClock
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import GuardedParameter, GuardedTensor
 from umem.executor.optimizer.lanes import HostLanes
 from umem.executor.optimizer.separable import PER_PARAMETER_OPTIMIZERS
-from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
-from umem.hardware import load_hardware
 from umem.telemetry import Profile, load_recording, report_of
 
 EAGERNESS = [0.0, 0.8]
@@ -303,75 +300,6 @@ def test_compiled_models_wait_in_the_step() -> None:
     assert run.training is not None
     assert run.training.counts.streamed == 4
     assert run.training.counts.early == 0
-
-
-class Room:
-    """Memory of a device that tests set."""
-
-    def __init__(self, spare_bytes: int) -> None:
-        self.spare = spare_bytes
-        self.short = False
-
-    def spare_bytes(self) -> int:
-        """What is free."""
-        return self.spare
-
-    def is_short(self) -> bool:
-        """Whether tensors were put into host memory."""
-        return self.short
-
-
-@pytest.mark.parametrize(
-    ("spare_bytes", "is_resident"), [(-(10**5), False), (4000, True), (10**6, True)]
-)
-def test_spare_memory_holds_state(spare_bytes: int, is_resident: bool) -> None:
-    room = Room(spare_bytes)
-    tuner = StreamTuner(load_hardware("h200-pcie"), WallClock(), room)
-    expected = Program(None).run(lambda _: None, steps=6)
-    run, _ = streaming(tuner=tuner)
-    for _ in range(6):
-        run.step()
-    assert run.training is not None
-    resident = tuner.plan.resident if tuner.plan is not None else frozenset()
-    assert bool(resident) is is_resident
-    if spare_bytes == 10**6:
-        assert run.training.step.slots_bytes == 0
-    room.short = True
-    run.step()
-    if is_resident:
-        assert tuner.plan is None
-        assert run.training.step.slots_bytes > 0
-    weights = [it.detach().clone() for it in run.model.parameters()]
-    assert bits(weights) == bits(expected[-1 - len(weights) : -1])
-
-
-class SetClock(WallClock):
-    """A clock that is set by hand."""
-
-    now_s = 0.0
-
-    def mark(self) -> int:
-        """The time that it was set to."""
-        return int(self.now_s * 1e9)
-
-
-def test_waits_for_updates_are_no_part_of_the_forward_pass() -> None:
-    clock = SetClock()
-    tuner = StreamTuner(load_hardware("h200-pcie"), clock, Room(100))
-
-    def pass_s(seconds: float) -> None:
-        clock.now_s += seconds
-
-    for _ in range(3):
-        tuner.forward_begins()
-        for _block in range(2):
-            tuner.wait(lambda: pass_s(5.0))
-            pass_s(1.0)
-        tuner.forward_ends()
-        pass_s(4.0)
-        tuner.step_begins({"a": 10, "b": 10}, 0)
-    assert tuner.plan is not None
-    assert tuner.plan.predicted.compute_s == pytest.approx(2.0 + 4.0)
 
 
 def test_a_profile_counts_streamed_state(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import host_memory
@@ -163,7 +162,10 @@ def _enable(policy: Policy) -> Runtime:
     classifier = Classifier(allocator, gradient_hook(allocator))
     classifier.install()
     share_with(resolved.share, allocator)
-    streams_state = resolved.rules[TensorClass.OPTIMIZER_STATE.number].mechanism == "stream"
+    streams_state = any(
+        (rule.kind, rule.mechanism) in (("pinned", "stream"), ("device", "copy"))
+        for rule in resolved.rules
+    )
     if resolved.planner != "none" or streams_state:
         manage_automatically(
             classifier.roots,
@@ -258,7 +260,7 @@ def manage_automatically(
     """Manage every training of the process from its optimizer's first step on.
 
     With `is_planned` its steps are recorded and planned; with `streams_state` its optimizer state
-    is streamed.
+    is streamed and its activations are copied, as the policy says.
 
     `roots` returns the modules that the program has called. The one that holds most of the
     optimizer's parameters is its model. An optimizer may step before its model is called: loading a

@@ -102,3 +102,27 @@ def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Callable[..., Job
     assert tight["streaming"]["slots_bytes"] > 0
     assert wide["streaming"]["slots_bytes"] == 0  # all of it fits
     assert tight["streaming"]["pinned_bytes"] >= STATE_BYTES / 2
+
+
+def test_activations_beyond_the_budget_are_copied(start: Callable[..., Job]) -> None:
+    """16,384 rows save 5 GiB. One process at a time, as NVML shows the whole card."""
+    rows, budget = {"ROWS": "16384"}, "4GiB"
+    stock = start("streaming.py", "plain", str(STEPS), **rows, **VARIABLES).facts()
+    job = start(
+        "streaming.py",
+        "plain",
+        str(STEPS),
+        UMEM_POLICY="sft",
+        UMEM_DEVICE_BUDGET=budget,
+        **rows,
+        **VARIABLES,
+    )
+    facts = job.facts()
+    streaming = facts["streaming"]
+    print(streaming)
+    assert {name: facts[name] for name in stock} == stock
+    assert streaming["state"] == "planned"
+    assert streaming["copied_blocks"] > 0
+    assert streaming["bytes_out"] > 0
+    assert streaming["late_fetches"] == 0
+    assert streaming["card_peak_bytes"] <= parse_bytes(budget) + (64 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
-from umem.executor.stream_tuning import DeviceRoom
+from umem.executor.phase_measurement import DeviceRoom
 from umem.runtime.inspection import tensor_class
 from umem.torch_compat import DisableTorchFunctionSubclass
 
@@ -81,19 +82,40 @@ class CudaRoom(DeviceRoom):
         Number of the GPU.
     budget_bytes
         The policy's budget.
+    homes
+        Classes that have their home in page-locked host memory.
     """
 
-    def __init__(self, allocator: Allocator, device: int, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        device: int,
+        budget_bytes: int,
+        homes: Collection[TensorClass] = (),
+    ) -> None:
+        self.budget_bytes = budget_bytes
         self._allocator = allocator
         self._device = device
-        self._budget_bytes = budget_bytes
+        self._homes = frozenset(it.number for it in homes)
+        self._home_bytes = 0
 
-    def spare_bytes(self) -> int:
-        """The budget less the most that has counted against it, cached segments included."""
-        highest: int = self._allocator.stats(self._device)["budget_bytes"]["peak"]
-        return self._budget_bytes - highest
+    def begin_step(self) -> None:
+        """Sum the page-locked blocks of these classes."""
+        self._home_bytes = sum(
+            block_bytes
+            for _, _, block_bytes, number, device, kind in self._allocator.live_blocks()
+            if device == self._device and kind == "pinned" and number in self._homes
+        )
 
-    def is_short(self) -> bool:
-        """Whether segments lie in host memory because of the budget."""
+    def take_peak_bytes(self) -> int:
+        """Blocks of all kinds of memory but homes."""
+        return self._allocator.take_peak_bytes(self._device) - self._home_bytes
+
+    def spilled_bytes(self) -> int:
+        """Segments, cached ones included."""
         kinds = self._allocator.kind_stats(self._device).values()
-        return any(kind["spilled_bytes"] for kind in kinds)
+        return sum(kind["spilled_bytes"] for kind in kinds)
+
+    def trim(self) -> None:
+        """Give cached segments back."""
+        self._allocator.empty_cache()

@@ -17,17 +17,19 @@ from umem.capture.live import NO_BLOCK, find_blocks
 from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError, PlanError
+from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import can_slice
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
-from umem.executor.stream_tuning import StreamTuner
+from umem.executor.stream_tuning import StreamTuner, TuningStatus
 from umem.hardware import detect_hardware
+from umem.offload import ActivationStore
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
-from umem.torch_compat import compiled_call, current_graph_task_id
+from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StreamedStatus", "StreamedTraining", "join", "stream_state", "streamed_trainings"]
 
@@ -83,15 +85,25 @@ def stream_state(
         )
     (device,) = devices
     index = device.index or 0
-    rule = state.resolved.rules[TensorClass.OPTIMIZER_STATE.number]
+    rules = dict(zip(TensorClass, state.resolved.rules, strict=True))
+    rule, of_activations = rules[TensorClass.OPTIMIZER_STATE], rules[TensorClass.ACTIVATIONS]
+    copies = (of_activations.kind, of_activations.mechanism) == ("device", "copy")
     hardware = detect_hardware(index)
     budget_bytes = state.device_budgets[index] or hardware.device_bytes
+    homes = [name for name, it in rules.items() if it.kind == "pinned"]
+    tuner = StreamTuner(
+        hardware,
+        CudaClock(device),
+        CudaRoom(state.allocator, index, budget_bytes, homes),
+        ActivationStore(device) if copies else None,
+    )
     return StreamedTraining(
         model,
         optimizer,
         cuda_lanes(device),
         CudaStateMemory(device, state.allocator, rule.min_bytes),
-        StreamTuner(hardware, CudaClock(device), CudaRoom(state.allocator, index, budget_bytes)),
+        tuner,
+        streams_state=rule.mechanism == "stream",
         step_in_backward=step_in_backward,
     )
 
@@ -111,12 +123,15 @@ class StreamedStatus:
     step_in_backward
         Whether parameters are updated in the backward pass. False while it was asked for, and the
         first steps are watched.
+    tuning
+        What was measured and planned; None for a training without a tuner.
     """
 
     state_bytes: int
     slots_bytes: int
     counts: StepCounts
     step_in_backward: bool
+    tuning: TuningStatus | None
 
 
 class StreamedTraining:
@@ -134,6 +149,8 @@ class StreamedTraining:
         Homes and buffers of the state.
     tuner
         Decides what stays on the device. None to stream all state.
+    streams_state
+        False to leave state and steps as they are, and copy activations only.
     step_in_backward
         Update parameters in the backward pass, as soon as their gradients are complete.
 
@@ -152,9 +169,10 @@ class StreamedTraining:
         memory: StateMemory,
         tuner: StreamTuner | None = None,
         *,
+        streams_state: bool = True,
         step_in_backward: bool = False,
     ) -> None:
-        if not can_slice(optimizer):
+        if streams_state and not can_slice(optimizer):
             raise PlanError(
                 f"the state of {type(optimizer).__name__} cannot be streamed: it may look at "
                 "several parameters at once. Take one of torch's own optimizers, and neither LBFGS "
@@ -166,14 +184,18 @@ class StreamedTraining:
             for parameter in block.module.parameters():
                 owner.setdefault(parameter, block.name)
         self._step = StreamedStep(lambda it: owner.get(it, NO_BLOCK), lanes, memory)
+        self._streams_state = streams_state
         self._tuner = tuner
         self._lanes = lanes
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._device: torch.device = optimizer.param_groups[0]["params"][0].device
         self._backward: BackwardUpdates | None = None
-        self._step.may_defer = not any(map(_is_compiled, model.modules()))
+        self._step.may_defer = not is_compiled(model)
         self._undo: list[Callable[[], None]] = []
+        if tuner is not None:
+            tuner.attach(model, blocks, self._step)
+            self._undo.append(tuner.close)
         for block in blocks:
             wait = Hook(functools.partial(self._before_block, block.name))
             self._undo.append(block.module.register_forward_pre_hook(wait, prepend=True).remove)
@@ -182,6 +204,7 @@ class StreamedTraining:
         self._undo.append(model.register_forward_hook(Hook(self._after_model)).remove)
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         self._undo.append(self._handle.remove)
+        self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
         self._undo.append(
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join()).remove
         )
@@ -250,6 +273,7 @@ class StreamedTraining:
             slots_bytes=self._step.slots_bytes,
             counts=replace(self._step.counts),
             step_in_backward=self._backward is not None and not self._backward.is_observing,
+            tuning=None if self._tuner is None else self._tuner.status(),
         )
 
     def close(self) -> None:
@@ -287,18 +311,11 @@ class StreamedTraining:
             self._move_last()
             if self._backward is not None and _computes_anew():
                 self._backward.forward_begins()
-        if self._tuner is None or not _computes_anew():
-            self._step.wait(name)
-            return
-        if name == NO_BLOCK:
-            self._tuner.forward_begins()
-        self._tuner.wait(functools.partial(self._step.wait, name))
+        self._step.wait(name)
 
     def _after_model(self, _module: nn.Module, _args: object, _result: object) -> None:
         if torch.compiler.is_compiling() or not _computes_anew():
             return
-        if self._tuner is not None:
-            self._tuner.forward_ends()
         optimizer = self._optimizer()
         if self._backward is not None and optimizer is not None:
             self._backward.forward_ends(optimizer)
@@ -307,6 +324,10 @@ class StreamedTraining:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._tuner is not None:
+            self._tuner.step_begins()
+        if not self._streams_state:
+            return None
         obstacle, is_last = self._obstacle(args, kwargs), self._comes_last()
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle, is_last=is_last)
@@ -317,15 +338,15 @@ class StreamedTraining:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives take tensors past the guard.
             self._step.may_defer = False
-        if self._tuner is not None:
-            change = self._tuner.step_begins(self._step.sizes(), self._step.slots_bytes)
-            if change is not None:
-                self._step.set_plan(*change)
         empty = self._step.step(optimizer)
         if self._backward is not None:
             self._backward.step_ends()
         # torch runs the step's own function on what a hook returns: here on no parameters.
         return None if empty is None else ((empty,), dict(kwargs))
+
+    def _after_step(self, *_: object) -> None:
+        if self._tuner is not None:
+            self._tuner.step_ends()
 
     def _obstacle(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Why the optimizer has to run the step itself; empty if it does not."""
@@ -361,11 +382,3 @@ def _close(reference: weakref.ref[StreamedTraining]) -> None:
     training = reference()
     if training is not None and not training.is_closed:
         training.abandon()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or compiled_call(module) is not None
-        or type(module).__name__ == "OptimizedModule"
-    )

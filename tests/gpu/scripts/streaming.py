@@ -1,6 +1,8 @@
 """A training whose state may be streamed, in a process of its own: ``streaming.py MODE STEPS``.
 
-With ``UMEM_POLICY`` umem is enabled. The last line is JSON: what the program saw, as checksums.
+With ``UMEM_POLICY`` umem is enabled; ``ROWS`` is the size of a batch. The last line is JSON: what
+the program saw, as checksums, and the memory in use on the card beyond that of CUDA and its
+libraries.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import torch
 from torch import nn
 
 import umem
+from umem.cuda import bindings
 from umem.executor.manage import managers
 from umem.executor.streamed_training import streamed_trainings
 from umem.runtime.state import runtime
 
 HIDDEN, LAYERS = 1024, 8
+ROWS = int(os.environ.get("ROWS", "4096"))
 
 
 class Layer(nn.Module):
@@ -41,6 +45,36 @@ def crc(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes())
 
 
+class CardMemory:
+    """The most memory in use on the card, as NVML shows it, beyond that of the kernels."""
+
+    def __init__(self) -> None:
+        x = torch.ones(HIDDEN, HIDDEN, device="cuda", requires_grad=True)
+        y = nn.functional.gelu(nn.functional.layer_norm(x @ x, [HIDDEN]))
+        y.square().mean().backward()  # loads them
+        del x, y
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self._address = bindings.device_pci_address(0)
+        self._base_bytes = self._used_bytes() - torch.cuda.memory_reserved()
+        self.peak_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _used_bytes(self) -> int:
+        total_bytes, free_bytes = bindings.nvml_memory_bytes(self._address) or (0, 0)
+        return total_bytes - free_bytes
+
+    def _work(self) -> None:
+        while not self._ended.wait(0.002):
+            self.peak_bytes = max(self.peak_bytes, self._used_bytes() - self._base_bytes)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 class Training:
     """The same model and batches in every process."""
 
@@ -57,7 +91,7 @@ class Training:
 
     def step(self) -> None:
         torch.manual_seed(100 + len(self.losses))
-        loss = self.model(torch.randn(4096, HIDDEN, device="cuda")).square().mean()
+        loss = self.model(torch.randn(ROWS, HIDDEN, device="cuda")).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         if self.clips:
@@ -153,11 +187,14 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     if "UMEM_POLICY" in os.environ:
         assert umem.enable(os.environ["UMEM_POLICY"])
+    card = CardMemory()
     training = Training(clips=sys.argv[1] != in_backward.__name__)
     between = MODES[sys.argv[1]]
     for _ in range(int(sys.argv[2])):
         training.step()
         between(training)
+    torch.cuda.synchronize()
+    card.stop()
     state = [it for values in training.optimizer.state.values() for it in values.values()]
     facts: dict[str, Any] = {
         "losses": [float(loss).hex() for loss in training.losses],
@@ -180,7 +217,19 @@ def main() -> None:
             "budget_peak_bytes": runtime().allocator.stats(0)["budget_bytes"]["peak"],
             "hint_engines": len(managers()),
             "slots_bytes": streamed.step.slots_bytes,
+            "card_peak_bytes": card.peak_bytes,
         }
+        if (status := streamed.status().tuning) is not None:
+            facts["streaming"] |= {
+                "state": status.state,
+                "plans": status.plans,
+                "copied_blocks": status.copied_blocks,
+                "spilled_bytes": status.spilled_bytes,
+                "predicted_s": status.predicted_s,
+                "measured_s": status.measured_s,
+                "bytes_out": status.activations.bytes_out,
+                "late_fetches": status.activations.late_fetches,
+            }
     print(json.dumps(facts))
 
 

@@ -1,0 +1,466 @@
+"""A training that measures its steps, plans what stays on the device, and copies the rest."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from activation_chain import LazyMover
+from lazy_lanes import HostStateMemory, LazyLanes
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from umem.capture.live import NO_BLOCK, Block, PhaseTracker, WallClock, find_blocks
+from umem.core.classes import TensorClass
+from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
+from umem.executor.state_memory import CudaRoom
+from umem.executor.stream_tuning import StreamTuner, TuningState
+from umem.executor.streamed_training import StreamedTraining
+from umem.hardware import load_hardware
+from umem.offload import ActivationStore
+from umem.runtime.native_library import native
+from umem.runtime.torch_hooks.modules import Guard
+
+# The last bit of a function may depend on how threads share its numbers.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, ROWS, LAYERS = 32, 128, 6
+LAYER_STATE = 2 * 4 * (2 * WIDTH * 2 * WIDTH)
+"""Moments of the matrices: smaller state is not streamed."""
+
+SAVED = 4 * ROWS * (WIDTH + 2 * 2 * WIDTH)
+"""What a layer saves: its input, gelu's input and gelu's output."""
+BASE = 10**6
+"""Weights and gradients, by the room's count."""
+SLACK = 256 << 20
+
+
+class Machine(WallClock, DeviceRoom):
+    """A clock and a device's memory, which the layers of a model move."""
+
+    def __init__(self, more_bytes: int = 10**9) -> None:
+        self.budget_bytes = SLACK + BASE + more_bytes
+        self.now_s = 0.0
+        self.live = self.peak = BASE
+        self.spilled = 0
+        self.trims = 0
+        self.away: Callable[[], int] = int
+        self.placed: Callable[[], int] = int
+        self.highest = 0
+
+    def mark(self) -> int:
+        return int(self.now_s * 1e9)
+
+    def begin_step(self) -> None:
+        pass
+
+    def take_peak_bytes(self) -> int:
+        peak, self.peak = self.peak, self.live - self.away()
+        return peak
+
+    def spilled_bytes(self) -> int:
+        return self.spilled
+
+    def trim(self) -> None:
+        self.trims += 1
+        self.spilled = 0
+
+    def compute(self, seconds: float, more_bytes: int = 0) -> None:
+        """Something runs, and makes or frees memory at its end."""
+        self.now_s += seconds
+        here = self.live - self.away()
+        self.peak = max(self.peak, here, here + more_bytes)
+        self.live += more_bytes
+        self.highest = max(self.highest, self.peak)
+        over = max(here, here + more_bytes) + self.placed() - (self.budget_bytes - SLACK)
+        self.spilled = max(self.spilled, over)
+
+
+class Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.bytes = 5 * x.nbytes // 2
+        layer.machine.compute(layer.forward_s, ctx.bytes)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.layer.machine.compute(ctx.layer.backward_s, -ctx.bytes)
+        return gradients[0], None
+
+
+class Layer(nn.Module):
+    def __init__(self, machine: Machine, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.machine, self.forward_s, self.backward_s = machine, forward_s, backward_s
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        compute: Any = Compute.apply
+        hidden = compute(self.up(x), self)
+        y: torch.Tensor = self.down(nn.functional.gelu(hidden))
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self, machine: Machine, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(
+            Layer(machine, 1.0 + number, 10.0 + number) for number in range(LAYERS)
+        )
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.is_checkpointed:
+                called: Any = checkpoint(layer, x, use_reentrant=False)
+                x = x + called
+            else:
+                x = x + layer(x)
+        return x
+
+
+# ------------------------------------------------------------------ one measured step
+
+
+class Measured:
+    """A model whose steps are measured."""
+
+    def __init__(self, machine: Machine, model: Net, placed_bytes: int = 0) -> None:
+        blocks = find_blocks(model, None)
+        root = Block(NO_BLOCK, model)
+        self.machine, self.model = machine, model
+        self.meter = StepMeter(
+            machine, machine, root, blocks, lambda: placed_bytes, lambda: machine.away()
+        )
+        self.tracker = PhaseTracker(root, blocks, Guard(_raise), self.meter)
+        self.tracker.start()
+
+    def step(self, batches: int = 1, clipping_s: float = 0.0) -> StepFigures | None:
+        for number in range(batches):
+            self.model(batch(number)).sum().backward()
+        self.machine.now_s += clipping_s
+        self.tracker.optimizer_begins()
+        self.machine.now_s += 100.0  # the updates
+        self.tracker.optimizer_ends()
+        return self.meter.take()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def batch(number: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_seconds_and_bytes_of_blocks(is_checkpointed: bool, batches: int) -> None:
+    machine = Machine()
+    measured = Measured(machine, Net(machine, is_checkpointed), placed_bytes=1000)
+    with torch.no_grad():
+        measured.model(batch(9))  # an evaluation does not count
+    machine.live = machine.peak = BASE
+    found = measured.step(batches, clipping_s=0.25)
+    assert found is not None
+    assert list(found.blocks) == [NO_BLOCK, *(f"layers.{it}" for it in range(LAYERS))]
+    assert found.batches == batches
+    assert found.other_s == pytest.approx(0.25)
+    for number in range(LAYERS):
+        block = found.blocks[f"layers.{number}"]
+        again_s = 1.0 + number if is_checkpointed else 0.0
+        assert block.forward_s == pytest.approx(1.0 + number)
+        assert block.backward_s == pytest.approx(10.0 + number + again_s)
+        if not is_checkpointed:
+            assert block.forward_peak_bytes == BASE - 1000 + (number + 1) * SAVED
+            assert block.backward_peak_bytes == BASE - 1000 + (number + 1) * SAVED
+            assert found.step_peak_bytes == BASE - 1000
+
+
+def test_what_is_away_counts_as_if_it_were_there() -> None:
+    machine = Machine()
+    measured = Measured(machine, Net(machine))
+    machine.away = lambda: 500
+    machine.peak -= 500
+    found = measured.step()
+    assert found is not None
+    for number in range(LAYERS):
+        assert found.blocks[f"layers.{number}"].forward_peak_bytes == BASE + (number + 1) * SAVED
+    assert found.peak_bytes == BASE + LAYERS * SAVED - 500
+
+
+def test_a_step_with_an_exception_is_not_measured() -> None:
+    machine = Machine()
+    measured = Measured(machine, Net(machine))
+
+    def fail(*_: object) -> None:
+        raise KeyError("on purpose")
+
+    handle = measured.model.layers[2].up.register_forward_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        measured.model(batch(0))
+    handle.remove()
+    assert measured.step() is None
+    assert measured.step() is not None
+
+
+def test_the_room_counts_what_was_spilled_and_no_homes() -> None:
+    library = native()
+    kinds = {TensorClass.OPTIMIZER_STATE: "pinned"}
+    settings = [library.ClassSetting(kind=kinds.get(it, "device")) for it in TensorClass]
+    budget_bytes = 64 << 20
+    config = library.Config(settings, device_budget_bytes=budget_bytes)
+    allocator = library.Allocator.on_host(config)
+    room = CudaRoom(allocator, 0, budget_bytes, [TensorClass.OPTIMIZER_STATE])
+
+    def born(tensor_class: TensorClass, size_bytes: int) -> int:
+        token = allocator.enter_class(tensor_class.number)
+        address: int = allocator.malloc(size_bytes)
+        allocator.leave_class(token)
+        return address
+
+    born(TensorClass.OPTIMIZER_STATE, 32 << 20)  # at home on the host
+    born(TensorClass.WEIGHTS, 40 << 20)
+    room.begin_step()
+    room.take_peak_bytes()
+    assert (room.take_peak_bytes(), room.spilled_bytes()) == (40 << 20, 0)
+    saved = born(TensorClass.ACTIVATIONS, 30 << 20)  # beyond the budget
+    allocator.free(saved)
+    assert room.take_peak_bytes() == 70 << 20
+    assert room.take_peak_bytes() == 40 << 20
+    assert room.spilled_bytes() >= 30 << 20
+    room.trim()
+    assert room.spilled_bytes() == 0
+
+
+# ------------------------------------------------------------------ plans
+
+
+class Training:
+    """A training, streamed and copied; or stock, without a machine."""
+
+    def __init__(
+        self,
+        machine: Machine | None = None,
+        *,
+        is_checkpointed: bool = False,
+        streams_state: bool = True,
+        make_model: Callable[[Machine], nn.Module] | None = None,
+        mover: Any = None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.machine = machine or Machine()
+        made = make_model or (lambda it: Net(it, is_checkpointed))
+        self.model: Any = made(self.machine)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.steps = 0
+        self.losses: list[float] = []
+        self.tuner: Any = None
+        self.step()
+        if machine is None:
+            return
+        store = ActivationStore("cpu", mover or LazyMover(), min_bytes=1024)
+        self.tuner = StreamTuner(load_hardware("h200-pcie"), WallClockOf(machine), machine, store)
+        self.training = StreamedTraining(
+            self.model,
+            self.optimizer,
+            LazyLanes(self.model, 0.5, 1),
+            HostStateMemory(1024),
+            self.tuner,
+            streams_state=streams_state,
+        )
+        reference = weakref.ref(self.tuner)
+
+        def away() -> int:
+            tuner = reference()
+            return 0 if tuner is None else int(tuner.away_bytes())
+
+        machine.away = away
+        machine.placed = lambda: self.training.step.slots_bytes
+
+    def step(self, rows: int = ROWS, batches: int = 1) -> None:
+        self.steps += 1
+        self.optimizer.zero_grad()
+        for number in range(batches):
+            loss = self.model(batch(10 * self.steps + number, rows)).square().mean()
+            loss.backward()
+            self.losses.append(float(loss.detach()))
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+
+    def run(self, steps: int, **options: Any) -> list[Any]:
+        for _ in range(steps):
+            self.step(**options)
+        return [self.losses, [it.detach().numpy().tobytes() for it in self.model.parameters()]]
+
+
+class WallClockOf(WallClock):
+    """The machine's clock."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def mark(self) -> int:
+        return self._machine.mark()
+
+
+def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "umem")
+    run = Training(Machine())
+    assert run.run(8) == Training().run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.PLANNED
+    assert (status.plans, status.copied_blocks, status.spilled_bytes) == (1, 0, 0)
+    assert status.resident_bytes == LAYERS * LAYER_STATE
+    assert run.training.step.slots_bytes == 0
+    assert status.measured_s == pytest.approx(sum(11.0 + 2 * it for it in range(LAYERS)))
+    assert status.predicted_s == pytest.approx(status.measured_s, rel=1e-3)
+    assert run.training.counts.resident > 0
+    assert len([it for it in caplog.messages if "plan 1: state of 6 of 6 blocks" in it]) == 1
+
+
+def test_what_does_not_fit_is_streamed_and_copied() -> None:
+    # Beside two slots there is room for the activations of four of six layers.
+    machine = Machine(2 * LAYER_STATE + 4 * SAVED)
+    run = Training(machine)
+    machine.highest = 0
+    assert run.run(10) == Training().run(10)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.PLANNED
+    assert status.copied_blocks >= 2
+    assert status.copied_bytes >= SAVED
+    assert status.activations.tensors_out > 0
+    assert status.activations.late_fetches == 0
+    machine.highest = 0
+    run.run(2)
+    assert machine.highest <= machine.budget_bytes - SLACK - run.training.step.slots_bytes
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_no_bit_changes(is_checkpointed: bool, batches: int) -> None:
+    machine = Machine(2 * LAYER_STATE + 4 * SAVED)
+    run = Training(machine, is_checkpointed=is_checkpointed)
+    expected = Training(is_checkpointed=is_checkpointed)
+    assert run.run(10, batches=batches) == expected.run(10, batches=batches)
+
+
+def test_activations_are_copied_where_no_state_is_streamed() -> None:
+    run = Training(Machine(4 * SAVED), streams_state=False)
+    assert run.run(8) == Training().run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.copied_blocks >= 2
+    assert status.resident_bytes == 0
+    counts = run.training.counts
+    assert counts.streamed == counts.in_line == counts.resident == 0
+
+
+def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture) -> None:
+    run = Training(Machine(-(10**5)))
+    assert run.run(8) == Training().run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.OVERFULL
+    assert status.copied_blocks == LAYERS - 1
+    assert len([it for it in caplog.messages if "all activations are copied" in it]) == 1
+
+
+def test_a_larger_batch_is_planned_for() -> None:
+    machine = Machine(2 * LAYER_STATE + 8 * SAVED)
+    run, expected = Training(machine), Training()
+    pairs = (run, expected)
+    for it in pairs:
+        it.run(8)
+    before = run.training.status().tuning
+    assert before is not None
+    for it in pairs:
+        it.run(12, rows=2 * ROWS)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.plans > before.plans
+    assert status.copied_bytes > before.copied_bytes
+    machine.spilled = 0
+    for it in pairs:  # it holds for the largest step
+        for rows in (ROWS, 2 * ROWS, ROWS // 2, 2 * ROWS):
+            it.step(rows=rows)
+    assert machine.spilled == 0
+    assert run.losses == expected.losses
+
+
+@pytest.mark.slow
+def test_memory_that_stays_short_ends_in_a_bounded_number_of_plans(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine(10**6)
+    run = Training(machine)
+    plans: list[int] = []
+    for _ in range(1200):
+        run.step()
+        machine.spilled += 1  # whatever the plan, such as by fragments
+        status = run.training.status().tuning
+        assert status is not None
+        if len(plans) < status.plans:
+            plans.append(run.steps)
+    between = [after - before for before, after in pairwise(plans)]
+    assert len(plans) == 8
+    assert between == sorted(between)
+    assert between[-1] >= 100
+    assert len([it for it in caplog.messages if "after 8 plans" in it]) == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_model_streams_by_its_parameters() -> None:
+    def make_model(machine: Machine) -> nn.Module:
+        torch._dynamo.reset()
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        model.compile(backend="eager")
+        del machine
+        return model
+
+    state_bytes = 2 * 4 * WIDTH * WIDTH
+    run = Training(Machine(3 * state_bytes), make_model=make_model)
+    assert run.run(8) == Training(make_model=make_model).run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.PLANNED
+    assert status.resident_bytes == state_bytes
+    assert status.copied_blocks == 0
+
+
+def test_a_training_that_is_closed_is_stock() -> None:
+    run, expected = Training(Machine(2 * LAYER_STATE + 4 * SAVED)), Training()
+    run.run(8)
+    expected.run(8)
+    run.training.close()
+    assert run.run(3) == expected.run(3)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.OFF
+    assert not run.model._forward_hooks
+    assert not run.model._forward_pre_hooks
+
+
+def test_an_error_of_a_measurement_does_not_reach_the_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Machine):
+        def begin_step(self) -> None:
+            raise RuntimeError("no figures")
+
+    run = Training(Broken())
+    assert run.run(6) == Training().run(6)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.OFF
+    assert len([it for it in caplog.messages if "no figures" in it]) == 1
