@@ -14,7 +14,7 @@ from command_line import Run, umem_command
 
 from umem.core.errors import HardwareError, PlanError, TraceError
 from umem.hardware import Hardware
-from umem.planning.stream_plan import plan_stream
+from umem.planning.stream_plan import least_slack_bytes, plan_stream
 from umem.planning.stream_prediction import (
     StreamedStep,
     predict_stream,
@@ -29,6 +29,9 @@ MIB = 1 << 20
 LAYERS = 6
 WEIGHT, STATE, SAVED = 8, 16, 4
 """MiB of each layer."""
+
+SLACK = 256 * MIB
+"""What plans leave free of a small budget."""
 
 MakeTrace = Callable[..., Trace]
 
@@ -45,7 +48,8 @@ def policy(machine: Hardware) -> ResolvedPolicy:
 
 
 def with_budget(policy: ResolvedPolicy, budget_mib: int) -> ResolvedPolicy:
-    return replace(policy, device_budget_bytes=budget_mib * MIB)
+    """A budget of so much for a plan, and of what plans leave free beside it."""
+    return replace(policy, device_budget_bytes=budget_mib * MIB + SLACK)
 
 
 @pytest.fixture
@@ -194,11 +198,28 @@ def test_the_prediction_is_the_plan_of_a_training(
     assert row["step_s"] == pytest.approx(row["ideal_s"] + row["exposed_s"] + row["slowed_s"])
     assert row["ideal_s"] == pytest.approx(row["floor_s"] + 3e-3 + LAYERS * 0.5e-3)
     assert row["floor_share"] == pytest.approx(row["floor_s"] / row["step_s"])
-    assert row["device_bytes"] <= row["device_budget_bytes"] == 200 * MIB
+    assert row["device_bytes"] <= row["device_budget_bytes"] - SLACK == 200 * MIB
+    assert least_slack_bytes(row["device_budget_bytes"]) == SLACK
     streamed = LAYERS - len(row["resident"])
     assert row["to_host_bytes"].get("optimizer_state", 0) == streamed * STATE * MIB
     saved = row["to_host_bytes"].get("activations", 0)
     assert row["host_bytes"] == streamed * STATE * MIB + saved
+
+
+def test_plans_leave_a_share_of_large_budgets(
+    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    # All state fits both budgets, and without the part that plans leave free the second one only.
+    everything = predict_stream(step_of(), machine, with_budget(policy, 4096)).plan
+    assert len(everything.resident) == LAYERS
+    scale = 200  # tensors of GiB
+    large = step_of()
+    large = replace(large, tensor_bytes=large.tensor_bytes * scale)
+    machine = replace(machine, host_bytes=machine.host_bytes * scale)
+    short = replace(policy, device_budget_bytes=everything.peak_bytes * scale)
+    assert len(predict_stream(large, machine, short).plan.resident) < LAYERS
+    enough = replace(policy, device_budget_bytes=int(everything.peak_bytes * scale / 0.95))
+    assert len(predict_stream(large, machine, enough).plan.resident) == LAYERS
 
 
 def test_what_cannot_be_predicted_is_an_error(
@@ -231,10 +252,10 @@ def saved_step(step_of: Callable[..., Trace], tmp_path: Path) -> Path:
 
 
 def test_simulate_predicts_a_policy_that_streams(run: Run, saved_step: Path) -> None:
-    arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--budget", "200MiB")
+    arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--budget", "456MiB")
     status, output, errors = run(*arguments, "--hardware", "h100-pcie")
     assert (status, errors) == (0, "")
-    assert "layers on h100-pcie, policy sft, 200 MiB of device memory" in output
+    assert "layers on h100-pcie, policy sft, 456 MiB of device memory" in output
     assert "passes alone 18 ms" in output
     assert "deferred" in output
     assert "…" not in output

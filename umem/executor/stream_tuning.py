@@ -20,7 +20,7 @@ from umem.executor.copied_activations import CopiedActivations
 from umem.executor.phase_measurement import BlockFigures, DeviceRoom, StepFigures, StepMeter
 from umem.hardware import Hardware
 from umem.offload import ActivationStatistics, ActivationStore
-from umem.planning.stream_plan import StreamPlan, plan_stream
+from umem.planning.stream_plan import StreamPlan, least_slack_bytes, plan_stream
 from umem.planning.stream_timing import StreamUnit
 from umem.runtime.torch_hooks.modules import Guard
 
@@ -36,11 +36,6 @@ _MEASURED_STEPS = 2
 
 _SETTLING_STEPS = 2
 """Steps until a plan is in force: the first one moves state."""
-
-_SLACK_SHARE, _LEAST_SLACK_BYTES = 0.04, 256 << 20
-"""Part of the budget that plans leave free, by live tensors: for cached memory that fits no
-request, the rounding of segments and the workspaces of libraries. It doubles when memory ran short
-although no step was larger than the measured ones."""
 
 _MOST_PLANS = 8
 """Plans for a training. Each may have to wait twice as many steps as the one before."""
@@ -336,7 +331,7 @@ class StreamTuner:
         before = self._resident_names(), None if self.plan is None else self.plan.slots
         units = self._make_units()
         budget_bytes = self._room.budget_bytes
-        slack_bytes = self._slack * max(_LEAST_SLACK_BYTES, int(_SLACK_SHARE * budget_bytes))
+        slack_bytes = self._slack * least_slack_bytes(budget_bytes)
         try:
             plan = plan_stream(
                 units,

@@ -22,7 +22,9 @@ from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.planning.stream_timing import StreamTiming, StreamUnit, simulate_stream
 
-__all__ = ["StreamPlan", "plan_stream"]
+__all__ = ["StreamPlan", "least_slack_bytes", "plan_stream"]
+
+_SLACK_SHARE, _LEAST_SLACK_BYTES = 0.04, 256 << 20
 
 _SLOTS = (2, 3, 4, 6, 8)
 """Numbers of slots to try. With one, nothing is copied in while anything is copied out; three keep
@@ -51,6 +53,15 @@ _EQUAL = 1e-9
 """Relative difference of two equal times: their sums are rounded."""
 
 _Bytes = npt.NDArray[np.int64]
+
+
+def least_slack_bytes(budget_bytes: int) -> int:
+    """Bytes of a budget that plans leave free, as they count live tensors.
+
+    They are for cached memory that fits no request, the rounding of segments and the workspaces of
+    libraries. A training leaves more when its memory runs short.
+    """
+    return max(_LEAST_SLACK_BYTES, int(_SLACK_SHARE * budget_bytes))
 
 
 @dataclass(frozen=True)

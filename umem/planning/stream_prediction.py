@@ -19,7 +19,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import PlanError, TraceError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, with_durations
-from umem.planning.stream_plan import StreamPlan, plan_stream
+from umem.planning.stream_plan import StreamPlan, least_slack_bytes, plan_stream
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS, StreamUnit
 from umem.policy import ResolvedPolicy
 from umem.trace import (
@@ -132,7 +132,7 @@ def predict_stream(
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     plan = plan_stream(
         step.units,
-        budget_bytes=budget_bytes,
+        budget_bytes=budget_bytes - least_slack_bytes(budget_bytes),
         hardware=hardware,
         other_s=step.other_s,
         step_peak_bytes=step.step_peak_bytes,
