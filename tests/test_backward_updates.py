@@ -24,6 +24,7 @@ from umem.executor.optimizer.lanes import HostLanes
 from umem.executor.streamed_training import StreamedTraining
 
 EAGERNESS = [0.0, 0.8]
+UNITS = ["", "stem", *(f"layers.{it}" for it in range(4)), "norm", "head"]
 WATCHED = 3
 """Plain steps after which units are updated in the backward pass."""
 
@@ -129,10 +130,12 @@ def test_state_that_is_not_there_is_left_to_the_step() -> None:
     assert not streamed.training.status().step_in_backward
 
 
-@pytest.mark.parametrize("resident", [frozenset(("head", "layers.1"))])
-def test_resident_state_is_left_to_the_step(resident: frozenset[str]) -> None:
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("resident", [["head", "layers.1"], UNITS])
+def test_resident_state_is_updated_there_too(resident: list[str], eagerness: float) -> None:
     steps = WATCHED - 2 + 4
-    assert updates(run(nothing, resident=resident)) == 6 * steps
+    updated = updates(run(nothing, eagerness, resident=frozenset(resident)))
+    assert updated == len(UNITS) * steps
 
 
 class Stopped(Net):

@@ -500,17 +500,6 @@ def test_the_memory_of_the_step_bounds_state_but_in_the_backward_pass(two_way: H
         plan_stream(units, step_peak_bytes=400 * MIB, **settings)
 
 
-def test_gradients_of_resident_units_stay_until_a_step_in_the_backward_pass_is_over(
-    two_way: Hardware,
-) -> None:
-    units = [replace(unit(40), gradient_bytes=20 * MIB)] * 8
-    plan = plan_stream(units, budget_bytes=320 * MIB, hardware=two_way)
-    assert len(plan.resident) == 8
-    plan = plan_stream(units, budget_bytes=320 * MIB, hardware=two_way, in_backward=True)
-    assert 60 * len(plan.resident) + 40 * plan.slots <= 320
-    assert plan.slots >= 2
-
-
 def test_resident_units_are_spread_where_updates_are_in_the_backward_pass(
     two_way: Hardware,
 ) -> None:

@@ -255,12 +255,14 @@ class Training:
         streams_state: bool = True,
         make_model: Callable[[Machine], nn.Module] | None = None,
         mover: Any = None,
+        clips: bool = True,
     ) -> None:
         torch.manual_seed(0)
         self.machine = machine or Machine()
         made = make_model or (lambda it: Net(it, is_checkpointed))
         self.model: Any = made(self.machine)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.clips = clips
         self.steps = 0
         self.losses: list[float] = []
         self.tuner: Any = None
@@ -293,7 +295,8 @@ class Training:
             loss = self.model(batch(10 * self.steps + number, rows)).square().mean()
             loss.backward()
             self.losses.append(float(loss.detach()))
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         self.optimizer.step()
 
     def run(self, steps: int, **options: Any) -> list[Any]:
@@ -310,6 +313,37 @@ class WallClockOf(WallClock):
 
     def mark(self) -> int:
         return self._machine.mark()
+
+
+def test_a_step_in_the_backward_pass_is_planned_anew() -> None:
+    """Its gradients are freed, which leaves more room for state."""
+    room = LAYERS * (LAYER_STATE + SAVED)
+    run = Training(Machine(room), clips=False)
+    gradients = room - 3 * LAYER_STATE
+
+    def count_gradients(*_: object) -> None:
+        is_freed = run.training.status().step_in_backward
+        run.machine.compute(0.0, 0 if is_freed else gradients)
+
+    def count_no_gradients(*_: object) -> None:
+        run.machine.live = BASE
+
+    run.optimizer.register_step_pre_hook(count_gradients)
+    run.optimizer.register_step_post_hook(count_no_gradients)
+    expected = Training(clips=False)
+    for it in (run, expected):
+        it.run(6)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.resident_bytes < LAYERS * LAYER_STATE
+    before = status.resident_bytes
+    run.training.move_into_backward()
+    assert run.run(8) == expected.run(8)
+    assert run.training.status().step_in_backward
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.resident_bytes > before
+    assert run.training.counts.ahead > 0
 
 
 def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:

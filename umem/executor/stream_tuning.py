@@ -119,8 +119,6 @@ class StreamTuner:
         The device's memory.
     store
         Copies activations; None for a training whose activations stay.
-    in_backward
-        Whether the optimizer's step runs in the backward pass.
     """
 
     def __init__(
@@ -129,8 +127,6 @@ class StreamTuner:
         clock: Clock,
         room: DeviceRoom,
         store: ActivationStore | None = None,
-        *,
-        in_backward: bool = False,
     ) -> None:
         self.plan: StreamPlan | None = None
         """The present plan; None before the first one."""
@@ -138,7 +134,7 @@ class StreamTuner:
         self._clock = clock
         self._room = room
         self._store = store
-        self._in_backward = in_backward
+        self._in_backward = False
         self._state = TuningState.OFF
         self._activations: CopiedActivations | None = None
         self._tracker: PhaseTracker | None = None
@@ -213,6 +209,28 @@ class StreamTuner:
                 self._watch()
         except Exception as error:
             self._fail(error)
+
+    def move_into_backward(self) -> None:
+        """Measure and plan anew: from now on, parameters are updated in the backward pass.
+
+        It frees their gradients there, so that more state has room.
+        """
+        self._in_backward = True
+        if self._tracker is None or self._state == TuningState.OFF:
+            return
+        self._figures, self._plans, self._wanted_bytes = None, 0, 0.0
+        try:
+            if self._state == TuningState.MEASURING:
+                self._to_measure, self._tried = _MEASURED_STEPS, 0
+            else:
+                self._measure(_MEASURED_STEPS)
+        except Exception as error:
+            self._fail(error)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the next step is measured."""
+        return self._state == TuningState.MEASURING
 
     def status(self) -> TuningStatus:
         """The state now."""

@@ -338,15 +338,17 @@ class StreamedTraining:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives take tensors past the guard.
             self._step.may_defer = False
-        empty = self._step.step(optimizer)
-        if self._backward is not None:
-            self._backward.step_ends()
+        # In the first of the passes that are measured, updates would take a part of their time.
+        is_deferred = self._tuner is None or not self._tuner.is_measuring
+        empty = self._step.step(optimizer, is_deferred=is_deferred)
         # torch runs the step's own function on what a hook returns: here on no parameters.
         return None if empty is None else ((empty,), dict(kwargs))
 
     def _after_step(self, *_: object) -> None:
         if self._tuner is not None:
             self._tuner.step_ends()
+        if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
+            self._tuner.move_into_backward()
 
     def _obstacle(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Why the optimizer has to run the step itself; empty if it does not."""

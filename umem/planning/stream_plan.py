@@ -129,11 +129,9 @@ def plan_stream(
         how many bytes are needed.
     """
     size = np.array([unit.state_bytes for unit in units], np.int64)
-    kept = np.array([unit.gradient_bytes if in_backward else 0 for unit in units], np.int64)
     problem = _Problem(
         units=units,
         size=size,
-        cost=size + np.where(size > 0, kept, 0),
         memory=_Memory(units, 0 if in_backward else step_peak_bytes),
         budget_bytes=budget_bytes,
         hardware=hardware,
@@ -255,8 +253,6 @@ class _Problem:
     units: Sequence[StreamUnit]
     size: _Bytes
     """State of each unit, int64[N]."""
-    cost: _Bytes
-    """Device memory that each unit takes if it is resident, int64[N]."""
     memory: _Memory
     budget_bytes: int
     hardware: Hardware
@@ -286,7 +282,7 @@ def _choices(problem: _Problem) -> Iterator[_Choice]:
     """Choices that fit the budget: those with as much resident state as it holds."""
     seen = set()
     for copied, state_bytes in _rooms(problem):
-        if problem.cost.sum() <= state_bytes:
+        if problem.size.sum() <= state_bytes:
             everything = np.arange(len(problem.size))
             yield _Choice(everything, len(everything), len(everything), 0, copied)
             continue
@@ -317,21 +313,21 @@ def _state_choices(
     problem: _Problem, slot_bytes: int, state_bytes: int, copied: int
 ) -> Iterator[_Choice]:
     """For each number of slots and each order, as many units as fit beside them."""
-    size, cost = problem.size, problem.cost
+    size = problem.size
     # Larger units do not fit a slot, units without state need none.
     always = np.flatnonzero((size > slot_bytes) | (size == 0))
     others = np.flatnonzero((size <= slot_bytes) & (size > 0))
     orders = [others, _spread(others)] if problem.in_backward else [others]
     for slots in _SLOTS:
-        room_bytes = state_bytes - slots * slot_bytes - int(cost[always].sum())
+        room_bytes = state_bytes - slots * slot_bytes - int(size[always].sum())
         if room_bytes < 0:
             return
         for order in orders:
             resident, streamed, free_bytes = [], [], room_bytes
             for unit in order.tolist():
-                if cost[unit] <= free_bytes:
+                if size[unit] <= free_bytes:
                     resident.append(unit)
-                    free_bytes -= int(cost[unit])
+                    free_bytes -= int(size[unit])
                 else:
                     streamed.append(unit)
             every = np.concatenate((always, np.array([*resident, *streamed], np.int64)))
@@ -361,7 +357,7 @@ def _slot_sizes(problem: _Problem) -> list[int]:
 
 def _needed_bytes(problem: _Problem, slot_bytes: int) -> int:
     """Memory for the fewest slots of a size, and for larger units."""
-    return _SLOTS[0] * slot_bytes + int(problem.cost[problem.size > slot_bytes].sum())
+    return _SLOTS[0] * slot_bytes + int(problem.size[problem.size > slot_bytes].sum())
 
 
 def _least_state_bytes(problem: _Problem) -> int:
@@ -369,7 +365,7 @@ def _least_state_bytes(problem: _Problem) -> int:
     if not problem.size.any():
         return 0
     least = min(_needed_bytes(problem, slot_bytes) for slot_bytes in _slot_sizes(problem))
-    return min(least, int(problem.cost.sum()))
+    return min(least, int(problem.size.sum()))
 
 
 def _slot_bytes(problem: _Problem, choice: _Choice) -> int:
@@ -378,7 +374,7 @@ def _slot_bytes(problem: _Problem, choice: _Choice) -> int:
 
 def _state_bytes(problem: _Problem, choice: _Choice) -> int:
     """Device memory for resident units, and slots."""
-    resident_bytes = int(problem.cost[choice.order[: choice.count]].sum())
+    resident_bytes = int(problem.size[choice.order[: choice.count]].sum())
     return resident_bytes + choice.slots * _slot_bytes(problem, choice)
 
 

@@ -236,7 +236,6 @@ def streamed_step(
                 saved_bytes=int(saved_bytes[number]),
                 forward_peak_bytes=int(forward_peak[number]),
                 backward_peak_bytes=int(backward_peak[number]),
-                gradient_bytes=int(gradient_bytes[number]),
             )
             for name, number in order.items()
         ),

@@ -40,11 +40,7 @@ class StreamUnit:
     """Device memory of everything but streamed state and slots at the fullest moment of its forward
     pass, with all activations on the device."""
     backward_peak_bytes: int = 0
-    """The same of its backward pass. With a step in the backward pass, as if all units were
-    streamed, whose gradients are freed soon."""
-    gradient_bytes: int = 0
-    """Bytes of its gradients. With a step in the backward pass, a resident unit's stay until the
-    step."""
+    """The same of its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +111,13 @@ def simulate_stream(
     * The program's passes run in order: forward and backward for each batch, then `other_s`.
     * Updates begin when the last gradient is clipped. Resident units are updated by the program
       itself, before it goes on; streamed units beside it, in forward order. With `in_backward`,
-      streamed units are updated in reverse order, each from the end of its backward pass in the
-      last batch on; the backward pass waits before the gradients of more than
+      all units are updated beside it in reverse order, each from the end of its backward pass in
+      the last batch on; the backward pass waits before the gradients of more than
       :data:`UNITS_WITH_GRADIENTS` units wait for their update.
     * Streamed units use the slots in turn, from the first slot on in each step. A copy to the
       device waits until the unit before it in its slot is back in its home. The first units, one
       for each slot, are fetched from the end of the first forward pass on.
-    * The forward pass of each streamed unit waits for the unit's update.
+    * The forward pass of each unit waits for the unit's update.
     * Activations leave after their unit's forward pass, and come back before its backward pass, in
       queues of their own. Copies of the same direction share it equally.
     * Both directions share the link. Updates and passes share the device: at each moment one of
@@ -171,16 +167,16 @@ def simulate_stream(
         )
     leaving = [i for i in sorted(copied) if units[i].saved_bytes]
     tasks = LaneTasks(*_KINDS)
-    streams = set(streamed)
-    # Behind the step before, the program updates resident units in its own stream.
-    in_line = [unit.update_s for i, unit in enumerate(units) if i not in streams]
+    with_state = [i for i, unit in enumerate(units) if unit.state_bytes]
+    in_order = with_state[::-1] if in_backward else streamed
+    # Behind the step before, the program updates other units in its own stream.
+    in_line = [unit.update_s for i, unit in enumerate(units) if i not in set(in_order)]
     resident_task = tasks.add(_Lane.PASSES, sum(in_line))
     passes = [
         _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead) for _ in range(batches)
     ]
     last = tasks.add(_Lane.PASSES, other_s)
     forward, backward = passes[0].forward, passes[-1].backward
-    in_order = streamed[::-1] if in_backward else streamed
     updates: dict[int, Task] = {}
     for place, number in enumerate(in_order):
         updates[number] = tasks.add(_Lane.UPDATES, units[number].update_s)
@@ -193,7 +189,8 @@ def simulate_stream(
     if streamed and not (is_deferred or in_backward):
         # Updates run in order: behind the last one, all are done.
         tasks.wait(forward[0], updates[in_order[-1]], steps_before=1)
-    _add_state_copies(tasks, units, in_order, slots, updates, forward[-1] if forward else last)
+    copied_state = streamed[::-1] if in_backward else streamed
+    _add_state_copies(tasks, units, copied_state, slots, updates, forward[-1] if forward else last)
 
     report = simulate_lanes(tasks, hardware)
     state_bytes = sum(units[i].state_bytes for i in streamed)
@@ -201,8 +198,8 @@ def simulate_stream(
     by_class = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
     copied_bytes = {name: size_bytes for name, size_bytes in by_class.items() if size_bytes}
     step_s = report.step_s
-    # The resident units' update is part of the next step.
-    resident_end_s = report.end_s[_Lane.PASSES][resident_task.number] + step_s
+    # What the program updates itself is part of the next step.
+    in_line_end_s = report.end_s[_Lane.PASSES][resident_task.number] + step_s
     end_s = report.end_s[_Lane.UPDATES]
     return StreamTiming(
         step_s=step_s,
@@ -216,7 +213,7 @@ def simulate_stream(
         to_device_busy=report.to_device_s / step_s if step_s else 0.0,
         to_host_busy=report.to_host_s / step_s if step_s else 0.0,
         update_end_s=tuple(
-            end_s[updates[i].number] if i in streams else resident_end_s for i in range(len(units))
+            end_s[updates[i].number] if i in updates else in_line_end_s for i in range(len(units))
         ),
         home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed else 0.0,
     )

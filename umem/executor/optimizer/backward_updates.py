@@ -103,6 +103,7 @@ class BackwardUpdates:
         self._is_known: bool | None = None
         """Whether the optimizer is as it was when units were found; None to look."""
         step.gradient_used = self._gradient_used
+        step.move_into_backward(True)
 
     @property
     def is_observing(self) -> bool:
@@ -131,12 +132,12 @@ class BackwardUpdates:
             self._step.lay_out(optimizer)
             self._remove_hooks()
             self._layout = self._step.layouts
-            for unit in self._step.streamed_units:
+            for unit in self._step.queued_units:
                 self._hook(unit)
 
     def _hook(self, unit: StreamedUnit) -> None:
         arrivals = _Arrivals(unit)
-        trained = [p for _, some in unit.streamed for p in some if p.requires_grad and p.is_leaf]
+        trained = [p for _, some in unit.queued for p in some if p.requires_grad and p.is_leaf]
         arrivals.hooked = frozenset(map(id, trained))
         arrivals.reset()
         # Hooks of tensors must hold no strong reference: the garbage collector does not see them.
@@ -192,7 +193,7 @@ class BackwardUpdates:
             self._is_known = self._step.knows(optimizer)
         if not self._is_known:
             return False
-        parameters = [parameter for _, some in unit.streamed for parameter in some]
+        parameters = [parameter for _, some in unit.queued for parameter in some]
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in arrivals.hooked:
                 self._layout = -1  # hooks are set anew behind the next forward pass
@@ -212,6 +213,7 @@ class BackwardUpdates:
             and not any(map(has_alias, (*parameters, *gradients)))
             # Fetched state had no alias then, and a new one would have touched it.
             and not any(map(has_alias, state.others if unit.fetched is not None else state.tensors))
+            and state.is_current(optimizer.state)
         )
 
     def _update(self, unit: StreamedUnit, optimizer: Optimizer) -> None:
@@ -271,20 +273,21 @@ class BackwardUpdates:
             for unit in self._ahead:
                 if unit.state is None or not unit.state.is_current(optimizer.state):
                     raise self._refused("state is replaced between backward() and step()")
-        others = [unit.streamed for unit in self._step.streamed_units if not unit.ahead]
+        others = [unit.queued for unit in self._step.queued_units if not unit.ahead]
         for _, some in chain(self._step.in_line, *others):
             if any(type(parameter.grad) is FreedGradient for parameter in some):
                 raise self._refused("step() takes a gradient that an earlier step has used")
 
-    def step_ends(self) -> None:
-        """Behind a step that was queued."""
+    def step_ends(self) -> bool:
+        """Behind a step. Returns whether units are updated in the backward pass from now on."""
         observer = self._observer
-        if observer is not None and observer.steps >= _OBSERVED_STEPS:
-            observer.close()
-            self._observer = None
-            self._step.gradient_used = None
-            self._step.runs_backward = True
-            self._layout = -1  # hooks count from the start
+        if observer is None or observer.steps < _OBSERVED_STEPS:
+            return False
+        observer.close()
+        self._observer = None
+        self._step.gradient_used = None
+        self._layout = -1  # hooks count from the start
+        return True
 
     def _end(self) -> None:
         self._call = None
@@ -341,7 +344,7 @@ class BackwardUpdates:
                 self._observer.close()
             self._remove_hooks()
             self._step.gradient_used = None
-            self._step.runs_backward = False
+            self._step.move_into_backward(False)
 
     def _gradient_used(self) -> None:
         if self._observer is not None:

@@ -147,6 +147,10 @@ class StagedState:
         """Whether other tensors have the memory of one of these."""
         return any(map(has_alias, self.tensors))
 
+    def unbind(self) -> None:
+        """Let go of the slot, so that its memory can be used for others."""
+        self._slot, self.views, self._bound = None, {}, {}
+
     def bind(self, slot: Slot | None) -> None:
         """Use a slot from now on; None if there are no homes."""
         if slot is self._slot and self.views:

@@ -95,7 +95,7 @@ class StepObserver:
 
     def completed(self, unit: StreamedUnit) -> None:
         """Guard the weights of a unit, all of whose gradients have arrived."""
-        weights = [p for _, some in unit.streamed for p in some if type(p) is torch.nn.Parameter]
+        weights = [p for _, some in unit.queued for p in some if type(p) is torch.nn.Parameter]
         self._guarded += weights
         guard_parameters(
             weights,

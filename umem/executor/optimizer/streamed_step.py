@@ -96,8 +96,9 @@ class StreamedUnit:
         self.name = name
         self.groups: ParameterGroups = []
         """The unit's parameters."""
-        self.streamed: ParameterGroups = []
-        """Those that have state in host memory."""
+        self.queued: ParameterGroups = []
+        """Those whose updates are queued: with state in host memory or, where units are updated in
+        the backward pass, with any state."""
         self.state: StagedState | None = None
         """State of these parameters; None if there are none."""
         self.slot: Slot | None = None
@@ -141,14 +142,13 @@ class StreamedStep:
         self.counts = StepCounts()
         self.may_defer = True
         """Whether a step may return before its updates; otherwise the stream waits for them."""
-        self.runs_backward = False
-        """Whether units are updated in the backward pass, so that the last ones come first."""
         self.gradient_used: Callable[[], None] | None = None
         """Called when the program uses a gradient behind its step."""
         self.lock = threading.RLock()
         self.layouts = 0
         """How often units were laid out anew."""
         self._resident: frozenset[str] = frozenset()
+        self._runs_backward = False
         self._owner = owner
         self._lanes = lanes
         self._memory = memory
@@ -177,13 +177,24 @@ class StreamedStep:
             self._resident, self._slot_count = resident, slots
             self._slots.clear()
 
+    def move_into_backward(self, moves: bool) -> None:
+        """Say whether units are updated in the backward pass from the next one on.
+
+        Then updates of resident state are queued too, so that they can be, and the last units are
+        fetched first.
+        """
+        with self.lock:
+            if moves != self._runs_backward:
+                self._seen = None
+            self._runs_backward = moves
+
     def sizes(self) -> dict[str, int]:
         """Bytes of state that can be streamed, by unit in the order of the forward pass."""
         return {name: unit.state_bytes for name, unit in self._units.items()}
 
     @property
-    def streamed_units(self) -> list[StreamedUnit]:
-        """The units with state in host memory, in the order of the forward pass."""
+    def queued_units(self) -> list[StreamedUnit]:
+        """The units whose updates are queued, in the order of the forward pass."""
         return [unit for unit in self._units.values() if unit.state is not None]
 
     def knows(self, optimizer: Optimizer) -> bool:
@@ -200,8 +211,15 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ the step
 
-    def step(self, optimizer: Optimizer) -> Optimizer | None:
+    def step(self, optimizer: Optimizer, *, is_deferred: bool = True) -> Optimizer | None:
         """Queue a step.
+
+        Parameters
+        ----------
+        optimizer
+            The optimizer.
+        is_deferred
+            False to let the program's stream wait for all updates, as also where `may_defer` is.
 
         Returns
         -------
@@ -214,15 +232,17 @@ class StreamedStep:
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 self.counts.in_line += 1
                 return None
-            done = self._end_ahead()
+            is_deferred = is_deferred and self.may_defer
+            done = self._end_ahead(is_deferred)
             self._find_units(optimizer)
             self._lay_out(optimizer)
-            streamed = self.streamed_units
-            if not streamed and not done:
+            queued = self.queued_units
+            if not queued and not done:
                 self.counts.resident += 1
                 return None
             call = StepCall(optimizer, self._lanes)
-            for moment in filter(None, [self._queue(unit, call, done) for unit in streamed]):
+            updates = [self._queue(unit, call, done, is_deferred) for unit in queued]
+            for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
             if any(unit.pending is not None for unit in self._units.values()):
@@ -230,13 +250,13 @@ class StreamedStep:
             self.counts.streamed += 1
             return call.shadow(_without(self.in_line, done), optimizer.state)
 
-    def _end_ahead(self) -> frozenset[Any]:
+    def _end_ahead(self, is_deferred: bool) -> frozenset[Any]:
         """The program's step has come: what was updated ahead of it may be used."""
         ahead = [unit for unit in self._units.values() if unit.ahead]
         done = frozenset(parameter for unit in ahead for parameter in unit.ahead)
         for unit in ahead:
             unit.ahead = []
-            if not self.may_defer:
+            if not is_deferred:
                 self._settle(unit)
         return done
 
@@ -267,11 +287,13 @@ class StreamedStep:
             self._units = {name: self._units[name] for name in (*order, *others)}
             self._slots.clear()  # they are given out anew
 
-    def _queue(self, unit: StreamedUnit, call: StepCall, done: frozenset[Any]) -> Moment | None:
+    def _queue(
+        self, unit: StreamedUnit, call: StepCall, done: frozenset[Any], is_deferred: bool
+    ) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
         part = [
             (number, [p for p in some if p.grad is not None])
-            for number, some in _without(unit.streamed, done)
+            for number, some in _without(unit.queued, done)
         ]
         updated = [parameter for _, some in part for parameter in some]
         if not updated:
@@ -288,7 +310,7 @@ class StreamedStep:
         self._launch(unit, call, part, call.ready)
         if is_shared:
             return unit.returned
-        if not self.may_defer:
+        if not is_deferred:
             return unit.updated
         unit.pending = _Pending(call.ready, [*updated, *gradients, *state.others])
         guard_tensors(gradients, lambda: self._use_gradient(unit))
@@ -302,7 +324,6 @@ class StreamedStep:
         """Queue the copies and the update of some parameters, whose gradients are `ready`."""
         state, slot = unit.state, unit.slot
         assert state is not None
-        assert slot is not None
         updated = [parameter for _, some in part for parameter in some]
         shadow = call.shadow(part, state.views)
 
@@ -310,12 +331,15 @@ class StreamedStep:
             plain_step(shadow)(shadow)
             state.keep(updated, call.optimizer.state)
 
-        if unit.fetched is None:
-            self._fetch(unit, ready)
-        done = self._lanes.run(Lane.UPDATE, update, [ready, unit.fetched])
-        last = self._lanes.run(Lane.COPY_OUT, lambda: state.copy_out(self._lanes), [done])
+        if slot is None:
+            done = last = self._lanes.run(Lane.UPDATE, update, [ready])
+        else:
+            if unit.fetched is None:
+                self._fetch(unit, ready)
+            done = self._lanes.run(Lane.UPDATE, update, [ready, unit.fetched])
+            last = self._lanes.run(Lane.COPY_OUT, lambda: state.copy_out(self._lanes), [done])
+            slot.free = last
         unit.fetched, unit.returned, unit.updated = None, last, done
-        slot.free = last
         self._last = done
 
     def update_ahead(
@@ -333,7 +357,7 @@ class StreamedStep:
         freed
             Returns what a parameter gets in the place of its gradient.
         """
-        part = [(number, [p for p in some if p.grad is not None]) for number, some in unit.streamed]
+        part = [(number, [p for p in some if p.grad is not None]) for number, some in unit.queued]
         updated = [parameter for _, some in part for parameter in some]
         state, ready = unit.state, self._lanes.mark()
         assert state is not None
@@ -385,11 +409,9 @@ class StreamedStep:
             self.layouts += 1
             self._seen = (state, len(state))
             self._slots.clear()
-            streams = {
-                p for unit in self._units.values() for _, some in unit.streamed for p in some
-            }
+            queued = {p for unit in self._units.values() for _, some in unit.queued for p in some}
             self.in_line = [
-                (number, [p for p in group["params"] if p not in streams])
+                (number, [p for p in group["params"] if p not in queued])
                 for number, group in enumerate(optimizer.param_groups)
             ]
         if not self._slots:
@@ -398,7 +420,7 @@ class StreamedStep:
     def _lay_out_unit(self, unit: StreamedUnit, state: OptimizerState) -> None:
         self._drop_state(unit)
         on_device = unit.name in self._resident
-        streamed: dict[torch.Tensor, Any] = {}
+        queued: dict[torch.Tensor, Any] = {}
         unit.state_bytes = 0
         for _, some in unit.groups:
             for parameter in some:
@@ -411,22 +433,22 @@ class StreamedStep:
                 for value in movable:
                     unit.state_bytes += value.nbytes
                     self._memory.place(value, on_device=on_device)
-                if movable and not on_device:
-                    streamed[parameter] = values
-        unit.streamed = [
-            (number, [p for p in some if p in streamed]) for number, some in unit.groups
-        ]
-        if streamed:
-            unit.state = StagedState(streamed, self._memory)
+                if (values and self._runs_backward) or (movable and not on_device):
+                    queued[parameter] = values
+        unit.queued = [(number, [p for p in some if p in queued]) for number, some in unit.groups]
+        if queued:
+            unit.state = StagedState(queued, self._memory)
             guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
 
     def _give_out_slots(self) -> None:
-        streamed = self.streamed_units
+        streamed = [unit for unit in self.queued_units if unit.state and unit.state.homes]
         for unit in self._units.values():
             self._drop_fetched(unit)
             for moment in filter(None, (unit.returned, unit.slot and unit.slot.free)):
                 self._lanes.wait(moment)  # before the memory of a slot is used for anything else
             unit.slot = None
+            if unit.state is not None:
+                unit.state.unbind()
         sizes = [unit.state.size_bytes for unit in streamed if unit.state is not None]
         self._slots = [
             Slot(self._memory.buffer(max(sizes)))
@@ -454,8 +476,8 @@ class StreamedStep:
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it."""
         with self.lock:
-            streamed = self.streamed_units
-            if self.runs_backward:
+            streamed = [unit for unit in self.queued_units if unit.slot is not None]
+            if self._runs_backward:
                 streamed.reverse()
             now = self._lanes.mark()
             for unit in streamed[: len(self._slots)]:
@@ -467,6 +489,7 @@ class StreamedStep:
         state = unit.state
         return (
             state is not None
+            and unit.slot is not None
             and unit.fetched is None
             and not unit.is_touched
             and not state.has_alias()
@@ -547,7 +570,7 @@ class StreamedStep:
     def forget(self) -> None:
         """Wait for all work, and give the optimizer's tensors free."""
         with self.lock:
-            self._end_ahead()
+            self._end_ahead(is_deferred=False)
             self.join()
             for unit in self._units.values():
                 if unit.returned is not None:
