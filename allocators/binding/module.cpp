@@ -122,7 +122,7 @@ nb::list segments(Allocator& allocator, int device) {
     dict["stream"] = segment.stream;
     dict["segment_type"] = segment.tier == Tier::small ? "small" : "large";
     dict["segment_pool_id"] = nb::make_tuple(segment.pool.first, segment.pool.second);
-    dict["is_expandable"] = false;
+    dict["is_expandable"] = segment.is_expandable;
     dict["frames"] = nb::list();
     dict["memory_kind"] = kKindNames[static_cast<std::size_t>(segment.kind)];
     dict["blocks"] = blocks;

@@ -7,7 +7,8 @@ Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source
     : source_(std::move(source)),
       driver_(std::move(driver)),
       limits_{.managed = SharedLimit(config.managed_limit_bytes),
-              .pinned = SharedLimit(config.pinned_limit_bytes)} {
+              .pinned = SharedLimit(config.pinned_limit_bytes)},
+      used_(static_cast<std::size_t>(devices)) {
   for (int device = 0; device < devices; ++device)
     devices_.push_back(
         std::make_unique<DeviceAllocator>(device, config, *source_, *driver_, limits_));
@@ -15,7 +16,9 @@ Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source
 
 void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream) {
   try {
-    return allocate_on(device(device_number), bytes, stream);
+    DeviceAllocator& chosen = device(device_number);
+    if (!used_[static_cast<std::size_t>(device_number)].load()) introduce(device_number);
+    return allocate_on(chosen, bytes, stream);
   } catch (const OutOfMemory&) {
     // torch runs no post hook when a step raises: end the phase here.
     if (classes_.phase() != TensorClass::weights) classes_.set_phase(TensorClass::activations);
@@ -31,6 +34,18 @@ void* Allocator::allocate_on(DeviceAllocator& device, std::size_t bytes, StreamI
     if (bytes != 0) empty_cache();
   }
   return device.allocate(bytes, stream, tensor_class);
+}
+
+// Mapped memory is accessible to the GPUs that it is mapped for: those that this process uses, from
+// their first allocation on. Mapping for GPUs that other processes use would cost time for each.
+void Allocator::introduce(int device_number) {
+  const std::lock_guard lock(used_mutex_);
+  if (used_[static_cast<std::size_t>(device_number)].exchange(true)) return;
+  for (int other = 0; other < device_count(); ++other) {
+    if (other == device_number || !used_[static_cast<std::size_t>(other)].load()) continue;
+    devices_[static_cast<std::size_t>(other)]->add_peer(device_number);
+    devices_[static_cast<std::size_t>(device_number)]->add_peer(other);
+  }
 }
 
 bool Allocator::record_stream(std::uintptr_t address, StreamId stream) {
@@ -67,11 +82,13 @@ void Allocator::set_release_listener(const std::shared_ptr<ReleaseListener>& lis
 
 void Allocator::lock_all() {
   classes_.mutex().lock();
+  used_mutex_.lock();
   for (const auto& device : devices_) device->mutex().lock();
 }
 
 void Allocator::unlock_all() {
   for (const auto& device : devices_) device->mutex().unlock();
+  used_mutex_.unlock();
   classes_.mutex().unlock();
 }
 

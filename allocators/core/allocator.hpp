@@ -1,7 +1,9 @@
 // The allocator of a process: one DeviceAllocator per device, one class context, one managed cap.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "core/class_context.hpp"
@@ -40,11 +42,14 @@ class Allocator {
 
  private:
   void* allocate_on(DeviceAllocator& device, std::size_t bytes, StreamId stream);
+  void introduce(int device_number);
 
   std::unique_ptr<SegmentSource> source_;
   std::unique_ptr<Driver> driver_;
   SharedLimits limits_;
   ClassContext classes_;
+  std::mutex used_mutex_;
+  std::vector<std::atomic<bool>> used_;  // devices with an allocation so far
   std::vector<std::unique_ptr<DeviceAllocator>> devices_;  // destroyed first: they use the above
 };
 

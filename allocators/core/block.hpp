@@ -11,7 +11,7 @@ namespace umem {
 struct Block;
 struct Heap;
 
-// One piece of memory from a source.
+// One piece of memory from a source, or a run of mapped handles in its heap's expandable segment.
 struct Segment {
   std::uintptr_t address = 0;  // of the first block
   std::size_t bytes = 0;       // of all blocks together
@@ -19,7 +19,9 @@ struct Segment {
   std::size_t raw_bytes = 0;
   Heap* heap = nullptr;
   Block* first = nullptr;
+  Block* last = nullptr;
   bool room_was_made = false;  // others were given back for it
+  bool is_expandable = false;
 };
 
 enum class BlockState : std::uint8_t {

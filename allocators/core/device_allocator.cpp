@@ -53,8 +53,9 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
 
 DeviceAllocator::~DeviceAllocator() {
   synchronize_events();
-  std::vector<Segment*> all;
-  for (auto& [address, segment] : segments_) all.push_back(&segment);
+  std::vector<Segment*> all;  // but for the runs of expandable segments, whose heaps end them
+  for (auto& [address, segment] : segments_)
+    if (!segment.is_expandable) all.push_back(&segment);
   announce_release(all);
   for (const Segment* segment : all) give_back(*segment);
 }
@@ -140,7 +141,11 @@ Block* DeviceAllocator::take_cached(Heap& heap, std::size_t bytes) {
 
 // Leaves `bytes` in the block, and the rest in a cached block after it.
 void DeviceAllocator::cut(Block* block, std::size_t bytes) {
-  if (block->bytes == bytes) return;
+  if (block->bytes != bytes) cache(split(block, bytes));
+}
+
+// Leaves `bytes` in the block. Returns the rest, which is in no index.
+Block* DeviceAllocator::split(Block* block, std::size_t bytes) {
   const std::uintptr_t address = block->address + bytes;
   Block& rest = blocks_[address];
   rest.address = address;
@@ -149,10 +154,10 @@ void DeviceAllocator::cut(Block* block, std::size_t bytes) {
   rest.advice = block->advice;
   rest.previous = block;
   rest.next = block->next;
-  if (rest.next != nullptr) rest.next->previous = &rest;
+  (rest.next != nullptr ? rest.next->previous : rest.segment->last) = &rest;
   block->next = &rest;
   block->bytes = bytes;
-  cache(&rest);
+  return &rest;
 }
 
 void DeviceAllocator::cache(Block* block) {
@@ -162,9 +167,8 @@ void DeviceAllocator::cache(Block* block) {
   if (block->is_split()) {
     stats_.inactive_split.increase(heap.tier, 1);
     stats_.inactive_split_bytes.increase(heap.tier, block->bytes);
-  } else {
-    idle_bytes_[heap.profile] += block->segment->raw_bytes;
   }
+  idle_bytes_[heap.profile] += spare_bytes(*block);
 }
 
 void DeviceAllocator::uncache(Block* block) {
@@ -173,9 +177,8 @@ void DeviceAllocator::uncache(Block* block) {
   if (block->is_split()) {
     stats_.inactive_split.decrease(heap.tier, 1);
     stats_.inactive_split_bytes.decrease(heap.tier, block->bytes);
-  } else {
-    idle_bytes_[heap.profile] -= block->segment->raw_bytes;
   }
+  idle_bytes_[heap.profile] -= spare_bytes(*block);
 }
 
 // Merges two adjacent blocks that are in no index.
@@ -183,7 +186,7 @@ Block* DeviceAllocator::merge(Block* left, Block* right) {
   if (left->advice != right->advice) left->advice = kMixedAdvice;
   left->bytes += right->bytes;
   left->next = right->next;
-  if (left->next != nullptr) left->next->previous = left;
+  (left->next != nullptr ? left->next->previous : left->segment->last) = left;
   blocks_.erase(right->address);
   return left;
 }
@@ -269,8 +272,9 @@ void DeviceAllocator::settle(Block* block) {
   }
   cache(block);
   // A graph may write to its pool's blocks at every replay, freed or not.
-  if (!config_.caching && may_give_back(*block->segment) && active_pools_.empty())
-    release_segments({block->segment});
+  if (!config_.caching && spare_bytes(*block) != 0 && !pool_in_use(*block->segment) &&
+      active_pools_.empty())
+    release_spares({{block, spare_bytes(*block)}});
 }
 
 bool DeviceAllocator::record_stream(std::uintptr_t address, StreamId stream) {
@@ -450,6 +454,7 @@ std::vector<SegmentSnapshot> DeviceAllocator::segments() const {
                              .tier = heap.tier,
                              .kind = profiles_[heap.profile].kind,
                              .pool = heap.pool == nullptr ? PoolId{0, 0} : heap.pool->id,
+                             .is_expandable = segment.is_expandable,
                              .blocks = {}};
     for (const Block* block = segment.first; block != nullptr; block = block->next)
       snapshot.blocks.push_back({block->address, block->bytes, block->requested_bytes,

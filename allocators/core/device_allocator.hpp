@@ -1,6 +1,7 @@
 // The caching allocator of one device: heaps of cached blocks, cut from segments of four kinds.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <functional>
@@ -13,6 +14,7 @@
 
 #include "core/block.hpp"
 #include "core/driver.hpp"
+#include "core/expandable_segment.hpp"
 #include "core/free_index.hpp"
 #include "core/statistics.hpp"
 #include "core/types.hpp"
@@ -88,6 +90,9 @@ constexpr std::size_t step_bytes(Tier tier) {
   return tier == Tier::small ? kMinBlockBytes : kLargeStepBytes;
 }
 
+// Of Heap::patience: many steps of a training.
+inline constexpr std::uint32_t kLeastPatience = 1U << 16, kMostPatience = 1U << 30;
+
 struct Pool;
 
 // The cached blocks of one stream that may serve the same requests. Blocks of 2 MiB or more own
@@ -106,6 +111,7 @@ struct Heap {
   const StreamId stream;
   Pool* const pool;  // nullptr: not private
   FreeIndex index;
+  std::unique_ptr<ExpandableSegment> expandable;  // nullptr: segments are the source's
 
   // Two heaps that take each other's segments in every step would allocate and free without end.
   // So if a segment is given back for a smaller request of another heap, and this heap then needs
@@ -114,6 +120,13 @@ struct Heap {
   std::uint32_t patience = 0;
   std::uint32_t turned_away = 0;
   std::uint32_t in_vain = 0;  // requests for which no room was made, see room_was_in_vain()
+
+  void grow_patient() {  // it needs new memory
+    if (!lent) return;
+    lent = false;
+    turned_away = 0;
+    patience = std::clamp(2 * patience, kLeastPatience, kMostPatience);
+  }
 };
 
 // The heaps of one stream, by route number (see DeviceAllocator::Route), made when first used.
@@ -164,6 +177,7 @@ struct SegmentSnapshot {
   Tier tier;
   MemoryKind kind;
   PoolId pool;
+  bool is_expandable;
   std::vector<BlockSnapshot> blocks;
 };
 
@@ -202,6 +216,8 @@ class DeviceAllocator {
   void set_memory_fraction(double fraction);
   double memory_fraction() const;
   std::optional<Range> base_allocation(std::uintptr_t address) const;
+  // Lets another GPU of the process access this one's memory.
+  void add_peer(int peer);
 
   void begin_pool(PoolId id, StreamFilter filter);
   void end_pool(PoolId id);
@@ -242,6 +258,11 @@ class DeviceAllocator {
   struct SpillRoutes {
     std::uint8_t profile = 0, small = 0, large = 0;  // the latter are numbers into routes_
   };
+  // Cached memory that can go back: a whole segment, or whole handles of a cached block.
+  struct Spare {
+    Block* block;
+    std::size_t bytes;
+  };
   // Why a request could not be served, for the error's text.
   struct Shortage {
     enum class Limit : std::uint8_t { source, managed, pinned, device_budget, memory_fraction };
@@ -270,8 +291,8 @@ class DeviceAllocator {
   void release_reserve(MemoryKind kind, std::size_t bytes);
   std::size_t excess_bytes(std::size_t more_bytes) const;
   bool over_budget(const Profile& profile, std::size_t bytes) const;
-  bool waiting_helps(const Heap& heap, std::size_t bytes) const;
-  bool make_room(Heap& heap, std::size_t bytes);
+  bool waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes) const;
+  bool make_room(Heap& heap, std::size_t bytes, std::size_t excess, const Range& growth);
   bool room_was_in_vain(const Heap& heap, std::size_t bytes) const;
   std::size_t idle_device_bytes() const;
   void trim_to_budget(std::size_t more_bytes);
@@ -281,6 +302,18 @@ class DeviceAllocator {
   void count_unspilled(const Block& block, bool on_device);
   LiveBlock live(const Block& block) const;
 
+  VirtualMemory* virtual_memory();
+  bool can_expand(Heap& heap);
+  Range growth_for(Heap& heap, std::size_t bytes);
+  Block* expand(Heap& heap, const Range& growth, std::size_t bytes, Shortage& shortage);
+  void add_mapped(Heap& heap, const Range& mapped);
+  void join(Segment& left, Segment& right);
+  void unmap(const Spare& spare);
+  void release_moving();
+  void remove_mapped(Block* block, const Range& gone);
+  std::size_t spare_bytes(const Segment& segment, const Range& free) const;
+
+  Block* split(Block* block, std::size_t bytes);
   void cut(Block* block, std::size_t bytes);
   void cache(Block* block);
   void uncache(Block* block);
@@ -297,9 +330,12 @@ class DeviceAllocator {
   void finish_deferred();
 
   bool pool_in_use(const Segment& segment) const;
-  bool may_give_back(const Segment& segment) const;
-  void release_cached_segments();
-  void release_segments(const std::vector<Segment*>& segments);
+  std::size_t spare_bytes(const Block& block) const;
+  std::vector<Spare> spares() const;
+  bool on_device(const Spare& spare) const;
+  void release_spares(std::vector<Spare> spares);
+  void release_segment(Block* block);
+  void finish_streams(std::vector<Spare>& spares);
   void announce_release(const std::vector<Segment*>& segments) const;
   void give_back(const Segment& segment);
   std::string budget_use() const;
@@ -329,7 +365,9 @@ class DeviceAllocator {
 
   DeviceStats stats_;
   std::array<KindStats, kKinds> kind_stats_{};
-  std::vector<std::size_t> idle_bytes_;  // segments without live blocks, by profile
+  std::vector<std::size_t> idle_bytes_;  // of all spares, by profile
+  std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
+  MovingHandles moving_;                 // without handles but while room is made
   std::size_t budget_bytes_;             // 0: no budget
   std::size_t outside_bytes_ = 0;        // not the allocator's, but counted against the budget
   std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()

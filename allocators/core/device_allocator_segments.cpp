@@ -1,4 +1,4 @@
-// Segments: how large they are, where they come from within the limits, and when they go back.
+// Segments: how large they are, where they come from within the limits, and what makes room.
 #include <algorithm>
 #include <set>
 
@@ -16,8 +16,6 @@ constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from he
 // Page-locking has a cost for each call, so segments of page-locked memory grow with their use.
 constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
 
-// Of Heap::patience: many steps of a training.
-constexpr std::uint32_t kLeastPatience = 1U << 16, kMostPatience = 1U << 30;
 constexpr std::size_t kMostInVain = 2;  // segments that room was made for in vain
 
 std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
@@ -26,20 +24,24 @@ std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
   return bytes < kMinExactSegmentBytes ? kLargeSegmentBytes : round_up(bytes, kPageBytes);
 }
 
-// Moves segments of `bytes` together from `from` to `taken`, or all of them if they are less: the
-// smallest one that is enough, or else the largest ones, so that few are given back. Returns how
-// many bytes they have.
-std::size_t take_least(std::vector<Segment*> from, std::size_t bytes,
-                       std::vector<Segment*>& taken) {
+// Moves spares of `bytes` together from `from` to `taken`, or all of them if they are less: the
+// smallest one that is enough, or else the largest ones, so that few are given back. Of the handles
+// of an expandable segment, no more than needed. Returns how many bytes they have.
+template <class Spare>
+std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<Spare>& taken) {
   std::sort(from.begin(), from.end(),
-            [](const Segment* a, const Segment* b) { return a->raw_bytes < b->raw_bytes; });
+            [](const Spare& a, const Spare& b) { return a.bytes < b.bytes; });
   std::size_t taken_bytes = 0;
   while (!from.empty() && taken_bytes < bytes) {
-    auto enough = std::find_if(from.begin(), from.end(), [&](const Segment* segment) {
-      return segment->raw_bytes >= bytes - taken_bytes;
+    auto enough = std::find_if(from.begin(), from.end(), [&](const Spare& spare) {
+      return spare.bytes >= bytes - taken_bytes;
     });
     if (enough == from.end()) --enough;
-    taken_bytes += (*enough)->raw_bytes;
+    if (const Segment& segment = *enough->block->segment; segment.is_expandable)
+      enough->bytes = std::min(
+          enough->bytes,
+          round_up(bytes - taken_bytes, segment.heap->expandable->handle_bytes()));
+    taken_bytes += enough->bytes;
     taken.push_back(*enough);
     from.erase(enough);
   }
@@ -58,7 +60,14 @@ Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t b
   synchronize_events();
   block = take_cached(heap, bytes);
   if (block != nullptr) return block;
-  release_cached_segments();
+  // A card that is full: free handles move, as under a budget that is spent.
+  if (const Range growth = growth_for(heap, bytes);
+      growth.bytes != 0 && shortage.limit == Shortage::Limit::source &&
+      make_room(heap, bytes, growth.bytes, growth)) {
+    block = expand(heap, growth, bytes, shortage);
+    if (block != nullptr) return block;
+  }
+  release_spares(spares());
   block = place(heap, tensor_class, bytes, shortage);
   if (block != nullptr || shortage.over_budget) return block;
   // Others use the device too: it may be full before the budget is spent.
@@ -67,26 +76,33 @@ Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t b
   return device_is_full ? spill(heap, tensor_class, bytes, shortage) : nullptr;
 }
 
-// A block from a new segment within the budget. Segments without live blocks are given back for it.
-// Where that makes no room, the block is on the host: last, so that requests return to the device
-// as soon as it has room.
+// A block from new memory within the budget. Cached memory is given back for it. Where that makes
+// no room, the block is on the host: last, so that requests return to the device as soon as it has
+// room.
 Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t bytes,
                               Shortage& shortage) {
   const Profile& profile = profiles_[heap.profile];
-  const std::size_t least_bytes = least_segment_bytes(bytes);
+  Range growth = growth_for(heap, bytes);  // of no bytes: a segment of its own
+  const auto more_bytes = [&] {
+    return growth.bytes != 0 ? growth.bytes : least_segment_bytes(bytes);
+  };
   bool room_was_made = false;
-  if (over_budget(profile, least_bytes) && active_pools_.empty()) {
-    if (waiting_helps(heap, bytes)) {
+  if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
+    if (waiting_helps(heap, bytes, more_bytes())) {
       synchronize_events();
       if (Block* block = take_cached(heap, bytes)) return block;
+      growth = growth_for(heap, bytes);
     }
-    room_was_made = make_room(heap, least_bytes);
+    room_was_made = make_room(heap, growth.bytes != 0 ? bytes : more_bytes(),
+                              excess_bytes(more_bytes()), growth);
   }
-  if (!over_budget(profile, least_bytes)) {
-    Block* block = new_segment(heap, bytes, shortage);
-    if (block != nullptr) block->segment->room_was_made = room_was_made;
+  if (!over_budget(profile, more_bytes())) {
+    Block* block = growth.bytes != 0 ? expand(heap, growth, bytes, shortage)
+                                     : new_segment(heap, bytes, shortage);
+    if (block != nullptr && growth.bytes == 0) block->segment->room_was_made = room_was_made;
     if (block != nullptr || shortage.limit != Shortage::Limit::device_budget) return block;
   }
+  release_moving();
   shortage.over_budget = true;
   return spill(heap, tensor_class, bytes, shortage);
 }
@@ -155,64 +171,75 @@ bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) con
 }
 
 // Whether a request beyond the budget can be served when other streams have finished: from a block
-// of its heap, or because segments can be given back only then. Waiting stalls the program.
-bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes) const {
+// of its heap, or because memory can be given back only then. Waiting stalls the program.
+bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes,
+                                    std::size_t more_bytes) const {
   bool serves = false;
-  std::set<const Segment*> freed;
+  std::set<std::uintptr_t> runs;
   std::size_t freed_bytes = 0;
   const auto consider = [&](const Block* block) {
     const Segment& segment = *block->segment;
     while (block->previous != nullptr && block->previous->state != BlockState::live)
       block = block->previous;
-    std::size_t run_bytes = 0;  // free blocks next to each other
-    for (; block != nullptr && block->state != BlockState::live; block = block->next)
-      run_bytes += block->bytes;
-    serves = serves || (segment.heap == &heap && run_bytes >= bytes);
-    if (run_bytes == segment.bytes && !pool_in_use(segment) &&
-        resides_on_device(profiles_[segment.heap->profile]) && freed.insert(&segment).second)
-      freed_bytes += segment.raw_bytes;
+    Range run{block->address, 0};  // free blocks next to each other
+    std::size_t idle_bytes = 0;
+    for (; block != nullptr && block->state != BlockState::live; block = block->next) {
+      run.bytes += block->bytes;
+      if (block->state == BlockState::cached) idle_bytes += spare_bytes(*block);
+    }
+    serves = serves || (segment.heap == &heap && run.bytes >= bytes);
+    if (!pool_in_use(segment) && resides_on_device(profiles_[segment.heap->profile]) &&
+        runs.insert(run.address).second)
+      freed_bytes += spare_bytes(segment, run) - idle_bytes;
   };
   for (const auto& [stream, events] : pending_events_)
     for (const PendingEvent& pending : events) consider(pending.block);
-  const std::size_t excess = excess_bytes(least_segment_bytes(bytes)), idle = idle_device_bytes();
+  const std::size_t excess = excess_bytes(more_bytes), idle = idle_device_bytes();
   return serves || (excess > idle && excess <= idle + freed_bytes);
 }
 
-// Gives back segments without live blocks so that `bytes` more of `heap` fit into the budget; none
-// if they would not fit even then. First those of the heap itself: they are all too small for the
-// request, and what they served is served by the new segment. False if none are given back.
-bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes) {
-  const std::size_t excess = excess_bytes(bytes);
+// Gives back `excess` bytes of cached memory on the device for a request of `heap`; none if there
+// is less. First the heap's own: it is all too small for the request, and what it served is served
+// by the new memory. Blocks beside `growth` stay, because the request will use them. False if
+// none are given back.
+bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t excess,
+                                const Range& growth) {
   if (excess > idle_device_bytes()) return false;
   if (room_was_in_vain(heap, bytes)) {
     if (++heap.in_vain < kLeastPatience) return false;
     heap.in_vain = 0;
   }
-  std::array<std::vector<Segment*>, 3> ranks;  // of this heap, smaller ones, others
+  std::array<std::vector<Spare>, 3> ranks;  // of this heap, smaller ones, others
   std::set<Heap*> keeping;
-  for (auto& [address, segment] : segments_) {
-    if (!may_give_back(segment) || !resides_on_device(profiles_[segment.heap->profile])) continue;
-    Heap& owner = *segment.heap;
-    if (segment.bytes < bytes)
-      ranks[&owner == &heap ? 0 : 1].push_back(&segment);
+  for (const Spare& spare : spares()) {
+    const Block& block = *spare.block;
+    const bool is_used = growth.bytes != 0 && (block.address + block.bytes == growth.address ||
+                                               block.address == growth.address + growth.bytes);
+    if (is_used || !on_device(spare)) continue;
+    Heap& owner = *block.segment->heap;
+    if (block.bytes < bytes)
+      ranks[&owner == &heap ? 0 : 1].push_back(spare);
     else if (owner.turned_away >= owner.patience)
-      ranks[2].push_back(&segment);
+      ranks[2].push_back(spare);
     else
       keeping.insert(&owner);
   }
-  std::vector<Segment*> given;
+  std::vector<Spare> given;
   std::size_t given_bytes = 0;
-  for (std::vector<Segment*>& rank : ranks)
+  for (std::vector<Spare>& rank : ranks)
     if (given_bytes < excess)
       given_bytes += take_least(std::move(rank), excess - given_bytes, given);
   if (given_bytes < excess) {
     for (Heap* owner : keeping) ++owner->turned_away;
     return false;
   }
-  for (const Segment* segment : given)
-    if (segment->bytes >= bytes) segment->heap->lent = true;
-  release_segments(given);
-  return !given.empty();
+  for (const Spare& spare : given)
+    if (spare.block->bytes >= bytes) spare.block->segment->heap->lent = true;
+  const bool any = !given.empty();
+  if (growth.bytes != 0) moving_.handle_bytes = heap.expandable->handle_bytes();
+  release_spares(std::move(given));
+  moving_.handle_bytes = 0;
+  return any;
 }
 
 // Whether room was made for requests of this size before, and smaller ones have taken it since.
@@ -231,7 +258,7 @@ bool DeviceAllocator::room_was_in_vain(const Heap& heap, std::size_t bytes) cons
   return taken >= kMostInVain;
 }
 
-// What giving back all segments without live blocks would free on the device, at most.
+// What giving back all spares would free on the device, at most.
 std::size_t DeviceAllocator::idle_device_bytes() const {
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < profiles_.size(); ++i)
@@ -342,7 +369,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   block.bytes = segment_bytes;
   block.segment = &segment;
   block.advice = heap.profile;
-  segment.first = &block;
+  segment.first = segment.last = &block;
 
   const Range range{address, segment_bytes};
   bool taken = true;
@@ -359,85 +386,13 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   kind.reserved_bytes += segment_bytes;
   if (is_spill(heap)) kind.spilled_bytes += segment_bytes;
   if (resides_on_device(profile)) stats_.budget_bytes.increase(raw_bytes);
-  if (heap.lent) {
-    heap.lent = false;
-    heap.turned_away = 0;
-    heap.patience = std::clamp(2 * heap.patience, kLeastPatience, kMostPatience);
-  }
+  heap.grow_patient();
   if (heap.pool != nullptr) {
     ++heap.pool->segments;
     heap.pool->reserved_bytes += segment_bytes;
   }
   cut(&block, bytes);
   return &block;
-}
-
-bool DeviceAllocator::pool_in_use(const Segment& segment) const {
-  return segment.heap->pool != nullptr && segment.heap->pool->users > 0;
-}
-
-// Whether the segment is one cached block, and no graph may use it.
-bool DeviceAllocator::may_give_back(const Segment& segment) const {
-  return segment.first->state == BlockState::cached && !segment.first->is_split() &&
-         !pool_in_use(segment);
-}
-
-void DeviceAllocator::empty_cache() {
-  const std::lock_guard lock(mutex_);
-  if (!active_pools_.empty()) return;  // freeing a segment would break a capture
-  synchronize_events();
-  release_cached_segments();
-}
-
-void DeviceAllocator::release_cached_segments() {
-  std::vector<Segment*> cached;
-  for (auto& [address, segment] : segments_)
-    if (may_give_back(segment)) cached.push_back(&segment);
-  release_segments(cached);
-}
-
-void DeviceAllocator::release_segments(const std::vector<Segment*>& segments) {
-  announce_release(segments);
-  for (const Segment* released : segments) {
-    const Segment& segment = *released;
-    Heap& heap = *segment.heap;
-    const Profile& profile = profiles_[heap.profile];
-    uncache(segment.first);
-    give_back(segment);
-    ++stats_.num_device_free;
-    stats_.segment.decrease(heap.tier, 1);
-    stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
-    KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
-    kind.reserved_bytes -= segment.bytes;
-    if (is_spill(heap)) kind.spilled_bytes -= segment.bytes;
-    if (resides_on_device(profile)) stats_.budget_bytes.decrease(segment.raw_bytes);
-    if (heap.pool != nullptr) {
-      --heap.pool->segments;
-      heap.pool->reserved_bytes -= segment.bytes;
-    }
-    blocks_.erase(segment.first->address);
-    segments_.erase(segment.address);
-  }
-  std::erase_if(pools_, [](const auto& entry) {
-    return entry.second->users == 0 && entry.second->segments == 0;
-  });
-}
-
-// Reports all segments at once, so that the listener waits only for the longest call. Device memory
-// is never moved and need not be reported; pinned memory may be the target of copies.
-void DeviceAllocator::announce_release(const std::vector<Segment*>& segments) const {
-  if (release_listener_ == nullptr) return;
-  std::vector<Range> ranges;
-  for (const Segment* segment : segments)
-    if (profiles_[segment->heap->profile].kind != MemoryKind::device)
-      ranges.push_back({segment->address, segment->bytes});
-  if (!ranges.empty()) release_listener_->before_release(ranges);
-}
-
-void DeviceAllocator::give_back(const Segment& segment) {
-  const MemoryKind kind = profiles_[segment.heap->profile].kind;
-  source_.deallocate(kind, device_, segment.raw, segment.raw_bytes);
-  release_reserve(kind, segment.raw_bytes);
 }
 
 void DeviceAllocator::set_device_budget(std::size_t bytes) {
@@ -457,16 +412,14 @@ void DeviceAllocator::set_outside_bytes(std::size_t bytes) {
   outside_bytes_ = bytes;
 }
 
-// Gives back segments without live blocks, as far as `more_bytes` exceed the budget.
+// Gives back cached memory, as far as `more_bytes` exceed the budget.
 void DeviceAllocator::trim_to_budget(std::size_t more_bytes) {
   if (excess_bytes(more_bytes) == 0 || !active_pools_.empty()) return;
   synchronize_events();
-  std::vector<Segment*> cached, given;
-  for (auto& [address, segment] : segments_)
-    if (may_give_back(segment) && resides_on_device(profiles_[segment.heap->profile]))
-      cached.push_back(&segment);
+  std::vector<Spare> cached = spares(), given;
+  std::erase_if(cached, [this](const Spare& spare) { return !on_device(spare); });
   take_least(std::move(cached), excess_bytes(more_bytes), given);
-  release_segments(given);
+  release_spares(std::move(given));
 }
 
 }  // namespace umem

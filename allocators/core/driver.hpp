@@ -18,6 +18,32 @@ class SegmentSource {
                           std::size_t bytes) noexcept = 0;
 };
 
+// Physical device memory in handles, and the addresses that they are mapped into. No call throws.
+class VirtualMemory {
+ public:
+  virtual ~VirtualMemory() = default;
+
+  // Sizes of handles are multiples of it; 0 where the device or the driver has no such memory, or
+  // where a GPU could not read another one's. Then nothing else is called.
+  virtual std::size_t granularity(int device) noexcept = 0;
+  // Reserves addresses without memory. 0 on failure.
+  virtual std::uintptr_t reserve(int device, std::size_t bytes,
+                                 std::size_t alignment) noexcept = 0;
+  virtual void unreserve(Range range) noexcept = 0;
+  // 0 when the device has no memory left.
+  virtual HandleId create(int device, std::size_t bytes) noexcept = 0;
+  virtual void release(HandleId handle) noexcept = 0;
+  // Maps the first handles, each of `handle_bytes`, side by side into the range, for access by the
+  // device and its peers (add_peer). On failure nothing is mapped.
+  virtual bool map(int device, Range range, std::size_t handle_bytes,
+                   std::span<const HandleId> handles) noexcept = 0;
+  // Unmaps handles of `handle_bytes`, which stay. No work may use the range any more: the call
+  // waits for nothing.
+  virtual void unmap(Range range, std::size_t handle_bytes) noexcept = 0;
+  // Lets another GPU access what is mapped for the device: the given ranges, and later ones.
+  virtual bool add_peer(int device, int peer, std::span<const Range> mapped) noexcept = 0;
+};
+
 // Streams, events, advice. No call throws: a driver that is shutting down (at exit, in a forked
 // child) must not end the process.
 class Driver {
@@ -37,6 +63,8 @@ class Driver {
   // Gives fresh managed pages a home on the device, so that first touches do not fault.
   virtual bool populate(int device, Range range) noexcept = 0;
   virtual MemoryInfo memory(int device) noexcept = 0;
+  // nullptr: plain device memory comes from the source alone.
+  virtual VirtualMemory* virtual_memory() noexcept { return nullptr; }
 };
 
 // Is notified before memory goes back to its source.

@@ -68,6 +68,7 @@ struct Config {
 
 using StreamId = std::uint64_t;  // a cudaStream_t; 0 is the default stream
 using EventId = std::uint64_t;   // 0: no event
+using HandleId = std::uint64_t;  // physical memory that can be mapped; 0: none
 using PoolId = std::pair<unsigned long long, unsigned long long>;  // torch's MempoolId_t
 
 struct Range {

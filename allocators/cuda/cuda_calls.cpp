@@ -51,6 +51,14 @@ CudaCalls::CudaCalls() {
   require(free, "cuMemFree", 3020);
   require(address_range, "cuMemGetAddressRange", 3020);
   require(pointer_attribute, "cuPointerGetAttribute", 4000);
+  require(reserve_addresses, "cuMemAddressReserve", 10020);
+  require(free_addresses, "cuMemAddressFree", 10020);
+  require(create_memory, "cuMemCreate", 10020);
+  require(release_memory, "cuMemRelease", 10020);
+  require(map_memory, "cuMemMap", 10020);
+  require(unmap_memory, "cuMemUnmap", 10020);
+  require(set_access, "cuMemSetAccess", 10020);
+  require(allocation_granularity, "cuMemGetAllocationGranularity", 10020);
   require(prefetch, "cuMemPrefetchAsync", 8000);
   require(advise, "cuMemAdvise", 8000);
   require(range_attribute, "cuMemRangeGetAttribute", 8000);

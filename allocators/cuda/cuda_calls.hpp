@@ -37,6 +37,14 @@ struct CudaCalls {
   PFN_cuMemFree_v3020 free;
   PFN_cuMemGetAddressRange_v3020 address_range;
   PFN_cuPointerGetAttribute_v4000 pointer_attribute;
+  PFN_cuMemAddressReserve_v10020 reserve_addresses;
+  PFN_cuMemAddressFree_v10020 free_addresses;
+  PFN_cuMemCreate_v10020 create_memory;
+  PFN_cuMemRelease_v10020 release_memory;
+  PFN_cuMemMap_v10020 map_memory;
+  PFN_cuMemUnmap_v10020 unmap_memory;
+  PFN_cuMemSetAccess_v10020 set_access;
+  PFN_cuMemGetAllocationGranularity_v10020 allocation_granularity;
   PFN_cuMemPrefetchAsync_v8000 prefetch;
   PFN_cuMemAdvise_v8000 advise;
   PFN_cuMemRangeGetAttribute_v8000 range_attribute;

@@ -1,5 +1,7 @@
 #include "cuda/cuda_driver.hpp"
 
+#include <stdexcept>
+
 #include "cuda/fork.hpp"
 #include "cuda/scopes.hpp"
 #include "cuda/succeeded.hpp"
@@ -131,6 +133,18 @@ MemoryInfo CudaDriver::memory(int device) noexcept {
   MemoryInfo info;
   succeeded(cudaMemGetInfo(&info.free_bytes, &info.total_bytes));
   return info;
+}
+
+VirtualMemory* CudaDriver::virtual_memory() noexcept {
+  if (in_forked_child()) return nullptr;
+  std::call_once(asked_, [this] {
+    const RelaxedCaptureMode relaxed;
+    try {
+      virtual_memory_ = std::make_unique<CudaVirtualMemory>(static_cast<int>(devices_.size()));
+    } catch (const std::runtime_error&) {  // a driver without these calls
+    }
+  });
+  return virtual_memory_.get();
 }
 
 }  // namespace umem

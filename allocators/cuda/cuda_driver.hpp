@@ -3,10 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "core/driver.hpp"
+#include "cuda/cuda_virtual_memory.hpp"
 
 namespace umem {
 
@@ -21,6 +23,7 @@ class CudaDriver final : public Driver {
   bool advise(int device, Range range, Advice advice) noexcept override;
   bool populate(int device, Range range) noexcept override;
   MemoryInfo memory(int device) noexcept override;
+  VirtualMemory* virtual_memory() noexcept override;
 
  private:
   struct Event {
@@ -37,6 +40,8 @@ class CudaDriver final : public Driver {
 
   std::mutex mutex_;
   std::vector<Device> devices_;
+  std::once_flag asked_;
+  std::unique_ptr<CudaVirtualMemory> virtual_memory_;
 };
 
 }  // namespace umem

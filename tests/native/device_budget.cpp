@@ -1,30 +1,16 @@
 // The device budget: what segments take on the card, who gives way, and what goes to the host.
 #include <random>
 
-#include "fake_driver.hpp"
+#include "steps.hpp"
 
 namespace umem {
 namespace {
 
 constexpr PoolId kPool{0, 1};
-constexpr StreamId kMain = 0, kCapture = 5, kSide = 7;
-
-Config budget_config(std::size_t budget_bytes, MemoryKind kind = MemoryKind::device) {
-  Config config = config_of(kind);
-  config.device_budget_bytes = budget_bytes;
-  return config;
-}
+constexpr StreamId kCapture = 5, kSide = 7;
 
 std::size_t on_device(const Machine& machine) {
   return machine.source.held_bytes(MemoryKind::device);
-}
-
-KindStats pinned_stats(const Machine& machine) {
-  return machine.device.kind_stats()[static_cast<std::size_t>(MemoryKind::pinned)];
-}
-
-std::size_t budget_bytes(const Machine& machine) {
-  return static_cast<std::size_t>(machine.device.stats().budget_bytes.current);
 }
 
 void device_memory_beyond_the_budget_is_page_locked() {
@@ -259,24 +245,6 @@ void the_pinned_limit_counts_all_devices() {
 
 // ---- a step that repeats ----
 
-struct Request {
-  std::size_t bytes;
-  StreamId stream = kMain;
-  TensorClass tensor_class = TensorClass::activations;
-};
-
-// Requests that live together, one phase after the other.
-using Step = std::vector<std::vector<Request>>;
-
-void run_step(Machine& machine, const Step& step) {
-  for (const std::vector<Request>& phase : step) {
-    std::vector<std::uintptr_t> live;
-    for (const Request& request : phase)
-      live.push_back(machine.allocate(request.bytes, request.stream, request.tensor_class));
-    for (const std::uintptr_t address : live) machine.free(address);
-  }
-}
-
 // Segments are allocated and freed in the first few steps only, and the budget holds all the time.
 void check_settles(Machine& machine, const Step& step, std::size_t budget, int first_few = 4) {
   constexpr int kSteps = 20;
@@ -352,67 +320,6 @@ void patience_ends() {
   while (on_host(turned_away)) CHECK(++requests < 200000);
   CHECK(requests > 10000);  // many steps
 }
-
-// Llama-2-7B in fp32 with autocast and checkpoints, 8,192 tokens: weights stay, gradients live to
-// the end of the step. The logits are larger than what the gradients leave in one piece.
-class Llama {
- public:
-  explicit Llama(Machine& machine) : machine_(machine) {
-    for (std::size_t layer = 0; layer < kLayers; ++layer)
-      for (const std::size_t bytes : weights_)
-        machine_.allocate(bytes, kMain, TensorClass::weights);
-    for (int i = 0; i < 2; ++i) machine_.allocate(kTable, kMain, TensorClass::weights);
-  }
-
-  void step() {
-    std::vector<std::uintptr_t> checkpoints, gradients;
-    for (std::size_t layer = 0; layer < kLayers; ++layer) {
-      const auto live = hold(of_layer_);
-      checkpoints.push_back(machine_.allocate(kHidden));
-      drop(live);
-    }
-    const auto logits = hold({kTokens * kWords * 2, kTokens * kWords * 4, kTokens * kWords * 4});
-    gradients.push_back(machine_.allocate(kTable, kMain, TensorClass::gradients));
-    drop(logits);
-    for (std::size_t layer = kLayers; layer-- > 0;) {
-      const auto live = hold(of_layer_), more = hold({kInner, kInner, kHidden});
-      for (const std::size_t bytes : weights_) {
-        const std::uintptr_t half = machine_.allocate(bytes / 2);
-        gradients.push_back(machine_.allocate(bytes, kMain, TensorClass::gradients));
-        machine_.free(half);
-      }
-      drop(more);
-      drop(live);
-      machine_.free(checkpoints[layer]);
-    }
-    gradients.push_back(machine_.allocate(kTable, kMain, TensorClass::gradients));
-    drop(gradients);
-  }
-
- private:
-  static constexpr std::size_t kLayers = 32, kTokens = 8192, kWords = 32000;
-  static constexpr std::size_t kWidth = 4096, kWide = 11008;
-  static constexpr std::size_t kTable = kWords * kWidth * 4;
-  static constexpr std::size_t kHidden = kTokens * kWidth * 2, kInner = kTokens * kWide * 2;
-  static constexpr std::size_t kSquare = kWidth * kWidth * 2, kOblong = kWidth * kWide * 2;
-
-  std::vector<std::uintptr_t> hold(const std::vector<std::size_t>& sizes) {
-    std::vector<std::uintptr_t> held;
-    for (const std::size_t bytes : sizes) held.push_back(machine_.allocate(bytes));
-    return held;
-  }
-  void drop(const std::vector<std::uintptr_t>& held) {
-    for (const std::uintptr_t address : held) machine_.free(address);
-  }
-
-  Machine& machine_;
-  const std::vector<std::size_t> weights_ = {2 * kSquare, 2 * kSquare, 2 * kSquare,
-                                             2 * kSquare, 2 * kOblong, 2 * kOblong,
-                                             2 * kOblong, kWidth * 4,  kWidth * 4};
-  const std::vector<std::size_t> of_layer_ = {
-      kSquare, kHidden, kSquare, kHidden,     kSquare, kHidden, kSquare, kHidden, 2 * kHidden,
-      kTokens, kHidden, kOblong, kInner, kOblong, kInner,  kOblong, kInner,  kInner};
-};
 
 void a_training_settles_whatever_its_budget() {
   std::int64_t peak_bytes = 0;

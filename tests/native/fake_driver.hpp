@@ -16,6 +16,7 @@
 
 #include "check.hpp"
 #include "core/allocator.hpp"
+#include "fake_virtual_memory.hpp"
 
 namespace umem {
 
@@ -136,7 +137,8 @@ struct AdviceCall {
 // be asked about until it is done, and never again after that.
 class FakeDriver final : public Driver {
  public:
-  explicit FakeDriver(std::size_t total_bytes) : total_bytes_(total_bytes) {}
+  FakeDriver(std::size_t total_bytes, std::unique_ptr<FakeVirtualMemory> virtual_memory)
+      : total_bytes_(total_bytes), virtual_memory_(std::move(virtual_memory)) {}
   ~FakeDriver() override {
     CHECK_EQUAL(events_.size(), 0U);  // an event that nobody recycled
   }
@@ -179,6 +181,7 @@ class FakeDriver final : public Driver {
     return !refuses_hints_;
   }
   MemoryInfo memory(int) noexcept override { return {total_bytes_, total_bytes_}; }
+  FakeVirtualMemory* virtual_memory() noexcept override { return virtual_memory_.get(); }
 
   // Gives a stream work. Returns the mark that done() reaches when that work is over.
   std::uint64_t launch(StreamId stream) {
@@ -233,6 +236,7 @@ class FakeDriver final : public Driver {
   };
 
   const std::size_t total_bytes_;
+  const std::unique_ptr<FakeVirtualMemory> virtual_memory_;
   mutable std::mutex mutex_;
   EventId last_event_ = 0;
   std::map<EventId, Event> events_;
@@ -250,6 +254,7 @@ struct MachineSettings {
   std::size_t device_bytes = 64 * GiB;  // what the driver says a device has
   std::size_t capacity_bytes = 0;       // what the source gives at most, 0 for no bound
   std::size_t offset_bytes = 0;         // of the source's addresses from a page boundary
+  bool virtual_memory = false;          // plain device memory in expandable segments
 };
 
 // An allocator over the fakes, and shorthand for its first device.
@@ -258,7 +263,10 @@ class Machine {
   explicit Machine(const MachineSettings& settings = {})
       : Machine(settings,
                 std::make_unique<FakeSource>(settings.capacity_bytes, settings.offset_bytes),
-                std::make_unique<FakeDriver>(settings.device_bytes)) {}
+                std::make_unique<FakeDriver>(
+                    settings.device_bytes,
+                    settings.virtual_memory ? std::make_unique<FakeVirtualMemory>() : nullptr)) {
+  }
 
   std::uintptr_t allocate(std::size_t bytes, StreamId stream = 0,
                           TensorClass tensor_class = TensorClass::activations) {

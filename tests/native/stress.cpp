@@ -349,12 +349,16 @@ Config stress_config(bool caching) {
   return config;
 }
 
-void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t offset_bytes) {
+void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t offset_bytes,
+            bool virtual_memory = false) {
   const auto start = std::chrono::steady_clock::now();
   Machine machine({.config = stress_config(caching),
                    .devices = kDevices,
                    .capacity_bytes = 3 * GiB,
-                   .offset_bytes = offset_bytes});
+                   .offset_bytes = offset_bytes,
+                   .virtual_memory = virtual_memory});
+  FakeVirtualMemory* const mapped = machine.driver.virtual_memory();
+  if (mapped != nullptr) mapped->set_capacity(1 * GiB);
   Allocator& allocator = machine.allocator;
   Shadow shadow(machine.driver);
   Exchange exchange;
@@ -367,7 +371,12 @@ void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t off
       reserved_bytes +=
           static_cast<std::size_t>(allocator.device(number).stats().reserved_bytes.all.current);
     }
-    const std::size_t held_bytes = machine.source.held_bytes();
+    const std::size_t mapped_bytes = mapped != nullptr ? mapped->held_bytes() : 0;
+    const std::size_t held_bytes = machine.source.held_bytes() + mapped_bytes;
+    for (int number = 0; number < kDevices && mapped != nullptr; ++number)
+      for (const SegmentSnapshot& segment : allocator.device(number).segments())
+        if (segment.is_expandable)
+          CHECK(mapped->holds(segment.address, segment.bytes, {1 - number}));
     if (offset_bytes == 0) CHECK_EQUAL(reserved_bytes, held_bytes);
     CHECK(reserved_bytes <= held_bytes);  // less by what alignment costs
     CHECK(machine.source.held_bytes(MemoryKind::pinned) <= GiB);
@@ -420,11 +429,12 @@ void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t off
     CHECK(device.segments().empty());
     CHECK_EQUAL(stats.reserved_bytes.all.allocated, stats.reserved_bytes.all.freed);
     CHECK_EQUAL(stats.active_bytes.all.allocated, stats.active_bytes.all.freed);
-    CHECK_EQUAL(stats.num_device_alloc, stats.num_device_free);
+    if (mapped == nullptr) CHECK_EQUAL(stats.num_device_alloc, stats.num_device_free);
   }
+  CHECK_EQUAL(mapped != nullptr ? mapped->held_bytes() : 0, 0U);
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  std::cout << "passed: " << (caching ? "cached" : "uncached") << ", addresses at +"
-            << offset_bytes << ": " << kThreads * kRounds * steps_of_round << " steps, "
+  std::cout << "passed: " << (caching ? "cached" : "uncached")
+            << (virtual_memory ? ", mapped" : "") << ", addresses at +" << offset_bytes << ": " << kThreads * kRounds * steps_of_round << " steps, "
             << allocations << " allocations, " << retried << " retries, " << refused
             << " out of memory, " << peak_bytes / MiB << " MiB held at most at rest, "
             << seconds.count() << " s" << std::endl;
@@ -438,6 +448,7 @@ int main(int argc, char** argv) {
   const std::uint64_t seed = argc > 2 ? std::stoull(argv[2]) : std::random_device{}();
   std::cout << "seed " << seed << std::endl;
   umem::stress(steps, seed, true, 0);
+  umem::stress(steps, seed, true, 0, true);
   umem::stress(steps / 5, seed, true, 256);
   umem::stress(steps / 5, seed, false, 0);
   umem::stress(steps / 5, seed, false, 256);

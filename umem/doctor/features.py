@@ -80,7 +80,7 @@ _FAILS = {
     ),
     "expandable segments: PYTORCH_CUDA_ALLOC_CONF": (
         "torch's allocator settings have no effect under the swap",
-        "none needed under a device budget: memory beyond it goes to the host",
+        "none needed: umem's plain device memory is in expandable segments of its own",
     ),
 }
 """Name -> why it does not work, and what to use instead."""

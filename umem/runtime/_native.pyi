@@ -89,7 +89,8 @@ class Allocator:
     def reset_peak_stats(self, device: int) -> None: ...
     def reset_accumulated_stats(self, device: int) -> None: ...
     def segments(self, device: int) -> list[dict[str, Any]]:
-        """Snapshot in torch's form, with `memory_kind` and each block's `tensor_class` beside."""
+        """Snapshot in torch's form, with `memory_kind` and each block's `tensor_class` beside. Each
+        run of mapped handles of an expandable segment is a segment with `is_expandable`."""
     def live_blocks(self) -> list[tuple[int, int, int, int, int, str]]:
         """Of every live block: address, requested bytes, block bytes, class, device, kind."""
     def set_device_budget(self, device: int, bytes: int) -> None:

@@ -1,0 +1,220 @@
+// Plain device memory that grows by mapped handles: where they are mapped, and when they are not.
+#include <algorithm>
+
+#include "core/device_allocator.hpp"
+
+namespace umem {
+namespace {
+
+// Handles are the unit in which memory passes between heaps, so that a hole between two tensors
+// keeps less than two of them. Small ones cost more calls of the driver for the same memory.
+constexpr std::size_t kSmallHandleBytes = kPageBytes;
+constexpr std::size_t kLargeHandleBytes = 4 * kPageBytes;
+// Addresses cost nothing, and holes in them must never be what a heap lacks.
+constexpr std::size_t kAddressesPerByte = 2;
+
+}  // namespace
+
+// nullptr where it does not serve this device, or where the policy has each request be a segment of
+// its own. Asked for when it is first needed: installing an allocator makes no CUDA context.
+VirtualMemory* DeviceAllocator::virtual_memory() {
+  if (!virtual_memory_.has_value()) {
+    VirtualMemory* memory = config_.caching ? driver_.virtual_memory() : nullptr;
+    const std::size_t granularity = memory == nullptr ? 0 : memory->granularity(device_);
+    virtual_memory_ = granularity != 0 && kPageBytes % granularity == 0 ? memory : nullptr;
+  }
+  return *virtual_memory_;
+}
+
+// Whether the heap has, or now gets, an expandable segment. Memory of graphs has segments of its
+// own: it stays where it is until the graph is gone.
+bool DeviceAllocator::can_expand(Heap& heap) {
+  if (heap.pool != nullptr || profiles_[heap.profile].kind != MemoryKind::device ||
+      virtual_memory() == nullptr)
+    return false;
+  if (heap.expandable == nullptr)
+    heap.expandable = ExpandableSegment::reserve(
+        *virtual_memory(), device_, kAddressesPerByte * driver_.memory(device_).total_bytes,
+        heap.tier == Tier::small ? kSmallHandleBytes : kLargeHandleBytes);
+  return heap.expandable != nullptr;
+}
+
+// Where the fewest mapped handles make a cached block of `bytes`: at one side of a hole, beside the
+// free memory there, or in all of it. 0 bytes where the heap does not grow by handles, or its
+// addresses have no place.
+Range DeviceAllocator::growth_for(Heap& heap, std::size_t bytes) {
+  if (!can_expand(heap)) return {};
+  const Range& addresses = heap.expandable->addresses();
+  const std::size_t handle_bytes = heap.expandable->handle_bytes();
+  const std::uintptr_t end = addresses.address + addresses.bytes;
+  Range best{};
+  const auto consider = [&](const Range& range) {
+    if (best.bytes == 0 || range.bytes < best.bytes) best = range;
+  };
+  const auto free_bytes = [](const Block* block) {
+    return block != nullptr && block->state == BlockState::cached ? block->bytes : 0;
+  };
+  const auto consider_hole = [&](const Range& hole, const Block* before, const Block* after) {
+    const std::size_t left = free_bytes(before), right = free_bytes(after);
+    if (hole.bytes == 0 || left + hole.bytes + right < bytes) return;
+    if (left + hole.bytes >= bytes) consider({hole.address, round_up(bytes - left, handle_bytes)});
+    if (right + hole.bytes >= bytes) {
+      const std::size_t missing = round_up(bytes - right, handle_bytes);
+      consider({hole.address + hole.bytes - missing, missing});
+    }
+    consider(hole);
+  };
+  std::uintptr_t from = addresses.address;
+  const Block* before = nullptr;
+  for (auto run = segments_.lower_bound(from); run != segments_.end() && run->first < end; ++run) {
+    const Segment& segment = run->second;
+    consider_hole({from, segment.address - from}, before, segment.first);
+    from = segment.address + segment.bytes;
+    before = segment.last;
+  }
+  consider_hole({from, end - from}, before, nullptr);
+  return best;
+}
+
+// A block for which `growth` is mapped; handles that were given back for it are used first.
+Block* DeviceAllocator::expand(Heap& heap, const Range& growth, std::size_t bytes,
+                               Shortage& shortage) {
+  if (!reserve(profiles_[heap.profile], growth.bytes, shortage)) {
+    release_moving();
+    return nullptr;
+  }
+  if (!heap.expandable->map(growth, moving_)) {
+    shortage.limit = Shortage::Limit::source;
+    return nullptr;
+  }
+  heap.grow_patient();
+  add_mapped(heap, growth);
+  return take_cached(heap, bytes);
+}
+
+// Books mapped handles as a cached block, together with what is free on both sides.
+void DeviceAllocator::add_mapped(Heap& heap, const Range& mapped) {
+  Segment& segment = segments_[mapped.address];
+  segment = {.address = mapped.address,
+             .bytes = mapped.bytes,
+             .raw = reinterpret_cast<void*>(mapped.address),
+             .raw_bytes = mapped.bytes,
+             .heap = &heap};
+  segment.is_expandable = true;
+  Block* block = &blocks_[mapped.address];
+  block->address = mapped.address;
+  block->bytes = mapped.bytes;
+  block->segment = &segment;
+  block->advice = heap.profile;
+  segment.first = segment.last = block;
+
+  ++stats_.num_device_alloc;
+  stats_.segment.increase(heap.tier, 1);
+  stats_.reserved_bytes.increase(heap.tier, mapped.bytes);
+  stats_.budget_bytes.increase(mapped.bytes);
+  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes += mapped.bytes;
+
+  const auto here = segments_.find(mapped.address);
+  const auto adjoins = [&](const Segment& left, const Segment& right) {
+    return left.heap == &heap && right.heap == &heap && left.is_expandable &&
+           right.is_expandable && left.address + left.bytes == right.address;
+  };
+  if (const auto right = std::next(here);
+      right != segments_.end() && adjoins(segment, right->second)) {
+    Block* after = right->second.first;
+    const bool is_free = after->state == BlockState::cached;
+    if (is_free) uncache(after);
+    join(segment, right->second);
+    if (is_free) merge(block, after);
+  }
+  if (here != segments_.begin() && adjoins(std::prev(here)->second, segment)) {
+    Block* before = std::prev(here)->second.last;
+    const bool is_free = before->state == BlockState::cached;
+    if (is_free) uncache(before);
+    join(std::prev(here)->second, segment);
+    if (is_free) block = merge(before, block);
+  }
+  cache(block);
+}
+
+// Makes one run of two that lie side by side.
+void DeviceAllocator::join(Segment& left, Segment& right) {
+  for (Block* block = right.first; block != nullptr; block = block->next) block->segment = &left;
+  left.last->next = right.first;
+  right.first->previous = left.last;
+  left.last = right.last;
+  left.bytes += right.bytes;
+  left.raw_bytes = left.bytes;
+  stats_.segment.decrease(left.heap->tier, 1);
+  segments_.erase(segments_.find(right.address));
+}
+
+// Takes whole handles out of a cached block; from an end of its run, if it is there.
+void DeviceAllocator::unmap(const Spare& spare) {
+  Block* block = spare.block;
+  ExpandableSegment& expandable = *block->segment->heap->expandable;
+  Range gone = expandable.whole_handles({block->address, block->bytes});
+  if (block->previous != nullptr || block->next == nullptr)
+    gone.address += gone.bytes - spare.bytes;
+  gone.bytes = spare.bytes;
+  uncache(block);
+  const std::uintptr_t end = gone.address + gone.bytes;
+  Block* const behind =
+      end < block->address + block->bytes ? split(block, end - block->address) : nullptr;
+  Block* const ahead = block->address < gone.address ? block : nullptr;
+  if (ahead != nullptr) block = split(ahead, gone.address - ahead->address);
+  remove_mapped(block, gone);
+  if (ahead != nullptr) cache(ahead);
+  if (behind != nullptr) cache(behind);
+  expandable.unmap(gone, moving_);
+}
+
+// Forgets a block that is in no index: its run ends before it, and another one begins behind it.
+void DeviceAllocator::remove_mapped(Block* block, const Range& gone) {
+  Segment& segment = *block->segment;
+  Heap& heap = *segment.heap;
+  Block* const before = block->previous;
+  Block* const after = block->next;
+  if (after != nullptr) {
+    const std::uintptr_t address = gone.address + gone.bytes;
+    Segment& behind = segments_[address];
+    behind = segment;
+    behind.address = address;
+    behind.bytes = segment.address + segment.bytes - address;
+    behind.first = after;
+    after->previous = nullptr;
+    for (Block* moved = after; moved != nullptr; moved = moved->next) moved->segment = &behind;
+    behind.raw = reinterpret_cast<void*>(address);
+    behind.raw_bytes = behind.bytes;
+    stats_.segment.increase(heap.tier, 1);
+  }
+  ++stats_.num_device_free;
+  stats_.reserved_bytes.decrease(heap.tier, gone.bytes);
+  stats_.budget_bytes.decrease(gone.bytes);
+  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes -= gone.bytes;
+  if (before != nullptr) {
+    before->next = nullptr;
+    segment.last = before;
+    segment.bytes = segment.raw_bytes = gone.address - segment.address;
+  } else {
+    stats_.segment.decrease(heap.tier, 1);
+    segments_.erase(segments_.find(segment.address));
+  }
+  blocks_.erase(gone.address);
+}
+
+// Gives handles back that found no place.
+void DeviceAllocator::release_moving() {
+  if (!moving_.handles.empty()) release(*virtual_memory(), moving_);
+}
+
+void DeviceAllocator::add_peer(int peer) {
+  const std::lock_guard lock(mutex_);
+  if (virtual_memory() == nullptr) return;
+  std::vector<Range> mapped;
+  for (const auto& [address, segment] : segments_)
+    if (segment.is_expandable) mapped.push_back({segment.address, segment.bytes});
+  virtual_memory()->add_peer(device_, peer, mapped);
+}
+
+}  // namespace umem

@@ -1,0 +1,119 @@
+// Cached memory that goes back to its source: what may go, and how.
+#include "core/device_allocator.hpp"
+
+namespace umem {
+
+bool DeviceAllocator::pool_in_use(const Segment& segment) const {
+  return segment.heap->pool != nullptr && segment.heap->pool->users > 0;
+}
+
+std::size_t DeviceAllocator::spare_bytes(const Block& block) const {
+  return spare_bytes(*block.segment, {block.address, block.bytes});
+}
+
+// What giving back free memory of a segment would free.
+std::size_t DeviceAllocator::spare_bytes(const Segment& segment, const Range& free) const {
+  if (segment.is_expandable) return segment.heap->expandable->whole_handles(free).bytes;
+  return free.bytes == segment.bytes ? segment.raw_bytes : 0;
+}
+
+// All cached memory that can go back and that no graph may use.
+std::vector<DeviceAllocator::Spare> DeviceAllocator::spares() const {
+  std::vector<Spare> all;
+  for (const auto& [address, segment] : segments_) {
+    if (pool_in_use(segment)) continue;
+    for (Block* block = segment.first; block != nullptr; block = block->next) {
+      if (block->state != BlockState::cached) continue;
+      if (const std::size_t bytes = spare_bytes(*block); bytes != 0) all.push_back({block, bytes});
+    }
+  }
+  return all;
+}
+
+bool DeviceAllocator::on_device(const Spare& spare) const {
+  return resides_on_device(profiles_[spare.block->segment->heap->profile]);
+}
+
+void DeviceAllocator::empty_cache() {
+  const std::lock_guard lock(mutex_);
+  if (!active_pools_.empty()) return;  // freeing a segment would break a capture
+  synchronize_events();
+  release_spares(spares());
+}
+
+void DeviceAllocator::release_spares(std::vector<Spare> spares) {
+  finish_streams(spares);
+  std::vector<Segment*> segments;
+  for (const Spare& spare : spares)
+    if (!spare.block->segment->is_expandable) segments.push_back(spare.block->segment);
+  announce_release(segments);
+  for (const Spare& spare : spares) {
+    if (spare.block->segment->is_expandable)
+      unmap(spare);
+    else
+      release_segment(spare.block);
+  }
+  std::erase_if(pools_, [](const auto& entry) {
+    return entry.second->users == 0 && entry.second->segments == 0;
+  });
+}
+
+// The source frees memory behind the work of all streams, and unmapping waits for nothing: waits
+// for the streams whose handles are given back, and leaves out those that cannot be waited for.
+void DeviceAllocator::finish_streams(std::vector<Spare>& spares) {
+  std::map<StreamId, bool> finished;
+  std::erase_if(spares, [&](const Spare& spare) {
+    const Segment& segment = *spare.block->segment;
+    if (!segment.is_expandable) return false;
+    const StreamId stream = segment.heap->stream;
+    const auto [entry, is_new] = finished.try_emplace(stream, false);
+    if (is_new) {
+      const EventId event = driver_.capturing(stream) ? 0 : driver_.record(device_, stream);
+      if (event != 0) driver_.wait(event);
+      entry->second = event != 0;
+    }
+    return !entry->second;
+  });
+}
+
+// A segment that is one cached block.
+void DeviceAllocator::release_segment(Block* block) {
+  const Segment& segment = *block->segment;
+  Heap& heap = *segment.heap;
+  const Profile& profile = profiles_[heap.profile];
+  uncache(block);
+  give_back(segment);
+  ++stats_.num_device_free;
+  stats_.segment.decrease(heap.tier, 1);
+  stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
+  KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
+  kind.reserved_bytes -= segment.bytes;
+  if (is_spill(heap)) kind.spilled_bytes -= segment.bytes;
+  if (resides_on_device(profile)) stats_.budget_bytes.decrease(segment.raw_bytes);
+  if (heap.pool != nullptr) {
+    --heap.pool->segments;
+    heap.pool->reserved_bytes -= segment.bytes;
+  }
+  const std::uintptr_t address = segment.address;
+  blocks_.erase(block->address);
+  segments_.erase(address);
+}
+
+// Reports all segments at once, so that the listener waits only for the longest call. Device memory
+// is never moved and need not be reported; pinned memory may be the target of copies.
+void DeviceAllocator::announce_release(const std::vector<Segment*>& segments) const {
+  if (release_listener_ == nullptr) return;
+  std::vector<Range> ranges;
+  for (const Segment* segment : segments)
+    if (profiles_[segment->heap->profile].kind != MemoryKind::device)
+      ranges.push_back({segment->address, segment->bytes});
+  if (!ranges.empty()) release_listener_->before_release(ranges);
+}
+
+void DeviceAllocator::give_back(const Segment& segment) {
+  const MemoryKind kind = profiles_[segment.heap->profile].kind;
+  source_.deallocate(kind, device_, segment.raw, segment.raw_bytes);
+  release_reserve(kind, segment.raw_bytes);
+}
+
+}  // namespace umem
