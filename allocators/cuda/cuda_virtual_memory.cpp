@@ -112,9 +112,11 @@ bool CudaVirtualMemory::map(int device, Range range, std::size_t handle_bytes,
   return false;
 }
 
-// One call for all handles of a range: it need not be one mapping, only whole ones.
-void CudaVirtualMemory::unmap(Range range, std::size_t) noexcept {
-  if (!in_forked_child()) cuda_.unmap_memory(range.address, range.bytes);
+// A call for each handle: the driver documents no range of several mappings.
+void CudaVirtualMemory::unmap(Range range, std::size_t handle_bytes) noexcept {
+  if (in_forked_child()) return;
+  for (std::size_t offset = 0; offset < range.bytes; offset += handle_bytes)
+    cuda_.unmap_memory(range.address + offset, handle_bytes);
 }
 
 bool CudaVirtualMemory::add_peer(int device, int peer, std::span<const Range> mapped) noexcept {
