@@ -22,40 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.core.classes import TensorClass
-from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import GuardedParameter, GuardedTensor
 from umem.executor.optimizer.lanes import HostLanes
-from umem.executor.optimizer.separable import PER_PARAMETER_OPTIMIZERS
 from umem.executor.streamed_training import StreamedTraining
 from umem.telemetry import Profile, load_recording, report_of
 
 EAGERNESS = [0.0, 0.8]
-
-
-def optimizers() -> list[Any]:
-    """Constructors of every kind of optimizer that can be streamed."""
-    kinds = [
-        pytest.param(lambda ps, it=it: it(ps, lr=1e-2), id=it.__name__)
-        for it in PER_PARAMETER_OPTIMIZERS
-    ]
-    adamw, sgd, rms = torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop
-    return [
-        *kinds,
-        pytest.param(lambda ps: adamw(ps, lr=1e-2, fused=True), id="fused"),
-        pytest.param(lambda ps: adamw(ps, lr=1e-2, foreach=True, amsgrad=True), id="foreach"),
-        pytest.param(lambda ps: sgd(ps, lr=1e-2, momentum=0.9, nesterov=True), id="momentum"),
-        pytest.param(lambda ps: rms(ps, lr=1e-2, momentum=0.9, centered=True), id="centered"),
-    ]
-
-
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("make_optimizer", optimizers())
-def test_every_optimizer(make_optimizer: Callable[[Any], Any], eagerness: float) -> None:
-    run = compare(make_optimizer=make_optimizer, eagerness=eagerness)
-    assert run.training is not None
-    has_state = any(run.optimizer.state.values())
-    assert run.training.counts.streamed == (4 if has_state else 0)
-    assert run.training.counts.resident == (0 if has_state else 4)
 
 
 @pytest.mark.slow
@@ -146,14 +118,6 @@ def test_a_model_may_be_pickled_and_goes_when_it_is_dropped() -> None:
     assert all(type(it) is nn.Parameter for it in parameters)
 
 
-def test_an_optimizer_that_looks_at_several_parameters_is_refused() -> None:
-    model = Net()
-    with pytest.raises(PlanError, match="LBFGS"):
-        StreamedTraining(
-            model, torch.optim.LBFGS(model.parameters()), HostLanes(), HostStateMemory()
-        )
-
-
 @pytest.mark.parametrize("eagerness", EAGERNESS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_blocks(use_reentrant: bool, eagerness: float) -> None:
@@ -199,25 +163,6 @@ class Branches(Net):
 @pytest.mark.parametrize("make_model", [Tied, Branches])
 def test_models_of_other_shapes(make_model: Any, eagerness: float) -> None:
     compare(make_model=make_model, eagerness=eagerness, seed=5)
-
-
-class Looked(Net):
-    """Its first weight gets sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 16, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + self.table(torch.arange(8)))
-
-
-def test_sparse_gradients_wait_in_the_step() -> None:
-    run = compare(
-        make_model=Looked, make_optimizer=lambda it: torch.optim.Adagrad(it, lr=1e-2), clips=False
-    )
-    assert run.training is not None
-    assert run.training.counts.waited == 4
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])

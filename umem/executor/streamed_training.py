@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from umem.core.errors import EnableError, PlanError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
-from umem.executor.optimizer.separable import can_slice
+from umem.executor.optimizer.separable import refusal, whole_step_reason
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
@@ -32,6 +33,8 @@ from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StreamedStatus", "StreamedTraining", "join", "stream_state", "streamed_trainings"]
+
+_LOG = logging.getLogger("umem")
 
 _trainings: weakref.WeakSet[StreamedTraining] = weakref.WeakSet()
 
@@ -57,6 +60,8 @@ def stream_state(
 ) -> StreamedTraining:
     """Stream the optimizer state of a training on a GPU, under the policy of this process.
 
+    State that cannot be streamed stays in host memory, and is used there in place, with a warning.
+
     Parameters
     ----------
     model, optimizer
@@ -69,8 +74,8 @@ def stream_state(
     EnableError
         If umem is not enabled, or the model is not on one GPU.
     PlanError
-        For an optimizer whose state cannot be streamed, and for `step_in_backward` where
-        ``torch.distributed`` is initialised.
+        For `step_in_backward` if state cannot be streamed, and where ``torch.distributed`` is
+        initialised.
     """
     for training in streamed_trainings():
         if training.optimizer is optimizer:
@@ -91,6 +96,11 @@ def stream_state(
     hardware = detect_hardware(index)
     budget_bytes = state.device_budgets[index] or hardware.device_bytes
     homes = [name for name, it in rules.items() if it.kind == "pinned"]
+    streams_state = rule.mechanism == "stream"
+    reason = refusal(optimizer) if streams_state and not step_in_backward else ""
+    if reason:
+        streams_state = False
+        _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
     tuner = StreamTuner(
         hardware,
         CudaClock(device),
@@ -103,7 +113,7 @@ def stream_state(
         cuda_lanes(device),
         CudaStateMemory(device, state.allocator, rule.min_bytes),
         tuner,
-        streams_state=rule.mechanism == "stream",
+        streams_state=streams_state,
         step_in_backward=step_in_backward,
     )
 
@@ -142,7 +152,7 @@ class StreamedTraining:
     model
         The module that the training loop calls.
     optimizer
-        Its optimizer: one of torch's own that update each parameter by itself.
+        Its optimizer: one that is known to update each parameter by itself.
     lanes
         Where the work runs.
     memory
@@ -172,12 +182,8 @@ class StreamedTraining:
         streams_state: bool = True,
         step_in_backward: bool = False,
     ) -> None:
-        if streams_state and not can_slice(optimizer):
-            raise PlanError(
-                f"the state of {type(optimizer).__name__} cannot be streamed: it may look at "
-                "several parameters at once. Take one of torch's own optimizers, and neither LBFGS "
-                "nor a subclass"
-            )
+        if streams_state:
+            _check(optimizer)
         blocks = find_blocks(model, None)
         owner = WeakIdKeyDictionary()
         for block in blocks:
@@ -219,12 +225,14 @@ class StreamedTraining:
         Raises
         ------
         PlanError
-            Where ``torch.distributed`` is initialised. Later, ``step()`` raises one if the training
-            uses gradients between backward pass and step.
+            For an optimizer whose state cannot be streamed, and where ``torch.distributed`` is
+            initialised. Later, ``step()`` raises one if the training uses gradients between
+            backward pass and step.
         """
         model, optimizer = self._model(), self._optimizer()
         if self._backward is not None or model is None or optimizer is None:
             return
+        _check(optimizer)
         self._backward = BackwardUpdates(self._step, optimizer, self._lanes)
         loads, loaded = Hook(self._backward.model_loads), self._backward.optimizer_loads
         self._undo += [
@@ -328,7 +336,7 @@ class StreamedTraining:
             self._tuner.step_begins()
         if not self._streams_state:
             return None
-        obstacle, is_last = self._obstacle(args, kwargs), self._comes_last()
+        obstacle, is_last = self._obstacle(optimizer, args, kwargs), self._comes_last()
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle, is_last=is_last)
         if obstacle or not is_last:
@@ -350,7 +358,9 @@ class StreamedTraining:
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
             self._tuner.move_into_backward()
 
-    def _obstacle(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def _obstacle(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> str:
         """Why the optimizer has to run the step itself; empty if it does not."""
         if len(args) > 1 or any(value is not None for value in kwargs.values()):
             return "step() has a closure"
@@ -358,7 +368,7 @@ class StreamedTraining:
             return "step() is compiled"
         if self._lanes.is_capturing():
             return "step() is captured into a CUDA graph"
-        return ""
+        return whole_step_reason(optimizer)
 
     def _comes_last(self) -> bool:
         """Whether no later hook of the program can change gradients before the step."""
@@ -373,6 +383,12 @@ class StreamedTraining:
     def _hooks(self) -> dict[int, Any]:
         """The optimizer's hooks before a step, in their order."""
         return self._handle.hooks_dict_ref() or {}
+
+
+def _check(optimizer: Optimizer) -> None:
+    reason = refusal(optimizer)
+    if reason:
+        raise PlanError(f"optimizer state cannot be streamed: {reason}")
 
 
 def _computes_anew() -> bool:

@@ -1,4 +1,10 @@
-"""Optimizers whose step may be divided by parameters, and the step's own function."""
+"""Optimizers whose step may be divided by parameters, and the step's own function.
+
+A step in parts gives the bits of the whole step if each parameter is updated from its own gradient,
+its own state and its group's hyperparameters alone. Nothing can tell that from a class: the known
+ones are those whose source was read. What their code makes of several parameters at once, such as
+the choice between two implementations for a whole group, is looked up before each step.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +14,129 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["PER_PARAMETER_OPTIMIZERS", "can_slice", "plain_step"]
+from umem.executor.optimizer.access_guard import can_guard
+from umem.executor.optimizer.freed_gradient import FreedGradient
 
-PER_PARAMETER_OPTIMIZERS = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
+__all__ = ["PER_PARAMETER_OPTIMIZERS", "plain_step", "refusal", "whole_step_reason"]
+
+_TORCH_NAMES = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
 )
-"""Optimizers that update each parameter from its own gradient and state alone, so that a step in
-parts gives the same bits."""
 
+PER_PARAMETER_OPTIMIZERS: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name) for name in _TORCH_NAMES if hasattr(torch.optim, name)
+)
+"""torch's optimizers that update each parameter by itself: all but LBFGS."""
 
-def can_slice(optimizer: Optimizer) -> bool:
-    """Whether a step may run in parts: only for torch's own classes, not for subclasses."""
-    return type(optimizer) in PER_PARAMETER_OPTIMIZERS
+_BITSANDBYTES = frozenset(
+    f"bitsandbytes.optim.{name.lower()}.{name}{bits}"
+    for name in ("Adam", "AdamW")
+    for bits in ("", "32bit")
+)
+"""Those of bitsandbytes, as of 0.50."""
+
+_TORCHAO = "torchao.optim"
+
+_HARMLESS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("annotations", "dict", "doc", "firstlineno", "init", "module", "orig_bases"),
+        *("parameters", "qualname", "slotnames", "static_attributes", "weakref"),
+    )
+)
+"""What a subclass may define, and still has the step of its base: arguments, and names."""
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The step without torch's hooks around it, which run once for the whole step."""
-    step: Any = type(optimizer).step
+    return _plain_step(type(optimizer))
+
+
+def _plain_step(kind: Any) -> Callable[[Optimizer], Any]:
+    step: Any = kind.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     plain: Callable[[Optimizer], Any] = step
     return plain
+
+
+def refusal(optimizer: Optimizer) -> str:
+    """Why no step of an optimizer can run in parts; empty if steps can."""
+    kind = type(optimizer)
+    known, name = _known_class(kind), _name(kind)
+    if known is None and name.startswith(_TORCHAO):
+        return f"{name} compiles its update, and its low-bit state is not plain tensors"
+    if known is None:
+        return (
+            f"{name} may look at several parameters at once. Known to update each by itself are "
+            "torch's own optimizers but LBFGS, bitsandbytes' 32-bit Adam and AdamW, and subclasses "
+            "of these that define __init__ only"
+        )
+    if _name(known) in _BITSANDBYTES:
+        return _bitsandbytes_refusal(optimizer, name)
+    if known.__name__ == "Adafactor":
+        for group in optimizer.param_groups:
+            if group["eps"][0] is None and len({it.dtype for it in group["params"]}) > 1:
+                return (
+                    f"{name} takes the eps of a group's first parameter for all of them, whose "
+                    "dtypes differ: set eps, or make a group for each dtype"
+                )
+    return ""
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _known_class(kind: type) -> type | None:
+    """The known class whose step a class has; None if there is other code in between."""
+    for base in kind.__mro__:
+        if base in PER_PARAMETER_OPTIMIZERS or _name(base) in _BITSANDBYTES:
+            # torch itself sets `step` of each class, with its hooks.
+            return base if _plain_step(kind) is _plain_step(base) else None
+        if not _HARMLESS.issuperset(vars(base).keys() - {"step"}):
+            return None
+    return None
+
+
+def _bitsandbytes_refusal(optimizer: Any, name: str) -> str:
+    if optimizer.is_paged:
+        return f"{name} pages its state by itself: take the optimizer without Paged"
+    if optimizer.mng.index2config:
+        return f"{name} has settings by a parameter's place in its group (GlobalOptimManager)"
+    if any("qmap1" in values for values in optimizer.state.values()):
+        return f"{name} has 8-bit state, whose quantization maps belong to several parameters"
+    return ""
+
+
+def whole_step_reason(optimizer: Optimizer) -> str:
+    """Why the step that comes next has to run as a whole; empty if it may run in parts."""
+    reason = refusal(optimizer)
+    is_torch = _known_class(type(optimizer)) in PER_PARAMETER_OPTIMIZERS
+    for group in optimizer.param_groups:
+        # torch chooses foreach functions by all parameters of a group, and these their kernels.
+        is_foreach = group.get("foreach", False) is not False and not group.get("fused")
+        if is_foreach or not is_torch:
+            reason = reason or _mixed_reason(group, optimizer, is_torch=is_torch)
+    return reason
+
+
+def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool) -> str:
+    """Why a group's parameters may be updated by other functions than some of them alone."""
+    updated = [it for it in group["params"] if it.grad is not None]
+    if len(set(map(can_guard, updated))) > 1:
+        return "a group has parameters of torch's own classes and of others"
+    for it in updated:
+        gradient = it.grad
+        if (gradient.is_contiguous() and it.is_contiguous()) or type(gradient) is FreedGradient:
+            continue
+        if gradient.layout is not torch.strided:
+            return "gradients are sparse"
+        if not is_torch or gradient.stride() != it.stride():  # bitsandbytes replaces both
+            return "a parameter or its gradient is not contiguous"
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        states = [optimizer.state.get(it, {}) for it in updated]
+        if len({state.get("momentum_buffer") is None for state in states}) > 1:
+            return "some parameters have no momentum yet"
+    return ""
