@@ -88,7 +88,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--step-in-backward",
         action="store_true",
-        help="within a budget, update each layer's weights during the backward pass",
+        help="update each layer's weights during the backward pass; the policy has to stream "
+        "the optimizer's state, as lora and sft do",
     )
     model = parser.add_argument_group("model")
     model.add_argument("--size", choices=tuple(SIZES), default="tiny", help="default: tiny")

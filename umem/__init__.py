@@ -1,4 +1,4 @@
-"""umem: unified memory for PyTorch, placed by policy and class.
+"""umem: unified memory for PyTorch, for training within a budget of device memory.
 
 >>> import umem
 >>> umem.enable("sft")  # doctest: +SKIP

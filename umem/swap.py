@@ -131,9 +131,8 @@ def _enable(policy: Policy) -> Runtime:
     capabilities = detect_all()
     if not capabilities:
         raise UnsupportedError(
-            "no GPU is visible to this process: umem needs one with managed memory. See "
-            "`nvidia-smi` and CUDA_VISIBLE_DEVICES; `umem doctor` says more, and "
-            "umem.enable(..., fallback=True) runs the script without umem."
+            "no GPU is visible to this process. See `nvidia-smi` and CUDA_VISIBLE_DEVICES; "
+            "`umem doctor` says more; umem.enable(..., fallback=True) runs the script without umem."
         )
     by_device = resolve_for(policy, capabilities)
     resolved = by_device[0]

@@ -288,7 +288,8 @@ def report(
         bool, typer.Option("--markdown", help="Print tables for a document.")
     ] = False,
     tables: Annotated[
-        str, typer.Option(help="Only tables whose title has one of these texts; ; between.")
+        str,
+        typer.Option(help="Only tables whose title has one of these texts (a;b)."),
     ] = "",
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw trainings, as .png or .svg.")

@@ -67,7 +67,7 @@ def _options(
         False, "--version", callback=_show_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Unified memory for PyTorch: a class-aware allocator over RMM, placed by policy."""
+    """Unified memory for PyTorch: training within a budget of device memory."""
 
 
 for _name, _help in COMMANDS.items():

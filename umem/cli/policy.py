@@ -80,8 +80,9 @@ def show(
     console = Console()
     console.print(f"[bold]{escape(loaded.name)}[/bold]  {escape(loaded.description)}")
     rules = tuple(class_rule(loaded, member) for member in TensorClass)
-    bounds = _bounds_table(loaded, resolved, machine)
-    console.print(bounds, "", _rules_table(resolved.rules if resolved else rules), sep="\n")
+    rules = resolved.rules if resolved else rules
+    bounds = _bounds_table(loaded, resolved, machine, {rule.kind for rule in rules})
+    console.print(bounds, "", _rules_table(rules), sep="\n")
     if resolved is not None and any(resolved.reasons):
         console.print("", _reasons_table(resolved), sep="\n")
     elif resolved is None and any(rule.kind == "auto" for rule in rules):
@@ -141,11 +142,12 @@ def _as_json(resolved: ResolvedPolicy) -> dict[str, Any]:
 
 
 def _bounds_table(
-    policy: Policy, resolved: ResolvedPolicy | None, machine: Hardware | None
+    policy: Policy, resolved: ResolvedPolicy | None, machine: Hardware | None, kinds: set[str]
 ) -> Table:
     limit = policy.limits.managed_bytes
     planner = policy.planner
-    budget = policy.device_budget or "not set"
+    of_free = "what is free on the card, less a reserve"
+    budget = policy.device_budget or (of_free if kinds & {"auto", "device"} else "none")
     if isinstance(budget, int):
         budget = format_bytes(budget)
     if resolved is not None:
@@ -160,8 +162,12 @@ def _bounds_table(
     if policy.extends is not None:
         table.add_row("extends", escape(policy.extends))
     table.add_row("device budget", budget)
-    table.add_row("limit on managed memory", "umem's own" if limit is None else format_bytes(limit))
-    table.add_row("headroom of kind system", format_bytes(policy.limits.system_headroom_bytes))
+    if "managed" in kinds:
+        cap = "umem's default" if limit is None else format_bytes(limit)
+        table.add_row("limit on managed memory", cap)
+    if "system" in kinds:
+        headroom = format_bytes(policy.limits.system_headroom_bytes)
+        table.add_row("free beside kind system", headroom)
     table.add_row("planner", planner)
     table.add_row("freed blocks", "kept for reuse" if policy.caching else "returned at once")
     table.add_row("shared with", ", ".join(policy.share) or "none")

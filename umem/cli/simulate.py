@@ -98,7 +98,8 @@ def simulate(
 ) -> None:
     """Predict a training step: its time, what moves, and unified memory's share.
 
-    The prediction may be for any machine that has a profile, and needs no GPU.
+    The prediction may be for any machine that has a profile, and needs no GPU. Pages migrate
+    under the policy managed; the optimizer's state is streamed under sft, lora and inference.
     """
     planners = options.known_names("--planner", planner, PLANNERS)
     options.known_name("--addresses", addresses, ("reused", "own"))
