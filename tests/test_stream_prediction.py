@@ -198,12 +198,28 @@ def test_the_prediction_is_the_plan_of_a_training(
     assert row["step_s"] == pytest.approx(row["ideal_s"] + row["exposed_s"] + row["slowed_s"])
     assert row["ideal_s"] == pytest.approx(row["floor_s"] + 3e-3 + LAYERS * 0.5e-3)
     assert row["floor_share"] == pytest.approx(row["floor_s"] / row["step_s"])
+    assert row["model_flops"] == row["model_flops_per_s"] == 0  # the trace has none
     assert row["device_bytes"] <= row["device_budget_bytes"] - SLACK == 200 * MIB
     assert least_slack_bytes(row["device_budget_bytes"]) == SLACK
     streamed = LAYERS - len(row["resident"])
     assert row["to_host_bytes"].get("optimizer_state", 0) == streamed * STATE * MIB
     saved = row["to_host_bytes"].get("activations", 0)
     assert row["host_bytes"] == streamed * STATE * MIB + saved
+
+
+def test_speed_leaves_out_recomputation(
+    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    trace = step_of()
+    names = list(trace.phase_names)
+    first = next(number for number, name in enumerate(names) if name.startswith("backward"))
+    names[first] = names[first].replace("backward", "recompute")
+    counted = replace(
+        trace, phase_names=tuple(names), flops=np.full(trace.phase_count, 1e9), name="counted"
+    )
+    row = stream_row(predict_stream(counted, machine, policy))
+    assert row["model_flops"] == (trace.phase_count - 1) * 1e9
+    assert row["model_flops_per_s"] == pytest.approx(row["model_flops"] / row["step_s"])
 
 
 def test_plans_leave_a_share_of_large_budgets(

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from umem.capture.offline import record_step
 from umem.capture.offline.models import MODELS, MODES, model_trace
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
@@ -254,3 +256,76 @@ def test_70b_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_bytes(trace, TensorClass.WEIGHTS, persistent=True) == 2 * recorded
     state = count_bytes(trace, TensorClass.OPTIMIZER_STATE, persistent=True)
     assert state == pytest.approx(12 * recorded, rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------- experts
+
+
+def test_operations_of_grouped_products_do_not_depend_on_the_groups() -> None:
+    groups, rows, inner, columns = 4, 24, 16, 8
+
+    def step() -> None:
+        offsets = torch.full((groups,), rows // groups, dtype=torch.int32).cumsum(0).int()
+        tokens = torch.empty(rows, inner, dtype=torch.bfloat16, requires_grad=True)
+        weights = torch.empty(groups, inner, columns, dtype=torch.bfloat16, requires_grad=True)
+        torch.nn.functional.grouped_mm(tokens, weights, offs=offsets).square().sum().backward()
+        shared = torch.empty(inner, rows, dtype=torch.bfloat16)
+        torch.nn.functional.grouped_mm(weights.detach().mT, shared, offs=offsets)
+
+    trace = record_step(lambda: step, name="experts", source="test")
+    products = [name.endswith("_grouped_mm") for name in trace.phase_names]
+    # Forward; the gradients of the tokens and the weights; and with groups of columns.
+    assert trace.flops[products].tolist() == [2 * rows * inner * columns] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parameters", "active"),
+    [
+        # The model card of gpt-oss: 20.9 B and 3.61 B, as the embedding does no arithmetic. That of
+        # Qwen3-30B-A3B: 30.5 B and 3.3 B, of which the embedding is 0.31 B.
+        ("gpt-oss-20b", 20_914_757_184, 3.61e9),
+        ("qwen3-30b-a3b", 30_532_122_624, 3.04e9),
+    ],
+)
+def test_experts_have_their_parameters_and_arithmetic(
+    model: str, parameters: int, active: float
+) -> None:
+    trace = model_trace(model, "sft", batch=1, seq=256, precision="bf16", checkpoint=True)
+    check_trace(trace, model)
+    assert trace.metadata["parameters"] == parameters
+    for tensor_class in (TensorClass.WEIGHTS, TensorClass.GRADIENTS):
+        of_class = trace.tensor_class == tensor_class.number
+        assert trace.tensor_bytes[of_class].sum() == 2 * parameters
+    recomputed = np.array([name.startswith("recompute") for name in trace.phase_names])
+    assert trace.flops[~recomputed].sum() == pytest.approx(6 * active * 256, rel=0.03)
+
+
+@pytest.mark.slow
+def test_sliding_windows_bound_the_arithmetic() -> None:
+    def attention(seq: int) -> list[float]:
+        trace = model_trace("gpt-oss-20b", "sft", batch=1, seq=seq, precision="bf16")
+        forward = [
+            name.startswith("forward") and "attention" in name.rpartition(".")[2]
+            for name in trace.phase_names
+        ]
+        return trace.flops[forward].tolist()
+
+    width = 64 * 64
+    short, long, odd, prime = (attention(seq) for seq in (128, 1024, 1000, 1009))
+    assert short == [4 * width * 128 * 128 / 2] * 24  # the window holds all
+    assert long == [4 * width * 1024 * 128, 4 * width * 1024 * 1024 / 2] * 12
+    assert odd == [4 * width * 1000 * 200, 4 * width * 1000 * 1000 / 2] * 12
+    assert prime == [4 * width * 1009 * 1009 / 2] * 24
+
+
+def test_experts_have_no_autocast() -> None:
+    with pytest.raises(TraceError, match=r"gpt-oss-20b .*fp32-autocast"):
+        model_trace("gpt-oss-20b", "sft", precision="fp32-autocast")
+
+
+@pytest.mark.parametrize("library", ["transformers", "torch"])
+def test_old_libraries_have_no_experts(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    monkeypatch.setattr(sys.modules[library], "__version__", "2.10.0+cpu")
+    with pytest.raises(TraceError, match=rf"gpt-oss-20b needs {library} \d+\.\d+, and 2\.10\.0"):
+        model_trace("gpt-oss-20b", "sft")

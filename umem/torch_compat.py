@@ -284,6 +284,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         Need.TRACE,
     ),
     **_names(
+        "counts the operations of mixture-of-experts layers",
+        "their matrix products would count as no work",
+        {"grouped_matmul": "torch:ops.aten._grouped_mm"},
+        Need.TRACE,
+    ),
+    **_names(
         "refuses to measure beside torch.profiler, which takes the same records",
         "one of two profilers would miss records without an error",
         {"torch_profiler_runs": "torch.autograd.profiler:_is_profiler_enabled"},
@@ -345,6 +351,7 @@ flash_attention_cpu_backward: Any
 foreach_add: Callable[..., None]
 fused_adam: Callable[..., None]
 fused_adamw: Callable[..., None]
+grouped_matmul: Any
 is_traceable_wrapper_subclass: Callable[[Any], bool]
 make_wrapper_subclass: Callable[..., Any]
 next_sequence_number: Callable[[], int]

@@ -181,15 +181,17 @@ def _simulate_streamed(
 
 def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
     """Print one prediction: its times, what is copied, and its memory."""
-    plan, units = prediction.plan, prediction.step.units
+    plan, step = prediction.plan, prediction.step
+    units = step.units
     timing = plan.predicted
     with_state = [number for number, unit in enumerate(units) if unit.state_bytes]
     resident = sum(number in plan.resident for number in with_state)
+    speed = f", {prediction.model_flops_per_s / 1e12:.0f} model TFLOP/s" if step.model_flops else ""
     console.print(
         f"[bold]{escape(prediction.workload)}[/bold] on {escape(prediction.hardware)}, "
         f"policy {escape(prediction.policy)}, {format_bytes(prediction.budget_bytes)} of device "
-        f"memory\npasses alone {output.format_seconds(prediction.step.passes_s)}, "
-        f"all resident {output.format_seconds(timing.compute_s)}\n"
+        f"memory\npasses alone {output.format_seconds(step.passes_s)}, "
+        f"all resident {output.format_seconds(timing.compute_s)}{speed}\n"
         f"state of {resident} of {len(with_state)} blocks resident, {plan.slots} slots of "
         f"{format_bytes(plan.slot_bytes)}, activations of {len(plan.copied)} blocks copied"
     )

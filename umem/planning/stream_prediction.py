@@ -60,6 +60,8 @@ class StreamedStep:
     step_peak_bytes: int
     """Device memory of everything but streamed state when the step begins."""
     batches: int
+    model_flops: float
+    """Floating-point operations of the model, without those of recomputation."""
 
     @property
     def passes_s(self) -> float:
@@ -84,6 +86,12 @@ class StreamPrediction:
         """Time of the passes alone, as a share of the step."""
         step_s = self.plan.predicted.step_s
         return self.step.passes_s / step_s if step_s else 1.0
+
+    @property
+    def model_flops_per_s(self) -> float:
+        """Floating-point operations of the model per second of the step; 0 if none were counted."""
+        step_s = self.plan.predicted.step_s
+        return self.step.model_flops / step_s if step_s else 0.0
 
     @property
     def host_bytes(self) -> int:
@@ -164,6 +172,8 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "ideal_s": timing.compute_s,
         "floor_s": step.passes_s,
         "floor_share": prediction.floor_share,
+        "model_flops": step.model_flops,
+        "model_flops_per_s": prediction.model_flops_per_s,
         "exposed_s": timing.exposed_s,
         "slowed_s": timing.slowed_s,
         "to_device_bytes": {str(name): size for name, size in timing.to_device_bytes.items()},
@@ -220,6 +230,7 @@ def streamed_step(
     update_s, unowned_s = _updates(trace, kind == _STEP, tensor_unit, duration_s, count)
     live_bytes = _live_bytes(trace, ~streamed)
     forward_peak, backward_peak = (_most(unit[it], live_bytes[it], count) for it in in_pass)
+    is_recomputed = np.array([name.startswith("recompute") for name in trace.phase_names])
     is_step = (kind == _STEP) | ((kind == _BETWEEN) & (np.arange(len(kind)) >= ends[-1]))
     step_peak_bytes = int(live_bytes[is_step].max(initial=0))
     forward_peak, backward_peak = _with_gradients(
@@ -242,6 +253,7 @@ def streamed_step(
         other_s=float(duration_s[kind == _BETWEEN].sum()) + unowned_s,
         step_peak_bytes=step_peak_bytes,
         batches=batches,
+        model_flops=float(trace.flops[~is_recomputed].sum()),
     )
 
 

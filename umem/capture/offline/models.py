@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from umem.core.errors import TraceError
@@ -36,7 +36,10 @@ _MAX_BATCH = 4096
 _MAX_SEQ = 131_072
 _MAX_ACCUMULATE = 1024
 
-_CAUSAL_SDPA = "umem_causal_sdpa"
+_FUSED_ATTENTION = "umem_fused_attention"
+
+_EXPERTS_NEED = {"transformers": (5, 0), "torch": (2, 11)}
+"""Versions whose grouped matrix products can be recorded without data."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,27 @@ class _Shape:
     layers: int
     heads: int
     key_value_heads: int
-    family: Literal["llama", "qwen3"] = "llama"
+    head: int
+    family: Literal["llama", "qwen3", "qwen3_moe", "gpt_oss"] = "llama"
     """As transformers names it."""
+    experts: Mapping[str, int] = field(default_factory=dict)
+    """Entries of the family's configuration that say how many experts there are, and their size."""
 
+
+_GPT_OSS_EXPERTS = {"num_local_experts": 32, "num_experts_per_tok": 4}
+_QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 # Touvron et al. 2023, "Llama 2" (arXiv:2307.09288), and the `config.json` of
-# meta-llama/Llama-2-{7b,13b,70b}-hf; that of Qwen/Qwen3-14B. The tiny one is umem's own.
+# meta-llama/Llama-2-{7b,13b,70b}-hf; those of Qwen/Qwen3-14B, Qwen/Qwen3-30B-A3B and
+# openai/gpt-oss-20b. The tiny one is umem's own.
 _SHAPES = {
-    "llama-tiny": _Shape(512, 256, 688, 4, 8, 4),
-    "llama-2-7b": _Shape(32_000, 4096, 11_008, 32, 32, 32),
-    "llama-2-13b": _Shape(32_000, 5120, 13_824, 40, 40, 40),
-    "llama-2-70b": _Shape(32_000, 8192, 28_672, 80, 64, 8),
-    "qwen3-14b": _Shape(151_936, 5120, 17_408, 40, 40, 8, "qwen3"),
+    "llama-tiny": _Shape(512, 256, 688, 4, 8, 4, 32),
+    "llama-2-7b": _Shape(32_000, 4096, 11_008, 32, 32, 32, 128),
+    "llama-2-13b": _Shape(32_000, 5120, 13_824, 40, 40, 40, 128),
+    "llama-2-70b": _Shape(32_000, 8192, 28_672, 80, 64, 8, 128),
+    "qwen3-14b": _Shape(151_936, 5120, 17_408, 40, 40, 8, 128, "qwen3"),
+    "qwen3-30b-a3b": _Shape(151_936, 2048, 6144, 48, 32, 4, 128, "qwen3_moe", _QWEN3_EXPERTS),
+    "gpt-oss-20b": _Shape(201_088, 2880, 2880, 24, 64, 8, 64, "gpt_oss", _GPT_OSS_EXPERTS),
 }
 
 MODELS = tuple(_SHAPES)
@@ -84,6 +96,11 @@ def model_trace(
     AdamW. ``sft`` trains every weight, by default with bfloat16 gradients and an AdamW whose two
     moments and copy of the weights are float32: 16 bytes per parameter in all. Gradients are freed
     after each step (``set_to_none=True``).
+
+    Experts are grouped matrix products. Their arithmetic does not depend on how many tokens each
+    expert gets, which is data; each gets some, so that all are read and have gradients. A sliding
+    window counts as blocks of its length, or of the next one that divides `seq`, with the same
+    arithmetic for each token. Attention sinks are a factor on the result of attention.
 
     Parameters
     ----------
@@ -112,7 +129,8 @@ def model_trace(
     Raises
     ------
     TraceError
-        For an unknown name, a number out of range, or where transformers or PEFT is missing.
+        For an unknown name, a number out of range, or where transformers or PEFT is missing or, for
+        experts, transformers or torch is too old.
 
     Examples
     --------
@@ -137,6 +155,15 @@ def model_trace(
 
     # Not at the top: listing the models must not need torch.
     import torch
+
+    if _SHAPES[model].experts:
+        if precision == "fp32-autocast":
+            raise TraceError(
+                f"{model} has experts, whose grouped products take bfloat16 and no autocast: "
+                "give another precision than fp32-autocast"
+            )
+        _require_version(model, transformers)
+        _require_version(model, torch)
 
     from umem.capture.offline.master_adamw import MasterAdamW
     from umem.capture.offline.record import record_step
@@ -206,6 +233,16 @@ def _import(name: str) -> Any:
         ) from error
 
 
+def _require_version(model: str, library: Any) -> None:
+    needed = _EXPERTS_NEED[library.__name__]
+    if tuple(int(part) for part in library.__version__.split(".")[:2]) < needed:
+        version = ".".join(map(str, needed))
+        raise TraceError(
+            f"{model} needs {library.__name__} {version}, and {library.__version__} is installed: "
+            f"pip install '{library.__name__}>={version}'"
+        )
+
+
 def _build(transformers: Any, shape: _Shape, dtype: Any, seq: int, attention: str) -> Any:
     config = transformers.AutoConfig.for_model(
         shape.family,
@@ -215,24 +252,67 @@ def _build(transformers: Any, shape: _Shape, dtype: Any, seq: int, attention: st
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.hidden // shape.heads,
+        head_dim=shape.head,
         max_position_embeddings=max(seq, 4096),
-        rms_norm_eps=1e-5 if shape.family == "llama" else 1e-6,
         tie_word_embeddings=False,
         use_cache=False,
+        **shape.experts,
     )
     if attention == "sdpa":
         # transformers drops a mask of ones, so that the kernel runs as causal, but to see that it
         # reads the mask, and it keeps one without data. An implementation that has no function for
         # masks gets none.
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        transformers.AttentionInterface.register(_CAUSAL_SDPA, sdpa_attention_forward)
-        attention = _CAUSAL_SDPA
+        transformers.AttentionInterface.register(_FUSED_ATTENTION, _fused_attention)
+        attention = _FUSED_ATTENTION
+    options = {"experts_implementation": "grouped_mm"} if shape.experts else {}
     network = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=attention
+        config, dtype=dtype, attn_implementation=attention, **options
     )
     return network.train()
+
+
+def _fused_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention with the work of fused kernels, as ``transformers`` calls it.
+
+    `query` is [batch, heads, tokens, width], as is the result with heads and tokens swapped; `key`
+    and `value` may have fewer heads. `s_aux`, attention sinks, is [heads].
+    """
+    from torch.nn.functional import scaled_dot_product_attention
+
+    shape, tokens = query.shape, query.shape[2]
+    window = min(sliding_window or tokens, tokens)
+    if window < tokens:
+        # torch has no fused operator with a window. Blocks stand in its place, as if they were
+        # heads, each of whose queries uses all of its keys. Which ones is the same without data.
+        block = next(it for it in range(window, tokens + 1) if tokens % it == 0)
+        query, key, value = (
+            it.reshape(shape[0], -1, block, shape[3]) for it in (query, key, value)
+        )
+    attended = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=query.shape[2] == tokens,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    attended = attended.reshape(shape).transpose(1, 2)
+    if s_aux is not None:
+        # Kernels without sinks are followed by this product, with a factor that also depends on the
+        # sum of the scores (`flex_attention` of transformers).
+        attended = attended * s_aux.sigmoid()[:, None]
+    return attended.contiguous(), None
 
 
 def _adapt(network: Any, peft: Any, checkpoint: bool) -> Any:

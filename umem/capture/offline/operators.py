@@ -183,6 +183,7 @@ def _formulas() -> dict[Any, Callable[..., Any]]:
         flash_attention_backward,
         flash_attention_cpu,
         flash_attention_cpu_backward,
+        grouped_matmul,
     )
 
     # torch counts the attention kernels of GPUs; the one for the CPU takes the same leading
@@ -191,7 +192,19 @@ def _formulas() -> dict[Any, Callable[..., Any]]:
         **flop_registry,
         flash_attention_cpu: flop_registry[flash_attention],
         flash_attention_cpu_backward: flop_registry[flash_attention_backward],
+        grouped_matmul: _grouped_matmul_flops,
     }
+
+
+def _grouped_matmul_flops(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Operations of one matrix product for each group, such as the tokens of an expert.
+
+    Where only one matrix has a dimension for the groups, they share the rows or columns of the
+    other one. How many each group has is data, and makes no difference to the sum.
+    """
+    if (first.dim(), second.dim()) == (3, 2):
+        return 2 * second.numel() * first.shape[-2]
+    return 2 * first.numel() * second.shape[-1]
 
 
 _PRECISION = {
