@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -470,6 +470,32 @@ def test_a_compiled_model_streams_by_its_parameters() -> None:
     assert status.state == TuningState.PLANNED
     assert status.resident_bytes == state_bytes
     assert status.copied_blocks == 0
+
+
+class WithFlatPartitions(Net):
+    """Scales its input by parameters of a layer's size, which it does not register."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.flats = tuple(nn.Parameter(torch.ones(4 * WIDTH * WIDTH)) for _ in range(3))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return chain(super().parameters(recurse), self.flats)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * torch.stack(self.flats).mean())
+
+
+def test_flat_partitions_are_planned_as_what_is_due_first() -> None:
+    run = Training(Machine(5 * LAYER_STATE + 2 * SAVED), make_model=WithFlatPartitions)
+    assert run.run(8) == Training(make_model=WithFlatPartitions).run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.plan is not None
+    assert status.plan.slot_bytes == LAYER_STATE
+    assert status.plan.resident <= {0, 1, 2}
+    assert status.plan.resident
+    assert min(status.plan.copied) == 3  # the first layer comes behind them
 
 
 def test_a_training_that_is_closed_is_stock() -> None:

@@ -17,6 +17,7 @@ from umem.capture.live.timing import Clock
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.executor.copied_activations import CopiedActivations
+from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import BlockFigures, DeviceRoom, StepFigures, StepMeter
 from umem.hardware import Hardware
 from umem.offload import ActivationStatistics, ActivationStore
@@ -387,12 +388,16 @@ class StreamTuner:
 
     def _make_units(self) -> list[StreamUnit]:
         assert self._figures is not None
-        blocks, sizes = dict(self._figures.blocks), self._sizes
+        sizes = self._sizes
+        rest = self._figures.blocks[NO_BLOCK]
+        # All that is outside of blocks is due when the forward pass begins.
+        due = replace(rest, forward_s=0.0, backward_s=0.0)
+        parts = {name: due for name in sizes if is_outside(name) and name != NO_BLOCK}
+        blocks = {**parts, **self._figures.blocks}
         # Nobody sees the blocks of a compiled model.
         unseen = {name: size for name, size in sizes.items() if name not in blocks}
         if sum(unseen.values()):
-            rest = blocks[NO_BLOCK]
-            blocks[NO_BLOCK] = replace(rest, forward_s=0.0, backward_s=0.0)
+            blocks[NO_BLOCK] = due
             for name, size_bytes in unseen.items():
                 share = size_bytes / sum(unseen.values())
                 blocks[name] = replace(

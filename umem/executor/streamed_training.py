@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.capture.live import NO_BLOCK, find_blocks
 from umem.capture.live.timing import CudaClock
@@ -24,6 +23,7 @@ from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
+from umem.executor.optimizer.unit_names import UnitNames
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
 from umem.hardware import detect_hardware
@@ -185,11 +185,8 @@ class StreamedTraining:
         if streams_state:
             _check(optimizer)
         blocks = find_blocks(model, None)
-        owner = WeakIdKeyDictionary()
-        for block in blocks:
-            for parameter in block.module.parameters():
-                owner.setdefault(parameter, block.name)
-        self._step = StreamedStep(lambda it: owner.get(it, NO_BLOCK), lanes, memory)
+        self._names = UnitNames(blocks)
+        self._step = StreamedStep(self._names.of, lanes, memory)
         self._streams_state = streams_state
         self._tuner = tuner
         self._lanes = lanes
@@ -319,7 +316,10 @@ class StreamedTraining:
             self._move_last()
             if self._backward is not None and _computes_anew():
                 self._backward.forward_begins()
-        self._step.wait(name)
+            for outside in self._names.outside:
+                self._step.wait(outside)
+        else:
+            self._step.wait(name)
 
     def _after_model(self, _module: nn.Module, _args: object, _result: object) -> None:
         if torch.compiler.is_compiling() or not _computes_anew():

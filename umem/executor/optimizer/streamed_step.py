@@ -578,7 +578,7 @@ class StreamedStep:
                 self._drop_state(unit)
             self._units.clear()
             self._slots.clear()
-            self._members = []
+            self._members, self._seen = [], None
 
 
 def _members(optimizer: Optimizer) -> list[tuple[int, ...]]:
