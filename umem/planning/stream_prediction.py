@@ -229,13 +229,13 @@ def streamed_step(
     )
     update_s, unowned_s = _updates(trace, kind == _STEP, tensor_unit, duration_s, count)
     live_bytes = _live_bytes(trace, ~streamed)
+    held, freed = _gradient_lifetimes(np.where(state_bytes > 0, gradient_bytes, 0), in_backward)
+    is_first = (kind == _FORWARD) & (np.arange(len(kind)) < ends[0])
+    live_bytes[is_first] += held[unit[is_first]]
     forward_peak, backward_peak = (_most(unit[it], live_bytes[it], count) for it in in_pass)
     is_recomputed = np.array([name.startswith("recompute") for name in trace.phase_names])
     is_step = (kind == _STEP) | ((kind == _BETWEEN) & (np.arange(len(kind)) >= ends[-1]))
     step_peak_bytes = int(live_bytes[is_step].max(initial=0))
-    forward_peak, backward_peak = _with_gradients(
-        forward_peak, backward_peak, np.where(state_bytes > 0, gradient_bytes, 0), in_backward
-    )
     return StreamedStep(
         units=tuple(
             StreamUnit(
@@ -246,7 +246,7 @@ def streamed_step(
                 backward_s=float(backward_s[number]),
                 saved_bytes=int(saved_bytes[number]),
                 forward_peak_bytes=int(forward_peak[number]),
-                backward_peak_bytes=int(backward_peak[number]),
+                backward_peak_bytes=int(backward_peak[number] - freed[number]),
             )
             for name, number in order.items()
         ),
@@ -396,22 +396,21 @@ def _live_bytes(trace: Trace, counted: npt.NDArray[np.bool_]) -> _Numbers:
     return np.cumsum(change)[:-1]
 
 
-def _with_gradients(
-    forward: _Numbers, backward: _Numbers, gradients: _Numbers, in_backward: bool
-) -> tuple[_Numbers, _Numbers]:
-    """Peaks with the lifetimes of gradients under a deferred step, or one in the backward pass.
+def _gradient_lifetimes(gradients: _Numbers, in_backward: bool) -> tuple[_Numbers, _Numbers]:
+    """Bytes of gradients, int64[N], that a trace lacks in each unit's pass, or has there too long.
 
+    Those are of the step before, in the first forward pass, and of this step, in the backward pass.
     A trace frees gradients behind the optimizer's step. Deferred updates keep those of each unit
     until its next forward pass begins. In the backward pass they are freed behind the updates, of
     which a few may be under way.
     """
     later = np.cumsum(gradients[::-1])[::-1]  # of each unit and those behind it
     if not in_backward:
-        return forward + later, backward
+        return later, np.zeros_like(later)
     few = UNITS_WITH_GRADIENTS + 1
     freed = np.append(later[few:], np.zeros(min(few, len(later)), np.int64))
     waiting = np.where(np.arange(len(gradients)) < few, gradients, 0)
-    return forward + np.cumsum(waiting[::-1])[::-1], backward - freed
+    return np.cumsum(waiting[::-1])[::-1], freed
 
 
 def _sums(units: _Numbers, sizes: _Numbers, count: int) -> _Numbers:
