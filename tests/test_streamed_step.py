@@ -73,6 +73,16 @@ def test_a_plain_loop_waits_block_by_block_only() -> None:
     assert all(type(it) is torch.Tensor for it in states)
 
 
+@pytest.mark.parametrize("arguments", [((None,), {}), ((), {"closure": None})])
+def test_a_step_that_names_no_closure_is_streamed(arguments: Any) -> None:
+    """As Accelerate calls it."""
+    run, _ = streaming()
+    run.backward()
+    run.optimizer.step(*arguments[0], **arguments[1])
+    assert run.training is not None
+    assert (run.training.counts.streamed, run.training.counts.in_line) == (1, 0)
+
+
 def test_questions_that_need_no_value_do_not_wait() -> None:
     run, lanes = streaming()
     run.step()

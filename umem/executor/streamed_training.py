@@ -362,7 +362,8 @@ class StreamedTraining:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> str:
         """Why the optimizer has to run the step itself; empty if it does not."""
-        if len(args) > 1 or any(value is not None for value in kwargs.values()):
+        # Accelerate calls step(None).
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
             return "step() has a closure"
         if torch.compiler.is_compiling():
             return "step() is compiled"
