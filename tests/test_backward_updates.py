@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import HostStateMemory, LazyLanes
-from streamed_programs import Net, Program, bits, compare
+from streamed_programs import Net, NetWithFlat, Program, bits, compare
 from streamed_uses import USES
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
@@ -77,6 +77,11 @@ def test_whatever_the_program_does(use: Change, plain: int, eagerness: float) ->
             run(use, eagerness, plain=plain)
     else:
         assert updates(run(use, eagerness, plain=plain)) >= 8 * (plain - 2)
+
+
+@pytest.mark.parametrize("use", [it for it in USES if it.__name__ not in REFUSED])
+def test_whatever_the_program_does_with_a_flat_parameter(use: Change) -> None:
+    assert updates(run(use, eagerness=0.5, make_model=NetWithFlat)) >= 8 * (WATCHED - 2)
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from streamed_programs import WIDTH, Program, compare
+from streamed_programs import WIDTH, NetWithFlat, Program, compare
+from streamed_uses import USES
 from torch import nn
 
 FLAT = WIDTH * WIDTH + WIDTH
@@ -105,3 +106,97 @@ def test_state_is_streamed_on_when_parameters_are_added() -> None:
     assert run.training is not None
     assert run.training.counts.streamed == 4
     assert max(run.training.step.sizes().values()) == 2 * STATE
+
+
+# ------------------------------------------------------------------ one flat parameter
+
+ELEMENTS = 12 * FLAT
+"""Pieces begin at multiples of 1,024 elements: there are four of them."""
+
+
+class OneFlat(nn.Module):
+    """Layers whose weights are views of one parameter, which no module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flats = (nn.Parameter(torch.randn(ELEMENTS) / WIDTH),)
+        self.head = nn.Linear(ELEMENTS // 16, 4, bias=False)  # a quarter of it
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return itertools.chain(self.flats, super().parameters(recurse))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.flats[0].split(FLAT):
+            weight, bias = layer[:-WIDTH].view(WIDTH, WIDTH), layer[-WIDTH:]
+            x = x + torch.tanh(nn.functional.linear(x, weight, bias))
+        y: torch.Tensor = self.head(x.repeat(1, FLAT)[:, : ELEMENTS // 16])
+        return y
+
+
+PIECES = [8 * 1024] * 3 + [8 * 192]
+"""Bytes of two moments."""
+
+
+def pieces(run: Program) -> list[int]:
+    assert run.training is not None
+    return [size for name, size in run.training.step.sizes().items() if "/" in name]
+
+
+OPTIMIZERS = [
+    pytest.param(getattr(torch.optim, name), {}, id=name)
+    for name in (
+        *("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam"),
+        *("RMSprop", "Rprop"),
+    )
+] + [
+    pytest.param(torch.optim.SGD, {"momentum": 0.9}, id="SGD"),
+    pytest.param(torch.optim.SGD, {"momentum": 0.9, "fused": True}, id="SGD-fused"),
+    pytest.param(torch.optim.AdamW, {"fused": True}, id="fused"),
+    pytest.param(torch.optim.AdamW, {"foreach": True, "amsgrad": True}, id="foreach"),
+    pytest.param(torch.optim.NAdam, {"foreach": True}, id="NAdam-foreach"),
+    pytest.param(torch.optim.ASGD, {"foreach": True, "t0": 1.0}, id="ASGD-foreach"),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS)
+def test_a_flat_parameter_is_updated_piece_by_piece(kind: Any, arguments: dict[str, Any]) -> None:
+    run = compare(
+        make_model=OneFlat,
+        make_optimizer=lambda ps: kind(ps, lr=1e-2, **arguments),
+        eagerness=0.5,
+    )
+    assert run.training is not None
+    found = pieces(run)
+    assert len(found) == 4
+    assert run.training.status().slots_bytes <= 2 * max(found)
+    counts = run.training.counts
+    assert (counts.streamed, counts.waited, counts.early) == (4, 0, 2)
+
+
+def test_an_optimizer_that_looks_at_a_whole_parameter_gets_it_whole() -> None:
+    run = compare(make_model=OneFlat, make_optimizer=lambda ps: torch.optim.Adafactor(ps, lr=1e-2))
+    assert pieces(run) == []
+
+
+@pytest.mark.parametrize("resident", [{"../0", "../2"}, {f"../{it}" for it in range(4)}])
+@pytest.mark.parametrize("slots", [1, 2, 3, 6])
+def test_pieces_under_any_plan(slots: int, resident: set[str]) -> None:
+    run = compare(
+        make_model=OneFlat, slots=slots, resident=frozenset(resident), eagerness=0.7, seed=slots
+    )
+    assert pieces(run) == PIECES
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+def test_pieces_whatever_the_program_does(use: Callable[[Program], None]) -> None:
+    run = compare(use, make_model=NetWithFlat, eagerness=0.5, seed=3)
+    has_state = use.__name__ not in ("clear_state", "view_of_state")
+    assert len(pieces(run)) == (4 if has_state else 0)
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+def test_pieces_in_the_backward_pass(eagerness: float) -> None:
+    run = compare(make_model=OneFlat, in_backward=True, clips=False, eagerness=eagerness, plain=3)
+    assert run.training is not None
+    assert run.training.counts.ahead >= 4
+    assert pieces(run) == PIECES

@@ -498,6 +498,29 @@ def test_flat_partitions_are_planned_as_what_is_due_first() -> None:
     assert min(status.plan.copied) == 3  # the first layer comes behind them
 
 
+class WithOneFlatPartition(WithFlatPartitions):
+    """All in one parameter, which is staged in three pieces of a layer's size."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.flats = (nn.Parameter(torch.ones(3 * 4 * WIDTH * WIDTH)),)
+
+
+@pytest.mark.parametrize(("more_bytes", "resident"), [(2 * SAVED, 0), (10**9, 9)])
+def test_a_flat_partition_is_on_the_device_as_a_whole_or_not(
+    more_bytes: int, resident: int
+) -> None:
+    machine = Machine(5 * LAYER_STATE + more_bytes)
+    run = Training(machine, make_model=WithOneFlatPartition)
+    assert run.run(8) == Training(make_model=WithOneFlatPartition).run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.plan is not None
+    assert status.plan.slot_bytes == (0 if resident else LAYER_STATE)
+    assert status.plan.resident
+    assert status.resident_bytes == resident * LAYER_STATE
+
+
 def test_a_training_that_is_closed_is_stock() -> None:
     run, expected = Training(Machine(2 * LAYER_STATE + 4 * SAVED)), Training()
     run.run(8)

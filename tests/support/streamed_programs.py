@@ -14,7 +14,7 @@ from torch import nn
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
 
-__all__ = ["Net", "Program", "bits", "compare"]
+__all__ = ["Net", "NetWithFlat", "Program", "bits", "compare"]
 
 WIDTH = 16
 
@@ -36,6 +36,17 @@ class Net(nn.Module):
             x = x + torch.tanh(layer(x))
         y: torch.Tensor = self.head(self.norm(x))
         return y
+
+
+class NetWithFlat(Net):
+    """A large flat parameter beside the blocks, whose state is staged in four pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.randn(200 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.flat.view(-1, WIDTH).square().mean(0))
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:

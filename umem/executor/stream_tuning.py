@@ -17,7 +17,7 @@ from umem.capture.live.timing import Clock
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.executor.copied_activations import CopiedActivations
-from umem.executor.optimizer.unit_names import is_outside
+from umem.executor.optimizer.unit_names import is_outside, without_lone_parts
 from umem.executor.phase_measurement import BlockFigures, DeviceRoom, StepFigures, StepMeter
 from umem.hardware import Hardware
 from umem.offload import ActivationStatistics, ActivationStore
@@ -311,7 +311,8 @@ class StreamTuner:
     def _resident_names(self) -> frozenset[str]:
         if self.plan is None:
             return frozenset()
-        return frozenset(self._units[number].name for number in self.plan.resident)
+        names = {self._units[number].name for number in self.plan.resident}
+        return without_lone_parts(names, self._sizes)
 
     def _look_at(self, figures: StepFigures | None) -> None:
         """A step was measured, or could not be."""

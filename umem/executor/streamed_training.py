@@ -186,7 +186,7 @@ class StreamedTraining:
             _check(optimizer)
         blocks = find_blocks(model, None)
         self._names = UnitNames(blocks)
-        self._step = StreamedStep(self._names.of, lanes, memory)
+        self._step = StreamedStep(self._names.of, lanes, memory, self._names.part_bytes)
         self._streams_state = streams_state
         self._tuner = tuner
         self._lanes = lanes

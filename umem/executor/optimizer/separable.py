@@ -17,7 +17,13 @@ from torch.optim.optimizer import Optimizer
 from umem.executor.optimizer.access_guard import can_guard
 from umem.executor.optimizer.freed_gradient import FreedGradient
 
-__all__ = ["PER_PARAMETER_OPTIMIZERS", "plain_step", "refusal", "whole_step_reason"]
+__all__ = [
+    "PER_PARAMETER_OPTIMIZERS",
+    "is_elementwise",
+    "plain_step",
+    "refusal",
+    "whole_step_reason",
+]
 
 _TORCH_NAMES = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon"),
@@ -28,6 +34,9 @@ PER_PARAMETER_OPTIMIZERS: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in _TORCH_NAMES if hasattr(torch.optim, name)
 )
 """torch's optimizers that update each parameter by itself: all but LBFGS."""
+
+_ELEMENTWISE = frozenset(_TORCH_NAMES) - {"Adafactor", "Muon", "SparseAdam"}
+"""Those of them that update each element by itself, and a count for the whole parameter."""
 
 _BITSANDBYTES = frozenset(
     f"bitsandbytes.optim.{name.lower()}.{name}{bits}"
@@ -83,6 +92,12 @@ def refusal(optimizer: Optimizer) -> str:
                     "dtypes differ: set eps, or make a group for each dtype"
                 )
     return ""
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether a parameter may be updated piece by piece."""
+    known = _known_class(type(optimizer))
+    return known in PER_PARAMETER_OPTIMIZERS and known.__name__ in _ELEMENTWISE
 
 
 def _name(kind: type) -> str:

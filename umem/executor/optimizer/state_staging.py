@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,13 +13,17 @@ from umem.executor.optimizer.access_guard import can_guard, has_alias
 from umem.executor.optimizer.lanes import Lane, Lanes
 from umem.torch_compat import DisableTorchFunctionSubclass
 
-__all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "is_whole"]
+__all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "find_spans", "is_whole"]
 
 OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
 """State by parameter and name, as ``torch.optim.Optimizer.state``."""
 
 _ALIGNMENT = 512
 """Of a run of homes in a buffer, as of the allocator's blocks: kernels see the same alignment."""
+
+
+_SPAN_ELEMENTS = 1024
+"""Spans of a parameter begin at multiples of so many elements, and so as aligned as it is."""
 
 
 class StateMemory(Protocol):
@@ -61,6 +66,42 @@ def is_whole(tensor: torch.Tensor) -> bool:
     )
 
 
+def find_spans(
+    parameter: torch.Tensor,
+    values: Mapping[str, Any],
+    staged: Iterable[torch.Tensor],
+    piece_bytes: int,
+) -> list[tuple[int, int]]:
+    """Divide a flat parameter, each of whose elements is updated by itself.
+
+    Parameters
+    ----------
+    parameter, values
+        The parameter and its state.
+    staged
+        The state that is streamed.
+    piece_bytes
+        Bytes of the parameter in a span, rounded up.
+
+    Returns
+    -------
+    list of tuple
+        First element, and the one behind the last. Empty for a parameter that is to be staged as
+        a whole.
+    """
+    count, elements = math.ceil(parameter.nbytes / piece_bytes), parameter.numel()
+    keys = {id(value) for value in staged}
+    is_flat = parameter.ndim == 1 and all(
+        isinstance(value, torch.Tensor)
+        and (value.shape == parameter.shape if id(value) in keys else value.numel() == 1)
+        for value in values.values()
+    )
+    if not keys or not is_flat or count < 2:
+        return []
+    length = math.ceil(elements / count / _SPAN_ELEMENTS) * _SPAN_ELEMENTS
+    return [(begin, min(begin + length, elements)) for begin in range(0, elements, length)]
+
+
 class Slot:
     """A buffer on the device, which units share by turns."""
 
@@ -82,15 +123,21 @@ class StagedState:
         the others are used where they are.
     memory
         The device's memory for state.
+    span
+        For one parameter of one dimension, and homes of its shape: the elements to stage, from the
+        first to before the second. None for all.
     """
 
-    def __init__(self, state: OptimizerState, memory: StateMemory) -> None:
+    def __init__(
+        self, state: OptimizerState, memory: StateMemory, span: tuple[int, int] | None = None
+    ) -> None:
         self.homes: list[torch.Tensor] = []
         """State tensors that are staged, by address."""
         self.others: list[torch.Tensor] = []
         """State tensors that are used where they are."""
         self.views: dict[torch.Tensor, dict[str, Any]] = {}
         """State by parameter and name for the optimizer, with views of the slot for homes."""
+        self.span = span
         self._known = {parameter: dict(values) for parameter, values in state.items()}
         self._runs: list[_Run] = []
         self._offsets: dict[int, int] = {}
@@ -115,7 +162,10 @@ class StagedState:
         end = 0  # of the block of the home before
         for home in self.homes:
             address, size_bytes = home.data_ptr(), home.nbytes
-            if self._runs and address == end:
+            if self.span is not None:
+                address += self.span[0] * home.itemsize
+                size_bytes = (self.span[1] - self.span[0]) * home.itemsize
+            if self.span is None and self._runs and address == end:
                 run = self._runs[-1]
                 run.size_bytes = address + size_bytes - run.address
             else:
@@ -170,6 +220,9 @@ class StagedState:
     def _view(self, home: torch.Tensor) -> torch.Tensor:
         assert self._slot is not None
         offset = self._offsets[id(home)]
+        if self.span is not None:
+            size_bytes = (self.span[1] - self.span[0]) * home.itemsize
+            return self._slot.memory[offset : offset + size_bytes].view(home.dtype)
         memory = self._slot.memory[offset : offset + home.nbytes].view(home.dtype)
         return memory.as_strided(home.shape, home.stride())
 
@@ -188,6 +241,17 @@ class StagedState:
     def _address(self) -> int:
         assert self._slot is not None
         return self._slot.memory.data_ptr()
+
+    def own_values(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """State of a parameter for an update that comes before another one of the same step.
+
+        It has copies of what is not staged, such as a step count.
+        """
+        known = self._known[parameter]
+        return {
+            name: value.clone() if value is known[name] else value
+            for name, value in self.views[parameter].items()
+        }
 
     def keep(self, parameters: Iterable[torch.Tensor], state: Any) -> None:
         """After an update, give the optimizer's own state what the update has replaced.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from umem.executor.optimizer.lanes import Lanes
+from umem.executor.optimizer.separable import plain_step
+from umem.executor.optimizer.state_staging import StagedState
 from umem.torch_compat import version_counter
 
 __all__ = ["ParameterGroups", "StepCall"]
@@ -49,6 +52,52 @@ class StepCall:
         ]
         shadow.state = state
         return shadow
+
+    def update(
+        self, state: StagedState, part: ParameterGroups, *, is_last: bool
+    ) -> Callable[[], None]:
+        """The update of some parameters, or of the span of one that `state` has.
+
+        Parameters
+        ----------
+        state
+            The parameters' state.
+        part
+            The parameters.
+        is_last
+            Whether no other span of the parameter comes behind in this step: it counts the step.
+        """
+        if state.span is not None:
+            return self._update_of_span(state, state.span, part, is_last=is_last)
+        updated = [parameter for _, some in part for parameter in some]
+        shadow = self.shadow(part, state.views)
+
+        def update() -> None:
+            plain_step(shadow)(shadow)
+            state.keep(updated, self.optimizer.state)
+
+        return update
+
+    def _update_of_span(
+        self, state: StagedState, span: tuple[int, int], part: ParameterGroups, *, is_last: bool
+    ) -> Callable[[], None]:
+        ((number, parameter),) = [(number, it) for number, some in part for it in some]
+        gradient = parameter.grad
+
+        def update() -> None:
+            elements = slice(*span)
+            piece = parameter.detach()[elements]
+            piece.grad = gradient[elements]
+            values = state.views[parameter] if is_last else state.own_values(parameter)
+            before = dict(values)
+            shadow = self.shadow([(number, [piece])], {piece: values})
+            plain_step(shadow)(shadow)
+            for name, value in values.items():
+                if value is not before[name]:
+                    before[name].copy_(value)
+                    values[name] = before[name]
+
+        return update
 
 
 def _fixed(value: Any) -> Any:

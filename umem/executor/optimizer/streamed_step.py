@@ -36,14 +36,16 @@ from umem.executor.optimizer.access_guard import (
     release,
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
-from umem.executor.optimizer.separable import plain_step
+from umem.executor.optimizer.separable import is_elementwise
 from umem.executor.optimizer.state_staging import (
     OptimizerState,
     Slot,
     StagedState,
     StateMemory,
+    find_spans,
 )
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall
+from umem.executor.optimizer.unit_names import part_name
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StepCounts", "StreamedStep", "StreamedUnit"]
@@ -118,6 +120,25 @@ class StreamedUnit:
         """Whether something has used a home since the state was laid out."""
         self.state_bytes = 0
         """Bytes of its state that can be streamed."""
+        self.spans: list[tuple[int, int]] = []
+        """Elements of its parameter that are staged at a time; none if all are."""
+        self.divided: list[StreamedUnit] = []
+        """A unit for each span of a streamed one, with a slot and moments of its own."""
+
+    @property
+    def pieces(self) -> list[StreamedUnit]:
+        """What is staged at a time."""
+        return self.divided or [self]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of state that can be streamed, by the name of what is staged at a time."""
+        if not self.spans:
+            return {self.name: self.state_bytes}
+        element_bytes = self.state_bytes // self.spans[-1][1]
+        return {
+            part_name(self.name, number): (end - begin) * element_bytes
+            for number, (begin, end) in enumerate(self.spans)
+        }
 
 
 class StreamedStep:
@@ -131,6 +152,9 @@ class StreamedStep:
         Where the work runs.
     memory
         Homes and buffers.
+    piece_bytes
+        A flat parameter of more bytes is updated piece by piece where that is exact; None for no
+        limit.
     """
 
     def __init__(
@@ -138,6 +162,7 @@ class StreamedStep:
         owner: Callable[[torch.Tensor], str],
         lanes: Lanes,
         memory: StateMemory,
+        piece_bytes: int | None = None,
     ) -> None:
         self.counts = StepCounts()
         self.may_defer = True
@@ -152,6 +177,8 @@ class StreamedStep:
         self._owner = owner
         self._lanes = lanes
         self._memory = memory
+        self._piece_bytes = piece_bytes
+        self._is_elementwise = False
         self._slot_count = _FIRST_SLOTS
         self._slots: list[Slot] = []
         self._units: dict[str, StreamedUnit] = {}
@@ -190,7 +217,10 @@ class StreamedStep:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of state that can be streamed, by unit in the order of the forward pass."""
-        return {name: unit.state_bytes for name, unit in self._units.items()}
+        found: dict[str, int] = {}
+        for unit in self._units.values():
+            found |= unit.sizes()
+        return found
 
     @property
     def queued_units(self) -> list[StreamedUnit]:
@@ -322,25 +352,33 @@ class StreamedStep:
         self, unit: StreamedUnit, call: StepCall, part: ParameterGroups, ready: Moment
     ) -> None:
         """Queue the copies and the update of some parameters, whose gradients are `ready`."""
-        state, slot = unit.state, unit.slot
+        pieces = unit.pieces[::-1] if self._runs_backward else unit.pieces
+        for piece in pieces:
+            self._launch_piece(piece, call, part, ready, is_last=piece is pieces[-1])
+        unit.fetched, unit.returned, unit.updated = None, pieces[-1].returned, pieces[-1].updated
+        self._last = unit.updated
+
+    def _launch_piece(
+        self,
+        piece: StreamedUnit,
+        call: StepCall,
+        part: ParameterGroups,
+        ready: Moment,
+        *,
+        is_last: bool,
+    ) -> None:
+        state, slot = piece.state, piece.slot
         assert state is not None
-        updated = [parameter for _, some in part for parameter in some]
-        shadow = call.shadow(part, state.views)
-
-        def update() -> None:
-            plain_step(shadow)(shadow)
-            state.keep(updated, call.optimizer.state)
-
+        update = call.update(state, part, is_last=is_last)
         if slot is None:
             done = last = self._lanes.run(Lane.UPDATE, update, [ready])
         else:
-            if unit.fetched is None:
-                self._fetch(unit, ready)
-            done = self._lanes.run(Lane.UPDATE, update, [ready, unit.fetched])
+            if piece.fetched is None:
+                self._fetch(piece, ready)
+            done = self._lanes.run(Lane.UPDATE, update, [ready, piece.fetched])
             last = self._lanes.run(Lane.COPY_OUT, lambda: state.copy_out(self._lanes), [done])
             slot.free = last
-        unit.fetched, unit.returned, unit.updated = None, last, done
-        self._last = done
+        piece.fetched, piece.returned, piece.updated = None, last, done
 
     def update_ahead(
         self, unit: StreamedUnit, call: StepCall, freed: Callable[[Any], torch.Tensor]
@@ -374,9 +412,10 @@ class StreamedStep:
             updated, lambda: self._settle_early(unit), lambda: self._check_not_ahead(unit)
         )
         self.counts.ahead += 1
-        following = unit.next_behind
-        if following is not None and self._may_fetch(following):
-            self._fetch(following, ready)
+        for piece in reversed(unit.pieces):
+            following = piece.next_behind
+            if following is not None and self._may_fetch(following):
+                self._fetch(following, ready)
 
     def free_gradients(self, unit: StreamedUnit) -> None:
         """Free what an update in the backward pass reads, behind the update."""
@@ -395,6 +434,7 @@ class StreamedStep:
     def _lay_out(self, optimizer: Optimizer) -> None:
         """Lay out the state of units where the optimizer has other tensors now."""
         state = optimizer.state
+        self._is_elementwise = is_elementwise(optimizer)
         is_known = self._is_same(state)
         changed = [
             unit
@@ -419,30 +459,40 @@ class StreamedStep:
 
     def _lay_out_unit(self, unit: StreamedUnit, state: OptimizerState) -> None:
         self._drop_state(unit)
-        on_device = unit.name in self._resident
+        every = {p: state.get(p) or {} for _, some in unit.groups for p in some}
+        movable = {
+            parameter: [
+                value
+                for value in values.values()
+                if isinstance(value, torch.Tensor) and self._memory.is_movable(value)
+            ]
+            for parameter, values in every.items()
+        }
+        unit.state_bytes = sum(value.nbytes for values in movable.values() for value in values)
+        unit.spans = []
+        if self._piece_bytes is not None and self._is_elementwise and len(every) == 1:
+            ((parameter, values),) = every.items()
+            unit.spans = find_spans(parameter, values, movable[parameter], self._piece_bytes)
+        on_device = self._resident.issuperset(unit.sizes())
         queued: dict[torch.Tensor, Any] = {}
-        unit.state_bytes = 0
-        for _, some in unit.groups:
-            for parameter in some:
-                values = state.get(parameter) or {}
-                movable = [
-                    value
-                    for value in values.values()
-                    if isinstance(value, torch.Tensor) and self._memory.is_movable(value)
-                ]
-                for value in movable:
-                    unit.state_bytes += value.nbytes
-                    self._memory.place(value, on_device=on_device)
-                if (values and self._runs_backward) or (movable and not on_device):
-                    queued[parameter] = values
+        for parameter, values in every.items():
+            for value in movable[parameter]:
+                self._memory.place(value, on_device=on_device)
+            if (values and self._runs_backward) or (movable[parameter] and not on_device):
+                queued[parameter] = values
         unit.queued = [(number, [p for p in some if p in queued]) for number, some in unit.groups]
         if queued:
             unit.state = StagedState(queued, self._memory)
+            for span in unit.spans if unit.state.homes else ():
+                piece = StreamedUnit(unit.name)
+                piece.state = StagedState(queued, self._memory, span)
+                unit.divided.append(piece)
             guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
 
     def _give_out_slots(self) -> None:
-        streamed = [unit for unit in self.queued_units if unit.state and unit.state.homes]
-        for unit in self._units.values():
+        every = [piece for unit in self._units.values() for piece in unit.pieces]
+        streamed = [unit for unit in every if unit.state and unit.state.homes]
+        for unit in every:
             self._drop_fetched(unit)
             for moment in filter(None, (unit.returned, unit.slot and unit.slot.free)):
                 self._lanes.wait(moment)  # before the memory of a slot is used for anything else
@@ -458,7 +508,7 @@ class StreamedStep:
         for number, unit in enumerate(streamed):
             unit.slot = self._slots[number % count]
             unit.next_behind = streamed[number - count] if number >= count else None
-        for unit in self._units.values():
+        for unit in every:
             if unit.state is not None:
                 unit.state.bind(unit.slot)
 
@@ -476,7 +526,7 @@ class StreamedStep:
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it."""
         with self.lock:
-            streamed = [unit for unit in self.queued_units if unit.slot is not None]
+            streamed = [it for unit in self.queued_units for it in unit.pieces if it.slot]
             if self._runs_backward:
                 streamed.reverse()
             now = self._lanes.mark()
@@ -501,12 +551,14 @@ class StreamedStep:
             unit.fetched = None
 
     def _drop_state(self, unit: StreamedUnit) -> None:
-        self._drop_fetched(unit)
+        for piece in unit.pieces:
+            self._drop_fetched(piece)
         if unit.returned is not None:
             self._lanes.wait(unit.returned)
         if unit.state is not None:
             release(unit.state.homes)
         unit.state, unit.is_touched = None, False
+        unit.divided.clear()
 
     # ------------------------------------------------------------------ waiting
 
@@ -562,7 +614,9 @@ class StreamedStep:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
         with self.lock:
             self._check_not_ahead(unit)
-            self._drop_fetched(unit)
+            for piece in unit.pieces:
+                self._drop_fetched(piece)
+                piece.is_touched = True
             if unit.returned is not None:
                 self._lanes.wait(unit.returned)
             unit.is_touched = True

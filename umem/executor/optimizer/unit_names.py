@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.capture.live import NO_BLOCK, Block
 
-__all__ = ["UnitNames", "is_outside"]
+__all__ = ["UnitNames", "is_outside", "part_name", "without_lone_parts"]
 
 _PART_BYTES = 64 << 20
 """Parameters in a unit outside of blocks where no block has any."""
@@ -21,6 +21,22 @@ _PART = "."
 def is_outside(name: str) -> bool:
     """Whether a unit is outside of blocks: it is due when the model's forward pass begins."""
     return name == NO_BLOCK or name.startswith(_PART)
+
+
+def part_name(name: str, number: int) -> str:
+    """The name of a part of a unit's parameter, for plans."""
+    return f"{_PART}{name}/{number}"
+
+
+def without_lone_parts(names: Collection[str], every: Iterable[str]) -> frozenset[str]:
+    """Names but those of parts of which others are missing: a parameter's state is in one place."""
+    missing = {_whole(name) for name in every if name not in names} - {""}
+    return frozenset(name for name in names if _whole(name) not in missing)
+
+
+def _whole(name: str) -> str:
+    """What all parts of a parameter have in common; empty for other names."""
+    return name.rpartition("/")[0] if name.startswith(_PART) else ""
 
 
 class UnitNames:
@@ -47,13 +63,14 @@ class UnitNames:
             sizes.append(sum(it.nbytes for it in parameters))
             for parameter in parameters:
                 self._names.setdefault(parameter, block.name)
-        self._part_bytes = max(sizes) or _PART_BYTES
+        self.part_bytes = max(sizes) or _PART_BYTES
+        """Parameters in a unit outside of blocks, at most."""
 
     def of(self, parameter: torch.Tensor) -> str:
         """The name of a parameter's unit, which is always the same."""
         name: str | None = self._names.get(parameter)
         if name is None:
-            if self._last_bytes and self._last_bytes + parameter.nbytes > self._part_bytes:
+            if self._last_bytes and self._last_bytes + parameter.nbytes > self.part_bytes:
                 self.outside.append(f"{_PART}{len(self.outside) + 1}")
                 self._last_bytes = 0
             self._last_bytes += parameter.nbytes
