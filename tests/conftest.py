@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,11 @@ import pytest
 from umem.core.classes import TensorClass
 from umem.hardware import Hardware
 from umem.trace import Access, Trace, check_trace, ranges
+
+# Before torch is loaded, and for the processes of tests. Threads of small operators would only wait
+# for each other where several workers share the cores, and the last bit of a function may depend on
+# how they share its numbers.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +32,6 @@ def no_manager_outlives_its_test() -> Iterator[None]:
         manager.close()
     if hasattr(sys.modules["torch"].autograd.backward, "__wrapped__"):  # somebody follows it
         gc.collect()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads of small operators would only wait for each other where others use the cores."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

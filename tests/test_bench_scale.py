@@ -269,7 +269,7 @@ class _Event:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> dict[str, Any]:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Every variant trains on the CPU, as if that were a card; the arguments of their packages."""
     seen: dict[str, Any] = {}
     fakes = {
@@ -357,7 +357,6 @@ def test_what_is_no_fair_comparison_is_noted() -> None:
 @needs_no_gpu
 @pytest.mark.slow
 def test_processes_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the operators are small
     path = tmp_path / "scale.jsonl"
     words = ["scale", "--rows", "tiny:stock,tiny:floor,tiny:torchao,tiny:umem", "--steps", "2"]
     options = ["--deterministic", "--policy", "sft", "--minutes", "8"]

@@ -48,8 +48,6 @@ from umem.core.report import HintReport, HintUse, MeasuredReport, Traffic
 from umem.policy import class_rule
 from umem.trace import check_trace
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 PAGE = 64 << 10
 MARGIN = CARD_MARGIN_BYTES

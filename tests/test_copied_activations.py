@@ -17,9 +17,6 @@ from umem.capture.live import find_blocks
 from umem.executor.copied_activations import CopiedActivations
 from umem.offload import ActivationStore, HostMover
 
-# The last bit of a function may depend on how threads share its numbers.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTH, ROWS, LAYERS = 32, 16, 5
 ALL_COPIED = {f"layers.{it}": f"layers.{it + 1}" for it in range(LAYERS - 1)}
 

@@ -27,8 +27,6 @@ from umem.runtime.state import native_config
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 

@@ -51,8 +51,6 @@ from umem.planning.running_step import with_gradient_lifetimes
 from umem.runtime.hints import HintEngine, HintOutcome
 from umem.trace import check_trace, phase_of_access
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PLANNERS = ("planned", "lookahead", "fault")
 
 OWN_HOOKS = 3

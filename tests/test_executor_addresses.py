@@ -15,8 +15,6 @@ from umem.core.classes import TensorClass
 from umem.executor import Manager
 from umem.executor.tensor_addresses import find_addresses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def advised(manager: Manager) -> int:
     """Advice requests for the optimizer's state so far."""

@@ -30,8 +30,6 @@ from umem.executor.manage import manage_on
 from umem.planning.plan_search import search_plan
 from umem.runtime.hints import HintEngine, HintOutcome
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -122,7 +122,6 @@ def train(wrapper: str, way: str) -> dict[str, Any]:
 
 def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
-    torch.set_num_threads(1)
     meeting = (folder / "meeting").as_uri()
     distributed.init_process_group(
         "gloo", meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)

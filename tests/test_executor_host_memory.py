@@ -20,8 +20,6 @@ from umem.runtime.native_library import native
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 GIB = 1 << 30
 STATE_BYTES = 5 * 2 * 2 * MIB
 """Two tensors of 2 MiB for each weight of the training."""

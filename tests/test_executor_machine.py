@@ -36,8 +36,6 @@ from umem.offload import ActivationStore
 from umem.runtime.hints import HintEngine, HintSettings
 from umem.runtime.native_library import native
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 GIB = 1 << 30
 BUDGET = 48 * MIB
 ODD_WIDTH = WIDTH + 1000

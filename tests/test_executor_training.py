@@ -26,8 +26,6 @@ from umem.executor import Manager, ManagerState
 from umem.executor.step_plan import MODEL
 from umem.runtime.torch_hooks import saved_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def both(train: Callable[[Training], None], planner: str = "planned", **more: Any) -> Manager:
     """Check that a managed run equals the stock run and follows a plan; returns its manager."""

@@ -27,8 +27,6 @@ from umem.offload import HostMover
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCRIPT = Path(__file__).parent / "support" / "ending.py"
 
 

@@ -20,8 +20,6 @@ from umem.core.errors import OffloadError
 from umem.offload import ActivationStore, offload, offload_blocks
 from umem.runtime.torch_hooks import saved_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 BATCH, SEQ, WIDTH, LAYERS = 2, 32, 64, 5
 HIDDEN_BYTES = BATCH * SEQ * WIDTH * 4
 MIN_BYTES = HIDDEN_BYTES

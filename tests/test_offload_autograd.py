@@ -24,9 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from umem.offload import ActivationStore, HostMover
 from umem.runtime.torch_hooks import saved_tensors
 
-# The last bit of a function may depend on how threads share its numbers.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MIB = 1 << 20
 
 

@@ -15,9 +15,6 @@ from umem.offload.movers import HostPool
 
 MIB = 1 << 20
 
-# The last bit of a function may depend on how threads share its numbers.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_host_limit() -> None:
     plain = make_input()
@@ -142,7 +139,6 @@ import os
 import torch
 from umem.offload.movers import allocate_host_pages
 
-torch.set_num_threads(1)  # a child has none of the others, and would wait for them
 memory = allocate_host_pages(64 << 20).fill_(7)
 if os.fork() == 0:
     # malloc maps a tensor of this size, in a hole if there is one.

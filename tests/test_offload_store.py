@@ -24,9 +24,6 @@ from torch import nn
 from umem.core.errors import OffloadError
 from umem.offload import ActivationStore, HostMover
 
-# The last bit of a function may depend on how threads share its numbers.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=[HostMover, LazyMover])
 def store(request: pytest.FixtureRequest) -> ActivationStore:

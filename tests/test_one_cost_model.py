@@ -26,7 +26,6 @@ BEFORE_PLANNED = 7
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("planner", RUNNABLE_PLANNERS)
 def test_the_command_predicts_what_the_executor_predicts(
     planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -22,8 +22,6 @@ from umem.hardware import Hardware
 from umem.policy import load_policy, resolve
 from umem.trace import Access, Trace, check_trace, find_gaps
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 READ, WRITE = Access.READ, Access.WRITE
 WIDTH, VOCABULARY, BATCH, SEQ = 32, 48, 4, 16
 

@@ -29,8 +29,6 @@ from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
 from umem.runtime.torch_hooks.modules import Guard
 from umem.trace import Trace
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 native = pytest.importorskip("umem.runtime._native")
 
 WIDTH, ROWS = 256, 512

@@ -24,8 +24,6 @@ from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
 from umem.trace import check_trace, trace_fingerprint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTH = 16
 WATCHING = 3
 """Hooks until a recording's block ends: on the model's calls, and both ends of optimizer steps."""

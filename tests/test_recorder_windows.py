@@ -19,8 +19,6 @@ from umem.capture.live import collector as _collector
 from umem.capture.live.collector import RecordedSteps
 from umem.capture.live.timing import Window, find_windows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTH = 8
 GAPS = ("forward Net", "backward Net")
 ENDS = ["forward loss", "backward loss"]

@@ -26,9 +26,6 @@ from umem.offload import ActivationStore
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.modules import Guard
 
-# The last bit of a function may depend on how threads share its numbers.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTH, ROWS, LAYERS = 32, 128, 6
 LAYER_STATE = 2 * 4 * (2 * WIDTH * 2 * WIDTH)
 """Moments of the matrices: smaller state is not streamed."""

@@ -131,7 +131,6 @@ def test_a_torch_without_cuda_makes_no_ranges() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 def test_a_watcher_that_fails_is_dropped_and_the_executor_runs_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -31,7 +31,7 @@ UMEM_RUN = (
     "--policy",
     "managed",
 )
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.fixture(scope="module")

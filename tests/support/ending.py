@@ -10,7 +10,6 @@ from managed_training import MIB, Training
 
 
 def main(how: str) -> None:
-    torch.set_num_threads(1)
     training = Training()
     # A hint of 2 MiB takes a twentieth of a second: some are always under way.
     manager = training.manage("lookahead", 34 * MIB, bytes_per_s=40e6)

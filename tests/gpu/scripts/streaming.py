@@ -1,8 +1,8 @@
 """A training whose state may be streamed, in a process of its own: ``streaming.py MODE STEPS``.
 
-With ``UMEM_POLICY`` umem is enabled; ``ROWS`` is the size of a batch. The last line is JSON: what
-the program saw, as checksums, and the memory in use on the card beyond that of CUDA and its
-libraries.
+With ``UMEM_POLICY`` umem is enabled; ``ROWS`` is the size of a batch; with ``ADAPTED`` adapters are
+trained only. The last line is JSON: what the program saw, as checksums, and the memory in use on
+the card beyond that of CUDA and its libraries.
 """
 
 from __future__ import annotations
@@ -35,9 +35,19 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(HIDDEN)
         self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
         self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+        self.adapter: nn.Sequential | None = None
+        if "ADAPTED" in os.environ:
+            self.requires_grad_(False)
+            self.adapter = nn.Sequential(
+                nn.Linear(HIDDEN, 16, bias=False), nn.Linear(16, 4 * HIDDEN, bias=False)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        normal = self.norm(x)
+        hidden = self.up(normal)
+        if self.adapter is not None:
+            hidden = hidden + self.adapter(normal)
+        y: torch.Tensor = x + self.down(nn.functional.gelu(hidden))
         return y
 
 
@@ -80,6 +90,7 @@ class Training:
 
     def __init__(self, *, clips: bool) -> None:
         self.clips = clips
+        self.rows = ROWS
         torch.manual_seed(1)
         layers = [Layer() for _ in range(LAYERS)]
         self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
@@ -91,7 +102,7 @@ class Training:
 
     def step(self) -> None:
         torch.manual_seed(100 + len(self.losses))
-        loss = self.model(torch.randn(ROWS, HIDDEN, device="cuda")).square().mean()
+        loss = self.model(torch.randn(self.rows, HIDDEN, device="cuda")).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         if self.clips:
@@ -174,11 +185,22 @@ def in_backward(training: Training) -> None:
         umem.manage(training.model, training.optimizer, step_in_backward=True)
 
 
+def varied(training: Training) -> None:
+    """Batches of three sizes, evaluations, and a checkpoint that is saved and loaded."""
+    saved_and_loaded(training)
+    done = len(training.losses)
+    training.rows = ROWS * (1 + done % 3) // 3
+    if done % 4 == 0:
+        with torch.no_grad():
+            training.seen.append(training.model(torch.ones(ROWS, HIDDEN, device="cuda")))
+
+
 MODES: dict[str, Callable[[Training], None]] = {
     it.__name__: it
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(saved_and_loaded, in_a_thread, captured, in_backward),
+        varied,
     )
 }
 
@@ -203,6 +225,9 @@ def main() -> None:
         "weights": [crc(it) for it in training.model.parameters()],
         "state": [crc(it) for it in state],
     }
+    if "UMEM_POLICY" not in os.environ:
+        print(json.dumps({**facts, "peak_bytes": torch.cuda.max_memory_allocated()}))
+        return
     for streamed in streamed_trainings():
         counts = streamed.counts
         kinds = runtime().allocator.kind_stats(0)
