@@ -30,6 +30,8 @@ def no_manager_outlives_its_test() -> Iterator[None]:
         return
     for manager in manage.managers():
         manager.close()
+    for training in sys.modules["umem.executor.streamed_training"].streamed_trainings():
+        training.abandon()
     if hasattr(sys.modules["torch"].autograd.backward, "__wrapped__"):  # somebody follows it
         gc.collect()
 
