@@ -139,11 +139,14 @@ def whole_step_reason(optimizer: Optimizer) -> str:
 
 def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool) -> str:
     """Why a group's parameters may be updated by other functions than some of them alone."""
+    # Fast, because it is called before each step of thousands of parameters.
     updated = [it for it in group["params"] if it.grad is not None]
-    if len(set(map(can_guard, updated))) > 1:
+    gradients = [it.grad for it in updated]
+    if len(set(map(can_guard, {type(it): it for it in updated}.values()))) > 1:
         return "a group has parameters of torch's own classes and of others"
-    for it in updated:
-        gradient = it.grad
+    is_contiguous = torch.Tensor.is_contiguous
+    are_contiguous = all(map(is_contiguous, gradients)) and all(map(is_contiguous, updated))
+    for it, gradient in () if are_contiguous else zip(updated, gradients, strict=True):
         if (gradient.is_contiguous() and it.is_contiguous()) or type(gradient) is FreedGradient:
             continue
         if gradient.layout is not torch.strided:
