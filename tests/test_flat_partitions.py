@@ -46,7 +46,7 @@ def test_flat_partitions_are_streamed_in_units_until_the_next_call(eagerness: fl
     run = compare(make_model=Flat, eagerness=eagerness)
     assert run.training is not None
     counts = run.training.counts
-    units = run.training.step.sizes()
+    units = run.training.step.units.sizes()
     assert sorted(units.values()) == [STATE, 2 * STATE, 2 * STATE, 2 * STATE]
     # Nothing but the comparison of the last weights came before an update.
     assert (counts.streamed, counts.waited, counts.early) == (4, 0, len(units))
@@ -84,7 +84,7 @@ def test_master_weights_in_flat_partitions() -> None:
     run = compare(make_optimizer=master_weights, eagerness=0.5)
     assert run.training is not None
     assert run.training.counts.streamed == 4
-    assert len(run.training.step.sizes()) > 4
+    assert len(run.training.step.units.sizes()) > 4
 
 
 class Grown(Flat):
@@ -105,7 +105,7 @@ def test_state_is_streamed_on_when_parameters_are_added() -> None:
     run = compare(add, make_model=Grown)
     assert run.training is not None
     assert run.training.counts.streamed == 4
-    assert max(run.training.step.sizes().values()) == 2 * STATE
+    assert max(run.training.step.units.sizes().values()) == 2 * STATE
 
 
 # ------------------------------------------------------------------ one flat parameter
@@ -139,7 +139,7 @@ PIECES = [8 * 1024] * 3 + [8 * 192]
 
 def pieces(run: Program) -> list[int]:
     assert run.training is not None
-    return [size for name, size in run.training.step.sizes().items() if "/" in name]
+    return [size for name, size in run.training.step.units.sizes().items() if "/" in name]
 
 
 OPTIMIZERS = [

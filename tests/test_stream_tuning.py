@@ -283,7 +283,7 @@ class Training:
             return 0 if tuner is None else int(tuner.away_bytes())
 
         machine.away = away
-        machine.placed = lambda: self.training.step.slots_bytes
+        machine.placed = lambda: self.training.step.units.slots_bytes
 
     def step(self, rows: int = ROWS, batches: int = 1) -> None:
         self.steps += 1
@@ -352,7 +352,7 @@ def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     assert status.state == TuningState.PLANNED
     assert (status.plans, status.copied_blocks, status.spilled_bytes) == (1, 0, 0)
     assert status.resident_bytes == LAYERS * LAYER_STATE
-    assert run.training.step.slots_bytes == 0
+    assert run.training.step.units.slots_bytes == 0
     assert status.measured_s == pytest.approx(sum(11.0 + 2 * it for it in range(LAYERS)))
     assert status.predicted_s == pytest.approx(status.measured_s, rel=1e-3)
     assert run.training.counts.resident > 0
@@ -374,7 +374,7 @@ def test_what_does_not_fit_is_streamed_and_copied() -> None:
     assert status.activations.late_fetches == 0
     machine.highest = 0
     run.run(2)
-    assert machine.highest <= machine.budget_bytes - SLACK - run.training.step.slots_bytes
+    assert machine.highest <= machine.budget_bytes - SLACK - run.training.step.units.slots_bytes
 
 
 @pytest.mark.parametrize("batches", [1, 2])

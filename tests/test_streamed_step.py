@@ -324,3 +324,42 @@ def test_uses_in_any_order(
             compare(change, eagerness=eagerness, seed=seed)
     else:
         compare(change, eagerness=eagerness, seed=seed)
+
+
+class CountedMemory(HostStateMemory):
+    """Counts what is on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak_bytes = 0
+
+    def _add(self, size_bytes: int) -> None:
+        self.bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        if on_device == self.is_home(tensor):
+            self._add(tensor.nbytes if on_device else -tensor.nbytes)
+        super().place(tensor, on_device=on_device)
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        memory = super().buffer(size_bytes)
+        self.buffers.clear()
+        self._add(size_bytes)
+        weakref.finalize(memory, self._add, -size_bytes)
+        return memory
+
+
+def test_a_new_plan_takes_no_more_memory_than_either() -> None:
+    program = Program(None)
+    program.step()
+    memory = CountedMemory()
+    lanes = LazyLanes(program.model, 0.5, 1)
+    training = StreamedTraining(program.model, program.optimizer, lanes, memory)
+    units = training.step.units
+    for resident in ("layers.0", "layers.3", "layers.1"):
+        units.set_plan(frozenset((resident,)), 2)
+        program.step()
+        program.step()
+    assert memory.bytes == units.slots_bytes + units.sizes()["layers.0"]
+    assert memory.peak_bytes == memory.bytes

@@ -112,7 +112,7 @@ class Program:
                 self.tuner,
                 step_in_backward=self.in_backward,
             )
-            self.training.step.set_plan(self.resident, self.slots)
+            self.training.step.units.set_plan(self.resident, self.slots)
 
     def is_first(self, what: object) -> bool:
         """Whether this is the first call with this argument."""

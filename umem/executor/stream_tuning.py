@@ -158,7 +158,7 @@ class StreamTuner:
 
     # ------------------------------------------------------------------ for the training
 
-    def attach(self, model: nn.Module, blocks: Sequence[Block], step: StreamedState) -> None:
+    def attach(self, model: nn.Module, blocks: Sequence[Block], state: StreamedState) -> None:
         """Begin with a training.
 
         Parameters
@@ -167,10 +167,10 @@ class StreamTuner:
             The module that the training loop calls.
         blocks
             Its blocks.
-        step
+        state
             Its streamed state.
         """
-        self._step = step
+        self._streamed = state
         if self._store is not None:
             self._activations = CopiedActivations(model, blocks, self._store, self._fail)
         root = Block(NO_BLOCK, model)
@@ -295,10 +295,10 @@ class StreamTuner:
             self._activations.set_plan(self._copied, self._fetch_ahead, is_measuring=is_measuring)
 
     def _placed_bytes(self) -> int:
-        return self._resident_bytes() + self._step.slots_bytes
+        return self._resident_bytes() + self._streamed.slots_bytes
 
     def _resident_bytes(self) -> int:
-        sizes = self._step.sizes()
+        sizes = self._streamed.sizes()
         return sum(sizes.get(name, 0) for name in self._resident_names())
 
     def _copied_bytes(self) -> int:
@@ -347,7 +347,7 @@ class StreamTuner:
         assert self._figures is not None
         self._plans += 1
         self._steps = 0
-        self._sizes = dict(self._step.sizes())
+        self._sizes = dict(self._streamed.sizes())
         before = self._resident_names(), None if self.plan is None else self.plan.slots
         units = self._make_units()
         budget_bytes = self._room.budget_bytes
@@ -382,7 +382,7 @@ class StreamTuner:
             slots = plan.slots
         self._set_activations()
         if before != (self._resident_names(), slots):
-            self._step.set_plan(self._resident_names(), slots)
+            self._streamed.set_plan(self._resident_names(), slots)
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)
@@ -458,7 +458,7 @@ class StreamTuner:
             self._wanted_bytes = 0.0
             self._measure(1)
             return
-        if self._step.sizes() != self._sizes:
+        if self._streamed.sizes() != self._sizes:
             if self._plans < _MOST_PLANS:
                 self._make_plan()
             return

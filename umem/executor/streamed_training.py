@@ -197,7 +197,7 @@ class StreamedTraining:
         self._step.may_defer = not is_compiled(model)
         self._undo: list[Callable[[], None]] = []
         if tuner is not None:
-            tuner.attach(model, blocks, self._step)
+            tuner.attach(model, blocks, self._step.units)
             self._undo.append(tuner.close)
         for block in blocks:
             wait = Hook(functools.partial(self._before_block, block.name))
@@ -274,8 +274,8 @@ class StreamedTraining:
     def status(self) -> StreamedStatus:
         """Current state, and counts over the training so far."""
         return StreamedStatus(
-            state_bytes=sum(self._step.sizes().values()),
-            slots_bytes=self._step.slots_bytes,
+            state_bytes=sum(self._step.units.sizes().values()),
+            slots_bytes=self._step.units.slots_bytes,
             counts=replace(self._step.counts),
             step_in_backward=self._backward is not None and not self._backward.is_observing,
             tuning=None if self._tuner is None else self._tuner.status(),
@@ -327,7 +327,7 @@ class StreamedTraining:
         optimizer = self._optimizer()
         if self._backward is not None and optimizer is not None:
             self._backward.forward_ends(optimizer)
-        self._step.fetch_ahead()
+        self._step.units.fetch_ahead()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -241,7 +241,7 @@ def main() -> None:
             "managed_bytes": kinds["managed"]["reserved_bytes"],
             "budget_peak_bytes": runtime().allocator.stats(0)["budget_bytes"]["peak"],
             "hint_engines": len(managers()),
-            "slots_bytes": streamed.step.slots_bytes,
+            "slots_bytes": streamed.step.units.slots_bytes,
             "card_peak_bytes": card.peak_bytes,
         }
         if (status := streamed.status().tuning) is not None:

@@ -33,7 +33,8 @@ from umem.executor.optimizer.freed_gradient import FreedGradient, freed_gradient
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.step_call import StepCall
 from umem.executor.optimizer.step_observer import StepObserver
-from umem.executor.optimizer.streamed_step import StreamedStep, StreamedUnit
+from umem.executor.optimizer.streamed_step import StreamedStep
+from umem.executor.optimizer.streamed_units import StreamedUnit
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
 
 __all__ = ["BackwardUpdates"]
@@ -103,7 +104,7 @@ class BackwardUpdates:
         self._is_known: bool | None = None
         """Whether the optimizer is as it was when units were found; None to look."""
         step.gradient_used = self._gradient_used
-        step.move_into_backward(True)
+        step.units.move_into_backward(True)
 
     @property
     def is_observing(self) -> bool:
@@ -127,12 +128,12 @@ class BackwardUpdates:
     def forward_ends(self, optimizer: Optimizer) -> None:
         """Behind a training's forward pass: find the units, and count their gradients."""
         with self._step.lock:
-            if self._layout == self._step.layouts:
+            if self._layout == self._step.units.layouts:
                 return
             self._step.lay_out(optimizer)
             self._remove_hooks()
-            self._layout = self._step.layouts
-            for unit in self._step.queued_units:
+            self._layout = self._step.units.layouts
+            for unit in self._step.units.queued:
                 self._hook(unit)
 
     def _hook(self, unit: StreamedUnit) -> None:
@@ -190,7 +191,7 @@ class BackwardUpdates:
             return False
         if self._is_known is None:
             _check_not_distributed()
-            self._is_known = self._step.knows(optimizer)
+            self._is_known = self._step.units.knows(optimizer)
         if not self._is_known:
             return False
         parameters = [parameter for _, some in unit.queued for parameter in some]
@@ -266,15 +267,15 @@ class BackwardUpdates:
                 f"only the state of the {self._loaded.pop()} was loaded behind a backward pass"
             )
         if self._call is not None:
-            if not self._step.knows(optimizer):
+            if not self._step.units.knows(optimizer):
                 raise self._refused("parameters were added between backward() and step()")
             if not self._call.has_hyperparameters_of(optimizer):
                 raise self._refused("hyperparameters are changed between backward() and step()")
             for unit in self._ahead:
                 if unit.state is None or not unit.state.is_current(optimizer.state):
                     raise self._refused("state is replaced between backward() and step()")
-        others = [unit.queued for unit in self._step.queued_units if not unit.ahead]
-        for _, some in chain(self._step.in_line, *others):
+        others = [unit.queued for unit in self._step.units.queued if not unit.ahead]
+        for _, some in chain(self._step.units.in_line, *others):
             if any(type(parameter.grad) is FreedGradient for parameter in some):
                 raise self._refused("step() takes a gradient that an earlier step has used")
 
@@ -344,7 +345,7 @@ class BackwardUpdates:
                 self._observer.close()
             self._remove_hooks()
             self._step.gradient_used = None
-            self._step.move_into_backward(False)
+            self._step.units.move_into_backward(False)
 
     def _gradient_used(self) -> None:
         if self._observer is not None:

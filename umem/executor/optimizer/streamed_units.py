@@ -1,0 +1,409 @@
+"""Units of parameters: where their optimizer state lies, and which slots it is staged in."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from umem.core.errors import PlanError
+from umem.executor.optimizer.access_guard import guard_tensors, release
+from umem.executor.optimizer.lanes import Lane, Lanes, Moment
+from umem.executor.optimizer.separable import is_elementwise
+from umem.executor.optimizer.state_staging import (
+    OptimizerState,
+    Slot,
+    StagedState,
+    StateMemory,
+    find_spans,
+)
+from umem.executor.optimizer.step_call import ParameterGroups
+from umem.executor.optimizer.unit_names import part_name
+
+__all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits"]
+
+_FIRST_SLOTS = 3
+"""Buffers before there is a plan: for a copy in, an update and a copy out at the same time."""
+
+
+@dataclass(slots=True)
+class PendingUpdate:
+    """An update that no forward pass has waited for yet."""
+
+    asked: Moment
+    """When the step was called, on the stream that owns the memory of the gradients."""
+    tensors: list[torch.Tensor]
+    """What is guarded until then: parameters, gradients, and state that is used where it is."""
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """Gradients that the program has no more, and the update reads."""
+
+
+class StreamedUnit:
+    """Parameters that are updated together, and their state.
+
+    Parameters
+    ----------
+    name
+        The name of their block.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.groups: ParameterGroups = []
+        """The unit's parameters."""
+        self.queued: ParameterGroups = []
+        """Those whose updates are queued: with state in host memory or, where units are updated in
+        the backward pass, with any state."""
+        self.state: StagedState | None = None
+        """State of these parameters; None if there are none."""
+        self.slot: Slot | None = None
+        """Where the state is staged; None for a unit without state in host memory."""
+        self.fetched: Moment | None = None
+        """The moment after the copy into the slot, if the slot has the present state."""
+        self.returned: Moment | None = None
+        """The moment after the last copy to the homes."""
+        self.updated: Moment | None = None
+        """The moment after the last update."""
+        self.pending: PendingUpdate | None = None
+        self.ahead: list[Any] = []
+        """Parameters that were updated in the backward pass, whose ``step()`` is still to come."""
+        self.next_behind: StreamedUnit | None = None
+        """The unit that uses the slot next in a backward pass."""
+        self.is_touched = False
+        """Whether something has used a home since the state was laid out."""
+        self.state_bytes = 0
+        """Bytes of its state that can be streamed."""
+        self.spans: list[tuple[int, int]] = []
+        """Elements of its parameter that are staged at a time; none if all are."""
+        self.divided: list[StreamedUnit] = []
+        """A unit for each span of a streamed one, with a slot and moments of its own."""
+
+    @property
+    def pieces(self) -> list[StreamedUnit]:
+        """What is staged at a time."""
+        return self.divided or [self]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of state that can be streamed, by the name of what is staged at a time."""
+        if not self.spans:
+            return {self.name: self.state_bytes}
+        element_bytes = self.state_bytes // self.spans[-1][1]
+        return {
+            part_name(self.name, number): (end - begin) * element_bytes
+            for number, (begin, end) in enumerate(self.spans)
+        }
+
+    def check_not_ahead(self) -> None:
+        """Raise PlanError if the backward pass has updated it, and ``step()`` is still to come."""
+        if self.ahead:
+            name = self.name or "the parameters outside of blocks"
+            raise PlanError(
+                f"step_in_backward: the backward pass has updated {name} already, and "
+                "optimizer.step() was not called since. Without umem it would have its old weights "
+                "and its gradients still. Call optimizer.step() right behind backward(), and "
+                "umem.manage without step_in_backward for clipping, accumulation, skipped steps or "
+                "any other use in between. After an error in a backward pass, load the state of "
+                "the model and of the optimizer"
+            )
+
+
+class StreamedUnits:
+    """The units of one optimizer, in the order of the forward pass.
+
+    Parameters
+    ----------
+    owner
+        Returns the name of a parameter's unit.
+    lanes
+        Where copies run.
+    memory
+        Homes and buffers.
+    piece_bytes
+        A flat parameter of more bytes is staged piece by piece where that is exact; None for no
+        limit.
+    """
+
+    def __init__(
+        self,
+        owner: Callable[[torch.Tensor], str],
+        lanes: Lanes,
+        memory: StateMemory,
+        piece_bytes: int | None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.layouts = 0
+        """How often units were laid out anew."""
+        self.in_line: ParameterGroups = []
+        """Parameters that are updated within the step."""
+        self.runs_backward = False
+        """Whether units are updated in the backward pass."""
+        self._owner = owner
+        self._lanes = lanes
+        self._memory = memory
+        self._piece_bytes = piece_bytes
+        self._resident: frozenset[str] = frozenset()
+        self._slot_count = _FIRST_SLOTS
+        self._slots: list[Slot] = []
+        self._units: dict[str, StreamedUnit] = {}
+        self._members: list[tuple[int, ...]] = []
+        self._seen: tuple[Any, int] | None = None
+        """The optimizer's state, and the number of its parameters, when units were laid out; None
+        to look at all of them again."""
+
+    def __iter__(self) -> Iterator[StreamedUnit]:
+        return iter(self._units.values())
+
+    def get(self, name: str) -> StreamedUnit | None:
+        """The unit of a name, if there is one."""
+        return self._units.get(name)
+
+    def set_plan(self, resident: frozenset[str], slots: int) -> None:
+        """Set the units whose state stays on the device, and the number of buffers for the others.
+
+        It counts from the next step on, which moves the state.
+        """
+        with self.lock:
+            if resident != self._resident:
+                self._seen = None
+            self._resident, self._slot_count = resident, slots
+            self._slots.clear()
+
+    def move_into_backward(self, moves: bool) -> None:
+        """Say whether units are updated in the backward pass from the next one on.
+
+        Then updates of resident state are queued too, so that they can be, and the last units are
+        fetched first.
+        """
+        with self.lock:
+            if moves != self.runs_backward:
+                self._seen = None
+            self.runs_backward = moves
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of state that can be streamed, by unit in the order of the forward pass."""
+        found: dict[str, int] = {}
+        for unit in self._units.values():
+            found |= unit.sizes()
+        return found
+
+    @property
+    def queued(self) -> list[StreamedUnit]:
+        """The units whose updates are queued, in the order of the forward pass."""
+        return [unit for unit in self._units.values() if unit.state is not None]
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters and the state that it had at its last step."""
+        return self._is_same(optimizer.state) and self.has_members_of(optimizer)
+
+    def has_members_of(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters that it had at its last step."""
+        return _members(optimizer) == self._members
+
+    def _is_same(self, state: OptimizerState) -> bool:
+        return self._seen is not None and self._seen[0] is state and self._seen[1] == len(state)
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    # ------------------------------------------------------------------ before a step
+
+    def lay_out(self, optimizer: Optimizer, called: Iterable[str]) -> None:
+        """Find units before a step, and their state where the optimizer has other tensors now.
+
+        Parameters
+        ----------
+        optimizer
+            The optimizer. No update of its parameters is under way.
+        called
+            Names of units in the order of the last forward pass.
+        """
+        self._find(optimizer, called)
+        state = optimizer.state
+        piece_bytes = self._piece_bytes if is_elementwise(optimizer) else None
+        is_known = self._is_same(state)
+        changed = [
+            unit
+            for unit in self._units.values()
+            if not is_known
+            or unit.is_touched
+            or (unit.state is not None and not unit.state.is_current(state))
+        ]
+        if changed:
+            # What leaves the device makes room for what comes.
+            self._take_slots_back()
+            changed.sort(key=lambda unit: self._resident.issuperset(unit.sizes()))
+            for unit in changed:
+                self._lay_out_unit(unit, state, piece_bytes)
+            self.layouts += 1
+            self._seen = (state, len(state))
+            queued = {p for unit in self._units.values() for _, some in unit.queued for p in some}
+            self.in_line = [
+                (number, [p for p in group["params"] if p not in queued])
+                for number, group in enumerate(optimizer.param_groups)
+            ]
+        if not self._slots:
+            self._give_out_slots()
+
+    def _find(self, optimizer: Optimizer, called: Iterable[str]) -> None:
+        """Sort the optimizer's parameters by unit, in the order of the last forward pass."""
+        if not self.has_members_of(optimizer):
+            self.clear()
+            self._members = _members(optimizer)
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    name = self._owner(parameter)
+                    unit = self._units.setdefault(name, StreamedUnit(name))
+                    if not unit.groups or unit.groups[-1][0] != number:
+                        unit.groups.append((number, []))
+                    unit.groups[-1][1].append(parameter)
+        order = [name for name in called if name in self._units]
+        if order and order != list(self._units)[: len(order)]:
+            others = [name for name in self._units if name not in order]
+            self._units = {name: self._units[name] for name in (*order, *others)}
+            self._slots.clear()  # they are given out anew
+
+    def _lay_out_unit(
+        self, unit: StreamedUnit, state: OptimizerState, piece_bytes: int | None
+    ) -> None:
+        self._drop_state(unit)
+        every = {p: state.get(p) or {} for _, some in unit.groups for p in some}
+        movable = {
+            parameter: [
+                value
+                for value in values.values()
+                if isinstance(value, torch.Tensor) and self._memory.is_movable(value)
+            ]
+            for parameter, values in every.items()
+        }
+        unit.state_bytes = sum(value.nbytes for values in movable.values() for value in values)
+        unit.spans = []
+        if piece_bytes is not None and len(every) == 1:
+            ((parameter, values),) = every.items()
+            unit.spans = find_spans(parameter, values, movable[parameter], piece_bytes)
+        on_device = self._resident.issuperset(unit.sizes())
+        queued: dict[torch.Tensor, Any] = {}
+        for parameter, values in every.items():
+            for value in movable[parameter]:
+                self._memory.place(value, on_device=on_device)
+            if (values and self.runs_backward) or (movable[parameter] and not on_device):
+                queued[parameter] = values
+        unit.queued = [(number, [p for p in some if p in queued]) for number, some in unit.groups]
+        if queued:
+            unit.state = StagedState(queued, self._memory)
+            for span in unit.spans if unit.state.homes else ():
+                piece = StreamedUnit(unit.name)
+                piece.state = StagedState(queued, self._memory, span)
+                unit.divided.append(piece)
+            guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
+
+    def _touch(self, unit: StreamedUnit) -> None:
+        """Before something uses a home: wait until its contents are there, and fetch them anew."""
+        with self.lock:
+            unit.check_not_ahead()
+            for piece in unit.pieces:
+                self._drop_fetched(piece)
+                piece.is_touched = True
+            if unit.returned is not None:
+                self._lanes.wait(unit.returned)
+            unit.is_touched = True
+
+    # ------------------------------------------------------------------ slots
+
+    def _take_slots_back(self) -> None:
+        for unit in self._pieces():
+            self._drop_fetched(unit)
+            for moment in filter(None, (unit.returned, unit.slot and unit.slot.free)):
+                self._lanes.wait(moment)  # before the memory of a slot is used for anything else
+            unit.slot = None
+            if unit.state is not None:
+                unit.state.unbind()
+        self._slots.clear()
+
+    def _pieces(self) -> list[StreamedUnit]:
+        return [piece for unit in self._units.values() for piece in unit.pieces]
+
+    def _give_out_slots(self) -> None:
+        self._take_slots_back()
+        every = self._pieces()
+        streamed = [unit for unit in every if unit.state and unit.state.homes]
+        sizes = [unit.state.size_bytes for unit in streamed if unit.state is not None]
+        self._slots = [
+            Slot(self._memory.buffer(max(sizes)))
+            for _ in range(min(self._slot_count, len(streamed)))
+        ]
+        count = len(self._slots)
+        for number, unit in enumerate(streamed):
+            unit.slot = self._slots[number % count]
+            unit.next_behind = streamed[number - count] if number >= count else None
+        for unit in every:
+            if unit.state is not None:
+                unit.state.bind(unit.slot)
+
+    def fetch(self, unit: StreamedUnit, after: Moment) -> None:
+        """Copy a unit's state into its slot, after what the program has done with either so far."""
+        state, slot = unit.state, unit.slot
+        assert state is not None
+        assert slot is not None
+        if slot.holder is not None:
+            slot.holder.fetched = None
+        slot.holder = unit
+        moments = [after, *filter(None, (slot.free, unit.returned))]
+        unit.fetched = self._lanes.run(Lane.COPY_IN, lambda: state.copy_in(self._lanes), moments)
+
+    def fetch_ahead(self) -> None:
+        """Fill the slots for the next step: the state is not used before it."""
+        with self.lock:
+            streamed = [it for unit in self.queued for it in unit.pieces if it.slot]
+            if self.runs_backward:
+                streamed.reverse()
+            now = self._lanes.mark()
+            for unit in streamed[: len(self._slots)]:
+                if self.may_fetch(unit):
+                    self.fetch(unit, now)
+
+    def may_fetch(self, unit: StreamedUnit) -> bool:
+        """Whether a unit's state is to be fetched, and stays as it is until its update."""
+        state = unit.state
+        return (
+            state is not None
+            and unit.slot is not None
+            and unit.fetched is None
+            and not unit.is_touched
+            and not state.has_alias()
+        )
+
+    def _drop_fetched(self, unit: StreamedUnit) -> None:
+        if unit.fetched is not None:
+            self._lanes.wait(unit.fetched)  # it reads the homes
+            unit.fetched = None
+
+    def _drop_state(self, unit: StreamedUnit) -> None:
+        for piece in unit.pieces:
+            self._drop_fetched(piece)
+        if unit.returned is not None:
+            self._lanes.wait(unit.returned)
+        if unit.state is not None:
+            release(unit.state.homes)
+        unit.state, unit.is_touched = None, False
+        unit.divided.clear()
+
+    def clear(self) -> None:
+        """Wait for the last copies, and give the optimizer's tensors free."""
+        for unit in self._units.values():
+            if unit.returned is not None:
+                self._lanes.finish(unit.returned)
+            self._drop_state(unit)
+        self._units.clear()
+        self._slots.clear()
+        self._members, self._seen = [], None
+
+
+def _members(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
