@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import HostStateMemory, LazyLanes
-from streamed_programs import Net, NetWithFlat, Program, bits, compare
+from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, bits, compare
 from streamed_uses import USES
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
@@ -148,31 +148,6 @@ class Stopped(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x @ self.head.weight.detach().t() @ self.head.weight.data)
-
-
-class Tied(Net):
-    """The stem's weight is used again at the end, and a block is called twice."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[1](super().forward(x) @ self.head.weight)
-        y: torch.Tensor = nn.functional.linear(self.layers[1](x), self.stem.weight)
-        return y
-
-
-class Branches(Net):
-    """Another choice of blocks, in another order, in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        x = self.stem(x) * self.scale
-        for number in ((0, 1), (3, 1, 2), (2,), (1, 0, 3))[self.calls % 4]:
-            x = x + self.layers[number](x)
-        y: torch.Tensor = self.head(x)
-        return y
 
 
 class Frozen(Net):

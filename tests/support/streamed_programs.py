@@ -49,6 +49,31 @@ class NetWithFlat(Net):
         return super().forward(x + self.flat.view(-1, WIDTH).square().mean(0))
 
 
+class Tied(Net):
+    """The stem's weight is used again at the end, and a block is called twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](super().forward(x) @ self.head.weight)
+        y: torch.Tensor = nn.functional.linear(self.layers[1](x), self.stem.weight)
+        return y
+
+
+class Branches(Net):
+    """Another choice of blocks, in another order, in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.stem(x) * self.scale
+        for number in ((0, 1), (3, 1, 2), (2,), (1, 0, 3))[self.calls % 4]:
+            x = x + self.layers[number](x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 

@@ -23,6 +23,7 @@ from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
+from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.unit_names import UnitNames
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
@@ -186,7 +187,8 @@ class StreamedTraining:
             _check(optimizer)
         blocks = find_blocks(model, None)
         self._names = UnitNames(blocks)
-        self._step = StreamedStep(self._names.of, lanes, memory, self._names.part_bytes)
+        units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes)
+        self._step = StreamedStep(units, lanes)
         self._streams_state = streams_state
         self._tuner = tuner
         self._lanes = lanes

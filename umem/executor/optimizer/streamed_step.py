@@ -33,7 +33,6 @@ from umem.executor.optimizer.access_guard import (
     release,
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
-from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall
 from umem.executor.optimizer.streamed_units import PendingUpdate, StreamedUnit, StreamedUnits
 from umem.torch_compat import current_graph_task_id
@@ -64,31 +63,20 @@ class StreamedStep:
 
     Parameters
     ----------
-    owner
-        Returns the name of a parameter's unit.
+    units
+        The optimizer's units.
     lanes
         Where the work runs.
-    memory
-        Homes and buffers.
-    piece_bytes
-        A flat parameter of more bytes is updated piece by piece where that is exact; None for no
-        limit.
     """
 
-    def __init__(
-        self,
-        owner: Callable[[torch.Tensor], str],
-        lanes: Lanes,
-        memory: StateMemory,
-        piece_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, units: StreamedUnits, lanes: Lanes) -> None:
         self.counts = StepCounts()
         self.may_defer = True
         """Whether a step may return before its updates; otherwise the stream waits for them."""
         self.gradient_used: Callable[[], None] | None = None
         """Called when the program uses a gradient behind its step."""
-        self.units = StreamedUnits(owner, lanes, memory, piece_bytes)
-        self.lock = self.units.lock
+        self.units = units
+        self.lock = units.lock
         self._lanes = lanes
         self._called: dict[str, None] = {}
         """Units in the order of their first call since the last step."""
