@@ -211,6 +211,14 @@ def test_the_prediction_is_the_plan_of_a_training(
     assert row["host_bytes"] == streamed * STATE * MIB + saved
 
 
+def test_a_step_in_the_backward_pass_has_one_batch(
+    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    assert predict_stream(step_of(2), machine, policy).step.batches == 2
+    with pytest.raises(PlanError, match="2 batches"):
+        predict_stream(step_of(2), machine, policy, in_backward=True)
+
+
 def test_speed_leaves_out_recomputation(
     step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
 ) -> None:

@@ -129,7 +129,8 @@ def predict_stream(
     TraceError
         If the trace names no forward pass.
     PlanError
-        If the policy streams no state, or the device budget or the host's memory is too small.
+        If the policy streams no state, or the device budget or the host's memory is too small; and
+        for several batches `in_backward`.
     """
     if not streams_state(policy):
         raise PlanError(
@@ -137,6 +138,11 @@ def predict_stream(
             "optimizer_state has mechanism: stream"
         )
     step = streamed_step(with_durations(trace, hardware), policy, in_backward=in_backward)
+    if in_backward and step.batches > 1:
+        raise PlanError(
+            f"step_in_backward: {trace.name} adds up the gradients of {step.batches} batches, and "
+            "a unit's update would come behind the first. Leave out one of the two"
+        )
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     plan = plan_stream(
         step.units,
