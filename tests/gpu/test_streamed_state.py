@@ -76,6 +76,7 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: dict[str, tuple[Any, Any
 
 
 def test_a_plain_loop_waits_for_blocks_only(pairs: dict[str, tuple[Any, Any]]) -> None:
+    # In the last steps: those that are measured wait for all updates.
     streaming = pairs["plain"][1]["streaming"]
     assert streaming["waited"] == 0
 
