@@ -47,6 +47,7 @@ __all__ = [
     "PrivateName",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "before_compilation",
     "missing",
     "replace",
     "require",
@@ -212,6 +213,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"current_graph_task_id": "torch._C:_current_graph_task_id"},
     ),
     **_names(
+        "tells whether a transform of torch.func runs, whose tensors have no memory of their own",
+        "a model that is called through torch.func would end its measurement",
+        {"function_transform_level": "torch._C:_functorch.maybe_current_level"},
+    ),
+    **_names(
         "tells which module made an autograd node, and hooks its gradient in a fraction of "
         "Tensor.register_hook's time",
         "the backward pass could not be divided into modules",
@@ -349,6 +355,8 @@ flash_attention_backward: Any
 flash_attention_cpu: Any
 flash_attention_cpu_backward: Any
 foreach_add: Callable[..., None]
+function_transform_level: Callable[[], int | None]
+"""None outside of all transforms of ``torch.func``."""
 fused_adam: Callable[..., None]
 fused_adamw: Callable[..., None]
 grouped_matmul: Any
@@ -410,6 +418,24 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) 
         node._register_hook_dict(tensor)  # the node holds the dictionary from now on
     finally:
         tensor._backward_hooks = others
+
+
+def before_compilation(function: Callable[..., None]) -> None:
+    """Call a function before each compilation by ``torch.compile``, for the rest of the process.
+
+    Its argument says what is compiled. ``torch.compiler.reset()`` forgets all such functions of
+    torch's, but not this one. The compiler is imported, which takes a second or two in a process
+    without an optimizer.
+    """
+    handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
+    forget = handler.clear
+
+    def forget_others() -> None:
+        forget()
+        handler.register_start_callback(function)
+
+    handler.clear = forget_others
+    handler.register_start_callback(function)
 
 
 def torch_profiler_runs() -> bool:

@@ -10,10 +10,11 @@ import ctypes
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -46,6 +47,8 @@ class LazyLanes(Lanes):
         Probability that the next work of some lane runs when there is an occasion.
     seed
         For the choice of that work.
+    also
+        Parameters of other models that the work may update.
     """
 
     def __init__(
@@ -53,9 +56,10 @@ class LazyLanes(Lanes):
         model: nn.Module,
         eagerness: float = 0.0,
         seed: int = 0,
+        also: Iterable[nn.Parameter] = (),
     ) -> None:
         self._model = weakref.ref(model)
-        self._known: dict[int, nn.Parameter] = {}
+        self._known = {id(it): it for it in also}
         self._parameters()
         self._eagerness = eagerness
         self._random = random.Random(seed)
@@ -153,7 +157,9 @@ class LazyLanes(Lanes):
                 parameter.__class__ = nn.Parameter
                 parameter.grad = of
             try:
-                yield
+                # A compiler may be what has waited.
+                with patch.object(torch.compiler, "_is_compiling_flag", False):
+                    yield
             finally:
                 for parameter, _, kind, seen in queued:
                     parameter.grad = seen

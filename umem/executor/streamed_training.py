@@ -31,13 +31,31 @@ from umem.hardware import detect_hardware
 from umem.offload import ActivationStore
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
-from umem.torch_compat import current_graph_task_id
+from umem.torch_compat import (
+    before_compilation,
+    current_graph_task_id,
+    function_transform_level,
+)
 
 __all__ = ["StreamedStatus", "StreamedTraining", "join", "stream_state", "streamed_trainings"]
 
 _LOG = logging.getLogger("umem")
 
+_MOST_COMPILATIONS = 4
+"""Compilations while updates are under way, after which steps are not deferred any more."""
+
 _trainings: weakref.WeakSet[StreamedTraining] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_compiler() -> None:
+    """Have all updates waited for before code is compiled: torch cannot compile the guard."""
+
+    def settle(*_: object) -> None:
+        for training in streamed_trainings():
+            training.compilation_begins()
+
+    before_compilation(settle)
 
 
 def streamed_trainings() -> list[StreamedTraining]:
@@ -197,6 +215,7 @@ class StreamedTraining:
         self._device: torch.device = optimizer.param_groups[0]["params"][0].device
         self._backward: BackwardUpdates | None = None
         self._step.may_defer = not is_compiled(model)
+        self._compilations = 0
         self._undo: list[Callable[[], None]] = []
         if tuner is not None:
             tuner.attach(model, blocks, self._step.units)
@@ -217,6 +236,7 @@ class StreamedTraining:
             self.move_into_backward()
         weakref.finalize(model, _close, weakref.ref(self)).atexit = False
         _trainings.add(self)
+        _watch_compiler()
 
     def move_into_backward(self) -> None:
         """Update parameters in the backward pass, once two complete steps show that it is exact.
@@ -307,6 +327,27 @@ class StreamedTraining:
             self._backward.close(is_checked=False)
         self._release()
 
+    def compilation_begins(self) -> None:
+        """Let the stream wait for all updates: torch cannot compile uses of guarded tensors.
+
+        Compiled code checks the classes of tensors. A function that takes parameters is compiled
+        again if it meets guarded ones, and torch does not do so for ever.
+
+        Raises
+        ------
+        PlanError
+            Between an update in the backward pass and ``step()``.
+        """
+        if self._backward is not None:
+            self._backward.compilation_begins()
+        if not self._step.is_under_way:
+            return
+        self._step.join()
+        self._compilations += 1
+        if self._compilations == _MOST_COMPILATIONS and self._step.may_defer:
+            self._step.may_defer = False
+            _LOG.info("umem: steps wait for their updates: code that uses weights is compiled")
+
     # ------------------------------------------------------------------ hooks
 
     def _before_block(self, name: str, _module: nn.Module, _args: object) -> None:
@@ -396,7 +437,11 @@ def _check(optimizer: Optimizer) -> None:
 
 def _computes_anew() -> bool:
     """Whether this is a forward pass of a training, and not a checkpoint's second one."""
-    return torch.is_grad_enabled() and current_graph_task_id() == -1
+    return (
+        torch.is_grad_enabled()
+        and current_graph_task_id() == -1
+        and function_transform_level() is None
+    )
 
 
 def _close(reference: weakref.ref[StreamedTraining]) -> None:

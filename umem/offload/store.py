@@ -24,6 +24,7 @@ from umem.runtime.torch_hooks.saved_tensors import (
 )
 from umem.torch_compat import (
     current_graph_task_id,
+    function_transform_level,
     push_saved_tensor_hooks,
     saved_tensor_hooks_enabled,
     storage_key,
@@ -246,8 +247,16 @@ class _HookStack(threading.local):
 
 
 def in_backward_or_compiler() -> bool:
-    """Whether a compiler traces, or a backward pass runs: a checkpoint's second forward pass."""
-    return torch.compiler.is_compiling() or current_graph_task_id() != -1
+    """Whether a call is no forward pass of a training.
+
+    A compiler or a transform of ``torch.func`` traces, or a backward pass runs, as in a
+    checkpoint's second forward pass.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or current_graph_task_id() != -1
+        or function_transform_level() is not None
+    )
 
 
 class ActivationStore:

@@ -162,6 +162,14 @@ class BackwardUpdates:
         self._arrivals.clear()
         self._freed.clear()
 
+    def compilation_begins(self) -> None:
+        """Before code is compiled, whose uses of tensors are not seen."""
+        with self._step.lock:
+            if self._observer is not None:
+                self._observer.compilation_begins()
+            if self._ahead:
+                raise self._refused("code is compiled between backward() and step()")
+
     # ------------------------------------------------------------------ in the backward pass
 
     def _arrived(self, arrivals: _Arrivals, parameter: torch.Tensor, stream: int) -> None:

@@ -109,6 +109,13 @@ class StepObserver:
             self.note("a forward pass begins behind backward() without step()")
         self._forget()
 
+    def compilation_begins(self) -> None:
+        """See that code is compiled, which may use gradients or weights past the guard."""
+        if self._guarded:
+            self.note("code is compiled between backward() and step()")
+            release(self._guarded)
+            self._guarded.clear()
+
     def step_begins(self, optimizer: Optimizer, *, is_complete: bool) -> None:
         """Look at what has become of the gradients and hyperparameters.
 

@@ -266,6 +266,11 @@ class StreamedStep:
             unit.check_not_ahead()
             self._settle(unit)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there are updates of a step that nothing has waited for yet."""
+        return any(unit.pending is not None and not unit.ahead for unit in self.units)
+
     def join(self) -> None:
         """Let the current stream wait for all updates. State in host memory may still arrive."""
         for unit in self.units:

@@ -1,0 +1,588 @@
+"""Scripts that know nothing of umem give the same bits with streamed state and copied activations.
+
+Each runs twice: as it is, and with its trainings found at their optimizers' first steps, as
+``umem.enable`` finds them on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from activation_chain import LazyMover
+from lazy_lanes import HostStateMemory, LazyLanes
+from streamed_programs import Net, Program, bits, compare
+from torch import nn
+from torch.nn.functional import softplus
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from umem import swap
+from umem.capture.live import WallClock
+from umem.core.errors import PlanError
+from umem.executor.optimizer.separable import refusal
+from umem.executor.phase_measurement import DeviceRoom
+from umem.executor.stream_tuning import StreamTuner, TuningState
+from umem.executor.streamed_training import StreamedTraining
+from umem.hardware import load_hardware
+from umem.offload import ActivationStore
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.slow
+
+BASE = 10**6
+"""Bytes of all that is not streamed, at any moment."""
+
+SLACK = 256 << 20
+TOKENS, VOCABULARY = 16, 64
+
+
+class Room(WallClock, DeviceRoom):
+    """A device whose memory is always as full, and a clock that ticks when it is read."""
+
+    def __init__(self, more_bytes: int) -> None:
+        self.budget_bytes = SLACK + BASE + more_bytes
+        self._now = 0
+
+    def mark(self) -> int:
+        self._now += 1000
+        return self._now
+
+    def begin_step(self) -> None:
+        pass
+
+    def take_peak_bytes(self) -> int:
+        return BASE
+
+    def spilled_bytes(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        pass
+
+
+class Streams:
+    """Streams every training of a script.
+
+    Parameters
+    ----------
+    more_bytes
+        Of the budget, for resident state and slots. If negative, all state is streamed, and all
+        activations are copied.
+    """
+
+    def __init__(self, more_bytes: int = -1, *, in_backward: bool = False) -> None:
+        self.trainings: list[StreamedTraining] = []
+        self._more_bytes = more_bytes
+        self._in_backward = in_backward
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        room = Room(self._more_bytes)
+        store = ActivationStore("cpu", LazyMover(), min_bytes=256)
+        lanes = LazyLanes(model, 0.3, 1, also=_parameters(optimizer))
+        training = StreamedTraining(
+            model,
+            optimizer,
+            lanes,
+            HostStateMemory(),
+            StreamTuner(load_hardware("h200-pcie"), room, room, store),
+            streams_state=not refusal(optimizer),
+            step_in_backward=self._in_backward,
+        )
+        self.trainings.append(training)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [it for group in optimizer.param_groups for it in group["params"]]
+
+
+@contextmanager
+def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Find trainings while a script runs; none for a stock run."""
+    if streams is None:
+        yield
+        return
+    called: dict[nn.Module, None] = {}
+    inner: set[nn.Module] = set()
+
+    def see(module: nn.Module, _args: object) -> None:
+        if not torch.compiler.is_compiling() and module not in inner:
+            called.setdefault(module)
+            inner.update(module.modules())
+
+    hooks: list[Callable[..., Any]] = []
+    monkeypatch.setattr(swap, "register_optimizer_step_post_hook", hooks.append)
+    monkeypatch.setattr("umem.executor.stream_state", streams.attach)
+    swap.manage_automatically(lambda: list(called), is_planned=False, streams_state=True)
+    handles = [
+        register_module_forward_pre_hook(see),
+        *map(register_optimizer_step_post_hook, hooks),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for training in streams.trainings:
+            training.abandon()
+
+
+# ------------------------------------------------------------------ transformers
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed = count, seed
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(self._seed + index)
+        tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=TOKENS,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def bf16_llama() -> Any:
+    return llama().to(torch.bfloat16)
+
+
+def lora() -> Any:
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.1, init_lora_weights=False
+    )
+    return peft.get_peft_model(llama(), config)
+
+
+class WithoutNorms(transformers.Trainer):  # type: ignore[misc]
+    """Logs no norm of the gradients, which the Trainer computes also if it does not clip."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return grad_norm
+
+
+def train(
+    folder: Path,
+    make_model: Callable[[], Any] = llama,
+    resume: int | None = None,
+    trainer_class: Any = transformers.Trainer,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """A script with a Trainer, and all that it leaves.
+
+    Parameters
+    ----------
+    folder
+        Gets checkpoints.
+    make_model
+        Makes the model.
+    resume
+        Begin anew from the checkpoint of this step.
+    trainer_class
+        The Trainer's class.
+    arguments
+        Of ``TrainingArguments``.
+    """
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 7,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **arguments,
+    }
+
+    def make() -> Any:
+        trainer = trainer_class(
+            model=make_model(),
+            args=transformers.TrainingArguments(**given),
+            train_dataset=Tokens(20, 100),
+            eval_dataset=Tokens(4, 200),
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        return trainer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make()
+        trainer.train()
+        logs = list(trainer.state.log_history)
+        if resume is not None:
+            given["max_steps"] += 4
+            trainer = make()
+            trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{resume}"))
+            logs += trainer.state.log_history
+    saved = {it: it.read_bytes() for it in sorted(folder.rglob("*.safetensors"))}
+    states = {it: torch.load(it) for it in sorted(folder.rglob("optimizer.pt"))}
+    timed = ("runtime", "per_second")
+    return {
+        "logs": [{k: v for k, v in it.items() if not k.endswith(timed)} for it in logs],
+        "saved": {str(it.relative_to(folder)): content for it, content in saved.items()},
+        "states": {str(it.relative_to(folder)): state for it, state in states.items()},
+        "weights": dict(trainer.model.state_dict()),
+    }
+
+
+def exact(value: Any) -> Any:
+    """As `bits`, also of numbers that numpy lacks."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().reshape(-1)
+        return bits(flat.view(torch.uint8) if flat.numel() else flat), value.dtype
+    if isinstance(value, dict):
+        return {key: exact(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [exact(item) for item in value]
+    return value
+
+
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3, "resume": 3}
+EVALUATIONS = {"eval_strategy": "steps", "eval_steps": 2}
+BLOCKS_AGAIN = {"gradient_checkpointing": True}
+REENTRANT = {**BLOCKS_AGAIN, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "saved and resumed": {**CHECKPOINTS, **EVALUATIONS},
+    "two batches a step": {"gradient_accumulation_steps": 2, "max_steps": 6},
+    "bf16 weights": {"make_model": bf16_llama, "optim": "adamw_torch"},
+    "autocast, checkpointed": {"bf16": True, **BLOCKS_AGAIN},
+    "reentrant checkpoints": {"optim": "adamw_torch_fused", **REENTRANT},
+    "adafactor": {"optim": "adafactor"},
+    "the best is loaded": {
+        **EVALUATIONS,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    },
+    "lora": {"make_model": lora, **CHECKPOINTS},
+    "lora, checkpointed": {"make_model": lora, "gradient_accumulation_steps": 2, **REENTRANT},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_trainer_with_streamed_state_is_exact(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = exact(train(tmp_path / "stock", **PROGRAMS[name]))
+    for more_bytes in (-1, 30_000):
+        streams = Streams(more_bytes)
+        with streaming(streams, monkeypatch):
+            found = exact(train(tmp_path / str(more_bytes), **PROGRAMS[name]))
+        assert found == expected
+        assert json.dumps(found["logs"]).count('"loss"') >= 6
+        for training in streams.trainings:
+            counts, status = training.counts, training.status().tuning
+            assert counts.in_line == 0
+            assert status is not None
+            if name != "adafactor":
+                assert counts.streamed > 1
+            if more_bytes < 0:
+                assert status.activations.tensors_out > 0
+
+
+def test_a_trainer_that_looks_at_no_gradient_steps_in_its_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"trainer_class": WithoutNorms, "max_grad_norm": 0.0, **EVALUATIONS, **CHECKPOINTS}
+    expected = exact(train(tmp_path / "stock", **options))
+    streams = Streams(in_backward=True)
+    with streaming(streams, monkeypatch):
+        assert exact(train(tmp_path / "streamed", **options)) == expected
+    assert all(it.counts.ahead > 0 for it in streams.trainings)
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("a gradient is used", {}),
+        ("a gradient is used", {"max_grad_norm": 0.0}),
+        (
+            "without step",
+            {"trainer_class": WithoutNorms, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2},
+        ),
+    ],
+)
+def test_other_trainers_are_refused_in_the_backward_pass(
+    reason: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streaming(Streams(in_backward=True), monkeypatch), pytest.raises(PlanError, match=reason):
+        train(tmp_path, **options)
+
+
+# ------------------------------------------------------------------ compilers and transforms
+
+
+def compile_model(program: Program) -> None:
+    if program.is_first(compile_model):
+        torch.compiler.reset()
+        program.model.compile(backend="eager")
+
+
+def compile_a_block(program: Program) -> None:
+    if program.is_first(compile_a_block):
+        torch.compiler.reset()
+        program.model.layers[2].compile(backend="eager")
+
+
+def compile_what_calls_the_model(program: Program) -> None:
+    if program.kept is None:
+        torch.compiler.reset()
+        program.kept = torch.compile(lambda x: program.model(x).square().mean(), backend="eager")
+    program.optimizer.zero_grad()
+    loss = program.kept(program.batch())
+    program.seen.append(loss.detach())
+    loss.backward()
+    program.optimizer.step()
+
+
+def compiled_average(program: Program) -> None:
+    if program.kept is None:
+        torch.compiler.reset()
+
+        def update(averages: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight.detach(), 0.1)
+
+        program.kept = torch.compile(update, backend="eager", fullgraph=True)
+        program.extra = [torch.zeros(it.shape) for it in program.model.parameters()]
+    program.kept(program.extra, list(program.model.parameters()))
+    program.seen.append([it.clone() for it in program.extra])
+
+
+def gradient_of_a_function(program: Program) -> None:
+    def loss(weights: Any, x: torch.Tensor) -> Any:
+        called: Any = torch.func.functional_call(program.model, weights, (x,))
+        return called.square().mean()
+
+    weights = {name: it.detach() for name, it in program.model.named_parameters()}
+    program.seen.append(torch.func.grad(loss)(weights, torch.ones(2, 16)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(compile_model, compile_a_block, compile_what_calls_the_model, compiled_average),
+        gradient_of_a_function,
+    ],
+    ids=lambda it: it.__name__,
+)
+def test_compilers_and_transforms_see_updated_weights(change: Callable[[Program], None]) -> None:
+    # More steps than torch compiles the same code again.
+    run = compare(change, steps=10)
+    assert run.training is not None
+    assert run.training.counts.in_line == 0
+
+
+def test_transforms_do_not_end_measurements() -> None:
+    room = Room(-1)
+    store = ActivationStore("cpu", LazyMover(), min_bytes=64)
+    tuner = StreamTuner(load_hardware("h200-pcie"), room, room, store)
+    streamed = Program(lambda model: LazyLanes(model, 0.5), tuner=tuner)
+    found = streamed.run(gradient_of_a_function, steps=5)
+    assert bits(found) == bits(Program(None).run(gradient_of_a_function, steps=5))
+    assert tuner.status().state == TuningState.OVERFULL
+    assert tuner.status().activations.tensors_out > 0
+
+
+def compiled_norm(program: Program) -> None:
+    if program.kept is None:
+        torch.compiler.reset()
+        program.kept = torch.compile(lambda it: it.square().sum(), backend="eager")
+    program.optimizer.zero_grad()
+    program.backward()
+    program.seen.append(program.kept(program.model.head.weight).detach())
+    program.optimizer.step()
+
+
+@pytest.mark.parametrize("plain", [0, 4])
+def test_code_that_is_compiled_before_the_step_is_refused_in_the_backward_pass(plain: int) -> None:
+    with pytest.raises(Exception, match="code is compiled between backward"):
+        compare(compiled_norm, in_backward=True, clips=False, plain=plain)
+
+
+# ------------------------------------------------------------------ other loops
+
+
+def _adamw(*modules: nn.Module) -> Optimizer:
+    return torch.optim.AdamW([it for m in modules for it in m.parameters()], lr=1e-2)
+
+
+def _batch(number: int) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+
+
+def _wide(layers: int) -> Net:
+    net = Net(layers)
+    net.head = nn.Linear(16, 16)
+    return net
+
+
+def average_beside(seen: list[Any]) -> None:
+    model = Net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = _adamw(model)
+    for number in range(8):
+        optimizer.zero_grad()
+        model(_batch(number)).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    seen += [*model.parameters(), *average.parameters()]
+
+
+def two_networks(seen: list[Any]) -> None:
+    maker, judge = _wide(2), Net(2)
+    of_maker, of_judge = _adamw(maker), _adamw(judge)
+    for number in range(8):
+        of_judge.zero_grad()
+        made = maker(_batch(number))
+        right = softplus(-judge(_batch(100 + number))) + softplus(judge(made.detach()))
+        right.mean().backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        softplus(-judge(made)).mean().backward()
+        of_maker.step()
+        seen.append(right.detach())
+    seen += [*maker.parameters(), *judge.parameters()]
+
+
+def one_optimizer_of_two_networks(seen: list[Any]) -> None:
+    first, second = _wide(3), Net(2)
+    optimizer = _adamw(first, second)
+    for number in range(8):
+        optimizer.zero_grad()
+        loss = second(first(first(_batch(number)))).square().mean() + second(_batch(-number)).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(_parameters(optimizer), 0.5)
+        optimizer.step()
+        seen.append(loss.detach())
+    seen += [*first.parameters(), *second.parameters()]
+
+
+def two_optimizers_of_one_network(seen: list[Any]) -> None:
+    model = Net()
+    optimizers = [
+        torch.optim.AdamW([it for it in model.parameters() if it.ndim > 1], lr=1e-2),
+        torch.optim.SGD([it for it in model.parameters() if it.ndim == 1], lr=1e-2, momentum=0.9),
+    ]
+    for number in range(8):
+        model.zero_grad()
+        model(_batch(number)).square().mean().backward()
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        for optimizer in optimizers[: 1 + number % 2]:
+            optimizer.step()
+    seen += model.parameters()
+
+
+def interrupted(seen: list[Any]) -> None:
+    model = Net()
+    optimizer, fails = _adamw(model), [False]
+
+    def interrupt(*_: object) -> None:
+        if fails[0]:
+            raise KeyboardInterrupt
+
+    model.layers[1].weight.register_hook(interrupt)
+    for number in range(12):
+        fails[0] = number % 4 == 3
+        optimizer.zero_grad()
+        loss = model(_batch(number)).square().mean()
+        seen.append(loss.detach())
+        try:
+            loss.backward()
+        except KeyboardInterrupt:
+            seen.append([it.grad is None for it in model.parameters()])
+        optimizer.step()  # with the gradients that there are
+    seen += model.parameters()
+
+
+class FromModel(torch.utils.data.Dataset[Any]):
+    """Calls a model where its data are made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __len__(self) -> int:
+        return 4
+
+    @torch.no_grad()
+    def __getitem__(self, index: int) -> Any:
+        return self._model(_batch(index))
+
+
+def forked_workers(seen: list[Any]) -> None:
+    model = Net()
+    optimizer = _adamw(model)
+    for _ in range(3):
+        for batch in torch.utils.data.DataLoader([*_batch(1)], 4, num_workers=1):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        loader = torch.utils.data.DataLoader(
+            FromModel(model), 2, num_workers=1, multiprocessing_context="fork"
+        )
+        seen += loader
+    seen += model.parameters()
+
+
+def copied_and_continued(seen: list[Any]) -> None:
+    model = Net()
+    optimizer = _adamw(model)
+    for number in range(10):
+        optimizer.zero_grad()
+        model(_batch(number)).square().mean().backward()
+        optimizer.step()
+        seen.append(copy.deepcopy(model)(_batch(0)))
+        if number == 5:
+            model, optimizer = copy.deepcopy((model, optimizer))
+    seen += model.parameters()
+
+
+LOOPS: list[Callable[[list[Any]], None]] = [
+    *(average_beside, two_networks, one_optimizer_of_two_networks, two_optimizers_of_one_network),
+    *(interrupted, forked_workers, copied_and_continued),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda it: it.__name__)
+def test_loops_are_exact(
+    loop: Callable[[list[Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(streams: Streams | None) -> Any:
+        torch.manual_seed(0)
+        seen: list[Any] = []
+        with streaming(streams, monkeypatch):
+            loop(seen)
+            return exact(seen)
+
+    expected = run(None)
+    for more_bytes in (-1, 10_000):
+        streams = Streams(more_bytes)
+        assert run(streams) == expected
+        assert all(it.counts.streamed > 1 for it in streams.trainings)
