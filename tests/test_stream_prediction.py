@@ -25,6 +25,7 @@ from umem.planning.stream_prediction import (
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.trace import Trace, save_trace
 
+PREDICTIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted-streamed.txt"
 MIB = 1 << 20
 LAYERS = 6
 WEIGHT, STATE, SAVED = 8, 16, 4
@@ -302,3 +303,13 @@ def test_pages_have_no_step_in_the_backward_pass(run: Run, saved_step: Path) -> 
     status, _, errors = run("simulate", "--trace", saved_step, "--policy", "sft", "--plot", "x")
     assert status == 2
     assert "--plot" in errors
+
+
+@pytest.mark.slow
+def test_the_committed_predictions_are_todays(run: Run) -> None:
+    """The first of them. After a change, run the commands of the file again, and edit the pages."""
+    first = PREDICTIONS.read_text(encoding="utf-8").split("\n\n")[1]
+    command, *expected = first.splitlines()
+    status, output, _ = run(*command.removeprefix("$ umem ").split())
+    assert status == 0
+    assert [line.rstrip() for line in output.strip().splitlines()] == expected
