@@ -35,8 +35,9 @@ from umem.executor.streamed_training import StreamedTraining
 from umem.hardware import load_hardware
 from umem.offload import ActivationStore
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft")
+Trainer: Any = transformers.Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +179,7 @@ def lora() -> Any:
     return peft.get_peft_model(llama(), config)
 
 
-class WithoutNorms(transformers.Trainer):  # type: ignore[misc]
+class WithoutNorms(Trainer):  # type: ignore[misc]
     """Logs no norm of the gradients, which the Trainer computes also if it does not clip."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -189,7 +190,7 @@ def train(
     folder: Path,
     make_model: Callable[[], Any] = llama,
     resume: int | None = None,
-    trainer_class: Any = transformers.Trainer,
+    trainer_class: Any = Trainer,
     **arguments: Any,
 ) -> dict[str, Any]:
     """A script with a Trainer, and all that it leaves.
@@ -310,7 +311,8 @@ def test_a_trainer_with_streamed_state_is_exact(
 def test_a_trainer_that_looks_at_no_gradient_steps_in_its_backward_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"trainer_class": WithoutNorms, "max_grad_norm": 0.0, **EVALUATIONS, **CHECKPOINTS}
+    options: dict[str, Any] = {**EVALUATIONS, **CHECKPOINTS, "max_grad_norm": 0.0}
+    options["trainer_class"] = WithoutNorms
     expected = exact(train(tmp_path / "stock", **options))
     streams = Streams(in_backward=True)
     with streaming(streams, monkeypatch):
@@ -354,7 +356,11 @@ def compile_a_block(program: Program) -> None:
 def compile_what_calls_the_model(program: Program) -> None:
     if program.kept is None:
         torch.compiler.reset()
-        program.kept = torch.compile(lambda x: program.model(x).square().mean(), backend="eager")
+
+        def loss_of(x: torch.Tensor) -> Any:
+            return program.model(x).square().mean()
+
+        program.kept = torch.compile(loss_of, backend="eager")
     program.optimizer.zero_grad()
     loss = program.kept(program.batch())
     program.seen.append(loss.detach())
@@ -414,7 +420,11 @@ def test_transforms_do_not_end_measurements() -> None:
 def compiled_norm(program: Program) -> None:
     if program.kept is None:
         torch.compiler.reset()
-        program.kept = torch.compile(lambda it: it.square().sum(), backend="eager")
+
+        def norm(weight: torch.Tensor) -> torch.Tensor:
+            return weight.square().sum()
+
+        program.kept = torch.compile(norm, backend="eager")
     program.optimizer.zero_grad()
     program.backward()
     program.seen.append(program.kept(program.model.head.weight).detach())
@@ -508,7 +518,7 @@ def interrupted(seen: list[Any]) -> None:
         if fails[0]:
             raise KeyboardInterrupt
 
-    model.layers[1].weight.register_hook(interrupt)
+    model.layers[1].get_parameter("weight").register_hook(interrupt)
     for number in range(12):
         fails[0] = number % 4 == 3
         optimizer.zero_grad()
@@ -539,8 +549,9 @@ class FromModel(torch.utils.data.Dataset[Any]):
 def forked_workers(seen: list[Any]) -> None:
     model = Net()
     optimizer = _adamw(model)
+    rows: Any = [*_batch(1)]
     for _ in range(3):
-        for batch in torch.utils.data.DataLoader([*_batch(1)], 4, num_workers=1):
+        for batch in torch.utils.data.DataLoader(rows, 4, num_workers=1):
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
