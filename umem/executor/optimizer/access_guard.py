@@ -32,27 +32,32 @@ __all__ = [
 ]
 
 
-class _Entry:
-    """What the guard keeps of a tensor."""
+class _Uses:
+    """What is to happen before a use of tensors that were guarded together.
 
-    __slots__ = ("changes_grad", "grad", "settle", "tensor")
+    Thousands of tensors may be guarded in a step: one object for each would keep Python's garbage
+    collector busy.
+    """
+
+    __slots__ = ("changes_grad", "gradients", "settle", "tensors")
 
     def __init__(
         self,
-        tensor: torch.Tensor,
+        tensors: Iterable[torch.Tensor],
         settle: Callable[[], None],
         changes_grad: Callable[[], None] | None = None,
     ) -> None:
-        self.tensor = tensor
+        self.tensors = list(tensors)
+        """Kept alive, so that each ``id`` stays theirs."""
         self.settle = settle
         self.changes_grad = changes_grad
-        """For a parameter that keeps its gradient: called before the program sets another one."""
-        self.grad: torch.Tensor | None = None
-        """For another parameter, what the program sees as its gradient."""
+        """For parameters that keep their gradients: called before the program sets another one."""
+        self.gradients: dict[int, torch.Tensor | None] = {}
+        """For other parameters, what the program sees as their gradients, by ``id``."""
 
 
-_entries: dict[int, _Entry] = {}
-"""Guarded tensors by ``id``, which stays theirs because an entry keeps its tensor alive."""
+_uses: dict[int, _Uses] = {}
+"""Of guarded tensors by ``id``."""
 
 
 def _harmless() -> frozenset[Any]:
@@ -90,9 +95,9 @@ def _guarded(value: object) -> Iterator[torch.Tensor]:
 
 
 def _settle(tensor: torch.Tensor) -> None:
-    entry = _entries.get(id(tensor))
-    if entry is not None:
-        entry.settle()
+    uses = _uses.get(id(tensor))
+    if uses is not None:
+        uses.settle()
     elif type(tensor) is GuardedParameter:
         # The object of a parameter that was swapped for another one while it was guarded.
         _change_class(tensor, nn.Parameter)
@@ -147,21 +152,21 @@ class GuardedParameter(_Guarded, nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient that the program sees."""
-        entry = _entries.get(id(self))
-        if entry is not None and entry.changes_grad is None:
-            return entry.grad
+        uses = _uses.get(id(self))
+        if uses is not None and uses.changes_grad is None:
+            return uses.gradients.get(id(self))
         with DisableTorchFunctionSubclass():
             own: torch.Tensor | None = _GRADIENT.__get__(self)
         return own
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        entry = _entries.get(id(self))
-        if entry is not None and entry.changes_grad is None:
-            entry.grad = value
+        uses = _uses.get(id(self))
+        if uses is not None and uses.changes_grad is None:
+            uses.gradients[id(self)] = value
             return
-        if entry is not None and entry.changes_grad is not None:
-            entry.changes_grad()
+        if uses is not None and uses.changes_grad is not None:
+            uses.changes_grad()
         with DisableTorchFunctionSubclass():
             _GRADIENT.__set__(self, value)
 
@@ -187,12 +192,17 @@ def can_guard(tensor: torch.Tensor) -> bool:
 
 def has_alias(tensor: torch.Tensor) -> bool:
     """Whether another tensor, or a view, has the same memory; always for sparse tensors."""
-    with DisableTorchFunctionSubclass():
-        if tensor.layout is not torch.strided:
-            return True
-        storage = tensor.untyped_storage()
-    # The tensor itself, and the object that was just made.
-    return storage_use_count(storage_key(storage)) > 2
+    if isinstance(tensor, _Guarded):
+        with DisableTorchFunctionSubclass():
+            return _has_alias(tensor)
+    return _has_alias(tensor)
+
+
+def _has_alias(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return True
+    # The tensor itself, and the object that is made here.
+    return storage_use_count(storage_key(tensor.untyped_storage())) > 2
 
 
 def guard_tensors(tensors: Iterable[torch.Tensor], settle: Callable[[], None]) -> None:
@@ -205,8 +215,9 @@ def guard_tensors(tensors: Iterable[torch.Tensor], settle: Callable[[], None]) -
     settle
         Called before each use, in the thread that uses one. It may :func:`release` them.
     """
-    for tensor in tensors:
-        _entries[id(tensor)] = _Entry(tensor, settle)
+    uses = _Uses(tensors, settle)
+    for tensor in uses.tensors:
+        _uses[id(tensor)] = uses
         _change_class(tensor, GuardedTensor)
 
 
@@ -227,10 +238,11 @@ def guard_parameters(
         Called before the program sets a gradient. None to take the gradients off the parameters:
         the program sees and sets them, but a backward pass begins new ones.
     """
-    for parameter in parameters:
-        entry = _entries[id(parameter)] = _Entry(parameter, settle, changes_grad)
+    uses = _Uses(parameters, settle, changes_grad)
+    for parameter in uses.tensors:
+        _uses[id(parameter)] = uses
         if changes_grad is None:
-            entry.grad = parameter.grad
+            uses.gradients[id(parameter)] = parameter.grad
             parameter.grad = None
         _change_class(parameter, GuardedParameter)
 
@@ -238,23 +250,22 @@ def guard_parameters(
 def release(tensors: Iterable[torch.Tensor]) -> None:
     """Give tensors their class back, and parameters the gradient that the program sees."""
     for tensor in tensors:
-        entry = _entries.pop(id(tensor), None)
-        if entry is None:
+        uses = _uses.pop(id(tensor), None)
+        if uses is None:
             continue
         if type(tensor) is GuardedTensor:
             _change_class(tensor, torch.Tensor)
         elif type(tensor) is GuardedParameter:
             _change_class(tensor, nn.Parameter)
-            if entry.changes_grad is None:
-                _give_gradient(tensor, entry.grad)
+            if uses.changes_grad is None:
+                _give_gradient(tensor, uses.gradients.pop(id(tensor), None))
 
 
-@torch.no_grad()
 def _give_gradient(parameter: torch.Tensor, seen: torch.Tensor | None) -> None:
-    added = parameter.grad
     if seen is None:
         return
+    added = parameter.grad
     if added is not None:  # by a backward pass meanwhile
-        with DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             seen.add_(added)
     parameter.grad = seen
