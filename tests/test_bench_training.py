@@ -19,8 +19,8 @@ from umem_bench.cli import app
 from umem_bench.compile_planner import compile_planner, small_step
 from umem_bench.llama import ChunkedLoss, build_llama
 from umem_bench.results import (
+    BUDGETED,
     METHODS,
-    PLANNERS,
     Method,
     Run,
     TrainingResult,
@@ -31,6 +31,13 @@ from umem_bench.results import (
 from umem_bench.training import measure as measuring
 from umem_bench.training import migration, variants
 from umem_bench.training.run import cells, run_training
+from umem_bench.training.status import (
+    has_followed,
+    is_settled,
+    predicted_step_s,
+    status_notes,
+    why_off,
+)
 from umem_bench.training.tables import (
     CARD_MARGIN_BYTES,
     checks,
@@ -45,6 +52,9 @@ from umem_bench.workers import Worker, WorkerError
 
 from umem import TensorClass, UmemError, UnsupportedError, load_policy
 from umem.core.report import HintReport, HintUse, MeasuredReport, Traffic
+from umem.executor import StreamedStatus
+from umem.executor.optimizer.streamed_step import StepCounts
+from umem.executor.stream_tuning import TuningState, TuningStatus
 from umem.policy import class_rule
 from umem.trace import check_trace
 
@@ -171,7 +181,7 @@ def test_no_gradient_waits_for_the_end_of_the_backward_pass() -> None:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("variant", [*PLANNERS, "umem-optimizer-host", "save-on-cpu"])
+@pytest.mark.parametrize("variant", [*BUDGETED, "umem-optimizer-host", "save-on-cpu"])
 def test_umem_is_given_planner_and_budget(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UMEM_PLANNER", "UMEM_DEVICE_BUDGET", "UMEM_POLICY", "UMEM_MANAGED_LIMIT"):
         monkeypatch.setenv(name, "another's")
@@ -179,8 +189,8 @@ def test_umem_is_given_planner_and_budget(variant: Any, monkeypatch: pytest.Monk
     with pytest.raises(UmemError):
         place_allocator(job(variant, budget_bytes=6000, device="cuda"))
 
-    assert os.environ.get("UMEM_PLANNER") == PLANNERS.get(variant)
-    assert os.environ.get("UMEM_DEVICE_BUDGET") == ("6000" if variant in PLANNERS else None)
+    assert os.environ.get("UMEM_PLANNER") == BUDGETED.get(variant)
+    assert os.environ.get("UMEM_DEVICE_BUDGET") == ("6000" if variant in BUDGETED else None)
     assert os.environ["UMEM_MANAGED_LIMIT"] == str(GIB)
     assert "UMEM_POLICY" not in os.environ
 
@@ -323,6 +333,40 @@ def test_a_plan_was_running_only_if_every_timed_step_followed_it() -> None:
         assert timed.plan_running is expected
 
 
+def tuned(state: TuningState, plans: int = 1, **more: Any) -> TuningStatus:
+    """What a training with streamed state says of its plan."""
+    plain: dict[str, Any] = {it.name: 0 for it in fields(TuningStatus)}
+    return TuningStatus(**{**plain, "state": state, "plans": plans, "predicted_s": 0.5, **more})
+
+
+def streamed(tuning: TuningStatus | None, *, is_settled: bool = True) -> StreamedStatus:
+    return StreamedStatus(
+        state_bytes=0,
+        slots_bytes=0,
+        counts=StepCounts(),
+        step_in_backward=False,
+        is_settled=is_settled,
+        tuning=tuning,
+    )
+
+
+def test_streamed_state_is_waited_for_and_has_a_plan() -> None:
+    measured, planned = (streamed(tuned(it)) for it in (TuningState.MEASURING, TuningState.PLANNED))
+    again, full = streamed(tuned(TuningState.PLANNED, 2)), streamed(tuned(TuningState.OVERFULL))
+    assert not is_settled(streamed(tuned(TuningState.MEASURING), is_settled=False))
+    assert is_settled(planned)
+    assert has_followed(planned, planned)
+    for before, after in ((measured, planned), (planned, again), (full, full)):
+        assert not has_followed(before, after)
+    assert not has_followed(streamed(None), streamed(None))
+    assert predicted_step_s(planned) == 0.5
+    assert status_notes(planned) == ()
+    assert "overfull" in status_notes(full)[0]
+    spilled = streamed(tuned(TuningState.PLANNED, spilled_bytes=6 * MIB))
+    assert "6 MiB" in status_notes(spilled)[0]
+    assert why_off(full) == ""
+
+
 def use(op: str, moved_bytes: int, tensor_class: TensorClass = TensorClass.WEIGHTS) -> HintUse:
     none: dict[str, Any] = {it.name: 0 for it in fields(HintUse)}
     return replace(HintUse(**none), op=op, tensor_class=tensor_class, moved_bytes=moved_bytes)
@@ -405,7 +449,7 @@ def test_stock_comes_first_and_once_more_at_the_end() -> None:
 
     order = cells(asked)
 
-    assert len(set(order)) == len(order) == 55
+    assert len(set(order)) == len(order) == 65
     for name in WORKLOADS:
         for method in METHODS:
             own = [it for it in order if it[:2] == (name, method)]

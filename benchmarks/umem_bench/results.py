@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from umem import UmemError
 
 __all__ = [
+    "BUDGETED",
     "METHODS",
-    "PLANNERS",
     "SCALE_VARIANTS",
     "VARIANTS",
     "Header",
@@ -82,8 +82,9 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 Variant = Literal[
     "stock",
-    "umem-planned",
+    "umem",
     "umem-backward-step",
+    "umem-planned",
     "umem-lookahead",
     "umem-fault",
     "umem-optimizer-host",
@@ -98,13 +99,14 @@ Variant = Literal[
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 """In the order in which they run and in which the tables show them."""
 
-PLANNERS: dict[Variant, Literal["planned", "lookahead", "fault"]] = {
+BUDGETED: dict[Variant, Literal["planned", "lookahead", "fault"] | None] = {
+    "umem": None,
+    "umem-backward-step": None,
     "umem-planned": "planned",
-    "umem-backward-step": "planned",
     "umem-lookahead": "lookahead",
     "umem-fault": "fault",
 }
-"""umem's planner, for the variants that train within a budget."""
+"""The variants that train within a budget, and their planner of pages; None where state streams."""
 
 WorkloadName = Literal["long", "activations"]
 

@@ -17,6 +17,7 @@ from umem_bench.training.variants import Training, TrainingJob, make_training, p
 import umem
 from umem import MeasuredReport
 from umem.core.classes import TensorClass
+from umem.executor import ManagerStatus
 from umem.telemetry.comparison import moved_figures
 
 __all__ = ["KEPT_LOSSES", "Facts", "measured"]
@@ -132,7 +133,7 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
         step_s=statistics.median(timed.steps_s),
         peak_bytes=timed.allocated_bytes,
     )
-    if timed.before is None:
+    if not isinstance(timed.before, ManagerStatus):
         return facts
     with umem.profile(steps=1 + PROFILED_STEPS, model=training.model) as profile:
         move_known()

@@ -233,6 +233,11 @@ class StreamTuner:
         """Whether the next step is measured."""
         return self._state == TuningState.MEASURING
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether neither the next step nor one soon behind it is measured."""
+        return not self.is_measuring and (self._state == TuningState.OFF or not self._is_disturbed)
+
     def status(self) -> TuningStatus:
         """The state now."""
         return TuningStatus(

@@ -152,6 +152,9 @@ class StreamedStatus:
     step_in_backward
         Whether parameters are updated in the backward pass. False while it was asked for, and the
         first steps are watched.
+    is_settled
+        Whether later steps run as the next one does: none is measured for a plan, or watched for
+        `step_in_backward`.
     tuning
         What was measured and planned; None for a training without a tuner.
     """
@@ -160,6 +163,7 @@ class StreamedStatus:
     slots_bytes: int
     counts: StepCounts
     step_in_backward: bool
+    is_settled: bool
     tuning: TuningStatus | None
 
 
@@ -295,11 +299,13 @@ class StreamedTraining:
 
     def status(self) -> StreamedStatus:
         """Current state, and counts over the training so far."""
+        is_watched = self._backward is not None and self._backward.is_observing
         return StreamedStatus(
             state_bytes=sum(self._step.units.sizes().values()),
             slots_bytes=self._step.units.slots_bytes,
             counts=replace(self._step.counts),
-            step_in_backward=self._backward is not None and not self._backward.is_observing,
+            step_in_backward=self._backward is not None and not is_watched,
+            is_settled=not is_watched and (self._tuner is None or self._tuner.is_settled),
             tuning=None if self._tuner is None else self._tuner.status(),
         )
 

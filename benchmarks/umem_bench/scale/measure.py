@@ -16,13 +16,8 @@ from umem_bench.allocators import AllocatorName, select
 from umem_bench.card import Card
 from umem_bench.llama import SEED, build_llama
 from umem_bench.results import LlamaShape, Record, ScaleVariant
-from umem_bench.training.measure import (
-    card_figures,
-    outside_figures,
-    status_notes,
-    time_steps,
-    warm_up,
-)
+from umem_bench.training.measure import card_figures, outside_figures, time_steps, warm_up
+from umem_bench.training.status import status_notes
 from umem_bench.training.variants import (
     Training,
     deepspeed_engine,
@@ -100,8 +95,8 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
 
         counted = "umem"
         # umem manages the training from its first step on.
-        training.manager = next(iter(managers()), None)
-        if training.manager is None and not streamed_trainings():
+        training.manager = next(iter((*managers(), *streamed_trainings())), None)
+        if training.manager is None:
             notes.append("no manager of umem runs in this training")
     warm_up(training, losses)
     timed = time_steps(training, job.steps, losses, counted)

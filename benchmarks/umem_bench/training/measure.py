@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,6 +14,14 @@ from umem_bench.allocators import AllocatorName, peaks, reset_peaks
 from umem_bench.card import Card
 from umem_bench.timing import no_garbage_collection
 from umem_bench.training.migration import profile_step
+from umem_bench.training.status import (
+    Status,
+    has_followed,
+    is_settled,
+    predicted_step_s,
+    status_notes,
+    why_off,
+)
 from umem_bench.training.variants import (
     Training,
     TrainingJob,
@@ -22,9 +30,6 @@ from umem_bench.training.variants import (
     why_not,
 )
 
-if TYPE_CHECKING:
-    from umem.executor import ManagerStatus
-
 __all__ = [
     "ARRANGING_STEPS",
     "KEPT_LOSSES",
@@ -32,7 +37,6 @@ __all__ = [
     "card_figures",
     "measure",
     "outside_figures",
-    "status_notes",
     "time_steps",
     "warm_up",
 ]
@@ -53,13 +57,13 @@ _PLAN_PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class Timed:
-    """Timed steps; `before` and `after` are the status of umem's manager around them."""
+    """Timed steps; `before` and `after` are what umem says of the training around them."""
 
     steps_s: tuple[float, ...]
     wall_s: float
     """All steps together, from an idle GPU to an idle GPU, so that no deferred work is missing."""
-    before: ManagerStatus | None
-    after: ManagerStatus | None
+    before: Status | None
+    after: Status | None
     allocated_bytes: int | None
     """Peak."""
 
@@ -68,11 +72,7 @@ class Timed:
         """Whether every step followed umem's plan; None without a manager."""
         if self.before is None or self.after is None:
             return None
-        return (
-            str(self.before.state) in ("running", "resident")
-            and self.after.state == self.before.state
-            and self.after.diverged_steps == self.before.diverged_steps
-        )
+        return has_followed(self.before, self.after)
 
 
 def measure(job: TrainingJob) -> Iterator[dict[str, Any]]:
@@ -108,17 +108,16 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
     manager = training.manager
     losses: list[torch.Tensor] = []
     warm_up(training, losses)
-    if manager is not None and str(manager.status().state) == "off":
-        return {"state": "off", "reason": manager.status().reason}
-    allocator: AllocatorName = "umem" if job.variant.startswith("umem-") else "torch"
+    if manager is not None and (reason := why_off(manager.status())):
+        return {"state": "off", "reason": reason}
+    allocator: AllocatorName = "umem" if job.variant.startswith("umem") else "torch"
     if job.variant == "rmm-pool":
         allocator = "rmm-pool"
     counted = allocator if job.device == "cuda" else None
     timed = time_steps(training, job.steps, losses, counted)
     found: dict[str, Any] = {}
     if timed.after is not None:
-        predicted = timed.after.predicted
-        found["predicted_step_s"] = None if predicted is None else predicted.step_s
+        found["predicted_step_s"] = predicted_step_s(timed.after)
     if allocator == "torch":
         found |= outside_figures(job.card)
     if job.variant == "stock":  # others train for longer before they are timed
@@ -136,24 +135,11 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
 
 def _profile(job: TrainingJob, training: Training, notes: tuple[str, ...]) -> dict[str, Any]:
     """What one more step migrates, for umem's variants and RMM's."""
-    if not job.variant.startswith(("umem-", "rmm-")):
+    if not job.variant.startswith(("umem", "rmm-")):
         return {}
     name = f"{job.method} {job.variant}"
     migration, missing = profile_step(training, name)
     return {"migration": migration, "notes": (*notes, *missing)}
-
-
-def status_notes(status: ManagerStatus) -> tuple[str, ...]:
-    """What a manager's status says against its steps."""
-    notes: list[str] = []
-    if status.reason:
-        notes.append(f"umem's manager is {status.state}: {status.reason}")
-    if status.diverged_steps + status.unplanned + status.wait_timeouts:
-        notes.append(
-            f"of {status.steps} planned steps: {status.diverged_steps} diverged, "
-            f"{status.unplanned} had no plan of their own, {status.wait_timeouts} waits timed out"
-        )
-    return tuple(notes)
 
 
 def warm_up(training: Training, losses: list[torch.Tensor]) -> None:
@@ -163,15 +149,15 @@ def warm_up(training: Training, losses: list[torch.Tensor]) -> None:
     if manager is not None:
         end_s = time.monotonic() + _PLAN_PATIENCE_S
         while (
-            str(manager.status().state) in ("warming up", "recording", "planning")
+            not is_settled(manager.status())
             and len(losses) < _MAX_WARM_STEPS
             and time.monotonic() < end_s
         ):
             losses.append(training.step())
             float(losses[-1])  # the plan starts between steps: this loop must not run ahead
-            if str(manager.status().state) == "planning":
+            if str(getattr(manager.status(), "state", "")) == "planning":
                 manager.wait_for_search(_PLAN_PATIENCE_S)
-        if str(manager.status().state) == "running":
+        if not why_off(manager.status()):
             losses += [training.step() for _ in range(ARRANGING_STEPS)]
     float(losses[-1])
 

@@ -9,6 +9,7 @@ import torch
 
 from umem import TensorClass
 from umem.core.units import format_bytes
+from umem.executor import Manager
 from umem_bench.results import Migration
 from umem_bench.training.variants import Training
 
@@ -42,7 +43,7 @@ def profile_step(training: Training, name: str) -> tuple[Migration | None, tuple
     (report,) = profile.step_reports()
     if not report.collected:
         return None, report.notes
-    manager = training.manager
+    manager = training.manager if isinstance(training.manager, Manager) else None
     predicted = None if manager is None else manager.status().predicted
     predicted_bytes = None if predicted is None else _by_direction(predicted)
     is_paged = manager is not None and manager.status().planner == "fault"
@@ -63,7 +64,7 @@ def profile_step(training: Training, name: str) -> tuple[Migration | None, tuple
 
 def _wait_for_hints(training: Training) -> None:
     """Wait until every request of umem's manager is carried out."""
-    if training.manager is None:
+    if not isinstance(training.manager, Manager):
         return
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # hints wait for earlier launches

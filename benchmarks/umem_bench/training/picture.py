@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from umem import UmemError, UnsupportedError
-from umem_bench.results import PLANNERS, VARIANTS, Method, Run, Variant, Workload
+from umem_bench.results import BUDGETED, VARIANTS, Method, Run, Variant, Workload
 from umem_bench.training.tables import batches, fits, panels, shown, stock_of, tokens_per_s
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ __all__ = ["OVER_BUDGET_STYLE", "new_figure", "training_figure"]
 # Okabe and Ito's palette and more: umem's are blues and greens, the others' are warm. Stock is a
 # line, and its repetition is not drawn.
 _COLOURS: dict[Variant, str] = {
-    "umem-planned": "#0072B2",
+    "umem": "#0072B2",
     "umem-backward-step": "#8CD3B6",
+    "umem-planned": "#332288",
     "umem-lookahead": "#56B4E9",
     "umem-fault": "#009E73",
     "umem-optimizer-host": "#003F63",
@@ -93,7 +94,7 @@ def _panel(
             continue
         offset = (variants.index(result.variant) - (len(variants) - 1) / 2) * width
         for group, percent in enumerate(budgets):
-            if result.variant in PLANNERS and result.budget_percent != percent:
+            if result.variant in BUDGETED and result.budget_percent != percent:
                 continue
             if result.state == "off":
                 who = f"{result.variant} at {percent:g} %"

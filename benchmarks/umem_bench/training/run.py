@@ -11,7 +11,7 @@ from umem.core.units import format_bytes
 from umem_bench.card import Card, MemorySampler
 from umem_bench.machine import header
 from umem_bench.results import (
-    PLANNERS,
+    BUDGETED,
     VARIANTS,
     Header,
     Method,
@@ -74,7 +74,7 @@ def cells(settings: TrainingSettings) -> list[Cell]:
                     continue
                 if (variant, method) == ("umem-optimizer-host", "lora"):
                     continue
-                budgets = workload.budgets_percent if variant in PLANNERS else (None,)
+                budgets = workload.budgets_percent if variant in BUDGETED else (None,)
                 found += [(workload.name, method, variant, percent) for percent in budgets]
     return sorted(found, key=lambda cell: cell[2] == "stock-again")
 

@@ -7,7 +7,7 @@ from textwrap import shorten
 
 from umem.core.units import format_bytes
 from umem_bench.results import (
-    PLANNERS,
+    BUDGETED,
     VARIANTS,
     LlamaShape,
     Method,
@@ -124,7 +124,7 @@ def device_peak_bytes(run: Run, result: TrainingResult) -> int | None:
     if result.card_peak_bytes is not None:
         stock = stock_of(run, result.workload, result.method)
         return result.card_peak_bytes - base_bytes(result, stock)
-    if result.variant in PLANNERS:
+    if result.variant in BUDGETED:
         return result.resident_bytes
     if result.peak_allocated_bytes is None:
         return None
@@ -140,7 +140,7 @@ def fits(run: Run, result: TrainingResult, percent: float) -> bool:
     peak_bytes = device_peak_bytes(run, result)
     if result.state != "measured" or peak_bytes is None:
         return False
-    if result.variant in PLANNERS:
+    if result.variant in BUDGETED:
         return (result.budget_percent or 0.0) <= percent and not _is_over_budget(run, result)
     stock = stock_of(run, result.workload, result.method)
     whole_bytes = working_set_bytes(stock) if stock else None
@@ -209,7 +209,7 @@ def _speeds(run: Run, workload: Workload, method: Method) -> Table:
     for variant in dict.fromkeys(it.variant for it in own):
         results = [it for it in own if it.variant == variant]
         free = NOTHING
-        if variant not in PLANNERS:
+        if variant not in BUDGETED:
             counted = _device(run, results[0]).replace(NOTHING, "not counted")
             free = f"{_speed(run, results[0])}, {counted}"
         rows.append((variant, free, *(_speed_at(run, results, it) for it in budgets)))
@@ -222,7 +222,7 @@ def _speeds(run: Run, workload: Workload, method: Method) -> Table:
 
 def _speed_at(run: Run, results: list[TrainingResult], percent: float) -> str:
     for result in results:
-        has_budget = result.variant in PLANNERS
+        has_budget = result.variant in BUDGETED
         if has_budget and result.budget_percent != percent:
             continue
         if result.state == "off" or fits(run, result, percent):
@@ -328,7 +328,8 @@ def checks(run: Run) -> Iterator[Check]:
     """Hold planned runs against demand paging, stock, their budget and their prediction."""
     for result in run.trainings:
         percent = result.budget_percent
-        if percent is None or PLANNERS[result.variant] != "planned":
+        planner = BUDGETED.get(result.variant)
+        if percent is None or planner not in ("planned", None):
             continue
         subject = f"{result.workload}, {result.method}, {result.variant} at {percent:g} %"
         if result.state != "measured" or result.plan_running is False:
@@ -340,6 +341,8 @@ def checks(run: Run) -> Iterator[Check]:
         within = fits(run, result, percent)
         yield Check(f"{subject}: within its budget", within, _device(run, result))
         yield from _predictions(subject, result)
+        if planner is None:
+            continue
         ours, theirs = result.migration, paged[0].migration if paged else None
         if percent < 100 and ours and theirs:
             counts = ours.fault_batches, theirs.fault_batches

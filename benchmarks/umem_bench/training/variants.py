@@ -19,8 +19,8 @@ from umem_bench.allocators import select
 from umem_bench.card import Card
 from umem_bench.llama import SEED, ChunkedLoss, build_llama
 from umem_bench.results import (
+    BUDGETED,
     METHODS,
-    PLANNERS,
     VARIANTS,
     LlamaShape,
     Method,
@@ -60,7 +60,7 @@ WORKLOADS: dict[WorkloadName, Workload] = {
         name="activations",
         model=LlamaShape(tokens=4096, checkpoint=False),
         methods=METHODS,
-        variants=("stock", "umem-planned", "umem-fault", "save-on-cpu", "stock-again"),
+        variants=("stock", "umem", "umem-planned", "umem-fault", "save-on-cpu", "stock-again"),
         budgets_percent=(60.0, 30.0),
     ),
 }
@@ -151,11 +151,12 @@ def place_allocator(job: TrainingJob) -> None:
         import umem
 
         umem.enable(umem.load_policy(OPTIMIZER_ON_HOST))
-    elif job.variant in PLANNERS:
-        os.environ["UMEM_PLANNER"] = PLANNERS[job.variant]
+    elif job.variant in BUDGETED:
+        planner = BUDGETED[job.variant]
+        if planner is not None:
+            os.environ["UMEM_PLANNER"] = planner
         os.environ["UMEM_DEVICE_BUDGET"] = str(job.budget_bytes)
-        # Only streamed state is updated in the backward pass.
-        policy = job.method if job.variant == "umem-backward-step" else "managed"
+        policy = job.method if planner is None else "managed"
         select("umem", policy, job.managed_limit_bytes)
     else:
         pooled = job.variant == "rmm-pool"
@@ -178,16 +179,13 @@ def make_training(job: TrainingJob) -> Training:
         training = _with_steps_in_backward(model, batch)
     else:
         training = _with_one_optimizer(job.variant, model, batch)
-    if job.variant == "umem-optimizer-host" or job.variant in PLANNERS:
+    if job.variant == "umem-optimizer-host" or job.variant in BUDGETED:
         import umem
-        from umem.executor import Manager
 
         (optimizer,) = training.optimizers
-        managed = umem.manage(
+        training.manager = umem.manage(
             model, optimizer, step_in_backward=job.variant == "umem-backward-step"
         )
-        if isinstance(managed, Manager):  # streamed state has no plan to wait for
-            training.manager = managed
     if device.type == "cuda":
         # The fastest everywhere, with a backward pass that can be deterministic.
         training.around.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
