@@ -7,8 +7,10 @@ Each runs twice: as it is, and with its trainings found at their optimizers' fir
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import umem
 from umem import swap
 from umem.capture.live import WallClock
 from umem.core.errors import PlanError
@@ -573,6 +576,35 @@ def copied_and_continued(seen: list[Any]) -> None:
         if number == 5:
             model, optimizer = copy.deepcopy((model, optimizer))
     seen += model.parameters()
+
+
+def test_a_model_that_is_trained_again_keeps_nothing_of_its_first_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(streams: Streams | None) -> Any:
+        torch.manual_seed(0)
+        model = Net()
+        with streaming(streams, monkeypatch):
+            for _ in range(2):
+                optimizer = _adamw(model)
+                for number in range(6):
+                    optimizer.zero_grad()
+                    model(_batch(number)).square().mean().backward()
+                    optimizer.step()
+                umem.join()
+                state = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+                hooks = len(model._forward_pre_hooks)
+                del optimizer
+                gc.collect()
+                if streams is not None:
+                    assert streams.trainings[-1].is_closed
+                    assert len(model._forward_pre_hooks) < hooks
+                assert state() is None
+            return exact(list(model.parameters()))
+
+    streams = Streams(10_000)
+    assert run(streams) == run(None)
+    assert [it.counts.streamed for it in streams.trainings] == [5, 5]
 
 
 LOOPS: list[Callable[[list[Any]], None]] = [

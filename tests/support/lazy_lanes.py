@@ -36,6 +36,10 @@ class _Task:
     is_done: bool = False
 
 
+def _nothing() -> None:
+    pass
+
+
 class LazyLanes(Lanes):
     """Lanes whose work is late.
 
@@ -141,6 +145,8 @@ class LazyLanes(Lanes):
         with self._as_queued(task):
             task.work()
         task.is_done = True
+        # As an event of a GPU, it keeps nothing alive.
+        task.work, task.after, task.gradients = _nothing, (), []
 
     @contextmanager
     def _as_queued(self, task: _Task) -> Iterator[None]:

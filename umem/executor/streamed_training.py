@@ -238,7 +238,9 @@ class StreamedTraining:
         )
         if step_in_backward:
             self.move_into_backward()
-        weakref.finalize(model, _close, weakref.ref(self)).atexit = False
+        # The model may be trained again, by another optimizer.
+        for owner in (model, optimizer):
+            weakref.finalize(owner, _close, weakref.ref(self)).atexit = False
         _trainings.add(self)
         _watch_compiler()
 
@@ -328,7 +330,7 @@ class StreamedTraining:
         self._undo.clear()
 
     def abandon(self) -> None:
-        """Close when the model is gone, whatever has become of its last step."""
+        """Close when model or optimizer is gone, whatever has become of the last step."""
         if self._backward is not None:
             self._backward.close(is_checked=False)
         self._release()
