@@ -433,7 +433,8 @@ def test_more_memory_with_units_of_all_sizes_costs_at_most_one_copy(
 ) -> None:
     """It may hold a large unit in the place of small ones, and the rest of it nothing."""
     hardware = machine_of(machine, figures)
-    copy_s = 2 * 80 * MIB / (figures[0] * RATE)
+    link, slowdown = figures
+    copy_s = 2 * 80 * MIB / RATE * (1 / link + slowdown)  # with the computation that it slows
     fastest_s = float("inf")
     for spare in range(160, sum(it.state_bytes // MIB for it in units) + 1, 20):
         step_s = planned(hardware, units, spare, other_s=backward_s).predicted.step_s

@@ -271,7 +271,7 @@ class StreamTuner:
             "umem: this training is not measured any more, and activations stay on the device: "
             "%s: %s",
             type(error).__name__,
-            error,
+            str(error),
             exc_info=_LOG.isEnabledFor(logging.DEBUG),
         )
         self._state = TuningState.OFF
@@ -427,7 +427,8 @@ class StreamTuner:
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "umem: all optimizer state is streamed and all activations are copied: %s", error
+                "umem: all optimizer state is streamed and all activations are copied: %s",
+                str(error),  # a record keeps what it is given, and an exception its frames
             )
 
     def _log(self, plan: StreamPlan) -> None:
