@@ -6,6 +6,7 @@ JOBS ?= $(shell nproc)
 # One more than cores: tests wait for processes that they start, and for time to pass.
 WORKERS ?= $(shell expr $(JOBS) + 1)
 MARKED ?= slow or not slow
+GPU := $(wildcard /dev/nvidiactl)
 export UMEM_CUDA
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 
@@ -68,10 +69,10 @@ lint: native
 planner: native
 	PYTHONPATH=benchmarks $(BIN)/python -m umem_bench.compile_planner
 
-# Side by side, but for the tests on a GPU, which share its memory.
+# Side by side, but for the tests on a GPU, which share its memory. Without one they are skipped.
 pytest: native
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and ($(MARKED))" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(if $(GPU),not gpu and )($(MARKED))" $(PYTEST_ARGS)
+	$(if $(GPU),$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu))
 
 bench: native
 	$(BIN)/umem bench all
