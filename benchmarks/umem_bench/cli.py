@@ -48,6 +48,7 @@ app = typer.Typer(
     help="Measure umem: allocator, trainings within a budget, planners.", no_args_is_help=True
 )
 
+_Policy = Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")]
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter rounds.")]
 _Output = Annotated[
@@ -61,7 +62,7 @@ _Check = Annotated[
 def _add_allocator_command(name: str, benchmarks: Sequence[str], words: str) -> None:
     @app.command(name, help=words)
     def command(
-        policy: Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")] = "sft",
+        policy: _Policy = "sft",
         only: Annotated[
             str, typer.Option("--allocators", help="Those to compare, with commas between.")
         ] = ",".join(allocators.ALLOCATORS),
@@ -104,9 +105,22 @@ _add_allocator_command(
 _add_allocator_command(
     "step", ["step"], "A training step, LoRA and SFT, of a Llama that fits. Needs a GPU."
 )
-_add_allocator_command(
-    "core", ["core"], "The native core over host memory: absolute figures, no GPU needed."
-)
+
+
+@app.command(help="The native core over host memory: absolute figures, no GPU needed.")
+def core(
+    policy: _Policy = "sft",
+    rounds: _Rounds = 5,
+    quick: _Quick = False,
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    rounds = min(rounds, _QUICK_ROUNDS) if quick else rounds
+    found = run_core(policy, rounds=rounds, quick=quick)
+    settings = {"policy": policy, "rounds": rounds}
+    _finish(Run(header("allocators", settings), tuple(found)), output, check)
+
+
 _add_allocator_command(
     "all", ["core", "alloc", "step"], "All three. Needs a GPU, and about two minutes."
 )
