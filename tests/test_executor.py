@@ -46,8 +46,10 @@ from umem.executor.plans import Plans
 from umem.executor.program import Hints, PhaseWork, Program
 from umem.executor.runner import Runner
 from umem.executor.step_plan import PhasePlan, plan_releases
+from umem.hardware import load_hardware
 from umem.offload import ActivationStore
 from umem.planning.running_step import with_gradient_lifetimes
+from umem.policy import resolve
 from umem.runtime.hints import HintEngine, HintOutcome
 from umem.trace import check_trace, phase_of_access
 
@@ -348,8 +350,8 @@ def test_the_step_in_the_backward_pass_needs_streamed_state(
 ) -> None:
     manage = sys.modules["umem.executor.manage"]  # `umem.executor.manage` is the function
     policy = umem.load_policy("managed")
-    rules = [SimpleNamespace(mechanism="migrate")] * len(umem.TensorClass)
-    enabled = SimpleNamespace(policy=policy, resolved=SimpleNamespace(rules=rules))
+    resolved = resolve(policy, load_hardware("h200-pcie"), {})
+    enabled = SimpleNamespace(policy=policy, resolved=resolved)
     monkeypatch.setattr(manage, "runtime", lambda: enabled)
     training = Training()
     with pytest.raises(PlanError, match=r"'managed' plans pages.* sft"):

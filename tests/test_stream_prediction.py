@@ -20,7 +20,6 @@ from umem.planning.stream_prediction import (
     predict_stream,
     stream_row,
     streamed_step,
-    streams_state,
 )
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.trace import Trace, save_trace
@@ -259,8 +258,8 @@ def test_what_cannot_be_predicted_is_an_error(
     with pytest.raises(PlanError, match="page-locked"):
         predict_stream(step_of(), replace(machine, host_bytes=MIB), with_budget(policy, 160))
     managed = resolve(load_policy("managed"), machine, {})
-    assert streams_state(policy)
-    assert not streams_state(managed)
+    assert policy.streams_state
+    assert not managed.streams_state
     with pytest.raises(PlanError, match="managed streams no optimizer state"):
         predict_stream(step_of(), machine, managed)
     untimed = replace(

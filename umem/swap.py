@@ -161,10 +161,7 @@ def _enable(policy: Policy) -> Runtime:
     classifier = Classifier(allocator, gradient_hook(allocator))
     classifier.install()
     share_with(resolved.share, allocator)
-    streams_state = any(
-        (rule.kind, rule.mechanism) in (("pinned", "stream"), ("device", "copy"))
-        for rule in resolved.rules
-    )
+    streams_state = resolved.streams_state or resolved.copies_activations
     if resolved.planner != "none" or streams_state:
         manage_automatically(
             classifier.roots,

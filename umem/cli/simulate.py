@@ -22,7 +22,6 @@ from umem.planning.stream_prediction import (
     StreamPrediction,
     predict_stream,
     stream_row,
-    streams_state,
 )
 from umem.policy import ResolvedPolicy
 from umem.trace import Trace
@@ -110,7 +109,7 @@ def simulate(
     # Before the first trace, which may take long.
     resolved = options.find_policy(policy, machine, budget)
     options.check_plot(plot, plot_format)
-    if streams_state(resolved):
+    if resolved.streams_state:
         if plot is not None:
             raise UmemError("--plot: pictures are of pages, and this policy streams state")
         _simulate_streamed(

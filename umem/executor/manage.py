@@ -10,13 +10,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
-from umem.core.errors import EnableError, PlanError
+from umem.core.errors import PlanError
 from umem.executor.machine import Machine, cuda_machine
 from umem.executor.manager import Manager
 from umem.executor.streamed_training import StreamedTraining, stream_state
 from umem.io.problems import did_you_mean
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics
+from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
 from umem.trace import require_durations
 
@@ -79,9 +80,8 @@ def manage(
     """
     state = runtime()
     optimizer = _innermost(optimizer)
-    rule = state.resolved.rules[TensorClass.OPTIMIZER_STATE.number]
     if (
-        rule.mechanism == "stream"
+        state.resolved.streams_state
         and planner is None
         and (step_in_backward or state.resolved.planner == "none")
     ):
@@ -93,14 +93,7 @@ def manage(
             "`optimizer_state: {mechanism: stream}`, such as sft, or call "
             "umem.manage(model, optimizer) without step_in_backward"
         )
-    devices = {parameter.device for parameter in model.parameters()}
-    devices = {device for device in devices if device.type == "cuda"}
-    if len(devices) != 1:
-        raise EnableError(
-            f"the model's parameters are on {len(devices)} GPUs: move it to one GPU before "
-            "umem.manage(model, optimizer)"
-        )
-    (device,) = devices
+    device = gpu_of(model)
     return manage_on(
         model,
         optimizer,

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from umem.capture.live import NO_BLOCK, find_blocks
 from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
-from umem.core.errors import EnableError, PlanError
+from umem.core.errors import PlanError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
@@ -29,6 +29,7 @@ from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
 from umem.hardware import detect_hardware
 from umem.offload import ActivationStore
+from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import (
@@ -102,20 +103,13 @@ def stream_state(
                 training.move_into_backward()
             return training
     state = runtime()
-    devices = {it.device for it in model.parameters() if it.device.type == "cuda"}
-    if len(devices) != 1:
-        raise EnableError(
-            f"the model's parameters are on {len(devices)} GPUs: state is streamed on one"
-        )
-    (device,) = devices
+    policy, device = state.resolved, gpu_of(model)
     index = device.index or 0
-    rules = dict(zip(TensorClass, state.resolved.rules, strict=True))
-    rule, of_activations = rules[TensorClass.OPTIMIZER_STATE], rules[TensorClass.ACTIVATIONS]
-    copies = (of_activations.kind, of_activations.mechanism) == ("device", "copy")
     hardware = detect_hardware(index)
     budget_bytes = state.device_budgets[index] or hardware.device_bytes
-    homes = [name for name, it in rules.items() if it.kind == "pinned"]
-    streams_state = rule.mechanism == "stream"
+    homes = [name for name in TensorClass if policy.rules[name.number].kind == "pinned"]
+    min_bytes = policy.rules[TensorClass.OPTIMIZER_STATE.number].min_bytes
+    streams_state = policy.streams_state
     reason = refusal(optimizer) if streams_state and not step_in_backward else ""
     if reason:
         streams_state = False
@@ -124,13 +118,13 @@ def stream_state(
         hardware,
         CudaClock(device),
         CudaRoom(state.allocator, index, budget_bytes, homes),
-        ActivationStore(device) if copies else None,
+        ActivationStore(device) if policy.copies_activations else None,
     )
     return StreamedTraining(
         model,
         optimizer,
         cuda_lanes(device),
-        CudaStateMemory(device, state.allocator, rule.min_bytes),
+        CudaStateMemory(device, state.allocator, min_bytes),
         tuner,
         streams_state=streams_state,
         step_in_backward=step_in_backward,
@@ -397,7 +391,7 @@ class StreamedTraining:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives take tensors past the guard.
             self._step.may_defer = False
-        # In the first of the passes that are measured, updates would take a part of their time.
+        # Updates would take a part of the time of the forward pass that is measured.
         is_deferred = self._tuner is None or not self._tuner.is_measuring
         empty = self._step.step(optimizer, is_deferred=is_deferred)
         # torch runs the step's own function on what a hook returns: here on no parameters.

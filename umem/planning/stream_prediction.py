@@ -36,7 +36,6 @@ __all__ = [
     "predict_stream",
     "stream_row",
     "streamed_step",
-    "streams_state",
 ]
 
 _PASS = {"forward": 0, "backward": 1, "recompute": 1, OPTIMIZER: 2}
@@ -101,11 +100,6 @@ class StreamPrediction:
         return sum(state) + sum(units[number].saved_bytes for number in plan.copied)
 
 
-def streams_state(policy: ResolvedPolicy) -> bool:
-    """Whether a policy streams the optimizer's state."""
-    return policy.rules[TensorClass.OPTIMIZER_STATE.number].mechanism == "stream"
-
-
 def predict_stream(
     trace: Trace, hardware: Hardware, policy: ResolvedPolicy, *, in_backward: bool = False
 ) -> StreamPrediction:
@@ -132,7 +126,7 @@ def predict_stream(
         If the policy streams no state, or the device budget or the host's memory is too small; and
         for several batches `in_backward`.
     """
-    if not streams_state(policy):
+    if not policy.streams_state:
         raise PlanError(
             f"policy {policy.name} streams no optimizer state on {hardware.name}: give one whose "
             "optimizer_state has mechanism: stream"

@@ -60,6 +60,17 @@ class ResolvedPolicy:
     """Why each class has its rule, for people: a sentence where the machine decided, else empty."""
     share: tuple[ShareLibrary, ...]
 
+    @property
+    def streams_state(self) -> bool:
+        """Whether the optimizer's state is streamed."""
+        return self.rules[TensorClass.OPTIMIZER_STATE.number].mechanism == "stream"
+
+    @property
+    def copies_activations(self) -> bool:
+        """Whether activations in plain device memory are copied out where a plan says so."""
+        rule = self.rules[TensorClass.ACTIVATIONS.number]
+        return (rule.kind, rule.mechanism) == ("device", "copy")
+
 
 def resolve(
     policy: Policy,

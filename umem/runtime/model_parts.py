@@ -15,10 +15,12 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
+from umem.core.errors import EnableError
 from umem.torch_compat import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 __all__ = [
     "find_chains",
+    "gpu_of",
     "main_chain",
     "members",
     "named_parts",
@@ -66,6 +68,18 @@ def main_chain(model: nn.Module) -> nn.Module | None:
         return len(members(chain)) * sum(parameter.nbytes for parameter in chain.parameters())
 
     return max(find_chains(model), key=weight, default=None)
+
+
+def gpu_of(model: nn.Module) -> torch.device:
+    """The GPU that a model's parameters are on. Raises EnableError if that is not one."""
+    devices = {it.device for it in model.parameters() if it.device.type == "cuda"}
+    if len(devices) != 1:
+        raise EnableError(
+            f"the model's parameters are on {len(devices)} GPUs: move it to one GPU before "
+            "umem.manage(model, optimizer)"
+        )
+    (device,) = devices
+    return device
 
 
 def optimizer_parameters(*optimizers: Optimizer) -> Iterator[torch.Tensor]:

@@ -31,7 +31,7 @@ from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import can_guard, has_alias
 from umem.executor.optimizer.freed_gradient import FreedGradient, freed_gradient
 from umem.executor.optimizer.lanes import Lanes
-from umem.executor.optimizer.step_call import StepCall
+from umem.executor.optimizer.step_call import StepCall, parameters_of
 from umem.executor.optimizer.step_observer import StepObserver
 from umem.executor.optimizer.streamed_step import StreamedStep
 from umem.executor.optimizer.streamed_units import StreamedUnit
@@ -138,7 +138,7 @@ class BackwardUpdates:
 
     def _hook(self, unit: StreamedUnit) -> None:
         arrivals = _Arrivals(unit)
-        trained = [p for _, some in unit.queued for p in some if p.requires_grad and p.is_leaf]
+        trained = [p for p in parameters_of(unit.queued) if p.requires_grad and p.is_leaf]
         arrivals.hooked = frozenset(map(id, trained))
         arrivals.reset()
         # Hooks of tensors must hold no strong reference: the garbage collector does not see them.
@@ -202,7 +202,7 @@ class BackwardUpdates:
             self._is_known = self._step.units.knows(optimizer)
         if not self._is_known:
             return False
-        parameters = [parameter for _, some in unit.queued for parameter in some]
+        parameters = parameters_of(unit.queued)
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in arrivals.hooked:
                 self._layout = -1  # hooks are set anew behind the next forward pass
@@ -321,7 +321,7 @@ class BackwardUpdates:
                             "backward pass has updated"
                         )
             for unit in self._ahead:
-                self._step.settle_ahead(unit)
+                self._step.settle(unit)
             self._have_loaded("model")
 
     def optimizer_loads(self) -> None:

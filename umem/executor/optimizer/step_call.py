@@ -13,10 +13,15 @@ from umem.executor.optimizer.separable import plain_step
 from umem.executor.optimizer.state_staging import StagedState
 from umem.torch_compat import version_counter
 
-__all__ = ["ParameterGroups", "StepCall"]
+__all__ = ["ParameterGroups", "StepCall", "parameters_of"]
 
 ParameterGroups = list[tuple[int, list[Any]]]
 """Parameters by the number of their group of the optimizer."""
+
+
+def parameters_of(groups: ParameterGroups) -> list[Any]:
+    """All parameters, in their order."""
+    return [parameter for _, some in groups for parameter in some]
 
 
 class StepCall:
@@ -69,7 +74,7 @@ class StepCall:
         """
         if state.span is not None:
             return self._update_of_span(state, state.span, part, is_last=is_last)
-        updated = [parameter for _, some in part for parameter in some]
+        updated = parameters_of(part)
         shadow = self.shadow(part, state.views)
 
         def update() -> None:

@@ -21,7 +21,7 @@ from umem.executor.optimizer.access_guard import (
     release,
 )
 from umem.executor.optimizer.lanes import Lanes
-from umem.executor.optimizer.step_call import StepCall
+from umem.executor.optimizer.step_call import StepCall, parameters_of
 from umem.executor.optimizer.streamed_units import StreamedUnit
 from umem.torch_compat import version_counter
 
@@ -95,7 +95,7 @@ class StepObserver:
 
     def completed(self, unit: StreamedUnit) -> None:
         """Guard the weights of a unit, all of whose gradients have arrived."""
-        weights = [p for _, some in unit.queued for p in some if type(p) is torch.nn.Parameter]
+        weights = [p for p in parameters_of(unit.queued) if type(p) is torch.nn.Parameter]
         self._guarded += weights
         guard_parameters(
             weights,

@@ -33,7 +33,7 @@ from umem.executor.optimizer.access_guard import (
     release,
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
-from umem.executor.optimizer.step_call import ParameterGroups, StepCall
+from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
 from umem.executor.optimizer.streamed_units import PendingUpdate, StreamedUnit, StreamedUnits
 from umem.torch_compat import current_graph_task_id
 
@@ -130,7 +130,7 @@ class StreamedStep:
         for unit in ahead:
             unit.ahead = []
             if not is_deferred:
-                self._settle(unit)
+                self.settle(unit)
         return done
 
     def lay_out(self, optimizer: Optimizer) -> None:
@@ -149,14 +149,11 @@ class StreamedStep:
         self, unit: StreamedUnit, call: StepCall, done: frozenset[Any], is_deferred: bool
     ) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
-        part = [
-            (number, [p for p in some if p.grad is not None])
-            for number, some in _without(unit.queued, done)
-        ]
-        updated = [parameter for _, some in part for parameter in some]
+        part = _with_gradients(_without(unit.queued, done))
+        updated = parameters_of(part)
         if not updated:
             return None
-        self._settle(unit)  # what the backward pass has updated of it
+        self.settle(unit)  # what the backward pass has updated of it
         state = unit.state
         assert state is not None
         gradients = [parameter.grad for parameter in updated]
@@ -223,8 +220,8 @@ class StreamedStep:
         freed
             Returns what a parameter gets in the place of its gradient.
         """
-        part = [(number, [p for p in some if p.grad is not None]) for number, some in unit.queued]
-        updated = [parameter for _, some in part for parameter in some]
+        part = _with_gradients(unit.queued)
+        updated = parameters_of(part)
         state, ready = unit.state, self._lanes.mark()
         assert state is not None
         self._launch(unit, call, part, ready)
@@ -251,10 +248,6 @@ class StreamedStep:
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
             pending.kept.clear()
 
-    def settle_ahead(self, unit: StreamedUnit) -> None:
-        """Let the program load the parameters of a unit that was updated in the backward pass."""
-        self._settle(unit)
-
     # ------------------------------------------------------------------ waiting
 
     def wait(self, name: str) -> None:
@@ -264,7 +257,7 @@ class StreamedStep:
         unit = self.units.get(name)
         if unit is not None and unit.pending is not None:
             unit.check_not_ahead()
-            self._settle(unit)
+            self.settle(unit)
 
     @property
     def is_under_way(self) -> bool:
@@ -275,9 +268,10 @@ class StreamedStep:
         """Let the current stream wait for all updates. State in host memory may still arrive."""
         for unit in self.units:
             if not unit.ahead:
-                self._settle(unit)
+                self.settle(unit)
 
-    def _settle(self, unit: StreamedUnit) -> None:
+    def settle(self, unit: StreamedUnit) -> None:
+        """Let the current stream wait for a unit's update, and guard the unit no more."""
         with self.lock:
             pending, unit.pending = unit.pending, None
             if pending is None:
@@ -294,7 +288,7 @@ class StreamedStep:
     def _settle_early(self, unit: StreamedUnit) -> None:
         unit.check_not_ahead()
         self.counts.early += unit.pending is not None
-        self._settle(unit)
+        self.settle(unit)
         if unit.updated is not None:  # another thread may have settled it just now, for its stream
             self._lanes.wait(unit.updated)
 
@@ -310,3 +304,7 @@ def _without(groups: ParameterGroups, done: frozenset[Any]) -> ParameterGroups:
     if not done:
         return groups
     return [(number, [p for p in some if p not in done]) for number, some in groups]
+
+
+def _with_gradients(groups: ParameterGroups) -> ParameterGroups:
+    return [(number, [p for p in some if p.grad is not None]) for number, some in groups]

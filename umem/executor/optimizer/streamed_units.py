@@ -22,7 +22,7 @@ from umem.executor.optimizer.state_staging import (
     StateMemory,
     find_spans,
 )
-from umem.executor.optimizer.step_call import ParameterGroups
+from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.executor.optimizer.unit_names import part_name
 
 __all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits"]
@@ -243,7 +243,7 @@ class StreamedUnits:
                 self._lay_out_unit(unit, state, piece_bytes)
             self.layouts += 1
             self._seen = (state, len(state))
-            queued = {p for unit in self._units.values() for _, some in unit.queued for p in some}
+            queued = {p for unit in self._units.values() for p in parameters_of(unit.queued)}
             self.in_line = [
                 (number, [p for p in group["params"] if p not in queued])
                 for number, group in enumerate(optimizer.param_groups)
@@ -273,7 +273,7 @@ class StreamedUnits:
         self, unit: StreamedUnit, state: OptimizerState, piece_bytes: int | None
     ) -> None:
         self._drop_state(unit)
-        every = {p: state.get(p) or {} for _, some in unit.groups for p in some}
+        every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
         movable = {
             parameter: [
                 value
