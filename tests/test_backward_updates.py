@@ -143,6 +143,25 @@ def test_resident_state_is_updated_there_too(resident: list[str], eagerness: flo
     assert updated == len(UNITS) * steps
 
 
+def test_a_new_plan_moves_state_while_there_are_no_gradients() -> None:
+    """Resident state has the room of gradients that the backward pass frees."""
+
+    def plan(program: Program) -> None:
+        if program.training is not None and updates(program):
+            units = program.training.step.units
+            changed = frozenset(UNITS[len(program.seen) % 2 :: 2])
+            units.set_plan(changed, 2)
+            before = updates(program)
+            passes(program)
+            assert updates(program) == before + len(UNITS)
+            program.optimizer.step()
+        else:
+            passes(program)
+            program.optimizer.step()
+
+    assert updates(run(plan)) > 0
+
+
 class Stopped(Net):
     """Uses weights that no gradient goes to: the graph has them without a version counter."""
 

@@ -343,6 +343,33 @@ def test_a_step_in_the_backward_pass_is_planned_anew() -> None:
     assert run.training.counts.ahead > 0
 
 
+def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The plan for gradients that are all kept would be for a budget that it is too large for."""
+    caplog.set_level(logging.INFO, "umem")
+    run = Training(Machine(2 * LAYER_STATE + 4 * SAVED), clips=False)
+    run.training.move_into_backward()
+    plans = []
+    while not run.training.status().step_in_backward:
+        run.step()
+        plans.append(run.training.status().tuning.plans)
+    assert not any(plans)
+    computed_s = sum(11.0 + 2 * it for it in range(LAYERS))
+
+    def slow_down(*_: object) -> None:
+        """As updates beside the backward pass do, in the steps that are measured now."""
+        run.machine.compute(5.0)
+
+    handle = run.model.layers[1].register_full_backward_hook(slow_down)
+    run.run(4)
+    handle.remove()
+    status = run.training.status().tuning
+    assert status.plans == 1
+    assert status.plan.predicted.compute_s == pytest.approx(computed_s, rel=1e-3)
+    assert not [it for it in caplog.records if it.levelno >= logging.WARNING]
+
+
 def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "umem")
     run = Training(Machine())

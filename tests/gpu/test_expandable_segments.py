@@ -43,7 +43,8 @@ def changing(start: Callable[..., Job], policy: str) -> Any:
 def test_the_card_holds_what_is_counted(changing: Any) -> None:
     # Tables of pages, and what the driver keeps for kernels.
     assert max(map(abs, changing["differences"])) <= 16 * MIB, changing["differences"]
-    assert changing["left_bytes"] <= 16 * MIB  # the graph's memory
+    # A tensor of 8 MiB, and the graph's: one in a segment of 20 MiB, and a small segment.
+    assert changing["left_bytes"] <= 32 * MIB
 
 
 def test_changing_sizes_stay_within_the_budget(changing: Any) -> None:

@@ -135,7 +135,7 @@ class StreamTuner:
         self._clock = clock
         self._room = room
         self._store = store
-        self._in_backward = False
+        self._in_backward = self._expects_backward = False
         self._state = TuningState.OFF
         self._activations: CopiedActivations | None = None
         self._tracker: PhaseTracker | None = None
@@ -145,6 +145,8 @@ class StreamTuner:
         self._fetch_ahead = 1
         self._sizes: dict[str, int] = {}
         self._figures: StepFigures | None = None
+        self._timed: StepFigures | None = None
+        """Steps before updates began to share the time of the backward pass."""
         self._saved_bytes: dict[str, int] = {}
         self._to_measure = self._tried = 0
         self._wanted_bytes = 0.0
@@ -211,14 +213,19 @@ class StreamTuner:
         except Exception as error:
             self._fail(error)
 
+    def expect_backward(self) -> None:
+        """Make no plan until :meth:`move_into_backward`, whose plan needs less memory."""
+        self._expects_backward = True
+
     def move_into_backward(self) -> None:
         """Measure and plan anew: from now on, parameters are updated in the backward pass.
 
         It frees their gradients there, so that more state has room.
         """
-        self._in_backward = True
+        self._in_backward, self._expects_backward = True, False
         if self._tracker is None or self._state == TuningState.OFF:
             return
+        self._timed = self._figures
         self._figures, self._plans, self._wanted_bytes = None, 0, 0.0
         try:
             if self._state == TuningState.MEASURING:
@@ -334,7 +341,7 @@ class StreamTuner:
             for name, size_bytes in self._activations.saved_bytes.items():
                 self._saved_bytes[name] = max(size_bytes, self._saved_bytes.get(name, 0))
         self._to_measure -= is_large
-        if self._to_measure > 0 and self._tried < _LONGEST_SEARCH:
+        if self._expects_backward or (self._to_measure > 0 and self._tried < _LONGEST_SEARCH):
             return
         assert self._tracker is not None
         self._tracker.stop()
@@ -395,11 +402,14 @@ class StreamTuner:
     def _make_units(self) -> list[StreamUnit]:
         assert self._figures is not None
         sizes = self._sizes
-        rest = self._figures.blocks[NO_BLOCK]
+        measured = self._figures.blocks
+        if self._timed is not None:
+            measured = _with_times_of(self._timed.blocks, measured)
+        rest = measured[NO_BLOCK]
         # All that is outside of blocks is due when the forward pass begins.
         due = replace(rest, forward_s=0.0, backward_s=0.0)
         parts = {name: due for name in sizes if is_outside(name) and name != NO_BLOCK}
-        blocks = {**parts, **self._figures.blocks}
+        blocks = {**parts, **measured}
         # Nobody sees the blocks of a compiled model.
         unseen = {name: size for name, size in sizes.items() if name not in blocks}
         if sum(unseen.values()):
@@ -487,6 +497,17 @@ class StreamTuner:
         self._is_short = True
         self._wanted_bytes = _AS_LARGE * peak_bytes
         self._measure(_MEASURED_STEPS)
+
+
+def _with_times_of(
+    timed: Mapping[str, BlockFigures], blocks: Mapping[str, BlockFigures]
+) -> dict[str, BlockFigures]:
+    """The blocks' bytes with the times of other steps."""
+    return {
+        name: replace(block, forward_s=time.forward_s, backward_s=time.backward_s)
+        for name, block in blocks.items()
+        for time in (timed.get(name, block),)
+    }
 
 
 def _merged(one: StepFigures, other: StepFigures) -> StepFigures:

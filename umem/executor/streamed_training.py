@@ -253,6 +253,8 @@ class StreamedTraining:
             return
         _check(optimizer)
         self._backward = BackwardUpdates(self._step, optimizer, self._lanes)
+        if self._tuner is not None:
+            self._tuner.expect_backward()
         loads, loaded = Hook(self._backward.model_loads), self._backward.optimizer_loads
         self._undo += [
             model.register_load_state_dict_pre_hook(loads).remove,

@@ -126,14 +126,18 @@ class BackwardUpdates:
                 arrivals.reset()
 
     def forward_ends(self, optimizer: Optimizer) -> None:
-        """Behind a training's forward pass: find the units, and count their gradients."""
+        """Behind a training's forward pass: find the units, and count their gradients.
+
+        The state moves here, not within ``step()``: now the gradients of the last step are gone.
+        """
         with self._step.lock:
-            if self._layout == self._step.units.layouts:
+            units = self._step.units
+            if self._layout == units.layouts and units.are_laid_out(optimizer.state):
                 return
             self._step.lay_out(optimizer)
             self._remove_hooks()
-            self._layout = self._step.units.layouts
-            for unit in self._step.units.queued:
+            self._layout = units.layouts
+            for unit in units.queued:
                 self._hook(unit)
 
     def _hook(self, unit: StreamedUnit) -> None:

@@ -198,13 +198,14 @@ class StreamedUnits:
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters and the state that it had at its last step."""
-        return self._is_same(optimizer.state) and self.has_members_of(optimizer)
+        return self.are_laid_out(optimizer.state) and self.has_members_of(optimizer)
 
     def has_members_of(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters that it had at its last step."""
         return _members(optimizer) == self._members
 
-    def _is_same(self, state: OptimizerState) -> bool:
+    def are_laid_out(self, state: OptimizerState) -> bool:
+        """Whether the last layout was for as much state, and under the present plan."""
         return self._seen is not None and self._seen[0] is state and self._seen[1] == len(state)
 
     @property
@@ -227,7 +228,7 @@ class StreamedUnits:
         self._find(optimizer, called)
         state = optimizer.state
         piece_bytes = self._piece_bytes if is_elementwise(optimizer) else None
-        is_known = self._is_same(state)
+        is_known = self.are_laid_out(state)
         changed = [
             unit
             for unit in self._units.values()
