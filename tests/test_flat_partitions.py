@@ -12,6 +12,8 @@ from streamed_programs import WIDTH, NetWithFlat, Program, compare
 from streamed_uses import USES
 from torch import nn
 
+from umem.executor.optimizer.state_staging import find_spans
+
 FLAT = WIDTH * WIDTH + WIDTH
 """Numbers in a layer's flat partition."""
 
@@ -200,3 +202,11 @@ def test_pieces_in_the_backward_pass(eagerness: float) -> None:
     assert run.training is not None
     assert run.training.counts.ahead >= 4
     assert pieces(run) == PIECES
+
+
+@pytest.mark.parametrize(("elements", "is_divided"), [(4096 + 4, True), (4096 + 1, False)])
+def test_a_parameter_of_no_whole_vectors_stays_whole(elements: int, is_divided: bool) -> None:
+    """torch's fused kernels compute other bits for it than for spans of whole vectors."""
+    parameter = torch.zeros(elements)
+    spans = find_spans(parameter, {"exp_avg": parameter}, [parameter], 4096)
+    assert bool(spans) == is_divided

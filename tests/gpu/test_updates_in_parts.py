@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from umem.executor.optimizer.separable import PER_PARAMETER_OPTIMIZERS, is_elementwise
+from umem.executor.optimizer.state_staging import find_spans
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 SHAPES = [(1000, 257), (33, 1024), (4096,), (7,), (256, 256), (1_000_003,)]
-SPAN = 1024 * 77
+SPAN_BYTES = 1024 * 77 * 4
 STEPS = 4
 
 
@@ -77,13 +78,16 @@ def test_parameters_by_themselves(kind: Any, way: dict[str, Any], dtype: torch.d
 def test_spans_of_a_flat_parameter(kind: Any, way: dict[str, Any], dtype: torch.dtype) -> None:
     if not is_elementwise(kind([nn.Parameter(values((2, 2), dtype, 0))], **way)):
         pytest.skip("its state stays whole")
-    (elements,) = SHAPES[-1]
+    elements = 1_000_004  # the last span is not as long as the others
     found = []
-    for length in (elements, SPAN):
+    for span_bytes in (None, SPAN_BYTES):
         flat = values((elements,), dtype, 0)
-        spans = [slice(begin, begin + length) for begin in range(0, elements, length)]
-        pieces = [nn.Parameter(flat[span]) for span in spans]
-        place = {id(it): span for it, span in zip(pieces, spans, strict=True)}
+        spans = [(0, elements)]
+        if span_bytes is not None:
+            spans = find_spans(flat, {"state": flat}, [flat], span_bytes)
+            assert len(spans) > 1
+        pieces = [nn.Parameter(flat[begin:end]) for begin, end in spans]
+        place = {id(it): slice(*span) for it, span in zip(pieces, spans, strict=True)}
         train(
             kind,
             way,

@@ -25,6 +25,10 @@ _ALIGNMENT = 512
 _SPAN_ELEMENTS = 1024
 """Spans of a parameter begin at multiples of so many elements, and so as aligned as it is."""
 
+_VECTOR_ELEMENTS = 4
+"""torch's fused Adam handles a tensor by vectors of so many, or else by single elements. The two
+round differently."""
+
 
 class StateMemory(Protocol):
     """Where the optimizer state of a device lies."""
@@ -96,7 +100,7 @@ def find_spans(
         and (value.shape == parameter.shape if id(value) in keys else value.numel() == 1)
         for value in values.values()
     )
-    if not keys or not is_flat or count < 2:
+    if not keys or not is_flat or count < 2 or elements % _VECTOR_ELEMENTS:
         return []
     length = math.ceil(elements / count / _SPAN_ELEMENTS) * _SPAN_ELEMENTS
     return [(begin, min(begin + length, elements)) for begin in range(0, elements, length)]
