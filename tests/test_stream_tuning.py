@@ -528,18 +528,19 @@ class WithOneFlatPartition(WithFlatPartitions):
         self.flats = (nn.Parameter(torch.ones(3 * 4 * WIDTH * WIDTH)),)
 
 
-@pytest.mark.parametrize(("more_bytes", "resident"), [(2 * SAVED, 0), (10**9, 9)])
+@pytest.mark.parametrize(
+    ("more_bytes", "resident"),
+    [(4 * LAYER_STATE + 2 * SAVED, 1), (5 * LAYER_STATE + 2 * SAVED, 3), (10**9, 9)],
+)
 def test_a_flat_partition_is_on_the_device_as_a_whole_or_not(
     more_bytes: int, resident: int
 ) -> None:
-    machine = Machine(5 * LAYER_STATE + more_bytes)
-    run = Training(machine, make_model=WithOneFlatPartition)
+    run = Training(Machine(more_bytes), make_model=WithOneFlatPartition)
     assert run.run(8) == Training(make_model=WithOneFlatPartition).run(8)
     status = run.training.status().tuning
     assert status is not None
     assert status.plan is not None
-    assert status.plan.slot_bytes == (0 if resident else LAYER_STATE)
-    assert status.plan.resident
+    assert status.plan.slot_bytes == (0 if resident == 9 else LAYER_STATE)
     assert status.resident_bytes == resident * LAYER_STATE
 
 

@@ -338,5 +338,6 @@ def test_a_new_plan_takes_no_more_memory_than_either() -> None:
         program.step()
         program.step()
         needed_bytes.append(memory.bytes)
-        assert memory.bytes == units.slots_bytes + sum(units.sizes()[name] for name in resident)
+        resident_bytes = sum(sum(units.sizes()[name]) for name in resident)
+        assert memory.bytes == units.slots_bytes + resident_bytes
     assert memory.peak_bytes == max(needed_bytes)

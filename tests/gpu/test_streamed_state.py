@@ -37,6 +37,10 @@ TIGHT = "1400MiB"
 """A budget that not all of the state fits."""
 
 
+MORE_BYTES = 64 << 20
+"""That the card may have in use beyond the budget and what stock's process has beside tensors."""
+
+
 VALUES = ("losses", "seen", "averages", "weights", "state")
 
 
@@ -134,7 +138,7 @@ def test_activations_beyond_the_budget_are_copied(start: Callable[..., Job]) -> 
     assert streaming["copied_blocks"] > 0
     assert streaming["bytes_out"] > 0
     assert streaming["late_fetches"] == 0
-    assert streaming["card_peak_bytes"] <= parse_bytes(budget) + (64 << 20)
+    assert streaming["card_peak_bytes"] <= parse_bytes(budget) + stock["beside_bytes"] + MORE_BYTES
 
 
 @pytest.mark.parametrize("percent", [100, 60])
@@ -150,4 +154,5 @@ def test_the_card_holds_the_budget_from_the_first_step_on(
     facts = start("streaming.py", "varied", str(STEPS), **settings).facts()
     print(budget_bytes, facts["streaming"])
     assert values(facts) == values(stock)
-    assert facts["streaming"]["card_peak_bytes"] <= budget_bytes + (64 << 20)
+    limit_bytes = budget_bytes + stock["beside_bytes"] + MORE_BYTES
+    assert facts["streaming"]["card_peak_bytes"] <= limit_bytes

@@ -175,7 +175,8 @@ class LazyLanes(Lanes):
 class HostStateMemory:
     """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere."""
 
-    def __init__(self, min_bytes: int = 64) -> None:
+    def __init__(self, min_bytes: int = 64, staged_bytes: int = 1 << 30) -> None:
+        self.staged_bytes = staged_bytes
         self._min_bytes = min_bytes
         self._on_device: set[int] = set()
         self.buffers: list[torch.Tensor] = []

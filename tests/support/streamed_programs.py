@@ -18,6 +18,9 @@ __all__ = ["Net", "NetWithFlat", "Program", "bits", "compare"]
 
 WIDTH = 16
 
+STAGED_BYTES = 1024
+"""The state of a layer's bias is staged by itself."""
+
 
 class Net(nn.Module):
     """Blocks, a norm and a head, and a parameter of the model itself."""
@@ -133,7 +136,7 @@ class Program:
                 self.model,
                 self.optimizer,
                 lanes,
-                HostStateMemory(),
+                HostStateMemory(staged_bytes=STAGED_BYTES),
                 self.tuner,
                 step_in_backward=self.in_backward,
             )

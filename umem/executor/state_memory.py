@@ -12,6 +12,7 @@ from umem.core.classes import TensorClass
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
+from umem.planning.stream_timing import STAGED_BYTES
 from umem.runtime.inspection import tensor_class
 from umem.torch_compat import DisableTorchFunctionSubclass
 
@@ -33,6 +34,8 @@ class CudaStateMemory(StateMemory):
     min_bytes
         Smaller state stays on the device: the policy's ``min_bytes`` of the class.
     """
+
+    staged_bytes = STAGED_BYTES
 
     def __init__(self, device: torch.device, allocator: Allocator, min_bytes: int) -> None:
         self._device = device

@@ -17,7 +17,7 @@ from umem.capture.live.timing import Clock
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.executor.copied_activations import CopiedActivations
-from umem.executor.optimizer.unit_names import is_outside, without_lone_parts
+from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import BlockFigures, DeviceRoom, StepFigures, StepMeter
 from umem.hardware import Hardware
 from umem.offload import ActivationStatistics, ActivationStore
@@ -62,8 +62,11 @@ class StreamedState(Protocol):
     def slots_bytes(self) -> int:
         """Bytes of all slots."""
 
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of state that can be streamed, by block in the order of the forward pass."""
+    def sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """Bytes of state that can be streamed, by block in the order of the forward pass.
+
+        Those of a block are of what is staged at a time.
+        """
 
     def set_plan(self, resident: frozenset[str], slots: int) -> None:
         """Set the blocks whose state stays on the device, and the slots for the others."""
@@ -143,7 +146,7 @@ class StreamTuner:
         """Those of the plan."""
         self._copied: dict[str, str | None] = {}
         self._fetch_ahead = 1
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[str, tuple[int, ...]] = {}
         self._figures: StepFigures | None = None
         self._timed: StepFigures | None = None
         """Steps before updates began to share the time of the backward pass."""
@@ -311,7 +314,7 @@ class StreamTuner:
 
     def _resident_bytes(self) -> int:
         sizes = self._streamed.sizes()
-        return sum(sizes.get(name, 0) for name in self._resident_names())
+        return sum(sum(sizes.get(name, ())) for name in self._resident_names())
 
     def _copied_bytes(self) -> int:
         return sum(unit.saved_bytes for unit in self._units if unit.name in self._copied)
@@ -323,8 +326,7 @@ class StreamTuner:
     def _resident_names(self) -> frozenset[str]:
         if self.plan is None:
             return frozenset()
-        names = {self._units[number].name for number in self.plan.resident}
-        return without_lone_parts(names, self._sizes)
+        return frozenset(self._units[number].name for number in self.plan.resident)
 
     def _look_at(self, figures: StepFigures | None) -> None:
         """A step was measured, or could not be."""
@@ -411,7 +413,7 @@ class StreamTuner:
         parts = {name: due for name in sizes if is_outside(name) and name != NO_BLOCK}
         blocks = {**parts, **measured}
         # Nobody sees the blocks of a compiled model.
-        unseen = {name: size for name, size in sizes.items() if name not in blocks}
+        unseen = {name: sum(pieces) for name, pieces in sizes.items() if name not in blocks}
         if sum(unseen.values()):
             blocks[NO_BLOCK] = due
             for name, size_bytes in unseen.items():
@@ -422,8 +424,11 @@ class StreamTuner:
         return [
             StreamUnit(
                 name=name,
-                state_bytes=sizes.get(name, 0),
-                update_s=_UPDATE_TRAFFIC * sizes.get(name, 0) / self._hardware.memory_bytes_per_s,
+                state_bytes=sum(sizes.get(name, ())),
+                piece_bytes=sizes.get(name, ()),
+                update_s=_UPDATE_TRAFFIC
+                * sum(sizes.get(name, ()))
+                / self._hardware.memory_bytes_per_s,
                 forward_s=block.forward_s,
                 backward_s=block.backward_s,
                 saved_bytes=self._saved_bytes.get(name, 0),

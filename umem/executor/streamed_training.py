@@ -299,7 +299,7 @@ class StreamedTraining:
         """Current state, and counts over the training so far."""
         is_watched = self._backward is not None and self._backward.is_observing
         return StreamedStatus(
-            state_bytes=sum(self._step.units.sizes().values()),
+            state_bytes=sum(map(sum, self._step.units.sizes().values())),
             slots_bytes=self._step.units.slots_bytes,
             counts=replace(self._step.counts),
             step_in_backward=self._backward is not None and not is_watched,

@@ -24,7 +24,7 @@ from umem.planning.stream_timing import StreamTiming, StreamUnit, simulate_strea
 
 __all__ = ["StreamPlan", "least_slack_bytes", "plan_stream"]
 
-_SLACK_SHARE, _LEAST_SLACK_BYTES = 0.04, 256 << 20
+_SLACK_SHARE, _LEAST_SLACK_BYTES = 0.03, 256 << 20
 
 _SLOTS = (2, 3, 4, 6, 8)
 """Numbers of slots to try. With one, nothing is copied in while anything is copied out; three keep
@@ -73,7 +73,7 @@ class StreamPlan:
     slots: int
     """Number of staging buffers; 0 if all units are resident."""
     slot_bytes: int
-    """Size of each: that of the largest streamed unit."""
+    """Size of each: that of the largest piece of a streamed unit."""
     copied: frozenset[int]
     """Units whose activations are copied out behind their forward pass."""
     left_before: Mapping[int, int]
@@ -128,10 +128,10 @@ def plan_stream(
         If the budget is too small for two slots with all activations copied out. The message says
         how many bytes are needed.
     """
-    size = np.array([unit.state_bytes for unit in units], np.int64)
     problem = _Problem(
         units=units,
-        size=size,
+        size=np.array([unit.state_bytes for unit in units], np.int64),
+        staged=np.array([max(unit.pieces) for unit in units], np.int64),
         memory=_Memory(units, 0 if in_backward else step_peak_bytes),
         budget_bytes=budget_bytes,
         hardware=hardware,
@@ -147,7 +147,8 @@ def plan_stream(
     _, fastest = bounded[0]
     best = _simulated(problem, fastest)
     # Per step: updates, copies in two directions, passes; three steps until they repeat.
-    per_plan = 3 * len(units) * (3 + 2 * batches)
+    pieces = sum(len(unit.pieces) for unit in units)
+    per_plan = 3 * (3 * pieces + 2 * batches * len(units))
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break
@@ -253,6 +254,8 @@ class _Problem:
     units: Sequence[StreamUnit]
     size: _Bytes
     """State of each unit, int64[N]."""
+    staged: _Bytes
+    """The largest part of it that is staged at a time, int64[N]."""
     memory: _Memory
     budget_bytes: int
     hardware: Hardware
@@ -314,9 +317,9 @@ def _state_choices(
 ) -> Iterator[_Choice]:
     """For each number of slots and each order, as many units as fit beside them."""
     size = problem.size
-    # Larger units do not fit a slot, units without state need none.
-    always = np.flatnonzero((size > slot_bytes) | (size == 0))
-    others = np.flatnonzero((size <= slot_bytes) & (size > 0))
+    # Units with a larger piece do not fit a slot, units without state need none.
+    can_stream = (problem.staged <= slot_bytes) & (size > 0)
+    always, others = np.flatnonzero(~can_stream), np.flatnonzero(can_stream)
     orders = [others, _spread(others)] if problem.in_backward else [others]
     for slots in _SLOTS:
         room_bytes = state_bytes - slots * slot_bytes - int(size[always].sum())
@@ -346,7 +349,7 @@ def _spread(units: _Bytes) -> _Bytes:
 
 def _slot_sizes(problem: _Problem) -> list[int]:
     """Sizes of a slot to try, the largest first; one of them needs the least memory of all."""
-    sizes = np.unique(problem.size[problem.size > 0])[::-1]
+    sizes = np.unique(problem.staged[problem.size > 0])[::-1]
     chosen = [int(sizes[0])]
     for slot_bytes in sizes.tolist():
         if slot_bytes <= _SLOT_STEP * chosen[-1]:
@@ -357,7 +360,7 @@ def _slot_sizes(problem: _Problem) -> list[int]:
 
 def _needed_bytes(problem: _Problem, slot_bytes: int) -> int:
     """Memory for the fewest slots of a size, and for larger units."""
-    return _SLOTS[0] * slot_bytes + int(problem.size[problem.size > slot_bytes].sum())
+    return _SLOTS[0] * slot_bytes + int(problem.size[problem.staged > slot_bytes].sum())
 
 
 def _least_state_bytes(problem: _Problem) -> int:
@@ -369,7 +372,7 @@ def _least_state_bytes(problem: _Problem) -> int:
 
 
 def _slot_bytes(problem: _Problem, choice: _Choice) -> int:
-    return int(problem.size[choice.order[choice.count :]].max(initial=0))
+    return int(problem.staged[choice.order[choice.count :]].max(initial=0))
 
 
 def _state_bytes(problem: _Problem, choice: _Choice) -> int:
@@ -418,7 +421,7 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
     slowdown = hardware.copy_slowdown_s_per_byte
     slowdown /= 1.0 + slowdown * both_rate
     streamed = np.sort(choice.order[choice.count :])
-    size = problem.size[streamed].astype(np.float64)
+    size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
     saved_bytes = problem.batches * float(problem.memory.left_bytes[choice.copied])
     all_bytes = size.sum() + saved_bytes
     passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
@@ -433,7 +436,8 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
         behind_bytes = size[-choice.slots :].sum()
         # Nothing leaves before the first update of a streamed unit, and nothing comes before that
         # has left.
-        copies_s = units[streamed[0]].update_s + max(
+        first = units[streamed[0]]
+        copies_s = first.update_s * size[0] / first.state_bytes + max(
             (size.sum() - ahead_bytes) / in_rate + size[0] / out_rate,
             (size.sum() - behind_bytes) / out_rate,
             (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,

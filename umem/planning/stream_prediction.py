@@ -20,7 +20,7 @@ from umem.core.errors import PlanError, TraceError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, with_durations
 from umem.planning.stream_plan import StreamPlan, least_slack_bytes, plan_stream
-from umem.planning.stream_timing import UNITS_WITH_GRADIENTS, StreamUnit
+from umem.planning.stream_timing import UNITS_WITH_GRADIENTS, StreamUnit, divide_state
 from umem.policy import ResolvedPolicy
 from umem.trace import (
     OPTIMIZER,
@@ -219,7 +219,8 @@ def streamed_step(
     streamed = _of_class(trace, policy, TensorClass.OPTIMIZER_STATE) & trace.persistent
     streamed &= tensor_unit >= 0
     is_gradient = (trace.tensor_class == TensorClass.GRADIENTS.number) & (tensor_unit >= 0)
-    state_bytes = _sums(tensor_unit[streamed], trace.tensor_bytes[streamed], count)
+    pieces = _pieces(trace, np.flatnonzero(streamed).tolist(), tensor_unit, count)
+    state_bytes = np.array([sum(sizes) for sizes in pieces], np.int64)
     gradient_bytes = _sums(tensor_unit[is_gradient], trace.tensor_bytes[is_gradient], count)
     saved_bytes = _saved_bytes(trace, policy, unit, kind, starts, ends, count)
 
@@ -247,6 +248,7 @@ def streamed_step(
                 saved_bytes=int(saved_bytes[number]),
                 forward_peak_bytes=int(forward_peak[number]),
                 backward_peak_bytes=int(backward_peak[number] - freed[number]),
+                piece_bytes=pieces[number],
             )
             for name, number in order.items()
         ),
@@ -331,6 +333,21 @@ def _of_class(
     """Tensors of a class that its rule moves, as bool[T]."""
     rule = policy.rules[tensor_class.number]
     return (trace.tensor_class == tensor_class.number) & (trace.tensor_bytes >= rule.min_bytes)
+
+
+def _pieces(
+    trace: Trace, state: Sequence[int], tensor_unit: _Numbers, count: int
+) -> list[tuple[int, ...]]:
+    """Bytes of state that are staged at a time, by unit: tensors are named after parameters."""
+    sizes: list[dict[str, int]] = [{} for _ in range(count)]
+    for number in state:
+        parameter = trace.tensor_names[number].rpartition(".")[0]
+        of_unit = sizes[tensor_unit[number]]
+        of_unit[parameter] = of_unit.get(parameter, 0) + int(trace.tensor_bytes[number])
+    each = [list(of_unit.values()) for of_unit in sizes]
+    return [
+        tuple(sum(found[run.start : run.stop]) for run in divide_state(found)) for found in each
+    ]
 
 
 def _saved_bytes(

@@ -5,7 +5,7 @@ The tasks of the step, and what each waits for, are those of the executor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -14,7 +14,18 @@ from umem.core.errors import PlanError
 from umem.hardware import Hardware
 from umem.planning.lane_simulation import LaneKind, LaneTasks, Task, simulate_lanes
 
-__all__ = ["UNITS_WITH_GRADIENTS", "StreamTiming", "StreamUnit", "simulate_stream"]
+__all__ = [
+    "STAGED_BYTES",
+    "UNITS_WITH_GRADIENTS",
+    "StreamTiming",
+    "StreamUnit",
+    "divide_state",
+    "simulate_stream",
+]
+
+STAGED_BYTES = 512 << 20
+"""State that is staged at a time where a unit has more; slots are no larger. Its copies take 10 ms
+on a PCIe link of the fifth generation, beside which the calls for them cost little."""
 
 UNITS_WITH_GRADIENTS = 2
 """With a step in the backward pass, units whose gradients may wait for their update. With fewer the
@@ -41,6 +52,38 @@ class StreamUnit:
     pass, with all activations on the device."""
     backward_peak_bytes: int = 0
     """The same of its backward pass."""
+    piece_bytes: tuple[int, ...] = ()
+    """State that is staged at a time, where that is not all: `state_bytes` in sum."""
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of state that are staged at a time, in forward order."""
+        return self.piece_bytes or (self.state_bytes,)
+
+
+def divide_state(sizes: Iterable[int], most_bytes: int = STAGED_BYTES) -> list[range]:
+    """Divide a unit's parameters into runs whose state is staged together.
+
+    Parameters
+    ----------
+    sizes
+        Bytes of each parameter's state.
+    most_bytes
+        Of a run of several parameters.
+
+    Returns
+    -------
+    list of range
+        Numbers of parameters. There is at least one run.
+    """
+    runs, begin, end, run_bytes = [], 0, 0, 0
+    for size_bytes in sizes:
+        if run_bytes and run_bytes + size_bytes > most_bytes:
+            runs.append(range(begin, end))
+            begin, run_bytes = end, 0
+        run_bytes += size_bytes
+        end += 1
+    return [*runs, range(begin, end)]
 
 
 @dataclass(frozen=True)
@@ -114,9 +157,9 @@ def simulate_stream(
       all units are updated beside it in reverse order, each from the end of its backward pass in
       the last batch on; the backward pass waits before the gradients of more than
       :data:`UNITS_WITH_GRADIENTS` units wait for their update.
-    * Streamed units use the slots in turn, from the first slot on in each step. A copy to the
-      device waits until the unit before it in its slot is back in its home. The first units, one
-      for each slot, are fetched from the end of the first forward pass on.
+    * The pieces of streamed units use the slots in turn, from the first slot on in each step. A
+      copy to the device waits until the piece before it in its slot is back in its home. The first
+      pieces, one for each slot, are fetched from the end of the first forward pass on.
     * The forward pass of each unit waits for the unit's update.
     * Activations leave after their unit's forward pass, and come back before its backward pass, in
       queues of their own. Copies of the same direction share it equally.
@@ -160,6 +203,7 @@ def simulate_stream(
     """
     stays = set(resident)
     streamed = [i for i, unit in enumerate(units) if unit.state_bytes and i not in stays]
+    in_pieces = set(streamed)
     if streamed and slots < 1:
         raise PlanError(
             f"{slots} slots for {len(streamed)} streamed units: give at least one, or make all "
@@ -178,9 +222,18 @@ def simulate_stream(
     last = tasks.add(_Lane.PASSES, other_s)
     forward, backward = passes[0].forward, passes[-1].backward
     updates: dict[int, Task] = {}
+    """The last of each unit."""
+    staged: list[tuple[int, Task]] = []
+    """Bytes and update of each piece."""
     for place, number in enumerate(in_order):
-        updates[number] = tasks.add(_Lane.UPDATES, units[number].update_s)
-        tasks.wait(updates[number], backward[number] if in_backward else last)
+        unit = units[number]
+        pieces = unit.pieces if number in in_pieces else (unit.state_bytes,)
+        pieces = pieces[::-1] if in_backward else pieces
+        added = [tasks.add(_Lane.UPDATES, unit.update_s * it / unit.state_bytes) for it in pieces]
+        tasks.wait(added[0], backward[number] if in_backward else last)
+        updates[number] = added[-1]
+        if number in in_pieces:
+            staged += zip(pieces, added, strict=True)
         if is_deferred or in_backward:
             tasks.wait(forward[number], updates[number], steps_before=1)
         if in_backward and place >= UNITS_WITH_GRADIENTS:
@@ -189,8 +242,7 @@ def simulate_stream(
     if streamed and not (is_deferred or in_backward):
         # Updates run in order: behind the last one, all are done.
         tasks.wait(forward[0], updates[in_order[-1]], steps_before=1)
-    copied_state = streamed[::-1] if in_backward else streamed
-    _add_state_copies(tasks, units, copied_state, slots, updates, forward[-1] if forward else last)
+    _add_state_copies(tasks, staged, slots, forward[-1] if forward else last)
 
     report = simulate_lanes(tasks, hardware)
     state_bytes = sum(units[i].state_bytes for i in streamed)
@@ -253,23 +305,18 @@ def _add_passes(
 
 
 def _add_state_copies(
-    tasks: LaneTasks,
-    units: Sequence[StreamUnit],
-    streamed: Sequence[int],
-    slots: int,
-    updates: Mapping[int, Task],
-    ahead: Task,
+    tasks: LaneTasks, staged: Sequence[tuple[int, Task]], slots: int, ahead: Task
 ) -> None:
-    """Add the copies of streamed units, which are given in the order of their updates."""
-    fetched = [tasks.add(_Lane.STATE_IN, units[number].state_bytes) for number in streamed]
-    home = [tasks.add(_Lane.STATE_OUT, units[number].state_bytes) for number in streamed]
-    for place, number in enumerate(streamed):
-        tasks.wait(updates[number], fetched[place])
-        tasks.wait(home[place], updates[number])
+    """Add the copies of pieces, whose bytes and updates are given in the order of the updates."""
+    fetched = [tasks.add(_Lane.STATE_IN, size_bytes) for size_bytes, _ in staged]
+    home = [tasks.add(_Lane.STATE_OUT, size_bytes) for size_bytes, _ in staged]
+    for place, (_, update) in enumerate(staged):
+        tasks.wait(update, fetched[place])
+        tasks.wait(home[place], update)
         if place >= slots:
             tasks.wait(fetched[place], home[place - slots])
             continue
-        # The last unit of a slot makes room for its first one of the next step.
-        last = place + (len(streamed) - 1 - place) // slots * slots
+        # The last piece of a slot makes room for its first one of the next step.
+        last = place + (len(staged) - 1 - place) // slots * slots
         tasks.wait(fetched[place], home[last], steps_before=1)
         tasks.wait(fetched[place], ahead)

@@ -68,6 +68,8 @@ class CardMemory:
         self._address = bindings.device_pci_address(0)
         self._base_bytes = self._used_bytes() - torch.cuda.memory_reserved()
         self.peak_bytes = 0
+        self.beside_bytes = 0
+        """The most beside what torch has reserved: later kernels need memory of their own."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -78,7 +80,11 @@ class CardMemory:
 
     def _work(self) -> None:
         while not self._ended.wait(0.002):
-            self.peak_bytes = max(self.peak_bytes, self._used_bytes() - self._base_bytes)
+            before, reserved_bytes = self._used_bytes(), torch.cuda.memory_reserved()
+            after = self._used_bytes()
+            self.peak_bytes = max(self.peak_bytes, before - self._base_bytes)
+            beside_bytes = min(before, after) - reserved_bytes - self._base_bytes
+            self.beside_bytes = max(self.beside_bytes, beside_bytes)
 
     def stop(self) -> None:
         self._ended.set()
@@ -229,7 +235,9 @@ def main() -> None:
         "state": [crc(it) for it in state],
     }
     if "UMEM_POLICY" not in os.environ:
-        print(json.dumps({**facts, "peak_bytes": torch.cuda.max_memory_allocated()}))
+        facts["peak_bytes"] = torch.cuda.max_memory_allocated()
+        facts["beside_bytes"] = card.beside_bytes
+        print(json.dumps(facts))
         return
     for streamed in streamed_trainings():
         counts = streamed.counts

@@ -219,7 +219,7 @@ class BackwardUpdates:
                 "a gradient is kept from one step to the next: zero_grad() is not called"
             )
         return (
-            not has_numbers(state.views)
+            not any(has_numbers(it.state.views) for it in unit.pieces if it.state is not None)
             and all(map(can_guard, (*parameters, *gradients, *state.tensors)))
             and not any(it.requires_grad for it in gradients)
             and not any(sys.getrefcount(it) > _references() for it in gradients)

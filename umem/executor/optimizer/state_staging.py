@@ -33,6 +33,10 @@ round differently."""
 class StateMemory(Protocol):
     """Where the optimizer state of a device lies."""
 
+    @property
+    def staged_bytes(self) -> int:
+        """State of several parameters that is staged at a time, at most."""
+
     def is_movable(self, tensor: torch.Tensor) -> bool:
         """Whether a state tensor is large enough to be streamed, and has memory of its own."""
 
@@ -74,7 +78,7 @@ def find_spans(
     parameter: torch.Tensor,
     values: Mapping[str, Any],
     staged: Iterable[torch.Tensor],
-    piece_bytes: int,
+    count: int,
 ) -> list[tuple[int, int]]:
     """Divide a flat parameter, each of whose elements is updated by itself.
 
@@ -84,8 +88,8 @@ def find_spans(
         The parameter and its state.
     staged
         The state that is streamed.
-    piece_bytes
-        Bytes of the parameter in a span, rounded up.
+    count
+        Number of spans, at most.
 
     Returns
     -------
@@ -93,7 +97,7 @@ def find_spans(
         First element, and the one behind the last. Empty for a parameter that is to be staged as
         a whole.
     """
-    count, elements = math.ceil(parameter.nbytes / piece_bytes), parameter.numel()
+    elements = parameter.numel()
     keys = {id(value) for value in staged}
     is_flat = parameter.ndim == 1 and all(
         isinstance(value, torch.Tensor)
@@ -179,6 +183,10 @@ class StagedState:
             self._offsets[id(home)] = run.offset + address - run.address
             self.size_bytes = run.offset + run.size_bytes
             end = address + memory.block_bytes(size_bytes)
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether this is the state of a parameter."""
+        return parameter in self._known
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -179,9 +179,11 @@ class StreamedStep:
         """Queue the copies and the update of some parameters, whose gradients are `ready`."""
         pieces = unit.pieces[::-1] if self.units.runs_backward else unit.pieces
         for piece in pieces:
-            self._launch_piece(piece, call, part, ready, is_last=piece is pieces[-1])
-        unit.fetched, unit.returned, unit.updated = None, pieces[-1].returned, pieces[-1].updated
-        self._last = unit.updated
+            some = _of_piece(part, piece)
+            if parameters_of(some):
+                self._launch_piece(piece, call, some, ready, is_last=piece is pieces[-1])
+                unit.returned, unit.updated = piece.returned, piece.updated
+        unit.fetched, self._last = None, unit.updated
 
     def _launch_piece(
         self,
@@ -304,6 +306,12 @@ def _without(groups: ParameterGroups, done: frozenset[Any]) -> ParameterGroups:
     if not done:
         return groups
     return [(number, [p for p in some if p not in done]) for number, some in groups]
+
+
+def _of_piece(groups: ParameterGroups, piece: StreamedUnit) -> ParameterGroups:
+    state = piece.state
+    assert state is not None
+    return [(number, [p for p in some if state.has(p)]) for number, some in groups]
 
 
 def _with_gradients(groups: ParameterGroups) -> ParameterGroups:

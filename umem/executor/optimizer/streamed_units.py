@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +24,26 @@ from umem.executor.optimizer.state_staging import (
     find_spans,
 )
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
-from umem.executor.optimizer.unit_names import part_name
+from umem.planning.stream_timing import divide_state
 
 __all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits"]
 
 _FIRST_SLOTS = 3
 """Buffers before there is a plan: for a copy in, an update and a copy out at the same time."""
+
+
+_Movable = Mapping[torch.Tensor, list[torch.Tensor]]
+"""State tensors that can be streamed, by parameter."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is staged at a time of a unit."""
+
+    parameters: list[torch.Tensor]
+    size_bytes: int
+    span: tuple[int, int] | None = None
+    """Elements of the only parameter, from the first to before the second; None for all."""
 
 
 @dataclass(slots=True)
@@ -76,27 +91,16 @@ class StreamedUnit:
         """The unit that uses the slot next in a backward pass."""
         self.is_touched = False
         """Whether something has used a home since the state was laid out."""
-        self.state_bytes = 0
-        """Bytes of its state that can be streamed."""
-        self.spans: list[tuple[int, int]] = []
-        """Elements of its parameter that are staged at a time; none if all are."""
+        self.sizes: tuple[int, ...] = (0,)
+        """Bytes of its state that can be streamed, by piece."""
         self.divided: list[StreamedUnit] = []
-        """A unit for each span of a streamed one, with a slot and moments of its own."""
+        """A unit for each piece of a streamed one, with a slot and moments of its own: some of the
+        parameters, or a span of a flat one."""
 
     @property
     def pieces(self) -> list[StreamedUnit]:
         """What is staged at a time."""
         return self.divided or [self]
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of state that can be streamed, by the name of what is staged at a time."""
-        if not self.spans:
-            return {self.name: self.state_bytes}
-        element_bytes = self.state_bytes // self.spans[-1][1]
-        return {
-            part_name(self.name, number): (end - begin) * element_bytes
-            for number, (begin, end) in enumerate(self.spans)
-        }
 
     def check_not_ahead(self) -> None:
         """Raise PlanError if the backward pass has updated it, and ``step()`` is still to come."""
@@ -124,8 +128,8 @@ class StreamedUnits:
     memory
         Homes and buffers.
     piece_bytes
-        A flat parameter of more bytes is staged piece by piece where that is exact; None for no
-        limit.
+        A flat parameter of more bytes is staged piece by piece where that is exact, and also one of
+        much state; None for no limit.
     """
 
     def __init__(
@@ -184,12 +188,12 @@ class StreamedUnits:
                 self._seen = None
             self.runs_backward = moves
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of state that can be streamed, by unit in the order of the forward pass."""
-        found: dict[str, int] = {}
-        for unit in self._units.values():
-            found |= unit.sizes()
-        return found
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Bytes of state that can be streamed, by unit in the order of the forward pass.
+
+        Those of a unit are of what is staged at a time.
+        """
+        return {name: unit.sizes for name, unit in self._units.items()}
 
     @property
     def queued(self) -> list[StreamedUnit]:
@@ -239,7 +243,7 @@ class StreamedUnits:
         if changed:
             # What leaves the device makes room for what comes.
             self._take_slots_back()
-            changed.sort(key=lambda unit: self._resident.issuperset(unit.sizes()))
+            changed.sort(key=lambda unit: unit.name in self._resident)
             for unit in changed:
                 self._lay_out_unit(unit, state, piece_bytes)
             self.layouts += 1
@@ -275,7 +279,7 @@ class StreamedUnits:
     ) -> None:
         self._drop_state(unit)
         every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
-        movable = {
+        movable: _Movable = {
             parameter: [
                 value
                 for value in values.values()
@@ -283,12 +287,9 @@ class StreamedUnits:
             ]
             for parameter, values in every.items()
         }
-        unit.state_bytes = sum(value.nbytes for values in movable.values() for value in values)
-        unit.spans = []
-        if piece_bytes is not None and len(every) == 1:
-            ((parameter, values),) = every.items()
-            unit.spans = find_spans(parameter, values, movable[parameter], piece_bytes)
-        on_device = self._resident.issuperset(unit.sizes())
+        pieces = self._divide(every, movable, piece_bytes)
+        unit.sizes = tuple(piece.size_bytes for piece in pieces)
+        on_device = unit.name in self._resident
         queued: dict[torch.Tensor, Any] = {}
         for parameter, values in every.items():
             for value in movable[parameter]:
@@ -298,11 +299,30 @@ class StreamedUnits:
         unit.queued = [(number, [p for p in some if p in queued]) for number, some in unit.groups]
         if queued:
             unit.state = StagedState(queued, self._memory)
-            for span in unit.spans if unit.state.homes else ():
-                piece = StreamedUnit(unit.name)
-                piece.state = StagedState(queued, self._memory, span)
-                unit.divided.append(piece)
+            for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
+                divided = StreamedUnit(unit.name)
+                some = {p: queued[p] for p in piece.parameters if p in queued}
+                divided.state = StagedState(some, self._memory, piece.span)
+                unit.divided.append(divided)
             guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
+
+    def _divide(
+        self, state: OptimizerState, movable: _Movable, piece_bytes: int | None
+    ) -> list[_Piece]:
+        """Divide a unit's parameters, or a flat one alone, into what is staged at a time."""
+        parameters, most_bytes = list(state), self._memory.staged_bytes
+        sizes = [sum(value.nbytes for value in values) for values in movable.values()]
+        if piece_bytes is not None and len(parameters) == 1:
+            (parameter,), (state_bytes,) = parameters, sizes
+            count = math.ceil(max(parameter.nbytes / piece_bytes, state_bytes / most_bytes))
+            spans = find_spans(parameter, state[parameter], movable[parameter], count)
+            if spans:
+                element_bytes = state_bytes // parameter.numel()
+                return [_Piece(parameters, (it[1] - it[0]) * element_bytes, it) for it in spans]
+        return [
+            _Piece(parameters[run.start : run.stop], sum(sizes[run.start : run.stop]))
+            for run in divide_state(sizes, most_bytes)
+        ]
 
     def _touch(self, unit: StreamedUnit) -> None:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
@@ -318,10 +338,13 @@ class StreamedUnits:
     # ------------------------------------------------------------------ slots
 
     def _take_slots_back(self) -> None:
-        for unit in self._pieces():
+        every = self._pieces()
+        for unit in every:
             self._drop_fetched(unit)
             for moment in filter(None, (unit.returned, unit.slot and unit.slot.free)):
                 self._lanes.wait(moment)  # before the memory of a slot is used for anything else
+        # Now no copy is left of one whose slot another unit was fetched into before its update.
+        for unit in every:
             unit.slot = None
             if unit.state is not None:
                 unit.state.unbind()

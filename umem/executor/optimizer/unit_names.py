@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.capture.live import NO_BLOCK, Block
 
-__all__ = ["UnitNames", "is_outside", "part_name", "without_lone_parts"]
+__all__ = ["UnitNames", "is_outside"]
 
 _PART_BYTES = 64 << 20
 """Parameters in a unit outside of blocks where no block has any."""
@@ -21,22 +21,6 @@ _PART = "."
 def is_outside(name: str) -> bool:
     """Whether a unit is outside of blocks: it is due when the model's forward pass begins."""
     return name == NO_BLOCK or name.startswith(_PART)
-
-
-def part_name(name: str, number: int) -> str:
-    """The name of a part of a unit's parameter, for plans."""
-    return f"{_PART}{name}/{number}"
-
-
-def without_lone_parts(names: Collection[str], every: Iterable[str]) -> frozenset[str]:
-    """Names but those of parts of which others are missing: a parameter's state is in one place."""
-    missing = {_whole(name) for name in every if name not in names} - {""}
-    return frozenset(name for name in names if _whole(name) not in missing)
-
-
-def _whole(name: str) -> str:
-    """What all parts of a parameter have in common; empty for other names."""
-    return name.rpartition("/")[0] if name.startswith(_PART) else ""
 
 
 class UnitNames:
