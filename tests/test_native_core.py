@@ -302,22 +302,6 @@ def test_a_budget_sends_device_memory_to_page_locked_host_memory() -> None:
     assert allocator.stats(0)["budget_bytes"]["current"] == 30 * MIB
 
 
-def test_memory_outside_the_allocator_counts_against_the_budget() -> None:
-    allocator = _allocator(device_budget_bytes=32 * MIB, setting=ClassSetting(kind="device"))
-    allocator.free(allocator.malloc(30 * MIB))
-    allocator.set_outside_bytes(0, 12 * MIB)
-    assert allocator.stats(0)["budget_bytes"] == {
-        "current": 12 * MIB,
-        "peak": 30 * MIB,
-        "allocated": 42 * MIB,
-        "freed": 30 * MIB,
-    }
-    allocator.malloc(30 * MIB)
-    assert allocator.kind_stats(0)["pinned"]["spilled_bytes"] == 30 * MIB
-    with pytest.raises(IndexError):
-        allocator.set_outside_bytes(1, 0)
-
-
 def test_page_locked_memory_has_a_limit() -> None:
     allocator = _allocator(pinned_limit_bytes=32 * MIB, setting=ClassSetting(kind="pinned"))
     allocator.malloc(30 * MIB)

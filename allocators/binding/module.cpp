@@ -391,12 +391,6 @@ NB_MODULE(_native, module) {
           },
           "device"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
-          "set_outside_bytes",
-          [](Allocator& self, int device, std::size_t bytes) {
-            self.device(device).set_outside_bytes(bytes);
-          },
-          "device"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def(
           "take_peak_bytes",
           [](Allocator& self, int device) { return self.device(device).take_peak_bytes(); },
           "device"_a)

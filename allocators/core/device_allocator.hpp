@@ -205,9 +205,6 @@ class DeviceAllocator {
   // 0: no budget. Gives cached segments back if they exceed it; blocks stay where they are until
   // they are freed.
   void set_device_budget(std::size_t bytes);
-  // Memory of this process on the device that is not the allocator's: contexts, staging buffers. It
-  // counts against the budget. Cached segments are given back for it, so call it before allocating.
-  void set_outside_bytes(std::size_t bytes);
   // Gives spilled blocks that own their pages the advice of their classes, as if memory had been
   // free from the start, and returns them: their bytes are still on the host. Leaves out classes
   // that the policy places on the host.
@@ -296,6 +293,7 @@ class DeviceAllocator {
   bool room_was_in_vain(const Heap& heap, std::size_t bytes) const;
   std::size_t idle_device_bytes() const;
   void trim_to_budget(std::size_t more_bytes);
+  void count_page_tables();
   std::uint8_t profile_of_class(const Block& block) const;
   bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
@@ -369,7 +367,7 @@ class DeviceAllocator {
   std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
   MovingHandles moving_;                 // without handles but while room is made
   std::size_t budget_bytes_;             // 0: no budget
-  std::size_t outside_bytes_ = 0;        // not the allocator's, but counted against the budget
+  std::size_t page_table_bytes_ = 0;     // of page-locked memory; the budget counts them
   std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()
   double fraction_ = 1.0;
   std::shared_ptr<ReleaseListener> release_listener_;

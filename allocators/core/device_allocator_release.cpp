@@ -89,6 +89,7 @@ void DeviceAllocator::release_segment(Block* block) {
   KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
   kind.reserved_bytes -= segment.bytes;
   if (is_spill(heap)) kind.spilled_bytes -= segment.bytes;
+  if (profile.kind == MemoryKind::pinned) count_page_tables();
   if (resides_on_device(profile)) stats_.budget_bytes.decrease(segment.raw_bytes);
   if (heap.pool != nullptr) {
     --heap.pool->segments;

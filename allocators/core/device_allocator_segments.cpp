@@ -16,6 +16,9 @@ constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from he
 // Page-locking has a cost for each call, so segments of page-locked memory grow with their use.
 constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
 
+// The driver keeps page tables on the card for page-locked memory: 2 MiB for each GiB, measured.
+constexpr std::size_t kMappedBytesPerTableByte = 512;
+
 constexpr std::size_t kMostInVain = 2;  // segments that room was made for in vain
 
 std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
@@ -392,6 +395,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
     heap.pool->reserved_bytes += segment_bytes;
   }
   cut(&block, bytes);
+  if (profile.kind == MemoryKind::pinned) count_page_tables();
   return &block;
 }
 
@@ -401,15 +405,18 @@ void DeviceAllocator::set_device_budget(std::size_t bytes) {
   trim_to_budget(0);
 }
 
-void DeviceAllocator::set_outside_bytes(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  if (bytes > outside_bytes_) {
-    trim_to_budget(bytes - outside_bytes_);
-    stats_.budget_bytes.increase(bytes - outside_bytes_);
+// Counts those of page-locked memory as it is now against the budget.
+void DeviceAllocator::count_page_tables() {
+  const std::size_t mapped_bytes =
+      kind_stats_[static_cast<std::size_t>(MemoryKind::pinned)].reserved_bytes;
+  const std::size_t bytes = mapped_bytes / kMappedBytesPerTableByte / kPageBytes * kPageBytes;
+  if (bytes > page_table_bytes_) {
+    trim_to_budget(bytes - page_table_bytes_);
+    stats_.budget_bytes.increase(bytes - page_table_bytes_);
   } else {
-    stats_.budget_bytes.decrease(outside_bytes_ - bytes);
+    stats_.budget_bytes.decrease(page_table_bytes_ - bytes);
   }
-  outside_bytes_ = bytes;
+  page_table_bytes_ = bytes;
 }
 
 // Gives back cached memory, as far as `more_bytes` exceed the budget.

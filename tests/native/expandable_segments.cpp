@@ -224,9 +224,9 @@ void other_kinds_get_room_too() {
   CHECK_EQUAL(mapped(machine).held_bytes(), 40 * MiB);
   CHECK_EQUAL(budget_bytes(machine), 60 * MiB);
   machine.free(machine.allocate(40 * MiB));
-  machine.device.set_outside_bytes(30 * MiB);
+  machine.device.set_device_budget(34 * MiB);
   CHECK_EQUAL(mapped(machine).held_bytes(), 8 * MiB);
-  CHECK_EQUAL(budget_bytes(machine), 58 * MiB);
+  CHECK_EQUAL(budget_bytes(machine), 28 * MiB);
   check_exact(machine);
 }
 

@@ -77,8 +77,8 @@ class Allocator:
         """What `torch._C._cuda_memoryStats` returns: stat -> pool type -> current/peak/...
 
         Beside it `budget_bytes` (current/peak/...): what counts against the device budget, that is
-        segments on the device, cached ones too, and `set_outside_bytes`. And `highest_bytes`: the
-        most bytes of live blocks ever, which nothing resets."""
+        segments on the device, cached ones too, and the page tables there of page-locked memory.
+        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
         """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:
@@ -96,11 +96,6 @@ class Allocator:
     def set_device_budget(self, device: int, bytes: int) -> None:
         """From now on; 0 for no budget. Gives cached segments back if they exceed it; live blocks
         stay where they are until freed."""
-    def set_outside_bytes(self, device: int, bytes: int) -> None:
-        """Count memory of this process on the device that is not the allocator's (contexts,
-        staging buffers) against the budget, in place of what was set before.
-
-        Cached segments are given back for it: call it before allocating that memory."""
     def unspill(self, device: int) -> list[tuple[int, int, int, int, int, str]]:
         """Advise what was spilled as its class is, and tell of it as `live_blocks` does.
 
