@@ -184,6 +184,18 @@ def test_rows_without_room_time_or_sense_are_left_out_by_name(jobs: list[Any]) -
     assert len(jobs) == 1
 
 
+def test_the_planner_is_compiled_only_for_a_policy_that_plans_pages(
+    jobs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[int] = []
+    monkeypatch.setattr("umem_bench.scale.run.compile_planner", lambda: compiled.append(len(jobs)))
+
+    run("tiny:floor,tiny:umem")
+    run("tiny:floor,tiny:umem", settings(policy="managed"))
+
+    assert compiled == [3]
+
+
 def test_a_run_goes_on_with_what_its_file_lacks(jobs: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "scale.jsonl"
     first = run("tiny:umem", on_results=lambda it: write_results(it, path))

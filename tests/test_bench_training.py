@@ -536,6 +536,28 @@ def test_budgets_are_shares_of_stocks_peak(told: type[_ToldWorker]) -> None:
     assert shares == [None, 10, 6, 3]
 
 
+def test_the_planner_is_compiled_only_where_pages_are_planned(
+    told: type[_ToldWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = told.started
+    monkeypatch.setattr("umem_bench.training.run.compile_planner", lambda: order.append("compiled"))
+    streamed: tuple[Variant, ...] = ("umem", "umem-backward-step", "save-on-cpu")
+    for variant in streamed:
+        told.answers[variant] = told.answers["stock"]
+    sft: dict[str, Any] = {"methods": ("sft",), "budgets_percent": (60.0,)}
+
+    run_training(settings(variants=streamed, **sft), lambda _: None, device="cpu")
+    assert order == ["stock", "umem", "umem-backward-step", "save-on-cpu"]
+    order.clear()
+    run_training(settings(variants=("umem-planned",), **sft), lambda _: None, device="cpu")
+    assert order == ["stock", "compiled", "umem-planned"]
+    order.clear()
+    run_training(
+        settings(variants=("umem-planned",), **sft), lambda _: None, device="cpu", seconds_limit=0
+    )
+    assert "compiled" not in order
+
+
 def test_a_variant_that_hangs_is_not_waited_for_twice(told: type[_ToldWorker]) -> None:
     told.answers["save-on-cpu"] = WorkerError("no answer within 240 s", timed_out=True)
     asked = settings(variants=("save-on-cpu",))

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 from managed_memory import PART_BYTES, move_known
 from umem_bench.allocators import AllocatorName
+from umem_bench.compile_planner import compile_planner
 from umem_bench.training.measure import time_steps, warm_up
 from umem_bench.training.migration import missing_records
 from umem_bench.training.variants import Training, TrainingJob, make_training, place_allocator
@@ -28,7 +29,7 @@ KEPT_LOSSES = 14
 LEAST_KNOWN_SHARE = 0.9
 PROFILED_STEPS = 2
 PROCESS_LIMIT_S = 120
-"""The first process waits for the imports, and for the planner to be compiled."""
+"""The first process waits for the imports."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,14 @@ class Facts:
 
 
 def measured(job: TrainingJob) -> Facts:
-    """Train as a job says, forked from a process that has the imports and a compiled planner.
+    """Train as a job says, forked from a process that has the imports; the planner is compiled.
 
     Raises
     ------
     RuntimeError
         If the process fails, or does not end in time.
     """
+    compile_planner()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["umem_bench.training.shared_imports"])
     receiver, sender = context.Pipe(duplex=False)

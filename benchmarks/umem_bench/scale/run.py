@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from umem import UmemError
+from umem import UmemError, load_policy
 from umem.core.units import format_bytes
 from umem_bench.card import Card
+from umem_bench.compile_planner import compile_planner
 from umem_bench.machine import git_commit, header
 from umem_bench.results import (
     SCALE_VARIANTS,
@@ -136,9 +137,12 @@ def run_scale(
         require_same(earlier.header, begun, same_commit=False)
         begun = earlier.header
     machine = _Machine(settings, host_limit_bytes)
+    plans_pages = load_policy(settings.policy).planner != "none"
     end_s = time.monotonic() + seconds_limit
 
     def measure_one(row: Row, so_far: list[ScaleResult]) -> ScaleResult:
+        if plans_pages and row[1].startswith("umem"):
+            compile_planner()
         on_progress(f"{row[0]}, {row[1]}: at most {end_s - time.monotonic():.0f} s are left")
         result = machine.measure_row(row, so_far, end_s - time.monotonic())
         on_progress(_line(result))

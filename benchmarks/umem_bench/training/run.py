@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from umem import UmemError, UnsupportedError
 from umem.core.units import format_bytes
 from umem_bench.card import Card, MemorySampler
+from umem_bench.compile_planner import compile_planner
 from umem_bench.machine import header
 from umem_bench.results import (
     BUDGETED,
@@ -26,7 +27,7 @@ from umem_bench.results import (
 )
 from umem_bench.training.measure import measure
 from umem_bench.training.tables import working_set_bytes
-from umem_bench.training.variants import TrainingJob
+from umem_bench.training.variants import TrainingJob, plans_pages
 from umem_bench.workers import Answers, Worker, WorkerError
 
 __all__ = [
@@ -206,6 +207,9 @@ def _measure_cell(
             told["budget_bytes"] = int(percent / 100 * stock_bytes)
     if reason:
         return TrainingResult(**told, state="left out", reason=reason)
+    if plans_pages(variant):
+        compile_planner()
+        left_s = end_s - time.monotonic()
     job = TrainingJob(
         model=settings.workload(workload).model,
         method=method,

@@ -29,5 +29,3 @@ for _name in _SHARED:
         importlib.import_module(_name)
 for _name in _START_CUDA:
     del sys.modules[_name]
-with suppress(Exception):  # compiled here once, before the workers need it
-    importlib.import_module("umem_bench.compile_planner").compile_planner()

@@ -43,6 +43,7 @@ __all__ = [
     "make_training",
     "not_installed",
     "place_allocator",
+    "plans_pages",
     "why_not",
 ]
 
@@ -137,6 +138,11 @@ def not_installed(package: str | None) -> dict[str, str]:
         reason = f"{package} cannot be imported: {error}"
         return {"state": "not installed", "reason": reason}
     return {}
+
+
+def plans_pages(variant: Variant) -> bool:
+    """Whether umem's planner of pages runs in a variant; that of streamed state is another."""
+    return variant == "umem-optimizer-host" or BUDGETED.get(variant) is not None
 
 
 def place_allocator(job: TrainingJob) -> None:
