@@ -171,6 +171,12 @@ def die(_: Any) -> Iterator[Any]:
     yield os._exit(3)
 
 
+def end_late(_: Any) -> Iterator[Any]:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(11))
+    yield "ready"
+    time.sleep(600)
+
+
 def hang(_: Any) -> Iterator[Any]:
     yield "ready"
     print("compiling")
@@ -207,6 +213,16 @@ def test_a_worker_that_hangs_leaves_its_words_and_where_it_was() -> None:
     assert words[2].endswith("in hang")
 
 
+@pytest.mark.slow
+def test_a_worker_that_crashes_once_its_time_is_over_gave_no_answer() -> None:
+    with Worker(end_late, TINY, preload=[]) as worker:
+        assert worker.ask(60) == "ready"
+        with pytest.raises(WorkerError, match="no answer within 1 s") as caught:
+            worker.ask(1)
+
+    assert caught.value.timed_out
+
+
 _ENDLESS = """
 import sys
 sys.path[:0] = {paths!r}
@@ -216,7 +232,7 @@ from umem_bench.workers import Worker
 if __name__ == "__main__":
     with Worker(test_bench.hang, test_bench.TINY, preload=[]) as worker:
         worker.ask(600)
-        worker.request(600)
+        worker.request()
         print("begun", flush=True)
         worker.answer(600)
 """

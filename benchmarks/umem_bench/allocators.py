@@ -359,7 +359,7 @@ def _take_turns(
             it.allocator: stack.enter_context(Worker(measure, it, [__name__])) for it in jobs
         }
         for worker in workers.values():
-            worker.request(_READY_LIMIT_S)
+            worker.request()
         for number in range(rounds + 2):
             if 0 < number <= rounds and len(failures) < len(jobs):
                 on_progress(f"{label}: round {number} of {rounds}")

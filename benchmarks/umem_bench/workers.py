@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.process
 import os
 import select
+import signal
 import sys
 import tempfile
 import threading
@@ -34,8 +35,11 @@ Answers = Callable[[Any], Iterator[Any]]
 _END_S = 20.0
 """For a process to end, after its last answer or after it was killed."""
 
-_STACK_SHARE = 0.9
-"""A worker writes its stacks to the log at this share of an answer's time limit."""
+_STACK_S = 5.0
+"""For a worker whose time ran out, to write to its log where it is, and to end."""
+
+_STACK_TITLE = "Stack (most recent call first):\n"
+"""faulthandler's, above the stack of one thread."""
 
 _LOG_LINES = 3
 
@@ -100,10 +104,10 @@ class Worker:
             multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
         self._folder.cleanup()
 
-    def request(self, limit_s: float) -> None:
-        """Let the worker begin its next answer, which may take so long."""
+    def request(self) -> None:
+        """Let the worker begin its next answer."""
         with contextlib.suppress(OSError):  # the worker has ended, which `answer` reports
-            self._connection.send(limit_s)
+            self._connection.send(None)
 
     def answer(self, limit_s: float) -> Any:
         """Wait for the answer to the last request.
@@ -115,6 +119,9 @@ class Worker:
         """
         try:
             if not self._connection.poll(limit_s):
+                # It leaves its stack, which can crash it: no answer will come in any case.
+                self._process.terminate()
+                self._process.join(_STACK_S)
                 self._process.kill()
                 words = " / ".join([f"no answer within {limit_s:.0f} s", *self._last_words()])
                 raise WorkerError(words, timed_out=True)
@@ -129,17 +136,15 @@ class Worker:
 
     def ask(self, limit_s: float) -> Any:
         """Request an answer and wait for it; errors as of :meth:`answer`."""
-        self.request(limit_s)
+        self.request()
         return self.answer(limit_s)
 
     def _last_words(self) -> list[str]:
         """The last lines of the log; where it hung, the innermost calls of the main thread too."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        printed, _, stacks = text.partition("Timeout (")
+        printed, _, stack = text.partition(_STACK_TITLE)
         lines = [line.strip() for line in printed.splitlines() if line.strip()][-_LOG_LINES:]
-        # The main thread's stack comes last, its innermost call first.
-        calls = stacks.rpartition("Thread 0x")[2].splitlines()[1:]
-        return [*lines, *(line.strip() for line in calls[:_LOG_LINES])]
+        return [*lines, *(line.strip() for line in stack.splitlines()[:_LOG_LINES])]
 
 
 def _serve(answers: Answers, job: Record, connection: Connection, log: str) -> None:
@@ -151,17 +156,18 @@ def _serve(answers: Answers, job: Record, connection: Connection, log: str) -> N
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # The kernel gives it to the main thread: reading the frames of running threads can crash. Then
+    # the process ends, for nothing else handles the signal.
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
     generator = answers(job)
     while True:
-        limit_s = connection.recv()
-        faulthandler.dump_traceback_later(_STACK_SHARE * limit_s)
+        connection.recv()
         try:
             answer = next(generator)
         except Exception as error:
             traceback.print_exc()
             answer = _Failure(f"{type(error).__name__}: {error}")
-        faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
 
 
