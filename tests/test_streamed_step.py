@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +323,44 @@ class CountedMemory(HostStateMemory):
         self._add(size_bytes)
         weakref.finalize(memory, self._add, -size_bytes)
         return memory
+
+
+class FullMemory(HostStateMemory):
+    """A device without room for more state than it has."""
+
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        if not on_device:
+            super().place(tensor, on_device=False)
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+        """State that is on the device from its birth on."""
+        for tensor in tensors:
+            super().place(tensor, on_device=True)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_state_stays_where_it_is_if_there_is_no_plan_or_no_room(is_planned: bool) -> None:
+    stock, program = Program(None), Program(None)
+    for it in (stock, program):
+        it.step()
+    first, second = program.model.layers[0], program.model.layers[1]
+    state, memory = program.optimizer.state, FullMemory()
+    every = [state[it][name] for it in first.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    memory.take([*every, state[second.weight]["exp_avg"]])
+    lanes = LazyLanes(program.model, 0.5, 1)
+    training = StreamedTraining(program.model, program.optimizer, lanes, memory)
+    units = training.step.units
+    if is_planned:
+        units.set_plan(frozenset({"layers.0", "layers.1", "layers.2"}), 0)
+    for it in (stock, program):
+        it.step()
+        it.step()
+    assert units.device_bytes - units.slots_bytes == sum(it.nbytes for it in every)
+    assert units.slots_bytes > 0
+    # All state of a parameter is in one place.
+    assert all(memory.is_home(state[second.weight][name]) for name in ("exp_avg", "exp_avg_sq"))
+    assert [unit.name for unit in units if unit.state is None] == ["layers.0"]
+    assert bits([*program.model.parameters()]) == bits([*stock.model.parameters()])
 
 
 def test_a_new_plan_takes_no_more_memory_than_either() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import host_memory
@@ -30,6 +31,7 @@ from umem.runtime.state import (
     runtime,
     set_runtime,
 )
+from umem.runtime.state_room import StateRoom
 from umem.torch_compat import require, set_allocator_functions
 
 __all__ = [
@@ -158,7 +160,11 @@ def _enable(policy: Policy) -> Runtime:
     for device, its in enumerate(by_device):
         allocator.set_device_budget(device, its.device_budget_bytes or 0)
     install_memory_stats(allocator)
-    classifier = Classifier(allocator, gradient_hook(allocator))
+    budgets = tuple(its.device_budget_bytes for its in by_device)
+    # Room is given as memory of class `other`.
+    has_room = resolved.streams_state and resolved.rules[TensorClass.OTHER.number].kind == "device"
+    state_room = StateRoom(allocator, budgets) if has_room else None
+    classifier = Classifier(allocator, gradient_hook(allocator), state_room)
     classifier.install()
     share_with(resolved.share, allocator)
     streams_state = resolved.streams_state or resolved.copies_activations
@@ -168,7 +174,6 @@ def _enable(policy: Policy) -> Runtime:
             is_planned=resolved.planner != "none",
             streams_state=streams_state,
         )
-    budgets = tuple(its.device_budget_bytes for its in by_device)
     return Runtime(policy, resolved, budgets, capabilities, allocator, classifier)
 
 

@@ -391,6 +391,12 @@ NB_MODULE(_native, module) {
           },
           "device"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
+          "set_device_room",
+          [](Allocator& self, int device, int tensor_class, std::size_t bytes) {
+            return self.device(device).set_device_room(class_of(tensor_class), bytes);
+          },
+          "device"_a, "tensor_class"_a, "bytes"_a)
+      .def(
           "take_peak_bytes",
           [](Allocator& self, int device) { return self.device(device).take_peak_bytes(); },
           "device"_a)

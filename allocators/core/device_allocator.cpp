@@ -87,6 +87,22 @@ std::uint8_t DeviceAllocator::route_for(TensorClass tensor_class, std::size_t by
   return too_small ? routes.device_small : routes.small;
 }
 
+std::size_t DeviceAllocator::set_device_room(TensorClass tensor_class, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(device_room_[static_cast<std::size_t>(tensor_class)], bytes);
+}
+
+// Whether a request is served as one of class `other`.
+bool DeviceAllocator::take_device_room(TensorClass tensor_class, std::size_t bytes) {
+  std::size_t& room = device_room_[static_cast<std::size_t>(tensor_class)];
+  if (room < bytes) {
+    room = 0;  // later requests do not pass this one
+    return false;
+  }
+  room -= bytes;
+  return true;
+}
+
 void* DeviceAllocator::allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
   if (bytes == 0) return nullptr;
   const std::lock_guard lock(mutex_);
@@ -107,7 +123,8 @@ void* DeviceAllocator::serve(std::size_t bytes, StreamId stream, TensorClass ten
                              Shortage& shortage) {
   if (bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding it up would wrap
   if (!pending_events_.empty() || !deferred_.empty()) process_events();
-  const std::uint8_t route = route_for(tensor_class, bytes);
+  const bool in_room = take_device_room(tensor_class, bytes);
+  const std::uint8_t route = route_for(in_room ? TensorClass::other : tensor_class, bytes);
   const std::size_t block_bytes = round_up(bytes, step_bytes(routes_[route].tier));
   Pool* pool = active_pools_.empty() ? nullptr : pool_for(stream);
   Heap& heap = heap_for(route, stream, pool);

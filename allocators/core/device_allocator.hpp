@@ -205,6 +205,10 @@ class DeviceAllocator {
   // 0: no budget. Gives cached segments back if they exceed it; blocks stay where they are until
   // they are freed.
   void set_device_budget(std::size_t bytes);
+  // Serves the next requests of a class as those of class `other`, until `bytes` in all; the
+  // request that does not fit, and those behind it, are served as the class's own. Returns what was
+  // left before.
+  std::size_t set_device_room(TensorClass tensor_class, std::size_t bytes);
   // Gives spilled blocks that own their pages the advice of their classes, as if memory had been
   // free from the start, and returns them: their bytes are still on the host. Leaves out classes
   // that the policy places on the host.
@@ -271,6 +275,7 @@ class DeviceAllocator {
   std::uint8_t route_number(Route route);
   std::uint8_t add_route(Route route);
   std::uint8_t route_for(TensorClass tensor_class, std::size_t bytes) const;
+  bool take_device_room(TensorClass tensor_class, std::size_t bytes);
 
   void* serve(std::size_t bytes, StreamId stream, TensorClass tensor_class, Shortage& shortage);
   Pool* pool_for(StreamId stream);
@@ -351,6 +356,7 @@ class DeviceAllocator {
   std::vector<Route> routes_;
   std::array<ClassRoutes, kClasses> class_routes_{};
   SpillRoutes managed_spill_, pinned_spill_;
+  std::array<std::size_t, kClasses> device_room_{};
 
   std::unordered_map<std::uintptr_t, Block> blocks_;    // by address: live, pending and cached
   std::map<std::uintptr_t, Segment> segments_;          // by address

@@ -114,6 +114,7 @@ def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Callable[..., Job
     assert tight["weights"] == wide["weights"]
     assert tight["streaming"]["slots_bytes"] > 0
     assert wide["streaming"]["slots_bytes"] == 0  # all of it fits
+    assert wide["streaming"]["streamed"] == 0  # and was made on the device
     assert tight["streaming"]["pinned_bytes"] >= STATE_BYTES / 2
 
 

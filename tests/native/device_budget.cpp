@@ -177,6 +177,28 @@ void page_tables_of_page_locked_memory_count() {
   CHECK_EQUAL(machine.device.stats().budget_bytes.peak, static_cast<std::int64_t>(40 * MiB));
 }
 
+void a_class_may_have_room_on_the_device() {
+  Machine machine({.config = config_with_homes(64 * MiB)});
+  const auto allocate = [&](std::size_t bytes) {
+    machine.allocate(bytes, kMain, TensorClass::optimizer_state);
+    return on_device(machine);
+  };
+  const auto give = [&](std::size_t bytes) {
+    return machine.device.set_device_room(TensorClass::optimizer_state, bytes);
+  };
+  CHECK_EQUAL(give(30 * MiB), 0U);
+  CHECK_EQUAL(allocate(20 * MiB), 20 * MiB);
+  CHECK_EQUAL(allocate(20 * MiB), 20 * MiB);  // it has no room
+  CHECK_EQUAL(allocate(4 * MiB), 20 * MiB);   // and those behind it have none
+  CHECK_EQUAL(give(12 * MiB), 0U);
+  CHECK_EQUAL(allocate(10 * MiB), 30 * MiB);
+  CHECK_EQUAL(give(0), 2 * MiB);
+  CHECK_EQUAL(allocate(2 * MiB), 30 * MiB);
+  const auto number = static_cast<std::size_t>(TensorClass::optimizer_state);
+  CHECK_EQUAL(machine.device.stats().by_class.at(number).allocated_bytes.current,
+              static_cast<std::int64_t>(56 * MiB));
+}
+
 void a_smaller_budget_takes_the_cache_back() {
   Machine machine({.config = budget_config(0)});
   const std::uintptr_t kept = machine.allocate(10 * MiB);
@@ -385,6 +407,7 @@ int main() {
   RUN(memory_of_graphs_stays);
   RUN(requests_return_to_the_device);
   RUN(page_tables_of_page_locked_memory_count);
+  RUN(a_class_may_have_room_on_the_device);
   RUN(a_smaller_budget_takes_the_cache_back);
   RUN(a_full_device_is_as_a_spent_budget);
   RUN(alignment_counts);

@@ -59,8 +59,8 @@ class StreamedState(Protocol):
     """The optimizer state that a plan is about."""
 
     @property
-    def slots_bytes(self) -> int:
-        """Bytes of all slots."""
+    def device_bytes(self) -> int:
+        """Bytes of state on the device: in slots, or for good."""
 
     def sizes(self) -> Mapping[str, tuple[int, ...]]:
         """Bytes of state that can be streamed, by block in the order of the forward pass.
@@ -179,8 +179,9 @@ class StreamTuner:
         if self._store is not None:
             self._activations = CopiedActivations(model, blocks, self._store, self._fail)
         root = Block(NO_BLOCK, model)
-        placed, away = self._placed_bytes, self.away_bytes
-        self._meter = StepMeter(self._clock, self._room, root, blocks, placed, away)
+        self._meter = StepMeter(
+            self._clock, self._room, root, blocks, lambda: state.device_bytes, self.away_bytes
+        )
         self._tracker = PhaseTracker(root, blocks, Guard(self._fail), self._meter)
         self._measure(_MEASURED_STEPS)
 
@@ -308,9 +309,6 @@ class StreamTuner:
         if self._activations is not None:
             is_measuring = self._state == TuningState.MEASURING
             self._activations.set_plan(self._copied, self._fetch_ahead, is_measuring=is_measuring)
-
-    def _placed_bytes(self) -> int:
-        return self._resident_bytes() + self._streamed.slots_bytes
 
     def _resident_bytes(self) -> int:
         sizes = self._streamed.sizes()

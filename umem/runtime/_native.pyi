@@ -96,6 +96,11 @@ class Allocator:
     def set_device_budget(self, device: int, bytes: int) -> None:
         """From now on; 0 for no budget. Gives cached segments back if they exceed it; live blocks
         stay where they are until freed."""
+    def set_device_room(self, device: int, tensor_class: int, bytes: int) -> int:
+        """Serve the next requests of a class as those of class `other`, up to `bytes` in all.
+
+        The first one that does not fit, and those behind it, are served as the class's own.
+        Returns the bytes that were left before."""
     def unspill(self, device: int) -> list[tuple[int, int, int, int, int, str]]:
         """Advise what was spilled as its class is, and tell of it as `live_blocks` does.
 

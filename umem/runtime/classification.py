@@ -30,6 +30,7 @@ from umem.runtime.model_parts import (
     weight_classes,
 )
 from umem.runtime.native_library import native
+from umem.runtime.state_room import StateRoom
 from umem.torch_compat import PRIVATE_NAMES, replace
 
 if TYPE_CHECKING:
@@ -57,8 +58,14 @@ class Classifier:
     unknown modules: at start, and after parameters were registered or moved.
     """
 
-    def __init__(self, allocator: Allocator, on_gradient: Callable[[torch.Tensor], object]) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        on_gradient: Callable[[torch.Tensor], object],
+        state_room: StateRoom | None = None,
+    ) -> None:
         self._allocator = allocator
+        self._state_room = state_room
         self._on_gradient = on_gradient
         self._forward_hook: Any = None
         self._seen_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -155,6 +162,8 @@ class Classifier:
             parameters = list(optimizer_parameters(optimizer))
             self._tag_parameters(parameters)
             self._tag((p.grad for p in parameters if p.grad is not None), TensorClass.GRADIENTS)
+            if self._state_room is not None:
+                self._state_room.open(optimizer)
         self._allocator.set_phase(phase.number)
         return self._wrap_closure(args, kwargs, phase)
 
@@ -183,6 +192,8 @@ class Classifier:
         sizes = _state_sizes(optimizer)
         if self._known_states[optimizer] != sizes:
             self._known_states[optimizer] = sizes
+            if self._state_room is not None:
+                self._state_room.close(optimizer)
             state = (tensor for _, tensor in optimizer_state(optimizer, {}))
             self._tag(state, TensorClass.OPTIMIZER_STATE)
         self._allocator.set_phase(TensorClass.ACTIVATIONS.number)

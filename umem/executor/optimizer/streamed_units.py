@@ -93,6 +93,8 @@ class StreamedUnit:
         """Whether something has used a home since the state was laid out."""
         self.sizes: tuple[int, ...] = (0,)
         """Bytes of its state that can be streamed, by piece."""
+        self.device_bytes = 0
+        """Those of them that are on the device for good."""
         self.divided: list[StreamedUnit] = []
         """A unit for each piece of a streamed one, with a slot and moments of its own: some of the
         parameters, or a span of a flat one."""
@@ -150,7 +152,8 @@ class StreamedUnits:
         self._lanes = lanes
         self._memory = memory
         self._piece_bytes = piece_bytes
-        self._resident: frozenset[str] = frozenset()
+        self._resident: frozenset[str] | None = None
+        """Units whose state is to stay on the device; None to leave all state where it is."""
         self._slot_count = _FIRST_SLOTS
         self._slots: list[Slot] = []
         self._units: dict[str, StreamedUnit] = {}
@@ -217,6 +220,11 @@ class StreamedUnits:
         """Bytes of all buffers."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of state on the device: in buffers, or for good."""
+        return self.slots_bytes + sum(unit.device_bytes for unit in self._units.values())
+
     # ------------------------------------------------------------------ before a step
 
     def lay_out(self, optimizer: Optimizer, called: Iterable[str]) -> None:
@@ -243,7 +251,7 @@ class StreamedUnits:
         if changed:
             # What leaves the device makes room for what comes.
             self._take_slots_back()
-            changed.sort(key=lambda unit: unit.name in self._resident)
+            changed.sort(key=lambda unit: unit.name in (self._resident or ()))
             for unit in changed:
                 self._lay_out_unit(unit, state, piece_bytes)
             self.layouts += 1
@@ -289,22 +297,39 @@ class StreamedUnits:
         }
         pieces = self._divide(every, movable, piece_bytes)
         unit.sizes = tuple(piece.size_bytes for piece in pieces)
-        on_device = unit.name in self._resident
         queued: dict[torch.Tensor, Any] = {}
+        unit.device_bytes = 0
         for parameter, values in every.items():
-            for value in movable[parameter]:
-                self._memory.place(value, on_device=on_device)
-            if (values and self.runs_backward) or (movable[parameter] and not on_device):
+            on_device = self._place(movable[parameter], unit.name)
+            if on_device:
+                unit.device_bytes += sum(value.nbytes for value in movable[parameter])
+            if not on_device or (values and self.runs_backward):
                 queued[parameter] = values
         unit.queued = [(number, [p for p in some if p in queued]) for number, some in unit.groups]
         if queued:
             unit.state = StagedState(queued, self._memory)
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
-                divided = StreamedUnit(unit.name)
                 some = {p: queued[p] for p in piece.parameters if p in queued}
-                divided.state = StagedState(some, self._memory, piece.span)
-                unit.divided.append(divided)
+                if some:
+                    divided = StreamedUnit(unit.name)
+                    divided.state = StagedState(some, self._memory, piece.span)
+                    unit.divided.append(divided)
             guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
+
+    def _place(self, values: list[torch.Tensor], name: str) -> bool:
+        """Put the state of a parameter where the plan has it. Returns whether none is on the host.
+
+        All of it is in one place: on the host where the device has no room for some of it.
+        """
+        is_planned = self._resident is not None and name in self._resident
+        for value in values if is_planned else ():
+            self._memory.place(value, on_device=True)
+        may_stay = is_planned or self._resident is None
+        if may_stay and not any(map(self._memory.is_home, values)):
+            return True
+        for value in values:
+            self._memory.place(value, on_device=False)
+        return not values
 
     def _divide(
         self, state: OptimizerState, movable: _Movable, piece_bytes: int | None
@@ -360,7 +385,7 @@ class StreamedUnits:
         sizes = [unit.state.size_bytes for unit in streamed if unit.state is not None]
         self._slots = [
             Slot(self._memory.buffer(max(sizes)))
-            for _ in range(min(self._slot_count, len(streamed)))
+            for _ in range(min(max(self._slot_count, 1), len(streamed)))
         ]
         count = len(self._slots)
         for number, unit in enumerate(streamed):
