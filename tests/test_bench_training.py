@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from managed_training import MIB, Training
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_runs import GIB, MIGRATION, TINY, made_up_run, result, settings
 from typer.testing import CliRunner
 from umem_bench.cli import app
@@ -25,6 +28,7 @@ from umem_bench.results import (
     Run,
     TrainingResult,
     Variant,
+    median,
     read_results,
     write_results,
 )
@@ -45,6 +49,7 @@ from umem_bench.training.tables import (
     fits,
     heading,
     tables,
+    tokens_per_s,
     working_set_bytes,
 )
 from umem_bench.training.variants import WORKLOADS, TrainingJob, make_training, place_allocator
@@ -59,6 +64,7 @@ from umem.policy import class_rule
 from umem.trace import check_trace
 
 CPU = torch.device("cpu")
+FLOAT32 = TINY.model_copy(update={"weights": "float32"})
 PAGE = 64 << 10
 MARGIN = CARD_MARGIN_BYTES
 needs_no_gpu = pytest.mark.skipif(
@@ -220,6 +226,65 @@ def test_variants_that_cannot_be_compared_say_why(monkeypatch: pytest.MonkeyPatc
     (answer,) = measuring.measure(job("deepspeed-offload", "lora"))
     assert answer["state"] == "not comparable"
     assert "float32" in answer["reason"]
+    (answer,) = measuring.measure(job("deepspeed-offload", model=FLOAT32))
+    assert answer["state"] == "not comparable"
+    for variant in ("save-on-cpu", "umem-backward-step", "torchao-offload"):
+        (answer,) = measuring.measure(job(variant, trainer_batches=2))  # type: ignore[arg-type]
+        assert (answer["state"], "Trainer" in answer["reason"]) == ("not comparable", True)
+
+
+@pytest.mark.parametrize("variant", ["stock", "backward-step"])
+def test_float32_weights_are_trained_under_autocast(variant: Variant) -> None:
+    training = make_training(job(variant, model=FLOAT32))
+    seen: set[torch.dtype] = set()
+    training.model.layers[0].mlp.register_forward_hook(lambda *it: seen.add(it[2].dtype))
+
+    losses = [float(training.step()) for _ in range(3)]
+
+    assert seen == {torch.bfloat16}
+    assert {it.dtype for it in training.model.parameters()} == {torch.float32}
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_the_trainer_accumulates_and_clips_and_waits_after_each_step() -> None:
+    pytest.importorskip("accelerate")
+    training = make_training(job("stock", model=FLOAT32, trainer_batches=2))
+    weights = list(training.model.parameters())
+    batches: list[torch.Size] = []
+    norms: list[float] = []
+
+    def stepped(*_: Any) -> None:
+        gradients: list[Any] = [it.grad for it in weights]
+        norms.append(float(torch.cat([it.flatten() for it in gradients]).norm()))
+
+    training.model.register_forward_pre_hook(
+        lambda _, __, given: batches.append(given["input_ids"].shape), with_kwargs=True
+    )
+    hook = register_optimizer_step_pre_hook(stepped)
+    with training.around:
+        for steps in (1, 2, 3):
+            loss = float(training.step())
+            assert batches == [(TINY.batch, TINY.tokens)] * 2 * steps
+            assert len(norms) == steps
+            # Random weights expect each token alike.
+            assert loss == pytest.approx(math.log(TINY.vocabulary), abs=0.1)
+    hook.remove()
+
+    assert max(norms) == pytest.approx(1.0, abs=1e-3)
+    assert len(norms) == 3
+    assert "Trainer" not in {it.name for it in threading.enumerate()}
+
+
+def test_an_error_in_the_trainer_is_the_steps_error() -> None:
+    pytest.importorskip("accelerate")
+    training = make_training(job("stock", model=FLOAT32, trainer_batches=2))
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("full")
+
+    training.model.register_forward_pre_hook(fail)
+    with training.around, pytest.raises(MemoryError, match="full"):
+        training.step()
 
 
 def test_deepspeed_has_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +432,40 @@ def test_streamed_state_is_waited_for_and_has_a_plan() -> None:
     assert why_off(full) == ""
 
 
+@pytest.mark.parametrize(
+    ("manager", "words"),
+    [
+        (None, "no manager"),
+        (streamed(tuned(TuningState.PLANNED)), ""),
+        (replace(streamed(tuned(TuningState.PLANNED)), counts=StepCounts(in_line=7)), "7 steps"),
+    ],
+)
+def test_a_loop_that_umem_manages_by_itself_says_what_became_of_it(
+    manager: StreamedStatus | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[torch.Tensor] = []
+
+    def step() -> torch.Tensor:
+        steps.append(torch.tensor(1.0))
+        return steps[-1]
+
+    def find() -> Any:
+        assert len(steps) == 1  # its optimizer is not known before
+        return manager and SimpleNamespace(status=lambda: manager)
+
+    training = variants.Training(torch.nn.Linear(2, 2), (), step)
+    monkeypatch.setattr(measuring, "place_allocator", lambda _: None)
+    monkeypatch.setattr(measuring, "make_training", lambda _: training)
+    monkeypatch.setattr(measuring, "find_manager", find)
+
+    answer = next(measuring.measure(job("umem", budget_bytes=GIB, trainer_batches=2)))
+
+    assert answer["state"] == "measured"
+    assert answer["plan_running"] is (None if manager is None else True)
+    assert len(answer["notes"]) == bool(words)
+    assert words in str(answer["notes"])
+
+
 def use(op: str, moved_bytes: int, tensor_class: TensorClass = TensorClass.WEIGHTS) -> HintUse:
     none: dict[str, Any] = {it.name: 0 for it in fields(HintUse)}
     return replace(HintUse(**none), op=op, tensor_class=tensor_class, moved_bytes=moved_bytes)
@@ -437,7 +536,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    ["--workloads=short", "--methods=qlora", "--variants=vllm", "--budgets=0", "--budgets=120",
+    ["--workloads=medium", "--methods=qlora", "--variants=vllm", "--budgets=0", "--budgets=120",
      "--budgets=60,half", "--steps=0", "--batch=0", "--seconds-limit=0"],
 )  # fmt: skip
 def test_unknown_choices_end_with_status_2(option: str) -> None:
@@ -449,9 +548,9 @@ def test_stock_comes_first_and_once_more_at_the_end() -> None:
 
     order = cells(asked)
 
-    assert len(set(order)) == len(order) == 65
-    for name in WORKLOADS:
-        for method in METHODS:
+    assert len(set(order)) == len(order) == 69
+    for name, workload in WORKLOADS.items():
+        for method in workload.methods:
             own = [it for it in order if it[:2] == (name, method)]
             assert own[0] == (name, method, "stock", None)
     assert {it[2] for it in order[-4:]} == {"stock-again"}
@@ -496,6 +595,29 @@ def test_processes_train_the_same_model_and_say_what_they_cannot_do(tmp_path: Pa
     assert (saving.state, "needs a GPU" in str(saving.reason)) == ("failed", True)
     assert len(said) == len(run.trainings) + 1
     assert " ms a step" in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["short", "trainer"])
+def test_processes_train_float32_weights_by_either_loop(name: str) -> None:
+    batches = 2 if name == "trainer" else None
+    if batches:
+        pytest.importorskip("accelerate")
+    asked = settings(
+        FLOAT32, name=name, trainer_batches=batches, methods=("sft",), deterministic=True
+    )
+
+    first, again = (run_training(asked, lambda _: None, device="cpu") for _ in range(2))
+
+    (stock,) = first.trainings
+    assert (stock.workload, stock.state, len(stock.steps_s)) == (name, "measured", 3)
+    assert len(stock.losses_hex) == measuring.KEPT_LOSSES
+    assert stock.losses_hex == again.trainings[0].losses_hex
+    # A step of either loop is of all its batches.
+    step_s = median(stock.steps_s)
+    assert step_s
+    assert round(tokens_per_s(first, stock) * step_s) == TINY.batch * TINY.tokens * (batches or 1)
+    assert "115,008 parameters in 2 layers, float32" in next(tables(first)).title
 
 
 class _ToldWorker(Worker):
@@ -603,6 +725,23 @@ def test_no_process_is_started_beside_one_that_cannot_be_ended(
     assert {(it.state, it.reason) for it in run.trainings} == {
         ("left out", "process 1234 did not end")
     }
+
+
+def test_workloads_have_their_own_methods_unless_others_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def run(asked: Any, *_: object, **__: object) -> Run:
+        seen.append([it.methods for it in asked.workloads])
+        return made_up_run()
+
+    monkeypatch.setattr("umem_bench.cli.trainings.run_training", run)
+
+    for words in ([], ["--methods", "lora"]):
+        CliRunner().invoke(app, ["training", "--workloads", "activations,trainer", *words])
+
+    assert seen == [[METHODS, ("sft",)], [("lora",)] * 2]
 
 
 def test_the_command_goes_on_with_a_file_and_writes_there(
@@ -735,8 +874,10 @@ def test_the_heading_names_machine_and_model() -> None:
     text = heading(made_up_run())
 
     for part in ("Made-up GPU", "driver 1.2", "transformers 5.0", "umem 0.1.0 (0123456789ab)",
-                 "558 million parameters", "24 layers", "3 steps", "2026-01-02"):  # fmt: skip
+                 "3 steps", "2026-01-02"):  # fmt: skip
         assert part in text
+    panels = [it.title for it in tables(made_up_run())]
+    assert sum("558,000,000 parameters in 24 layers, bfloat16" in it for it in panels) == 2
 
 
 @pytest.mark.slow

@@ -129,9 +129,13 @@ _add_allocator_command(
 @app.command()
 def training(
     workloads: Annotated[
-        str, typer.Option(help="long (one long sequence, checkpoints), activations (none).")
+        str,
+        typer.Option(
+            help="long (one long sequence, checkpoints), activations (none), short (little to "
+            "compute), trainer (the Trainer of transformers)."
+        ),
     ] = ",".join(WORKLOADS),
-    methods: Annotated[str, typer.Option(help="sft, lora, or both.")] = ",".join(METHODS),
+    methods: Annotated[str, typer.Option(help="sft, lora, or both. Default: the workload's.")] = "",
     variants: Annotated[
         str, typer.Option(help="Those to compare; stock is always one. Default: the workload's.")
     ] = "",
@@ -158,7 +162,9 @@ def training(
 ) -> None:
     """Train a Llama with less device memory than it needs, umem beside others. Needs a GPU."""
     output = output or continued
-    own: dict[str, Any] = {"methods": _named(methods, METHODS)}
+    own: dict[str, Any] = {}
+    if methods:
+        own["methods"] = _named(methods, METHODS)
     if variants:
         own["variants"] = _named(variants, VARIANTS)
     if budgets:

@@ -108,7 +108,7 @@ BUDGETED: dict[Variant, Literal["planned", "lookahead", "fault"] | None] = {
 }
 """The variants that train within a budget, and their planner of pages; None where state streams."""
 
-WorkloadName = Literal["long", "activations"]
+WorkloadName = Literal["long", "activations", "short", "trainer"]
 
 
 class LlamaShape(Record):
@@ -120,7 +120,7 @@ class LlamaShape(Record):
     heads: int = 20
     vocabulary: int = 32_000
     weights: Literal["bfloat16", "float32"] = "bfloat16"
-    """Their type. The real-scale benchmark trains float32 weights under autocast to bfloat16."""
+    """Their type. Float32 weights are trained under autocast to bfloat16."""
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     batch: int = Field(default=1, ge=1)
@@ -141,6 +141,9 @@ class Workload(Record):
     variants: tuple[Variant, ...]
     budgets_percent: tuple[float, ...]
     """As percentages of the stock variant's peak allocation."""
+    trainer_batches: int | None = None
+    """Batches that the `Trainer` of transformers accumulates for a step; None for a plain loop with
+    one batch a step."""
 
 
 class TrainingSettings(Record):

@@ -52,6 +52,7 @@ def settings(model: LlamaShape = TINY, **changes: Any) -> TrainingSettings:
         "methods": METHODS,
         "variants": ("stock",),
         "budgets_percent": (100.0, 60.0, 30.0),
+        "trainer_batches": None,
     }
     workload |= {name: changes.pop(name) for name in set(workload) & set(changes)}
     asked: dict[str, Any] = {

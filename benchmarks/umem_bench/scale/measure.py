@@ -17,7 +17,7 @@ from umem_bench.card import Card
 from umem_bench.llama import SEED, build_llama
 from umem_bench.results import LlamaShape, Record, ScaleVariant
 from umem_bench.training.measure import card_figures, outside_figures, time_steps, warm_up
-from umem_bench.training.status import status_notes
+from umem_bench.training.status import NO_MANAGER, find_manager, status_notes
 from umem_bench.training.variants import (
     Training,
     deepspeed_engine,
@@ -90,19 +90,13 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
     notes = _notes(job)
     counted: AllocatorName | None = None if job.card is None else "torch"
     if job.variant.startswith("umem"):
-        from umem.executor.manage import managers
-        from umem.executor.streamed_training import streamed_trainings
-
         counted = "umem"
-        # umem manages the training from its first step on.
-        training.manager = next(iter((*managers(), *streamed_trainings())), None)
+        training.manager = find_manager()
         if training.manager is None:
-            notes.append("no manager of umem runs in this training")
+            notes.append(NO_MANAGER)
     warm_up(training, losses)
     timed = time_steps(training, job.steps, losses, counted)
-    if job.variant == "umem-backward" and not any(
-        it.status().step_in_backward for it in streamed_trainings()
-    ):
+    if job.variant == "umem-backward" and not getattr(timed.after, "step_in_backward", False):
         notes.append("its step was not done in the backward pass")
     if timed.after is not None:
         notes += status_notes(timed.after)

@@ -12,10 +12,13 @@ import torch
 
 from umem_bench.allocators import AllocatorName, peaks, reset_peaks
 from umem_bench.card import Card
+from umem_bench.results import BUDGETED
 from umem_bench.timing import no_garbage_collection
 from umem_bench.training.migration import profile_step
 from umem_bench.training.status import (
+    NO_MANAGER,
     Status,
+    find_manager,
     has_followed,
     is_settled,
     predicted_step_s,
@@ -105,8 +108,13 @@ def outside_figures(card: Card | None) -> dict[str, int]:
 
 
 def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
-    manager = training.manager
     losses: list[torch.Tensor] = []
+    notes: tuple[str, ...] = ()
+    if job.variant in BUDGETED and training.manager is None:
+        losses.append(training.step())
+        training.manager = find_manager()
+        notes = () if training.manager else (NO_MANAGER,)
+    manager = training.manager
     warm_up(training, losses)
     if manager is not None and (reason := why_off(manager.status())):
         return {"state": "off", "reason": reason}
@@ -129,7 +137,7 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
         "steps_s": timed.steps_s,
         "losses_hex": tuple(float(loss).hex() for loss in losses[:KEPT_LOSSES]),
         "peak_allocated_bytes": timed.allocated_bytes,
-        "notes": () if timed.after is None else status_notes(timed.after),
+        "notes": notes if timed.after is None else status_notes(timed.after),
     }
 
 

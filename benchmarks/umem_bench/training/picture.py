@@ -119,5 +119,5 @@ def _panel(
     label = "\n".join(["budget of resident memory, of the working set", *words])
     axes.set_xlabel(label, fontsize=7)
     axes.set_ylabel("tokens/s")
-    axes.set_title(batches(workload.model, method).replace(", ", "\n", 1), fontsize=9)
+    axes.set_title(batches(workload, method).replace(", ", "\n", 1), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

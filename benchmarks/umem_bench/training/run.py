@@ -212,6 +212,7 @@ def _measure_cell(
         left_s = end_s - time.monotonic()
     job = TrainingJob(
         model=settings.workload(workload).model,
+        trainer_batches=settings.workload(workload).trainer_batches,
         method=method,
         variant=variant,
         budget_bytes=told.get("budget_bytes"),

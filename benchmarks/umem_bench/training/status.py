@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from umem.core.units import format_bytes
 from umem.executor import ManagerStatus, StreamedStatus
 
-__all__ = ["Status", "has_followed", "is_settled", "predicted_step_s", "status_notes", "why_off"]
+__all__ = [
+    "NO_MANAGER",
+    "Status",
+    "find_manager",
+    "has_followed",
+    "is_settled",
+    "predicted_step_s",
+    "status_notes",
+    "why_off",
+]
 
 Status = ManagerStatus | StreamedStatus
 
 _DECIDING = ("warming up", "recording", "planning")
+
+
+NO_MANAGER = "no manager of umem runs in this training"
+
+
+def find_manager() -> Any:
+    """What umem manages by itself from the training's first step on; None if it does not."""
+    from umem.executor.manage import managers
+    from umem.executor.streamed_training import streamed_trainings
+
+    return next(iter((*managers(), *streamed_trainings())), None)
 
 
 def is_settled(status: Status) -> bool:

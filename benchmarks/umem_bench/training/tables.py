@@ -9,7 +9,6 @@ from umem.core.units import format_bytes
 from umem_bench.results import (
     BUDGETED,
     VARIANTS,
-    LlamaShape,
     Method,
     Migration,
     ProcessResult,
@@ -67,8 +66,9 @@ _OTHER_ARITHMETIC = ("bnb-paged-adamw", "torchao-offload", "deepspeed-offload")
 def tokens_per_s(run: Run, result: TrainingResult) -> float:
     """Tokens trained on in a second, at the median step; 0 if it was not measured."""
     step_s = median(result.steps_s)
-    model = run.training_settings.workload(result.workload).model
-    return model.batch * model.tokens / step_s if step_s else 0.0
+    workload = run.training_settings.workload(result.workload)
+    tokens = workload.model.batch * workload.model.tokens * (workload.trainer_batches or 1)
+    return tokens / step_s if step_s else 0.0
 
 
 def panels(run: Run) -> list[tuple[Workload, Method]]:
@@ -166,11 +166,8 @@ def _margin_bytes(result: TrainingResult) -> int:
 def heading(run: Run) -> str:
     """One line that says where, when and with what a run was made."""
     settings = run.training_settings
-    counts = [it.parameters for it in run.trainings if it.parameters]
-    millions = f"{counts[0] / 1e6:,.0f} million parameters in " if counts else ""
     return provenance(
         run.header,
-        f"a Llama of {millions}{settings.workloads[0].model.layers} layers, bfloat16",
         "deterministic algorithms" if settings.deterministic else "",
         f"medians of {settings.steps} steps [minimum to maximum]",
     )
@@ -187,18 +184,22 @@ def tables(run: Run) -> Iterator[Table]:
     )
 
 
-def batches(model: LlamaShape, method: Method) -> str:
+def batches(workload: Workload, method: Method) -> str:
     """Method, batches and checkpoints, in words."""
+    model, summed = workload.model, workload.trainer_batches
     words = "Full fine-tuning (SFT)" if method == "sft" else "LoRA"
     kept = "checkpoints at every layer" if model.checkpoint else "no checkpoints"
-    return f"{words}, batches of {model.batch} x {model.tokens:,} tokens, {kept}"
+    loop = f"Trainer, {summed} " if summed else ""
+    return f"{words}, {loop}batches of {model.batch} x {model.tokens:,} tokens, {kept}"
 
 
 def _title(run: Run, workload: Workload, method: Method) -> str:
     stock = stock_of(run, workload.name, method)
     whole = working_set_bytes(stock) if stock else None
+    of = f"{stock.parameters:,} parameters in " if stock and stock.parameters else ""
     words = f", working set {format_bytes(whole)}" if whole else ""
-    return batches(workload.model, method) + words
+    model = f"a Llama of {of}{workload.model.layers} layers, {workload.model.weights}"
+    return f"{batches(workload, method)}, {model}{words}"
 
 
 def _speeds(run: Run, workload: Workload, method: Method) -> Table:

@@ -29,6 +29,7 @@ from umem_bench.results import (
     Workload,
     WorkloadName,
 )
+from umem_bench.training.trainer import SteppedTrainer
 
 __all__ = [
     "DEEPSPEED_BUCKET_ELEMENTS",
@@ -64,6 +65,32 @@ WORKLOADS: dict[WorkloadName, Workload] = {
         variants=("stock", "umem", "umem-planned", "umem-fault", "save-on-cpu", "stock-again"),
         budgets_percent=(60.0, 30.0),
     ),
+    # Little computing to hide transfers behind: 0.36 billion parameters.
+    "short": Workload(
+        name="short",
+        model=LlamaShape(
+            hidden=1024,
+            intermediate=3968,
+            layers=18,
+            heads=16,
+            weights="float32",
+            batch=4,
+            tokens=1024,
+            checkpoint=False,
+        ),
+        methods=("sft",),
+        variants=("stock", "umem"),
+        budgets_percent=(60.0,),
+    ),
+    # A loop that clips and accumulates, as transformers has it.
+    "trainer": Workload(
+        name="trainer",
+        model=LlamaShape(weights="float32", batch=4, tokens=1024, checkpoint=False),
+        methods=("sft",),
+        variants=("stock", "umem"),
+        budgets_percent=(60.0,),
+        trainer_batches=2,
+    ),
 }
 
 LEARNING_RATE = 1e-4
@@ -78,6 +105,20 @@ _PACKAGES: dict[Variant, str] = {
     "deepspeed-offload": "deepspeed",
     "rmm-pool": "rmm",
 }
+
+_WITH_TRAINER: tuple[Variant, ...] = (
+    "stock",
+    "umem",
+    "umem-planned",
+    "umem-lookahead",
+    "umem-fault",
+    "rmm-pool",
+    "stock-again",
+)
+"""Variants that differ in memory only, not in the loop: umem manages them by itself."""
+
+_Forward = Callable[[], torch.Tensor]
+"""Runs a forward pass, and returns its loss."""
 
 OPTIMIZER_ON_HOST = {
     "name": "sft-optimizer-host",
@@ -101,6 +142,8 @@ class TrainingJob(Record):
     """The CPU has only the stock variant, without peaks and without a profile."""
     card: Card | None = None
     """Whose memory in use is read; None for no such figures."""
+    trainer_batches: int | None = None
+    """As in :class:`Workload`."""
 
 
 @dataclass
@@ -110,6 +153,7 @@ class Training:
     model: Any
     """A :class:`ChunkedLoss`, or a Llama of `transformers`."""
     optimizers: tuple[torch.optim.Optimizer, ...]
+    """Empty where the `Trainer` makes its own."""
     step: Callable[[], torch.Tensor]
     """Trains one step and returns its loss, without a graph."""
     manager: Any = None
@@ -120,13 +164,21 @@ class Training:
 
 def why_not(job: TrainingJob) -> dict[str, str]:
     """State and reason of a variant that cannot be compared here; empty where it can."""
-    if (job.variant, job.method) == ("deepspeed-offload", "lora"):
-        reason = (
-            "DeepSpeed's engine in bfloat16 makes the model's parameters bfloat16, and so the "
-            "adapters, which every other variant trains in float32"
-        )
+    reason = ""
+    if job.trainer_batches is None:
+        in_float32 = job.method == "lora" or job.model.weights == "float32"
+        if job.variant == "deepspeed-offload" and in_float32:
+            reason = (
+                "DeepSpeed's engine in bfloat16 makes the model's parameters bfloat16, and so what "
+                "every other variant trains in float32"
+            )
+    elif job.variant not in _WITH_TRAINER:
+        reason = "the Trainer makes its own optimizer and steps, and clips gradients"
+    elif torch.cuda.device_count() > 1:
+        reason = "the Trainer would train on several GPUs: set CUDA_VISIBLE_DEVICES to one"
+    if reason:
         return {"state": "not comparable", "reason": reason}
-    return not_installed(_PACKAGES.get(job.variant))
+    return not_installed("accelerate" if job.trainer_batches else _PACKAGES.get(job.variant))
 
 
 def not_installed(package: str | None) -> dict[str, str]:
@@ -175,26 +227,41 @@ def make_training(job: TrainingJob) -> Training:
     if job.deterministic:
         make_deterministic()
     network = build_llama(job.model, job.method, device)
-    model = ChunkedLoss(network, job.model.loss_chunk_tokens).train()
-    torch.manual_seed(SEED)
-    shape = (job.model.batch, job.model.tokens)
-    batch = torch.randint(0, job.model.vocabulary, shape, device=device)
-    if job.variant == "deepspeed-offload":
-        training = _with_deepspeed(model, batch)
-    elif job.variant == "backward-step":
-        training = _with_steps_in_backward(model, batch)
+    if job.trainer_batches is None:
+        training = _with_own_loop(job, ChunkedLoss(network, job.model.loss_chunk_tokens).train())
     else:
-        training = _with_one_optimizer(job.variant, model, batch)
-    if job.variant == "umem-optimizer-host" or job.variant in BUDGETED:
-        import umem
-
-        (optimizer,) = training.optimizers
-        training.manager = umem.manage(
-            model, optimizer, step_in_backward=job.variant == "umem-backward-step"
-        )
+        trainer = SteppedTrainer(network, job.model, job.trainer_batches, job.steps)
+        training = Training(network, (), trainer.step)
+        training.around.callback(trainer.close)
     if device.type == "cuda":
         # The fastest everywhere, with a backward pass that can be deterministic.
         training.around.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+    return training
+
+
+def _with_own_loop(job: TrainingJob, model: ChunkedLoss) -> Training:
+    device = torch.device(job.device)
+    torch.manual_seed(SEED)
+    shape = (job.model.batch, job.model.tokens)
+    batch = torch.randint(0, job.model.vocabulary, shape, device=device)
+
+    def forward() -> torch.Tensor:
+        casts = job.model.weights == "float32"
+        with torch.autocast(device.type, torch.bfloat16, enabled=casts):
+            loss: torch.Tensor = model(input_ids=batch, labels=batch)
+        return loss
+
+    if job.variant == "deepspeed-offload":
+        return _with_deepspeed(model, batch)
+    if job.variant == "backward-step":
+        return _with_steps_in_backward(model, forward)
+    training = _with_one_optimizer(job.variant, model, forward)
+    if job.variant == "umem-optimizer-host" or job.variant in BUDGETED:
+        import umem
+
+        training.manager = umem.manage(
+            model, *training.optimizers, step_in_backward=job.variant == "umem-backward-step"
+        )
     return training
 
 
@@ -207,7 +274,7 @@ def make_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _with_one_optimizer(variant: Variant, model: ChunkedLoss, batch: torch.Tensor) -> Training:
+def _with_one_optimizer(variant: Variant, model: ChunkedLoss, forward: _Forward) -> Training:
     optimizer = make_optimizer(variant, _trained(model))
 
     def step() -> torch.Tensor:
@@ -215,7 +282,7 @@ def _with_one_optimizer(variant: Variant, model: ChunkedLoss, batch: torch.Tenso
         if variant == "save-on-cpu":
             saving = torch.autograd.graph.save_on_cpu(pin_memory=True)
         with saving:
-            loss: torch.Tensor = model(input_ids=batch, labels=batch)
+            loss = forward()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -224,7 +291,7 @@ def _with_one_optimizer(variant: Variant, model: ChunkedLoss, batch: torch.Tenso
     return Training(model, (optimizer,), step)
 
 
-def _with_steps_in_backward(model: ChunkedLoss, batch: torch.Tensor) -> Training:
+def _with_steps_in_backward(model: ChunkedLoss, forward: _Forward) -> Training:
     """An optimizer for each parameter, which steps as soon as its gradient exists."""
     optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {
         it: make_optimizer("stock", [it]) for it in _trained(model)
@@ -238,7 +305,7 @@ def _with_steps_in_backward(model: ChunkedLoss, batch: torch.Tensor) -> Training
         trained.register_post_accumulate_grad_hook(step_one)
 
     def step() -> torch.Tensor:
-        loss: torch.Tensor = model(input_ids=batch, labels=batch)
+        loss = forward()
         loss.backward()
         return loss.detach()
 
