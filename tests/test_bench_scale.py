@@ -196,6 +196,25 @@ def test_the_planner_is_compiled_only_for_a_policy_that_plans_pages(
     assert compiled == [3]
 
 
+def test_a_row_is_left_out_that_would_be_cut_short(jobs: list[Any]) -> None:
+    large = "llama-2-13b-bf16:umem"
+    # The made-up process of 7B takes 5 s.
+    found = [
+        run(f"llama-2-7b-bf16:umem,{large}", seconds_limit=left_s).scales[1].state
+        for left_s in (9.0, 11.0)
+    ]
+    assert found == ["left out", "measured"]
+    # A tiny model's process is mostly its start.
+    assert run(f"tiny:umem,{large}", seconds_limit=11.0).scales[1].state == "measured"
+
+    late = ScaleResult(
+        case="llama-2-13b-bf16", variant="umem", state="failed", timed_out=True, process_s=75.0
+    )
+    earlier = Run(made_up_header("scale", settings()), (late,))
+    assert run(large, earlier=earlier, seconds_limit=70.0).scales == [late]
+    assert run(large, earlier=earlier, seconds_limit=80.0).scales[0].state == "measured"
+
+
 def test_a_run_goes_on_with_what_its_file_lacks(jobs: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "scale.jsonl"
     first = run("tiny:umem", on_results=lambda it: write_results(it, path))

@@ -46,6 +46,9 @@ CARD_LEFT_BYTES = 2 << 30
 _CONTEXT_BYTES = 1 << 30
 """For a process's context and kernels, which no allocator counts."""
 
+_MAX_GROWTH = 2.0
+"""Of a process's time with its model: a small one's is mostly its start."""
+
 HOST_LEFT_BYTES = 16 << 30
 """Of the host's available memory, never used."""
 
@@ -140,11 +143,11 @@ def run_scale(
     plans_pages = load_policy(settings.policy).planner != "none"
     end_s = time.monotonic() + seconds_limit
 
-    def measure_one(row: Row, so_far: list[ScaleResult]) -> ScaleResult:
+    def measure_one(row: Row, so_far: list[ScaleResult], tried: ScaleResult | None) -> ScaleResult:
         if plans_pages and row[1].startswith("umem"):
             compile_planner()
         on_progress(f"{row[0]}, {row[1]}: at most {end_s - time.monotonic():.0f} s are left")
-        result = machine.measure_row(row, so_far, end_s - time.monotonic())
+        result = machine.measure_row(row, so_far, tried, end_s - time.monotonic())
         on_progress(_line(result))
         return result
 
@@ -182,7 +185,9 @@ class _Machine:
                 f"--budget {self.limit_bytes >> 30}GiB or less"
             )
 
-    def measure_row(self, row: Row, known: list[ScaleResult], left_s: float) -> ScaleResult:
+    def measure_row(
+        self, row: Row, known: list[ScaleResult], tried: ScaleResult | None, left_s: float
+    ) -> ScaleResult:
         """Measure a row in a process of its own, unless there is a reason not to."""
         case, variant = row
         settings, shape = self.settings, self.settings.cases[case]
@@ -192,7 +197,7 @@ class _Machine:
             reason = "a step within the backward pass cannot wait for further batches"
             return ScaleResult(**told, state="not comparable", reason=reason)
         reason = (
-            why_no_time(variant, known, left_s)
+            why_no_time(variant, [self._as_of(case, it) for it in known], tried, left_s)
             or self._why_no_room(shape, variant)
             or (self.card.why_not_idle() if self.card else "")
         )
@@ -221,6 +226,12 @@ class _Machine:
                 told["state"] = "out of memory"
         return ScaleResult(**told)
 
+    def _as_of(self, case: ScaleCase, known: ScaleResult) -> ScaleResult:
+        """A row as if it were of this case: a larger model takes longer."""
+        new, old = (sum(_sizes(self.settings.cases[it])) for it in (case, known.case))
+        growth = min(_MAX_GROWTH, max(1.0, new / old))
+        return known.model_copy(update={"process_s": known.process_s * growth})
+
     def _why_no_room(self, shape: LlamaShape, variant: ScaleVariant) -> str:
         """Why the host is too small for a variant; empty where it is not."""
         from umem.hardware.host_memory import host_memory_bytes
@@ -247,9 +258,7 @@ def host_state_bytes(shape: LlamaShape, variant: ScaleVariant) -> int:
     rounded up to a power of two by torch's allocator, and its state. ZeRO-Offload has weights,
     gradients and state in float32.
     """
-    hidden, wide = shape.hidden, shape.intermediate
-    sizes = [shape.vocabulary * hidden] * 2
-    sizes += shape.layers * ([hidden * hidden] * 4 + [hidden * wide] * 3)
+    sizes = _sizes(shape)
     each = 4 if shape.weights == "float32" else 2
     if variant.startswith("umem"):
         return 2 * each * sum(sizes)
@@ -257,6 +266,13 @@ def host_state_bytes(shape: LlamaShape, variant: ScaleVariant) -> int:
         rounded = sum(1 << (each * size - 1).bit_length() for size in sizes)
         return 2 * rounded + 2 * each * sum(sizes)
     return 16 * sum(sizes) if variant == "deepspeed" else 0
+
+
+def _sizes(shape: LlamaShape) -> list[int]:
+    """Elements of each matrix."""
+    hidden, wide = shape.hidden, shape.intermediate
+    layer = [hidden * hidden] * 4 + [hidden * wide] * 3
+    return [shape.vocabulary * hidden] * 2 + shape.layers * layer
 
 
 def _line(result: ScaleResult) -> str:

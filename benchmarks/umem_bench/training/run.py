@@ -114,8 +114,10 @@ def run_training(
     card = None if device == "cpu" else Card.find()
     end_s = time.monotonic() + seconds_limit
 
-    def measure_one(cell: Cell, known: list[TrainingResult]) -> TrainingResult:
-        result = _measure_cell(cell, settings, known, end_s, card)
+    def measure_one(
+        cell: Cell, known: list[TrainingResult], tried: TrainingResult | None
+    ) -> TrainingResult:
+        result = _measure_cell(cell, settings, known, tried, end_s, card)
         on_progress(_line(result))
         return result
 
@@ -131,15 +133,16 @@ def run_training(
 def run_missing(
     wanted: Sequence[_Key],
     earlier: dict[_Key, _Result],
-    measure_one: Callable[[_Key, list[_Result]], _Result],
+    measure_one: Callable[[_Key, list[_Result], _Result | None], _Result],
     on_results: Callable[[Sequence[_Result]], None],
     *,
     again: bool = False,
 ) -> list[_Result]:
     """Measure one by one what earlier results lack, have left out or gave no answer to.
 
-    `measure_one` gets the results so far, too; `on_results` gets all results after each one. With
-    `again` everything wanted is measured; an earlier result stays until there is another one.
+    `measure_one` gets the results so far and the earlier one, too; `on_results` gets all results
+    after each one. With `again` everything wanted is measured; an earlier result stays until there
+    is another one.
     """
     known = dict(earlier)
     missing = [
@@ -150,7 +153,7 @@ def run_missing(
     # A variant that gave no answer is tried once more in a later call, and not again in this one.
     spent = {it: known.pop(it) for it in missing if it in known}
     for key in missing:
-        result = measure_one(key, list(known.values()))
+        result = measure_one(key, list(known.values()), spent.get(key))
         known[key] = spent.get(key, result) if result.state == "left out" else result
         on_results(list((spent | known).values()))
     return list(known.values())
@@ -185,6 +188,7 @@ def _measure_cell(
     cell: Cell,
     settings: TrainingSettings,
     known: list[TrainingResult],
+    tried: TrainingResult | None,
     end_s: float,
     card: Card | None,
 ) -> TrainingResult:
@@ -197,7 +201,7 @@ def _measure_cell(
         "budget_percent": percent,
     }
     left_s = end_s - time.monotonic()
-    reason = why_no_time(variant, known, left_s) or (card.why_not_idle() if card else "")
+    reason = why_no_time(variant, known, tried, left_s) or (card.why_not_idle() if card else "")
     if percent is not None:
         stock = (it for it in known if _cell_of(it) == (workload, method, "stock", None))
         stock_bytes = next((working_set_bytes(it) for it in stock), None)
@@ -225,16 +229,23 @@ def _measure_cell(
     return TrainingResult(**told | ask_worker(measure, job, card, left_s, parts=2))
 
 
-def why_no_time(variant: str, known: Sequence[ProcessResult], left_s: float) -> str:
-    """Why a process is not started; empty where it is."""
+def why_no_time(
+    variant: str, known: Sequence[ProcessResult], tried: ProcessResult | None, left_s: float
+) -> str:
+    """Why a process is not started; empty where it is.
+
+    It needs the time that its variant's longest one took, or an earlier one of its own, with or
+    without an answer; for a new variant that of any other.
+    """
     if Worker.stuck:
         return Worker.stuck
     silent = next((it for it in known if it.timed_out and it.variant == variant), None)
     if silent is not None:
         return f"this variant gave no answer before: {silent.reason}"
-    own = [it.process_s for it in known if it.variant == variant and it.process_s]
+    own = [it.process_s for it in known if it.variant == variant]
+    own = [it for it in (*own, tried.process_s if tried else 0.0) if it]
     needed_s = max(own or (it.process_s for it in known), default=0.0)
-    if left_s >= needed_s or not known:
+    if left_s >= needed_s or not needed_s:
         return ""
     return (
         f"{max(0.0, left_s):.0f} s were left, and such a process takes {needed_s:.0f} s or more: "
