@@ -6,6 +6,7 @@ planner that a running training uses.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,12 @@ from umem.core.errors import PlanError, TraceError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, with_durations
 from umem.planning.stream_plan import StreamPlan, least_slack_bytes, plan_stream
-from umem.planning.stream_timing import UNITS_WITH_GRADIENTS, StreamUnit, divide_state
+from umem.planning.stream_timing import (
+    STAGED_BYTES,
+    UNITS_WITH_GRADIENTS,
+    StreamUnit,
+    divide_state,
+)
 from umem.policy import ResolvedPolicy
 from umem.trace import (
     OPTIMIZER,
@@ -344,10 +350,18 @@ def _pieces(
         parameter = trace.tensor_names[number].rpartition(".")[0]
         of_unit = sizes[tensor_unit[number]]
         of_unit[parameter] = of_unit.get(parameter, 0) + int(trace.tensor_bytes[number])
-    each = [list(of_unit.values()) for of_unit in sizes]
-    return [
-        tuple(sum(found[run.start : run.stop]) for run in divide_state(found)) for found in each
-    ]
+    return [_piece_sizes(list(of_unit.values())) for of_unit in sizes]
+
+
+def _piece_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of runs of parameters, and of equal spans of larger ones."""
+    found: list[int] = []
+    for run in divide_state(sizes):
+        run_bytes = sum(sizes[run.start : run.stop])
+        count = max(1, math.ceil(run_bytes / STAGED_BYTES))
+        ends = [number * run_bytes // count for number in range(count + 1)]
+        found += [end - begin for begin, end in pairwise(ends)]
+    return tuple(found)
 
 
 def _saved_bytes(

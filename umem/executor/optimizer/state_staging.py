@@ -80,7 +80,7 @@ def find_spans(
     staged: Iterable[torch.Tensor],
     count: int,
 ) -> list[tuple[int, int]]:
-    """Divide a flat parameter, each of whose elements is updated by itself.
+    """Divide a parameter, each of whose elements is updated by itself.
 
     Parameters
     ----------
@@ -94,17 +94,21 @@ def find_spans(
     Returns
     -------
     list of tuple
-        First element, and the one behind the last. Empty for a parameter that is to be staged as
-        a whole.
+        First element, and the one behind the last, as the parameter lies in memory. Empty for a
+        parameter that is to be staged as a whole.
     """
     elements = parameter.numel()
     keys = {id(value) for value in staged}
-    is_flat = parameter.ndim == 1 and all(
+    can_divide = parameter.is_contiguous() and all(
         isinstance(value, torch.Tensor)
-        and (value.shape == parameter.shape if id(value) in keys else value.numel() == 1)
+        and (
+            value.shape == parameter.shape and value.is_contiguous()
+            if id(value) in keys
+            else value.numel() == 1
+        )
         for value in values.values()
     )
-    if not keys or not is_flat or count < 2 or elements % _VECTOR_ELEMENTS:
+    if not keys or not can_divide or count < 2 or elements % _VECTOR_ELEMENTS:
         return []
     length = math.ceil(elements / count / _SPAN_ELEMENTS) * _SPAN_ELEMENTS
     return [(begin, min(begin + length, elements)) for begin in range(0, elements, length)]
@@ -132,7 +136,7 @@ class StagedState:
     memory
         The device's memory for state.
     span
-        For one parameter of one dimension, and homes of its shape: the elements to stage, from the
+        For one parameter, and homes of its shape, all contiguous: the elements to stage, from the
         first to before the second. None for all.
     """
 
@@ -183,6 +187,11 @@ class StagedState:
             self._offsets[id(home)] = run.offset + address - run.address
             self.size_bytes = run.offset + run.size_bytes
             end = address + memory.block_bytes(size_bytes)
+
+    @property
+    def divided(self) -> torch.Tensor | None:
+        """The parameter that it has a span of; None if it has all of its parameters."""
+        return None if self.span is None else next(iter(self._known))
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether this is the state of a parameter."""

@@ -91,8 +91,8 @@ class StepCall:
 
         def update() -> None:
             elements = slice(*span)
-            piece = parameter.detach()[elements]
-            piece.grad = gradient[elements]
+            piece = parameter.detach().view(-1)[elements]
+            piece.grad = gradient.reshape(-1)[elements]
             values = state.views[parameter] if is_last else state.own_values(parameter)
             before = dict(values)
             shadow = self.shadow([(number, [piece])], {piece: values})

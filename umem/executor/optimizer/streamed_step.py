@@ -178,10 +178,12 @@ class StreamedStep:
     ) -> None:
         """Queue the copies and the update of some parameters, whose gradients are `ready`."""
         pieces = unit.pieces[::-1] if self.units.runs_backward else unit.pieces
+        last = {it.state.divided: it for it in pieces if it.state is not None}
         for piece in pieces:
             some = _of_piece(part, piece)
             if parameters_of(some):
-                self._launch_piece(piece, call, some, ready, is_last=piece is pieces[-1])
+                is_last = piece in last.values()
+                self._launch_piece(piece, call, some, ready, is_last=is_last)
                 unit.returned, unit.updated = piece.returned, piece.updated
         unit.fetched, self._last = None, unit.updated
 
@@ -268,7 +270,8 @@ class StreamedStep:
 
     def join(self) -> None:
         """Let the current stream wait for all updates. State in host memory may still arrive."""
-        for unit in self.units:
+        # What is waited for may hold the last reference to the optimizer, whose end clears units.
+        for unit in list(self.units):
             if not unit.ahead:
                 self.settle(unit)
 

@@ -43,7 +43,7 @@ class _Piece:
     parameters: list[torch.Tensor]
     size_bytes: int
     span: tuple[int, int] | None = None
-    """Elements of the only parameter, from the first to before the second; None for all."""
+    """Elements of a large parameter, from the first to before the second; None for all."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class StreamedUnit:
         """Those of them that are on the device for good."""
         self.divided: list[StreamedUnit] = []
         """A unit for each piece of a streamed one, with a slot and moments of its own: some of the
-        parameters, or a span of a flat one."""
+        parameters, or a span of a large one."""
 
     @property
     def pieces(self) -> list[StreamedUnit]:
@@ -130,8 +130,8 @@ class StreamedUnits:
     memory
         Homes and buffers.
     piece_bytes
-        A flat parameter of more bytes is staged piece by piece where that is exact, and also one of
-        much state; None for no limit.
+        A parameter of more bytes is staged in spans of this size, and also one of much state; None
+        for an optimizer that has to have parameters whole.
     """
 
     def __init__(
@@ -297,14 +297,13 @@ class StreamedUnits:
         }
         pieces = self._divide(every, movable, piece_bytes)
         unit.sizes = tuple(piece.size_bytes for piece in pieces)
-        queued: dict[torch.Tensor, Any] = {}
-        unit.device_bytes = 0
-        for parameter, values in every.items():
-            on_device = self._place(movable[parameter], unit.name)
-            if on_device:
-                unit.device_bytes += sum(value.nbytes for value in movable[parameter])
-            if not on_device or (values and self.runs_backward):
-                queued[parameter] = values
+        on_device = self._place([it for values in movable.values() for it in values], unit.name)
+        unit.device_bytes = sum(unit.sizes) if on_device else 0
+        queued = {
+            parameter: values
+            for parameter, values in every.items()
+            if (movable[parameter] and not on_device) or (values and self.runs_backward)
+        }
         unit.queued = [(number, [p for p in some if p in queued]) for number, some in unit.groups]
         if queued:
             unit.state = StagedState(queued, self._memory)
@@ -317,37 +316,40 @@ class StreamedUnits:
             guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
 
     def _place(self, values: list[torch.Tensor], name: str) -> bool:
-        """Put the state of a parameter where the plan has it. Returns whether none is on the host.
+        """Put a unit's state where the plan has it. Returns whether that is the device.
 
         All of it is in one place: on the host where the device has no room for some of it.
         """
         is_planned = self._resident is not None and name in self._resident
         for value in values if is_planned else ():
             self._memory.place(value, on_device=True)
-        may_stay = is_planned or self._resident is None
+        may_stay = is_planned or self._resident is None or not values
         if may_stay and not any(map(self._memory.is_home, values)):
             return True
         for value in values:
             self._memory.place(value, on_device=False)
-        return not values
+        return False
 
     def _divide(
         self, state: OptimizerState, movable: _Movable, piece_bytes: int | None
     ) -> list[_Piece]:
-        """Divide a unit's parameters, or a flat one alone, into what is staged at a time."""
+        """Divide a unit's parameters, and large ones of them, into what is staged at a time."""
         parameters, most_bytes = list(state), self._memory.staged_bytes
         sizes = [sum(value.nbytes for value in values) for values in movable.values()]
-        if piece_bytes is not None and len(parameters) == 1:
-            (parameter,), (state_bytes,) = parameters, sizes
-            count = math.ceil(max(parameter.nbytes / piece_bytes, state_bytes / most_bytes))
-            spans = find_spans(parameter, state[parameter], movable[parameter], count)
-            if spans:
-                element_bytes = state_bytes // parameter.numel()
-                return [_Piece(parameters, (it[1] - it[0]) * element_bytes, it) for it in spans]
-        return [
-            _Piece(parameters[run.start : run.stop], sum(sizes[run.start : run.stop]))
-            for run in divide_state(sizes, most_bytes)
-        ]
+        pieces = []
+        for run in divide_state(sizes, most_bytes):
+            some, run_bytes = parameters[run.start : run.stop], sum(sizes[run.start : run.stop])
+            spans = []
+            if piece_bytes is not None and len(some) == 1:
+                (parameter,) = some
+                count = math.ceil(max(parameter.nbytes / piece_bytes, run_bytes / most_bytes))
+                spans = find_spans(parameter, state[parameter], movable[parameter], count)
+            for begin, end in spans:
+                part_bytes = (end - begin) * (run_bytes // parameter.numel())
+                pieces.append(_Piece(some, part_bytes, (begin, end)))
+            if not spans:
+                pieces.append(_Piece(some, run_bytes))
+        return pieces
 
     def _touch(self, unit: StreamedUnit) -> None:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
