@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed_programs import WIDTH, NetWithFlat, Program, compare
+from streamed_programs import WIDTH, Net, NetWithFlat, Program, compare
 from streamed_uses import USES
 from torch import nn
 
@@ -213,3 +213,39 @@ def test_a_parameter_of_no_whole_vectors_stays_whole(elements: int, is_divided: 
     parameter = torch.zeros(elements)
     spans = find_spans(parameter, {"exp_avg": parameter}, [parameter], 4)
     assert bool(spans) == is_divided
+
+
+class Wide(Net):
+    """A block whose only weight has more state than is staged at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(WIDTH, WIDTH * WIDTH, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = x + torch.tanh(layer(x))
+        y: torch.Tensor = self.layers[-1](x)
+        return y
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_large_matrix_is_updated_in_spans(fused: bool, in_backward: bool) -> None:
+    run = compare(
+        make_model=Wide,
+        make_optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=fused),
+        eagerness=0.5,
+        clips=not in_backward,
+        in_backward=in_backward,
+        plain=3,
+    )
+    assert pieces(run) == [8 * 1024] * 4
+    assert run.training is not None
+    assert run.training.status().slots_bytes <= 2 * 8 * 1024
+
+
+def test_a_matrix_that_is_not_contiguous_is_staged_as_a_whole() -> None:
+    parameter = torch.zeros(64, 64).t()
+    state = torch.zeros_like(parameter)
+    assert find_spans(parameter, {"exp_avg": state}, [state], 4) == []

@@ -194,6 +194,8 @@ class HostStateMemory:
         if on_device == self.is_home(tensor):
             self._on_device.discard(tensor.data_ptr())
             tensor.data = tensor.clone()
+            # Memory of an earlier tensor on the device may be anybody's by now.
+            self._on_device.discard(tensor.data_ptr())
             if on_device:
                 self._on_device.add(tensor.data_ptr())
 
