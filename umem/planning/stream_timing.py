@@ -15,6 +15,7 @@ from umem.hardware import Hardware
 from umem.planning.lane_simulation import LaneKind, LaneTasks, Task, simulate_lanes
 
 __all__ = [
+    "FIRST_SLOTS",
     "STAGED_BYTES",
     "UNITS_WITH_GRADIENTS",
     "StreamTiming",
@@ -22,6 +23,9 @@ __all__ = [
     "divide_state",
     "simulate_stream",
 ]
+
+FIRST_SLOTS = 3
+"""Slots before there is a plan: for a copy in, an update and a copy out at the same time."""
 
 STAGED_BYTES = 512 << 20
 """State that is staged at a time where a unit has more; slots are no larger. Its copies take 10 ms

@@ -24,13 +24,9 @@ from umem.executor.optimizer.state_staging import (
     find_spans,
 )
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
-from umem.planning.stream_timing import divide_state
+from umem.planning.stream_timing import FIRST_SLOTS, divide_state
 
 __all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits"]
-
-_FIRST_SLOTS = 3
-"""Buffers before there is a plan: for a copy in, an update and a copy out at the same time."""
-
 
 _Movable = Mapping[torch.Tensor, list[torch.Tensor]]
 """State tensors that can be streamed, by parameter."""
@@ -154,7 +150,7 @@ class StreamedUnits:
         self._piece_bytes = piece_bytes
         self._resident: frozenset[str] | None = None
         """Units whose state is to stay on the device; None to leave all state where it is."""
-        self._slot_count = _FIRST_SLOTS
+        self._slot_count = FIRST_SLOTS
         self._slots: list[Slot] = []
         self._units: dict[str, StreamedUnit] = {}
         self._members: list[tuple[int, ...]] = []
