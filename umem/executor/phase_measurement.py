@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,7 +13,7 @@ from umem.capture.live.phase_tracker import AFTER_BACKWARD, BACKWARD_LOSS, FORWA
 from umem.capture.live.timing import Clock
 from umem.trace import OPTIMIZER
 
-__all__ = ["BlockFigures", "DeviceRoom", "StepFigures", "StepMeter"]
+__all__ = ["BlockFigures", "DeviceRoom", "StepFigures", "StepMeter", "StepTimer"]
 
 
 class DeviceRoom(Protocol):
@@ -211,3 +211,28 @@ class StepMeter(StepListener):
             block.backward_s = backward_s[name] / found.batches
         found.spilled_bytes = self._room.spilled_bytes()
         return found
+
+
+class StepTimer:
+    """Times steps without waiting for the device.
+
+    Parameters
+    ----------
+    clock
+        Marks moments on the device.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.last_s: float | None = None
+        """The last known time from one optimizer step to the next; None before the first."""
+        self._clock = clock
+        self._marks: deque[Any] = deque()
+
+    def step_begins(self) -> None:
+        """The optimizer's step begins."""
+        if self._clock.is_usable():
+            self._marks.append(self._clock.mark())
+        while len(self._marks) > 2 and self._clock.is_past(self._marks[1]):
+            begin = self._marks.popleft()
+            self.last_s = self._clock.seconds(begin, self._marks[0])
+            self._clock.release([begin])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -17,8 +16,9 @@ from umem.capture.live.timing import Clock
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.executor.copied_activations import CopiedActivations
+from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.optimizer.unit_names import is_outside
-from umem.executor.phase_measurement import BlockFigures, DeviceRoom, StepFigures, StepMeter
+from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter, StepTimer
 from umem.hardware import Hardware
 from umem.offload import ActivationStatistics, ActivationStore
 from umem.planning.stream_plan import StreamPlan, least_slack_bytes, plan_stream
@@ -43,12 +43,6 @@ _MOST_PLANS = 8
 
 _PATIENCE_STEPS = 4
 """Steps before the second plan because of short memory."""
-
-_AS_LARGE = 0.97
-"""A step is as large as another one from this part of its memory on."""
-
-_LONGEST_SEARCH = 16
-"""Steps to measure in the search for one as large as that in which memory ran short."""
 
 _UPDATE_TRAFFIC = 3.5
 """Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
@@ -147,18 +141,13 @@ class StreamTuner:
         self._copied: dict[str, str | None] = {}
         self._fetch_ahead = 1
         self._sizes: dict[str, tuple[int, ...]] = {}
-        self._figures: StepFigures | None = None
-        self._timed: StepFigures | None = None
-        """Steps before updates began to share the time of the backward pass."""
-        self._saved_bytes: dict[str, int] = {}
-        self._to_measure = self._tried = 0
-        self._wanted_bytes = 0.0
-        self._is_short = self._has_grown = self._is_disturbed = False
+        self._measured = MeasuredSteps()
+        self._measures_again = False
+        """Whether steps are to be measured once more, now that host memory is not in use."""
         self._plans = self._steps = 0
         self._slack = 1
         self._spilled_bytes = 0
-        self._marks: deque[Any] = deque()
-        self._measured_s: float | None = None
+        self._timer = StepTimer(clock)
         self._has_warned = self._has_given_up = False
 
     # ------------------------------------------------------------------ for the training
@@ -183,26 +172,18 @@ class StreamTuner:
             self._clock, self._room, root, blocks, lambda: state.device_bytes, self.away_bytes
         )
         self._tracker = PhaseTracker(root, blocks, Guard(self._fail), self._meter)
-        self._measure(_MEASURED_STEPS)
+        self._measure(Occasion.BEGIN, _MEASURED_STEPS)
 
     def step_begins(self) -> None:
         """The optimizer's step begins."""
         if self._tracker is None or self._state == TuningState.OFF:
             return
         try:
-            self._time_step()
+            self._timer.step_begins()
             if self._state == TuningState.MEASURING:
                 self._tracker.optimizer_begins()
         except Exception as error:
             self._fail(error)
-
-    def _time_step(self) -> None:
-        if self._clock.is_usable():
-            self._marks.append(self._clock.mark())
-        while len(self._marks) > 2 and self._clock.is_past(self._marks[1]):
-            begin = self._marks.popleft()
-            self._measured_s = self._clock.seconds(begin, self._marks[0])
-            self._clock.release([begin])
 
     def step_ends(self) -> None:
         """The optimizer's step is over, or under way beside what follows: plan for the next."""
@@ -229,13 +210,13 @@ class StreamTuner:
         self._in_backward, self._expects_backward = True, False
         if self._tracker is None or self._state == TuningState.OFF:
             return
-        self._timed = self._figures
-        self._figures, self._plans, self._wanted_bytes = None, 0, 0.0
+        self._measured.move_into_backward()
+        self._plans = 0
         try:
             if self._state == TuningState.MEASURING:
-                self._to_measure, self._tried = _MEASURED_STEPS, 0
+                self._measured.begin(Occasion.BEGIN, _MEASURED_STEPS)
             else:
-                self._measure(_MEASURED_STEPS)
+                self._measure(Occasion.BEGIN, _MEASURED_STEPS)
         except Exception as error:
             self._fail(error)
 
@@ -247,7 +228,9 @@ class StreamTuner:
     @property
     def is_settled(self) -> bool:
         """Whether neither the next step nor one soon behind it is measured."""
-        return not self.is_measuring and (self._state == TuningState.OFF or not self._is_disturbed)
+        return not self.is_measuring and (
+            self._state == TuningState.OFF or not self._measures_again
+        )
 
     def status(self) -> TuningStatus:
         """The state now."""
@@ -260,7 +243,7 @@ class StreamTuner:
             copied_bytes=self._copied_bytes(),
             copied_blocks=len(self._copied),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
-            measured_s=self._measured_s,
+            measured_s=self._timer.last_s,
             spilled_bytes=self._room.spilled_bytes(),
             activations=ActivationStatistics()
             if self._activations is None
@@ -294,11 +277,13 @@ class StreamTuner:
 
     # ------------------------------------------------------------------ measuring
 
-    def _measure(self, steps: int) -> None:
-        """Measure the next steps."""
+    def _measure(self, occasion: Occasion, steps: int, peak_bytes: int = 0) -> None:
+        """Measure the next steps, or search for one with as many live bytes."""
         assert self._tracker is not None
         self._state = TuningState.MEASURING
-        self._to_measure, self._tried = steps, 0
+        self._measured.begin(
+            occasion, steps, peak_bytes=peak_bytes, spilled_bytes=self._spilled_bytes
+        )
         # Before the tracker's hooks: the stream waits for copies outside of the blocks' times.
         self._set_activations()
         if self._activations is not None:
@@ -332,31 +317,24 @@ class StreamTuner:
             self._activations.begin_step()
         if figures is None:
             return
-        self._tried += 1
-        if self._figures is not None:
-            self._has_grown |= figures.need_bytes() > self._figures.need_bytes() / _AS_LARGE
-        is_large = figures.peak_bytes >= self._wanted_bytes
-        self._figures = figures if self._figures is None else _merged(self._figures, figures)
-        if self._activations is not None:
-            for name, size_bytes in self._activations.saved_bytes.items():
-                self._saved_bytes[name] = max(size_bytes, self._saved_bytes.get(name, 0))
-        self._to_measure -= is_large
-        if self._expects_backward or (self._to_measure > 0 and self._tried < _LONGEST_SEARCH):
+        measured = self._measured
+        saved_bytes = {} if self._activations is None else self._activations.saved_bytes
+        measured.add(figures, saved_bytes)
+        if self._expects_backward or not measured.is_complete:
             return
         assert self._tracker is not None
         self._tracker.stop()
-        if self._is_short and not self._has_grown:
+        if measured.occasion == Occasion.SHORT and not measured.has_grown:
             self._slack *= 2
         # What is used in host memory is slow: under a plan that has room for it, measure again.
-        is_slow = figures.spilled_bytes > self._spilled_bytes
-        self._is_disturbed = is_slow and not self._is_disturbed and not self._is_short
-        self._is_short = self._has_grown = False
+        self._measures_again = measured.is_slow and measured.occasion == Occasion.BEGIN
         self._make_plan()
 
     # ------------------------------------------------------------------ planning
 
     def _make_plan(self) -> None:
-        assert self._figures is not None
+        figures = self._measured.figures
+        assert figures is not None
         self._plans += 1
         self._steps = 0
         self._sizes = dict(self._streamed.sizes())
@@ -369,10 +347,10 @@ class StreamTuner:
                 units,
                 budget_bytes=budget_bytes - slack_bytes,
                 hardware=self._hardware,
-                other_s=self._figures.other_s,
-                step_peak_bytes=self._figures.step_peak_bytes,
+                other_s=figures.other_s,
+                step_peak_bytes=figures.step_peak_bytes,
                 in_backward=self._in_backward,
-                batches=self._figures.batches,
+                batches=figures.batches,
             )
         except PlanError as error:
             self._warn(error)
@@ -400,11 +378,7 @@ class StreamTuner:
             self._log(self.plan)
 
     def _make_units(self) -> list[StreamUnit]:
-        assert self._figures is not None
-        sizes = self._sizes
-        measured = self._figures.blocks
-        if self._timed is not None:
-            measured = _with_times_of(self._timed.blocks, measured)
+        sizes, measured = self._sizes, self._measured.blocks()
         rest = measured[NO_BLOCK]
         # All that is outside of blocks is due when the forward pass begins.
         due = replace(rest, forward_s=0.0, backward_s=0.0)
@@ -429,7 +403,7 @@ class StreamTuner:
                 / self._hardware.memory_bytes_per_s,
                 forward_s=block.forward_s,
                 backward_s=block.backward_s,
-                saved_bytes=self._saved_bytes.get(name, 0),
+                saved_bytes=self._measured.saved_bytes.get(name, 0),
                 forward_peak_bytes=block.forward_peak_bytes,
                 backward_peak_bytes=block.backward_peak_bytes,
             )
@@ -473,9 +447,9 @@ class StreamTuner:
             self._room.trim()
             self._spilled_bytes = self._room.spilled_bytes()
             return
-        if self._is_disturbed:
-            self._wanted_bytes = 0.0
-            self._measure(1)
+        if self._measures_again:
+            self._measures_again = False
+            self._measure(Occasion.SLOW, 1)
             return
         if self._streamed.sizes() != self._sizes:
             if self._plans < _MOST_PLANS:
@@ -497,45 +471,4 @@ class StreamTuner:
                 format_bytes(self._room.budget_bytes),
             )
             return
-        self._is_short = True
-        self._wanted_bytes = _AS_LARGE * peak_bytes
-        self._measure(_MEASURED_STEPS)
-
-
-def _with_times_of(
-    timed: Mapping[str, BlockFigures], blocks: Mapping[str, BlockFigures]
-) -> dict[str, BlockFigures]:
-    """The blocks' bytes with the times of other steps."""
-    return {
-        name: replace(block, forward_s=time.forward_s, backward_s=time.backward_s)
-        for name, block in blocks.items()
-        for time in (timed.get(name, block),)
-    }
-
-
-def _merged(one: StepFigures, other: StepFigures) -> StepFigures:
-    """The larger bytes of two steps. Of the times the shorter, which nothing has disturbed.
-
-    Where a step is larger, its times count.
-    """
-    pick = max if other.need_bytes() > one.need_bytes() / _AS_LARGE else min
-    blocks = {}
-    for name in {**one.blocks, **other.blocks}:
-        first = one.blocks.get(name) or other.blocks[name]
-        second = other.blocks.get(name) or first
-        # Between blocks the forward pass waits for updates and copies.
-        pick_forward = min if name == NO_BLOCK else pick
-        blocks[name] = BlockFigures(
-            forward_s=pick_forward(first.forward_s, second.forward_s),
-            backward_s=pick(first.backward_s, second.backward_s),
-            forward_peak_bytes=max(first.forward_peak_bytes, second.forward_peak_bytes),
-            backward_peak_bytes=max(first.backward_peak_bytes, second.backward_peak_bytes),
-        )
-    return StepFigures(
-        blocks=blocks,
-        other_s=pick(one.other_s, other.other_s),
-        step_peak_bytes=max(one.step_peak_bytes, other.step_peak_bytes),
-        batches=other.batches,
-        peak_bytes=max(one.peak_bytes, other.peak_bytes),
-        spilled_bytes=other.spilled_bytes,
-    )
+        self._measure(Occasion.SHORT, _MEASURED_STEPS, peak_bytes)
