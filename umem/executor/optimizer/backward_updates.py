@@ -224,8 +224,7 @@ class BackwardUpdates:
             and not any(it.requires_grad for it in gradients)
             and not any(sys.getrefcount(it) > _references() for it in gradients)
             and not any(map(has_alias, (*parameters, *gradients)))
-            # Fetched state had no alias then, and a new one would have touched it.
-            and not any(map(has_alias, state.others if unit.fetched is not None else state.tensors))
+            and not state.has_alias()
             and state.is_current(optimizer.state)
         )
 

@@ -154,6 +154,7 @@ class StagedState:
         self._runs: list[_Run] = []
         self._offsets: dict[int, int] = {}
         self._slot: Slot | None = None
+        self._homes_may_have_alias = True
         self._bound: dict[torch.Tensor, dict[str, Any]] = {}
         self.size_bytes = 0
         with DisableTorchFunctionSubclass():
@@ -215,8 +216,14 @@ class StagedState:
         return True
 
     def has_alias(self) -> bool:
-        """Whether other tensors have the memory of one of these."""
-        return any(map(has_alias, self.tensors))
+        """Whether other tensors have the memory of one of these.
+
+        Homes are guarded: they get an alias by a use, behind which the state is found anew. So once
+        they have none, they are not asked again.
+        """
+        if self._homes_may_have_alias:
+            self._homes_may_have_alias = any(map(has_alias, self.homes))
+        return self._homes_may_have_alias or any(map(has_alias, self.others))
 
     def unbind(self) -> None:
         """Let go of the slot, so that its memory can be used for others."""
