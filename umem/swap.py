@@ -31,7 +31,6 @@ from umem.runtime.state import (
     runtime,
     set_runtime,
 )
-from umem.runtime.state_room import StateRoom
 from umem.torch_compat import require, set_allocator_functions
 
 __all__ = [
@@ -127,8 +126,9 @@ def _enable(policy: Policy) -> Runtime:
     library = native()
     _check_torch(library)
     require()
-    # It uses private names of torch, which `require` has checked.
+    # They use private names of torch, which `require` has checked.
     from umem.runtime.classification import Classifier, gradient_hook
+    from umem.runtime.state_room import StateRoom
 
     capabilities = detect_all()
     if not capabilities:
