@@ -422,6 +422,7 @@ def test_a_dropped_training_is_freed(steps: int) -> None:
     assert [reference() for reference in alive] == [None, None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, BEFORE_PLANNED + 2])
 def test_an_optimizer_does_not_keep_the_model_alive(steps: int) -> None:
     training = Training()
@@ -500,6 +501,7 @@ def test_a_shape_that_cannot_be_planned_is_left_to_a_lookahead(
     assert status.steps >= 12 - BEFORE_PLANNED + 12
 
 
+@pytest.mark.slow
 def test_a_lookahead_that_fails_turns_the_manager_off_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -533,6 +535,7 @@ def test_at_most_four_shapes_get_a_plan() -> None:
     assert status.state in (ManagerState.RUNNING, ManagerState.RESIDENT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
 def test_mapped_state_is_advised_once_and_brought_back_at_the_end(is_closed: bool) -> None:
     class Whole(torch.optim.AdamW):
@@ -627,6 +630,7 @@ def test_a_phase_waits_for_the_pages_of_all_batches_that_it_needs(
     assert waited == [ticket for hints in coming for ticket in hints.batch.tickets]
 
 
+@pytest.mark.slow
 def test_small_tensors_stay() -> None:
     class Small(Net):
         def __init__(self) -> None:
@@ -660,6 +664,7 @@ def test_residency_ignores_managers_of_other_devices(
     assert found == [70, 40, 100]
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_room_for_other_memory_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -32,6 +32,7 @@ def state_addresses(training: Training) -> set[int]:
     }
 
 
+@pytest.mark.slow
 def test_loaded_optimizer_state_is_found_at_its_new_address() -> None:
     class Whole(torch.optim.AdamW):
         """A subclass does not run in parts, and its state does not fit beside the gradients."""

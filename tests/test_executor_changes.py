@@ -136,6 +136,7 @@ def test_parameters_that_move_are_found_again() -> None:
     assert manager.status().diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_state_that_is_cleared_is_planned_anew() -> None:
     def train(training: Training) -> None:
         training.steps(BEFORE_PLANNED + 1)
@@ -172,6 +173,7 @@ def test_another_type_is_planned_anew() -> None:
 # ---------------------------------------------------------------------- graphs, late pages
 
 
+@pytest.mark.slow
 def test_a_captured_step_runs_without_the_plan() -> None:
     """A graph that waits for hints, or copies into their memory, could not be replayed."""
     training, stock = Training(), Training()
@@ -197,6 +199,7 @@ def test_a_captured_step_runs_without_the_plan() -> None:
     assert training.equals(stock)
 
 
+@pytest.mark.slow
 def test_waits_that_time_out_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     manager = training.manage("planned", 34 * MIB)
@@ -268,6 +271,7 @@ def searching(training: Training, search: Search, planner: Any = "lookahead") ->
     return manager
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_while_a_plan_is_searched_for(search: Search) -> None:
     training, stock = Training(), Training()
     manager = searching(training, search)
@@ -282,6 +286,7 @@ def test_a_training_goes_on_while_a_plan_is_searched_for(search: Search) -> None
     assert training.equals(stock)
 
 
+@pytest.mark.slow
 def test_a_manager_may_be_closed_while_a_plan_is_searched_for(search: Search) -> None:
     training, stock = Training(), Training()
     manager = searching(training, search)

@@ -182,6 +182,7 @@ def test_a_dropped_training_restores_the_budget(allocator: CountingAllocator) ->
     assert allocator.budgets == [0, BUDGET]
 
 
+@pytest.mark.slow
 def test_the_last_plan_of_a_device_restores_the_budget(allocator: CountingAllocator) -> None:
     trainings = Training(), Training()
     first, second = (managed(training, machine_with(allocator)) for training in trainings)
@@ -243,6 +244,7 @@ def test_spilled_memory_comes_back_where_a_plan_wants_it() -> None:
         allocator.free(address)
 
 
+@pytest.mark.slow
 def test_a_plan_that_moves_nothing_leaves_the_training_alone(
     allocator: CountingAllocator,
 ) -> None:

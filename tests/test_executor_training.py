@@ -76,6 +76,7 @@ def test_zero_grad_that_keeps_gradients(planner: str) -> None:
     assert both(train, planner).status().diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_zero_grad_before_the_forward_pass() -> None:
     def train(training: Training) -> None:
         for _ in range(12):
@@ -126,6 +127,7 @@ def test_a_learning_rate_schedule() -> None:
     assert both(train).status().diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_a_wrapped_optimizer() -> None:
     class Wrapped:
         """As accelerate's: calls the step of the one inside."""
@@ -301,6 +303,7 @@ def test_frozen_weights_are_never_written_back(planner: str) -> None:
     assert hinted  # something moves all the same
 
 
+@pytest.mark.slow
 def test_tied_weights() -> None:
     class Tied(Net):
         def __init__(self) -> None:
@@ -481,6 +484,7 @@ def test_a_step_that_fails(
     assert status.steps == 2 + 3
 
 
+@pytest.mark.slow
 def test_an_error_of_the_executor_does_not_end_the_training() -> None:
     stock, training = Training(), Training()
     manager = training.manage()

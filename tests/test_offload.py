@@ -375,6 +375,7 @@ class TestOffloadBlocks:
         train(model)
         assert handle.statistics[torch.device("cpu")].tensors_out > 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("is_warm", [False, True])
     def test_layers_compiled_in_place(self, is_warm: bool) -> None:
         plain = train(Model())

@@ -188,6 +188,7 @@ def check_form(schedule: Schedule, trace: Trace) -> None:
         assert ((column >= 0) & (column < size)).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(problem=problems(), slowness=st.sampled_from([1, 4, 16]))
 def test_a_plan_moves_what_is_alive_and_discards_what_is_dead(
