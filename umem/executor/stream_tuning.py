@@ -396,11 +396,9 @@ class StreamTuner:
         return [
             StreamUnit(
                 name=name,
-                state_bytes=sum(sizes.get(name, ())),
-                piece_bytes=sizes.get(name, ()),
-                update_s=_UPDATE_TRAFFIC
-                * sum(sizes.get(name, ()))
-                / self._hardware.memory_bytes_per_s,
+                state_bytes=sum(pieces),
+                piece_bytes=pieces,
+                update_s=_UPDATE_TRAFFIC * sum(pieces) / self._hardware.memory_bytes_per_s,
                 forward_s=block.forward_s,
                 backward_s=block.backward_s,
                 saved_bytes=self._measured.saved_bytes.get(name, 0),
@@ -408,6 +406,7 @@ class StreamTuner:
                 backward_peak_bytes=block.backward_peak_bytes,
             )
             for name, block in blocks.items()
+            for pieces in (sizes.get(name, ()),)
         ]
 
     def _warn(self, error: PlanError) -> None:

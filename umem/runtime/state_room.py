@@ -53,7 +53,7 @@ class StateRoom:
         """Behind that step."""
         for device in _devices(optimizer):
             left = self._allocator.set_device_room(device, TensorClass.OPTIMIZER_STATE.number, 0)
-            self._used[device] += max(0, self._given[device] - left)
+            self._used[device] += self._given[device] - left
             self._given[device] = 0
 
     def _room_bytes(self, optimizer: Optimizer, device: int) -> int:

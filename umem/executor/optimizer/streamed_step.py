@@ -180,8 +180,8 @@ class StreamedStep:
         pieces = unit.pieces[::-1] if self.units.runs_backward else unit.pieces
         last = {it.state.divided: it for it in pieces if it.state is not None}
         for piece in pieces:
-            some = _of_piece(part, piece)
-            if parameters_of(some):
+            some = _of_piece(part, piece) if unit.divided else part
+            if some:
                 is_last = piece in last.values()
                 self._launch_piece(piece, call, some, ready, is_last=is_last)
                 unit.returned, unit.updated = piece.returned, piece.updated
@@ -314,7 +314,8 @@ def _without(groups: ParameterGroups, done: frozenset[Any]) -> ParameterGroups:
 def _of_piece(groups: ParameterGroups, piece: StreamedUnit) -> ParameterGroups:
     state = piece.state
     assert state is not None
-    return [(number, [p for p in some if state.has(p)]) for number, some in groups]
+    owned = ((number, [p for p in some if state.has(p)]) for number, some in groups)
+    return [(number, some) for number, some in owned if some]
 
 
 def _with_gradients(groups: ParameterGroups) -> ParameterGroups:
