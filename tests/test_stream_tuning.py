@@ -53,12 +53,12 @@ class Machine(WallClock, DeviceRoom):
     def mark(self) -> int:
         return int(self.now_s * 1e9)
 
-    def begin_step(self) -> None:
+    def find_homes(self) -> None:
         pass
 
     def take_peak_bytes(self) -> int:
         peak, self.peak = self.peak, self.live - self.away()
-        return peak
+        return peak + self.placed()
 
     def spilled_bytes(self) -> int:
         return self.spilled
@@ -226,7 +226,7 @@ def test_the_room_counts_what_was_spilled_and_no_homes() -> None:
 
     born(TensorClass.OPTIMIZER_STATE, 32 << 20)  # at home on the host
     born(TensorClass.WEIGHTS, 40 << 20)
-    room.begin_step()
+    room.find_homes()
     room.take_peak_bytes()
     assert (room.take_peak_bytes(), room.spilled_bytes()) == (40 << 20, 0)
     saved = born(TensorClass.ACTIVATIONS, 30 << 20)  # beyond the budget
@@ -236,6 +236,10 @@ def test_the_room_counts_what_was_spilled_and_no_homes() -> None:
     assert room.spilled_bytes() >= 30 << 20
     room.trim()
     assert room.spilled_bytes() == 0
+    room.take_peak_bytes()
+    born(TensorClass.OPTIMIZER_STATE, 8 << 20)
+    room.find_homes()
+    assert room.take_peak_bytes() == 40 << 20
 
 
 # ------------------------------------------------------------------ plans
@@ -253,6 +257,7 @@ class Training:
         make_model: Callable[[Machine], nn.Module] | None = None,
         mover: Any = None,
         clips: bool = True,
+        born_on_device: int = 0,
     ) -> None:
         torch.manual_seed(0)
         self.machine = machine or Machine()
@@ -266,13 +271,17 @@ class Training:
         self.step()
         if machine is None:
             return
+        memory = HostStateMemory(1024)
+        for state in list(self.optimizer.state.values())[:born_on_device]:
+            memory.place(state["exp_avg"], on_device=True)
+            memory.place(state["exp_avg_sq"], on_device=True)
         store = ActivationStore("cpu", mover or LazyMover(), min_bytes=1024)
         self.tuner = StreamTuner(load_hardware("h200-pcie"), WallClockOf(machine), machine, store)
         self.training = StreamedTraining(
             self.model,
             self.optimizer,
             LazyLanes(self.model, 0.5, 1),
-            HostStateMemory(1024),
+            memory,
             self.tuner,
             streams_state=streams_state,
         )
@@ -283,7 +292,7 @@ class Training:
             return 0 if tuner is None else int(tuner.away_bytes())
 
         machine.away = away
-        machine.placed = lambda: self.training.step.units.slots_bytes
+        machine.placed = lambda: memory.device_bytes + self.training.step.units.slots_bytes
 
     def step(self, rows: int = ROWS, batches: int = 1) -> None:
         self.steps += 1
@@ -400,6 +409,15 @@ def test_what_does_not_fit_is_streamed_and_copied() -> None:
     machine.highest = 0
     run.run(2)
     assert machine.highest <= machine.budget_bytes - SLACK - run.training.step.units.slots_bytes
+
+
+def test_state_that_was_made_on_the_device_counts_once() -> None:
+    expected = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED))
+    run = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED), born_on_device=4)
+    assert run.run(8) == expected.run(8)
+    statuses = [it.training.status().tuning for it in (run, expected)]
+    plans = [None if it is None else it.plan for it in statuses]
+    assert plans[0] == plans[1] is not None
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -561,7 +579,7 @@ def test_an_error_of_a_measurement_does_not_reach_the_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(Machine):
-        def begin_step(self) -> None:
+        def find_homes(self) -> None:
             raise RuntimeError("no figures")
 
     run = Training(Broken())

@@ -62,7 +62,7 @@ class Room(WallClock, DeviceRoom):
         self._now += 1000
         return self._now
 
-    def begin_step(self) -> None:
+    def find_homes(self) -> None:
         pass
 
     def take_peak_bytes(self) -> int:

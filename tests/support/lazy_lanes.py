@@ -178,7 +178,8 @@ class HostStateMemory:
     def __init__(self, min_bytes: int = 64, staged_bytes: int = 1 << 30) -> None:
         self.staged_bytes = staged_bytes
         self._min_bytes = min_bytes
-        self._on_device: set[int] = set()
+        self._on_device: dict[int, int] = {}
+        """Bytes by address."""
         self.buffers: list[torch.Tensor] = []
 
     def is_movable(self, tensor: torch.Tensor) -> bool:
@@ -192,12 +193,17 @@ class HostStateMemory:
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Move to other memory."""
         if on_device == self.is_home(tensor):
-            self._on_device.discard(tensor.data_ptr())
+            self._on_device.pop(tensor.data_ptr(), None)
             tensor.data = tensor.clone()
             # Memory of an earlier tensor on the device may be anybody's by now.
-            self._on_device.discard(tensor.data_ptr())
+            self._on_device.pop(tensor.data_ptr(), None)
             if on_device:
-                self._on_device.add(tensor.data_ptr())
+                self._on_device[tensor.data_ptr()] = tensor.nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of state on the device."""
+        return sum(self._on_device.values())
 
     def block_bytes(self, size_bytes: int) -> int:
         """No more than asked for: the bytes behind belong to the C library."""

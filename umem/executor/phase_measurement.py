@@ -24,7 +24,7 @@ class DeviceRoom(Protocol):
 
     budget_bytes: int
 
-    def begin_step(self) -> None:
+    def find_homes(self) -> None:
         """Look at which tensors have their home in host memory: they never count."""
 
     def take_peak_bytes(self) -> int:
@@ -134,7 +134,7 @@ class StepMeter(StepListener):
 
     def step_begins(self) -> None:
         """A step begins."""
-        self._room.begin_step()
+        self._room.find_homes()
         self._room.take_peak_bytes()
         self._placed_bytes = self._placed()
         self._phases.clear()
@@ -203,6 +203,7 @@ class StepMeter(StepListener):
                 block = blocks.setdefault(before, BlockFigures())
                 backward_s[name] += seconds
                 block.backward_peak_bytes = max(block.backward_peak_bytes, need_bytes)
+        self._room.find_homes()  # the step may have made state
         step_bytes = self._room.take_peak_bytes()
         found.peak_bytes = max(found.peak_bytes, step_bytes)
         found.step_peak_bytes = max(found.step_peak_bytes, step_bytes - self._placed())

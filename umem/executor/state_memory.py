@@ -102,7 +102,7 @@ class CudaRoom(DeviceRoom):
         self._homes = frozenset(it.number for it in homes)
         self._home_bytes = 0
 
-    def begin_step(self) -> None:
+    def find_homes(self) -> None:
         """Sum the page-locked blocks of these classes."""
         self._home_bytes = sum(
             block_bytes

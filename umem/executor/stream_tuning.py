@@ -443,6 +443,7 @@ class StreamTuner:
         self._steps += 1
         peak_bytes = self._room.take_peak_bytes()
         if self._steps <= _SETTLING_STEPS:
+            self._room.find_homes()
             self._room.trim()
             self._spilled_bytes = self._room.spilled_bytes()
             return

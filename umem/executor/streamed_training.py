@@ -214,7 +214,11 @@ class StreamedTraining:
         self._backward: BackwardUpdates | None = None
         self._step.may_defer = not is_compiled(model)
         self._compilations = 0
+        self._is_in_line = True
+        """Whether the optimizer runs the present step itself."""
         self._undo: list[Callable[[], None]] = []
+        if streams_state and optimizer.state:
+            self._step.find_state(optimizer)
         if tuner is not None:
             tuner.attach(model, blocks, self._step.units)
             self._undo.append(tuner.close)
@@ -384,9 +388,10 @@ class StreamedTraining:
         if not self._streams_state:
             return None
         obstacle, is_last = self._obstacle(optimizer, args, kwargs), self._comes_last()
+        self._is_in_line = bool(obstacle) or not is_last
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle, is_last=is_last)
-        if obstacle or not is_last:
+        if self._is_in_line:
             self._step.join()
             self._step.counts.in_line += 1
             return None
@@ -399,7 +404,9 @@ class StreamedTraining:
         # torch runs the step's own function on what a hook returns: here on no parameters.
         return None if empty is None else ((empty,), dict(kwargs))
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._is_in_line:
+            self._step.find_state(optimizer)
         if self._tuner is not None:
             self._tuner.step_ends()
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:

@@ -130,6 +130,8 @@ def whole_step_reason(optimizer: Optimizer) -> str:
     reason = refusal(optimizer)
     is_torch = _known_class(type(optimizer)) in PER_PARAMETER_OPTIMIZERS
     for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            reason = reason or "a group is differentiable"
         # torch chooses foreach functions by all parameters of a group, and these their kernels.
         is_foreach = group.get("foreach", False) is not False and not group.get("fused")
         if is_foreach or not is_torch:

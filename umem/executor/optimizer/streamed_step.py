@@ -103,9 +103,6 @@ class StreamedStep:
         """
         with self.lock:
             self.join()
-            if any(group.get("differentiable") for group in optimizer.param_groups):
-                self.counts.in_line += 1
-                return None
             is_deferred = is_deferred and self.may_defer
             done = self._end_ahead(is_deferred)
             self._lay_out(optimizer)
@@ -144,6 +141,16 @@ class StreamedStep:
             self._end_ahead(is_deferred=False)
         self.units.lay_out(optimizer, self._called)
         self._called.clear()
+
+    def find_state(self, optimizer: Optimizer) -> None:
+        """Find state that the step has made, so that it counts from now on.
+
+        While updates are under way, the next step finds it.
+        """
+        with self.lock:
+            is_known = self.units.are_laid_out(optimizer.state)
+            if not is_known and all(unit.pending is None for unit in self.units):
+                self.units.find_state(optimizer, self._called)
 
     def _queue(
         self, unit: StreamedUnit, call: StepCall, done: frozenset[Any], is_deferred: bool

@@ -224,7 +224,19 @@ class StreamedUnits:
     # ------------------------------------------------------------------ before a step
 
     def lay_out(self, optimizer: Optimizer, called: Iterable[str]) -> None:
-        """Find units before a step, and their state where the optimizer has other tensors now.
+        """Find units before a step, their state, and slots for it.
+
+        Parameters
+        ----------
+        optimizer, called
+            As for :meth:`find_state`.
+        """
+        self.find_state(optimizer, called)
+        if not self._slots:
+            self._give_out_slots()
+
+    def find_state(self, optimizer: Optimizer, called: Iterable[str]) -> None:
+        """Find units, and their state where the optimizer has other tensors now.
 
         Parameters
         ----------
@@ -257,8 +269,6 @@ class StreamedUnits:
                 (number, [p for p in group["params"] if p not in queued])
                 for number, group in enumerate(optimizer.param_groups)
             ]
-        if not self._slots:
-            self._give_out_slots()
 
     def _find(self, optimizer: Optimizer, called: Iterable[str]) -> None:
         """Sort the optimizer's parameters by unit, in the order of the last forward pass."""
