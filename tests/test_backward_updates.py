@@ -22,6 +22,7 @@ from umem.core.errors import PlanError
 from umem.executor.optimizer.freed_gradient import FreedGradient
 from umem.executor.optimizer.lanes import HostLanes
 from umem.executor.streamed_training import StreamedTraining
+from umem.runtime.model_parts import storage_addresses
 
 EAGERNESS = [0.0, 0.8]
 UNITS = ["", "stem", *(f"layers.{it}" for it in range(4)), "norm", "head"]
@@ -386,6 +387,7 @@ def test_gradients_are_freed_within_the_backward_pass() -> None:
     assert seen[-1] > len(list(program.model.parameters())) // 2
     freed = program.model.head.weight.grad
     assert (freed.shape, freed.dtype) == ((4, 16), torch.float32)
+    assert storage_addresses(freed) == []  # it wraps no tensor
     program.optimizer.zero_grad()
     assert program.model.head.weight.grad is None
 

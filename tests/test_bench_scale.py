@@ -283,6 +283,18 @@ def test_memory_of_an_ended_process_is_waited_for(monkeypatch: pytest.MonkeyPatc
     assert "9 GiB more" in card.why_not_idle()
 
 
+def test_what_stays_of_an_ended_process_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    used_bytes = [9 * GIB, 5 * GIB, 2 * GIB, 2 * GIB, 3 * GIB]
+    card = Card(pci_address="0000:01:00.0", idle_bytes=GIB, free_bytes=79 * GIB)
+    monkeypatch.setattr("umem_bench.card._REST_S", 0.0)
+    monkeypatch.setattr(
+        bindings, "nvml_memory_bytes", lambda _: (80 * GIB, 80 * GIB - used_bytes.pop(0))
+    )
+    rested = card.between_processes()
+    assert rested.idle_bytes == 2 * GIB
+    assert rested.used_bytes() == GIB
+
+
 # ---- the training script ----
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
@@ -294,6 +295,8 @@ def test_deepspeed_has_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(config["zero_optimization"])
         return None, None, None, None
 
+    # When it is imported, transformers looks for a package that was installed.
+    importlib.import_module("transformers.models.llama.modeling_llama")
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")

@@ -11,12 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from umem.core.classes import TensorClass
 from umem.planning.stream_plan import least_slack_bytes
+from umem.planning.stream_timing import FIRST_SLOTS, staged_bytes
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.state_room import StateRoom
 
 MIB = 1 << 20
 BUDGET_BYTES = 2048 * MIB
-FREE_BYTES = BUDGET_BYTES - least_slack_bytes(BUDGET_BYTES) - BUDGET_BYTES // 8
+FREE_BYTES = (
+    BUDGET_BYTES - least_slack_bytes(BUDGET_BYTES) - FIRST_SLOTS * staged_bytes(BUDGET_BYTES)
+)
 """Less slack and slots."""
 PARAMETER_BYTES = 64 * MIB
 STATE = TensorClass.OPTIMIZER_STATE.number

@@ -91,7 +91,7 @@ def step_of(make_trace: MakeTrace) -> Callable[..., Trace]:
 
 
 def test_units_are_the_layers(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
-    step = streamed_step(step_of(), policy)
+    step = streamed_step(step_of(), policy, STATE * MIB)
     assert [unit.name for unit in step.units] == [f"model.layers.{it}" for it in range(LAYERS)]
     for unit in step.units:
         # Tensors below the policy's min_bytes stay on the device.
@@ -106,11 +106,11 @@ def test_units_are_the_layers(step_of: Callable[..., Trace], policy: ResolvedPol
 def test_activations_count_for_the_last_layer_that_uses_them_forward(
     step_of: Callable[..., Trace], policy: ResolvedPolicy
 ) -> None:
-    saved = [unit.saved_bytes for unit in streamed_step(step_of(), policy).units]
+    saved = [unit.saved_bytes for unit in streamed_step(step_of(), policy, STATE * MIB).units]
     assert saved == [0, *[SAVED * MIB] * (LAYERS - 2), 2 * SAVED * MIB]
     rules = list(policy.rules)
     rules[4] = replace_mechanism(rules[4], "keep")
-    kept = streamed_step(step_of(), replace(policy, rules=tuple(rules)))
+    kept = streamed_step(step_of(), replace(policy, rules=tuple(rules)), STATE * MIB)
     assert not any(unit.saved_bytes for unit in kept.units)
 
 
@@ -123,7 +123,7 @@ def test_peaks_have_gradients_for_as_long_as_the_program(
 ) -> None:
     small = 4 * LAYERS  # the step counts
     weights = LAYERS * WEIGHT * MIB + small
-    deferred = streamed_step(step_of(), policy)
+    deferred = streamed_step(step_of(), policy, STATE * MIB)
     forward = [unit.forward_peak_bytes for unit in deferred.units]
     # Gradients of the layers from each one on, and activations up to it.
     assert forward == [
@@ -134,7 +134,7 @@ def test_peaks_have_gradients_for_as_long_as_the_program(
         weights + (LAYERS - it) * WEIGHT * MIB + (it + 1) * SAVED * MIB for it in range(LAYERS)
     ]
     assert deferred.step_peak_bytes == weights + LAYERS * WEIGHT * MIB
-    ahead = streamed_step(step_of(), policy, in_backward=True)
+    ahead = streamed_step(step_of(), policy, STATE * MIB, in_backward=True)
     backward = [unit.backward_peak_bytes for unit in ahead.units]
     assert backward == [
         weights + min(3, LAYERS - it) * WEIGHT * MIB + (it + 1) * SAVED * MIB
@@ -143,7 +143,7 @@ def test_peaks_have_gradients_for_as_long_as_the_program(
 
 
 def test_batches_share_the_passes(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
-    one, three = (streamed_step(step_of(batches), policy) for batches in (1, 3))
+    one, three = (streamed_step(step_of(batches), policy, STATE * MIB) for batches in (1, 3))
     assert three.batches == 3
     assert three.passes_s == pytest.approx(3 * one.passes_s)
     for few, many in zip(one.units, three.units, strict=True):
@@ -166,9 +166,9 @@ def test_modules_around_the_layers_are_units(
     names = [it.replace("model.layers.0.linear", "model.embed") for it in trace.tensor_names]
     phases = [it.replace("model.layers.0.linear", "model.embed") for it in trace.phase_names]
     renamed = replace(trace, tensor_names=tuple(names), phase_names=tuple(phases))
-    step = streamed_step(renamed, policy)
+    step = streamed_step(renamed, policy, STATE * MIB)
     assert step.units[0].name == "model.embed"
-    original = streamed_step(trace, policy)
+    original = streamed_step(trace, policy, STATE * MIB)
     assert replace(step.units[0], name="model.layers.0") == original.units[0]
 
 
@@ -177,7 +177,7 @@ def test_a_trace_without_a_forward_pass_is_an_error(
 ) -> None:
     trace = make_trace({"a": (MIB, "weights", True)}, [(1e-3, ["a"], [])])
     with pytest.raises(TraceError, match="'forward'"):
-        streamed_step(trace, policy)
+        streamed_step(trace, policy, STATE * MIB)
 
 
 # ---------------------------------------------------------------------------------- predictions

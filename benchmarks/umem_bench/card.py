@@ -20,6 +20,9 @@ _IDLE_MARGIN_BYTES = 256 << 20
 _IDLE_PATIENCE_S = 10.0
 """An ended process's memory may leave the card later than the process."""
 
+_REST_S = 0.5
+"""What does not change for so long does not change soon."""
+
 _SLOW_EVERY = 10
 """Samples of the card for each one of the host and of NVML's processes."""
 
@@ -47,6 +50,15 @@ class Card(Record):
         """In use now, less the idle card's."""
         total_bytes, free_bytes = bindings.nvml_memory_bytes(self.pci_address) or (0, 0)
         return total_bytes - free_bytes - self.idle_bytes
+
+    def between_processes(self) -> Self:
+        """The card as it is now: its driver may keep some memory of a process that has ended."""
+        end_s = time.monotonic() + _IDLE_PATIENCE_S
+        before_bytes, used_bytes = None, self.used_bytes()
+        while before_bytes != used_bytes and time.monotonic() < end_s:
+            time.sleep(_REST_S)
+            before_bytes, used_bytes = used_bytes, self.used_bytes()
+        return self.model_copy(update={"idle_bytes": self.idle_bytes + used_bytes})
 
     def why_not_idle(self) -> str:
         """Why nothing can be measured now; empty where the card is idle or becomes so."""

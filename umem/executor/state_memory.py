@@ -12,7 +12,6 @@ from umem.core.classes import TensorClass
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
-from umem.planning.stream_timing import STAGED_BYTES
 from umem.runtime.inspection import tensor_class
 from umem.torch_compat import DisableTorchFunctionSubclass
 
@@ -33,11 +32,14 @@ class CudaStateMemory(StateMemory):
         Serves torch's allocations, by class.
     min_bytes
         Smaller state stays on the device: the policy's ``min_bytes`` of the class.
+    staged_bytes
+        State that is staged at a time, at most.
     """
 
-    staged_bytes = STAGED_BYTES
-
-    def __init__(self, device: torch.device, allocator: Allocator, min_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, allocator: Allocator, min_bytes: int, staged_bytes: int
+    ) -> None:
+        self.staged_bytes = staged_bytes
         self._device = device
         self._allocator = allocator
         self._min_bytes = min_bytes

@@ -29,6 +29,7 @@ from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
 from umem.hardware import detect_hardware
 from umem.offload import ActivationStore
+from umem.planning.stream_timing import staged_bytes
 from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
@@ -124,7 +125,7 @@ def stream_state(
         model,
         optimizer,
         cuda_lanes(device),
-        CudaStateMemory(device, state.allocator, min_bytes),
+        CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes)),
         tuner,
         streams_state=streams_state,
         step_in_backward=step_in_backward,

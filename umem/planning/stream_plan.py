@@ -473,13 +473,11 @@ def _too_small(problem: _Problem) -> PlanError:
     other_bytes = memory.most_bytes(len(memory.can_leave), 1)
     state_bytes = _least_state_bytes(problem)
     needed = other_bytes + state_bytes
-    largest = max(problem.units, key=lambda unit: unit.state_bytes)
     return PlanError(
         f"training with streamed optimizer state takes at least {format_bytes(needed)} of device "
         f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
         f"of {len(memory.can_leave)} units copied out, and {format_bytes(state_bytes)} for "
         f"{_SLOTS[0]} staging buffers and the state of larger units. The budget is "
         f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
-        f"{format_bytes(needed - problem.budget_bytes)}, or split the largest unit, "
-        f"{largest.name!r} with {format_bytes(largest.state_bytes)} of state"
+        f"{format_bytes(needed - problem.budget_bytes)}, or train with smaller batches"
     )

@@ -22,10 +22,10 @@ from umem.core.units import format_bytes
 from umem.hardware import Hardware, with_durations
 from umem.planning.stream_plan import StreamPlan, least_slack_bytes, plan_stream
 from umem.planning.stream_timing import (
-    STAGED_BYTES,
     UNITS_WITH_GRADIENTS,
     StreamUnit,
     divide_state,
+    staged_bytes,
 )
 from umem.policy import ResolvedPolicy
 from umem.trace import (
@@ -137,13 +137,14 @@ def predict_stream(
             f"policy {policy.name} streams no optimizer state on {hardware.name}: give one whose "
             "optimizer_state has mechanism: stream"
         )
-    step = streamed_step(with_durations(trace, hardware), policy, in_backward=in_backward)
+    budget_bytes = policy.device_budget_bytes or hardware.device_bytes
+    timed = with_durations(trace, hardware)
+    step = streamed_step(timed, policy, staged_bytes(budget_bytes), in_backward=in_backward)
     if in_backward and step.batches > 1:
         raise PlanError(
             f"step_in_backward: {trace.name} adds up the gradients of {step.batches} batches, and "
             "a unit's update would come behind the first. Leave out one of the two"
         )
-    budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     plan = plan_stream(
         step.units,
         budget_bytes=budget_bytes - least_slack_bytes(budget_bytes),
@@ -200,12 +201,12 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
 
 
 def streamed_step(
-    trace: Trace, policy: ResolvedPolicy, *, in_backward: bool = False
+    trace: Trace, policy: ResolvedPolicy, piece_bytes: int, *, in_backward: bool = False
 ) -> StreamedStep:
     """Cut a step with durations into units: the layers of the model, and the modules around them.
 
     A layer is what a module's name says up to its first number, such as ``model.layers.3``. Other
-    phases count for the unit before them.
+    phases count for the unit before them. State is staged in pieces of `piece_bytes` at most.
 
     Raises TraceError if no phase's name says that it is of a forward pass.
     """
@@ -225,7 +226,8 @@ def streamed_step(
     streamed = _of_class(trace, policy, TensorClass.OPTIMIZER_STATE) & trace.persistent
     streamed &= tensor_unit >= 0
     is_gradient = (trace.tensor_class == TensorClass.GRADIENTS.number) & (tensor_unit >= 0)
-    pieces = _pieces(trace, np.flatnonzero(streamed).tolist(), tensor_unit, count)
+    of_units = _parameter_sizes(trace, np.flatnonzero(streamed).tolist(), tensor_unit, count)
+    pieces = [_piece_sizes(sizes, piece_bytes) for sizes in of_units]
     state_bytes = np.array([sum(sizes) for sizes in pieces], np.int64)
     gradient_bytes = _sums(tensor_unit[is_gradient], trace.tensor_bytes[is_gradient], count)
     saved_bytes = _saved_bytes(trace, policy, unit, kind, starts, ends, count)
@@ -341,24 +343,24 @@ def _of_class(
     return (trace.tensor_class == tensor_class.number) & (trace.tensor_bytes >= rule.min_bytes)
 
 
-def _pieces(
+def _parameter_sizes(
     trace: Trace, state: Sequence[int], tensor_unit: _Numbers, count: int
-) -> list[tuple[int, ...]]:
-    """Bytes of state that are staged at a time, by unit: tensors are named after parameters."""
+) -> list[list[int]]:
+    """Bytes of each parameter's state, by unit: tensors are named after parameters."""
     sizes: list[dict[str, int]] = [{} for _ in range(count)]
     for number in state:
         parameter = trace.tensor_names[number].rpartition(".")[0]
         of_unit = sizes[tensor_unit[number]]
         of_unit[parameter] = of_unit.get(parameter, 0) + int(trace.tensor_bytes[number])
-    return [_piece_sizes(list(of_unit.values())) for of_unit in sizes]
+    return [list(of_unit.values()) for of_unit in sizes]
 
 
-def _piece_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of runs of parameters, and of equal spans of larger ones."""
+def _piece_sizes(sizes: Sequence[int], piece_bytes: int) -> tuple[int, ...]:
+    """State that is staged at a time: of runs of parameters, and of equal spans of larger ones."""
     found: list[int] = []
-    for run in divide_state(sizes):
+    for run in divide_state(sizes, piece_bytes):
         run_bytes = sum(sizes[run.start : run.stop])
-        count = max(1, math.ceil(run_bytes / STAGED_BYTES))
+        count = max(1, math.ceil(run_bytes / piece_bytes))
         ends = [number * run_bytes // count for number in range(count + 1)]
         found += [end - begin for begin, end in pairwise(ends)]
     return tuple(found)

@@ -16,20 +16,25 @@ from umem.planning.lane_simulation import LaneKind, LaneTasks, Task, simulate_la
 
 __all__ = [
     "FIRST_SLOTS",
-    "STAGED_BYTES",
     "UNITS_WITH_GRADIENTS",
     "StreamTiming",
     "StreamUnit",
     "divide_state",
     "simulate_stream",
+    "staged_bytes",
 ]
 
 FIRST_SLOTS = 3
 """Slots before there is a plan: for a copy in, an update and a copy out at the same time."""
 
-STAGED_BYTES = 512 << 20
-"""State that is staged at a time where a unit has more; slots are no larger. Its copies take 10 ms
-on a PCIe link of the fifth generation, beside which the calls for them cost little."""
+_MOST_STAGED_BYTES = 512 << 20
+"""Its copies take 10 ms on a PCIe link of the fifth generation: longer ones save no time."""
+
+_LEAST_STAGED_BYTES = 16 << 20
+"""With less, the calls for a copy take as long as the copy."""
+
+_STAGED_SHARE = 64
+"""A few slots are a small part of a budget."""
 
 UNITS_WITH_GRADIENTS = 2
 """With a step in the backward pass, units whose gradients may wait for their update. With fewer the
@@ -65,7 +70,12 @@ class StreamUnit:
         return self.piece_bytes or (self.state_bytes,)
 
 
-def divide_state(sizes: Iterable[int], most_bytes: int = STAGED_BYTES) -> list[range]:
+def staged_bytes(budget_bytes: int) -> int:
+    """State that is staged at a time under a budget, where a unit has more; slots are no larger."""
+    return min(max(_LEAST_STAGED_BYTES, budget_bytes // _STAGED_SHARE), _MOST_STAGED_BYTES)
+
+
+def divide_state(sizes: Iterable[int], most_bytes: int) -> list[range]:
     """Divide a unit's parameters into runs whose state is staged together.
 
     Parameters

@@ -14,16 +14,13 @@ from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
 from umem.planning.stream_plan import least_slack_bytes
-from umem.planning.stream_timing import FIRST_SLOTS, STAGED_BYTES
+from umem.planning.stream_timing import FIRST_SLOTS, staged_bytes
 from umem.runtime.model_parts import optimizer_parameters
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
 __all__ = ["StateRoom"]
-
-_MOST_FOR_SLOTS = 8
-"""A budget may be small: slots take no more than this part of it."""
 
 
 class StateRoom:
@@ -62,7 +59,7 @@ class StateRoom:
             return 0
         taken_bytes = self._allocator.stats(device)["highest_bytes"] + self._used[device]
         taken_bytes += least_slack_bytes(budget_bytes)
-        taken_bytes += min(FIRST_SLOTS * STAGED_BYTES, budget_bytes // _MOST_FOR_SLOTS)
+        taken_bytes += FIRST_SLOTS * staged_bytes(budget_bytes)
         return max(0, budget_bytes - taken_bytes - _temporary_bytes(optimizer))
 
 

@@ -54,8 +54,8 @@ _WARM_STEPS = 3
 """Kernels are loaded, the optimizer's state is made, and caches fill."""
 
 _MAX_WARM_STEPS = 40
-_PLAN_PATIENCE_S = 30.0
-"""umem's manager has so long, and so many steps, to decide."""
+_PLAN_PATIENCE_S = 90.0
+"""umem's manager has so long, and so many steps, to decide: a large model's steps take 5 s."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,8 @@ def ask_worker(
     Its duration and the peaks of memory are added: those until its first answer. A measured result
     can have further `parts`, such as a profile, which takes memory of its own.
     """
-    worker = Worker(answers, job, _PRELOADED)
+    card = card and card.between_processes()
+    worker = Worker(answers, job.model_copy(update={"card": card}), _PRELOADED)
     began_s = time.monotonic()  # the server process has imported what its workers share
     limit_s = min(PROCESS_LIMIT_S, max(LEAST_LIMIT_S, left_s))
     told: dict[str, Any] = {}

@@ -48,6 +48,11 @@ __all__ = [
     "why_not",
 ]
 
+_SMALL = LlamaShape(
+    hidden=1024, intermediate=3968, layers=18, heads=16, weights="float32", batch=4, tokens=1024
+)
+"""0.36 billion parameters."""
+
 WORKLOADS: dict[WorkloadName, Workload] = {
     # One long sequence, where computing dominates.
     "long": Workload(
@@ -65,19 +70,10 @@ WORKLOADS: dict[WorkloadName, Workload] = {
         variants=("stock", "umem", "umem-planned", "umem-fault", "save-on-cpu", "stock-again"),
         budgets_percent=(60.0, 30.0),
     ),
-    # Little computing to hide transfers behind: 0.36 billion parameters.
+    # Little computing to hide transfers behind.
     "short": Workload(
         name="short",
-        model=LlamaShape(
-            hidden=1024,
-            intermediate=3968,
-            layers=18,
-            heads=16,
-            weights="float32",
-            batch=4,
-            tokens=1024,
-            checkpoint=False,
-        ),
+        model=_SMALL,
         methods=("sft",),
         variants=("stock", "umem"),
         budgets_percent=(60.0,),
@@ -85,7 +81,7 @@ WORKLOADS: dict[WorkloadName, Workload] = {
     # A loop that clips and accumulates, as transformers has it.
     "trainer": Workload(
         name="trainer",
-        model=LlamaShape(weights="float32", batch=4, tokens=1024, checkpoint=False),
+        model=_SMALL,
         methods=("sft",),
         variants=("stock", "umem"),
         budgets_percent=(60.0,),

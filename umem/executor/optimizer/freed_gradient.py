@@ -38,6 +38,14 @@ class FreedGradient(torch.Tensor):
     def __torch_dispatch__(cls, *_: object) -> Any:
         raise PlanError(_TEXT)
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """It wraps no tensor, for whoever looks for memory in tensor subclasses."""
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(*_: object) -> Any:
+        raise PlanError(_TEXT)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FreedGradient(shape={tuple(self.shape)})"
 

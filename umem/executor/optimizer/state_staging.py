@@ -33,9 +33,8 @@ round differently."""
 class StateMemory(Protocol):
     """Where the optimizer state of a device lies."""
 
-    @property
-    def staged_bytes(self) -> int:
-        """State of several parameters that is staged at a time, at most."""
+    staged_bytes: int
+    """State of several parameters, or of a span of a large one, that is staged at a time."""
 
     def is_movable(self, tensor: torch.Tensor) -> bool:
         """Whether a state tensor is large enough to be streamed, and has memory of its own."""
