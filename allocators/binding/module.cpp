@@ -397,6 +397,12 @@ NB_MODULE(_native, module) {
           },
           "device"_a, "tensor_class"_a, "bytes"_a)
       .def(
+          "count_page_locked",
+          [](Allocator& self, int device, std::ptrdiff_t bytes) {
+            self.device(device).count_page_locked(bytes);
+          },
+          "device"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
           "take_peak_bytes",
           [](Allocator& self, int device) { return self.device(device).take_peak_bytes(); },
           "device"_a)

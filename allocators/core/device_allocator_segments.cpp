@@ -405,10 +405,17 @@ void DeviceAllocator::set_device_budget(std::size_t bytes) {
   trim_to_budget(0);
 }
 
+void DeviceAllocator::count_page_locked(std::ptrdiff_t bytes) {
+  const std::lock_guard lock(mutex_);
+  others_locked_bytes_ += bytes;
+  count_page_tables();
+}
+
 // Counts those of page-locked memory as it is now against the budget.
 void DeviceAllocator::count_page_tables() {
   const std::size_t mapped_bytes =
-      kind_stats_[static_cast<std::size_t>(MemoryKind::pinned)].reserved_bytes;
+      kind_stats_[static_cast<std::size_t>(MemoryKind::pinned)].reserved_bytes +
+      static_cast<std::size_t>(others_locked_bytes_);
   const std::size_t bytes = mapped_bytes / kMappedBytesPerTableByte / kPageBytes * kPageBytes;
   if (bytes > page_table_bytes_) {
     trim_to_budget(bytes - page_table_bytes_);

@@ -177,6 +177,19 @@ void page_tables_of_page_locked_memory_count() {
   CHECK_EQUAL(machine.device.stats().budget_bytes.peak, static_cast<std::int64_t>(40 * MiB));
 }
 
+void page_tables_of_others_count() {
+  Machine machine({.config = config_with_homes(40 * MiB)});
+  machine.device.count_page_locked(3 * GiB);
+  CHECK_EQUAL(budget_bytes(machine), 6 * MiB);
+  const std::uintptr_t home = machine.allocate(2 * GiB, kMain, TensorClass::optimizer_state);
+  CHECK_EQUAL(budget_bytes(machine), 10 * MiB);
+  machine.device.count_page_locked(-static_cast<std::ptrdiff_t>(3 * GiB));
+  CHECK_EQUAL(budget_bytes(machine), 4 * MiB);
+  machine.free(home);
+  machine.device.empty_cache();
+  CHECK_EQUAL(budget_bytes(machine), 0U);
+}
+
 void a_class_may_have_room_on_the_device() {
   Machine machine({.config = config_with_homes(64 * MiB)});
   const auto allocate = [&](std::size_t bytes) {
@@ -407,6 +420,7 @@ int main() {
   RUN(memory_of_graphs_stays);
   RUN(requests_return_to_the_device);
   RUN(page_tables_of_page_locked_memory_count);
+  RUN(page_tables_of_others_count);
   RUN(a_class_may_have_room_on_the_device);
   RUN(a_smaller_budget_takes_the_cache_back);
   RUN(a_full_device_is_as_a_spent_budget);

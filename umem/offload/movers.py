@@ -23,7 +23,7 @@ from umem.hardware.host_memory import host_memory_bytes
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
 from umem.runtime.native_library import native
-from umem.runtime.state import is_enabled
+from umem.runtime.state import is_enabled, runtime
 
 __all__ = [
     "CudaMover",
@@ -384,12 +384,19 @@ class CudaMover(Mover):
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self._device)
             raise MemoryError(f"{size_bytes} bytes, which CUDA cannot pin (error {int(status)})")
+        self._count_page_locked(size_bytes)
         return memory
 
     def free_host(self, memory: torch.Tensor) -> None:
         """Unpin the memory; its last reference frees the pages."""
         if not self._is_forked():
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            self._count_page_locked(-memory.nbytes)
+
+    def _count_page_locked(self, size_bytes: int) -> None:
+        """Its page tables take device memory, which the budget counts."""
+        if is_enabled():
+            runtime().allocator.count_page_locked(self._device.index or 0, size_bytes)
 
     def finish(self, event: torch.cuda.Event) -> None:
         """Block this thread until an event is over."""

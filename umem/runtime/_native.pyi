@@ -101,6 +101,10 @@ class Allocator:
 
         The first one that does not fit, and those behind it, are served as the class's own.
         Returns the bytes that were left before."""
+    def count_page_locked(self, device: int, bytes: int) -> None:
+        """Count page-locked memory of others on this device, by `bytes` more or less.
+
+        Its page tables are in device memory, which the budget counts."""
     def unspill(self, device: int) -> list[tuple[int, int, int, int, int, str]]:
         """Advise what was spilled as its class is, and tell of it as `live_blocks` does.
 
