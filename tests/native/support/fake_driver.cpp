@@ -1,0 +1,286 @@
+#include "fake_driver.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <iterator>
+#include <stdexcept>
+#include <utility>
+
+namespace umem {
+
+FakeSource::FakeSource(std::size_t capacity_bytes, std::size_t offset_bytes)
+    : capacity_bytes_(capacity_bytes), offset_bytes_(offset_bytes) {}
+
+FakeSource::~FakeSource() {
+  CHECK_EQUAL(held_.size(), 0U);  // a segment that nobody gave back
+}
+
+void* FakeSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  ++requests_;
+  if (throws_) throw std::runtime_error("the driver has failed");
+  if (capacity_bytes_ != 0 && (bytes > capacity_bytes_ || held_bytes_ > capacity_bytes_ - bytes))
+    return nullptr;
+  const std::size_t capacity_of_kind = capacity_of_kind_[static_cast<std::size_t>(kind)];
+  if (capacity_of_kind != 0 &&
+      held_of_kind_[static_cast<std::size_t>(kind)] + bytes > capacity_of_kind)
+    return nullptr;
+  if (bytes > SIZE_MAX / 4) return nullptr;
+  const std::size_t mapped_bytes = round_up(bytes, kPageBytes) + 2 * kPageBytes;
+  void* mapped = mmap(nullptr, mapped_bytes, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  const std::uintptr_t address =
+      round_up(reinterpret_cast<std::uintptr_t>(mapped), kPageBytes) + offset_bytes_;
+  held_[address] = {kind, device, bytes, mapped, mapped_bytes};
+  held_bytes_ += bytes;
+  held_of_kind_[static_cast<std::size_t>(kind)] += bytes;
+  return reinterpret_cast<void*>(address);
+}
+
+void FakeSource::deallocate(MemoryKind kind, int device, void* address,
+                            std::size_t bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto found = held_.find(reinterpret_cast<std::uintptr_t>(address));
+  CHECK(found != held_.end());
+  const Piece& piece = found->second;
+  CHECK(piece.kind == kind);
+  CHECK_EQUAL(piece.device, device);
+  CHECK_EQUAL(piece.bytes, bytes);
+  munmap(piece.mapped, piece.mapped_bytes);
+  held_bytes_ -= bytes;
+  held_of_kind_[static_cast<std::size_t>(kind)] -= bytes;
+  held_.erase(found);
+}
+
+void FakeSource::set_capacity(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  capacity_bytes_ = bytes;
+}
+
+void FakeSource::set_capacity(MemoryKind kind, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  capacity_of_kind_[static_cast<std::size_t>(kind)] = bytes;
+}
+
+void FakeSource::set_throws(bool throws) {
+  const std::lock_guard lock(mutex_);
+  throws_ = throws;
+}
+
+std::size_t FakeSource::held_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return held_bytes_;
+}
+
+std::size_t FakeSource::held_bytes(MemoryKind kind) const {
+  const std::lock_guard lock(mutex_);
+  return held_of_kind_[static_cast<std::size_t>(kind)];
+}
+
+std::size_t FakeSource::held_segments() const {
+  const std::lock_guard lock(mutex_);
+  return held_.size();
+}
+
+std::size_t FakeSource::requests() const {
+  const std::lock_guard lock(mutex_);
+  return requests_;
+}
+
+bool FakeSource::holds(std::uintptr_t address, std::size_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  const auto after = held_.upper_bound(address);
+  if (after == held_.begin()) return false;
+  const auto& [start, piece] = *std::prev(after);
+  return address + bytes <= start + piece.bytes;
+}
+
+FakeDriver::FakeDriver(std::size_t total_bytes, std::unique_ptr<FakeVirtualMemory> virtual_memory)
+    : total_bytes_(total_bytes), virtual_memory_(std::move(virtual_memory)) {}
+
+FakeDriver::~FakeDriver() {
+  CHECK_EQUAL(events_.size(), 0U);  // an event that nobody recycled
+}
+
+EventId FakeDriver::record(int, StreamId stream) noexcept {
+  const std::lock_guard lock(mutex_);
+  CHECK(!capturing_.contains(stream));  // it would become a node of the graph
+  if (refuses_events_) return 0;
+  events_[++last_event_] = {stream, streams_[stream].launched};
+  return last_event_;
+}
+
+bool FakeDriver::finished(EventId id) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto event = events_.find(id);
+  CHECK(event != events_.end());
+  if (streams_[event->second.stream].done < event->second.mark) return false;
+  events_.erase(event);
+  return true;
+}
+
+void FakeDriver::wait(EventId id) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto event = events_.find(id);
+  CHECK(event != events_.end());
+  Stream& stream = streams_[event->second.stream];
+  stream.done = std::max(stream.done, event->second.mark);
+  events_.erase(event);
+}
+
+bool FakeDriver::capturing(StreamId stream) noexcept {
+  const std::lock_guard lock(mutex_);
+  return capturing_.contains(stream);
+}
+
+bool FakeDriver::advise(int, Range range, Advice advice) noexcept {
+  const std::lock_guard lock(mutex_);
+  advice_.push_back({range, advice});
+  return !refuses_hints_;
+}
+
+bool FakeDriver::populate(int, Range range) noexcept {
+  const std::lock_guard lock(mutex_);
+  populated_.push_back(range);
+  return !refuses_hints_;
+}
+
+std::uint64_t FakeDriver::launch(StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  return ++streams_[stream].launched;
+}
+
+void FakeDriver::finish(StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  streams_[stream].done = streams_[stream].launched;
+}
+
+std::uint64_t FakeDriver::done(StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  return streams_[stream].done;
+}
+
+void FakeDriver::begin_capture(StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  capturing_.insert(stream);
+}
+
+void FakeDriver::end_capture(StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  capturing_.erase(stream);
+}
+
+void FakeDriver::refuse_hints(bool refuse) {
+  const std::lock_guard lock(mutex_);
+  refuses_hints_ = refuse;
+}
+
+void FakeDriver::refuse_events(bool refuse) {
+  const std::lock_guard lock(mutex_);
+  refuses_events_ = refuse;
+}
+
+std::size_t FakeDriver::events() const {
+  const std::lock_guard lock(mutex_);
+  return events_.size();
+}
+
+std::vector<AdviceCall> FakeDriver::advice() const {
+  const std::lock_guard lock(mutex_);
+  return advice_;
+}
+
+std::vector<Range> FakeDriver::populated() const {
+  const std::lock_guard lock(mutex_);
+  return populated_;
+}
+
+Machine::Machine(const MachineSettings& settings)
+    : Machine(settings,
+              std::make_unique<FakeSource>(settings.capacity_bytes, settings.offset_bytes),
+              std::make_unique<FakeDriver>(
+                  settings.device_bytes,
+                  settings.virtual_memory ? std::make_unique<FakeVirtualMemory>() : nullptr)) {}
+
+Machine::Machine(const MachineSettings& settings, std::unique_ptr<FakeSource> source_owner,
+                 std::unique_ptr<FakeDriver> driver_owner)
+    : source(*source_owner),
+      driver(*driver_owner),
+      allocator(settings.config, std::move(source_owner), std::move(driver_owner),
+                settings.devices),
+      device(allocator.device(0)) {}
+
+std::uintptr_t Machine::allocate(std::size_t bytes, StreamId stream,
+                                 TensorClass tensor_class) {
+  return reinterpret_cast<std::uintptr_t>(device.allocate(bytes, stream, tensor_class));
+}
+
+Config config_of(MemoryKind kind, Advice advice) {
+  Config config;
+  for (ClassSetting& setting : config.classes) setting = {.kind = kind, .advice = advice};
+  return config;
+}
+
+void check_consistent(const DeviceAllocator& device) {
+  TieredStat segment, reserved, active, active_bytes, allocation, allocated_bytes, requested_bytes,
+      split, split_bytes;
+  for (const SegmentSnapshot& snapshot : device.segments()) {
+    std::uintptr_t expected_address = snapshot.address;
+    bool after_cached = false;
+    segment.increase(snapshot.tier, 1);
+    reserved.increase(snapshot.tier, snapshot.bytes);
+    for (const BlockSnapshot& block : snapshot.blocks) {
+      CHECK_EQUAL(block.address, expected_address);  // blocks tile their segment
+      expected_address += block.bytes;
+      const bool cached = block.state == BlockState::cached;
+      CHECK(!(cached && after_cached));  // neighbours would have been merged
+      after_cached = cached;
+      if (!cached) {
+        active.increase(snapshot.tier, 1);
+        active_bytes.increase(snapshot.tier, block.bytes);
+      } else if (snapshot.blocks.size() > 1) {
+        split.increase(snapshot.tier, 1);
+        split_bytes.increase(snapshot.tier, block.bytes);
+      }
+      if (block.state == BlockState::live) {
+        allocation.increase(snapshot.tier, 1);
+        allocated_bytes.increase(snapshot.tier, block.bytes);
+        requested_bytes.increase(snapshot.tier, block.requested_bytes);
+      }
+    }
+    CHECK_EQUAL(expected_address, snapshot.address + snapshot.bytes);
+  }
+
+  const DeviceStats stats = device.stats();
+  const auto check_current = [](const TieredStat& actual, const TieredStat& expected) {
+    CHECK_EQUAL(actual.all.current, expected.all.current);
+    CHECK_EQUAL(actual.small_pool.current, expected.small_pool.current);
+    CHECK_EQUAL(actual.large_pool.current, expected.large_pool.current);
+  };
+  check_current(stats.segment, segment);
+  check_current(stats.reserved_bytes, reserved);
+  check_current(stats.active, active);
+  check_current(stats.active_bytes, active_bytes);
+  check_current(stats.allocation, allocation);
+  check_current(stats.allocated_bytes, allocated_bytes);
+  check_current(stats.requested_bytes, requested_bytes);
+  check_current(stats.inactive_split, split);
+  check_current(stats.inactive_split_bytes, split_bytes);
+}
+
+std::string out_of_memory_text(Machine& machine, std::size_t bytes) {
+  try {
+    machine.allocate(bytes);
+  } catch (const OutOfMemory& error) {
+    return error.what();
+  }
+  check::fail(__FILE__, __LINE__, "the allocation was served");
+}
+
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace umem

@@ -1,0 +1,157 @@
+// A machine without a GPU, which checks how the core treats it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "core/allocator.hpp"
+#include "fake_virtual_memory.hpp"
+
+namespace umem {
+
+inline constexpr std::size_t KiB = std::size_t{1} << 10;
+inline constexpr std::size_t MiB = std::size_t{1} << 20;
+inline constexpr std::size_t GiB = std::size_t{1} << 30;
+
+// Hands out reserved address space: the core owns addresses and must never touch their contents,
+// so a touch faults, and gigabytes cost nothing. What is given back must be what was given.
+class FakeSource final : public SegmentSource {
+ public:
+  explicit FakeSource(std::size_t capacity_bytes = 0, std::size_t offset_bytes = 0);
+  ~FakeSource() override;
+
+  void* allocate(MemoryKind kind, int device, std::size_t bytes) override;
+  void deallocate(MemoryKind kind, int device, void* address,
+                  std::size_t bytes) noexcept override;
+
+  void set_capacity(std::size_t bytes);                   // 0: no bound
+  void set_capacity(MemoryKind kind, std::size_t bytes);  // of this kind; 0: no bound
+  void set_throws(bool throws);
+  std::size_t held_bytes() const;
+  std::size_t held_bytes(MemoryKind kind) const;
+  std::size_t held_segments() const;
+  std::size_t requests() const;
+  bool holds(std::uintptr_t address, std::size_t bytes) const;
+
+ private:
+  struct Piece {
+    MemoryKind kind;
+    int device;
+    std::size_t bytes;
+    void* mapped;
+    std::size_t mapped_bytes;
+  };
+
+  mutable std::mutex mutex_;
+  std::size_t capacity_bytes_;
+  const std::size_t offset_bytes_;  // from a page boundary
+  bool throws_ = false;
+  std::size_t requests_ = 0;
+  std::size_t held_bytes_ = 0;
+  std::array<std::size_t, kKinds> held_of_kind_{};
+  std::array<std::size_t, kKinds> capacity_of_kind_{};
+  std::map<std::uintptr_t, Piece> held_;
+};
+
+struct AdviceCall {
+  Range range;
+  Advice advice;
+};
+
+// Streams whose work is done when the test says so, or when the core waits for it. Every event must
+// be asked about until it is done, and never again after that.
+class FakeDriver final : public Driver {
+ public:
+  FakeDriver(std::size_t total_bytes, std::unique_ptr<FakeVirtualMemory> virtual_memory);
+  ~FakeDriver() override;
+
+  EventId record(int, StreamId stream) noexcept override;
+  bool finished(EventId id) noexcept override;
+  void wait(EventId id) noexcept override;
+  bool capturing(StreamId stream) noexcept override;
+  bool advise(int, Range range, Advice advice) noexcept override;
+  bool populate(int, Range range) noexcept override;
+  MemoryInfo memory(int) noexcept override { return {total_bytes_, total_bytes_}; }
+  FakeVirtualMemory* virtual_memory() noexcept override { return virtual_memory_.get(); }
+
+  // Gives a stream work. Returns the mark that done() reaches when that work is over.
+  std::uint64_t launch(StreamId stream);
+  void finish(StreamId stream);
+  std::uint64_t done(StreamId stream);
+  void begin_capture(StreamId stream);
+  void end_capture(StreamId stream);
+  void refuse_hints(bool refuse);
+  void refuse_events(bool refuse);
+  std::size_t events() const;
+  std::vector<AdviceCall> advice() const;
+  std::vector<Range> populated() const;
+
+ private:
+  struct Stream {
+    std::uint64_t launched = 0;
+    std::uint64_t done = 0;
+  };
+  struct Event {
+    StreamId stream;
+    std::uint64_t mark;
+  };
+
+  const std::size_t total_bytes_;
+  const std::unique_ptr<FakeVirtualMemory> virtual_memory_;
+  mutable std::mutex mutex_;
+  EventId last_event_ = 0;
+  std::map<EventId, Event> events_;
+  std::map<StreamId, Stream> streams_;
+  std::set<StreamId> capturing_;
+  bool refuses_hints_ = false;
+  bool refuses_events_ = false;
+  std::vector<AdviceCall> advice_;
+  std::vector<Range> populated_;
+};
+
+struct MachineSettings {
+  Config config;
+  int devices = 1;
+  std::size_t device_bytes = 64 * GiB;  // what the driver says a device has
+  std::size_t capacity_bytes = 0;       // what the source gives at most, 0 for no bound
+  std::size_t offset_bytes = 0;         // of the source's addresses from a page boundary
+  bool virtual_memory = false;          // plain device memory in expandable segments
+};
+
+// An allocator over the fakes, and shorthand for its first device.
+class Machine {
+ public:
+  explicit Machine(const MachineSettings& settings = {});
+
+  std::uintptr_t allocate(std::size_t bytes, StreamId stream = 0,
+                          TensorClass tensor_class = TensorClass::activations);
+  void free(std::uintptr_t address) { CHECK(device.free(address)); }
+
+ private:
+  Machine(const MachineSettings& settings, std::unique_ptr<FakeSource> source_owner,
+          std::unique_ptr<FakeDriver> driver_owner);
+
+ public:
+  FakeSource& source;
+  FakeDriver& driver;
+  Allocator allocator;
+  DeviceAllocator& device;
+};
+
+// All classes on one kind of memory, with one advice.
+Config config_of(MemoryKind kind, Advice advice = {.placement = Placement::device});
+
+// What every snapshot must satisfy, and the figures of the statistics that follow from it.
+void check_consistent(const DeviceAllocator& device);
+
+std::string out_of_memory_text(Machine& machine, std::size_t bytes);
+bool contains(const std::string& text, const char* part);
+
+}  // namespace umem

@@ -1,0 +1,272 @@
+#include "fake_hint_driver.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+#include <utility>
+
+namespace umem {
+
+FakeHintDriver::~FakeHintDriver() {
+  CHECK(busy_.empty());
+  CHECK_EQUAL(events_.size(), 0U);  // an event that nobody recycled
+}
+
+EventId FakeHintDriver::record(int device, StreamId stream) noexcept {
+  const std::lock_guard lock(mutex_);
+  ++counts_["record"];
+  if (fails("record") != 0) return kNoEvent;
+  events_[++last_event_] = {device, stream, streams_[{device, stream}].launched};
+  return last_event_;
+}
+
+void FakeHintDriver::recycle(EventId event) noexcept {
+  const std::lock_guard lock(mutex_);
+  CHECK_EQUAL(events_.erase(event), 1U);
+}
+
+int FakeHintDriver::open(Lane lane, int device) noexcept {
+  std::unique_lock lock(mutex_);
+  CHECK(!opened_.contains({lane.number, device}));
+  const int error = enter({"open", lane, device}, lock);
+  if (error == 0) opened_.insert({lane.number, device});
+  return error;
+}
+
+int FakeHintDriver::load(Lane lane, int device) noexcept {
+  std::unique_lock lock(mutex_);
+  CHECK(opened_.contains({lane.number, device}));
+  return enter({"load", lane, device}, lock);
+}
+
+void FakeHintDriver::close(Lane lane) noexcept {
+  std::unique_lock lock(mutex_);
+  enter({"close", lane}, lock);
+  std::erase_if(opened_, [&](const auto& key) { return key.first == lane.number; });
+  threads_.erase(lane.number);
+}
+
+int FakeHintDriver::query(Lane lane, int device, EventId id, bool& finished) noexcept {
+  std::unique_lock lock(mutex_);
+  const auto found = events_.find(id);
+  CHECK(found != events_.end());
+  CHECK_EQUAL(found->second.device, device);
+  const Event event = found->second;
+  if (const int error = enter({"query", lane, device}, lock)) return error;
+  CHECK(events_.contains(id));  // the engine still holds it
+  finished = streams_[{event.device, event.stream}].done >= event.mark;
+  return 0;
+}
+
+int FakeHintDriver::prefetch(Lane lane, int device, Range range) noexcept {
+  return work({"prefetch", lane, device, range}, range);
+}
+
+int FakeHintDriver::evict(Lane lane, int device, Range range) noexcept {
+  return work({"evict", lane, device, range}, range);
+}
+
+int FakeHintDriver::discard(Lane lane, int device, Range range) noexcept {
+  return work({"discard", lane, device, range}, range);
+}
+
+int FakeHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
+                         std::size_t bytes) noexcept {
+  const bool in = lane.direction == Direction::to_device;
+  return work({"copy", lane, device, {to, bytes}, from}, {in ? to : from, bytes});
+}
+
+int FakeHintDriver::advise(Lane lane, int device, Range range, Advice advice) noexcept {
+  return work({"advise", lane, device, range, 0, advice}, range);
+}
+
+int FakeHintDriver::synchronize(Lane lane, int device) noexcept {
+  std::unique_lock lock(mutex_);
+  CHECK(opened_.contains({lane.number, device}));
+  const int error = enter({"synchronize", lane, device}, lock);
+  busy_.erase(lane.number);
+  return error;
+}
+
+std::string FakeHintDriver::describe(int error) const {
+  if (no_memory_) throw std::bad_alloc();
+  return "fake error " + std::to_string(error);
+}
+
+void FakeHintDriver::hold(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  held_names_.insert(name);
+}
+
+void FakeHintDriver::let_go(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  held_names_.erase(name);
+  changed_.notify_all();
+}
+
+void FakeHintDriver::let_one_go(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  ++passes_[name];
+  changed_.notify_all();
+}
+
+void FakeHintDriver::wait_until_held(const std::string& name, std::size_t calls) {
+  std::unique_lock lock(mutex_);
+  CHECK(changed_.wait_for(lock, std::chrono::nanoseconds(kPatienceNs),
+                          [&] { return held_[name] >= calls; }));
+}
+
+void FakeHintDriver::fail(const std::string& name, int error, int times) {
+  const std::lock_guard lock(mutex_);
+  times == 0 ? static_cast<void>(failures_.erase(name))
+             : static_cast<void>(failures_[name] = {error, times});
+}
+
+void FakeHintDriver::unmap(Range range) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [lane, busy] : busy_) CHECK(!overlap(busy, range));
+  unmapped_.push_back(range);
+}
+
+void FakeHintDriver::map_again(Range range) {
+  const std::lock_guard lock(mutex_);
+  std::erase(unmapped_, range);
+}
+
+void FakeHintDriver::forbid_this_thread() {
+  const std::lock_guard lock(mutex_);
+  forbidden_.insert(std::this_thread::get_id());
+}
+
+void FakeHintDriver::launch(int device, StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  ++streams_[{device, stream}].launched;
+}
+
+void FakeHintDriver::finish(int device, StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  Stream& of = streams_[{device, stream}];
+  of.done = of.launched;
+}
+
+std::vector<HintCall> FakeHintDriver::calls() {
+  const std::lock_guard lock(mutex_);
+  return calls_;
+}
+
+std::size_t FakeHintDriver::count(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  return counts_[name];
+}
+
+std::size_t FakeHintDriver::events() {
+  const std::lock_guard lock(mutex_);
+  return events_.size();
+}
+
+std::size_t FakeHintDriver::peak_busy_bytes(Direction direction) {
+  const std::lock_guard lock(mutex_);
+  return peak_busy_[static_cast<std::size_t>(direction)];
+}
+
+std::size_t FakeHintDriver::peak_blocks() {
+  const std::lock_guard lock(mutex_);
+  return peak_blocks_;
+}
+
+int FakeHintDriver::fails(const std::string& name) {
+  const auto found = failures_.find(name);
+  if (found == failures_.end()) return 0;
+  const int error = found->second.first;
+  if (--found->second.second == 0) failures_.erase(found);
+  return error;
+}
+
+int FakeHintDriver::enter(const HintCall& call, std::unique_lock<std::mutex>& lock) {
+  const std::thread::id thread = std::this_thread::get_id();
+  CHECK(!forbidden_.contains(thread));
+  CHECK(threads_.try_emplace(call.lane.number, thread).first->second == thread);
+  ++counts_[call.name];
+  if (held_names_.contains(call.name)) {
+    ++held_[call.name];
+    changed_.notify_all();
+    changed_.wait(lock, [&] {
+      return !held_names_.contains(call.name) ||
+             (passes_[call.name] != 0 && passes_[call.name]-- != 0);
+    });
+    --held_[call.name];
+  }
+  return fails(call.name);
+}
+
+int FakeHintDriver::work(const HintCall& call, Range range) {
+  std::unique_lock lock(mutex_);
+  CHECK(opened_.contains({call.lane.number, call.device}));
+  CHECK(range.bytes != 0);
+  for (const Range gone : unmapped_) CHECK(!overlap(gone, range));
+  for (const auto& [lane, busy] : busy_)
+    CHECK(lane == call.lane.number || !overlap(busy, range));
+  busy_[call.lane.number] = range;
+  calls_.push_back(call);
+  directions_[call.lane.number] = call.lane.direction;
+  std::array<std::size_t, kDirections> bytes{};
+  for (const auto& [lane, busy] : busy_)
+    bytes[static_cast<std::size_t>(directions_[lane])] += busy.bytes;
+  for (std::size_t i = 0; i < kDirections; ++i)
+    peak_busy_[i] = std::max(peak_busy_[i], bytes[i]);
+
+  const bool comes = call.name == "prefetch";
+  if (comes) move(range, true);  // pages fill from the start of the call ...
+  const int error = enter(call, lock);
+  if (error != 0 && comes) move(range, false);
+  if (error == 0 && (call.name == "evict" || call.name == "discard"))
+    move(range, false);  // ... and leave by its end
+  return error;
+}
+
+void FakeHintDriver::move(Range range, bool comes) {
+  for (std::uintptr_t block = range.address / kPageBytes; block * kPageBytes < end_of(range);
+       ++block)
+    if (comes)
+      resident_.insert(block);
+    else
+      resident_.erase(block);
+  peak_blocks_ = std::max(peak_blocks_, resident_.size());
+}
+
+HintMachine::HintMachine(const HintSettings& settings)
+    : HintMachine(settings, std::make_unique<FakeHintDriver>()) {}
+
+HintMachine::HintMachine(const HintSettings& settings, std::unique_ptr<FakeHintDriver> owner)
+    : driver(*owner), engine(settings, std::move(owner)) {
+  driver.forbid_this_thread();
+}
+
+Ticket HintMachine::ask(HintOp op, Range range, EventId event, int device) {
+  return engine.submit({.op = op, .range = range, .device = device, .event = event});
+}
+
+void HintMachine::expect(Ticket ticket, Outcome outcome) {
+  CHECK(ticket != 0);
+  const auto found = engine.wait(ticket, kPatienceNs);
+  CHECK(found.has_value());
+  const auto name = [](Outcome of) {
+    return std::string(kOutcomeNames[static_cast<std::size_t>(of)]);
+  };
+  CHECK_EQUAL(name(*found), name(outcome));
+}
+
+void HintMachine::expect_open(Ticket ticket) {
+  CHECK(engine.wait(ticket, kSoonNs) == Outcome::open);
+}
+
+HintCounts HintMachine::counts(HintOp op, TensorClass tensor_class) {
+  return engine.statistics().counts[static_cast<std::size_t>(op)]
+                                   [static_cast<std::size_t>(tensor_class)];
+}
+
+std::uint64_t HintMachine::requests(HintOp op, Outcome outcome) {
+  return counts(op).requests[static_cast<std::size_t>(outcome)];
+}
+
+}  // namespace umem

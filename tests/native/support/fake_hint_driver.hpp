@@ -1,0 +1,157 @@
+// A driver whose calls end when the test says so, and which checks how the hint engine treats it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.hpp"
+#include "hints/hint_engine.hpp"
+
+namespace umem {
+
+inline constexpr std::size_t MiB = std::size_t{1} << 20;
+inline constexpr std::size_t GiB = std::size_t{1} << 30;
+inline constexpr std::int64_t kSoonNs = 20'000'000;            // what cannot happen has not by then
+inline constexpr std::int64_t kPatienceNs = 20'000'000'000;    // what must happen has by then
+
+// Block number `n` of 2 MiB. Nothing is ever stored there.
+constexpr std::uintptr_t at(std::size_t n) { return (std::uintptr_t{1} << 40) + n * kPageBytes; }
+constexpr Range blocks(std::size_t first, std::size_t count) {
+  return {at(first), count * kPageBytes};
+}
+inline bool operator==(Range a, Range b) { return a.address == b.address && a.bytes == b.bytes; }
+
+struct HintCall {
+  std::string name;
+  Lane lane;
+  int device = 0;
+  Range range{};
+  std::uintptr_t from = 0;  // copy; `range` is its destination
+  Advice advice{};
+};
+
+// Each call is logged, may be held up, and may be made to fail. A lane has one thread; two calls
+// never work on the same bytes at once; memory that was unmapped is never named; nor is an event
+// that was recycled.
+class FakeHintDriver final : public HintDriver {
+ public:
+  ~FakeHintDriver() override;
+
+  EventId record(int device, StreamId stream) noexcept override;
+  void recycle(EventId event) noexcept override;
+  int open(Lane lane, int device) noexcept override;
+  int load(Lane lane, int device) noexcept override;
+  void close(Lane lane) noexcept override;
+  int query(Lane lane, int device, EventId id, bool& finished) noexcept override;
+  int prefetch(Lane lane, int device, Range range) noexcept override;
+  int evict(Lane lane, int device, Range range) noexcept override;
+  int discard(Lane lane, int device, Range range) noexcept override;
+  int copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
+           std::size_t bytes) noexcept override;
+  int advise(Lane lane, int device, Range range, Advice advice) noexcept override;
+  int synchronize(Lane lane, int device) noexcept override;
+  std::string describe(int error) const override;
+
+  // ---- what tests say ----
+
+  // Calls of this name wait inside the driver until let_go.
+  void hold(const std::string& name);
+  void let_go(const std::string& name);
+  // Lets one call through that is held now.
+  void let_one_go(const std::string& name);
+  void wait_until_held(const std::string& name, std::size_t calls = 1);
+  // The next `times` calls of this name fail with `error`.
+  void fail(const std::string& name, int error, int times = 1);
+  // From now on a worker that describes an error finds no host memory.
+  void run_out_of_memory() { no_memory_ = true; }
+  // From now on a call on these bytes would be a fault.
+  void unmap(Range range);
+  void map_again(Range range);
+  // This thread trains: record is the only call that it may make.
+  void forbid_this_thread();
+  void launch(int device, StreamId stream);
+  void finish(int device, StreamId stream);
+
+  // ---- what tests ask ----
+
+  // Calls that move, discard, copy or advise, in the order in which they began.
+  std::vector<HintCall> calls();
+  std::size_t count(const std::string& name);
+  std::size_t events();
+  // The most bytes that were ever on their way in one direction.
+  std::size_t peak_busy_bytes(Direction direction);
+  // 2 MiB blocks that prefetches have brought to the device and evictions have not taken away.
+  std::size_t peak_blocks();
+
+ private:
+  struct Event {
+    int device;
+    StreamId stream;
+    std::uint64_t mark;
+  };
+  struct Stream {
+    std::uint64_t launched = 0;
+    std::uint64_t done = 0;
+  };
+
+  int fails(const std::string& name);
+  int enter(const HintCall& call, std::unique_lock<std::mutex>& lock);
+  // The bytes are in use from here to the end of the lane's next synchronize.
+  int work(const HintCall& call, Range range);
+  void move(Range range, bool comes);
+
+  std::atomic<bool> no_memory_{false};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<HintCall> calls_;
+  std::map<std::string, std::size_t> counts_;
+  std::map<int, Range> busy_;  // by lane
+  std::map<int, Direction> directions_;
+  std::array<std::size_t, kDirections> peak_busy_{};
+  std::set<std::uintptr_t> resident_;
+  std::size_t peak_blocks_ = 0;
+  std::set<std::pair<int, int>> opened_;  // lane, device
+  std::map<int, std::thread::id> threads_;
+  std::set<std::thread::id> forbidden_;
+  std::vector<Range> unmapped_;
+  std::set<std::string> held_names_;
+  std::map<std::string, std::size_t> held_;
+  std::map<std::string, std::size_t> passes_;
+  std::map<std::string, std::pair<int, int>> failures_;  // error, times
+  EventId last_event_ = 0;
+  std::map<EventId, Event> events_;
+  std::map<std::pair<int, StreamId>, Stream> streams_;
+};
+
+// An engine over the fake, and shorthand.
+class HintMachine {
+ public:
+  explicit HintMachine(const HintSettings& settings = {});
+
+  Ticket ask(HintOp op, Range range, EventId event = 0, int device = 0);
+  Ticket prefetch(Range range, EventId event = 0) { return ask(HintOp::prefetch, range, event); }
+  Ticket evict(Range range, EventId event = 0) { return ask(HintOp::evict, range, event); }
+
+  void expect(Ticket ticket, Outcome outcome);
+  // Not over now, nor soon.
+  void expect_open(Ticket ticket);
+  HintCounts counts(HintOp op, TensorClass tensor_class = TensorClass::other);
+  std::uint64_t requests(HintOp op, Outcome outcome);
+
+ private:
+  HintMachine(const HintSettings& settings, std::unique_ptr<FakeHintDriver> owner);
+
+ public:
+  FakeHintDriver& driver;
+  HintEngine engine;
+};
+
+}  // namespace umem
