@@ -17,7 +17,7 @@ from umem.core.errors import PlanError
 from umem.hardware import Hardware, load_hardware
 from umem.planning.lane_simulation import LaneKind, LaneTasks, simulate_lanes
 from umem.planning.stream_plan import StreamPlan, plan_stream
-from umem.planning.stream_timing import StreamUnit, simulate_stream
+from umem.planning.stream_timing import StreamUnit, simulate_stream, staged_bytes
 
 MIB = 2**20
 MS = 1e-3
@@ -385,6 +385,13 @@ def test_memory_that_gains_nothing_is_left_free(two_way: Hardware) -> None:
     plan = planned(two_way, units, 9 * 40, other_s=100 * MS)
     assert (plan.resident, plan.slots) == (frozenset(), 2)
     assert plan.predicted.exposed_s == 0
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "staged_mib"), [(76 << 10, 512), (16 << 10, 256), (3 << 10, 48), (100, 16)]
+)
+def test_what_is_staged_is_a_small_part_of_a_small_budget(budget_mib: int, staged_mib: int) -> None:
+    assert staged_bytes(budget_mib * MIB) == staged_mib * MIB
 
 
 def test_too_little_memory_is_an_error_with_the_bytes_and_the_remedy(machine: Hardware) -> None:
