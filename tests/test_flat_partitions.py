@@ -195,8 +195,7 @@ def test_pieces_under_any_plan(slots: int, resident: set[str]) -> None:
 @pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
 def test_pieces_whatever_the_program_does(use: Callable[[Program], None]) -> None:
     run = compare(use, make_model=NetWithFlat, eagerness=0.5, seed=3)
-    has_state = use.__name__ != "view_of_state"
-    assert len(pieces(run)) == (4 if has_state else 0)
+    assert len(pieces(run)) == 4
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])

@@ -89,7 +89,8 @@ def test_questions_that_need_no_value_do_not_wait() -> None:
     waits = lanes.waits
     weight = run.model.head.weight
     gradient = weight.grad
-    assert [type(weight), type(gradient)] == [GuardedParameter, GuardedTensor]
+    assert isinstance(weight, GuardedParameter)
+    assert isinstance(gradient, GuardedTensor)
     assert isinstance(weight, nn.Parameter)
     facts = weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.numel()
     assert facts == (torch.Size([4, 16]), torch.float32, torch.device("cpu"), True, 64)

@@ -199,6 +199,7 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "the optimizer's step could not be deferred",
         {
             "DisableTorchFunctionSubclass": "torch._C:DisableTorchFunctionSubclass",
+            "storage_address": "torch._C:_storage_address",
             "storage_use_count": "torch._C:_storage_Use_Count",
         },
     ),
@@ -368,8 +369,10 @@ push_saved_tensor_hooks: Callable[..., None]
 queue_backward_callback: Callable[[Callable[[], None]], None]
 """Calls a function when the running backward pass ends."""
 saved_tensor_hooks_enabled: Callable[[], bool]
+storage_address: Callable[[torch.Tensor], int]
+"""The address of a tensor's C++ storage, as :func:`storage_key` without an object for it."""
 storage_use_count: Callable[[int], int]
-"""Number of references to the C++ storage at an address, as :func:`storage_key` gives it."""
+"""Number of references to the C++ storage at an address."""
 top_saved_tensor_hooks: Callable[[bool], Any]
 tree_leaves: Callable[[Any], list[Any]]
 tree_map_only: Callable[..., Any]

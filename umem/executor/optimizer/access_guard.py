@@ -13,51 +13,29 @@ deferred: :func:`has_alias`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from umem.torch_compat import DisableTorchFunctionSubclass, storage_key, storage_use_count
+from umem.torch_compat import (
+    DisableTorchFunctionSubclass,
+    storage_address,
+    storage_key,
+    storage_use_count,
+)
 
 __all__ = [
     "GuardedParameter",
     "GuardedTensor",
+    "ParameterGuard",
+    "TensorGuard",
+    "WatchedParameterGuard",
+    "are_plain",
     "can_guard",
-    "guard_parameters",
-    "guard_tensors",
     "has_alias",
-    "release",
 ]
-
-
-class _Uses:
-    """What is to happen before a use of tensors that were guarded together.
-
-    Thousands of tensors may be guarded in a step: one object for each would keep Python's garbage
-    collector busy.
-    """
-
-    __slots__ = ("changes_grad", "gradients", "settle", "tensors")
-
-    def __init__(
-        self,
-        tensors: Iterable[torch.Tensor],
-        settle: Callable[[], None],
-        changes_grad: Callable[[], None] | None = None,
-    ) -> None:
-        self.tensors = list(tensors)
-        """Kept alive, so that each ``id`` stays theirs."""
-        self.settle = settle
-        self.changes_grad = changes_grad
-        """For parameters that keep their gradients: called before the program sets another one."""
-        self.gradients: dict[int, torch.Tensor | None] = {}
-        """For other parameters, what the program sees as their gradients, by ``id``."""
-
-
-_uses: dict[int, _Uses] = {}
-"""Of guarded tensors by ``id``."""
 
 
 def _harmless() -> frozenset[Any]:
@@ -94,21 +72,21 @@ def _guarded(value: object) -> Iterator[torch.Tensor]:
             yield from _guarded(item)
 
 
-def _settle(tensor: torch.Tensor) -> None:
-    uses = _uses.get(id(tensor))
-    if uses is not None:
-        uses.settle()
-    elif type(tensor) is GuardedParameter:
-        # The object of a parameter that was swapped for another one while it was guarded.
-        _change_class(tensor, nn.Parameter)
-
-
-def _change_class(tensor: Any, kind: type[torch.Tensor]) -> None:
-    tensor.__class__ = kind
+def _settle(tensor: Any) -> None:
+    guard = getattr(type(tensor), "guard", None)
+    if guard is None:  # another thread has settled it
+        return
+    guard.settle()
+    if isinstance(tensor, _Guarded) and not guard.is_on:
+        # The object of a tensor that was swapped for another one while it was guarded.
+        guard.give_back(tensor)
 
 
 class _Guarded:
     __slots__ = ()
+
+    guard: ClassVar[Any]
+    """The guard of these tensors, each of which has a class of its own."""
 
     @classmethod
     def __torch_function__(
@@ -143,30 +121,32 @@ class GuardedTensor(_Guarded, torch.Tensor):
 class GuardedParameter(_Guarded, nn.Parameter):
     """A parameter whose update is under way.
 
-    If the update reads its gradient, the gradient is taken off the parameter itself, so that a
-    backward pass does not add to that memory; programs see it all the same.
+    Its update reads its gradient. That is taken off the parameter itself, so that a backward pass
+    does not add to that memory. Programs see, set and delete it all the same: it is an attribute
+    of the object meanwhile, which takes no call of Python.
     """
+
+    __slots__ = ()
+
+    grad: Any = None
+
+
+class _WatchedParameter(GuardedParameter):
+    """A parameter that keeps its gradient."""
 
     __slots__ = ()
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient that the program sees."""
-        uses = _uses.get(id(self))
-        if uses is not None and uses.changes_grad is None:
-            return uses.gradients.get(id(self))
+        """The gradient."""
         with DisableTorchFunctionSubclass():
             own: torch.Tensor | None = _GRADIENT.__get__(self)
         return own
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        uses = _uses.get(id(self))
-        if uses is not None and uses.changes_grad is None:
-            uses.gradients[id(self)] = value
-            return
-        if uses is not None and uses.changes_grad is not None:
-            uses.changes_grad()
+        if self.guard.is_on:
+            self.guard.changes_grad()
         with DisableTorchFunctionSubclass():
             _GRADIENT.__set__(self, value)
 
@@ -185,87 +165,135 @@ def _plain(tensor: Any) -> torch.Tensor:
     return plain
 
 
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+
+
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether tensors are of torch's own classes, and nothing guards them."""
+    return _PLAIN.issuperset(map(type, tensors))
+
+
 def can_guard(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own classes, whose objects can be guarded."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, GuardedTensor, GuardedParameter)
+    return type(tensor) in _PLAIN or isinstance(tensor, _Guarded)
 
 
-def has_alias(tensor: torch.Tensor) -> bool:
-    """Whether another tensor, or a view, has the same memory; always for sparse tensors."""
-    if isinstance(tensor, _Guarded):
+def has_alias(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether other tensors, or views, have the memory of some; always for sparse tensors."""
+    try:
+        if _ONE.issuperset(map(storage_use_count, map(storage_address, tensors))):
+            return False
+        # Python's object of a storage counts too, also one that nothing refers to any more.
+        some = [it for it in tensors if storage_use_count(storage_address(it)) > 1]
         with DisableTorchFunctionSubclass():
-            return _has_alias(tensor)
-    return _has_alias(tensor)
-
-
-def _has_alias(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
+            storages = [it.untyped_storage() for it in some]
+        return any(storage_use_count(storage_key(it)) > 2 for it in storages)
+    except (NotImplementedError, RuntimeError):  # there is no storage
         return True
-    # The tensor itself, and the object that is made here.
-    return storage_use_count(storage_key(tensor.untyped_storage())) > 2
 
 
-def guard_tensors(tensors: Iterable[torch.Tensor], settle: Callable[[], None]) -> None:
-    """Guard gradients or optimizer state.
+_ONE = frozenset((1,))
+
+
+class TensorGuard:
+    """Guards gradients or optimizer state that are updated together.
+
+    The tensors get a class that only this guard has: that takes less time than to keep a record of
+    each, and makes no work for Python's garbage collector.
 
     Parameters
     ----------
-    tensors
-        Tensors for which :func:`can_guard` holds, not parameters.
     settle
-        Called before each use, in the thread that uses one. It may :func:`release` them.
+        Called before each use, in the thread that uses a tensor. It may :meth:`release` them.
     """
-    uses = _Uses(tensors, settle)
-    for tensor in uses.tensors:
-        _uses[id(tensor)] = uses
-        _change_class(tensor, GuardedTensor)
+
+    _guarded: ClassVar[type[torch.Tensor]] = GuardedTensor
+    _plain: ClassVar[type[torch.Tensor]] = torch.Tensor
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.settle = settle
+        self.is_on = False
+        """Whether any tensors are guarded."""
+        name = self._guarded.__name__
+        self._kind: Any = type(name, (self._guarded,), {"__slots__": (), "guard": self})
+        self._tensors: list[Any] = []
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Guard tensors for which :func:`can_guard` holds, and keep them alive."""
+        kind, some = self._kind, list[Any](tensors)
+        self._tensors += some
+        self.is_on = True
+        for tensor in some:
+            tensor.__class__ = kind
+
+    def release(self) -> None:
+        """Guard nothing any more."""
+        tensors, self._tensors, self.is_on = self._tensors, [], False
+        kind, plain = self._kind, self._plain
+        for tensor in tensors:
+            if type(tensor) is kind:
+                tensor.__class__ = plain
+
+    def give_back(self, tensor: Any) -> None:
+        """Guard a tensor no more."""
+        tensor.__class__ = self._plain
 
 
-def guard_parameters(
-    parameters: Iterable[nn.Parameter],
-    settle: Callable[[], None],
-    changes_grad: Callable[[], None] | None = None,
-) -> None:
-    """Guard parameters.
+class WatchedParameterGuard(TensorGuard):
+    """Guards parameters that keep their gradients.
 
     Parameters
     ----------
-    parameters
-        Parameters for which :func:`can_guard` holds.
     settle
-        As for :func:`guard_tensors`.
+        As of :class:`TensorGuard`.
     changes_grad
-        Called before the program sets a gradient. None to take the gradients off the parameters:
-        the program sees and sets them, but a backward pass begins new ones.
+        Called before the program sets a gradient.
     """
-    uses = _Uses(parameters, settle, changes_grad)
-    for parameter in uses.tensors:
-        _uses[id(parameter)] = uses
-        if changes_grad is None:
-            uses.gradients[id(parameter)] = parameter.grad
+
+    _guarded = _WatchedParameter
+    _plain = nn.Parameter
+
+    def __init__(self, settle: Callable[[], None], changes_grad: Callable[[], None]) -> None:
+        super().__init__(settle)
+        self.changes_grad = changes_grad
+
+
+class ParameterGuard(TensorGuard):
+    """Guards parameters, and takes their gradients off them.
+
+    The program sees and sets the gradients, but a backward pass begins new ones.
+    """
+
+    _guarded = GuardedParameter
+    _plain = nn.Parameter
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Guard parameters that :func:`are_plain`."""
+        kind, some = self._kind, list[Any](tensors)
+        self._tensors += some
+        self.is_on = True
+        for parameter in some:
+            gradient = parameter.grad
             parameter.grad = None
-        _change_class(parameter, GuardedParameter)
+            parameter.__class__ = kind
+            parameter.grad = gradient
 
+    def release(self) -> None:
+        """Guard nothing any more, and give the gradients back that the program sees."""
+        tensors, self._tensors, self.is_on = self._tensors, [], False
+        kind = self._kind
+        for parameter in tensors:
+            if type(parameter) is kind:
+                self.give_back(parameter)
 
-def release(tensors: Iterable[torch.Tensor]) -> None:
-    """Give tensors their class back, and parameters the gradient that the program sees."""
-    for tensor in tensors:
-        uses = _uses.pop(id(tensor), None)
-        if uses is None:
-            continue
-        if type(tensor) is GuardedTensor:
-            _change_class(tensor, torch.Tensor)
-        elif type(tensor) is GuardedParameter:
-            _change_class(tensor, nn.Parameter)
-            if uses.changes_grad is None:
-                _give_gradient(tensor, uses.gradients.pop(id(tensor), None))
-
-
-def _give_gradient(parameter: torch.Tensor, seen: torch.Tensor | None) -> None:
-    if seen is None:
-        return
-    added = parameter.grad
-    if added is not None:  # by a backward pass meanwhile
-        with torch.no_grad(), DisableTorchFunctionSubclass():
-            seen.add_(added)
-    parameter.grad = seen
+    def give_back(self, tensor: Any) -> None:
+        """Guard a parameter no more, and give it the gradient that the program sees."""
+        seen = vars(tensor).pop("grad", None)
+        tensor.__class__ = nn.Parameter
+        if seen is None:
+            return
+        added = tensor.grad
+        if added is not None:  # by a backward pass meanwhile
+            with torch.no_grad(), DisableTorchFunctionSubclass():
+                seen.add_(added)
+        tensor.grad = seen

@@ -28,10 +28,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from umem.core.errors import PlanError
-from umem.executor.optimizer.access_guard import can_guard, has_alias
+from umem.executor.optimizer.access_guard import are_plain, has_alias
 from umem.executor.optimizer.freed_gradient import FreedGradient, freed_gradient
 from umem.executor.optimizer.lanes import Lanes
-from umem.executor.optimizer.step_call import StepCall, parameters_of
+from umem.executor.optimizer.step_call import StepCall
 from umem.executor.optimizer.step_observer import StepObserver
 from umem.executor.optimizer.streamed_step import StreamedStep
 from umem.executor.optimizer.streamed_units import StreamedUnit
@@ -142,7 +142,7 @@ class BackwardUpdates:
 
     def _hook(self, unit: StreamedUnit) -> None:
         arrivals = _Arrivals(unit)
-        trained = [p for p in parameters_of(unit.queued) if p.requires_grad and p.is_leaf]
+        trained = [p for p in unit.parameters if p.requires_grad and p.is_leaf]
         arrivals.hooked = frozenset(map(id, trained))
         arrivals.reset()
         # Hooks of tensors must hold no strong reference: the garbage collector does not see them.
@@ -206,7 +206,7 @@ class BackwardUpdates:
             self._is_known = self._step.units.knows(optimizer)
         if not self._is_known:
             return False
-        parameters = parameters_of(unit.queued)
+        parameters = unit.parameters
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in arrivals.hooked:
                 self._layout = -1  # hooks are set anew behind the next forward pass
@@ -220,11 +220,11 @@ class BackwardUpdates:
             )
         return (
             not any(has_numbers(it.state.views) for it in unit.pieces if it.state is not None)
-            and all(map(can_guard, (*parameters, *gradients, *state.tensors)))
+            and are_plain((*parameters, *gradients))
             and not any(it.requires_grad for it in gradients)
             and not any(sys.getrefcount(it) > _references() for it in gradients)
-            and not any(map(has_alias, (*parameters, *gradients)))
-            and not state.has_alias()
+            and not has_alias((*parameters, *gradients))
+            and not state.is_shared
             and state.is_current(optimizer.state)
         )
 

@@ -22,6 +22,7 @@ __all__ = [
     "is_elementwise",
     "plain_step",
     "refusal",
+    "replaces_state",
     "whole_step_reason",
 ]
 
@@ -37,6 +38,9 @@ PER_PARAMETER_OPTIMIZERS: tuple[type[Optimizer], ...] = tuple(
 
 _ELEMENTWISE = frozenset(_TORCH_NAMES) - {"Adafactor", "Muon", "SparseAdam"}
 """Those of them that update each element by itself, and a count for the whole parameter."""
+
+_REPLACING = frozenset(("SGD", "SparseAdam"))
+"""Those of them that put values into the state of a parameter that has state already."""
 
 _BITSANDBYTES = frozenset(
     f"bitsandbytes.optim.{name.lower()}.{name}{bits}"
@@ -98,6 +102,12 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether a parameter may be updated piece by piece."""
     known = _known_class(type(optimizer))
     return known in PER_PARAMETER_OPTIMIZERS and known.__name__ in _ELEMENTWISE
+
+
+def replaces_state(optimizer: Optimizer) -> bool:
+    """Whether a step may replace a value in a parameter's state, and not only change tensors."""
+    known = _known_class(type(optimizer))
+    return known not in PER_PARAMETER_OPTIMIZERS or known.__name__ in _REPLACING
 
 
 def _name(kind: type) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -69,7 +71,7 @@ def is_whole(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.storage_offset() == 0
         and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
-        and not has_alias(tensor)
+        and not has_alias((tensor,))
     )
 
 
@@ -150,15 +152,21 @@ class StagedState:
         """State by parameter and name for the optimizer, with views of the slot for homes."""
         self.span = span
         self._known = {parameter: dict(values) for parameter, values in state.items()}
+        self._own = list(state.values())
+        """The optimizer's own dictionaries."""
+        self._contents: list[Any] | None = None
+        """What is in them, names first; None to look."""
         self._runs: list[_Run] = []
         self._offsets: dict[int, int] = {}
         self._slot: Slot | None = None
-        self._homes_may_have_alias = True
         self._bound: dict[torch.Tensor, dict[str, Any]] = {}
         self.size_bytes = 0
         with DisableTorchFunctionSubclass():
             self._find(memory)
             self._lay_out(memory)
+        self.is_shared = self._have_alias()
+        """Whether something may use the tensors that a guard would not see: an alias, or a tensor
+        of another class. Later aliases come by a use, which the guard sees."""
 
     def _find(self, memory: StateMemory) -> None:
         for values in self._known.values():
@@ -198,31 +206,27 @@ class StagedState:
         return parameter in self._known
 
     @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors."""
-        yield from self.homes
-        yield from self.others
+    def guarded(self) -> list[torch.Tensor]:
+        """The tensors whose uses are seen, from the layout to the next one."""
+        return self.homes if self.is_shared else [*self.homes, *self.others]
+
+    def _have_alias(self) -> bool:
+        every = (*self.homes, *self.others)
+        return not all(map(can_guard, every)) or has_alias(every)
 
     def is_current(self, state: OptimizerState) -> bool:
-        """Whether an optimizer still has these very tensors as the state of these parameters."""
-        for parameter, known in self._known.items():
-            values = state.get(parameter)
-            if values is None or len(values) != len(known):
-                return False
-            for name, value in known.items():
-                if isinstance(value, torch.Tensor) and values.get(name) is not value:
-                    return False
-        return True
+        """Whether an optimizer still has these very values as the state of these parameters.
 
-    def has_alias(self) -> bool:
-        """Whether other tensors have the memory of one of these.
-
-        Homes are guarded: they get an alias by a use, behind which the state is found anew. So once
-        they have none, they are not asked again.
+        Not if the values were shared and are so no more.
         """
-        if self._homes_may_have_alias:
-            self._homes_may_have_alias = any(map(has_alias, self.homes))
-        return self._homes_may_have_alias or any(map(has_alias, self.others))
+        if not all(map(is_, map(state.get, self._known), self._own)):
+            return False
+        if self._contents is None:
+            self._contents = _contents(self._known.values())
+        # A loop of C: it looks at each value before each step.
+        if not all(map(is_, _contents(self._own), self._contents)):
+            return False
+        return not self.is_shared or self._have_alias()
 
     def unbind(self) -> None:
         """Let go of the slot, so that its memory can be used for others."""
@@ -233,13 +237,12 @@ class StagedState:
         if slot is self._slot and self.views:
             return
         self._slot = slot
-        homes = {id(home) for home in self.homes}
         with DisableTorchFunctionSubclass():
+            views = {id(home): self._view(home) for home in self.homes}
+            if not self.is_shared:  # objects that nothing guards
+                views |= {id(value): value.detach() for value in self.others}
             self.views = {
-                parameter: {
-                    name: self._view(value) if id(value) in homes else value
-                    for name, value in values.items()
-                }
+                parameter: {name: views.get(id(value), value) for name, value in values.items()}
                 for parameter, values in self._known.items()
             }
         self._bound = {parameter: dict(values) for parameter, values in self.views.items()}
@@ -276,7 +279,9 @@ class StagedState:
         """
         known = self._known[parameter]
         return {
-            name: value.clone() if value is known[name] else value
+            name: value.clone()
+            if isinstance(value, torch.Tensor) and id(known[name]) not in self._offsets
+            else value
             for name, value in self.views[parameter].items()
         }
 
@@ -305,3 +310,10 @@ class StagedState:
                     views[name] = before
                 else:
                     known[name] = bound[name] = state[parameter][name] = value
+                    self._contents = None
+
+
+def _contents(state: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Names and values of several dictionaries, and None as the end."""
+    every: list[Any] = list(state)
+    return [*chain.from_iterable(every), *chain.from_iterable(map(dict.values, every)), None]

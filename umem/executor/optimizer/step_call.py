@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from umem.executor.optimizer.lanes import Lanes
-from umem.executor.optimizer.separable import plain_step
+from umem.executor.optimizer.separable import plain_step, replaces_state
 from umem.executor.optimizer.state_staging import StagedState
 from umem.torch_compat import version_counter
 
@@ -41,6 +41,7 @@ class StepCall:
         self._values = [dict(group) for group in optimizer.param_groups]
         """Keeps tensors alive, whose ``id`` would be another one's otherwise."""
         self._signature = _signature(optimizer)
+        self._replaces_state = replaces_state(optimizer)
         self.ready = lanes.mark()
         """The moment at which gradients and hyperparameters are complete."""
 
@@ -74,12 +75,12 @@ class StepCall:
         """
         if state.span is not None:
             return self._update_of_span(state, state.span, part, is_last=is_last)
-        updated = parameters_of(part)
         shadow = self.shadow(part, state.views)
 
         def update() -> None:
             plain_step(shadow)(shadow)
-            state.keep(updated, self.optimizer.state)
+            if self._replaces_state:
+                state.keep(parameters_of(part), self.optimizer.state)
 
         return update
 

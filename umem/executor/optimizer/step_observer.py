@@ -15,13 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.executor.optimizer.access_guard import (
     GuardedParameter,
+    TensorGuard,
+    WatchedParameterGuard,
     can_guard,
-    guard_parameters,
-    guard_tensors,
-    release,
 )
 from umem.executor.optimizer.lanes import Lanes
-from umem.executor.optimizer.step_call import StepCall, parameters_of
+from umem.executor.optimizer.step_call import StepCall
 from umem.executor.optimizer.streamed_units import StreamedUnit
 from umem.torch_compat import version_counter
 
@@ -54,7 +53,14 @@ class StepObserver:
         """Complete steps that were seen."""
         self._lanes = lanes
         self._gradients: dict[int, _Gradient] = {}
-        self._guarded: list[torch.Tensor] = []
+        self._guards = (
+            TensorGuard(lambda: self.note_use("a gradient is used between backward() and step()")),
+            WatchedParameterGuard(
+                lambda: self.note_use("weights are used between backward() and step()"),
+                lambda: self.note_use("gradients are set or dropped between backward() and step()"),
+            ),
+        )
+        """Of gradients and of weights."""
         self._stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Gradients that a step has used."""
         self._call: StepCall | None = None
@@ -87,21 +93,11 @@ class StepObserver:
             self.note("gradients are sparse, or of a class of their own")
             return
         if type(gradient) is torch.Tensor:
-            self._guarded.append(gradient)
-            guard_tensors(
-                [gradient],
-                lambda: self.note_use("a gradient is used between backward() and step()"),
-            )
+            self._guards[0].hold([gradient])
 
     def completed(self, unit: StreamedUnit) -> None:
         """Guard the weights of a unit, all of whose gradients have arrived."""
-        weights = [p for p in parameters_of(unit.queued) if type(p) is torch.nn.Parameter]
-        self._guarded += weights
-        guard_parameters(
-            weights,
-            lambda: self.note_use("weights are used between backward() and step()"),
-            lambda: self.note_use("gradients are set or dropped between backward() and step()"),
-        )
+        self._guards[1].hold(p for p in unit.parameters if type(p) is torch.nn.Parameter)
 
     def forward_begins(self) -> None:
         """See a new forward pass of the training."""
@@ -111,10 +107,9 @@ class StepObserver:
 
     def compilation_begins(self) -> None:
         """See that code is compiled, which may use gradients or weights past the guard."""
-        if self._guarded:
+        if any(guard.is_on for guard in self._guards):
             self.note("code is compiled between backward() and step()")
-            release(self._guarded)
-            self._guarded.clear()
+            self._release()
 
     def step_begins(self, optimizer: Optimizer, *, is_complete: bool) -> None:
         """Look at what has become of the gradients and hyperparameters.
@@ -137,9 +132,12 @@ class StepObserver:
             self._stepped[it.tensor] = True
         self.steps += bool(seen) and is_complete
 
+    def _release(self) -> None:
+        for guard in self._guards:
+            guard.release()
+
     def _forget(self) -> None:
-        release(self._guarded)
-        self._guarded.clear()
+        self._release()
         self._gradients.clear()
         self._call = None
 

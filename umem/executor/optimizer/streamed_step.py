@@ -26,11 +26,11 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from umem.executor.optimizer.access_guard import (
-    can_guard,
-    guard_parameters,
-    guard_tensors,
+    ParameterGuard,
+    TensorGuard,
+    WatchedParameterGuard,
+    are_plain,
     has_alias,
-    release,
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
@@ -56,6 +56,16 @@ class StepCounts:
     """Units that something used before their block's forward pass."""
     ahead: int = 0
     """Units that were updated in the backward pass, before ``step()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Guards:
+    """The guards of a unit."""
+
+    gradients: TensorGuard
+    parameters: ParameterGuard
+    ahead: WatchedParameterGuard
+    """Of parameters that were updated in the backward pass."""
 
 
 class StreamedStep:
@@ -137,10 +147,14 @@ class StreamedStep:
             self._lay_out(optimizer)
 
     def _lay_out(self, optimizer: Optimizer) -> None:
-        if not self.units.has_members_of(optimizer):
-            self._end_ahead(is_deferred=False)
+        self._find_units(optimizer)
         self.units.lay_out(optimizer, self._called)
         self._called.clear()
+
+    def _find_units(self, optimizer: Optimizer) -> None:
+        if not self.units.has_members_of(optimizer):
+            self._end_ahead(is_deferred=False)
+            self.units.find_units(optimizer)
 
     def find_state(self, optimizer: Optimizer) -> None:
         """Find state that the step has made, so that it counts from now on.
@@ -150,44 +164,64 @@ class StreamedStep:
         with self.lock:
             is_known = self.units.are_laid_out(optimizer.state)
             if not is_known and all(unit.pending is None for unit in self.units):
+                self._find_units(optimizer)
                 self.units.find_state(optimizer, self._called)
 
     def _queue(
         self, unit: StreamedUnit, call: StepCall, done: frozenset[Any], is_deferred: bool
     ) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
-        part = _with_gradients(_without(unit.queued, done))
-        updated = parameters_of(part)
+        part: ParameterGroups | None = None
+        updated = unit.parameters
+        gradients = [gradient for it in updated if (gradient := it.grad) is not None]
+        if done or len(gradients) < len(updated):
+            part = _with_gradients(_without(unit.queued, done))
+            updated = parameters_of(part)
+            gradients = [it.grad for it in updated]
         if not updated:
             return None
         self.settle(unit)  # what the backward pass has updated of it
         state = unit.state
         assert state is not None
-        gradients = [parameter.grad for parameter in updated]
         is_shared = (
-            not all(map(can_guard, (*updated, *gradients, *state.tensors)))
-            or any(map(has_alias, (*updated, *gradients)))
-            or state.has_alias()
+            state.is_shared
+            or not are_plain(updated)
+            or not are_plain(gradients)
+            or has_alias(updated)
+            or has_alias(gradients)
         )
         self._launch(unit, call, part, call.ready)
         if is_shared:
             return unit.returned
         if not is_deferred:
             return unit.updated
-        unit.pending = PendingUpdate(call.ready, [*updated, *gradients, *state.others])
-        guard_tensors(gradients, lambda: self._use_gradient(unit))
-        guard_tensors(state.others, lambda: self._settle_early(unit))
-        guard_parameters(updated, lambda: self._settle_early(unit))
+        guards = self._guards(unit)
+        unit.pending = PendingUpdate(call.ready, (guards.gradients, guards.parameters))
+        guards.gradients.hold(gradients)
+        guards.parameters.hold(updated)
         return None
 
+    def _guards(self, unit: StreamedUnit) -> _Guards:
+        if unit.guards is None:
+            unit.guards = _Guards(
+                TensorGuard(lambda: self._use_gradient(unit)),
+                ParameterGuard(lambda: self._settle_early(unit)),
+                WatchedParameterGuard(lambda: self._settle_early(unit), unit.check_not_ahead),
+            )
+        guards: _Guards = unit.guards
+        return guards
+
     def _launch(
-        self, unit: StreamedUnit, call: StepCall, part: ParameterGroups, ready: Moment
+        self, unit: StreamedUnit, call: StepCall, part: ParameterGroups | None, ready: Moment
     ) -> None:
-        """Queue the copies and the update of some parameters, whose gradients are `ready`."""
+        """Queue the copies and the update of some parameters, whose gradients are `ready`.
+
+        `part` is None for all that are queued.
+        """
         pieces = unit.pieces[::-1] if self.units.runs_backward else unit.pieces
         last = {it.state.divided: it for it in pieces if it.state is not None}
         for piece in pieces:
-            some = _of_piece(part, piece) if unit.divided else part
+            some = piece.queued if part is None else _of_piece(part, piece)
             if some:
                 is_last = piece in last.values()
                 self._launch_piece(piece, call, some, ready, is_last=is_last)
@@ -233,18 +267,17 @@ class StreamedStep:
         """
         part = _with_gradients(unit.queued)
         updated = parameters_of(part)
-        state, ready = unit.state, self._lanes.mark()
-        assert state is not None
+        ready = self._lanes.mark()
         self._launch(unit, call, part, ready)
         # Fused kernels do not count: a graph that has saved a parameter must notice.
         torch.autograd.graph.increment_version(updated)
         gradients = [parameter.grad for parameter in updated]
-        unit.pending = PendingUpdate(ready, [*updated, *state.others], gradients)
+        guard = self._guards(unit).ahead
+        unit.pending = PendingUpdate(ready, (guard,), gradients)
         unit.ahead = updated
         for parameter in updated:
             parameter.grad = freed(parameter)
-        guard_tensors(state.others, lambda: self._settle_early(unit))
-        guard_parameters(updated, lambda: self._settle_early(unit), unit.check_not_ahead)
+        guard.hold(updated)
         self.counts.ahead += 1
         for piece in reversed(unit.pieces):
             following = piece.next_behind
@@ -290,7 +323,8 @@ class StreamedStep:
                 return
             self._lanes.wait(unit.updated)
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
-            release(pending.tensors)
+            for guard in pending.guards:
+                guard.release()
 
     def _use_gradient(self, unit: StreamedUnit) -> None:
         if self.gradient_used is not None and unit.pending is not None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
-from umem.executor.optimizer.access_guard import guard_tensors, release
+from umem.executor.optimizer.access_guard import TensorGuard
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.separable import is_elementwise
 from umem.executor.optimizer.state_staging import (
@@ -48,8 +49,8 @@ class PendingUpdate:
 
     asked: Moment
     """When the step was called, on the stream that owns the memory of the gradients."""
-    tensors: list[torch.Tensor]
-    """What is guarded until then: parameters, gradients, and state that is used where it is."""
+    guards: tuple[TensorGuard, ...]
+    """Guards of parameters, and of gradients, until then."""
     kept: list[torch.Tensor] = field(default_factory=list)
     """Gradients that the program has no more, and the update reads."""
 
@@ -70,8 +71,14 @@ class StreamedUnit:
         self.queued: ParameterGroups = []
         """Those whose updates are queued: with state in host memory or, where units are updated in
         the backward pass, with any state."""
+        self.parameters: list[Any] = []
+        """The same, without groups."""
         self.state: StagedState | None = None
         """State of these parameters; None if there are none."""
+        self.state_guard: TensorGuard | None = None
+        """Guards it from one layout to the next."""
+        self.guards: Any = None
+        """Guards of parameters and gradients."""
         self.slot: Slot | None = None
         """Where the state is staged; None for a unit without state in host memory."""
         self.fetched: Moment | None = None
@@ -99,6 +106,12 @@ class StreamedUnit:
     def pieces(self) -> list[StreamedUnit]:
         """What is staged at a time."""
         return self.divided or [self]
+
+    def queue(self, parameters: Collection[Any]) -> None:
+        """Set the parameters whose updates are queued, some of the unit's."""
+        every = ((number, [p for p in some if p in parameters]) for number, some in self.groups)
+        self.queued = [(number, some) for number, some in every if some]
+        self.parameters = parameters_of(self.queued)
 
     def check_not_ahead(self) -> None:
         """Raise PlanError if the backward pass has updated it, and ``step()`` is still to come."""
@@ -153,7 +166,8 @@ class StreamedUnits:
         self._slot_count = FIRST_SLOTS
         self._slots: list[Slot] = []
         self._units: dict[str, StreamedUnit] = {}
-        self._members: list[tuple[int, ...]] = []
+        self._members: list[list[Any]] = []
+        """The optimizer's parameters when they were sorted by unit."""
         self._seen: tuple[Any, int] | None = None
         """The optimizer's state, and the number of its parameters, when units were laid out; None
         to look at all of them again."""
@@ -205,7 +219,10 @@ class StreamedUnits:
 
     def has_members_of(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters that it had at its last step."""
-        return _members(optimizer) == self._members
+        groups = [group["params"] for group in optimizer.param_groups]
+        return list(map(len, groups)) == list(map(len, self._members)) and all(
+            all(map(is_, some, known)) for some, known in zip(groups, self._members, strict=True)
+        )
 
     def are_laid_out(self, state: OptimizerState) -> bool:
         """Whether the last layout was for as much state, and under the present plan."""
@@ -224,7 +241,7 @@ class StreamedUnits:
     # ------------------------------------------------------------------ before a step
 
     def lay_out(self, optimizer: Optimizer, called: Iterable[str]) -> None:
-        """Find units before a step, their state, and slots for it.
+        """Find the units' state before a step, and slots for it.
 
         Parameters
         ----------
@@ -236,16 +253,16 @@ class StreamedUnits:
             self._give_out_slots()
 
     def find_state(self, optimizer: Optimizer, called: Iterable[str]) -> None:
-        """Find units, and their state where the optimizer has other tensors now.
+        """Find the units' state where the optimizer has other tensors now.
 
         Parameters
         ----------
         optimizer
-            The optimizer. No update of its parameters is under way.
+            The optimizer, after :meth:`find_units`. No update of its parameters is under way.
         called
             Names of units in the order of the last forward pass.
         """
-        self._find(optimizer, called)
+        self._order(called)
         state = optimizer.state
         piece_bytes = self._piece_bytes if is_elementwise(optimizer) else None
         is_known = self.are_laid_out(state)
@@ -264,24 +281,26 @@ class StreamedUnits:
                 self._lay_out_unit(unit, state, piece_bytes)
             self.layouts += 1
             self._seen = (state, len(state))
-            queued = {p for unit in self._units.values() for p in parameters_of(unit.queued)}
+            queued = {p for unit in self._units.values() for p in unit.parameters}
             self.in_line = [
                 (number, [p for p in group["params"] if p not in queued])
                 for number, group in enumerate(optimizer.param_groups)
             ]
 
-    def _find(self, optimizer: Optimizer, called: Iterable[str]) -> None:
-        """Sort the optimizer's parameters by unit, in the order of the last forward pass."""
-        if not self.has_members_of(optimizer):
-            self.clear()
-            self._members = _members(optimizer)
-            for number, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    name = self._owner(parameter)
-                    unit = self._units.setdefault(name, StreamedUnit(name))
-                    if not unit.groups or unit.groups[-1][0] != number:
-                        unit.groups.append((number, []))
-                    unit.groups[-1][1].append(parameter)
+    def find_units(self, optimizer: Optimizer) -> None:
+        """Sort the parameters of an optimizer by unit, which has others than before."""
+        self.clear()
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                name = self._owner(parameter)
+                unit = self._units.setdefault(name, StreamedUnit(name))
+                if not unit.groups or unit.groups[-1][0] != number:
+                    unit.groups.append((number, []))
+                unit.groups[-1][1].append(parameter)
+
+    def _order(self, called: Iterable[str]) -> None:
+        """Put units into the order of the last forward pass."""
         order = [name for name in called if name in self._units]
         if order and order != list(self._units)[: len(order)]:
             others = [name for name in self._units if name not in order]
@@ -310,16 +329,19 @@ class StreamedUnits:
             for parameter, values in every.items()
             if (movable[parameter] and not on_device) or (values and self.runs_backward)
         }
-        unit.queued = [(number, [p for p in some if p in queued]) for number, some in unit.groups]
+        unit.queue(queued)
         if queued:
             unit.state = StagedState(queued, self._memory)
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
                 some = {p: queued[p] for p in piece.parameters if p in queued}
                 if some:
                     divided = StreamedUnit(unit.name)
+                    divided.groups = unit.groups
+                    divided.queue(some)
                     divided.state = StagedState(some, self._memory, piece.span)
                     unit.divided.append(divided)
-            guard_tensors(unit.state.homes, functools.partial(self._touch, unit))
+            unit.state_guard = TensorGuard(functools.partial(self._touch, unit))
+            unit.state_guard.hold(unit.state.guarded)
 
     def _place(self, values: list[torch.Tensor], name: str) -> bool:
         """Put a unit's state where the plan has it. Returns whether that is the device.
@@ -433,7 +455,7 @@ class StreamedUnits:
             and unit.slot is not None
             and unit.fetched is None
             and not unit.is_touched
-            and not state.has_alias()
+            and not state.is_shared
         )
 
     def _drop_fetched(self, unit: StreamedUnit) -> None:
@@ -446,9 +468,9 @@ class StreamedUnits:
             self._drop_fetched(piece)
         if unit.returned is not None:
             self._lanes.wait(unit.returned)
-        if unit.state is not None:
-            release(unit.state.homes)
-        unit.state, unit.is_touched = None, False
+        if unit.state_guard is not None:
+            unit.state_guard.release()
+        unit.state, unit.state_guard, unit.is_touched = None, None, False
         unit.divided.clear()
 
     def clear(self) -> None:
@@ -460,7 +482,3 @@ class StreamedUnits:
         self._units.clear()
         self._slots.clear()
         self._members, self._seen = [], None
-
-
-def _members(optimizer: Optimizer) -> list[tuple[int, ...]]:
-    return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
