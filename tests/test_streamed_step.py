@@ -89,8 +89,8 @@ def test_questions_that_need_no_value_do_not_wait() -> None:
     waits = lanes.waits
     weight = run.model.head.weight
     gradient = weight.grad
-    assert isinstance(weight, GuardedParameter)
-    assert isinstance(gradient, GuardedTensor)
+    guarded = [isinstance(weight, GuardedParameter), isinstance(gradient, GuardedTensor)]
+    assert guarded == [True, True]
     assert isinstance(weight, nn.Parameter)
     facts = weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.numel()
     assert facts == (torch.Size([4, 16]), torch.float32, torch.device("cpu"), True, 64)
