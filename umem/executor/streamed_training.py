@@ -424,6 +424,8 @@ class StreamedTraining:
             return "step() is compiled"
         if self._lanes.is_capturing():
             return "step() is captured into a CUDA graph"
+        if self._backward is None and not self._step.may_divide(optimizer):
+            return ""  # it runs as a whole: nothing to look for in all gradients
         return whole_step_reason(optimizer)
 
     def _comes_last(self) -> bool:

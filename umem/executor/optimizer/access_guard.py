@@ -79,7 +79,7 @@ def _settle(tensor: Any) -> None:
     guard.settle()
     if isinstance(tensor, _Guarded) and not guard.is_on:
         # The object of a tensor that was swapped for another one while it was guarded.
-        guard.give_back(tensor)
+        guard.give_back([tensor])
 
 
 class _Guarded:
@@ -229,14 +229,14 @@ class TensorGuard:
     def release(self) -> None:
         """Guard nothing any more."""
         tensors, self._tensors, self.is_on = self._tensors, [], False
+        self.give_back(tensors)
+
+    def give_back(self, tensors: Iterable[Any]) -> None:
+        """Guard tensors no more."""
         kind, plain = self._kind, self._plain
         for tensor in tensors:
             if type(tensor) is kind:
                 tensor.__class__ = plain
-
-    def give_back(self, tensor: Any) -> None:
-        """Guard a tensor no more."""
-        tensor.__class__ = self._plain
 
 
 class WatchedParameterGuard(TensorGuard):
@@ -267,33 +267,32 @@ class ParameterGuard(TensorGuard):
     _guarded = GuardedParameter
     _plain = nn.Parameter
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Guard parameters that :func:`are_plain`."""
-        kind, some = self._kind, list[Any](tensors)
+    def take_gradients(
+        self, parameters: Iterable[nn.Parameter], gradients: Iterable[torch.Tensor]
+    ) -> None:
+        """Guard parameters that :func:`are_plain`, each of which has a gradient."""
+        kind, some = self._kind, list[Any](parameters)
         self._tensors += some
         self.is_on = True
-        for parameter in some:
-            gradient = parameter.grad
+        for parameter, gradient in zip(some, gradients, strict=True):
             parameter.grad = None
             parameter.__class__ = kind
             parameter.grad = gradient
 
-    def release(self) -> None:
-        """Guard nothing any more, and give the gradients back that the program sees."""
-        tensors, self._tensors, self.is_on = self._tensors, [], False
-        kind = self._kind
+    def give_back(self, tensors: Iterable[Any]) -> None:
+        """Guard parameters no more, and give them the gradients that the program sees."""
+        kind, plain = self._kind, self._plain
         for parameter in tensors:
             if type(parameter) is kind:
-                self.give_back(parameter)
+                seen = parameter.__dict__.pop("grad", None)
+                parameter.__class__ = plain
+                if seen is not None:
+                    _give_gradient(parameter, seen)
 
-    def give_back(self, tensor: Any) -> None:
-        """Guard a parameter no more, and give it the gradient that the program sees."""
-        seen = vars(tensor).pop("grad", None)
-        tensor.__class__ = nn.Parameter
-        if seen is None:
-            return
-        added = tensor.grad
-        if added is not None:  # by a backward pass meanwhile
-            with torch.no_grad(), DisableTorchFunctionSubclass():
-                seen.add_(added)
-        tensor.grad = seen
+
+def _give_gradient(parameter: torch.Tensor, seen: torch.Tensor) -> None:
+    added = parameter.grad
+    if added is not None:  # by a backward pass meanwhile
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            seen.add_(added)
+    parameter.grad = seen

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -152,10 +152,11 @@ class StagedState:
         """State by parameter and name for the optimizer, with views of the slot for homes."""
         self.span = span
         self._known = {parameter: dict(values) for parameter, values in state.items()}
-        self._own = list(state.values())
-        """The optimizer's own dictionaries."""
-        self._contents: list[Any] | None = None
-        """What is in them, names first; None to look."""
+        self._by_names: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for parameter, values in state.items():
+            self._by_names.setdefault(tuple(values), []).append(parameter)
+        self._values: list[list[Any]] | None = None
+        """Values of the parameters with the same names of values; None to look."""
         self._runs: list[_Run] = []
         self._offsets: dict[int, int] = {}
         self._slot: Slot | None = None
@@ -219,13 +220,21 @@ class StagedState:
 
         Not if the values were shared and are so no more.
         """
-        if not all(map(is_, map(state.get, self._known), self._own)):
-            return False
-        if self._contents is None:
-            self._contents = _contents(self._known.values())
-        # A loop of C: it looks at each value before each step.
-        if not all(map(is_, _contents(self._own), self._contents)):
-            return False
+        if self._values is None:
+            self._values = [
+                list(_values_of(names, [self._known[it] for it in some]))
+                for names, some in self._by_names.items()
+            ]
+        # Loops of C: each value is looked at before each step.
+        for (names, some), known in zip(self._by_names.items(), self._values, strict=True):
+            found: list[Any] = list(map(state.get, some))
+            try:
+                if {len(names)} != set(map(len, found)):
+                    return False
+                if not all(map(is_, _values_of(names, found), known)):
+                    return False
+            except (KeyError, TypeError):  # other names, or no state
+                return False
         return not self.is_shared or self._have_alias()
 
     def unbind(self) -> None:
@@ -310,10 +319,10 @@ class StagedState:
                     views[name] = before
                 else:
                     known[name] = bound[name] = state[parameter][name] = value
-                    self._contents = None
+                    self._values = None
 
 
-def _contents(state: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Names and values of several dictionaries, and None as the end."""
-    every: list[Any] = list(state)
-    return [*chain.from_iterable(every), *chain.from_iterable(map(dict.values, every)), None]
+def _values_of(names: tuple[str, ...], state: list[dict[str, Any]]) -> Iterator[Any]:
+    """Values of these names in each dictionary; KeyError if one lacks a name."""
+    values: Any = itemgetter(*names, names[0])  # of one name alone it would get no tuple
+    return chain.from_iterable(map(values, state))

@@ -140,6 +140,11 @@ class StreamedStep:
                 self.settle(unit)
         return done
 
+    def may_divide(self, optimizer: Optimizer) -> bool:
+        """Whether the next step may be queued in parts. It is not if all state is on the device."""
+        with self.lock:
+            return bool(self.units.queued) or not self.units.knows(optimizer)
+
     def lay_out(self, optimizer: Optimizer) -> None:
         """Find units and their state before a step, behind the updates of the one before."""
         with self.lock:
@@ -198,7 +203,7 @@ class StreamedStep:
         guards = self._guards(unit)
         unit.pending = PendingUpdate(call.ready, (guards.gradients, guards.parameters))
         guards.gradients.hold(gradients)
-        guards.parameters.hold(updated)
+        guards.parameters.take_gradients(updated, gradients)
         return None
 
     def _guards(self, unit: StreamedUnit) -> _Guards:
