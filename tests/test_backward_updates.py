@@ -63,7 +63,7 @@ REFUSED = frozenset(
     (
         *("logged_norms", "zero_in_place", "step_again", "convert", "skip_a_step"),
         *("accumulate_into_old_gradients", "step_with_a_closure", "view_of_gradients"),
-        *("hook_before_step", "new_group", "share_state", "clip_late"),
+        *("hook_before_step", "new_group", "share_state", "clip_late", "scale_one_gradient"),
     )
 )
 """Uses that need gradients behind a step, or another number of steps than of backward passes."""

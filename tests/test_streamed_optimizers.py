@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
 from umem.executor.optimizer.lanes import HostLanes
+from umem.executor.optimizer.separable import PER_PARAMETER_OPTIMIZERS, replaces_state
 from umem.executor.streamed_training import StreamedTraining
 
 TORCH_OPTIMIZERS = [
@@ -109,6 +110,65 @@ def test_every_optimizer_of_torch(kind: Any, arguments: dict[str, Any]) -> None:
     has_state = any(run.optimizer.state.values())
     assert (counts.streamed, counts.resident) == ((4, 0) if has_state else (0, 4))
     assert counts.in_line == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        pytest.param(kind, some, id="-".join((kind.__name__, *some)))
+        for kind in PER_PARAMETER_OPTIMIZERS
+        for some in arguments_of(kind)
+    ],
+)
+def test_an_optimizer_keeps_the_objects_of_state_unless_it_is_known_to_replace_some(
+    kind: Any, arguments: dict[str, Any]
+) -> None:
+    make_model: Any = {"Muon": Matrices, "SparseAdam": Tables}.get(kind.__name__, Net)
+    program = Program(
+        None,
+        make_model=make_model,
+        make_optimizer=lambda parameters: kind(parameters, lr=1e-2, **arguments),
+        clips=make_model is not Tables,
+    )
+    program.step()
+    program.step()
+    before = [dict(values) for values in program.optimizer.state.values()]
+    program.step()
+    kept = all(
+        values[name] is value
+        for values, known in zip(program.optimizer.state.values(), before, strict=True)
+        for name, value in known.items()
+    )
+    assert kept or replaces_state(program.optimizer)
+
+
+def set_counts(program: Program) -> None:
+    for values in program.optimizer.state.values():
+        values["step"] = 0
+
+
+def test_a_number_that_the_program_sets_counts() -> None:
+    run = compare(
+        set_counts,
+        make_model=Tables,
+        make_optimizer=lambda parameters: torch.optim.SparseAdam(list(parameters), lr=1e-2),
+        clips=False,
+    )
+    assert run.training is not None
+    assert run.training.counts.streamed > 0
+
+
+def rename_momentum(program: Program) -> None:
+    for values in program.optimizer.state.values():
+        values["kept"] = values.pop("momentum_buffer")
+
+
+def test_state_under_another_name_is_not_the_state_any_more() -> None:
+    compare(
+        rename_momentum,
+        steps=1,
+        make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    )
 
 
 class OwnArguments(torch.optim.AdamW):

@@ -288,6 +288,51 @@ def norms_of_state(program: Program) -> None:
     )
 
 
+def replace_values_of_state(program: Program) -> None:
+    for number, values in enumerate(program.optimizer.state.values()):
+        name = list(values)[number % 3]  # counts of steps as well as moments
+        values[name] = values[name] * 0.5
+
+
+def replace_state(program: Program) -> None:
+    for parameter, values in program.optimizer.state.items():
+        program.optimizer.state[parameter] = {
+            name: value.clone() * 0.5 for name, value in values.items()
+        }
+
+
+def exchange_names_of_state(program: Program) -> None:
+    for values in program.optimizer.state.values():
+        values["exp_avg"], values["exp_avg_sq"] = values["exp_avg_sq"], values["exp_avg"].abs()
+
+
+def read_counts(program: Program) -> None:
+    program.seen.append([it["step"].clone() for it in program.optimizer.state.values()])
+
+
+def view_of_counts(program: Program) -> None:
+    views = [it["step"].view(1) for it in program.optimizer.state.values()]
+    program.step()
+    for view in views:
+        program.seen.append(view.clone())
+        view.add_(1)
+
+
+def delete_gradients(program: Program) -> None:
+    for parameter in program.model.parameters():
+        if parameter.grad is not None:
+            del parameter.grad
+        program.seen.append(parameter.grad is None)
+
+
+def scale_one_gradient(program: Program) -> None:
+    """It is another tensor now, behind the step that uses the first one."""
+    weight = program.model.layers[1].weight
+    if weight.grad is not None:
+        weight.grad = weight.grad * 2
+        program.optimizer.step()
+
+
 USES: list[Callable[[Program], None]] = [
     *(ema, foreach_ema, logged_norms, save, save_and_load, copy_model, evaluate, call_one_layer),
     *(use_a_weight_elsewhere, zero_in_place, step_again, change_hyperparameters),
@@ -296,5 +341,7 @@ USES: list[Callable[[Program], None]] = [
     *(skip_a_step, step_with_a_closure, view_of_weights, view_of_gradients, view_of_state),
     *(hook_on_step, hook_before_step, new_group, old_graph, own_gradient, keep_state_dict),
     *(copy_optimizer, share_state, from_one_vector, new_parameter, functional, averaged_model),
-    *(clip_late, hooks_on_gradients, norms_of_state),
+    *(clip_late, hooks_on_gradients, norms_of_state, replace_values_of_state, replace_state),
+    *(exchange_names_of_state, read_counts, view_of_counts, delete_gradients),
+    scale_one_gradient,
 ]

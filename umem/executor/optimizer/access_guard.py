@@ -35,6 +35,7 @@ __all__ = [
     "are_plain",
     "can_guard",
     "has_alias",
+    "is_guardable",
 ]
 
 
@@ -123,7 +124,8 @@ class GuardedParameter(_Guarded, nn.Parameter):
 
     Its update reads its gradient. That is taken off the parameter itself, so that a backward pass
     does not add to that memory. Programs see, set and delete it all the same: it is an attribute
-    of the object meanwhile, which takes no call of Python.
+    of the object meanwhile, which takes no call of Python. (Only ``del`` of a gradient that was
+    deleted already raises AttributeError.)
     """
 
     __slots__ = ()
@@ -175,7 +177,12 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
 
 def can_guard(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own classes, whose objects can be guarded."""
-    return type(tensor) in _PLAIN or isinstance(tensor, _Guarded)
+    return is_guardable(type(tensor))
+
+
+def is_guardable(kind: type) -> bool:
+    """Whether tensors of a class can be guarded."""
+    return kind in _PLAIN or issubclass(kind, _Guarded)
 
 
 def has_alias(tensors: Collection[torch.Tensor]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from umem.executor.optimizer.access_guard import can_guard
+from umem.executor.optimizer.access_guard import is_guardable
 from umem.executor.optimizer.freed_gradient import FreedGradient
 
 __all__ = [
@@ -151,22 +151,37 @@ def whole_step_reason(optimizer: Optimizer) -> str:
 
 def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool) -> str:
     """Why a group's parameters may be updated by other functions than some of them alone."""
-    # Fast, because it is called before each step of thousands of parameters.
-    updated = [it for it in group["params"] if it.grad is not None]
-    gradients = [it.grad for it in updated]
-    if len(set(map(can_guard, {type(it): it for it in updated}.values()))) > 1:
+    kinds: set[type] = set()
+    has_momentum: set[bool] = set()
+    parameters = group["params"]
+    # Loops of C over so few that the processor's caches hold them, for thousands of parameters.
+    for begin in range(0, len(parameters), _AT_ONCE):
+        some = parameters[begin : begin + _AT_ONCE]
+        updated = [it for it in some if it.grad is not None]
+        gradients = [it.grad for it in updated]
+        kinds.update(map(type, updated))
+        if not all(map(_IS_CONTIGUOUS, gradients)) or not all(map(_IS_CONTIGUOUS, updated)):
+            reason = _order_reason(updated, gradients, is_torch=is_torch)
+            if reason:
+                return reason
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+            states = [optimizer.state.get(it, {}) for it in updated]
+            has_momentum.update(state.get("momentum_buffer") is not None for state in states)
+    if len(set(map(is_guardable, kinds))) > 1:
         return "a group has parameters of torch's own classes and of others"
-    is_contiguous = torch.Tensor.is_contiguous
-    are_contiguous = all(map(is_contiguous, gradients)) and all(map(is_contiguous, updated))
-    for it, gradient in () if are_contiguous else zip(updated, gradients, strict=True):
+    return "some parameters have no momentum yet" if len(has_momentum) > 1 else ""
+
+
+_AT_ONCE = 256
+_IS_CONTIGUOUS = torch.Tensor.is_contiguous
+
+
+def _order_reason(updated: list[Any], gradients: list[Any], *, is_torch: bool) -> str:
+    for it, gradient in zip(updated, gradients, strict=True):
         if (gradient.is_contiguous() and it.is_contiguous()) or type(gradient) is FreedGradient:
             continue
         if gradient.layout is not torch.strided:
             return "gradients are sparse"
         if not is_torch or gradient.stride() != it.stride():  # bitsandbytes replaces both
             return "a parameter or its gradient is not contiguous"
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-        states = [optimizer.state.get(it, {}) for it in updated]
-        if len({state.get("momentum_buffer") is None for state in states}) > 1:
-            return "some parameters have no momentum yet"
     return ""
