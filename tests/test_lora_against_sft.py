@@ -32,11 +32,11 @@ def recorded(model: str, mode: str) -> Trace:
 
 
 @functools.cache
-def reports(model: str, mode: str) -> dict[str, MigrationReport]:
-    """Reports by planner for one model on the GH200 of the published pair."""
+def reports(mode: str) -> dict[str, MigrationReport]:
+    """Reports by planner for the published pair: Llama-2-7B on one GH200."""
     hardware = load_hardware("gh200-96")
     policy = resolve(load_policy("managed"), hardware, environ={})
-    planned = predict(recorded(model, mode), hardware, policy, ("fault", "planned"))
+    planned = predict(recorded("llama-2-7b", mode), hardware, policy, ("fault", "planned"))
     return {report.planner: report for report in planned}
 
 
@@ -58,9 +58,8 @@ def test_the_trace_has_the_models_real_size(model: str, parameters: int) -> None
     assert trace.flops.sum() == pytest.approx(6 * parameters * BATCH * SEQ, rel=0.05)
 
 
-@pytest.mark.parametrize("model", ["llama-2-7b", "llama-2-13b"])
-def test_demand_paging_stalls_sft_and_not_lora(model: str) -> None:
-    lora, sft = reports(model, "lora")["fault"], reports(model, "sft")["fault"]
+def test_demand_paging_stalls_sft_and_not_lora() -> None:
+    lora, sft = reports("lora")["fault"], reports("sft")["fault"]
 
     for share in ("um_time_share", "um_ops_share", "um_bytes_share"):
         assert getattr(lora, share) <= PUBLISHED["llama-2-7b-lora"]
@@ -78,9 +77,8 @@ def test_demand_paging_stalls_sft_and_not_lora(model: str) -> None:
     assert sft.fault_pages > 0
 
 
-@pytest.mark.parametrize("model", ["llama-2-7b", "llama-2-13b"])
-def test_the_plan_removes_most_of_sfts_stall(model: str) -> None:
-    paged, planned = reports(model, "sft")["fault"], reports(model, "sft")["planned"]
+def test_the_plan_removes_most_of_sfts_stall() -> None:
+    paged, planned = reports("sft")["fault"], reports("sft")["planned"]
 
     assert planned.exposed_stall_s < 0.1 * paged.exposed_stall_s
     assert planned.moved_bytes() < paged.moved_bytes()
@@ -88,11 +86,11 @@ def test_the_plan_removes_most_of_sfts_stall(model: str) -> None:
     assert planned.moved_bytes(cause="hint") > 0.99 * planned.moved_bytes()
     # No plan is faster than the lower bound.
     assert planned.regret >= 1
-    assert reports(model, "lora")["planned"].moved_bytes() == 0
+    assert reports("lora")["planned"].moved_bytes() == 0
 
 
 def test_the_plan_of_7b_is_within_5_percent_of_the_lower_bound() -> None:
-    planned = reports("llama-2-7b", "sft")["planned"]
+    planned = reports("sft")["planned"]
 
     # The bound does not count by how much moving pages slow the kernels beside them.
     assert planned.step_s - planned.stall_s["pages"] <= 1.05 * planned.lower_bound_s
