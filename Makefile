@@ -90,7 +90,7 @@ native: .venv/native.stamp
 # Editable, so that Python sources are used where they are; the extension lies in site-packages.
 .venv/native.stamp: .venv/tools.stamp pyproject.toml umem/_version.py $(NATIVE_SOURCES) \
   $(PACKAGE_FOLDERS)
-	$(PIP) install --quiet --no-compile --no-build-isolation -c constraints.txt \
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt \
 	  --config-settings=build-dir=build/python \
 	  --editable '.[$(CUDA_EXTRA)dev,examples,plots]'
 	$(BIN)/python -m compileall -q umem  # a __pycache__ made later would change a folder's time
