@@ -610,12 +610,14 @@ def test_processes_train_float32_weights_by_either_loop(name: str) -> None:
         FLOAT32, name=name, trainer_batches=batches, methods=("sft",), deterministic=True
     )
 
-    first, again = (run_training(asked, lambda _: None, device="cpu") for _ in range(2))
+    first = run_training(asked, lambda _: None, device="cpu")
 
     (stock,) = first.trainings
     assert (stock.workload, stock.state, len(stock.steps_s)) == (name, "measured", 3)
     assert len(stock.losses_hex) == measuring.KEPT_LOSSES
-    assert stock.losses_hex == again.trainings[0].losses_hex
+    if batches:  # the other loop repeats in the test above
+        again = run_training(asked, lambda _: None, device="cpu")
+        assert stock.losses_hex == again.trainings[0].losses_hex
     # A step of either loop is of all its batches.
     step_s = median(stock.steps_s)
     assert step_s
