@@ -157,8 +157,10 @@ def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool
     # Loops of C over so few that the processor's caches hold them, for thousands of parameters.
     for begin in range(0, len(parameters), _AT_ONCE):
         some = parameters[begin : begin + _AT_ONCE]
-        updated = [it for it in some if it.grad is not None]
-        gradients = [it.grad for it in updated]
+        gradients = [gradient for it in some if (gradient := it.grad) is not None]
+        updated = some
+        if len(gradients) < len(some):
+            updated = [it for it in some if it.grad is not None]
         kinds.update(map(type, updated))
         if not all(map(_IS_CONTIGUOUS, gradients)) or not all(map(_IS_CONTIGUOUS, updated)):
             reason = _order_reason(updated, gradients, is_torch=is_torch)
