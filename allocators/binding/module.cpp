@@ -397,12 +397,6 @@ NB_MODULE(_native, module) {
           },
           "device"_a, "tensor_class"_a, "bytes"_a)
       .def(
-          "count_outside",
-          [](Allocator& self, int device, std::size_t bytes) {
-            self.device(device).count_outside(bytes);
-          },
-          "device"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def(
           "count_page_locked",
           [](Allocator& self, int device, std::ptrdiff_t bytes) {
             self.device(device).count_page_locked(bytes);

@@ -212,8 +212,6 @@ class DeviceAllocator {
   // Counts page-locked memory that somebody else has mapped on the device, by `bytes` more or less:
   // its page tables are in device memory, too.
   void count_page_locked(std::ptrdiff_t bytes);
-  // Counts device memory that the driver has taken for work of the process, once and for all.
-  void count_outside(std::size_t bytes);
   // Gives spilled blocks that own their pages the advice of their classes, as if memory had been
   // free from the start, and returns them: their bytes are still on the host. Leaves out classes
   // that the policy places on the host.
@@ -380,7 +378,6 @@ class DeviceAllocator {
   std::size_t budget_bytes_;             // 0: no budget
   std::size_t page_table_bytes_ = 0;     // of page-locked memory; the budget counts them
   std::ptrdiff_t others_locked_bytes_ = 0;
-  std::size_t outside_bytes_ = 0;
   std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()
   double fraction_ = 1.0;
   std::shared_ptr<ReleaseListener> release_listener_;

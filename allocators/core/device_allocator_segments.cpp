@@ -411,13 +411,6 @@ void DeviceAllocator::count_page_locked(std::ptrdiff_t bytes) {
   count_page_tables();
 }
 
-void DeviceAllocator::count_outside(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  trim_to_budget(bytes);
-  stats_.budget_bytes.increase(bytes);
-  outside_bytes_ += bytes;
-}
-
 // Counts those of page-locked memory as it is now against the budget.
 void DeviceAllocator::count_page_tables() {
   const std::size_t mapped_bytes =

@@ -37,7 +37,7 @@ std::string DeviceAllocator::budget_use() const {
     if (of_class[i] != 0)
       text.append(kClassNames[i]).append(" ").append(format_bytes(of_class[i])).append(", ");
   return text + "cached " + format_bytes(cached_bytes) + ", page tables of page-locked memory " +
-         format_bytes(page_table_bytes_) + ", streams " + format_bytes(outside_bytes_);
+         format_bytes(page_table_bytes_);
 }
 
 void DeviceAllocator::throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,

@@ -190,16 +190,6 @@ void page_tables_of_others_count() {
   CHECK_EQUAL(budget_bytes(machine), 0U);
 }
 
-void memory_of_the_driver_counts() {
-  Machine machine({.config = budget_config(40 * MiB)});
-  machine.free(machine.allocate(30 * MiB));
-  machine.device.count_outside(20 * MiB);
-  CHECK_EQUAL(on_device(machine), 0U);  // the cache made room at once
-  CHECK_EQUAL(budget_bytes(machine), 20 * MiB);
-  machine.allocate(20 * MiB);
-  CHECK_EQUAL(machine.device.stats().budget_bytes.peak, static_cast<std::int64_t>(40 * MiB));
-}
-
 void a_class_may_have_room_on_the_device() {
   Machine machine({.config = config_with_homes(64 * MiB)});
   const auto allocate = [&](std::size_t bytes) {
@@ -431,7 +421,6 @@ int main() {
   RUN(requests_return_to_the_device);
   RUN(page_tables_of_page_locked_memory_count);
   RUN(page_tables_of_others_count);
-  RUN(memory_of_the_driver_counts);
   RUN(a_class_may_have_room_on_the_device);
   RUN(a_smaller_budget_takes_the_cache_back);
   RUN(a_full_device_is_as_a_spent_budget);

@@ -101,8 +101,6 @@ class Allocator:
 
         The first one that does not fit, and those behind it, are served as the class's own.
         Returns the bytes that were left before."""
-    def count_outside(self, device: int, bytes: int) -> None:
-        """Count device memory that the driver has taken for work of the process, for good."""
     def count_page_locked(self, device: int, bytes: int) -> None:
         """Count page-locked memory of others on this device, by `bytes` more or less.
 

@@ -16,14 +16,9 @@ from umem.core.report import Direction
 from umem.cuda import bindings
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
-from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
 __all__ = ["CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes"]
-
-
-_MOST_TAKEN_BYTES = 256 << 20
-"""By the driver for a stream's kernels; what is more in use is another process's."""
 
 
 class Lane(IntEnum):
@@ -154,7 +149,6 @@ class CudaLanes(Lanes):
         self._streams = [
             torch.cuda.Stream(device, priority=-1 if lane is Lane.UPDATE else 0) for lane in Lane
         ]
-        self._has_updated = False
 
     def mark(self) -> Moment:
         """An event on the current stream."""
@@ -167,27 +161,8 @@ class CudaLanes(Lanes):
         for moment in after:
             stream.wait_event(moment.event)
         with torch.cuda.stream(stream):
-            if lane is Lane.UPDATE and not self._has_updated:
-                self._run_first(work)
-            else:
-                work()
+            work()
         return _Moment(stream.record_event(new_event()), stream)
-
-    def _run_first(self, work: Callable[[], None]) -> None:
-        """Count what the driver takes for kernels on this stream, such as their local memory."""
-        self._has_updated = True
-        index, before_bytes = self._device.index or 0, self._outside_bytes()
-        work()
-        taken_bytes = self._outside_bytes() - before_bytes
-        if 0 < taken_bytes <= _MOST_TAKEN_BYTES:
-            runtime().allocator.count_outside(index, taken_bytes)
-
-    def _outside_bytes(self) -> int:
-        """In use on the card, and not counted by the budget."""
-        torch.cuda.synchronize(self._device)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        counted = runtime().allocator.stats(self._device.index or 0)["budget_bytes"]["current"]
-        return total_bytes - free_bytes - int(counted)
 
     def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
         """Copy by a copy engine, on the lane's stream."""
