@@ -63,8 +63,6 @@ class Block(nn.Module):
 class Homes(StateMemory):
     """Host memory in which state lies side by side, as in umem's page-locked memory."""
 
-    staged_bytes = 0
-
     def __init__(self, count: int, pieces: int) -> None:
         self._arena = (ctypes.c_byte * (count * BLOCK_BYTES))()
         self._address = ctypes.addressof(self._arena)

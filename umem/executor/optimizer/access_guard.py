@@ -39,6 +39,13 @@ __all__ = [
 ]
 
 
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+"""Classes of tensors that nothing guards, and that can be guarded."""
+
+_ONE = frozenset((1,))
+"""References to a storage that one tensor has for itself."""
+
+
 def _harmless() -> frozenset[Any]:
     """Functions that neither read, write nor hand out a tensor's memory."""
     tensor: Any = torch.Tensor
@@ -167,9 +174,6 @@ def _plain(tensor: Any) -> torch.Tensor:
     return plain
 
 
-_PLAIN = frozenset((torch.Tensor, nn.Parameter))
-
-
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether tensors are of torch's own classes, and nothing guards them."""
     return _PLAIN.issuperset(map(type, tensors))
@@ -197,9 +201,6 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
         return any(storage_use_count(storage_key(it)) > 2 for it in storages)
     except (NotImplementedError, RuntimeError):  # there is no storage
         return True
-
-
-_ONE = frozenset((1,))
 
 
 class TensorGuard:

@@ -42,6 +42,11 @@ _ELEMENTWISE = frozenset(_TORCH_NAMES) - {"Adafactor", "Muon", "SparseAdam"}
 _REPLACING = frozenset(("SGD", "SparseAdam"))
 """Those of them that put values into the state of a parameter that has state already."""
 
+_AT_ONCE = 256
+"""Parameters of a group that are looked at together: the processor's caches hold so many."""
+
+_IS_CONTIGUOUS = torch.Tensor.is_contiguous
+
 _BITSANDBYTES = frozenset(
     f"bitsandbytes.optim.{name.lower()}.{name}{bits}"
     for name in ("Adam", "AdamW")
@@ -154,7 +159,7 @@ def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool
     kinds: set[type] = set()
     has_momentum: set[bool] = set()
     parameters = group["params"]
-    # Loops of C over so few that the processor's caches hold them, for thousands of parameters.
+    # Loops of C, because there may be thousands.
     for begin in range(0, len(parameters), _AT_ONCE):
         some = parameters[begin : begin + _AT_ONCE]
         gradients = [gradient for it in some if (gradient := it.grad) is not None]
@@ -174,11 +179,8 @@ def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool
     return "some parameters have no momentum yet" if len(has_momentum) > 1 else ""
 
 
-_AT_ONCE = 256
-_IS_CONTIGUOUS = torch.Tensor.is_contiguous
-
-
 def _order_reason(updated: list[Any], gradients: list[Any], *, is_torch: bool) -> str:
+    """The same by the order of elements in memory, of parameters and their gradients."""
     for it, gradient in zip(updated, gradients, strict=True):
         if (gradient.is_contiguous() and it.is_contiguous()) or type(gradient) is FreedGradient:
             continue

@@ -34,7 +34,12 @@ from umem.executor.optimizer.access_guard import (
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
-from umem.executor.optimizer.streamed_units import PendingUpdate, StreamedUnit, StreamedUnits
+from umem.executor.optimizer.streamed_units import (
+    PendingUpdate,
+    StreamedUnit,
+    StreamedUnits,
+    UnitGuards,
+)
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StepCounts", "StreamedStep"]
@@ -56,16 +61,6 @@ class StepCounts:
     """Units that something used before their block's forward pass."""
     ahead: int = 0
     """Units that were updated in the backward pass, before ``step()``."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Guards:
-    """The guards of a unit."""
-
-    gradients: TensorGuard
-    parameters: ParameterGuard
-    ahead: WatchedParameterGuard
-    """Of parameters that were updated in the backward pass."""
 
 
 class StreamedStep:
@@ -206,15 +201,14 @@ class StreamedStep:
         guards.parameters.take_gradients(updated, gradients)
         return None
 
-    def _guards(self, unit: StreamedUnit) -> _Guards:
+    def _guards(self, unit: StreamedUnit) -> UnitGuards:
         if unit.guards is None:
-            unit.guards = _Guards(
+            unit.guards = UnitGuards(
                 TensorGuard(lambda: self._use_gradient(unit)),
                 ParameterGuard(lambda: self._settle_early(unit)),
                 WatchedParameterGuard(lambda: self._settle_early(unit), unit.check_not_ahead),
             )
-        guards: _Guards = unit.guards
-        return guards
+        return unit.guards
 
     def _launch(
         self, unit: StreamedUnit, call: StepCall, part: ParameterGroups | None, ready: Moment

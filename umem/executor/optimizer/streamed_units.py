@@ -14,7 +14,11 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
-from umem.executor.optimizer.access_guard import TensorGuard
+from umem.executor.optimizer.access_guard import (
+    ParameterGuard,
+    TensorGuard,
+    WatchedParameterGuard,
+)
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.separable import is_elementwise
 from umem.executor.optimizer.state_staging import (
@@ -27,7 +31,7 @@ from umem.executor.optimizer.state_staging import (
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.planning.stream_timing import FIRST_SLOTS, divide_state
 
-__all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits"]
+__all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits", "UnitGuards"]
 
 _Movable = Mapping[torch.Tensor, list[torch.Tensor]]
 """State tensors that can be streamed, by parameter."""
@@ -41,6 +45,16 @@ class _Piece:
     size_bytes: int
     span: tuple[int, int] | None = None
     """Elements of a large parameter, from the first to before the second; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGuards:
+    """The guards of a unit's parameters and gradients."""
+
+    gradients: TensorGuard
+    parameters: ParameterGuard
+    ahead: WatchedParameterGuard
+    """Of parameters that were updated in the backward pass."""
 
 
 @dataclass(slots=True)
@@ -77,8 +91,8 @@ class StreamedUnit:
         """State of these parameters; None if there are none."""
         self.state_guard: TensorGuard | None = None
         """Guards it from one layout to the next."""
-        self.guards: Any = None
-        """Guards of parameters and gradients."""
+        self.guards: UnitGuards | None = None
+        """None until they are needed first."""
         self.slot: Slot | None = None
         """Where the state is staged; None for a unit without state in host memory."""
         self.fetched: Moment | None = None
