@@ -28,6 +28,7 @@ __all__ = [
     "allocate_managed",
     "bindings_version",
     "copy",
+    "create_stream",
     "device_attribute",
     "device_count",
     "device_name",
@@ -299,6 +300,16 @@ def copy(to: int, source: int, size_bytes: int, stream: int) -> None:
     kind = _runtime().cudaMemcpyKind.cudaMemcpyDefault
     subject = f"{size_bytes} bytes from {source:#x} to {to:#x}"
     _call("cudaMemcpyAsync", to, source, size_bytes, kind, stream, subject=subject)
+
+
+def create_stream(priority: int) -> int:
+    """Create a stream of the current device, which does not wait for the default one.
+
+    Returns its handle. A lower number is a higher priority.
+    """
+    flags = _runtime().cudaStreamNonBlocking
+    stream = _call("cudaStreamCreateWithPriority", flags, priority, subject=f"priority {priority}")
+    return int(stream)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from umem.cuda import bindings
 from umem.hardware.host_memory import host_memory_bytes
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
+from umem.runtime.cuda_streams import own_stream
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled, runtime
 
@@ -421,8 +422,9 @@ class _CopyStreams:
     def __init__(self, device: torch.device, *, to_host: bool) -> None:
         self._to_host = to_host
         # One stream reads and writes managed memory, the other copies over the link.
-        self._pages = torch.cuda.Stream(device)
-        self._link = torch.cuda.Stream(device)
+        direction = "to host" if to_host else "to device"
+        self._pages = own_stream(device, f"pages {direction}")
+        self._link = own_stream(device, f"link {direction}")
         self._staged: Any = None
         # torch's own allocator gives plain device memory only.
         self._may_be_managed = is_enabled()

@@ -16,6 +16,7 @@ from umem.core.report import Direction
 from umem.cuda import bindings
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
+from umem.runtime.cuda_streams import own_stream
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
 __all__ = ["CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes"]
@@ -147,7 +148,8 @@ class CudaLanes(Lanes):
         # An update is short, and copies in both directions wait for it: it goes before the forward
         # pass beside it.
         self._streams = [
-            torch.cuda.Stream(device, priority=-1 if lane is Lane.UPDATE else 0) for lane in Lane
+            own_stream(device, lane.name, priority=-1 if lane is Lane.UPDATE else 0)
+            for lane in Lane
         ]
 
     def mark(self) -> Moment:

@@ -1,0 +1,39 @@
+"""umem's own streams, on a GPU: what they cost the card."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from umem.cuda import bindings  # noqa: E402
+from umem.runtime.cuda_streams import own_stream  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+def _used_bytes() -> int:
+    torch.cuda.synchronize()
+    total_bytes, free_bytes = bindings.nvml_memory_bytes(bindings.device_pci_address(0))
+    return int(total_bytes - free_bytes)
+
+
+def test_own_streams_take_none_of_the_budget() -> None:
+    """torch's pool of streams took 70 MiB."""
+    device = torch.device("cuda", 0)
+    memory = torch.ones(1 << 20, device=device)
+    before_bytes = _used_bytes()
+    streams = [own_stream(device, f"test {i}", priority=-(i % 2)) for i in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            memory = memory + 1
+        torch.cuda.current_stream().wait_stream(stream)
+    assert memory.eq(4).all()
+    assert _used_bytes() - before_bytes <= 16 << 20
+
+
+def test_a_purpose_has_one_stream() -> None:
+    device = torch.device("cuda", 0)
+    assert own_stream(device, "test") is own_stream(device, "test")
+    assert own_stream(device, "test") != own_stream(device, "test of another")
