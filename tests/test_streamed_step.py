@@ -15,7 +15,7 @@ from collectors import StandInCollector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import HostStateMemory, LazyLanes
-from streamed_programs import Branches, Net, Program, Tied, bits, compare
+from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, bits, compare
 from streamed_uses import USES, norms_of_state
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -36,12 +36,30 @@ EAGERNESS = [0.0, 0.8]
     eagerness=st.floats(0, 0.99),
     seed=st.integers(0, 1000),
     slots=st.integers(1, 6),
+    most_buffers=st.sampled_from([None, 0, 1]),
     resident=st.sets(st.sampled_from(["stem", "layers.0", "layers.2", "head", ""])),
 )
 def test_any_order_of_lanes_slots_and_resident_state(
-    eagerness: float, seed: int, slots: int, resident: set[str]
+    eagerness: float, seed: int, slots: int, most_buffers: int | None, resident: set[str]
 ) -> None:
-    compare(eagerness=eagerness, seed=seed, slots=slots, resident=frozenset(resident))
+    compare(
+        eagerness=eagerness,
+        seed=seed,
+        slots=slots,
+        most_buffers=most_buffers,
+        resident=frozenset(resident),
+    )
+
+
+@pytest.mark.parametrize("make_model", [Net, NetWithFlat])
+@pytest.mark.parametrize("most_buffers", [0, 1])
+def test_state_is_updated_in_place_where_no_buffer_fits(
+    make_model: Callable[[], nn.Module], most_buffers: int
+) -> None:
+    run = compare(make_model=make_model, most_buffers=most_buffers)
+    assert run.training is not None
+    assert run.training.counts.in_line == 0
+    assert (run.training.status().slots_bytes == 0) == (most_buffers == 0)
 
 
 def streaming(**program: Any) -> tuple[Program, LazyLanes]:
@@ -318,7 +336,7 @@ class CountedMemory(HostStateMemory):
             self._add(tensor.nbytes if on_device else -tensor.nbytes)
         super().place(tensor, on_device=on_device)
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
+    def buffer(self, size_bytes: int) -> torch.Tensor | None:
         memory = super().buffer(size_bytes)
         self.buffers.clear()
         self._add(size_bytes)

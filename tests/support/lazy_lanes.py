@@ -173,10 +173,16 @@ class LazyLanes(Lanes):
 
 
 class HostStateMemory:
-    """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere."""
+    """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere.
 
-    def __init__(self, min_bytes: int = 64, staged_bytes: int = 1 << 30) -> None:
+    The "device" has room for `most_buffers`, or for any number.
+    """
+
+    def __init__(
+        self, min_bytes: int = 64, staged_bytes: int = 1 << 30, most_buffers: int | None = None
+    ) -> None:
         self.staged_bytes = staged_bytes
+        self._most_buffers = most_buffers
         self._min_bytes = min_bytes
         self._on_device: dict[int, int] = {}
         """Bytes by address."""
@@ -209,7 +215,9 @@ class HostStateMemory:
         """No more than asked for: the bytes behind belong to the C library."""
         return size_bytes
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
+    def buffer(self, size_bytes: int) -> torch.Tensor | None:
         """Bytes that are NaN as any floating point number."""
+        if self._most_buffers is not None and len(self.buffers) >= self._most_buffers:
+            return None
         self.buffers.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
         return self.buffers[-1]

@@ -95,6 +95,8 @@ class Program:
     make_model: Callable[[], nn.Module] = Net
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw
     slots: int = 2
+    most_buffers: int | None = None
+    """That the device has room for; None for any number."""
     resident: frozenset[str] = frozenset()
     tuner: StreamTuner | None = None
     in_backward: bool = False
@@ -136,7 +138,7 @@ class Program:
                 self.model,
                 self.optimizer,
                 lanes,
-                HostStateMemory(staged_bytes=STAGED_BYTES),
+                HostStateMemory(staged_bytes=STAGED_BYTES, most_buffers=self.most_buffers),
                 self.tuner,
                 step_in_backward=self.in_backward,
             )

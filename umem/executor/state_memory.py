@@ -70,10 +70,11 @@ class CudaStateMemory(StateMemory):
         """The allocator's rounding."""
         return int(block_bytes(size_bytes))
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Plain device memory."""
+    def buffer(self, size_bytes: int) -> torch.Tensor | None:
+        """Plain device memory, unless the budget had it put on the host."""
         with tensor_class(TensorClass.OTHER):
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        return None if self.is_home(buffer) else buffer
 
 
 class CudaRoom(DeviceRoom):

@@ -50,8 +50,8 @@ class StateMemory(Protocol):
     def block_bytes(self, size_bytes: int) -> int:
         """Bytes of the allocator's block for a tensor; what is left of it belongs to nobody."""
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Bytes on the device."""
+    def buffer(self, size_bytes: int) -> torch.Tensor | None:
+        """Bytes on the device; None where it has no room for them."""
 
 
 @dataclass
@@ -242,7 +242,7 @@ class StagedState:
         self._slot, self.views, self._bound = None, {}, {}
 
     def bind(self, slot: Slot | None) -> None:
-        """Use a slot from now on; None if there are no homes."""
+        """Use a slot from now on; None to use homes where they are."""
         if slot is self._slot and self.views:
             return
         self._slot = slot
@@ -257,7 +257,9 @@ class StagedState:
         self._bound = {parameter: dict(values) for parameter, values in self.views.items()}
 
     def _view(self, home: torch.Tensor) -> torch.Tensor:
-        assert self._slot is not None
+        if self._slot is None:
+            whole = home.detach()
+            return whole if self.span is None else whole.view(-1)[slice(*self.span)]
         offset = self._offsets[id(home)]
         if self.span is not None:
             size_bytes = (self.span[1] - self.span[0]) * home.itemsize

@@ -427,12 +427,11 @@ class StreamedUnits:
         every = self._pieces()
         streamed = [unit for unit in every if unit.state and unit.state.homes]
         sizes = [unit.state.size_bytes for unit in streamed if unit.state is not None]
-        self._slots = [
-            Slot(self._memory.buffer(max(sizes)))
-            for _ in range(min(max(self._slot_count, 1), len(streamed)))
-        ]
+        wanted = min(max(self._slot_count, 1), len(streamed))
+        buffers = [self._memory.buffer(max(sizes)) for _ in range(wanted)]
+        self._slots = [Slot(memory) for memory in buffers if memory is not None]
         count = len(self._slots)
-        for number, unit in enumerate(streamed):
+        for number, unit in enumerate(streamed if count else ()):
             unit.slot = self._slots[number % count]
             unit.next_behind = streamed[number - count] if number >= count else None
         for unit in every:
