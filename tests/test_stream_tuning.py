@@ -441,21 +441,13 @@ def test_activations_are_copied_where_no_state_is_streamed() -> None:
 
 
 def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture) -> None:
-    run = Training(Machine(-SLACK))
+    run = Training(Machine(-(10**5)))
     assert run.run(8) == Training().run(8)
     status = run.training.status().tuning
     assert status is not None
     assert status.state == TuningState.OVERFULL
     assert status.copied_blocks == LAYERS - 1
     assert len([it for it in caplog.messages if "all activations are copied" in it]) == 1
-
-
-def test_a_plan_leaves_less_free_before_it_copies_all() -> None:
-    run = Training(Machine(-SLACK // 4))
-    run.run(8)
-    status = run.training.status().tuning
-    assert status is not None
-    assert status.state == TuningState.PLANNED
 
 
 def test_a_larger_batch_is_planned_for() -> None:

@@ -85,7 +85,7 @@ class Streams:
         activations are copied.
     """
 
-    def __init__(self, more_bytes: int = -SLACK, *, in_backward: bool = False) -> None:
+    def __init__(self, more_bytes: int = -1, *, in_backward: bool = False) -> None:
         self.trainings: list[StreamedTraining] = []
         self._more_bytes = more_bytes
         self._in_backward = in_backward
@@ -295,7 +295,7 @@ def test_a_trainer_with_streamed_state_is_exact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = exact(train(tmp_path / "stock", **PROGRAMS[name]))
-    for more_bytes in (-SLACK, 30_000):
+    for more_bytes in (-1, 30_000):
         streams = Streams(more_bytes)
         with streaming(streams, monkeypatch):
             found = exact(train(tmp_path / str(more_bytes), **PROGRAMS[name]))
@@ -410,7 +410,7 @@ def test_compilers_and_transforms_see_updated_weights(change: Callable[[Program]
 
 
 def test_transforms_do_not_end_measurements() -> None:
-    room = Room(-SLACK)
+    room = Room(-1)
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
     tuner = StreamTuner(load_hardware("h200-pcie"), room, room, store)
     streamed = Program(lambda model: LazyLanes(model, 0.5), tuner=tuner)
@@ -625,7 +625,7 @@ def test_loops_are_exact(
             return exact(seen)
 
     expected = run(None)
-    for more_bytes in (-SLACK, 10_000):
+    for more_bytes in (-1, 10_000):
         streams = Streams(more_bytes)
         assert run(streams) == expected
         assert all(it.counts.streamed > 1 for it in streams.trainings)

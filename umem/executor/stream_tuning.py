@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -45,10 +43,6 @@ _MOST_PLANS = 8
 
 _PATIENCE_STEPS = 4
 """Steps before the second plan because of short memory."""
-
-_SLACK_SHARES = (1.0, 0.5, 0.25)
-"""Parts of the memory that a plan is to leave free, to try until one fits: any plan is better than
-to stream and copy all."""
 
 _UPDATE_TRAFFIC = 3.5
 """Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
@@ -349,8 +343,14 @@ class StreamTuner:
         budget_bytes = self._room.budget_bytes
         slack_bytes = self._slack * least_slack_bytes(budget_bytes)
         try:
-            plan = self._plan_within(
-                [budget_bytes - int(share * slack_bytes) for share in _SLACK_SHARES], units, figures
+            plan = plan_stream(
+                units,
+                budget_bytes=budget_bytes - slack_bytes,
+                hardware=self._hardware,
+                other_s=figures.other_s,
+                step_peak_bytes=figures.step_peak_bytes,
+                in_backward=self._in_backward,
+                batches=figures.batches,
             )
         except PlanError as error:
             self._warn(error)
@@ -376,25 +376,6 @@ class StreamTuner:
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)
-
-    def _plan_within(
-        self, budgets: Sequence[int], units: list[StreamUnit], figures: StepFigures
-    ) -> StreamPlan:
-        """A plan within the first budget that allows one, of several in increasing order."""
-        plan = functools.partial(
-            plan_stream,
-            units,
-            hardware=self._hardware,
-            other_s=figures.other_s,
-            step_peak_bytes=figures.step_peak_bytes,
-            in_backward=self._in_backward,
-            batches=figures.batches,
-        )
-        *smaller, largest = budgets
-        for budget_bytes in smaller:
-            with suppress(PlanError):
-                return plan(budget_bytes=budget_bytes)
-        return plan(budget_bytes=largest)
 
     def _make_units(self) -> list[StreamUnit]:
         sizes, measured = self._sizes, self._measured.blocks()
