@@ -94,7 +94,8 @@ class StreamedUnit:
         self.guards: UnitGuards | None = None
         """None until they are needed first."""
         self.slot: Slot | None = None
-        """Where the state is staged; None for a unit without state in host memory."""
+        """Where its state in host memory is staged; None if it has none, or no buffer fits the
+        device."""
         self.fetched: Moment | None = None
         """The moment after the copy into the slot, if the slot has the present state."""
         self.returned: Moment | None = None
