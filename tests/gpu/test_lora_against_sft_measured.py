@@ -6,9 +6,7 @@ operations are unified-memory activity with LoRA, and 9.8 % with full supervised
 both ways under one device budget, 60 % of what full fine-tuning needs, and LoRA also under 60 % of
 what it needs itself.
 
-The machine may be shared, so limits on times are generous; the printed table has the targets beside
-the figures. Without numba's cache, compiling the planner takes half a minute before the first
-process. CUPTI alone may lose records. Where a known block is missing from them, the tests that need
+The printed table has times beside their targets; no test depends on them. CUPTI alone may lose records. Where a known block is missing from them, the tests that need
 records are skipped, because zeros would look like good figures. Of demand paging a part may be
 lost: those figures are lower bounds.
 """
@@ -169,8 +167,8 @@ def test_planned_steps_do_not_fault(name: str, runs: Runs) -> None:
     assert planned.predicted_bytes > 0  # as pages, by copies, or used in place on the host
     skip_where_records_were_lost(planned, paged)
 
-    assert paged.fault_batches > 100
-    assert planned.fault_batches <= 0.01 * paged.fault_batches
+    assert paged.faults > 1000
+    assert planned.faults <= 0.01 * paged.faults
     moved_bytes = max(planned.moved_bytes, planned.predicted_bytes)
     assert planned.fault_bytes < 0.01 * moved_bytes
 
@@ -183,15 +181,3 @@ def test_frozen_weights_never_go_back_to_the_host(runs: Runs) -> None:
     # They leave the device, since they return; their pages are dropped, not copied.
     assert tight.frozen_in_bytes > 0
     assert [runs[it].frozen_out_bytes for it in ("lora planned", "lora tight planned")] == [0, 0]
-
-
-@pytest.mark.parametrize("name", PAGED)
-def test_a_planned_step_is_faster_than_a_paged_one(name: str, runs: Runs) -> None:
-    planned, paged = runs[name], runs[PAGED[name]]
-    method = name.partition(" ")[0]
-    stock = runs[f"{method} stock"]
-    print(f"{name}: {paged.step_s / planned.step_s:.2f} times as fast as fault")
-
-    assert planned.step_s < 0.9 * paged.step_s
-    if method == "sft":
-        assert planned.step_s - stock.step_s <= (paged.step_s - stock.step_s) / 3
