@@ -6,9 +6,10 @@ operations are unified-memory activity with LoRA, and 9.8 % with full supervised
 both ways under one device budget, 60 % of what full fine-tuning needs, and LoRA also under 60 % of
 what it needs itself.
 
-The printed table has times beside their targets; no test depends on them. CUPTI alone may lose records. Where a known block is missing from them, the tests that need
-records are skipped, because zeros would look like good figures. Of demand paging a part may be
-lost: those figures are lower bounds.
+The printed table has times beside their targets; no test depends on them. CUPTI alone may lose
+records. Where a known block is missing from them, the tests that need records are skipped, because
+zeros would look like good figures. Of demand paging a part may be lost: those figures are lower
+bounds.
 """
 
 from __future__ import annotations
