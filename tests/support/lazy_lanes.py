@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Lane, Lanes
 from umem.executor.optimizer.state_staging import is_whole
 from umem.torch_compat import DisableTorchFunctionSubclass
@@ -108,7 +109,9 @@ class LazyLanes(Lanes):
         self.progress()
         return task
 
-    def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
+    def copy(
+        self, lane: Lane, to: int, source: int, size_bytes: int, tensor_class: TensorClass
+    ) -> None:
         """Copy now: the caller is late."""
         ctypes.memmove(to, source, size_bytes)
 
@@ -175,17 +178,24 @@ class LazyLanes(Lanes):
 class HostStateMemory:
     """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere.
 
-    The "device" has room for `most_buffers`, or for any number.
+    The "device" has room for `most_buffers`, or for any number. Gradients of `parameters` are there.
     """
 
     def __init__(
-        self, min_bytes: int = 64, staged_bytes: int = 1 << 30, most_buffers: int | None = None
+        self,
+        min_bytes: int = 64,
+        staged_bytes: int = 1 << 30,
+        most_buffers: int | None = None,
+        parameters: Iterable[nn.Parameter] = (),
     ) -> None:
+        self._parameters = list(parameters)
         self.staged_bytes = staged_bytes
         self._most_buffers = most_buffers
         self._min_bytes = min_bytes
         self._on_device: dict[int, int] = {}
         """Bytes by address."""
+        self._homes: dict[int, bytearray] = {}
+        """Memory by address, kept so that nothing else gets an address."""
         self.buffers: list[torch.Tensor] = []
 
     def is_movable(self, tensor: torch.Tensor) -> bool:
@@ -193,8 +203,11 @@ class HostStateMemory:
         return is_whole(tensor) and tensor.nbytes >= self._min_bytes
 
     def is_home(self, tensor: torch.Tensor) -> bool:
-        """What was not placed on the device."""
-        return tensor.data_ptr() not in self._on_device
+        """What was not placed on the device, but for gradients until they are sent home."""
+        if self.was_sent_home(tensor):
+            return True
+        is_gradient = any(it.grad is tensor for it in self._parameters)
+        return not is_gradient and tensor.data_ptr() not in self._on_device
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Move to other memory."""
@@ -210,6 +223,17 @@ class HostStateMemory:
     def device_bytes(self) -> int:
         """Bytes of state on the device."""
         return sum(self._on_device.values())
+
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
+        """Memory that is NaN as any floating point number."""
+        memory = bytearray(b"\xff" * tensor.nbytes)
+        home = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+        self._homes[home.data_ptr()] = memory
+        return home
+
+    def was_sent_home(self, tensor: torch.Tensor) -> bool:
+        """Whether it has memory of :meth:`home_like`."""
+        return tensor.data_ptr() in self._homes
 
     def block_bytes(self, size_bytes: int) -> int:
         """No more than asked for: the bytes behind belong to the C library."""

@@ -98,6 +98,8 @@ class Program:
     most_buffers: int | None = None
     """That the device has room for; None for any number."""
     resident: frozenset[str] = frozenset()
+    copied_gradients: frozenset[str] = frozenset()
+    """Units whose gradients are copied to the host."""
     tuner: StreamTuner | None = None
     in_backward: bool = False
     """Whether parameters are updated in the backward pass, in a run that streams."""
@@ -105,6 +107,7 @@ class Program:
     seen: list[Any] = field(default_factory=list)
     """What the program has looked at, to compare with the other run."""
     training: StreamedTraining | None = None
+    memory: Any = None
     model: Any = field(init=False)
     optimizer: Any = field(init=False)
     kept: Any = None
@@ -134,15 +137,21 @@ class Program:
         """Begin streaming, in a run that does."""
         if self.lanes is not None:
             lanes = self.lanes(self.model)
+            self.memory = HostStateMemory(
+                staged_bytes=STAGED_BYTES,
+                most_buffers=self.most_buffers,
+                parameters=self.model.parameters(),
+            )
             self.training = StreamedTraining(
                 self.model,
                 self.optimizer,
                 lanes,
-                HostStateMemory(staged_bytes=STAGED_BYTES, most_buffers=self.most_buffers),
+                self.memory,
                 self.tuner,
                 step_in_backward=self.in_backward,
             )
             self.training.step.units.set_plan(self.resident, self.slots)
+            self.training.gradients.set_plan(self.copied_gradients)
 
     def is_first(self, what: object) -> bool:
         """Whether this is the first call with this argument."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaRoom", "CudaStateMemory"]
 
+_PAGE_LOCKED = TensorClass.OPTIMIZER_STATE
+"""The class whose memory is page-locked under a policy that streams."""
+
 
 class CudaStateMemory(StateMemory):
     """State under a policy that keeps it in page-locked memory.
@@ -58,13 +61,21 @@ class CudaStateMemory(StateMemory):
         """Copy to new memory, which the tensor then has."""
         if self.is_home(tensor) != on_device:
             return
+        born = TensorClass.OTHER if on_device else _PAGE_LOCKED
+        moved = self._new(tensor, born, TensorClass.OPTIMIZER_STATE)
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            # Memory of optimizer state is page-locked under the policy, other memory is not.
-            born = TensorClass.OTHER if on_device else TensorClass.OPTIMIZER_STATE
-            with tensor_class(born):
-                moved = torch.empty_like(tensor)
-            self._allocator.retag(moved.data_ptr(), TensorClass.OPTIMIZER_STATE.number)
             tensor.data = moved.copy_(tensor)
+
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
+        """Page-locked memory, which the allocator gives to optimizer state."""
+        return self._new(tensor, _PAGE_LOCKED, tensor_class)
+
+    def _new(self, tensor: torch.Tensor, born: TensorClass, counted: TensorClass) -> torch.Tensor:
+        """New memory as a class gets it, counted as of another one."""
+        with DisableTorchFunctionSubclass(), tensor_class(born):
+            new = torch.empty_like(tensor)
+        self._allocator.retag(new.data_ptr(), counted.number)
+        return new
 
     def block_bytes(self, size_bytes: int) -> int:
         """The allocator's rounding."""

@@ -19,6 +19,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
+from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
 from umem.executor.optimizer.state_staging import StateMemory
@@ -206,6 +207,7 @@ class StreamedTraining:
         self._names = UnitNames(blocks)
         units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes)
         self._step = StreamedStep(units, lanes)
+        self._gradients = CopiedGradients(units.parameters, lanes, memory, self._gradient_failed)
         self._streams_state = streams_state
         self._tuner = tuner
         self._lanes = lanes
@@ -292,6 +294,11 @@ class StreamedTraining:
         return self._step
 
     @property
+    def gradients(self) -> CopiedGradients:
+        """The copies of gradients."""
+        return self._gradients
+
+    @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return not self._undo
@@ -325,6 +332,7 @@ class StreamedTraining:
         self._release()
 
     def _release(self) -> None:
+        self._gradients.close()
         self._step.forget()
         for undo in self._undo:
             undo()
@@ -365,6 +373,7 @@ class StreamedTraining:
             self._step.may_defer = False
             return
         if name == NO_BLOCK:
+            self._gradients.settle()
             self._move_last()
             if self._backward is not None and _computes_anew():
                 self._backward.forward_begins()
@@ -384,6 +393,7 @@ class StreamedTraining:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._gradients.settle()
         if self._tuner is not None:
             self._tuner.step_begins()
         if not self._streams_state:
@@ -412,6 +422,13 @@ class StreamedTraining:
             self._tuner.step_ends()
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
             self._tuner.move_into_backward()
+
+    def _gradient_failed(self, error: Exception) -> None:
+        """An error must not end the training, which goes on with gradients where they are."""
+        _LOG.warning(
+            "umem: gradients are not copied any more: %s: %s", type(error).__name__, str(error)
+        )
+        self._gradients.set_plan(())
 
     def _obstacle(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]

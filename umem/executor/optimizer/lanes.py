@@ -34,10 +34,7 @@ _CHUNK_BYTES = 32 << 20
 """Of one call. Beside copies in the other direction, chunks of this size came to the device at
 50 GB/s, 256 MiB at 48, and 1.5 GiB at 44 (one H100, PCIe 5, driver 580.159, 2026-11-23)."""
 
-_COPIES: dict[Lane, tuple[Direction, TensorClass]] = {
-    Lane.COPY_IN: ("to_device", TensorClass.OPTIMIZER_STATE),
-    Lane.COPY_OUT: ("to_host", TensorClass.OPTIMIZER_STATE),
-}
+_DIRECTIONS: dict[Lane, Direction] = {Lane.COPY_IN: "to_device", Lane.COPY_OUT: "to_host"}
 
 Moment = Any
 """A point in the work of a stream or a lane, for others to wait for."""
@@ -62,8 +59,10 @@ class Lanes(Protocol):
             Moments that the work waits for, besides the earlier work of its lane.
         """
 
-    def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
-        """Copy bytes of optimizer state between two addresses, from within work of a lane."""
+    def copy(
+        self, lane: Lane, to: int, source: int, size_bytes: int, tensor_class: TensorClass
+    ) -> None:
+        """Copy bytes of a class between two addresses, from within work of a lane."""
 
     def wait(self, moment: Moment) -> None:
         """Let later work of the calling thread's stream wait for a moment."""
@@ -107,9 +106,11 @@ class HostLanes(Lanes):
         work()
         return _OVER
 
-    def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
+    def copy(
+        self, lane: Lane, to: int, source: int, size_bytes: int, tensor_class: TensorClass
+    ) -> None:
         """Copy now."""
-        with copy_counts.counted(*_COPIES[lane], size_bytes, None):
+        with copy_counts.counted(_DIRECTIONS[lane], tensor_class, size_bytes, None):
             ctypes.memmove(to, source, size_bytes)
 
     def wait(self, moment: Moment) -> None:
@@ -166,10 +167,12 @@ class CudaLanes(Lanes):
             work()
         return _Moment(stream.record_event(new_event()), stream)
 
-    def copy(self, lane: Lane, to: int, source: int, size_bytes: int) -> None:
+    def copy(
+        self, lane: Lane, to: int, source: int, size_bytes: int, tensor_class: TensorClass
+    ) -> None:
         """Copy by a copy engine, on the lane's stream."""
         stream = self._streams[lane]
-        with copy_counts.counted(*_COPIES[lane], size_bytes, stream):
+        with copy_counts.counted(_DIRECTIONS[lane], tensor_class, size_bytes, stream):
             for offset in range(0, size_bytes, _CHUNK_BYTES):
                 chunk_bytes = min(_CHUNK_BYTES, size_bytes - offset)
                 bindings.copy(to + offset, source + offset, chunk_bytes, stream.cuda_stream)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, has_alias
 from umem.executor.optimizer.lanes import Lane, Lanes
 from umem.torch_compat import DisableTorchFunctionSubclass
@@ -19,6 +20,8 @@ __all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "find_spans",
 
 OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
 """State by parameter and name, as ``torch.optim.Optimizer.state``."""
+
+_STATE = TensorClass.OPTIMIZER_STATE
 
 _ALIGNMENT = 512
 """Of a run of homes in a buffer, as of the allocator's blocks: kernels see the same alignment."""
@@ -46,6 +49,9 @@ class StateMemory(Protocol):
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Move a tensor's memory to the device or to the host, if it is not there."""
+
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
+        """New host memory for the contents of a tensor, counted as of a class."""
 
     def block_bytes(self, size_bytes: int) -> int:
         """Bytes of the allocator's block for a tensor; what is left of it belongs to nobody."""
@@ -271,13 +277,13 @@ class StagedState:
         """Copy the homes into the slot, from within work of a lane."""
         slot = self._address()
         for run in self._runs:
-            lanes.copy(Lane.COPY_IN, slot + run.offset, run.address, run.size_bytes)
+            lanes.copy(Lane.COPY_IN, slot + run.offset, run.address, run.size_bytes, _STATE)
 
     def copy_out(self, lanes: Lanes) -> None:
         """Copy the slot back to the homes, from within work of a lane."""
         slot = self._address()
         for run in self._runs:
-            lanes.copy(Lane.COPY_OUT, run.address, slot + run.offset, run.size_bytes)
+            lanes.copy(Lane.COPY_OUT, run.address, slot + run.offset, run.size_bytes, _STATE)
 
     def _address(self) -> int:
         assert self._slot is not None

@@ -223,6 +223,10 @@ class StreamedUnits:
         """
         return {name: unit.sizes for name, unit in self._units.items()}
 
+    def parameters(self) -> dict[str, list[Any]]:
+        """The optimizer's parameters by unit, in the order of the forward pass."""
+        return {name: parameters_of(unit.groups) for name, unit in self._units.items()}
+
     @property
     def queued(self) -> list[StreamedUnit]:
         """The units whose updates are queued, in the order of the forward pass."""

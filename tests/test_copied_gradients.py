@@ -1,0 +1,207 @@
+"""Gradients that leave for host memory in the backward pass: no bit changes, and memory is free.
+
+Both runs of a program are on the CPU. The copies run late, or at random moments, and homes begin as
+NaN, so that a gradient that is used too early, or from the wrong place, shows in the values.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from streamed_programs import WIDTH, Branches, Net, NetWithFlat, Program, Tied, compare
+from streamed_uses import USES
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
+LAST = frozenset(["layers.3", "norm", "head"])
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+@pytest.mark.parametrize("use", USES)
+def test_no_use_sees_another_value(use: Callable[[Program], None], eagerness: float) -> None:
+    compare(use, eagerness, copied_gradients=EVERY)
+
+
+@pytest.mark.parametrize("make_model", [NetWithFlat, Tied, Branches])
+@pytest.mark.parametrize("copied", [EVERY, LAST])
+def test_no_bit_changes(make_model: Callable[[], nn.Module], copied: frozenset[str]) -> None:
+    compare(make_model=make_model, copied_gradients=copied, eagerness=0.5)
+
+
+def accumulate(program: Program) -> None:
+    """Two more batches, the second behind a look at a gradient."""
+    program.backward()
+    program.seen.append(program.model.layers[3].weight.grad.clone())
+    program.backward()
+
+
+def write_past_versions(program: Program) -> None:
+    """`data` has no version: autograd does not notice."""
+    program.backward()
+    for parameter in program.model.parameters():
+        parameter.grad.data.mul_(0.5)
+
+
+def write_in_a_hook(program: Program) -> None:
+    """A hook of the program changes gradients while their copies are under way."""
+
+    def halve(parameter: nn.Parameter) -> None:
+        last = program.model.head.weight.grad
+        for gradient in (parameter.grad, last):
+            if gradient is not None:
+                gradient.data.mul_(0.5)
+
+    if program.is_first("hook"):
+        program.model.layers[0].weight.register_post_accumulate_grad_hook(halve)
+        program.model.layers[2].weight.register_post_accumulate_grad_hook(halve)
+
+
+def backward_twice(program: Program) -> None:
+    """Autograd adds to gradients whose copies are under way: no forward pass lies between."""
+    loss = program.model(program.batch()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def keep_gradients(program: Program) -> None:
+    """What the program keeps of a step stays as it was when later steps use the memory."""
+    kept = [it.grad for it in program.model.parameters()]
+    program.optimizer.zero_grad(set_to_none=True)
+    program.step()
+    program.seen.append([it.clone() for it in kept])
+
+
+def differentiate_twice(program: Program) -> None:
+    loss = program.model(program.batch()).square().mean()
+    loss.backward(create_graph=True)
+    norm: Any = sum(it.grad.square().sum() for it in program.model.parameters())
+    norm.backward()
+    for it in program.model.parameters():
+        it.grad = it.grad.detach()
+
+
+@pytest.mark.parametrize("copied", [EVERY, LAST])
+@pytest.mark.parametrize(
+    "change",
+    [
+        accumulate,
+        write_past_versions,
+        write_in_a_hook,
+        backward_twice,
+        keep_gradients,
+        pytest.param(
+            differentiate_twice, marks=pytest.mark.filterwarnings("ignore:Using backward")
+        ),
+    ],
+)
+def test_no_bit_changes_where_gradients_are_used_early(
+    change: Callable[[Program], None], copied: frozenset[str]
+) -> None:
+    for eagerness in (0.0, 0.8):
+        compare(change, eagerness, copied_gradients=copied)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks(reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x) * self.scale
+            for layer in self.layers:
+                called: Any = checkpoint(layer, x, use_reentrant=reentrant)
+                x = x + torch.tanh(called)
+            y: torch.Tensor = self.head(self.norm(x))
+            return y
+
+    compare(make_model=Checkpointed, copied_gradients=EVERY)
+
+
+def begin(copied: frozenset[str], steps: int = 1) -> Program:
+    from lazy_lanes import LazyLanes
+
+    program = Program(LazyLanes, copied_gradients=copied, clips=False)
+    program.step()
+    program.stream()
+    for _ in range(steps):
+        program.step()
+    program.optimizer.zero_grad()
+    return program
+
+
+def homes(program: Program) -> list[str]:
+    """Parameters whose gradients have the host's memory."""
+    return [
+        name
+        for name, it in program.model.named_parameters()
+        if it.grad is not None and program.memory.was_sent_home(it.grad)
+    ]
+
+
+def test_gradients_of_chosen_units_are_on_the_host_and_free_the_device() -> None:
+    program = begin(LAST)
+    storages: dict[str, Any] = {}
+    gone: list[str] = []
+
+    def note(name: str, parameter: nn.Parameter) -> None:
+        gradient: Any = parameter.grad
+        storages[name] = weakref.ref(gradient.untyped_storage())
+        gc.collect()
+        gone[:] = [it for it, storage in storages.items() if storage() is None]
+
+    for name in ("head.weight", "layers.3.weight", "layers.0.weight"):
+        parameter = program.model.get_parameter(name)
+        parameter.register_post_accumulate_grad_hook(lambda it, name=name: note(name, it))
+    program.backward()
+    # Two units behind the last one that leaves, all have left.
+    assert {"head.weight", "layers.3.weight"} <= set(homes(program))
+    assert set(gone) >= {"head.weight", "layers.3.weight"}
+    assert "layers.0.weight" not in homes(program)
+
+
+def test_later_batches_are_added_on_the_host() -> None:
+    program = begin(LAST)
+    program.backward()
+    before = program.model.head.weight.grad
+    address = before.data_ptr()
+    program.backward()
+    assert program.model.head.weight.grad is before
+    assert before.data_ptr() == address
+    assert program.memory.was_sent_home(before)
+
+
+def test_small_gradients_stay() -> None:
+    program = begin(EVERY)
+    program.backward()
+    program.training.join()
+    small = {name for name, it in program.model.named_parameters() if it.nbytes < 64}
+    assert small
+    assert not small & set(homes(program))
+    sizes = program.training.gradients.sizes()
+    assert sizes["layers.0"] == 4 * (WIDTH * WIDTH + WIDTH)
+    assert sizes["head"] == 4 * 4 * WIDTH
+
+
+def test_no_unit_is_copied_any_more_behind_close() -> None:
+    program = begin(EVERY)
+    program.training.close()
+    program.backward()
+    assert homes(program) == []
+
+
+def test_an_error_ends_the_copies_only(caplog: pytest.LogCaptureFixture) -> None:
+    program = begin(EVERY)
+
+    def fail(*_: object) -> Any:
+        raise MemoryError("no page-locked memory")
+
+    program.memory.home_like = fail
+    program.backward()
+    assert "no page-locked memory" in caplog.text
+    assert homes(program) == []
+    program.optimizer.step()
+    program.step()
