@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import HostLanes
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.streamed_training import StreamedTraining
@@ -88,6 +89,10 @@ class Homes(StateMemory):
         """Give a tensor other memory."""
         if on_device and self.is_home(tensor):
             tensor.data = tensor.clone()
+
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
+        """Any memory."""
+        return torch.empty_like(tensor)
 
     def block_bytes(self, size_bytes: int) -> int:
         """Bytes of a tensor and what is left behind it."""

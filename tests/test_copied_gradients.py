@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lazy_lanes import LazyLanes
 from streamed_programs import WIDTH, Branches, Net, NetWithFlat, Program, Tied, compare
 from streamed_uses import USES
 from torch import nn
@@ -35,7 +36,8 @@ def test_no_bit_changes(make_model: Callable[[], nn.Module], copied: frozenset[s
 
 
 def accumulate(program: Program) -> None:
-    """Two more batches, the second behind a look at a gradient."""
+    """Two batches, the second behind a look at a gradient."""
+    program.optimizer.zero_grad()
     program.backward()
     program.seen.append(program.model.layers[3].weight.grad.clone())
     program.backward()
@@ -43,9 +45,11 @@ def accumulate(program: Program) -> None:
 
 def write_past_versions(program: Program) -> None:
     """`data` has no version: autograd does not notice."""
+    program.optimizer.zero_grad()
     program.backward()
     for parameter in program.model.parameters():
         parameter.grad.data.mul_(0.5)
+    program.optimizer.step()
 
 
 def write_in_a_hook(program: Program) -> None:
@@ -59,11 +63,12 @@ def write_in_a_hook(program: Program) -> None:
 
     if program.is_first("hook"):
         program.model.layers[0].weight.register_post_accumulate_grad_hook(halve)
-        program.model.layers[2].weight.register_post_accumulate_grad_hook(halve)
+        program.model.layers[3].weight.register_post_accumulate_grad_hook(halve)
 
 
 def backward_twice(program: Program) -> None:
-    """Autograd adds to gradients whose copies are under way: no forward pass lies between."""
+    """Autograd adds to gradients that have just arrived: no forward pass lies between."""
+    program.optimizer.zero_grad()
     loss = program.model(program.batch()).square().mean()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -77,7 +82,32 @@ def keep_gradients(program: Program) -> None:
     program.seen.append([it.clone() for it in kept])
 
 
+def keep_views(program: Program) -> None:
+    """Views of gradients whose copies are under way stay views of them."""
+    program.optimizer.zero_grad()
+    views: dict[str, torch.Tensor] = {}
+
+    def look(name: str, parameter: nn.Parameter) -> None:
+        gradient: Any = parameter.grad
+        views[name] = gradient[:1]
+
+    handles = [
+        program.model.get_parameter(name).register_post_accumulate_grad_hook(
+            lambda it, name=name: look(name, it)
+        )
+        for name in ("head.weight", "layers.3.weight", "stem.weight")
+    ]
+    program.backward()
+    for handle in handles:
+        handle.remove()
+    for name, view in views.items():
+        view.mul_(2.0)
+        program.seen.append(program.model.get_parameter(name).grad.clone())
+    program.optimizer.step()
+
+
 def differentiate_twice(program: Program) -> None:
+    program.optimizer.zero_grad()
     loss = program.model(program.batch()).square().mean()
     loss.backward(create_graph=True)
     norm: Any = sum(it.grad.square().sum() for it in program.model.parameters())
@@ -95,6 +125,7 @@ def differentiate_twice(program: Program) -> None:
         write_in_a_hook,
         backward_twice,
         keep_gradients,
+        keep_views,
         pytest.param(
             differentiate_twice, marks=pytest.mark.filterwarnings("ignore:Using backward")
         ),
@@ -121,9 +152,22 @@ def test_checkpointed_blocks(reentrant: bool) -> None:
     compare(make_model=Checkpointed, copied_gradients=EVERY)
 
 
-def begin(copied: frozenset[str], steps: int = 1) -> Program:
-    from lazy_lanes import LazyLanes
+class CalledAgain(Net):
+    """A block before and behind the others, in checkpoints that go backward by themselves."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (1, 0, 1):
+            called: Any = checkpoint(self.layers[number], x + self.scale, use_reentrant=True)
+            x = torch.tanh(called)
+        return x
+
+
+def test_autograd_adds_to_a_gradient_whose_copy_is_under_way() -> None:
+    for eagerness in (0.0, 0.8):
+        compare(make_model=CalledAgain, copied_gradients=EVERY, eagerness=eagerness)
+
+
+def begin(copied: frozenset[str], steps: int = 1) -> Any:
     program = Program(LazyLanes, copied_gradients=copied, clips=False)
     program.step()
     program.stream()
@@ -133,7 +177,7 @@ def begin(copied: frozenset[str], steps: int = 1) -> Program:
     return program
 
 
-def homes(program: Program) -> list[str]:
+def homes(program: Any) -> list[str]:
     """Parameters whose gradients have the host's memory."""
     return [
         name

@@ -178,7 +178,7 @@ class LazyLanes(Lanes):
 class HostStateMemory:
     """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere.
 
-    The "device" has room for `most_buffers`, or for any number. Gradients of `parameters` are there.
+    The "device" has room for `most_buffers`, or for any number, and gradients of `parameters`.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
+from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter, StepTimer
 from umem.hardware import Hardware
@@ -74,7 +75,8 @@ class TuningState(StrEnum):
     PLANNED = "planned"
     """Steps run under a plan."""
     OVERFULL = "overfull"
-    """The budget is too small for a plan: all state is streamed, all activations are copied."""
+    """The budget is too small for a plan: all state is streamed, and all activations and gradients
+    are copied."""
     OFF = "off"
     """An error has ended measurements; the last plan stays."""
 
@@ -94,6 +96,8 @@ class TuningStatus:
     copied_bytes: int
     """Activations that the plan copies out in each forward pass."""
     copied_blocks: int
+    copied_gradients_bytes: int
+    """Gradients that the plan copies out in each step."""
     predicted_s: float | None
     """A step under the plan, by prediction."""
     measured_s: float | None
@@ -140,6 +144,7 @@ class StreamTuner:
         """Those of the plan."""
         self._copied: dict[str, str | None] = {}
         self._fetch_ahead = 1
+        self._copied_gradients: frozenset[str] = frozenset()
         self._sizes: dict[str, tuple[int, ...]] = {}
         self._measured = MeasuredSteps()
         self._measures_again = False
@@ -152,7 +157,13 @@ class StreamTuner:
 
     # ------------------------------------------------------------------ for the training
 
-    def attach(self, model: nn.Module, blocks: Sequence[Block], state: StreamedState) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        state: StreamedState,
+        gradients: CopiedGradients | None = None,
+    ) -> None:
         """Begin with a training.
 
         Parameters
@@ -163,8 +174,11 @@ class StreamTuner:
             Its blocks.
         state
             Its streamed state.
+        gradients
+            Copies gradients; None for a training whose gradients stay.
         """
         self._streamed = state
+        self._gradients = gradients
         if self._store is not None:
             self._activations = CopiedActivations(model, blocks, self._store, self._fail)
         root = Block(NO_BLOCK, model)
@@ -242,6 +256,7 @@ class StreamTuner:
             resident_bytes=self._resident_bytes(),
             copied_bytes=self._copied_bytes(),
             copied_blocks=len(self._copied),
+            copied_gradients_bytes=self._copied_gradients_bytes(),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
             measured_s=self._timer.last_s,
             spilled_bytes=self._room.spilled_bytes(),
@@ -302,6 +317,9 @@ class StreamTuner:
     def _copied_bytes(self) -> int:
         return sum(unit.saved_bytes for unit in self._units if unit.name in self._copied)
 
+    def _copied_gradients_bytes(self) -> int:
+        return sum(it.gradient_bytes for it in self._units if it.name in self._copied_gradients)
+
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
         return 0 if self._activations is None else self._activations.away_bytes()
@@ -360,6 +378,7 @@ class StreamTuner:
                 it.name: behind.name for it, behind in pairwise(units) if it.saved_bytes
             }
             self._fetch_ahead = 1
+            gradients = frozenset(it.name for it in units if it.gradient_bytes)
             slots = FEWEST_SLOTS
         else:
             self._state = TuningState.PLANNED
@@ -369,8 +388,12 @@ class StreamTuner:
                 for number, behind in plan.left_before.items()
             }
             self._fetch_ahead = plan.fetch_ahead
+            gradients = frozenset(units[number].name for number in plan.copied_gradients)
             slots = plan.slots
         self._set_activations()
+        if self._gradients is not None and gradients != self._copied_gradients:
+            self._gradients.set_plan(gradients)
+            self._copied_gradients = gradients
         if before != (self._resident_names(), slots):
             self._streamed.set_plan(self._resident_names(), slots)
         self._room.trim()
@@ -379,6 +402,8 @@ class StreamTuner:
 
     def _make_units(self) -> list[StreamUnit]:
         sizes, measured = self._sizes, self._measured.blocks()
+        can_leave = None if self._in_backward else self._gradients
+        gradients = {} if can_leave is None else can_leave.sizes()
         rest = measured[NO_BLOCK]
         # All that is outside of blocks is due when the forward pass begins.
         due = replace(rest, forward_s=0.0, backward_s=0.0)
@@ -404,6 +429,7 @@ class StreamTuner:
                 saved_bytes=self._measured.saved_bytes.get(name, 0),
                 forward_peak_bytes=block.forward_peak_bytes,
                 backward_peak_bytes=block.backward_peak_bytes,
+                gradient_bytes=gradients.get(name, 0),
             )
             for name, block in blocks.items()
             for pieces in (sizes.get(name, ()),)
@@ -413,7 +439,7 @@ class StreamTuner:
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "umem: all optimizer state is streamed and all activations are copied: %s",
+                "umem: all optimizer state is streamed, activations and gradients are copied: %s",
                 str(error),  # a record keeps what it is given, and an exception its frames
             )
 
@@ -422,7 +448,8 @@ class StreamTuner:
         resident = [unit for unit in with_state if unit.name in self._resident_names()]
         _LOG.info(
             "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s, "
-            "activations of %d blocks copied (%s), %.3f s a step predicted, %s of %s spare",
+            "activations of %d blocks (%s) and gradients of %d (%s) copied, %.3f s a step "
+            "predicted, %s of %s spare",
             self._plans,
             len(resident),
             len(with_state),
@@ -431,6 +458,8 @@ class StreamTuner:
             format_bytes(plan.slot_bytes),
             len(self._copied),
             format_bytes(self._copied_bytes()),
+            len(self._copied_gradients),
+            format_bytes(self._copied_gradients_bytes()),
             plan.predicted.step_s,
             format_bytes(max(0, self._room.budget_bytes - plan.peak_bytes)),
             format_bytes(self._room.budget_bytes),

@@ -129,6 +129,7 @@ def stream_state(
         CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes)),
         tuner,
         streams_state=streams_state,
+        copies_gradients=streams_state and policy.copies_gradients,
         step_in_backward=step_in_backward,
     )
 
@@ -180,6 +181,8 @@ class StreamedTraining:
         Decides what stays on the device. None to stream all state.
     streams_state
         False to leave state and steps as they are, and copy activations only.
+    copies_gradients
+        Whether the tuner may have gradients copied to the host.
     step_in_backward
         Update parameters in the backward pass, as soon as their gradients are complete.
 
@@ -199,6 +202,7 @@ class StreamedTraining:
         tuner: StreamTuner | None = None,
         *,
         streams_state: bool = True,
+        copies_gradients: bool = False,
         step_in_backward: bool = False,
     ) -> None:
         if streams_state:
@@ -223,7 +227,8 @@ class StreamedTraining:
         if streams_state and optimizer.state:
             self._step.find_state(optimizer)
         if tuner is not None:
-            tuner.attach(model, blocks, self._step.units)
+            gradients = self._gradients if copies_gradients else None
+            tuner.attach(model, blocks, self._step.units, gradients)
             self._undo.append(tuner.close)
         for block in blocks:
             wait = Hook(functools.partial(self._before_block, block.name))

@@ -20,7 +20,12 @@ import numpy.typing as npt
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
-from umem.planning.stream_timing import StreamTiming, StreamUnit, simulate_stream
+from umem.planning.stream_timing import (
+    UNITS_WITH_GRADIENTS,
+    StreamTiming,
+    StreamUnit,
+    simulate_stream,
+)
 
 __all__ = ["StreamPlan", "least_slack_bytes", "plan_stream"]
 
@@ -81,6 +86,8 @@ class StreamPlan:
     have left, so that their memory is free; the number of units for the backward pass."""
     fetch_ahead: int
     """Blocks before its backward pass at which a block's activations are fetched."""
+    copied_gradients: frozenset[int]
+    """Units whose gradients are copied out in the backward pass, and used on the host."""
     peak_bytes: int
     """Device memory at the fullest moment, of everything."""
     predicted: StreamTiming
@@ -103,7 +110,9 @@ def plan_stream(
     much larger than the others where smaller slots pay for them. With `in_backward` they may also
     be spread evenly, so that the copies of the others are. Copied are the activations of
     early units, which are needed last: as few as fit, or more where the room is worth more to
-    state. If fewer resident units, or copied ones, give the same time, fewer are.
+    state. Where even all of them leave too little room, gradients of the last units are copied out
+    too, as few as make it fit: they are the first that the backward pass makes. If fewer resident
+    units, or copied ones, give the same time, fewer are.
 
     Parameters
     ----------
@@ -125,21 +134,31 @@ def plan_stream(
     Raises
     ------
     PlanError
-        If the budget is too small for two slots with all activations copied out. The message says
-        how many bytes are needed.
+        If the budget is too small for two slots with all activations and gradients copied out. The
+        message says how many bytes are needed.
     """
-    problem = _Problem(
-        units=units,
-        size=np.array([unit.state_bytes for unit in units], np.int64),
-        staged=np.array([max(unit.pieces) for unit in units], np.int64),
-        memory=_Memory(units, 0 if in_backward else step_peak_bytes),
-        budget_bytes=budget_bytes,
-        hardware=hardware,
-        other_s=other_s,
-        is_deferred=is_deferred,
-        in_backward=in_backward,
-        batches=batches,
+
+    def with_gradients_copied(count: int) -> _Problem:
+        return _Problem(
+            units=units,
+            size=np.array([unit.state_bytes for unit in units], np.int64),
+            staged=np.array([max(unit.pieces) for unit in units], np.int64),
+            memory=_Memory(units, 0 if in_backward else step_peak_bytes, count, batches),
+            budget_bytes=budget_bytes,
+            hardware=hardware,
+            other_s=other_s,
+            is_deferred=is_deferred,
+            in_backward=in_backward,
+            batches=batches,
+            copied_gradients=count,
+        )
+
+    # In the backward pass, gradients live for a few units only.
+    most = 0 if in_backward or not any(unit.gradient_bytes for unit in units) else len(units)
+    fewest = bisect_left(
+        range(most), True, key=lambda count: _is_possible(with_gradients_copied(count))
     )
+    problem = with_gradients_copied(fewest)
     bounded = [(_lower_bound_s(problem, choice), choice) for choice in _choices(problem)]
     if not bounded:
         raise _too_small(problem)
@@ -175,16 +194,35 @@ class _Memory:
         In forward order.
     step_peak_bytes
         When the step begins.
+    copied_gradients
+        Number of units whose gradients are copied out, the last ones.
+    batches
+        Forward and backward passes in a step.
     """
 
-    def __init__(self, units: Sequence[StreamUnit], step_peak_bytes: int) -> None:
+    def __init__(
+        self, units: Sequence[StreamUnit], step_peak_bytes: int, copied_gradients: int, batches: int
+    ) -> None:
         self.count = len(units)
         self.step_bytes = step_peak_bytes
-        self.peak_bytes = np.array(
-            [unit.forward_peak_bytes for unit in units]
-            + [unit.backward_peak_bytes for unit in reversed(units)],
-            np.int64,
-        )
+        forward = np.array([unit.forward_peak_bytes for unit in units], np.int64)
+        backward = np.array([unit.backward_peak_bytes for unit in units], np.int64)
+        if copied_gradients:
+            every = np.array([unit.gradient_bytes for unit in units], np.int64)
+            copied = np.where(np.arange(self.count) >= self.count - copied_gradients, every, 0)
+            copied_bytes = int(copied.sum())
+            # Those of a unit have left when the backward pass begins with the unit so far ahead.
+            behind = np.concatenate((copied[::-1].cumsum()[::-1], np.zeros(self.count, np.int64)))
+            left = behind[np.arange(self.count) + 1 + UNITS_WITH_GRADIENTS]
+            if batches > 1:
+                # All gradients are there from the second batch on. The first has made only some.
+                forward -= copied_bytes
+                backward -= np.minimum(copied_bytes, every.cumsum() + left)
+                self.step_bytes -= copied_bytes
+            else:
+                backward -= left
+                self.step_bytes -= int(behind[min(UNITS_WITH_GRADIENTS, self.count)])
+        self.peak_bytes = np.concatenate((forward, backward[::-1]))
         # The last unit's backward pass comes at once.
         self.can_leave = [i for i, unit in enumerate(units[:-1]) if unit.saved_bytes]
         self.left_bytes = np.cumsum(
@@ -263,6 +301,14 @@ class _Problem:
     is_deferred: bool
     in_backward: bool
     batches: int
+    copied_gradients: int
+    """Number of units whose gradients are copied out, the last ones."""
+
+    @property
+    def with_copied_gradients(self) -> frozenset[int]:
+        """Numbers of these units."""
+        count = len(self.units)
+        return frozenset(range(count - self.copied_gradients, count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,6 +341,13 @@ def _choices(problem: _Problem) -> Iterator[_Choice]:
                 if key not in seen:
                     seen.add(key)
                     yield choice
+
+
+def _is_possible(problem: _Problem) -> bool:
+    """Whether any choice fits."""
+    memory = problem.memory
+    other_bytes = memory.most_bytes(len(memory.can_leave), _FETCH_AHEAD[0])
+    return other_bytes + _least_state_bytes(problem) <= problem.budget_bytes
 
 
 def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
@@ -399,6 +452,7 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
         is_deferred=problem.is_deferred,
         in_backward=problem.in_backward,
         batches=problem.batches,
+        copied_gradients=problem.with_copied_gradients,
     )
     return StreamPlan(
         resident=resident,
@@ -407,6 +461,7 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
         copied=frozenset(left_before),
         left_before=left_before,
         fetch_ahead=fetch_ahead,
+        copied_gradients=problem.with_copied_gradients,
         peak_bytes=state_bytes + memory.planned_bytes(left_before, fetch_ahead),
         predicted=timing,
     )
@@ -476,7 +531,8 @@ def _too_small(problem: _Problem) -> PlanError:
     return PlanError(
         f"training with streamed optimizer state takes at least {format_bytes(needed)} of device "
         f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
-        f"of {len(memory.can_leave)} units copied out, and {format_bytes(state_bytes)} for "
+        f"of {len(memory.can_leave)} units and the gradients of {problem.copied_gradients} copied "
+        "out, and {format_bytes(state_bytes)} for "
         f"{_SLOTS[0]} staging buffers and the state of larger units. The budget is "
         f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
         f"{format_bytes(needed - problem.budget_bytes)}, or train with smaller batches"

@@ -100,10 +100,12 @@ class StreamPrediction:
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked host memory: homes of streamed state, and activations that are out."""
+        """Page-locked host memory: homes of streamed state, and what is copied out."""
         units, plan = self.step.units, self.plan
         state = (it.state_bytes for n, it in enumerate(units) if n not in plan.resident)
-        return sum(state) + sum(units[number].saved_bytes for number in plan.copied)
+        copied = sum(units[number].saved_bytes for number in plan.copied)
+        gradients = sum(units[number].gradient_bytes for number in plan.copied_gradients)
+        return sum(state) + copied + gradients
 
 
 def predict_stream(
@@ -194,6 +196,7 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "slot_bytes": plan.slot_bytes,
         "copied": sorted(plan.copied),
         "fetch_ahead": plan.fetch_ahead,
+        "copied_gradients": sorted(plan.copied_gradients),
     }
 
 
@@ -257,6 +260,7 @@ def streamed_step(
                 forward_peak_bytes=int(forward_peak[number]),
                 backward_peak_bytes=int(backward_peak[number] - freed[number]),
                 piece_bytes=pieces[number],
+                gradient_bytes=int(gradient_bytes[number]) if policy.copies_gradients else 0,
             )
             for name, number in order.items()
         ),

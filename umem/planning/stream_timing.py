@@ -63,6 +63,8 @@ class StreamUnit:
     """The same of its backward pass."""
     piece_bytes: tuple[int, ...] = ()
     """State that is staged at a time, where that is not all: `state_bytes` in sum."""
+    gradient_bytes: int = 0
+    """Gradients that its backward pass makes, and that can be copied out."""
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -162,6 +164,7 @@ def simulate_stream(
     is_deferred: bool = True,
     in_backward: bool = False,
     batches: int = 1,
+    copied_gradients: Collection[int] = (),
 ) -> StreamTiming:
     """Predict a step's time for given resident units, slots and copied activations.
 
@@ -177,6 +180,10 @@ def simulate_stream(
     * The forward pass of each unit waits for the unit's update.
     * Activations leave after their unit's forward pass, and come back before its backward pass, in
       queues of their own. Copies of the same direction share it equally.
+    * Gradients leave after their unit's backward pass in the first batch, in the queue of state.
+      The backward pass waits for them :data:`UNITS_WITH_GRADIENTS` units later. Those of later
+      batches are added to them on the host, and the update reads them there, over the link; what
+      the program itself does with them, such as clipping, takes `other_s` as on the device.
     * Both directions share the link. Updates and passes share the device: at each moment one of
       them computes, more slowly while copies run beside it. An update comes before the passes,
       which it interrupts: both use the same processors and memory, an update waits only for the end
@@ -209,6 +216,8 @@ def simulate_stream(
         True if units are updated in the backward pass.
     batches
         Forward and backward passes in a step.
+    copied_gradients
+        Numbers of the units whose gradients are copied out.
 
     Raises
     ------
@@ -227,13 +236,21 @@ def simulate_stream(
     tasks = LaneTasks(*_KINDS)
     with_state = [i for i, unit in enumerate(units) if unit.state_bytes]
     in_order = with_state[::-1] if in_backward else streamed
+    chosen = set(copied_gradients)
+    on_host = [unit.gradient_bytes if i in chosen else 0 for i, unit in enumerate(units)]
+    added_s = [2 * size_bytes / hardware.mapped_bytes_per_s for size_bytes in on_host]
+    read_s = [size_bytes / hardware.mapped_read_bytes_per_s for size_bytes in on_host]
     # Behind the step before, the program updates other units in its own stream.
-    in_line = [unit.update_s for i, unit in enumerate(units) if i not in set(in_order)]
-    resident_task = tasks.add(_Lane.PASSES, sum(in_line))
+    in_line = [i for i in range(len(units)) if i not in set(in_order)]
+    resident_task = tasks.add(_Lane.PASSES, sum(units[i].update_s + read_s[i] for i in in_line))
     passes = [
-        _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead) for _ in range(batches)
+        _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead, added_s if batch else ())
+        for batch in range(batches)
     ]
     last = tasks.add(_Lane.PASSES, other_s)
+    if any(on_host):
+        behind = passes[1].forward[0] if batches > 1 else last
+        _add_gradient_copies(tasks, on_host, passes[0].backward, behind)
     forward, backward = passes[0].forward, passes[-1].backward
     updates: dict[int, Task] = {}
     """The last of each unit."""
@@ -243,7 +260,8 @@ def simulate_stream(
         unit = units[number]
         pieces = unit.pieces if number in in_pieces else (unit.state_bytes,)
         pieces = pieces[::-1] if in_backward else pieces
-        added = [tasks.add(_Lane.UPDATES, unit.update_s * it / unit.state_bytes) for it in pieces]
+        update_s = unit.update_s + read_s[number]
+        added = [tasks.add(_Lane.UPDATES, update_s * it / unit.state_bytes) for it in pieces]
         tasks.wait(added[0], backward[number] if in_backward else last)
         updates[number] = added[-1]
         if number in in_pieces:
@@ -261,8 +279,8 @@ def simulate_stream(
     report = simulate_lanes(tasks, hardware)
     state_bytes = sum(units[i].state_bytes for i in streamed)
     saved_bytes = batches * sum(units[i].saved_bytes for i in leaving)
-    by_class = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
-    copied_bytes = {name: size_bytes for name, size_bytes in by_class.items() if size_bytes}
+    both_ways = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
+    to_host = both_ways | {TensorClass.GRADIENTS: sum(on_host)}
     step_s = report.step_s
     # What the program updates itself is part of the next step.
     in_line_end_s = report.end_s[_Lane.PASSES][resident_task.number] + step_s
@@ -274,8 +292,8 @@ def simulate_stream(
         + other_s,
         slowed_s=report.slowed_s,
         exposed_s=report.idle_s,
-        to_device_bytes=copied_bytes,
-        to_host_bytes=copied_bytes,
+        to_device_bytes={name: size_bytes for name, size_bytes in both_ways.items() if size_bytes},
+        to_host_bytes={name: size_bytes for name, size_bytes in to_host.items() if size_bytes},
         to_device_busy=report.to_device_s / step_s if step_s else 0.0,
         to_host_busy=report.to_host_s / step_s if step_s else 0.0,
         update_end_s=tuple(
@@ -299,10 +317,15 @@ def _add_passes(
     leaving: Sequence[int],
     left_before: Mapping[int, int],
     fetch_ahead: int,
+    added_s: Sequence[float],
 ) -> _Passes:
+    """Add a batch; `added_s` is what each backward pass takes more, if that is not nothing."""
     count = len(units)
     forward = [tasks.add(_Lane.PASSES, unit.forward_s) for unit in units]
-    backward = [tasks.add(_Lane.PASSES, unit.backward_s) for unit in reversed(units)][::-1]
+    durations = [unit.backward_s for unit in units]
+    if added_s:
+        durations = [sum(both) for both in zip(durations, added_s, strict=True)]
+    backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
     left = {}
     for number in leaving:
         left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, units[number].saved_bytes)
@@ -316,6 +339,18 @@ def _add_passes(
         tasks.wait(back, left[number])
         tasks.wait(backward[number], back)
     return _Passes(forward, backward)
+
+
+def _add_gradient_copies(
+    tasks: LaneTasks, size_bytes: Sequence[int], backward: Sequence[Task], behind: Task
+) -> None:
+    """Add the copies of each unit's gradients; `behind` is what follows the backward pass."""
+    for number in reversed(range(len(size_bytes))):
+        if size_bytes[number]:
+            left = tasks.add(_Lane.STATE_OUT, size_bytes[number])
+            tasks.wait(left, backward[number])
+            waiting = number - UNITS_WITH_GRADIENTS
+            tasks.wait(backward[waiting] if waiting >= 0 else behind, left)
 
 
 def _add_state_copies(

@@ -102,6 +102,13 @@ def _is_copied(hardware: Hardware) -> str:
     )
 
 
+def _may_be_copied(hardware: Hardware) -> str:
+    return (
+        "What the budget has no room for is copied to page-locked memory in the backward pass, and "
+        f"is used there at {_rate(hardware.mapped_bytes_per_s)}."
+    )
+
+
 def _is_streamed(hardware: Hardware) -> str:
     return (
         f"A streamed GiB adds {_per_gib(_streamed(hardware))} to a step; updated in place on the "
@@ -132,7 +139,7 @@ _DEVICE = _Alternative("device", "keep", _nothing, _stays)
 _ALTERNATIVES: Mapping[TensorClass, tuple[_Alternative, ...]] = {
     TensorClass.WEIGHTS: (_DEVICE,),
     TensorClass.FROZEN_WEIGHTS: (_Alternative("device", "keep", _nothing, _frozen_stays),),
-    TensorClass.GRADIENTS: (_DEVICE,),
+    TensorClass.GRADIENTS: (_Alternative("device", "copy", _nothing, _may_be_copied),),
     TensorClass.OPTIMIZER_STATE: (
         _Alternative("pinned", "stream", _streamed, _is_streamed),
         _Alternative("pinned", "map", _in_place, _is_in_place),

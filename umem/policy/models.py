@@ -190,9 +190,9 @@ def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
     pinned = rule.kind == "pinned"
     place = "host" if pinned else "device"
     mapping = "such memory is always mapped" if pinned else "no host pages to map"
-    # Stream and copy are not among the remedies: each is for one class only.
+    # Stream and copy are not among the remedies: they are not for every class.
     mechanisms = ("keep", "map") if pinned else ("keep",)
-    for_one_class = "stream" if pinned else "copy"
+    for_some_classes = "stream" if pinned else "copy"
     access_follows = rule.placement != place or rule.accessed_by_device == pinned
     # Whether the key's value is possible; the key; why it is not; the value that is.
     table = [
@@ -200,7 +200,7 @@ def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
         (access_follows, "accessed_by_device", mapping, shown(pinned)),
         (not rule.read_mostly, "read_mostly", "only pages that move can be duplicated", "false"),
         (
-            rule.mechanism in ("auto", for_one_class, *mechanisms),
+            rule.mechanism in ("auto", for_some_classes, *mechanisms),
             "mechanism",
             "such memory does not move",
             " or ".join(mechanisms),
@@ -262,10 +262,10 @@ class ClassRule(_Record):
     mechanism: Mechanism = "auto"
     """How the class moves: auto (the planner chooses; with kind auto, the machine), migrate
     (prefetch of pages), map (used in place on the host, over the link), duplicate (read-mostly
-    copies), copy (an explicit copy to the host and back; of kind device for activations only),
-    stream (home in page-locked host memory, staged in device buffers for its use; for
-    optimizer_state of kind pinned), discard (dead contents are dropped, live contents stay), fault
-    (demand paging), keep (no movement)."""
+    copies), copy (an explicit copy to the host and back; of kind device for activations, and
+    for gradients, which are used on the host), stream (home in page-locked host memory, staged
+    in device buffers for its use; for optimizer_state of kind pinned), discard (dead contents
+    are dropped, live contents stay), fault (demand paging), keep (no movement)."""
     eviction: Eviction = "auto"
     """Order of eviction when device memory runs short: auto (tensors whose next use is
     furthest away), lru (the least recently used), first (this class before all others), never
@@ -309,16 +309,16 @@ class ClassRules(_Record):
         return self
 
     @model_validator(mode="after")
-    def _copies_only_activations_off_plain_device_memory(self) -> ClassRules:
+    def _copies_only_what_a_pass_makes_off_plain_device_memory(self) -> ClassRules:
         raise_conflicts(
             [
                 Conflict(
                     (name, "mechanism"),
-                    "mechanism copy with kind device copies what autograd has saved, so it is for "
-                    f"activations and not for {name}; set mechanism: keep",
+                    "mechanism copy with kind device copies what the passes make, so it is for "
+                    f"activations and gradients and not for {name}; set mechanism: keep",
                 )
                 for name in ClassRules.model_fields
-                if name != "activations"
+                if name not in ("activations", "gradients")
                 and (getattr(self, name).kind, getattr(self, name).mechanism) == ("device", "copy")
             ]
         )

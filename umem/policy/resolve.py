@@ -68,7 +68,15 @@ class ResolvedPolicy:
     @property
     def copies_activations(self) -> bool:
         """Whether activations in plain device memory are copied out where a plan says so."""
-        rule = self.rules[TensorClass.ACTIVATIONS.number]
+        return self._copies(TensorClass.ACTIVATIONS)
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether gradients in plain device memory are copied out where a plan says so."""
+        return self._copies(TensorClass.GRADIENTS)
+
+    def _copies(self, tensor_class: TensorClass) -> bool:
+        rule = self.rules[tensor_class.number]
         return (rule.kind, rule.mechanism) == ("device", "copy")
 
 

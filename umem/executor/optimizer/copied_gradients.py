@@ -7,8 +7,8 @@ added to it there, clipping reads and writes it there, and so does the update, a
 link.
 
 From the copy's start until then a guard sees each use of the gradient by Python, and the copy is
-waited for first. An addition by autograd itself changes the tensor's version: the copy is void then,
-and the gradient stays where it is.
+waited for first. An addition by autograd itself changes the tensor's version: then the copy is of
+no use, and the gradient stays where it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import TensorGuard, are_plain, has_alias
+from umem.executor.optimizer.access_guard import TensorGuard, are_plain
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
@@ -62,7 +62,8 @@ class _Arriving:
     """The gradients of the unit that the backward pass is in."""
 
     name: str
-    gradients: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By ``id``: autograd may add to one several times."""
 
 
 class CopiedGradients:
@@ -150,7 +151,7 @@ class CopiedGradients:
                     self._unit_begins()
                 gradient = parameter.grad
                 if name in self._copied and gradient is not None and self._can_leave(gradient):
-                    self._arriving.gradients.append(gradient)
+                    self._arriving.gradients[id(gradient)] = gradient
             except Exception as error:
                 self._on_error(error)
 
@@ -174,7 +175,7 @@ class CopiedGradients:
     def _send(self) -> None:
         """Start the copies of what has arrived."""
         arrived, self._arriving = self._arriving, _Arriving("")
-        gradients = [it for it in arrived.gradients if self._can_leave(it)]
+        gradients = [it for it in arrived.gradients.values() if self._can_leave(it)]
         if not gradients:
             return
         copies = [
@@ -201,13 +202,11 @@ class CopiedGradients:
         with DisableTorchFunctionSubclass(), torch.no_grad():
             for it in leaving.copies:
                 gradient: Any = it.gradient
-                if version_counter(gradient) == it.version and not has_alias((gradient,)):
+                if version_counter(gradient) == it.version:
                     gradient.data = it.home
 
 
-def _arrive(
-    reference: weakref.ref[CopiedGradients], name: str, parameter: torch.Tensor
-) -> None:
+def _arrive(reference: weakref.ref[CopiedGradients], name: str, parameter: torch.Tensor) -> None:
     gradients = reference()
     if gradients is not None:
         gradients.arrive(name, parameter)
