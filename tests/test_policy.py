@@ -126,7 +126,8 @@ def test_presets_by_machine_take_memory_that_the_card_shows_as_free(
     }
     state = found.pop(TensorClass.OPTIMIZER_STATE)
     assert state == ("pinned", "stream")
-    assert found.pop(TensorClass.ACTIVATIONS) == ("device", "copy")
+    for member in (TensorClass.ACTIVATIONS, TensorClass.GRADIENTS):
+        assert found.pop(member) == ("device", "copy")
     assert set(found.values()) == {("device", "keep")}
     assert {rule.min_bytes for rule in resolved.rules} == {2**20}
     assert resolved.planner == "none"
@@ -537,11 +538,13 @@ def test_only_optimizer_state_streams() -> None:
     assert keys
 
 
-def test_only_activations_are_copied_off_plain_device_memory() -> None:
+def test_only_what_the_passes_make_is_copied_off_plain_device_memory() -> None:
     copied = {"kind": "device", "mechanism": "copy"}
-    policy = load_policy({"classes": {"activations": copied}})
+    made = {"activations", "gradients"}
+    policy = load_policy({"classes": dict.fromkeys(made, copied)})
     assert policy.classes.activations.mechanism == "copy"
-    for name in set(ClassRules.model_fields) - {"activations"}:
+    assert policy.classes.gradients.mechanism == "copy"
+    for name in set(ClassRules.model_fields) - made:
         (problem,) = find_problems({"classes": {name: copied}})
         assert problem.key == f"classes.{name}.mechanism"
         assert "set mechanism: keep" in problem.message

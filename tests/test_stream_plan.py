@@ -190,6 +190,26 @@ def test_activations_leave_and_come_back(two_way: Hardware) -> None:
     assert [waits.step_s, waits.exposed_s] == milliseconds([11, 2])
 
 
+def test_gradients_leave_and_are_used_on_the_host(two_way: Hardware) -> None:
+    """Of four units; the last one's backward pass ends at 1, and its gradients have left at 4.
+
+    The second unit's backward pass waits for that from 2 on.
+    """
+    hardware = replace(two_way, mapped_bytes_per_s=RATE, mapped_read_bytes_per_s=RATE)
+    units = [StreamUnit("block", 0, 0.0, 0.0, 1 * MS, gradient_bytes=120 * MIB)] * 4
+    timing = simulate_stream(units, (), 0, hardware=hardware, copied_gradients=[3])
+    # The update reads them in 3 ms.
+    assert [timing.step_s, timing.exposed_s] == milliseconds([6 + 3, 2])
+    assert timing.to_host_bytes == {TensorClass.GRADIENTS: 120 * MIB}
+    assert timing.to_device_bytes == {}
+    # A second batch is added to them, read and written.
+    timing = simulate_stream(units, (), 0, hardware=hardware, copied_gradients=[3], batches=2)
+    assert [timing.step_s, timing.exposed_s] == milliseconds([6 + 4 + 6 + 3, 2])
+    # Those of the first unit have left when the second batch begins.
+    timing = simulate_stream(units, (), 0, hardware=hardware, copied_gradients=[0], batches=2)
+    assert [timing.step_s, timing.exposed_s] == milliseconds([4 + 3 + 4 + 6 + 3, 3])
+
+
 def test_copies_in_the_same_direction_share_it(two_way: Hardware) -> None:
     """The state of one unit, and the activations of another, come back from 3 on, each in 2 ms."""
     units = [saving(40, 0, state_bytes=40 * MIB), saving(40, 0, state_bytes=0)]
@@ -519,6 +539,83 @@ def test_resident_units_are_spread_where_updates_are_in_the_backward_pass(
         units, range(len(plan.resident)), plan.slots, hardware=two_way, in_backward=True
     )
     assert plan.predicted.exposed_s < 0.5 * early.exposed_s
+
+
+def live_mib(weights: int, gradients: Sequence[int], batches: int) -> tuple[Any, Any, int]:
+    """Memory in the passes of each unit and at the step; gradients come with a unit's pass."""
+    count, every = len(gradients), sum(gradients)
+    there = [weights + (every if batches > 1 else sum(gradients[it + 1 :])) for it in range(count)]
+    forward = [weights + (every if batches > 1 else 0)] * count
+    return forward, [it + new for it, new in zip(there, gradients, strict=True)], weights + every
+
+
+@pytest.mark.parametrize(("batches", "copied"), [(1, {5, 6, 7}), (2, {4, 5, 6, 7})])
+def test_gradients_of_the_last_units_leave_where_nothing_else_is_enough(
+    machine: Hardware, batches: int, copied: set[int]
+) -> None:
+    """Weights take 100 MiB, and each of eight units makes 40 MiB of gradients."""
+    forward, backward, step = live_mib(100, [40] * 8, batches)
+    units = [
+        replace(
+            unit(0),
+            gradient_bytes=40 * MIB,
+            forward_peak_bytes=before * MIB,
+            backward_peak_bytes=behind * MIB,
+        )
+        for before, behind in zip(forward, backward, strict=True)
+    ]
+    settings: dict[str, Any] = {"hardware": machine, "step_peak_bytes": step * MIB}
+    plan = plan_stream(units, budget_bytes=300 * MIB, batches=batches, **settings)
+    assert plan.copied_gradients == copied
+    assert plan.peak_bytes == 300 * MIB
+    assert plan.predicted.to_host_bytes == {TensorClass.GRADIENTS: len(copied) * 40 * MIB}
+    enough = plan_stream(units, budget_bytes=460 * MIB, batches=batches, **settings)
+    assert enough.copied_gradients == frozenset()
+    with pytest.raises(PlanError, match="gradients of 8 copied out"):
+        plan_stream(units, budget_bytes=120 * MIB, batches=batches, **settings)
+
+
+@given(
+    st.lists(st.sampled_from([0, 10, 40, 80]), min_size=1, max_size=9),
+    st.integers(1, 2),
+    st.integers(0, 9),
+)
+def test_memory_with_gradients_on_the_host(
+    machine: Hardware, gradients: list[int], batches: int, on_host: int
+) -> None:
+    """By going through the moments of a step, batch after batch."""
+    forward, backward, step = live_mib(100, gradients, batches)
+    units = [
+        replace(
+            unit(0),
+            gradient_bytes=size * MIB,
+            forward_peak_bytes=before * MIB,
+            backward_peak_bytes=behind * MIB,
+        )
+        for size, before, behind in zip(gradients, forward, backward, strict=True)
+    ]
+    budget_mib = step - sum(gradients[::-1][:on_host])
+    try:
+        plan = plan_stream(
+            units,
+            budget_bytes=budget_mib * MIB,
+            hardware=machine,
+            step_peak_bytes=step * MIB,
+            batches=batches,
+        )
+    except PlanError:
+        return
+    live, home, most = dict.fromkeys(range(len(units)), 0), set(), 0
+    for _ in range(batches):
+        for number in reversed(range(len(units))):
+            for left in plan.copied_gradients:
+                if left >= number + 1 + 2 and live[left]:
+                    home.add(left)
+            there = sum(size for it, size in live.items() if it not in home)
+            most = max(most, 100 + there + gradients[number])
+            live[number] = gradients[number]
+        home |= plan.copied_gradients
+    assert most <= plan.peak_bytes / MIB <= budget_mib
 
 
 @settings(max_examples=60, deadline=None)

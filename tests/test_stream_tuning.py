@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
@@ -254,6 +255,7 @@ class Training:
         *,
         is_checkpointed: bool = False,
         streams_state: bool = True,
+        copies_gradients: bool = False,
         make_model: Callable[[Machine], nn.Module] | None = None,
         mover: Any = None,
         clips: bool = True,
@@ -284,6 +286,7 @@ class Training:
             memory,
             self.tuner,
             streams_state=streams_state,
+            copies_gradients=copies_gradients,
         )
         reference = weakref.ref(self.tuner)
 
@@ -447,7 +450,30 @@ def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture)
     assert status is not None
     assert status.state == TuningState.OVERFULL
     assert status.copied_blocks == LAYERS - 1
-    assert len([it for it in caplog.messages if "all activations are copied" in it]) == 1
+    assert len([it for it in caplog.messages if "activations and gradients are copied" in it]) == 1
+
+
+def test_gradients_are_copied_where_activations_alone_leave_too_little_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All are there at the fullest moment, the loss of the second batch."""
+
+    def run(budget_bytes: int, **options: Any) -> tuple[Any, Any]:
+        machine = Machine()
+        machine.budget_bytes = SLACK + budget_bytes
+        training = Training(machine, **options)
+        found = training.run(8, batches=2)
+        return training.training.status().tuning, found
+
+    assert run(BASE)[0].state == TuningState.OVERFULL
+    (needed,) = (int(it) for it in re.findall(r"\((\d+) bytes\)", caplog.text))
+    assert run(needed)[0].state == TuningState.PLANNED
+    layer_bytes = LAYER_STATE // 2
+    assert run(needed - layer_bytes)[0].state == TuningState.OVERFULL
+    status, found = run(needed - layer_bytes, copies_gradients=True)
+    assert status.state == TuningState.PLANNED
+    assert status.copied_gradients_bytes == layer_bytes
+    assert found == Training().run(8, batches=2)
 
 
 def test_a_larger_batch_is_planned_for() -> None:

@@ -212,8 +212,9 @@ class _Memory:
             copied = np.where(np.arange(self.count) >= self.count - copied_gradients, every, 0)
             copied_bytes = int(copied.sum())
             # Those of a unit have left when the backward pass begins with the unit so far ahead.
-            behind = np.concatenate((copied[::-1].cumsum()[::-1], np.zeros(self.count, np.int64)))
-            left = behind[np.arange(self.count) + 1 + UNITS_WITH_GRADIENTS]
+            none = np.zeros(1 + UNITS_WITH_GRADIENTS, np.int64)
+            behind = np.concatenate((copied[::-1].cumsum()[::-1], none))
+            left = behind[1 + UNITS_WITH_GRADIENTS :]
             if batches > 1:
                 # All gradients are there from the second batch on. The first has made only some.
                 forward -= copied_bytes
@@ -221,7 +222,7 @@ class _Memory:
                 self.step_bytes -= copied_bytes
             else:
                 backward -= left
-                self.step_bytes -= int(behind[min(UNITS_WITH_GRADIENTS, self.count)])
+                self.step_bytes -= int(behind[UNITS_WITH_GRADIENTS])
         self.peak_bytes = np.concatenate((forward, backward[::-1]))
         # The last unit's backward pass comes at once.
         self.can_leave = [i for i, unit in enumerate(units[:-1]) if unit.saved_bytes]
@@ -532,7 +533,7 @@ def _too_small(problem: _Problem) -> PlanError:
         f"training with streamed optimizer state takes at least {format_bytes(needed)} of device "
         f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
         f"of {len(memory.can_leave)} units and the gradients of {problem.copied_gradients} copied "
-        "out, and {format_bytes(state_bytes)} for "
+        f"out, and {format_bytes(state_bytes)} for "
         f"{_SLOTS[0]} staging buffers and the state of larger units. The budget is "
         f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
         f"{format_bytes(needed - problem.budget_bytes)}, or train with smaller batches"
