@@ -24,6 +24,7 @@ STREAMED_MODES = (
     "saved_and_loaded",
     "in_a_thread",
     "captured",
+    "gradients_copied",
     "in_backward",
 )
 
@@ -88,6 +89,11 @@ def test_a_plain_loop_waits_for_blocks_only(pairs: dict[str, tuple[Any, Any]]) -
 def test_units_are_updated_in_the_backward_pass(pairs: dict[str, tuple[Any, Any]]) -> None:
     # The first three steps make the state, and are watched.
     assert pairs["in_backward"][1]["streaming"]["ahead"] >= STEPS - 4
+
+
+def test_gradients_are_on_the_host(pairs: dict[str, tuple[Any, Any]]) -> None:
+    # Those of all weight matrices, but perhaps of the units that the backward pass came to last.
+    assert pairs["gradients_copied"][1]["streaming"]["gradients_on_host"] >= 2 * (8 - 2)
 
 
 def test_the_budget_holds_and_nothing_is_managed(pairs: dict[str, tuple[Any, Any]]) -> None:

@@ -185,6 +185,19 @@ def captured(training: Training) -> None:
         training.seen.append(result.clone())
 
 
+def gradients_copied(training: Training) -> None:
+    """Gradients of all units leave for the host, and two more batches are added there."""
+    if len(training.losses) == 4:
+        for streamed in streamed_trainings():
+            streamed.gradients.set_plan(streamed.gradients.sizes())
+    if len(training.losses) > 4:
+        for _ in range(2):
+            loss = training.model(torch.randn(ROWS, HIDDEN, device="cuda")).square().mean()
+            loss.backward()
+        gradients = [it.grad for it in training.model.parameters() if it.grad is not None]
+        training.seen.append(nn.utils.get_total_norm(gradients))
+
+
 def in_backward(training: Training) -> None:
     """Without clipping: parameters are updated in the backward pass where umem is enabled."""
     if "UMEM_POLICY" in os.environ and len(training.losses) == 1:
@@ -205,7 +218,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     it.__name__: it
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
-        *(saved_and_loaded, in_a_thread, captured, in_backward),
+        *(saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
         varied,
     )
 }
@@ -254,6 +267,11 @@ def main() -> None:
             "hint_engines": len(managers()),
             "slots_bytes": streamed.step.units.slots_bytes,
             "card_peak_bytes": card.peak_bytes,
+            "gradients_on_host": sum(
+                bindings.memory_type(it.grad.data_ptr()) == "cudaMemoryTypeHost"
+                for it in training.model.parameters()
+                if it.grad is not None
+            ),
         }
         if (status := streamed.status().tuning) is not None:
             facts["streaming"] |= {
