@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.lanes import Lane, Lanes
+from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.executor.optimizer.state_staging import is_whole
 from umem.torch_compat import DisableTorchFunctionSubclass
 
@@ -109,11 +109,10 @@ class LazyLanes(Lanes):
         self.progress()
         return task
 
-    def copy(
-        self, lane: Lane, to: int, source: int, size_bytes: int, tensor_class: TensorClass
-    ) -> None:
+    def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy now: the caller is late."""
-        ctypes.memmove(to, source, size_bytes)
+        for to, source, size_bytes in copies:
+            ctypes.memmove(to, source, size_bytes)
 
     def wait(self, moment: _Task | None) -> None:
         """Run everything that the moment needs."""

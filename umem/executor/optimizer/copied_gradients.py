@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import TensorGuard, are_plain
-from umem.executor.optimizer.lanes import Lane, Lanes, Moment
+from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
 from umem.torch_compat import DisableTorchFunctionSubclass, version_counter
@@ -37,8 +37,8 @@ _Parameters = Mapping[str, Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class _Copy:
-    gradient: torch.Tensor
+class _Gradient:
+    tensor: torch.Tensor
     version: int
     """When the copy started."""
     home: torch.Tensor
@@ -48,7 +48,7 @@ class _Copy:
 class _Leaving:
     """The gradients of a unit on their way to the host."""
 
-    copies: list[_Copy]
+    gradients: list[_Gradient]
     asked: Moment
     """When the copies started, on the stream that owns the gradients' memory."""
     moment: Moment
@@ -178,21 +178,20 @@ class CopiedGradients:
         gradients = [it for it in arrived.gradients.values() if self._can_leave(it)]
         if not gradients:
             return
-        copies = [
-            _Copy(it, version_counter(it), self._memory.home_like(it, TensorClass.GRADIENTS))
+        leaving = [
+            _Gradient(it, version_counter(it), self._memory.home_like(it, TensorClass.GRADIENTS))
             for it in gradients
         ]
-        addresses = [(it.home.data_ptr(), it.gradient.data_ptr(), it.home.nbytes) for it in copies]
+        asked = self._lanes.mark()
+        parts = [Copy(it.home.data_ptr(), it.tensor.data_ptr(), it.home.nbytes) for it in leaving]
 
         def copy() -> None:
-            for to, source, size_bytes in addresses:
-                self._lanes.copy(Lane.COPY_OUT, to, source, size_bytes, TensorClass.GRADIENTS)
+            self._lanes.copy(Lane.COPY_OUT, parts, TensorClass.GRADIENTS)
 
-        asked = self._lanes.mark()
         moment = self._lanes.run(Lane.COPY_OUT, copy, [asked])
-        leaving = _Leaving(copies, asked, moment, TensorGuard(self.settle))
-        leaving.guard.hold(gradients)
-        self._leaving.append(leaving)
+        guard = TensorGuard(self.settle)
+        guard.hold(gradients)
+        self._leaving.append(_Leaving(leaving, asked, moment, guard))
 
     def _release(self, leaving: _Leaving) -> None:
         """Let the stream wait for a unit's copies, and its gradients have the host's memory."""
@@ -200,10 +199,10 @@ class CopiedGradients:
         self._lanes.wait_on_stream_of(leaving.asked, leaving.moment)
         leaving.guard.release()
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            for it in leaving.copies:
-                gradient: Any = it.gradient
-                if version_counter(gradient) == it.version:
-                    gradient.data = it.home
+            for it in leaving.gradients:
+                tensor: Any = it.tensor
+                if version_counter(tensor) == it.version:
+                    tensor.data = it.home
 
 
 def _arrive(reference: weakref.ref[CopiedGradients], name: str, parameter: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import own_stream
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
-__all__ = ["CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes"]
+__all__ = ["Copy", "CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes"]
 
 
 class Lane(IntEnum):
@@ -38,6 +38,14 @@ _DIRECTIONS: dict[Lane, Direction] = {Lane.COPY_IN: "to_device", Lane.COPY_OUT: 
 
 Moment = Any
 """A point in the work of a stream or a lane, for others to wait for."""
+
+
+class Copy(NamedTuple):
+    """Bytes to copy from one address to another."""
+
+    to: int
+    source: int
+    size_bytes: int
 
 
 class Lanes(Protocol):
@@ -59,10 +67,8 @@ class Lanes(Protocol):
             Moments that the work waits for, besides the earlier work of its lane.
         """
 
-    def copy(
-        self, lane: Lane, to: int, source: int, size_bytes: int, tensor_class: TensorClass
-    ) -> None:
-        """Copy bytes of a class between two addresses, from within work of a lane."""
+    def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
+        """Copy tensors of a class, or parts of them, from within work of a lane."""
 
     def wait(self, moment: Moment) -> None:
         """Let later work of the calling thread's stream wait for a moment."""
@@ -106,12 +112,12 @@ class HostLanes(Lanes):
         work()
         return _OVER
 
-    def copy(
-        self, lane: Lane, to: int, source: int, size_bytes: int, tensor_class: TensorClass
-    ) -> None:
+    def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy now."""
-        with copy_counts.counted(_DIRECTIONS[lane], tensor_class, size_bytes, None):
-            ctypes.memmove(to, source, size_bytes)
+        all_bytes = sum(it.size_bytes for it in copies)
+        with copy_counts.counted(_DIRECTIONS[lane], tensor_class, all_bytes, None):
+            for to, source, size_bytes in copies:
+                ctypes.memmove(to, source, size_bytes)
 
     def wait(self, moment: Moment) -> None:
         """Return: all work has run."""
@@ -167,15 +173,16 @@ class CudaLanes(Lanes):
             work()
         return _Moment(stream.record_event(new_event()), stream)
 
-    def copy(
-        self, lane: Lane, to: int, source: int, size_bytes: int, tensor_class: TensorClass
-    ) -> None:
+    def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy by a copy engine, on the lane's stream."""
         stream = self._streams[lane]
-        with copy_counts.counted(_DIRECTIONS[lane], tensor_class, size_bytes, stream):
-            for offset in range(0, size_bytes, _CHUNK_BYTES):
-                chunk_bytes = min(_CHUNK_BYTES, size_bytes - offset)
-                bindings.copy(to + offset, source + offset, chunk_bytes, stream.cuda_stream)
+        handle = stream.cuda_stream
+        all_bytes = sum(it.size_bytes for it in copies)
+        with copy_counts.counted(_DIRECTIONS[lane], tensor_class, all_bytes, stream):
+            for to, source, size_bytes in copies:
+                for offset in range(0, size_bytes, _CHUNK_BYTES):
+                    chunk_bytes = min(_CHUNK_BYTES, size_bytes - offset)
+                    bindings.copy(to + offset, source + offset, chunk_bytes, handle)
 
     def wait(self, moment: Moment) -> None:
         """Make the current stream wait; while it is captured into a graph, this thread.

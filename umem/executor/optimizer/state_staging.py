@@ -13,15 +13,13 @@ import torch
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, has_alias
-from umem.executor.optimizer.lanes import Lane, Lanes
+from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "find_spans", "is_whole"]
 
 OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
 """State by parameter and name, as ``torch.optim.Optimizer.state``."""
-
-_STATE = TensorClass.OPTIMIZER_STATE
 
 _ALIGNMENT = 512
 """Of a run of homes in a buffer, as of the allocator's blocks: kernels see the same alignment."""
@@ -276,14 +274,14 @@ class StagedState:
     def copy_in(self, lanes: Lanes) -> None:
         """Copy the homes into the slot, from within work of a lane."""
         slot = self._address()
-        for run in self._runs:
-            lanes.copy(Lane.COPY_IN, slot + run.offset, run.address, run.size_bytes, _STATE)
+        copies = [Copy(slot + it.offset, it.address, it.size_bytes) for it in self._runs]
+        lanes.copy(Lane.COPY_IN, copies, TensorClass.OPTIMIZER_STATE)
 
     def copy_out(self, lanes: Lanes) -> None:
         """Copy the slot back to the homes, from within work of a lane."""
         slot = self._address()
-        for run in self._runs:
-            lanes.copy(Lane.COPY_OUT, run.address, slot + run.offset, run.size_bytes, _STATE)
+        copies = [Copy(it.address, slot + it.offset, it.size_bytes) for it in self._runs]
+        lanes.copy(Lane.COPY_OUT, copies, TensorClass.OPTIMIZER_STATE)
 
     def _address(self) -> int:
         assert self._slot is not None
