@@ -169,7 +169,10 @@ class CudaLanes(Lanes):
         stream = self._streams[lane]
         for moment in after:
             stream.wait_event(moment.event)
-        with torch.cuda.stream(stream):
+        if lane is Lane.UPDATE:
+            with torch.cuda.stream(stream):
+                work()
+        else:  # copies name their stream, which takes less time than to change torch's
             work()
         return _Moment(stream.record_event(new_event()), stream)
 
