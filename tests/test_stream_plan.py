@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from umem.core.classes import TensorClass
@@ -266,6 +266,7 @@ def machine_of(machine: Hardware, figures: tuple[float, float]) -> Hardware:
 
 
 @given(UNITS, st.sets(st.integers(0, 7)), st.integers(1, 5), MACHINES, BACKWARD, st.booleans())
+@example([unit(5, 0, 0), unit(20, 0, 0)], set(), 2, (1.0, 0.05), 1 * MS, False)
 def test_every_step(
     machine: Hardware,
     units: list[StreamUnit],
@@ -298,9 +299,10 @@ def test_every_step(
     bound_s = max(timing.compute_s, copied_bytes / RATE, 2 * copied_bytes / (figures[0] * RATE))
     assert timing.step_s >= bound_s * (1 - CLOSE)
 
-    # Streamed updates run one after the other, and none before its data arrived.
+    # Streamed updates run one after the other, and none before its data arrived. Where steps
+    # alternate, the latest may have taken longer than the mean, by what copies have slowed it.
     assert np.all(
-        np.diff([timing.update_end_s[it] for it in streamed], prepend=0)
+        np.diff([timing.update_end_s[it] for it in streamed], prepend=-timing.slowed_s)
         >= np.array([units[it].update_s for it in streamed]) * (1 - CLOSE)
     )
     behind_bytes = 0
