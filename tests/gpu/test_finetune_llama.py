@@ -111,7 +111,7 @@ def test_a_budget_below_the_working_set_changes_no_loss(
     budget_bytes = int(share * stock["memory"]["peak_allocated_bytes"])
     budget = ("--policy", "managed", "--budget", str(budget_bytes))
     tight = run("sft", *budget, planner=planner)
-    # The budget holds from the first step on, plan or not: what does not fit is born on the host.
-    assert "over the budget" in tight["output"]
+    # Without a planner the allocator keeps the budget, by what it maps on the host.
+    assert ("over the budget" in tight["output"]) is (planner == "none")
     assert tight["losses"] == stock["losses"]
     assert tight["parameters_sha256"] == stock["parameters_sha256"]
