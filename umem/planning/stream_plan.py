@@ -156,7 +156,9 @@ def plan_stream(
     # In the backward pass, gradients live for a few units only.
     most = 0 if in_backward or not any(unit.gradient_bytes for unit in units) else len(units)
     fewest = bisect_left(
-        range(most), True, key=lambda count: _is_possible(with_gradients_copied(count))
+        range(most),
+        True,
+        key=lambda count: sum(_least_bytes(with_gradients_copied(count))) <= budget_bytes,
     )
     problem = with_gradients_copied(fewest)
     bounded = [(_lower_bound_s(problem, choice), choice) for choice in _choices(problem)]
@@ -344,11 +346,10 @@ def _choices(problem: _Problem) -> Iterator[_Choice]:
                     yield choice
 
 
-def _is_possible(problem: _Problem) -> bool:
-    """Whether any choice fits."""
+def _least_bytes(problem: _Problem) -> tuple[int, int]:
+    """Memory that no choice is below: of all else, and of state."""
     memory = problem.memory
-    other_bytes = memory.most_bytes(len(memory.can_leave), _FETCH_AHEAD[0])
-    return other_bytes + _least_state_bytes(problem) <= problem.budget_bytes
+    return memory.most_bytes(len(memory.can_leave), _FETCH_AHEAD[0]), _least_state_bytes(problem)
 
 
 def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
@@ -525,15 +526,13 @@ def _with_fewest(
 
 
 def _too_small(problem: _Problem) -> PlanError:
-    memory = problem.memory
-    other_bytes = memory.most_bytes(len(memory.can_leave), 1)
-    state_bytes = _least_state_bytes(problem)
+    other_bytes, state_bytes = _least_bytes(problem)
     needed = other_bytes + state_bytes
     return PlanError(
         f"training with streamed optimizer state takes at least {format_bytes(needed)} of device "
         f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
-        f"of {len(memory.can_leave)} units and the gradients of {problem.copied_gradients} copied "
-        f"out, and {format_bytes(state_bytes)} for "
+        f"of {len(problem.memory.can_leave)} units and the gradients of {problem.copied_gradients} "
+        f"copied out, and {format_bytes(state_bytes)} for "
         f"{_SLOTS[0]} staging buffers and the state of larger units. The budget is "
         f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
         f"{format_bytes(needed - problem.budget_bytes)}, or train with smaller batches"

@@ -241,7 +241,8 @@ def simulate_stream(
     added_s = [2 * size_bytes / hardware.mapped_bytes_per_s for size_bytes in on_host]
     read_s = [size_bytes / hardware.mapped_read_bytes_per_s for size_bytes in on_host]
     # Behind the step before, the program updates other units in its own stream.
-    in_line = [i for i in range(len(units)) if i not in set(in_order)]
+    queued = set(in_order)
+    in_line = [i for i in range(len(units)) if i not in queued]
     resident_task = tasks.add(_Lane.PASSES, sum(units[i].update_s + read_s[i] for i in in_line))
     passes = [
         _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead, added_s if batch else ())
