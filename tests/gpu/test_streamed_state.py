@@ -51,8 +51,8 @@ def values(facts: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pairs(start: Callable[..., Job]) -> dict[str, tuple[Any, Any]]:
-    """What each program saw, stock and streamed."""
+def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
+    """What the program of a mode saw, stock and streamed."""
     jobs = {
         mode: (
             start("streaming.py", mode, str(STEPS), **VARIABLES),
@@ -67,12 +67,17 @@ def pairs(start: Callable[..., Job]) -> dict[str, tuple[Any, Any]]:
         )
         for mode in STREAMED_MODES
     }
-    return {mode: (stock.facts(), streamed.facts()) for mode, (stock, streamed) in jobs.items()}
+
+    def facts_of(mode: str) -> tuple[Any, Any]:
+        stock, streamed = jobs[mode]
+        return stock.facts(), streamed.facts()
+
+    return facts_of
 
 
 @pytest.mark.parametrize("mode", STREAMED_MODES)
-def test_all_bits_equal_the_stock_run(mode: str, pairs: dict[str, tuple[Any, Any]]) -> None:
-    stock, facts = pairs[mode]
+def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[Any, Any]]) -> None:
+    stock, facts = pairs(mode)
     streaming = facts["streaming"]
     print(streaming)
     assert values(facts) == values(stock)
@@ -80,24 +85,24 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: dict[str, tuple[Any, Any
     assert streaming["in_line"] == 0
 
 
-def test_a_plain_loop_waits_for_blocks_only(pairs: dict[str, tuple[Any, Any]]) -> None:
+def test_a_plain_loop_waits_for_blocks_only(pairs: Callable[[str], tuple[Any, Any]]) -> None:
     # In the last steps: those that are measured wait for all updates.
-    streaming = pairs["plain"][1]["streaming"]
+    streaming = pairs("plain")[1]["streaming"]
     assert streaming["waited"] == 0
 
 
-def test_units_are_updated_in_the_backward_pass(pairs: dict[str, tuple[Any, Any]]) -> None:
+def test_units_are_updated_in_the_backward_pass(pairs: Callable[[str], tuple[Any, Any]]) -> None:
     # The first three steps make the state, and are watched.
-    assert pairs["in_backward"][1]["streaming"]["ahead"] >= STEPS - 4
+    assert pairs("in_backward")[1]["streaming"]["ahead"] >= STEPS - 4
 
 
-def test_gradients_are_on_the_host(pairs: dict[str, tuple[Any, Any]]) -> None:
+def test_gradients_are_on_the_host(pairs: Callable[[str], tuple[Any, Any]]) -> None:
     # Those of all weight matrices, but perhaps of the units that the backward pass came to last.
-    assert pairs["gradients_copied"][1]["streaming"]["gradients_on_host"] >= 2 * (8 - 2)
+    assert pairs("gradients_copied")[1]["streaming"]["gradients_on_host"] >= 2 * (8 - 2)
 
 
-def test_the_budget_holds_and_nothing_is_managed(pairs: dict[str, tuple[Any, Any]]) -> None:
-    streaming = pairs["plain"][1]["streaming"]
+def test_the_budget_holds_and_nothing_is_managed(pairs: Callable[[str], tuple[Any, Any]]) -> None:
+    streaming = pairs("plain")[1]["streaming"]
     assert streaming["budget_peak_bytes"] <= parse_bytes(TIGHT)
     # Neither managed memory nor the second CUDA context of a hint engine.
     assert (streaming["managed_bytes"], streaming["hint_engines"]) == (0, 0)
