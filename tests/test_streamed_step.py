@@ -18,6 +18,8 @@ from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, bits, compare
 from streamed_uses import USES, norms_of_state
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._foreach_utils import _has_foreach_support
 from torch.utils.checkpoint import checkpoint
 
 import umem
@@ -120,6 +122,19 @@ def test_questions_that_need_no_value_do_not_wait() -> None:
     torch.save(weight, io.BytesIO())
     assert lanes.waits > waits
     assert not isinstance(weight, GuardedParameter)
+
+
+def test_torch_chooses_kernels_for_guarded_tensors_as_for_others() -> None:
+    run, _ = streaming()
+    run.step()
+    parameters = [it for it in run.model.parameters() if isinstance(it, GuardedParameter)]
+    gradients: list[torch.Tensor] = [
+        it.grad for it in parameters if isinstance(it.grad, GuardedTensor)
+    ]
+    assert len(parameters) == len(gradients) > 0
+    assert _has_foreach_support(gradients, torch.device("cuda"))  # as clip_grad_norm_ asks
+    assert {type(it) for it in parameters} <= set(_foreach_supported_types)  # as optimizers ask
+    assert {type(it) for it in gradients}.isdisjoint({nn.Parameter})
 
 
 def test_join_waits_for_all() -> None:

@@ -21,6 +21,7 @@ STREAMED_MODES = (
     "averaged_beside",
     "averaged_behind_an_event",
     "read_behind_a_host_wait",
+    "norm_logged",
     "saved_and_loaded",
     "in_a_thread",
     "captured",

@@ -157,6 +157,12 @@ def read_behind_a_host_wait(training: Training) -> None:
     training.side.synchronize()
 
 
+def norm_logged(training: Training) -> None:
+    """Of the gradients, right behind the step."""
+    gradients = [it.grad for it in training.model.parameters() if it.grad is not None]
+    training.seen.append(nn.utils.get_total_norm(gradients))
+
+
 def saved_and_loaded(training: Training) -> None:
     if len(training.losses) == 6:
         file = io.BytesIO()
@@ -194,8 +200,7 @@ def gradients_copied(training: Training) -> None:
         for _ in range(2):
             loss = training.model(torch.randn(ROWS, HIDDEN, device="cuda")).square().mean()
             loss.backward()
-        gradients = [it.grad for it in training.model.parameters() if it.grad is not None]
-        training.seen.append(nn.utils.get_total_norm(gradients))
+        norm_logged(training)
 
 
 def in_backward(training: Training) -> None:
@@ -218,7 +223,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     it.__name__: it
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
-        *(saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
+        *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
         varied,
     )
 }

@@ -5,6 +5,8 @@ has waited for them, anything else may look at the block's parameters, gradients
 an average of weights, a checkpoint, a logged norm, another thread. The guard changes the class of
 these tensor *objects* for that time. torch then calls ``__torch_function__`` for each operator and
 attribute that takes one of them, in every thread, and the guard has the caller's stream wait first.
+The class equals torch's own: by ``type(tensor) in [torch.Tensor]`` torch chooses between kernels
+for lists of tensors and for single ones, such as of a norm, which round differently.
 
 An object of another tensor on the same memory would not be seen. So what has such an alias is not
 deferred: :func:`has_alias`.
@@ -39,8 +41,8 @@ __all__ = [
 ]
 
 
-_PLAIN = frozenset((torch.Tensor, nn.Parameter))
-"""Classes of tensors that nothing guards, and that can be guarded."""
+_PLAIN = frozenset(map(id, (torch.Tensor, nn.Parameter)))
+"""Classes, by ``id``, of tensors that nothing guards, and that can be guarded."""
 
 _ONE = frozenset((1,))
 """References to a storage that one tensor has for itself."""
@@ -90,6 +92,22 @@ def _settle(tensor: Any) -> None:
         guard.give_back([tensor])
 
 
+class _EqualsPlain(type(nn.Parameter)):  # type: ignore[misc]
+    """Classes that equal the one that torch would have in their place."""
+
+    def __eq__(cls, other: object) -> bool:
+        return _plain_class(cls) is _plain_class(other)
+
+    def __hash__(cls) -> int:
+        return hash(_plain_class(cls))
+
+
+def _plain_class(kind: Any) -> object:
+    if not isinstance(kind, _EqualsPlain):
+        return kind
+    return nn.Parameter if issubclass(kind, nn.Parameter) else torch.Tensor
+
+
 class _Guarded:
     __slots__ = ()
 
@@ -120,13 +138,13 @@ class _Guarded:
         return _plain(self).__reduce_ex__(protocol)
 
 
-class GuardedTensor(_Guarded, torch.Tensor):
+class GuardedTensor(_Guarded, torch.Tensor, metaclass=_EqualsPlain):
     """A gradient, or a tensor of optimizer state."""
 
     __slots__ = ()
 
 
-class GuardedParameter(_Guarded, nn.Parameter):
+class GuardedParameter(_Guarded, nn.Parameter, metaclass=_EqualsPlain):
     """A parameter whose update is under way.
 
     Its update reads its gradient. That is taken off the parameter itself, so that a backward pass
@@ -140,7 +158,7 @@ class GuardedParameter(_Guarded, nn.Parameter):
     grad: Any = None
 
 
-class _WatchedParameter(GuardedParameter):
+class _WatchedParameter(GuardedParameter):  # type: ignore[metaclass]
     """A parameter that keeps its gradient."""
 
     __slots__ = ()
@@ -176,7 +194,7 @@ def _plain(tensor: Any) -> torch.Tensor:
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether tensors are of torch's own classes, and nothing guards them."""
-    return _PLAIN.issuperset(map(type, tensors))
+    return _PLAIN.issuperset(map(id, map(type, tensors)))
 
 
 def can_guard(tensor: torch.Tensor) -> bool:
@@ -186,7 +204,7 @@ def can_guard(tensor: torch.Tensor) -> bool:
 
 def is_guardable(kind: type) -> bool:
     """Whether tensors of a class can be guarded."""
-    return kind in _PLAIN or issubclass(kind, _Guarded)
+    return id(kind) in _PLAIN or issubclass(kind, _Guarded)
 
 
 def has_alias(tensors: Collection[torch.Tensor]) -> bool:
