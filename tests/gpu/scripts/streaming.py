@@ -272,12 +272,12 @@ def main() -> None:
             "hint_engines": len(managers()),
             "slots_bytes": streamed.step.units.slots_bytes,
             "card_peak_bytes": card.peak_bytes,
-            "gradients_on_host": sum(
-                bindings.memory_type(it.grad.data_ptr()) == "cudaMemoryTypeHost"
-                for it in training.model.parameters()
-                if it.grad is not None
-            ),
         }
+        if between is gradients_copied:
+            gradients = [it.grad for it in training.model.parameters() if it.grad is not None]
+            facts["streaming"]["gradients_on_host"] = sum(
+                bindings.memory_type(it.data_ptr()) == "cudaMemoryTypeHost" for it in gradients
+            )
         if (status := streamed.status().tuning) is not None:
             facts["streaming"] |= {
                 "state": status.state,
