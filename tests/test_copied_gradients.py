@@ -21,18 +21,32 @@ from torch.utils.checkpoint import checkpoint
 
 EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
 LAST = frozenset(["layers.3", "norm", "head"])
+BACK = {"head": "layers.1", "norm": "layers.1", "layers.3": "layers.0", "layers.2": "stem"}
+"""Units whose gradients come back, by the unit in whose backward pass they do."""
 
 
-@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+@pytest.mark.parametrize(("eagerness", "returning"), [(0.0, {}), (0.0, BACK), (0.8, BACK)])
 @pytest.mark.parametrize("use", USES)
-def test_no_use_sees_another_value(use: Callable[[Program], None], eagerness: float) -> None:
-    compare(use, eagerness, copied_gradients=EVERY)
+def test_no_use_sees_another_value(
+    use: Callable[[Program], None], eagerness: float, returning: dict[str, str]
+) -> None:
+    compare(use, eagerness, copied_gradients=EVERY, returning=returning)
 
 
 @pytest.mark.parametrize("make_model", [NetWithFlat, Tied, Branches])
 @pytest.mark.parametrize("copied", [EVERY, LAST])
-def test_no_bit_changes(make_model: Callable[[], nn.Module], copied: frozenset[str]) -> None:
-    compare(make_model=make_model, copied_gradients=copied, eagerness=0.5)
+@pytest.mark.parametrize("batches", [1, 2])
+def test_no_bit_changes(
+    make_model: Callable[[], nn.Module], copied: frozenset[str], batches: int
+) -> None:
+    for returning in ({}, BACK):
+        compare(
+            make_model=make_model,
+            copied_gradients=copied,
+            returning=returning,
+            batches=batches,
+            eagerness=0.5,
+        )
 
 
 def accumulate(program: Program) -> None:
@@ -134,8 +148,8 @@ def differentiate_twice(program: Program) -> None:
 def test_no_bit_changes_where_gradients_are_used_early(
     change: Callable[[Program], None], copied: frozenset[str]
 ) -> None:
-    for eagerness in (0.0, 0.8):
-        compare(change, eagerness, copied_gradients=copied)
+    for eagerness, returning in ((0.0, {}), (0.0, BACK), (0.8, BACK)):
+        compare(change, eagerness, copied_gradients=copied, returning=returning)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -149,7 +163,7 @@ def test_checkpointed_blocks(reentrant: bool) -> None:
             y: torch.Tensor = self.head(self.norm(x))
             return y
 
-    compare(make_model=Checkpointed, copied_gradients=EVERY)
+    compare(make_model=Checkpointed, copied_gradients=EVERY, returning=BACK)
 
 
 class CalledAgain(Net):
@@ -164,11 +178,13 @@ class CalledAgain(Net):
 
 def test_autograd_adds_to_a_gradient_whose_copy_is_under_way() -> None:
     for eagerness in (0.0, 0.8):
-        compare(make_model=CalledAgain, copied_gradients=EVERY, eagerness=eagerness)
+        compare(
+            make_model=CalledAgain, copied_gradients=EVERY, returning=BACK, eagerness=eagerness
+        )
 
 
-def begin(copied: frozenset[str], steps: int = 1) -> Any:
-    program = Program(LazyLanes, copied_gradients=copied, clips=False)
+def begin(copied: frozenset[str], steps: int = 1, **options: Any) -> Any:
+    program = Program(LazyLanes, copied_gradients=copied, clips=False, **options)
     program.step()
     program.stream()
     for _ in range(steps):
@@ -216,6 +232,29 @@ def test_later_batches_are_added_on_the_host() -> None:
     assert program.model.head.weight.grad is before
     assert before.data_ptr() == address
     assert program.memory.was_sent_home(before)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_gradients_are_back_on_the_device_when_the_step_begins(batches: int) -> None:
+    returning = {"head": "layers.1", "layers.3": "layers.0"}
+    program = begin(EVERY, returning=returning, batches=batches)
+    found = []
+    for _ in range(batches):
+        program.backward()
+        program.training.gradients.settle()
+        found.append(set(homes(program)))
+    back = {"head.weight", "layers.3.weight"}
+    assert all(back <= it for it in found[:-1])  # only the last batch needs them no more
+    assert not back & found[-1]
+    assert "layers.2.weight" in found[-1]  # it has no unit to come back in
+    assert program.model.head.weight.grad.isfinite().all()
+
+
+def test_gradients_without_room_on_the_device_stay_on_the_host() -> None:
+    program = begin(LAST, returning={"head": "layers.1"})
+    program.memory.device_like = lambda *_: None
+    program.backward()
+    assert "head.weight" in homes(program)
 
 
 def test_small_gradients_stay() -> None:

@@ -230,6 +230,11 @@ class HostStateMemory:
         self._homes[home.data_ptr()] = memory
         return home
 
+    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+        """Memory that is NaN, where the device has room for buffers."""
+        buffer = self.buffer(tensor.nbytes)
+        return None if buffer is None else buffer.view(tensor.dtype).view(tensor.shape)
+
     def was_sent_home(self, tensor: torch.Tensor) -> bool:
         """Whether it has memory of :meth:`home_like`."""
         return tensor.data_ptr() in self._homes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,10 @@ class Program:
     resident: frozenset[str] = frozenset()
     copied_gradients: frozenset[str] = frozenset()
     """Units whose gradients are copied to the host."""
+    returning: Mapping[str, str] = field(default_factory=dict)
+    """Those that come back, by the unit in whose backward pass they do."""
+    batches: int = 1
+    """Backward passes in a step."""
     tuner: StreamTuner | None = None
     in_backward: bool = False
     """Whether parameters are updated in the backward pass, in a run that streams."""
@@ -151,7 +155,7 @@ class Program:
                 step_in_backward=self.in_backward,
             )
             self.training.step.units.set_plan(self.resident, self.slots)
-            self.training.gradients.set_plan(self.copied_gradients)
+            self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
 
     def is_first(self, what: object) -> bool:
         """Whether this is the first call with this argument."""
@@ -173,7 +177,8 @@ class Program:
     def step(self) -> None:
         """A whole training step."""
         self.optimizer.zero_grad()
-        self.backward()
+        for _ in range(self.batches):
+            self.backward()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         self.optimizer.step()

@@ -70,6 +70,11 @@ class CudaStateMemory(StateMemory):
         """Page-locked memory, which the allocator gives to optimizer state."""
         return self._new(tensor, _PAGE_LOCKED, tensor_class)
 
+    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+        """Plain device memory, unless the budget had it put on the host."""
+        new = self._new(tensor, TensorClass.OTHER, tensor_class)
+        return None if self.is_home(new) else new
+
     def _new(self, tensor: torch.Tensor, born: TensorClass, counted: TensorClass) -> torch.Tensor:
         """New memory as a class gets it, counted as of another one."""
         with DisableTorchFunctionSubclass(), tensor_class(born):

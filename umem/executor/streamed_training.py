@@ -398,7 +398,7 @@ class StreamedTraining:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._gradients.settle()
+        self._gradients.step_begins()
         if self._tuner is not None:
             self._tuner.step_begins()
         if not self._streams_state:

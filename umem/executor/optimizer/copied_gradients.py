@@ -3,10 +3,12 @@
 A gradient is complete when autograd has added it. Then its copy to the host starts, beside the rest
 of the backward pass. A few units later the program's stream waits for the copy, and the gradient's
 tensor, the same object, has the host's memory from then on: the device's is free. Later batches are
-added to it there, clipping reads and writes it there, and so does the update, all in place over the
-link.
+added to it there, in place over the link.
 
-From the copy's start until then a guard sees each use of the gradient by Python, and the copy is
+Towards the end of the last batch's backward pass, activations have made room again. Then gradients
+come back in the same way, for clipping and the update. What has no room is used on the host.
+
+From a copy's start until its end a guard sees each use of the gradient by Python, and the copy is
 waited for first. An addition by autograd itself changes the tensor's version: then the copy is of
 no use, and the gradient stays where it is.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +43,13 @@ class _Gradient:
     tensor: torch.Tensor
     version: int
     """When the copy started."""
-    home: torch.Tensor
+    copy: torch.Tensor
+    """Its memory when the copy has ended."""
 
 
 @dataclass(eq=False)
-class _Leaving:
-    """The gradients of a unit on their way to the host."""
+class _Move:
+    """The gradients of a unit on their way to the host, or back."""
 
     gradients: list[_Gradient]
     asked: Moment
@@ -93,9 +96,14 @@ class CopiedGradients:
         self._memory = memory
         self._on_error = on_error
         self._copied: frozenset[str] = frozenset()
+        self._returning: dict[str, list[str]] = {}
+        """Units that come back, by the unit at whose gradients their copies begin."""
+        self._batches = 1
+        self._begun: Counter[str] = Counter()
+        """How often each unit's gradients have begun to arrive since the last step."""
         self._lock = threading.RLock()
         self._arriving = _Arriving("")
-        self._leaving: deque[_Leaving] = deque()
+        self._moves: deque[_Move] = deque()
         self._handles: list[RemovableHandle] = []
 
     def sizes(self) -> dict[str, int]:
@@ -105,17 +113,37 @@ class CopiedGradients:
             for name, some in self._parameters().items()
         }
 
-    def set_plan(self, copied: Collection[str]) -> None:
-        """Choose the units whose gradients are copied, from the next backward pass on."""
+    def set_plan(
+        self,
+        copied: Collection[str],
+        returning: Mapping[str, str] | None = None,
+        batches: int = 1,
+    ) -> None:
+        """Choose the units whose gradients are copied, from the next backward pass on.
+
+        Parameters
+        ----------
+        copied
+            Units whose gradients leave.
+        returning
+            For those that come back before the step, the unit in whose backward pass the copy back
+            begins.
+        batches
+            Backward passes in a step, in the last of which they come back.
+        """
         with self._lock:
             self.settle()
             self._remove_hooks()
-            self._copied = frozenset(copied)
+            self._copied, self._batches = frozenset(copied), batches
+            self._returning = {}
+            for name, trigger in (returning or {}).items():
+                self._returning.setdefault(trigger, []).append(name)
             every = self._parameters()
             names = list(every)
             for place, name in enumerate(names):
                 # The units that the backward pass comes to behind a copied one tell the time.
-                if self._copied.intersection(names[place : place + UNITS_WITH_GRADIENTS + 1]):
+                near = names[place : place + UNITS_WITH_GRADIENTS + 1]
+                if not (self._copied | self._returning.keys()).isdisjoint(near):
                     # Hooks of tensors must hold no strong reference: the garbage collector does not
                     # see them.
                     arrive = functools.partial(_arrive, weakref.ref(self), name)
@@ -126,11 +154,17 @@ class CopiedGradients:
                     ]
 
     def settle(self) -> None:
-        """Let the current stream wait for copies under way: their gradients are on the host now."""
+        """Let the current stream wait for copies under way: their gradients have moved now."""
         with self._lock:
             self._send()
-            while self._leaving:
-                self._release(self._leaving.popleft())
+            while self._moves:
+                self._end(self._moves.popleft())
+
+    def step_begins(self) -> None:
+        """Settle, and count batches anew."""
+        with self._lock:
+            self.settle()
+            self._begun.clear()
 
     def close(self) -> None:
         """Remove the hooks; gradients stay where they are."""
@@ -148,7 +182,7 @@ class CopiedGradients:
                 if name != self._arriving.name:
                     self._send()
                     self._arriving = _Arriving(name)
-                    self._unit_begins()
+                    self._unit_begins(name)
                 gradient = parameter.grad
                 if name in self._copied and gradient is not None and self._can_leave(gradient):
                     self._arriving.gradients[id(gradient)] = gradient
@@ -156,53 +190,79 @@ class CopiedGradients:
                 self._on_error(error)
 
     def _can_leave(self, gradient: torch.Tensor) -> bool:
+        return self._can_move(gradient) and not self._memory.is_home(gradient)
+
+    def _can_move(self, gradient: torch.Tensor) -> bool:
         return (
             are_plain((gradient,))
             and not gradient.requires_grad
             and not self._lanes.is_capturing()
             and not torch.compiler.is_compiling()
             and self._memory.is_movable(gradient)  # it has no alias
-            and not self._memory.is_home(gradient)
         )
 
-    def _unit_begins(self) -> None:
-        """Release what has had the time of some units to leave."""
-        for leaving in self._leaving:
-            leaving.units_behind += 1
-        while self._leaving and self._leaving[0].units_behind >= UNITS_WITH_GRADIENTS:
-            self._release(self._leaving.popleft())
+    def _unit_begins(self, name: str) -> None:
+        """End what has had the time of some units to move, and begin to fetch what comes back."""
+        for move in self._moves:
+            move.units_behind += 1
+        while self._moves and self._moves[0].units_behind >= UNITS_WITH_GRADIENTS:
+            self._end(self._moves.popleft())
+        self._begun[name] += 1
+        if self._begun[name] == self._batches:
+            for returning in self._returning.get(name, ()):
+                self._fetch(returning)
 
     def _send(self) -> None:
         """Start the copies of what has arrived."""
         arrived, self._arriving = self._arriving, _Arriving("")
-        gradients = [it for it in arrived.gradients.values() if self._can_leave(it)]
+        self._move(
+            Lane.COPY_OUT,
+            [
+                _Gradient(
+                    it, version_counter(it), self._memory.home_like(it, TensorClass.GRADIENTS)
+                )
+                for it in arrived.gradients.values()
+                if self._can_leave(it)
+            ],
+        )
+
+    def _fetch(self, name: str) -> None:
+        """Start the copies of a unit's gradients back to the device, as far as it has room."""
+        found = []
+        for gradient in (it.grad for it in self._parameters().get(name, ())):
+            if gradient is None or not self._can_move(gradient):
+                continue
+            if self._memory.is_home(gradient):
+                copy = self._memory.device_like(gradient, TensorClass.GRADIENTS)
+                if copy is None:
+                    break
+                found.append(_Gradient(gradient, version_counter(gradient), copy))
+        self._move(Lane.COPY_IN, found)
+
+    def _move(self, lane: Lane, gradients: list[_Gradient]) -> None:
         if not gradients:
             return
-        leaving = [
-            _Gradient(it, version_counter(it), self._memory.home_like(it, TensorClass.GRADIENTS))
-            for it in gradients
-        ]
         asked = self._lanes.mark()
-        parts = [Copy(it.home.data_ptr(), it.tensor.data_ptr(), it.home.nbytes) for it in leaving]
+        parts = [Copy(it.copy.data_ptr(), it.tensor.data_ptr(), it.copy.nbytes) for it in gradients]
 
         def copy() -> None:
-            self._lanes.copy(Lane.COPY_OUT, parts, TensorClass.GRADIENTS)
+            self._lanes.copy(lane, parts, TensorClass.GRADIENTS)
 
-        moment = self._lanes.run(Lane.COPY_OUT, copy, [asked])
+        moment = self._lanes.run(lane, copy, [asked])
         guard = TensorGuard(self.settle)
-        guard.hold(gradients)
-        self._leaving.append(_Leaving(leaving, asked, moment, guard))
+        guard.hold(it.tensor for it in gradients)
+        self._moves.append(_Move(gradients, asked, moment, guard))
 
-    def _release(self, leaving: _Leaving) -> None:
-        """Let the stream wait for a unit's copies, and its gradients have the host's memory."""
-        self._lanes.wait(leaving.moment)
-        self._lanes.wait_on_stream_of(leaving.asked, leaving.moment)
-        leaving.guard.release()
+    def _end(self, move: _Move) -> None:
+        """Let the stream wait for a unit's copies, and its gradients have the copies' memory."""
+        self._lanes.wait(move.moment)
+        self._lanes.wait_on_stream_of(move.asked, move.moment)
+        move.guard.release()
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            for it in leaving.gradients:
+            for it in move.gradients:
                 tensor: Any = it.tensor
                 if version_counter(tensor) == it.version:
-                    tensor.data = it.home
+                    tensor.data = it.copy
 
 
 def _arrive(reference: weakref.ref[CopiedGradients], name: str, parameter: torch.Tensor) -> None:

@@ -51,6 +51,9 @@ class StateMemory(Protocol):
     def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
         """New host memory for the contents of a tensor, counted as of a class."""
 
+    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+        """New memory on the device, counted as of a class; None where it has no room."""
+
     def block_bytes(self, size_bytes: int) -> int:
         """Bytes of the allocator's block for a tensor; what is left of it belongs to nobody."""
 
