@@ -94,6 +94,8 @@ class Homes(StateMemory):
         """Any memory."""
         return torch.empty_like(tensor)
 
+    device_like = home_like
+
     def block_bytes(self, size_bytes: int) -> int:
         """Bytes of a tensor and what is left behind it."""
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -178,9 +178,7 @@ class CalledAgain(Net):
 
 def test_autograd_adds_to_a_gradient_whose_copy_is_under_way() -> None:
     for eagerness in (0.0, 0.8):
-        compare(
-            make_model=CalledAgain, copied_gradients=EVERY, returning=BACK, eagerness=eagerness
-        )
+        compare(make_model=CalledAgain, copied_gradients=EVERY, returning=BACK, eagerness=eagerness)
 
 
 def begin(copied: frozenset[str], steps: int = 1, **options: Any) -> Any:

@@ -205,6 +205,12 @@ def test_gradients_leave_and_are_used_on_the_host(two_way: Hardware) -> None:
     # A second batch is added to them, read and written.
     timing = simulate_stream(units, (), 0, hardware=hardware, copied_gradients=[3], batches=2)
     assert [timing.step_s, timing.exposed_s] == milliseconds([6 + 4 + 6 + 3, 2])
+    # They come back behind the first unit's backward pass, and the update finds them there.
+    timing = simulate_stream(
+        units, (), 0, hardware=hardware, copied_gradients=[3], returning_gradients={3: 0}
+    )
+    assert [timing.step_s, timing.exposed_s] == milliseconds([6 + 3, 2 + 3])
+    assert timing.to_device_bytes == {TensorClass.GRADIENTS: 120 * MIB}
     # Those of the first unit have left when the second batch begins.
     timing = simulate_stream(units, (), 0, hardware=hardware, copied_gradients=[0], batches=2)
     assert [timing.step_s, timing.exposed_s] == milliseconds([4 + 3 + 4 + 6 + 3, 3])
@@ -607,17 +613,55 @@ def test_memory_with_gradients_on_the_host(
         )
     except PlanError:
         return
+    back = plan.returning_gradients
     live, home, most = dict.fromkeys(range(len(units)), 0), set(), 0
-    for _ in range(batches):
+    for batch in range(batches):
         for number in reversed(range(len(units))):
-            for left in plan.copied_gradients:
-                if left >= number + 1 + 2 and live[left]:
-                    home.add(left)
+            came = {it for it, unit in back.items() if batch == batches - 1 and unit >= number}
+            assert all(number < it - 2 for it in came)  # otherwise they have not left yet
+            home |= {it for it in plan.copied_gradients if it > number + 2 and live[it]}
+            home -= came
             there = sum(size for it, size in live.items() if it not in home)
             most = max(most, 100 + there + gradients[number])
             live[number] = gradients[number]
         home |= plan.copied_gradients
+    home -= back.keys()
+    for number in range(len(units)):  # each unit's gradients live until its update
+        there = sum(size for it, size in live.items() if it >= number and it not in home)
+        most = max(most, 100 + there)
     assert most <= plan.peak_bytes / MIB <= budget_mib
+
+
+@pytest.mark.parametrize(
+    ("first_mib", "returning"), [(0, {4: 1, 5: 2, 6: 3, 7: 4}), (260, {4: 1, 5: 2})]
+)
+def test_gradients_come_back_where_activations_have_made_room(
+    machine: Hardware, first_mib: int, returning: dict[int, int]
+) -> None:
+    """At the second batch's loss all gradients and activations are there, and 200 MiB more.
+
+    Of each unit, gradients take 40 MiB and activations 20. Half of the gradients have to leave.
+    """
+    units = [
+        replace(
+            unit(0),
+            gradient_bytes=40 * MIB,
+            forward_peak_bytes=(100 + 8 * 40 + 20 * (number + 1)) * MIB,
+            backward_peak_bytes=(100 + 9 * 40 + 20 * (number + 1) + more_mib) * MIB,
+        )
+        for number, more_mib in enumerate([first_mib, 0, 0, 0, 0, 0, 0, 200])
+    ]
+    plan = plan_stream(
+        units,
+        budget_bytes=660 * MIB,
+        hardware=machine,
+        step_peak_bytes=(100 + 8 * 40) * MIB,
+        batches=2,
+    )
+    assert plan.copied_gradients == {4, 5, 6, 7}
+    assert plan.returning_gradients == returning
+    back_bytes = 40 * MIB * len(returning)
+    assert plan.predicted.to_device_bytes == {TensorClass.GRADIENTS: back_bytes}
 
 
 @settings(max_examples=60, deadline=None)

@@ -473,6 +473,7 @@ def test_gradients_are_copied_where_activations_alone_leave_too_little_room(
     status, found = run(needed - layer_bytes, copies_gradients=True)
     assert status.state == TuningState.PLANNED
     assert status.copied_gradients_bytes == layer_bytes
+    assert status.returning_gradients_bytes == layer_bytes
     assert found == Training().run(8, batches=2)
 
 

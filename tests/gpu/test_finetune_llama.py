@@ -101,17 +101,12 @@ def test_checkpointing_keeps_fewer_activations(run: Run) -> None:
     assert checkpointed < plain
 
 
-@pytest.mark.parametrize(("planner", "share"), [("none", 0.25), ("planned", 0.8)])
-def test_a_budget_below_the_working_set_changes_no_loss(
-    run: Run, planner: str, share: float
-) -> None:
+def test_a_budget_below_the_working_set_changes_no_loss(run: Run) -> None:
+    """Without a planner: the allocator keeps the budget, by what it maps on the host."""
     stock = run("sft", "--policy", "stock")
-    # Not all of the working set is managed: tensors below the policy's min_bytes are not. A plan
-    # needs room for the largest phase, the loss, beside the libraries' workspaces.
-    budget_bytes = int(share * stock["memory"]["peak_allocated_bytes"])
-    budget = ("--policy", "managed", "--budget", str(budget_bytes))
-    tight = run("sft", *budget, planner=planner)
-    # Without a planner the allocator keeps the budget, by what it maps on the host.
-    assert ("over the budget" in tight["output"]) is (planner == "none")
+    # Not all of the working set is managed: tensors below the policy's min_bytes are not.
+    budget_bytes = stock["memory"]["peak_allocated_bytes"] // 4
+    tight = run("sft", "--policy", "managed", "--budget", str(budget_bytes), planner="none")
+    assert "over the budget" in tight["output"]
     assert tight["losses"] == stock["losses"]
     assert tight["parameters_sha256"] == stock["parameters_sha256"]

@@ -168,8 +168,9 @@ def test_planned_steps_do_not_fault(name: str, runs: Runs) -> None:
     assert planned.predicted_bytes > 0  # as pages, by copies, or used in place on the host
     skip_where_records_were_lost(planned, paged)
 
-    assert paged.fault_batches > 100
-    assert planned.fault_batches <= 0.01 * paged.fault_batches
+    # Faults, not their batches: one driver puts several times as many into a batch as another.
+    assert paged.faults > 1000
+    assert planned.faults <= 0.01 * paged.faults
     moved_bytes = max(planned.moved_bytes, planned.predicted_bytes)
     assert planned.fault_bytes < 0.01 * moved_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -98,6 +98,8 @@ class TuningStatus:
     copied_blocks: int
     copied_gradients_bytes: int
     """Gradients that the plan copies out in each step."""
+    returning_gradients_bytes: int
+    """Of these, what comes back to the device before the step."""
     predicted_s: float | None
     """A step under the plan, by prediction."""
     measured_s: float | None
@@ -144,7 +146,6 @@ class StreamTuner:
         """Those of the plan."""
         self._copied: dict[str, str | None] = {}
         self._fetch_ahead = 1
-        self._copied_gradients: frozenset[str] = frozenset()
         self._sizes: dict[str, tuple[int, ...]] = {}
         self._measured = MeasuredSteps()
         self._measures_again = False
@@ -256,7 +257,8 @@ class StreamTuner:
             resident_bytes=self._resident_bytes(),
             copied_bytes=self._copied_bytes(),
             copied_blocks=len(self._copied),
-            copied_gradients_bytes=self._copied_gradients_bytes(),
+            copied_gradients_bytes=self._gradient_bytes(self._copied_gradients),
+            returning_gradients_bytes=self._gradient_bytes(self._returning_gradients),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
             measured_s=self._timer.last_s,
             spilled_bytes=self._room.spilled_bytes(),
@@ -317,8 +319,16 @@ class StreamTuner:
     def _copied_bytes(self) -> int:
         return sum(unit.saved_bytes for unit in self._units if unit.name in self._copied)
 
-    def _copied_gradients_bytes(self) -> int:
-        return sum(it.gradient_bytes for it in self._units if it.name in self._copied_gradients)
+    def _gradient_bytes(self, names: Collection[str]) -> int:
+        return sum(it.gradient_bytes for it in self._units if it.name in names)
+
+    @property
+    def _copied_gradients(self) -> frozenset[str]:
+        return frozenset() if self._gradients is None else self._gradients.copied
+
+    @property
+    def _returning_gradients(self) -> frozenset[str]:
+        return frozenset() if self._gradients is None else self._gradients.returning
 
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
@@ -379,6 +389,7 @@ class StreamTuner:
             }
             self._fetch_ahead = 1
             gradients = frozenset(it.name for it in units if it.gradient_bytes)
+            returning: dict[str, str] = {}
             slots = FEWEST_SLOTS
         else:
             self._state = TuningState.PLANNED
@@ -389,11 +400,14 @@ class StreamTuner:
             }
             self._fetch_ahead = plan.fetch_ahead
             gradients = frozenset(units[number].name for number in plan.copied_gradients)
+            returning = {
+                units[number].name: units[behind].name
+                for number, behind in plan.returning_gradients.items()
+            }
             slots = plan.slots
         self._set_activations()
-        if self._gradients is not None and gradients != self._copied_gradients:
-            self._gradients.set_plan(gradients)
-            self._copied_gradients = gradients
+        if self._gradients is not None:
+            self._gradients.set_plan(gradients, returning, figures.batches)
         if before != (self._resident_names(), slots):
             self._streamed.set_plan(self._resident_names(), slots)
         self._room.trim()
@@ -448,8 +462,8 @@ class StreamTuner:
         resident = [unit for unit in with_state if unit.name in self._resident_names()]
         _LOG.info(
             "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s, "
-            "activations of %d blocks (%s) and gradients of %d (%s) copied, %.3f s a step "
-            "predicted, %s of %s spare",
+            "activations of %d blocks (%s) and gradients of %d (%s, and %s back) copied, %.3f s a "
+            "step predicted, %s of %s spare",
             self._plans,
             len(resident),
             len(with_state),
@@ -459,7 +473,8 @@ class StreamTuner:
             len(self._copied),
             format_bytes(self._copied_bytes()),
             len(self._copied_gradients),
-            format_bytes(self._copied_gradients_bytes()),
+            format_bytes(self._gradient_bytes(self._copied_gradients)),
+            format_bytes(self._gradient_bytes(self._returning_gradients)),
             plan.predicted.step_s,
             format_bytes(max(0, self._room.budget_bytes - plan.peak_bytes)),
             format_bytes(self._room.budget_bytes),

@@ -87,7 +87,10 @@ class StreamPlan:
     fetch_ahead: int
     """Blocks before its backward pass at which a block's activations are fetched."""
     copied_gradients: frozenset[int]
-    """Units whose gradients are copied out in the backward pass, and used on the host."""
+    """Units whose gradients are copied out in the backward pass."""
+    returning_gradients: Mapping[int, int]
+    """For those of them that come back for the step, the unit in whose backward pass of the last
+    batch they begin to; the others are used on the host."""
     peak_bytes: int
     """Device memory at the fullest moment, of everything."""
     predicted: StreamTiming
@@ -111,8 +114,9 @@ def plan_stream(
     be spread evenly, so that the copies of the others are. Copied are the activations of
     early units, which are needed last: as few as fit, or more where the room is worth more to
     state. Where even all of them leave too little room, gradients of the last units are copied out
-    too, as few as make it fit: they are the first that the backward pass makes. If fewer resident
-    units, or copied ones, give the same time, fewer are.
+    too, as few as make it fit: they are the first that the backward pass makes. They come back for
+    the step as soon as there is room. If fewer resident units, or copied ones, give the same time,
+    fewer are.
 
     Parameters
     ----------
@@ -207,12 +211,18 @@ class _Memory:
     ) -> None:
         self.count = len(units)
         self.step_bytes = step_peak_bytes
+        self.gradient_bytes = [0] * self.count
+        """Those that are copied out."""
+        self._updated_bytes = np.zeros(self.count, np.int64)
+        """By how much less there is in the first forward pass than `peak_bytes` says, because the
+        gradients of earlier units are gone with their update."""
         forward = np.array([unit.forward_peak_bytes for unit in units], np.int64)
         backward = np.array([unit.backward_peak_bytes for unit in units], np.int64)
         if copied_gradients:
             every = np.array([unit.gradient_bytes for unit in units], np.int64)
             copied = np.where(np.arange(self.count) >= self.count - copied_gradients, every, 0)
             copied_bytes = int(copied.sum())
+            self.gradient_bytes = copied.tolist()
             # Those of a unit have left when the backward pass begins with the unit so far ahead.
             none = np.zeros(1 + UNITS_WITH_GRADIENTS, np.int64)
             behind = np.concatenate((copied[::-1].cumsum()[::-1], none))
@@ -220,6 +230,7 @@ class _Memory:
             if batches > 1:
                 # All gradients are there from the second batch on. The first has made only some.
                 forward -= copied_bytes
+                self._updated_bytes = (every - copied).cumsum() - (every - copied)
                 backward -= np.minimum(copied_bytes, every.cumsum() + left)
                 self.step_bytes -= copied_bytes
             else:
@@ -274,15 +285,53 @@ class _Memory:
         before = np.searchsorted(needed, np.arange(copied), side="right")
         return dict(zip(self.can_leave[:copied], before.tolist(), strict=True))
 
-    def planned_bytes(self, left_before: Mapping[int, int], fetch_ahead: int) -> int:
-        """The most at any moment of a plan."""
-        if not self.count:
-            return self.step_bytes
+    def _planned(self, left_before: Mapping[int, int], fetch_ahead: int) -> _Bytes:
+        """Bytes at each moment of a plan, without gradients that come back."""
         left = np.searchsorted(np.sort(list(left_before.values())), np.arange(self.count), "right")
         unit = np.arange(self.count)[::-1]
         away = np.searchsorted(self.can_leave[: len(left_before)], unit - fetch_ahead)
-        used = self.peak_bytes - self.left_bytes[np.concatenate((left, away))]
-        return max(self.step_bytes, int(used.max()))
+        return self.peak_bytes - self.left_bytes[np.concatenate((left, away))]
+
+    def returning(
+        self, left_before: Mapping[int, int], fetch_ahead: int, room_bytes: int
+    ) -> dict[int, int]:
+        """Gradients that come back for the step, each with the unit in whose backward pass.
+
+        Each unit's must have left before, and there must be room from that moment on, for the step,
+        and in the next forward pass until their update.
+        """
+        if not any(self.gradient_bytes):
+            return {}
+        room = room_bytes - self._planned(left_before, fetch_ahead)
+        forward = room[: self.count] + self._updated_bytes
+        backward = room[self.count :][::-1]
+        # From each unit's backward pass to the step.
+        behind = np.minimum(np.minimum.accumulate(backward), room_bytes - self.step_bytes)
+        found, all_bytes = {}, 0
+        for number, size_bytes in enumerate(self.gradient_bytes):
+            # They have left when the backward pass is so many units further.
+            further = behind[: max(0, number - UNITS_WITH_GRADIENTS)]
+            fits = np.flatnonzero(further >= all_bytes + size_bytes)
+            if size_bytes and len(fits) and (forward[: number + 1] >= size_bytes).all():
+                found[number] = int(fits[-1])
+                all_bytes += size_bytes
+                forward[: number + 1] -= size_bytes
+        return found
+
+    def planned_bytes(
+        self, left_before: Mapping[int, int], fetch_ahead: int, returning: Mapping[int, int]
+    ) -> int:
+        """The most at any moment of a plan."""
+        size_bytes = self.gradient_bytes
+        step_bytes = self.step_bytes + sum(size_bytes[number] for number in returning)
+        if not self.count:
+            return step_bytes
+        used = self._planned(left_before, fetch_ahead)
+        first = used[: self.count] - self._updated_bytes
+        for number, unit in returning.items():
+            used[2 * self.count - 1 - unit :] += size_bytes[number]
+            first[: number + 1] += size_bytes[number]
+        return max(step_bytes, int(used.max()), int(first.max()))
 
 
 # Search.
@@ -442,6 +491,7 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
     room_bytes = problem.budget_bytes - state_bytes
     fetch_ahead = memory.most_ahead(choice.copied, room_bytes)
     left_before = memory.left_before(choice.copied, room_bytes)
+    returning = memory.returning(left_before, fetch_ahead, room_bytes)
     timing = simulate_stream(
         problem.units,
         resident,
@@ -455,6 +505,7 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
         in_backward=problem.in_backward,
         batches=problem.batches,
         copied_gradients=problem.with_copied_gradients,
+        returning_gradients=returning,
     )
     return StreamPlan(
         resident=resident,
@@ -464,7 +515,8 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
         left_before=left_before,
         fetch_ahead=fetch_ahead,
         copied_gradients=problem.with_copied_gradients,
-        peak_bytes=state_bytes + memory.planned_bytes(left_before, fetch_ahead),
+        returning_gradients=returning,
+        peak_bytes=state_bytes + memory.planned_bytes(left_before, fetch_ahead, returning),
         predicted=timing,
     )
 

@@ -197,6 +197,7 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "copied": sorted(plan.copied),
         "fetch_ahead": plan.fetch_ahead,
         "copied_gradients": sorted(plan.copied_gradients),
+        "returning_gradients": sorted(plan.returning_gradients),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import itemgetter
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
@@ -138,7 +139,8 @@ class _Lane(IntEnum):
     STATE_OUT = 2
     ACTIVATIONS_IN = 3
     ACTIVATIONS_OUT = 4
-    PASSES = 5
+    GRADIENTS_IN = 5
+    PASSES = 6
 
 
 _KINDS = (
@@ -147,6 +149,7 @@ _KINDS = (
     LaneKind.TO_HOST,
     LaneKind.TO_DEVICE,
     LaneKind.TO_HOST,
+    LaneKind.TO_DEVICE,
     LaneKind.COMPUTE,
 )
 
@@ -165,6 +168,7 @@ def simulate_stream(
     in_backward: bool = False,
     batches: int = 1,
     copied_gradients: Collection[int] = (),
+    returning_gradients: Mapping[int, int] | None = None,
 ) -> StreamTiming:
     """Predict a step's time for given resident units, slots and copied activations.
 
@@ -182,8 +186,10 @@ def simulate_stream(
       queues of their own. Copies of the same direction share it equally.
     * Gradients leave after their unit's backward pass in the first batch, in the queue of state.
       The backward pass waits for them :data:`UNITS_WITH_GRADIENTS` units later. Those of later
-      batches are added to them on the host, and the update reads them there, over the link; what
-      the program itself does with them, such as clipping, takes `other_s` as on the device.
+      batches are added to them on the host, over the link. Behind the unit that
+      `returning_gradients` names, in the last batch, they come back before the step; otherwise the
+      update reads them on the host. What the program itself does with them, such as clipping, takes
+      `other_s` as on the device.
     * Both directions share the link. Updates and passes share the device: at each moment one of
       them computes, more slowly while copies run beside it. An update comes before the passes,
       which it interrupts: both use the same processors and memory, an update waits only for the end
@@ -218,6 +224,8 @@ def simulate_stream(
         Forward and backward passes in a step.
     copied_gradients
         Numbers of the units whose gradients are copied out.
+    returning_gradients
+        For those of them that come back for the step, the unit behind whose backward pass they do.
 
     Raises
     ------
@@ -239,7 +247,11 @@ def simulate_stream(
     chosen = set(copied_gradients)
     on_host = [unit.gradient_bytes if i in chosen else 0 for i, unit in enumerate(units)]
     added_s = [2 * size_bytes / hardware.mapped_bytes_per_s for size_bytes in on_host]
-    read_s = [size_bytes / hardware.mapped_read_bytes_per_s for size_bytes in on_host]
+    back = dict(returning_gradients or {})
+    read_s = [
+        0.0 if i in back else size_bytes / hardware.mapped_read_bytes_per_s
+        for i, size_bytes in enumerate(on_host)
+    ]
     # Behind the step before, the program updates other units in its own stream.
     queued = set(in_order)
     in_line = [i for i in range(len(units)) if i not in queued]
@@ -250,8 +262,12 @@ def simulate_stream(
     ]
     last = tasks.add(_Lane.PASSES, other_s)
     if any(on_host):
-        behind = passes[1].forward[0] if batches > 1 else last
-        _add_gradient_copies(tasks, on_host, passes[0].backward, behind)
+        following = passes[1].forward[0] if batches > 1 else last
+        _add_gradient_copies(tasks, on_host, passes[0].backward, following)
+    for number, behind in sorted(back.items(), key=itemgetter(1), reverse=True):
+        returned = tasks.add(_Lane.GRADIENTS_IN, on_host[number])
+        tasks.wait(returned, passes[-1].backward[behind])
+        tasks.wait(last, returned)
     forward, backward = passes[0].forward, passes[-1].backward
     updates: dict[int, Task] = {}
     """The last of each unit."""
@@ -282,6 +298,7 @@ def simulate_stream(
     saved_bytes = batches * sum(units[i].saved_bytes for i in leaving)
     both_ways = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
     to_host = both_ways | {TensorClass.GRADIENTS: sum(on_host)}
+    to_device = both_ways | {TensorClass.GRADIENTS: sum(on_host[it] for it in back)}
     step_s = report.step_s
     # What the program updates itself is part of the next step.
     in_line_end_s = report.end_s[_Lane.PASSES][resident_task.number] + step_s
@@ -293,7 +310,7 @@ def simulate_stream(
         + other_s,
         slowed_s=report.slowed_s,
         exposed_s=report.idle_s,
-        to_device_bytes={name: size_bytes for name, size_bytes in both_ways.items() if size_bytes},
+        to_device_bytes={name: size_bytes for name, size_bytes in to_device.items() if size_bytes},
         to_host_bytes={name: size_bytes for name, size_bytes in to_host.items() if size_bytes},
         to_device_busy=report.to_device_s / step_s if step_s else 0.0,
         to_host_busy=report.to_host_s / step_s if step_s else 0.0,

@@ -106,6 +106,16 @@ class CopiedGradients:
         self._moves: deque[_Move] = deque()
         self._handles: list[RemovableHandle] = []
 
+    @property
+    def copied(self) -> frozenset[str]:
+        """Units whose gradients are copied."""
+        return self._copied
+
+    @property
+    def returning(self) -> frozenset[str]:
+        """Those whose gradients come back before the step."""
+        return frozenset(name for some in self._returning.values() for name in some)
+
     def sizes(self) -> dict[str, int]:
         """Bytes of the gradients that can be copied, by unit in forward order."""
         return {
