@@ -557,12 +557,22 @@ def live_mib(weights: int, gradients: Sequence[int], batches: int) -> tuple[Any,
     return forward, [it + new for it, new in zip(there, gradients, strict=True)], weights + every
 
 
-@pytest.mark.parametrize(("batches", "copied"), [(1, {5, 6, 7}), (2, {4, 5, 6, 7})])
+def pending_mib(weights: int, gradients: Sequence[int]) -> list[int]:
+    """Memory in the forward pass of each unit: each one's gradients live until its update."""
+    return [weights + sum(gradients[number:]) for number in range(len(gradients))]
+
+
+@pytest.mark.parametrize(
+    ("batches", "holds", "copied"),
+    [(1, False, {5, 6, 7}), (1, True, {5, 6, 7}), (2, False, {4, 5, 6, 7})],
+)
 def test_gradients_of_the_last_units_leave_where_nothing_else_is_enough(
-    machine: Hardware, batches: int, copied: set[int]
+    machine: Hardware, batches: int, holds: bool, copied: set[int]
 ) -> None:
     """Weights take 100 MiB, and each of eight units makes 40 MiB of gradients."""
     forward, backward, step = live_mib(100, [40] * 8, batches)
+    if holds:
+        forward = pending_mib(100, [40] * 8)
     units = [
         replace(
             unit(0),
@@ -572,7 +582,11 @@ def test_gradients_of_the_last_units_leave_where_nothing_else_is_enough(
         )
         for before, behind in zip(forward, backward, strict=True)
     ]
-    settings: dict[str, Any] = {"hardware": machine, "step_peak_bytes": step * MIB}
+    settings: dict[str, Any] = {
+        "hardware": machine,
+        "step_peak_bytes": step * MIB,
+        "holds_gradients": holds,
+    }
     plan = plan_stream(units, budget_bytes=300 * MIB, batches=batches, **settings)
     assert plan.copied_gradients == copied
     assert plan.peak_bytes == 300 * MIB
@@ -587,12 +601,15 @@ def test_gradients_of_the_last_units_leave_where_nothing_else_is_enough(
     st.lists(st.sampled_from([0, 10, 40, 80]), min_size=1, max_size=9),
     st.integers(1, 2),
     st.integers(0, 9),
+    st.booleans(),
 )
 def test_memory_with_gradients_on_the_host(
-    machine: Hardware, gradients: list[int], batches: int, on_host: int
+    machine: Hardware, gradients: list[int], batches: int, on_host: int, holds: bool
 ) -> None:
     """By going through the moments of a step, batch after batch."""
     forward, backward, step = live_mib(100, gradients, batches)
+    if holds and batches == 1:
+        forward = pending_mib(100, gradients)
     units = [
         replace(
             unit(0),
@@ -610,6 +627,7 @@ def test_memory_with_gradients_on_the_host(
             hardware=machine,
             step_peak_bytes=step * MIB,
             batches=batches,
+            holds_gradients=holds,
         )
     except PlanError:
         return

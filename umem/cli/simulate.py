@@ -194,6 +194,15 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
         f"state of {resident} of {len(with_state)} blocks resident, {plan.slots} slots of "
         f"{format_bytes(plan.slot_bytes)}, activations of {len(plan.copied)} blocks copied"
     )
+    if plan.copied_gradients:
+        left, back = (
+            format_bytes(sum(units[number].gradient_bytes for number in numbers))
+            for numbers in (plan.copied_gradients, plan.returning_gradients)
+        )
+        console.print(
+            f"gradients of {len(plan.copied_gradients)} blocks copied out, {left}, "
+            f"and {back} of them back for the step"
+        )
     copies = ("each way:\nstate", "acti-\nvations")
     numbers = ("step", "of\npasses", "exposed", "slowed", *copies, "peak:\ndevice", "host")
     table = output.make_table("updates", numbers=numbers, narrow=True)

@@ -106,6 +106,7 @@ def plan_stream(
     is_deferred: bool = True,
     in_backward: bool = False,
     batches: int = 1,
+    holds_gradients: bool = False,
 ) -> StreamPlan:
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
@@ -134,6 +135,8 @@ def plan_stream(
         weights and gradients. It does not count with `in_backward`.
     is_deferred, in_backward, batches
         As in :func:`umem.planning.stream_timing.simulate_stream`.
+    holds_gradients
+        Whether `forward_peak_bytes` of the units have the gradients of updates to come.
 
     Raises
     ------
@@ -147,7 +150,9 @@ def plan_stream(
             units=units,
             size=np.array([unit.state_bytes for unit in units], np.int64),
             staged=np.array([max(unit.pieces) for unit in units], np.int64),
-            memory=_Memory(units, 0 if in_backward else step_peak_bytes, count, batches),
+            memory=_Memory(
+                units, 0 if in_backward else step_peak_bytes, count, batches, holds_gradients
+            ),
             budget_bytes=budget_bytes,
             hardware=hardware,
             other_s=other_s,
@@ -204,10 +209,17 @@ class _Memory:
         Number of units whose gradients are copied out, the last ones.
     batches
         Forward and backward passes in a step.
+    holds_gradients
+        Whether forward passes have the gradients of updates to come.
     """
 
     def __init__(
-        self, units: Sequence[StreamUnit], step_peak_bytes: int, copied_gradients: int, batches: int
+        self,
+        units: Sequence[StreamUnit],
+        step_peak_bytes: int,
+        copied_gradients: int,
+        batches: int,
+        holds_gradients: bool,
     ) -> None:
         self.count = len(units)
         self.step_bytes = step_peak_bytes
@@ -234,6 +246,7 @@ class _Memory:
                 backward -= np.minimum(copied_bytes, every.cumsum() + left)
                 self.step_bytes -= copied_bytes
             else:
+                forward -= behind[: self.count] if holds_gradients else 0
                 backward -= left
                 self.step_bytes -= int(behind[UNITS_WITH_GRADIENTS])
         self.peak_bytes = np.concatenate((forward, backward[::-1]))

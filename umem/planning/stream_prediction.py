@@ -155,6 +155,7 @@ def predict_stream(
         step_peak_bytes=step.step_peak_bytes,
         in_backward=in_backward,
         batches=step.batches,
+        holds_gradients=True,
     )
     made = StreamPrediction(
         trace.name, hardware.name, policy.name, budget_bytes, in_backward, step, plan
