@@ -651,18 +651,25 @@ def test_memory_with_gradients_on_the_host(
 
 
 @pytest.mark.parametrize(
-    ("first_mib", "returning"), [(0, {4: 1, 5: 2, 6: 3, 7: 4}), (260, {4: 1, 5: 2})]
+    ("first_mib", "unseen", "returning"),
+    [
+        (0, 9, {4: 1, 5: 2, 6: 3, 7: 4}),
+        (260, 9, {4: 1, 5: 2}),
+        (0, 2, {4: 1, 5: 1, 6: 3, 7: 4}),
+    ],
 )
 def test_gradients_come_back_where_activations_have_made_room(
-    machine: Hardware, first_mib: int, returning: dict[int, int]
+    machine: Hardware, first_mib: int, unseen: int, returning: dict[int, int]
 ) -> None:
     """At the second batch's loss all gradients and activations are there, and 200 MiB more.
 
-    Of each unit, gradients take 40 MiB and activations 20. Half of the gradients have to leave.
+    Of each unit, gradients take 40 MiB and activations 20. Half of the gradients have to leave. A
+    unit may have no backward pass of its own, so that it is not known when it makes them.
     """
     units = [
         replace(
             unit(0),
+            backward_s=0.0 if number == unseen else 1 * MS,
             gradient_bytes=40 * MIB,
             forward_peak_bytes=(100 + 8 * 40 + 20 * (number + 1)) * MIB,
             backward_peak_bytes=(100 + 9 * 40 + 20 * (number + 1) + more_mib) * MIB,

@@ -228,6 +228,10 @@ class _Memory:
         self._updated_bytes = np.zeros(self.count, np.int64)
         """By how much less there is in the first forward pass than `peak_bytes` says, because the
         gradients of earlier units are gone with their update."""
+        self._makes_gradients = np.array(
+            [unit.backward_s > 0 and unit.gradient_bytes > 0 for unit in units], bool
+        )
+        """Whether the backward pass is known to come to a unit in its turn, by its gradients."""
         forward = np.array([unit.forward_peak_bytes for unit in units], np.int64)
         backward = np.array([unit.backward_peak_bytes for unit in units], np.int64)
         if copied_gradients:
@@ -323,8 +327,9 @@ class _Memory:
         found, all_bytes = {}, 0
         for number, size_bytes in enumerate(self.gradient_bytes):
             # They have left when the backward pass is so many units further.
-            further = behind[: max(0, number - UNITS_WITH_GRADIENTS)]
-            fits = np.flatnonzero(further >= all_bytes + size_bytes)
+            further = slice(max(0, number - UNITS_WITH_GRADIENTS))
+            has_room = behind[further] >= all_bytes + size_bytes
+            fits = np.flatnonzero(has_room & self._makes_gradients[further])
             if size_bytes and len(fits) and (forward[: number + 1] >= size_bytes).all():
                 found[number] = int(fits[-1])
                 all_bytes += size_bytes
