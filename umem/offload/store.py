@@ -18,6 +18,7 @@ from umem.runtime.torch_hooks.saved_tensors import (
     Hooks,
     Kept,
     check_version,
+    is_lent,
     keep,
     may_leave,
     unpack_kept,
@@ -373,7 +374,7 @@ class ActivationStore:
         self._hooks.pop()
 
     def _admit(self, group: _Group, tensor: torch.Tensor) -> _Handle | None:
-        if tensor.device != self.device or not may_leave(tensor):
+        if tensor.device != self.device or not may_leave(tensor) or is_lent(tensor):
             return None
         storage = tensor.untyped_storage()
         address = storage_key(storage)
@@ -402,9 +403,8 @@ class ActivationStore:
         return _Handle(tensor, stored, group)
 
     def _unpack(self, packed: _Handle | Kept) -> torch.Tensor:
-        if type(packed) is tuple:
+        if not isinstance(packed, _Handle):
             return unpack_kept(packed)
-        assert isinstance(packed, _Handle)
         packed.check()
         stored = packed.stored
         with self._lock:

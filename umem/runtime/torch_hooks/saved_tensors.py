@@ -7,23 +7,27 @@ modifications in place to it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from umem.torch_compat import (
     pop_saved_tensor_hooks,
+    storage_key,
     top_saved_tensor_hooks,
     version_counter,
     view_base,
 )
 
 __all__ = [
+    "Find",
     "Hooks",
     "Kept",
     "check_version",
     "innermost",
+    "is_lent",
     "keep",
+    "lend",
     "may_leave",
     "pop_if_innermost",
     "unpack_kept",
@@ -32,8 +36,32 @@ __all__ = [
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs a tensor that is saved, and what unpacks it when it is needed."""
 
-Kept = tuple[torch.Tensor, int]
-"""A saved tensor that stays where it is, and its version."""
+Find = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""For a view of lent memory, returns how to find the same contents later."""
+
+_lent: dict[int, Find] = {}
+"""By the key of a storage that its tensors have for a time only."""
+
+
+class _Lent(NamedTuple):
+    """A saved view of lent memory."""
+
+    find: Callable[[], torch.Tensor]
+    probe: torch.Tensor
+    """Shares the saved tensor's counter of in-place modifications, and none of its memory."""
+    version: int
+    size: torch.Size
+
+
+class _Stays(NamedTuple):
+    """A saved tensor that stays where it is."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+Kept = _Lent | _Stays
+"""What `keep` packs."""
 
 
 def innermost() -> Hooks | None:
@@ -66,17 +94,55 @@ def may_leave(tensor: torch.Tensor) -> bool:
     return type(base) is torch.Tensor and not (base.is_leaf and base.requires_grad)
 
 
+def lend(storage: torch.UntypedStorage, find: Find) -> Callable[[], None]:
+    """Have `keep` save no reference to a storage, whose memory other contents will have.
+
+    The result ends that.
+    """
+    key = storage_key(storage)
+    _lent[key] = find
+
+    def undo() -> None:
+        if _lent.get(key) is find:
+            del _lent[key]
+
+    return undo
+
+
+def is_lent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of lent memory."""
+    return _find(tensor) is not None
+
+
+def _find(tensor: torch.Tensor) -> Find | None:
+    if not _lent or tensor.layout is not torch.strided:
+        return None
+    try:
+        return _lent.get(storage_key(tensor.untyped_storage()))
+    except (NotImplementedError, RuntimeError):  # there is no storage
+        return None
+
+
 def keep(tensor: torch.Tensor) -> Kept:
-    """Pack a tensor that stays where it is."""
+    """Pack a tensor that stays where it is, or that is a view of lent memory."""
     # What a node saves of its own results would keep the node alive, and the node this.
-    return tensor if tensor.is_leaf else tensor.detach(), version_counter(tensor)
+    saved = tensor if tensor.is_leaf else tensor.detach()
+    version = version_counter(tensor)
+    find = _find(tensor)
+    if find is None:
+        return _Stays(saved, version)
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return _Lent(find(tensor), probe, version, tensor.size())
 
 
 def unpack_kept(kept: Kept) -> torch.Tensor:
     """Unpack what `keep` packed; raises as `check_version` does."""
-    tensor, version = kept
-    check_version(tensor, version)
-    return tensor
+    if isinstance(kept, _Lent):
+        check_version(kept.probe, kept.version, kept.size)
+        return kept.find()
+    check_version(kept.tensor, kept.version)
+    return kept.tensor
 
 
 def check_version(tensor: torch.Tensor, version: int, size: torch.Size | None = None) -> None:

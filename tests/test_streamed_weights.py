@@ -1,0 +1,405 @@
+"""Weights that are staged for each block's use: no bit changes, whatever a program does meanwhile.
+
+Both runs of a program are on the CPU. Copies run late, or at random moments, and buffers begin as
+NaN, so that a weight that is used too early, or from the wrong place, shows in the values.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lazy_lanes import HostStateMemory, LazyLanes
+from streamed_programs import WIDTH, Branches, Net, NetWithFlat, Program, Tied, bits
+from streamed_uses import USES
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from umem.capture.live import find_blocks
+from umem.executor.weights.staged_weights import is_movable_weight
+from umem.executor.weights.streamed_weights import StreamedBlock, StreamedWeights, WeightCounts
+from umem.offload import ActivationStore
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def stream_weights(
+    model: nn.Module, lanes: Any, memory: HostStateMemory, slots: int = 2
+) -> StreamedWeights:
+    """Stage all weights of a model that can be."""
+    weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
+    owners = [it for block in find_blocks(model, None) for it in set(block.module.parameters())]
+    blocks = []
+    for block in find_blocks(model, None):
+        parts = [
+            it
+            for it in block.module.parameters()
+            if is_movable_weight(it) and sum(it is other for other in owners) == 1
+        ]
+        if parts:
+            blocks.append(StreamedBlock(block.name, block.module, parts))
+    weights.set_blocks(blocks, slots)
+    return weights
+
+
+@dataclass
+class WeightProgram(Program):
+    """A program whose weights are streamed, and whose optimizer runs its steps itself."""
+
+    weights: StreamedWeights | None = None
+
+    def stream(self) -> None:
+        if self.lanes is not None:
+            lanes = self.lanes(self.model)
+            self.memory = HostStateMemory(most_buffers=self.most_buffers)
+            self.weights = stream_weights(self.model, lanes, self.memory, self.slots)
+
+    @property
+    def counts(self) -> WeightCounts:
+        """Of a run that streams."""
+        assert self.weights is not None
+        return self.weights.counts
+
+
+def compare(
+    change: Callable[[Program], None] = lambda _: None,
+    eagerness: float = 0.0,
+    seed: int = 0,
+    steps: int = 3,
+    **program: Any,
+) -> WeightProgram:
+    """Run a program both ways, compare all bits, and return the streamed run."""
+    streamed = WeightProgram(lambda model: LazyLanes(model, eagerness, seed), **program)
+    found = streamed.run(change, steps)
+    assert bits(found) == bits(WeightProgram(None, **program).run(change, steps))
+    return streamed
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+@pytest.mark.parametrize("use", USES)
+def test_no_use_sees_another_value(use: Callable[[Program], None], eagerness: float) -> None:
+    compare(use, eagerness)
+
+
+@pytest.mark.parametrize("make_model", [NetWithFlat, Tied, Branches])
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+def test_no_bit_changes(
+    make_model: Callable[[], nn.Module], slots: int, eagerness: float
+) -> None:
+    compare(make_model=make_model, slots=slots, eagerness=eagerness)
+
+
+class Checkpointed(Net):
+    """The layers are checkpoints."""
+
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in self.layers:
+            y = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+            assert isinstance(y, torch.Tensor)
+            x = x + torch.tanh(y)
+        y = self.head(self.norm(x))
+        return y
+
+
+class CheckpointedReentrant(Checkpointed):
+    use_reentrant = True
+
+
+class Frozen(Net):
+    """Adapters over frozen layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.requires_grad_(False)
+        self.adapters = nn.ParameterList(torch.zeros(WIDTH, WIDTH) for _ in self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer, adapter in zip(self.layers, self.adapters, strict=True):
+            x = x + torch.tanh(layer(x) + x @ adapter)
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+@pytest.mark.parametrize("make_model", [Checkpointed, CheckpointedReentrant, Frozen])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_no_bit_changes_where_blocks_are_checkpoints_or_frozen(
+    make_model: Callable[[], nn.Module], slots: int, batches: int
+) -> None:
+    compare(make_model=make_model, slots=slots, batches=batches, eagerness=0.5)
+
+
+def test_blocks_are_fetched_ahead_of_both_passes() -> None:
+    program = compare(steps=8)
+    blocks = 7
+    steps = 8 + 1
+    counts = program.counts
+    assert counts.in_place == 0
+    # The first one, and after each step of the optimizer, which drops what was fetched.
+    assert counts.late <= steps + 1
+    # Forward and backward, but for what is left in the buffers at the turn.
+    assert counts.fetched <= steps * (2 * blocks - 2) + 1
+    assert counts.reused >= steps * 2
+
+
+def test_a_second_inference_begins_with_fetched_weights() -> None:
+    model = Net().requires_grad_(False)
+    x = torch.randn(4, WIDTH)
+    expected = model(x)
+    weights = stream_weights(model, LazyLanes(model), HostStateMemory())
+    for _ in range(4):
+        with torch.inference_mode():
+            assert torch.equal(model(x), expected)
+    assert weights.counts.late == 1
+    assert weights.counts.fetched >= 4 * 7
+
+
+class Learning(Net):
+    """Its layers change their weights in their own forward pass."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.mul_(1.01)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Learning.Layer(WIDTH, WIDTH) for _ in range(4))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_what_a_block_writes_to_its_weights_stays(slots: int) -> None:
+    compare(make_model=Learning, slots=slots, eagerness=0.5)
+
+
+def write_past_versions(program: Program) -> None:
+    """`data` has no version, and the next blocks are fetched already."""
+    program.model.stem.weight.data.mul_(0.5)
+    program.model.layers[0].weight.data.mul_(0.5)
+
+
+def write_by_an_old_alias(program: Program) -> None:
+    if program.kept is None:
+        program.kept = [it.data for it in program.model.parameters()]
+    for it in program.kept:
+        it.mul_(0.99)
+
+
+def replace_data(program: Program) -> None:
+    for layer in program.model.layers:
+        layer.weight.data = layer.weight.data * 0.5
+
+
+def keep_views(program: Program) -> None:
+    """A view that is made in the forward pass lives on while buffers get other contents."""
+    kept: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda it, _: kept.append(it.weight.detach()[:2]))
+        for layer in program.model.layers
+    ]
+    program.model(program.batch())
+    with torch.no_grad():
+        program.model(program.batch())
+    program.seen.append([it.clone() for it in kept])
+    for hook in hooks:
+        hook.remove()
+
+
+def backward_twice(program: Program) -> None:
+    program.optimizer.zero_grad()
+    loss = program.model(program.batch()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def differentiate_twice(program: Program) -> None:
+    program.optimizer.zero_grad()
+    loss = program.model(program.batch()).square().mean()
+    loss.backward(create_graph=True)
+    trained = [it for it in program.model.parameters() if it.requires_grad]
+    norm: Any = sum(it.grad.square().sum() for it in trained)
+    norm.backward()
+    for it in trained:
+        it.grad = it.grad.detach()
+
+
+def two_graphs(program: Program) -> None:
+    """Two forward passes, then their backward passes, the first one's first."""
+    program.optimizer.zero_grad()
+    losses = [program.model(program.batch()).square().mean() for _ in range(2)]
+    with torch.no_grad():
+        program.seen.append(program.model(program.batch()))
+    for loss in losses:
+        loss.backward()
+
+
+def gradient_of_inputs(program: Program) -> None:
+    x = program.batch().requires_grad_()
+    program.seen.append(torch.autograd.grad(program.model(x).sum(), x))
+
+
+def fail_in_a_layer(program: Program) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for layer in (program.model.layers[1], program.model.head):
+        hook = layer.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program.model(program.batch())
+        hook.remove()
+
+
+def fail_in_the_backward_pass(program: Program) -> None:
+    def interrupt(_gradient: object) -> None:
+        raise RuntimeError("interrupted")
+
+    for layer in (program.model.norm, program.model.stem):
+        hook = layer.weight.register_hook(interrupt)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            program.model(program.batch()).sum().backward()
+        hook.remove()
+        program.optimizer.zero_grad()
+
+
+def modify_behind_the_forward_pass(program: Program) -> None:
+    """Autograd refuses where a stock run does: not what a checkpoint computes anew."""
+    loss = program.model(program.batch()).square().mean()
+    with torch.no_grad():
+        program.model.layers[1].weight.mul_(1.0)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        program.seen.append(str(error).partition(":")[0])
+    program.optimizer.zero_grad()
+
+
+def hooks_of_another(program: Program) -> None:
+    """The program has hooks of its own on what autograd saves."""
+    program.optimizer.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(lambda it: it.clone(), lambda it: it):
+        program.backward()
+
+
+def to_other_types(program: Program) -> None:
+    program.model.double()
+    with torch.no_grad():
+        program.seen.append(program.model(program.batch().double()))
+    program.model.float()
+    program.step()
+
+
+def functional_call(program: Program) -> None:
+    other = {name: it.detach() * 2 for name, it in program.model.named_parameters()}
+    program.seen.append(torch.func.functional_call(program.model, other, program.batch()))
+
+
+def per_sample(program: Program) -> None:
+    weights = {name: it.detach() for name, it in program.model.named_parameters()}
+
+    def loss(weights: Any, x: torch.Tensor) -> Any:
+        return torch.func.functional_call(program.model, weights, x).sum()
+
+    program.seen.append(
+        torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, program.batch())
+    )
+
+
+CHANGES = [
+    write_past_versions,
+    write_by_an_old_alias,
+    replace_data,
+    keep_views,
+    backward_twice,
+    pytest.param(differentiate_twice, marks=pytest.mark.filterwarnings("ignore:Using backward")),
+    two_graphs,
+    gradient_of_inputs,
+    fail_in_a_layer,
+    fail_in_the_backward_pass,
+    modify_behind_the_forward_pass,
+    hooks_of_another,
+    to_other_types,
+    functional_call,
+    per_sample,
+]
+
+
+@pytest.mark.parametrize("make_model", [Net, Checkpointed, Frozen])
+@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_bit_changes_where_weights_are_used_otherwise(
+    change: Callable[[Program], None], slots: int, make_model: Callable[[], nn.Module]
+) -> None:
+    compare(change, slots=slots, make_model=make_model, eagerness=0.5)
+
+
+@pytest.mark.parametrize("most_buffers", [0, 1])
+def test_without_room_for_buffers_weights_are_used_at_home(most_buffers: int) -> None:
+    program = compare(most_buffers=most_buffers)
+    assert (program.counts.in_place > 0) == (most_buffers == 0)
+
+
+def test_saved_weights_keep_no_buffer() -> None:
+    """Between the passes, the buffers serve other blocks: nothing new is allocated."""
+    program = compare(steps=6, slots=2)
+    assert len(program.memory.buffers) == 2
+
+
+def test_two_threads_share_the_buffers() -> None:
+    model = Net().requires_grad_(False)
+    batches = [torch.randn(4, WIDTH) for _ in range(8)]
+    expected = [model(it) for it in batches]
+    weights = stream_weights(model, LazyLanes(model), HostStateMemory(), slots=3)
+    found: dict[int, torch.Tensor] = {}
+
+    def run(numbers: range) -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                for number in numbers:
+                    found[number] = model(batches[number])
+
+    threads = [threading.Thread(target=run, args=(range(n, 8, 2),)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[n], it) for n, it in enumerate(expected))
+    assert not weights.is_in_use
+
+
+def test_a_copy_of_the_model_is_an_ordinary_one() -> None:
+    model = Net()
+    weights = stream_weights(model, LazyLanes(model), HostStateMemory())
+    with torch.no_grad():
+        expected = model(torch.ones(1, WIDTH))
+    other = copy.deepcopy(model)
+    weights.close()
+    assert {type(it) for it in (*other.parameters(), *model.parameters())} == {nn.Parameter}
+    with torch.no_grad():
+        assert torch.equal(other(torch.ones(1, WIDTH)), expected)
+        assert torch.equal(model(torch.ones(1, WIDTH)), expected)
+
+
+def test_closing_frees_the_buffers() -> None:
+    model = Net()
+    memory = HostStateMemory()
+    weights = stream_weights(model, LazyLanes(model), memory)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    weights.close()
+    del weights
+    gc.collect()
+    assert not any(it.untyped_storage() is None for it in memory.buffers)

@@ -1,0 +1,320 @@
+"""The weights of one block that are at home in host memory, and their copies in a device buffer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from umem.core.classes import TensorClass
+from umem.executor.optimizer.access_guard import WatchedParameterGuard, can_guard
+from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
+from umem.planning.weight_plan import staged_bytes
+from umem.torch_compat import (
+    DisableTorchFunctionSubclass,
+    storage_address,
+    storage_use_count,
+    version_counter,
+)
+
+__all__ = ["StagedWeights", "StagingBuffer", "WeightMemory", "is_movable_weight"]
+
+
+class WeightMemory(Protocol):
+    """Where the weights of a device lie."""
+
+    def is_home(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in host memory."""
+
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
+        """New host memory for the contents of a tensor, counted as of a class."""
+
+    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+        """New memory on the device, counted as of a class; None where it has no room."""
+
+    def buffer(self, size_bytes: int) -> torch.Tensor | None:
+        """Bytes on the device; None where it has no room for them."""
+
+
+def is_movable_weight(tensor: torch.Tensor) -> bool:
+    """Whether a weight's memory may be another one for a time: it is dense, and all its own.
+
+    Also of subclasses of parameters, such as quantised ones: only their memory changes.
+    """
+    with DisableTorchFunctionSubclass():
+        return (
+            tensor.layout is torch.strided
+            and not tensor.is_inference()
+            and not tensor.is_quantized
+            and tensor.storage_offset() == 0
+            and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+            and not _has_other_users(tensor)
+        )
+
+
+def _has_other_users(tensor: torch.Tensor, own: int = 1) -> bool:
+    """Whether other tensors than a number of umem's own have a tensor's storage."""
+    count = storage_use_count(storage_address(tensor))
+    if count <= own:
+        return False
+    # Python's object of a storage counts too, also one that nothing refers to any more.
+    storage = tensor.untyped_storage()
+    count = storage_use_count(storage_address(tensor))
+    del storage
+    return count > own + 1
+
+
+class StagingBuffer:
+    """A buffer on the device, which blocks share by turns."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.used: list[Moment] = []
+        """The moments after the last uses of its contents."""
+        self.holder: StagedWeights | None = None
+        """The block whose weights were fetched last."""
+        self.end_loan: Callable[[], None] = lambda: None
+
+    def has_users(self) -> bool:
+        """Whether a view of it is alive, so that it must not get other contents."""
+        return _has_other_users(self.memory)
+
+
+@dataclass(eq=False)
+class _Part:
+    """A weight, or a tensor inside of one."""
+
+    tensor: torch.Tensor
+    offset: int
+    """Place in a buffer, bytes."""
+    address: int
+    """Of the home that was seen last."""
+    size_bytes: int
+    """Its place's."""
+    version: int = 0
+    """When they were fetched."""
+    home: torch.Tensor | None = None
+    """The home, while the tensor has the buffer's memory."""
+
+
+class StagedWeights:
+    """Weights of a block that share a buffer.
+
+    The tensors keep their objects and their homes. During its uses they have the
+    buffer's memory; at all other times, and for whoever comes at an unexpected moment, they have
+    that of their homes, with the same contents.
+
+    Parameters
+    ----------
+    name
+        The block's.
+    tensors
+        The weights, for each of which :func:`is_movable_weight` holds, with homes in host memory.
+    lanes
+        Where copies run.
+    memory
+        Tells homes.
+    lock
+        Held by all callers, and by the guard of the weights.
+    tensor_class
+        What their copies count as.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Iterable[torch.Tensor],
+        lanes: Lanes,
+        memory: WeightMemory,
+        lock: threading.RLock,
+        tensor_class: TensorClass,
+    ) -> None:
+        self.name = name
+        self.buffer: StagingBuffer | None = None
+        """Where the present contents of the homes are, or will be at `arrived`."""
+        self.arrived: Moment = None
+        self.uses = 0
+        """Calls and backward passes that the weights are bound for."""
+        self.is_bound = False
+        self.was_used = False
+        """Whether the present copy has had a use."""
+        self._lanes = lanes
+        self._memory = memory
+        self._lock = lock
+        self._tensor_class = tensor_class
+        self._parts: list[_Part] = []
+        self._stream = 0
+        """The stream that has waited for the copy."""
+        self.size_bytes = 0
+        with DisableTorchFunctionSubclass():
+            for tensor in tensors:
+                part = _Part(tensor, self.size_bytes, tensor.data_ptr(), tensor.nbytes)
+                self._parts.append(part)
+                self.size_bytes += staged_bytes([part.size_bytes])
+        # Gradients are no part of it.
+        self._guard = WatchedParameterGuard(self._settle, lambda: None)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The weights."""
+        return [part.tensor for part in self._parts]
+
+    # ------------------------------------------------------------------ copies
+
+    def fetch(self, buffer: StagingBuffer) -> None:
+        """Start copying the homes into a buffer that nothing uses.
+
+        From now on a guard sees uses of the weights by the program, and drops the copy: it may be
+        about to change them.
+        """
+        self._look_at_homes()
+        asked = self._lanes.mark()  # behind what the program has done to the homes so far
+        to = buffer.memory.data_ptr()
+        copies = []
+        with DisableTorchFunctionSubclass():
+            for part in self._parts:
+                part.version = version_counter(part.tensor)
+                copies.append(Copy(to + part.offset, part.address, part.tensor.nbytes))
+
+        def copy() -> None:
+            self._lanes.copy(Lane.COPY_IN, copies, self._tensor_class)
+
+        self.arrived = self._lanes.run(Lane.COPY_IN, copy, [*buffer.used, asked])
+        self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
+        self.was_used = False
+        self.hold()
+
+    def _look_at_homes(self) -> None:
+        """Leave alone what the program has given memory that is no home, or that is larger."""
+        with DisableTorchFunctionSubclass():
+            for part in list(self._parts):
+                address = part.tensor.data_ptr()
+                if address == part.address:
+                    continue
+                part.address = address
+                if (
+                    part.tensor.nbytes > part.size_bytes
+                    or not is_movable_weight(part.tensor)
+                    or not self._memory.is_home(part.tensor)
+                ):
+                    self._parts.remove(part)
+
+    def _settle(self) -> None:
+        """The program uses a weight whose copy is under way or waits for its use."""
+        with self._lock:
+            self.drop()
+
+    def hold(self) -> None:
+        """Guard the weights from a copy's start to its use."""
+        if not self._guard.is_on:
+            self._guard.hold(it.tensor for it in self._parts if _is_plain_parameter(it.tensor))
+
+    def drop(self) -> None:
+        """Forget the copy: its buffer is free. Not while it is bound."""
+        self._guard.release()
+        if self.is_bound or self.buffer is None:
+            return
+        self.buffer.holder = None
+        self.buffer = None
+
+    def has_current_copy(self) -> bool:
+        """Whether the buffer's contents, once arrived, are those of the homes."""
+        if self.buffer is None or self.has_alias():
+            return False
+        with DisableTorchFunctionSubclass():
+            return all(
+                it.tensor.data_ptr() == it.address and version_counter(it.tensor) == it.version
+                for it in self._parts
+            )
+
+    def has_alias(self) -> bool:
+        """Whether another tensor has the memory of a home, by which it may change unseen."""
+        with DisableTorchFunctionSubclass():
+            return any(it.home is None and _has_other_users(it.tensor) for it in self._parts)
+
+    # ------------------------------------------------------------------ uses
+
+    def begin_use(self) -> None:
+        """Give the weights the buffer's memory, and let the current stream wait for the copy."""
+        self.uses += 1
+        self._lanes.wait(self.arrived)
+        if not self.is_bound:
+            self._bind()
+
+    def end_use(self) -> None:
+        """Give the weights their homes back behind the last use, which the buffer waits for."""
+        assert self.buffer is not None
+        self.uses -= 1
+        if not self.uses:
+            self._unbind()
+        self.buffer.used.append(self._lanes.mark())
+
+    def _bind(self) -> None:
+        assert self.buffer is not None
+        self._guard.release()
+        self.was_used = True
+        self._stream = self._lanes.stream_key()
+        memory = self.buffer.memory
+        with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
+            for part in self._parts:
+                tensor: Any = part.tensor
+                part.home = tensor.data
+                staged = memory[part.offset : part.offset + tensor.nbytes].view(tensor.dtype)
+                tensor.data = staged.as_strided(tensor.size(), tensor.stride())
+        self.is_bound = True
+
+    def _unbind(self) -> None:
+        """Give the weights their homes back, with what the block itself has written to them."""
+        assert self.buffer is not None
+        memory = self.buffer.memory
+        with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
+            for part in self._parts:
+                tensor, home = part.tensor, part.home
+                part.home = None
+                if home is None or tensor.data_ptr() != memory.data_ptr() + part.offset:
+                    continue  # the program has given it other memory
+                version = version_counter(tensor)
+                if version != part.version:
+                    home.copy_(tensor)
+                    part.version = version
+                tensor.data = home
+        self.is_bound = False
+
+    def find(self, view: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """How to find the contents of a view of the buffer again, wherever they are then."""
+        assert self.buffer is not None
+        begin = view.storage_offset() * view.itemsize
+        part = next(it for it in reversed(self._parts) if it.offset <= begin)
+        offset = begin - part.offset
+        return partial(self._again, part, offset, view.dtype, view.size(), view.stride())
+
+    def _again(
+        self,
+        part: _Part,
+        offset: int,
+        dtype: torch.dtype,
+        size: torch.Size | Sequence[int],
+        stride: Sequence[int],
+    ) -> torch.Tensor:
+        tensor, home = part.tensor, part.home
+        # Another stream has not waited for the copy; the home has the same contents.
+        if home is not None and self._lanes.stream_key() != self._stream:
+            tensor = home
+        with DisableTorchFunctionSubclass(), torch.no_grad():
+            storage = tensor.untyped_storage()
+            first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
+            return torch.empty(0, dtype=dtype, device=tensor.device).set_(
+                storage, first, size, stride
+            )
+
+
+def _is_plain_parameter(tensor: torch.Tensor) -> bool:
+    """Whether the guard's class may take the place of a tensor's.
+
+    A frozen weight of another class, such as a quantised one, is told by its version alone.
+    """
+    return isinstance(tensor, torch.nn.Parameter) and can_guard(tensor)

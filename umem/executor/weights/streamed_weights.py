@@ -1,0 +1,393 @@
+"""Streams weights through a few device buffers, ahead of the forward and the backward pass.
+
+A block's weights are staged when its call begins, or before: each call also fetches what is
+expected next. Which blocks follow a block is learned from the order in which they came before. At
+first that is the order of the model, round to the first block again, or through the backward pass
+in reverse.
+
+A weight keeps its object and its home; only its memory is another one while its block works. The
+other way would be to keep the address and change the memory behind it. It needs 14 us for each MiB
+and block, and any access meanwhile would end the process (docs/streamed-weights.md).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
+
+import torch
+from torch import nn
+
+from umem.core.classes import TensorClass
+from umem.executor.optimizer.lanes import Lanes
+from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
+from umem.offload import ActivationStore
+from umem.runtime.model_parts import tensors_in
+from umem.runtime.torch_hooks.backward import hook_backward
+from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
+from umem.runtime.torch_hooks.saved_tensors import lend
+from umem.torch_compat import current_graph_task_id, function_transform_level
+
+__all__ = ["StreamedBlock", "StreamedWeights", "WeightCounts"]
+
+
+@dataclass
+class WeightCounts:
+    """What became of the uses of streamed weights so far."""
+
+    fetched: int = 0
+    """Copies to the device, of one block each."""
+    late: int = 0
+    """Those of them that a pass had to wait for from their start on."""
+    reused: int = 0
+    """Uses of a copy that an earlier use had left in its buffer."""
+    in_place: int = 0
+    """Calls of blocks whose weights were used in host memory for want of a buffer."""
+
+
+@dataclass(frozen=True)
+class StreamedBlock:
+    """A block, and those of its weights that are staged for each use."""
+
+    name: str
+    module: nn.Module
+    tensors: Sequence[torch.Tensor]
+    """With homes in host memory."""
+
+
+class _Pass(IntEnum):
+    INFERENCE = 0
+    """A forward pass without gradients."""
+    FORWARD = 1
+    BACKWARD = 2
+
+
+_Event = tuple[_Pass, int]
+"""A block's number in a pass."""
+
+
+class _Running(threading.local):
+    """The blocks that a thread is in."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[StagedWeights | None, _Pass]] = []
+        """None for a call on homes, and for one within a backward pass."""
+
+
+class StreamedWeights:
+    """Hooks on blocks that stage their weights.
+
+    Parameters
+    ----------
+    lanes
+        Where copies run.
+    memory
+        Homes and buffers.
+    store
+        Sees what autograd saves, beside what else uses it.
+    on_error
+        Called with an exception of a hook, which does not reach the program.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        memory: WeightMemory,
+        store: ActivationStore,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self.was_captured = False
+        """Whether a call was captured into a CUDA graph, so that homes have to stay."""
+        self._counts = WeightCounts()
+        self._lanes = lanes
+        self._memory = memory
+        self._store = store
+        self._guard = Guard(on_error)
+        self._lock = threading.RLock()
+        self._staged: list[StagedWeights] = []
+        """By number, in forward order."""
+        self._buffers: list[StagingBuffer] = []
+        self._numbers: dict[int, int] = {}
+        """By ``id`` of what is staged."""
+        self._slot_bytes = 0
+        self._successors: dict[_Event, _Event] = {}
+        self._last: _Event | None = None
+        self._in_backward: StagedWeights | None = None
+        """The block that the backward pass is in."""
+        self._running = _Running()
+        self._undo: list[Undo] = []
+
+    # ------------------------------------------------------------------ plans
+
+    @property
+    def counts(self) -> WeightCounts:
+        """Counts so far."""
+        return replace(self._counts)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Weights that are staged for each use."""
+        return sum(it.size_bytes for it in self._staged)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The buffers on the device."""
+        return sum(it.memory.nbytes for it in self._buffers)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether any block works on staged weights now."""
+        return any(it.uses for it in self._staged)
+
+    def set_blocks(
+        self,
+        blocks: Sequence[StreamedBlock],
+        slots: int,
+        classes: Mapping[str, TensorClass] | None = None,
+    ) -> None:
+        """Stage the weights of these blocks, in forward order, in place of those before.
+
+        Parameters
+        ----------
+        blocks
+            The blocks.
+        slots
+            Number of buffers, each as large as the largest block's weights.
+        classes
+            What the copies of a block count as; by default weights.
+
+        Not while a block works on staged weights.
+        """
+        with self._lock:
+            self._clear()
+            kinds = classes or {}
+            self._staged = [
+                StagedWeights(
+                    it.name,
+                    it.tensors,
+                    self._lanes,
+                    self._memory,
+                    self._lock,
+                    kinds.get(it.name, TensorClass.WEIGHTS),
+                )
+                for it in blocks
+            ]
+            self._numbers = {id(it): number for number, it in enumerate(self._staged)}
+            self._slot_bytes = max((it.size_bytes for it in self._staged), default=0)
+            if not self._slot_bytes:
+                return
+            self._buffers = [it for _ in range(slots) if (it := self._new_buffer()) is not None]
+            for staged, block in zip(self._staged, blocks, strict=True):
+                enter, leave = partial(self._enter, staged), partial(self._leave, staged)
+                self._undo += hook_calls(block.module, enter, leave, self._guard.on_error)
+            self._undo.append(hook_backward(lambda _: None, lambda _: self._end_backward()))
+
+    def close(self) -> None:
+        """Remove the hooks. Weights stay at home."""
+        self.set_blocks((), 0)
+
+    def join(self) -> None:
+        """Forget what was fetched ahead: the weights are about to change."""
+        with self._lock:
+            for it in self._staged:
+                it.drop()
+
+    def _clear(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._end_backward()
+        self.join()
+        for buffer in self._buffers:
+            buffer.end_loan()
+            for moment in buffer.used:  # its memory is the program's stream's
+                self._lanes.wait(moment)
+        self._buffers, self._staged, self._numbers = [], [], {}
+        self._successors.clear()
+        self._last = None
+
+    def _new_buffer(self) -> StagingBuffer | None:
+        with torch.inference_mode(mode=False):
+            memory = self._memory.buffer(self._slot_bytes)
+        if memory is None:
+            return None
+        buffer = StagingBuffer(memory)
+
+        def find(view: torch.Tensor) -> Callable[[], torch.Tensor]:
+            holder = buffer.holder
+            assert holder is not None
+            return holder.find(view)
+
+        buffer.end_loan = lend(memory.untyped_storage(), find)
+        return buffer
+
+    # ------------------------------------------------------------------ hooks
+
+    def begin_call(self) -> None:
+        """The model is called: an interrupt may have ended the call before without its hooks."""
+        running = self._running.calls
+        while running:
+            staged, kind = running.pop()
+            if staged is not None:
+                if kind is _Pass.FORWARD:
+                    self._store.close_group()
+                self._end_use(staged)
+
+    def _enter(self, staged: StagedWeights, _args: object, _kwargs: object) -> None:
+        """A block is called."""
+        kind = _Pass.FORWARD if torch.is_grad_enabled() else _Pass.INFERENCE
+        used: StagedWeights | None = None
+        if self._lanes.is_capturing():
+            # The graph replays with what it was captured with: homes never change their address.
+            self.was_captured = True
+        elif function_transform_level() is not None:
+            pass  # weights are wrapped there; they are used at home
+        elif current_graph_task_id() != -1:  # a checkpoint's second forward pass
+            self._enter_backward(staged)
+        else:
+            self._end_backward()
+            if self._use(kind, staged):
+                used = staged
+                if kind is _Pass.FORWARD:
+                    # What autograd saves of the weights is found again by name.
+                    self._store.open_group(object(), ())
+        self._running.calls.append((used, kind))
+
+    def _leave(self, staged: StagedWeights, output: object, *, failed: bool) -> None:
+        """A block's call ends."""
+        if not self._running.calls:
+            return
+        used, kind = self._running.calls.pop()
+        if used is not None:
+            if kind is _Pass.FORWARD:
+                self._store.close_group()
+            self._end_use(used)
+        is_anew = current_graph_task_id() == -1 and not self._lanes.is_capturing()
+        if kind is _Pass.FORWARD and is_anew and not failed:
+            reached = self._guard(partial(self._reach, staged))
+            nodes = {id(it.grad_fn): it.grad_fn for it in tensors_in(output)}
+            for node in filter(None, nodes.values()):
+                node.register_prehook(reached)
+
+    def _reach(self, staged: StagedWeights, _gradients: object) -> None:
+        """The backward pass comes to a block."""
+        if not self._lanes.is_capturing():
+            self._enter_backward(staged)
+
+    def _enter_backward(self, staged: StagedWeights) -> None:
+        with self._lock:
+            if self._in_backward is staged or id(staged) not in self._numbers:
+                return
+            self._end_backward()
+            if self._use(_Pass.BACKWARD, staged):
+                self._in_backward = staged
+
+    def _end_backward(self) -> None:
+        """The backward pass has left the block that it was in."""
+        with self._lock:
+            staged, self._in_backward = self._in_backward, None
+            if staged is not None:
+                self._end_use(staged)
+
+    # ------------------------------------------------------------------ staging
+
+    def _use(self, kind: _Pass, staged: StagedWeights) -> bool:
+        """Begin a use of a block's weights; returns whether they are in a buffer."""
+        with self._lock:
+            event = kind, self._numbers[id(staged)]
+            if self._last is not None:
+                self._successors[self._last] = event
+            self._last = event
+            if staged.is_bound or staged.has_current_copy():
+                self._counts.reused += staged.was_used
+            else:
+                staged.drop()
+                buffer = self._free_buffer(self._wanted(event), takes_wanted=True)
+                if buffer is None:
+                    self._counts.in_place += 1
+                    return False
+                self._fetch(staged, buffer)
+                self._counts.late += 1
+            staged.begin_use()
+            self._fetch_ahead(event)
+            return True
+
+    def _end_use(self, staged: StagedWeights) -> None:
+        with self._lock:
+            staged.end_use()
+            if self._last is not None and id(staged) in self._numbers:
+                self._fetch_ahead(self._last)
+            if not staged.uses and staged.buffer is not None:
+                staged.hold()
+
+    def _fetch_ahead(self, event: _Event) -> None:
+        """Fetch what is expected next, as far as there are buffers."""
+        wanted = self._wanted(event)
+        for number in wanted:
+            staged = self._staged[number]
+            if staged.buffer is None and not staged.has_alias():
+                buffer = self._free_buffer(wanted)
+                if buffer is None:
+                    return
+                self._fetch(staged, buffer)
+
+    def _fetch(self, staged: StagedWeights, buffer: StagingBuffer) -> None:
+        if buffer.holder is not None:
+            buffer.holder.drop()
+        staged.fetch(buffer)
+        self._counts.fetched += 1
+
+    def _wanted(self, event: _Event) -> list[int]:
+        """Blocks in use, and those expected next: as many as there are buffers."""
+        found = {number: None for number, it in enumerate(self._staged) if it.uses}
+        passed = set()
+        while len(found) < len(self._buffers) and event not in passed:
+            passed.add(event)
+            event = self._successors.get(event) or self._next_in_order(event)
+            found.setdefault(event[1])
+        return list(found)
+
+    def _next_in_order(self, event: _Event) -> _Event:
+        kind, number = event
+        last = len(self._staged) - 1
+        if kind is _Pass.BACKWARD:
+            return (kind, number - 1) if number else (_Pass.FORWARD, 0)
+        if number < last:
+            return kind, number + 1
+        return (kind, 0) if kind is _Pass.INFERENCE else (_Pass.BACKWARD, last)
+
+    def _free_buffer(
+        self, wanted: Sequence[int], *, takes_wanted: bool = False
+    ) -> StagingBuffer | None:
+        """An idle buffer: an empty one, or the one whose contents are wanted last."""
+        ranks = {number: rank for rank, number in enumerate(wanted)}
+
+        def rank(buffer: StagingBuffer) -> int:
+            if buffer.holder is None:
+                return len(ranks) + 1
+            return ranks.get(self._numbers[id(buffer.holder)], len(ranks))
+
+        idle = [it for it in self._buffers if it.holder is None or not it.holder.uses]
+        for buffer in sorted(idle, key=rank, reverse=True):
+            if rank(buffer) < len(ranks) and not takes_wanted:
+                return None
+            if not buffer.has_users():
+                return buffer
+            # A view of the contents is alive, and keeps them.
+            renewed = self._renew(buffer)
+            if renewed is not None:
+                return renewed
+        return None
+
+    def _renew(self, old: StagingBuffer) -> StagingBuffer | None:
+        """Leave a buffer to the views of it, and take another one."""
+        new = self._new_buffer()
+        if new is not None:
+            if old.holder is not None:
+                old.holder.drop()
+            old.end_loan()
+            self._buffers[self._buffers.index(old)] = new
+        return new

@@ -1,0 +1,189 @@
+"""Plans which weights stay on the device, and which pass through staging buffers block by block.
+
+Every block gives up about as many bytes: then the copies of the next block's share run beside each
+block's computation, and a staging buffer is as small as one share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+__all__ = ["WeightPlan", "WeightUnit", "plan_weights"]
+
+_MOST_COMBINED = 10
+"""Parts of a unit of which all combinations are looked at: 1,023."""
+
+_ALIGNMENT = 512
+"""Of a part in a staging buffer, bytes."""
+
+
+@dataclass(frozen=True)
+class WeightUnit:
+    """Weights that are used together, such as those of a block."""
+
+    part_bytes: tuple[int, ...]
+    """Bytes of each tensor that can leave the device."""
+    gathered: frozenset[int] = frozenset()
+    """Numbers of tables of which a pass reads a few rows only, as an embedding's. Off the device
+    they are read in place, over the link: no copy of the whole is needed."""
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Where weights are."""
+
+    streamed: tuple[frozenset[int], ...]
+    """By unit, the numbers of the parts that are staged for each use."""
+    in_place: tuple[frozenset[int], ...]
+    """By unit, the numbers of the parts that are used in host memory."""
+    slots: int
+    """Number of staging buffers; 0 if nothing is streamed."""
+    slot_bytes: int
+    """Size of each."""
+    resident_bytes: int
+    """Weights on the device."""
+    streamed_bytes: int
+    in_place_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of weights and staging buffers."""
+        return self.resident_bytes + self.slots * self.slot_bytes
+
+
+def plan_weights(units: Sequence[WeightUnit], room_bytes: int, slots: int) -> WeightPlan:
+    """Keep as many weights on the device as have room there beside the staging buffers.
+
+    Gathered tables leave first, the largest before the others. Then each unit streams an equal
+    share of what has no room. Parts larger than a slot stay on the device, unless all else is
+    streamed already: then slots grow.
+
+    Parameters
+    ----------
+    units
+        In the order of the forward pass.
+    room_bytes
+        Device memory for weights and staging buffers.
+    slots
+        Number of staging buffers, 2 or more.
+
+    Returns
+    -------
+    WeightPlan
+        If the room is too small for any plan, the one that needs least.
+    """
+    all_bytes = sum(sum(unit.part_bytes) for unit in units)
+    in_place: list[set[int]] = [set() for _ in units]
+    tables = sorted(
+        ((size, n, part) for n, it in enumerate(units) for part, size in _gathered(it)),
+        reverse=True,
+    )
+    left_bytes = 0
+    for size_bytes, number, part in tables:
+        if all_bytes - left_bytes <= room_bytes:
+            break
+        in_place[number].add(part)
+        left_bytes += size_bytes
+    none: list[frozenset[int]] = [frozenset()] * len(units)
+    streamed, slot_bytes = none, 0
+    if all_bytes - left_bytes > room_bytes:
+        can_stream = [
+            {part: size for part, size in enumerate(unit.part_bytes) if part not in unit.gathered}
+            for unit in units
+        ]
+        excess_bytes = all_bytes - left_bytes - room_bytes
+        streamed, slot_bytes = _streamed(can_stream, excess_bytes, slots)
+    streamed_bytes = sum(
+        unit.part_bytes[part] for unit, some in zip(units, streamed, strict=True) for part in some
+    )
+    return WeightPlan(
+        streamed=tuple(streamed),
+        in_place=tuple(map(frozenset, in_place)),
+        slots=slots if streamed_bytes else 0,
+        slot_bytes=slot_bytes,
+        resident_bytes=all_bytes - left_bytes - streamed_bytes,
+        streamed_bytes=streamed_bytes,
+        in_place_bytes=left_bytes,
+    )
+
+
+def _gathered(unit: WeightUnit) -> Iterator[tuple[int, int]]:
+    return ((part, unit.part_bytes[part]) for part in sorted(unit.gathered))
+
+
+def staged_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of a staging buffer for parts of these sizes, each of which is aligned."""
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+def _streamed(
+    units: Sequence[dict[int, int]], excess_bytes: int, slots: int
+) -> tuple[list[frozenset[int]], int]:
+    """Parts to stream, so that their bytes less those of the slots are the excess, and a slot."""
+    choices = [_combinations(unit) for unit in units]
+    sizes = sorted({staged for some in choices for staged, _, _ in some})
+    best: tuple[int, list[frozenset[int]], int] | None = None
+    for slot_bytes in sizes:
+        chosen, streamed_bytes = _share(choices, slot_bytes, excess_bytes + slots * slot_bytes)
+        missing = excess_bytes + slots * slot_bytes - streamed_bytes
+        if missing <= 0:
+            return chosen, slot_bytes
+        if best is None or missing < best[0]:
+            best = missing, chosen, slot_bytes
+    assert best is not None or not sizes
+    return ([frozenset()] * len(units), 0) if best is None else (best[1], best[2])
+
+
+_Choice = tuple[int, int, frozenset[int]]
+"""Bytes in a slot, bytes of weights, and numbers of parts."""
+
+
+def _combinations(unit: dict[int, int]) -> list[_Choice]:
+    """Sets of a unit's parts, by size, each of another size."""
+    largest = sorted(unit, key=lambda part: -unit[part])
+    some = [frozenset(largest[: count + 1]) for count in range(len(largest))]
+    some += [frozenset([part]) for part in unit]
+    if len(unit) <= _MOST_COMBINED:
+        some += [frozenset(it) for n in range(2, len(unit)) for it in combinations(unit, n)]
+    found: dict[int, _Choice] = {}
+    for parts in some:
+        size_bytes = sum(unit[part] for part in parts)
+        staged = staged_bytes([unit[part] for part in parts])
+        # Of equal sizes the one of the fewest copies.
+        known = found.get(size_bytes)
+        if known is None or len(parts) < len(known[2]):
+            found[size_bytes] = staged, size_bytes, parts
+    return sorted(found.values(), key=lambda it: it[:2])
+
+
+def _share(
+    choices: Sequence[Sequence[_Choice]], slot_bytes: int, wanted_bytes: int
+) -> tuple[list[frozenset[int]], int]:
+    """Divide bytes among units as evenly as their parts allow, with no unit above a slot."""
+    fits = [[it for it in some if it[0] <= slot_bytes] for some in choices]
+    # Units that cannot give a full share give what they have; the others share the rest.
+    most = [max((it[1] for it in some), default=0) for some in fits]
+    share, open_units, rest = 0, len(most), wanted_bytes
+    for size_bytes in sorted(most):
+        share = -(-rest // open_units)
+        if size_bytes >= share:
+            break
+        rest -= size_bytes
+        open_units -= 1
+    chosen: list[frozenset[int]] = []
+    due = given = 0
+    for some, most_bytes in zip(fits, most, strict=True):
+        due += min(share, most_bytes)
+        # The smallest that keeps up, so that what a unit gives too much, the next ones give less.
+        parts: frozenset[int] = frozenset()
+        if due > given and some:
+            enough = next((it for it in some if given + it[1] >= due), some[-1])
+            parts = enough[2]
+            given += enough[1]
+        chosen.append(parts)
+        if given >= wanted_bytes:
+            break
+    chosen += [frozenset()] * (len(choices) - len(chosen))
+    return chosen, given
