@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,9 +93,7 @@ def test_no_use_sees_another_value(use: Callable[[Program], None], eagerness: fl
 @pytest.mark.parametrize("make_model", [NetWithFlat, Tied, Branches])
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
 @pytest.mark.parametrize("eagerness", [0.0, 0.5])
-def test_no_bit_changes(
-    make_model: Callable[[], nn.Module], slots: int, eagerness: float
-) -> None:
+def test_no_bit_changes(make_model: Callable[[], nn.Module], slots: int, eagerness: float) -> None:
     compare(make_model=make_model, slots=slots, eagerness=eagerness)
 
 
@@ -106,10 +105,9 @@ class Checkpointed(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x) * self.scale
         for layer in self.layers:
-            y = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-            assert isinstance(y, torch.Tensor)
-            x = x + torch.tanh(y)
-        y = self.head(self.norm(x))
+            layer_out: Any = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+            x = x + torch.tanh(layer_out)
+        y: torch.Tensor = self.head(self.norm(x))
         return y
 
 
@@ -314,9 +312,7 @@ def per_sample(program: Program) -> None:
     def loss(weights: Any, x: torch.Tensor) -> Any:
         return torch.func.functional_call(program.model, weights, x).sum()
 
-    program.seen.append(
-        torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, program.batch())
-    )
+    program.seen.append(torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, program.batch()))
 
 
 CHANGES = [
@@ -344,6 +340,8 @@ CHANGES = [
 def test_no_bit_changes_where_weights_are_used_otherwise(
     change: Callable[[Program], None], slots: int, make_model: Callable[[], nn.Module]
 ) -> None:
+    if make_model is Checkpointed and change is per_sample:
+        pytest.skip("torch.func takes no checkpoints")
     compare(change, slots=slots, make_model=make_model, eagerness=0.5)
 
 
@@ -394,12 +392,13 @@ def test_a_copy_of_the_model_is_an_ordinary_one() -> None:
         assert torch.equal(model(torch.ones(1, WIDTH)), expected)
 
 
-def test_closing_frees_the_buffers() -> None:
+def test_a_model_that_is_gone_leaves_nothing() -> None:
     model = Net()
-    memory = HostStateMemory()
-    weights = stream_weights(model, LazyLanes(model), memory)
+    stream_weights(model, LazyLanes(model), HostStateMemory())
     model(torch.ones(1, WIDTH)).sum().backward()
-    weights.close()
-    del weights
+    replaced = torch.autograd.backward
+    gone = [weakref.ref(it) for it in (model, *model.parameters())]
+    del model
     gc.collect()
-    assert not any(it.untyped_storage() is None for it in memory.buffers)
+    assert all(it() is None for it in gone)
+    assert torch.autograd.backward is not replaced

@@ -167,6 +167,8 @@ def _enable(policy: Policy) -> Runtime:
     classifier = Classifier(allocator, gradient_hook(allocator), state_room)
     classifier.install()
     share_with(resolved.share, allocator)
+    if resolved.streams_weights:
+        classifier.on_root = _stream_weights
     streams_state = resolved.streams_state or resolved.copies_activations
     if resolved.planner != "none" or streams_state:
         manage_automatically(
@@ -250,6 +252,27 @@ def pinned_limit_bytes() -> int:
     """Cap on page-locked memory of this process: :data:`PINNED_SHARE_OF_HOST`; 0 if unknown."""
     host = host_memory()
     return 0 if host is None else int(PINNED_SHARE_OF_HOST * host.available_bytes)
+
+
+def _stream_weights(model: nn.Module) -> None:
+    """Keep the weights of a model that the program calls within the budget."""
+    if not any(it.is_cuda for it in model.parameters()):
+        return
+    # It imports the executor: not before there is a model.
+    from umem.executor import manage_weights
+
+    try:
+        manage_weights(model).begin_call()
+    except UmemError as error:
+        _LOG.info("umem: weights of %s are not streamed: %s", type(model).__name__, error)
+    except Exception as error:  # the program goes on with weights where they are
+        _LOG.warning(
+            "umem: weights of %s are not streamed: %s: %s",
+            type(model).__name__,
+            type(error).__name__,
+            error,
+        )
+        _LOG.debug("umem: the error was raised here", exc_info=True)
 
 
 def manage_automatically(

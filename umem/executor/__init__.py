@@ -6,17 +6,21 @@ from umem.executor.manage import current_statistics, ideal_step_s, manage, resid
 from umem.executor.manager import Manager
 from umem.executor.status import ManagerState, ManagerStatus
 from umem.executor.streamed_training import StreamedStatus, StreamedTraining, join, stream_state
+from umem.executor.weights.model_weights import ModelWeights, WeightStatus, manage_weights
 
 __all__ = [
     "Manager",
     "ManagerState",
     "ManagerStatus",
+    "ModelWeights",
     "StreamedStatus",
     "StreamedTraining",
+    "WeightStatus",
     "current_statistics",
     "ideal_step_s",
     "join",
     "manage",
+    "manage_weights",
     "residency",
     "stream_state",
 ]

@@ -28,10 +28,11 @@ from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.unit_names import UnitNames
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
+from umem.executor.weights.model_weights import weights_of
 from umem.hardware import detect_hardware
 from umem.offload import ActivationStore
 from umem.planning.stream_timing import staged_bytes
-from umem.runtime.model_parts import gpu_of
+from umem.runtime.model_parts import gpu_of, optimizer_parameters
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import (
@@ -116,6 +117,9 @@ def stream_state(
     if reason:
         streams_state = False
         _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
+    weights = weights_of(model)
+    if weights is not None:
+        weights.exclude(optimizer_parameters(optimizer))
     tuner = StreamTuner(
         hardware,
         CudaClock(device),

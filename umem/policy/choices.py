@@ -87,10 +87,11 @@ def _stays(hardware: Hardware) -> str:
     )
 
 
-def _frozen_stays(hardware: Hardware) -> str:
+def _weights_stay(hardware: Hardware) -> str:
     return (
-        f"Kernels use device memory at {_rate(hardware.memory_bytes_per_s)}; what exceeds the "
-        f"budget is read in place on the host at {_rate(hardware.mapped_read_bytes_per_s)}."
+        f"Kernels use device memory at {_rate(hardware.memory_bytes_per_s)}; what the budget has "
+        "no room for is copied from page-locked memory ahead of each use, at "
+        f"{_rate(hardware.copy_to_device_bytes_per_s)}."
     )
 
 
@@ -135,10 +136,11 @@ def _per_gib(s_per_byte: float) -> str:
 
 
 _DEVICE = _Alternative("device", "keep", _nothing, _stays)
+_WEIGHTS = _Alternative("device", "stream", _nothing, _weights_stay)
 
 _ALTERNATIVES: Mapping[TensorClass, tuple[_Alternative, ...]] = {
-    TensorClass.WEIGHTS: (_DEVICE,),
-    TensorClass.FROZEN_WEIGHTS: (_Alternative("device", "keep", _nothing, _frozen_stays),),
+    TensorClass.WEIGHTS: (_WEIGHTS,),
+    TensorClass.FROZEN_WEIGHTS: (_WEIGHTS,),
     TensorClass.GRADIENTS: (_Alternative("device", "copy", _nothing, _may_be_copied),),
     TensorClass.OPTIMIZER_STATE: (
         _Alternative("pinned", "stream", _streamed, _is_streamed),

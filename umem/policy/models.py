@@ -101,10 +101,11 @@ DeviceBudget = Annotated[
 
 
 def _rule_conflicts(rule: ClassRule) -> list[Conflict]:
-    if rule.mechanism == "stream" and rule.kind != "pinned":
+    if rule.mechanism == "stream" and rule.kind not in ("pinned", "device"):
         message = (
             f"mechanism stream with kind {rule.kind}: streamed tensors have their home in "
-            "page-locked host memory; set kind: pinned, or mechanism: auto"
+            "page-locked host memory; set kind: pinned for optimizer_state, kind: device for "
+            "weights, or mechanism: auto"
         )
         return [Conflict(("mechanism",), message, ("kind",))]
     if rule.kind == "auto":
@@ -192,7 +193,7 @@ def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
     mapping = "such memory is always mapped" if pinned else "no host pages to map"
     # Stream and copy are not among the remedies: they are not for every class.
     mechanisms = ("keep", "map") if pinned else ("keep",)
-    for_some_classes = "stream" if pinned else "copy"
+    for_some_classes = ("stream",) if pinned else ("copy", "stream")
     access_follows = rule.placement != place or rule.accessed_by_device == pinned
     # Whether the key's value is possible; the key; why it is not; the value that is.
     table = [
@@ -200,7 +201,7 @@ def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
         (access_follows, "accessed_by_device", mapping, shown(pinned)),
         (not rule.read_mostly, "read_mostly", "only pages that move can be duplicated", "false"),
         (
-            rule.mechanism in ("auto", for_some_classes, *mechanisms),
+            rule.mechanism in ("auto", *for_some_classes, *mechanisms),
             "mechanism",
             "such memory does not move",
             " or ".join(mechanisms),
@@ -264,7 +265,8 @@ class ClassRule(_Record):
     (prefetch of pages), map (used in place on the host, over the link), duplicate (read-mostly
     copies), copy (an explicit copy to the host and back; of kind device for activations, and
     for gradients, which are used on the host), stream (home in page-locked host memory, staged
-    in device buffers for its use; for optimizer_state of kind pinned), discard (dead contents
+    in device buffers for its use; for optimizer_state of kind pinned, and for those weights of
+    kind device that the budget has no room for), discard (dead contents
     are dropped, live contents stay), fault (demand paging), keep (no movement)."""
     eviction: Eviction = "auto"
     """Order of eviction when device memory runs short: auto (tensors whose next use is
@@ -294,18 +296,28 @@ class ClassRules(_Record):
     """Everything else, such as input batches and the arrays of shared libraries."""
 
     @model_validator(mode="after")
-    def _streams_only_optimizer_state(self) -> ClassRules:
-        raise_conflicts(
-            [
-                Conflict(
-                    (name, "mechanism"),
-                    "mechanism stream stages state for the optimizer's update, so it is for "
-                    f"optimizer_state and not for {name}; set mechanism: auto",
+    def _streams_what_is_used_by_turns(self) -> ClassRules:
+        kinds: dict[str, MemoryKind] = {
+            "weights": "device",
+            "frozen_weights": "device",
+            "optimizer_state": "pinned",
+        }
+        conflicts = []
+        for name in ClassRules.model_fields:
+            rule: ClassRule = getattr(self, name)
+            if rule.mechanism != "stream" or rule.kind == kinds.get(name):
+                continue
+            if name in kinds:
+                message = (
+                    f"mechanism stream for {name}: set kind: {kinds[name]}, or mechanism: auto"
                 )
-                for name in ClassRules.model_fields
-                if name != "optimizer_state" and getattr(self, name).mechanism == "stream"
-            ]
-        )
+            else:
+                message = (
+                    "mechanism stream stages what is used block by block, so it is for weights, "
+                    f"frozen_weights and optimizer_state, and not for {name}; set mechanism: auto"
+                )
+            conflicts.append(Conflict((name, "mechanism"), message))
+        raise_conflicts(conflicts)
         return self
 
     @model_validator(mode="after")

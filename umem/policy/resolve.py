@@ -66,6 +66,12 @@ class ResolvedPolicy:
         return self.rules[TensorClass.OPTIMIZER_STATE.number].mechanism == "stream"
 
     @property
+    def streams_weights(self) -> bool:
+        """Whether weights that the budget has no room for are streamed."""
+        classes = (TensorClass.WEIGHTS, TensorClass.FROZEN_WEIGHTS)
+        return any(self.rules[it.number].mechanism == "stream" for it in classes)
+
+    @property
     def copies_activations(self) -> bool:
         """Whether activations in plain device memory are copied out where a plan says so."""
         return self._copies(TensorClass.ACTIVATIONS)

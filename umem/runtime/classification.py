@@ -67,6 +67,8 @@ class Classifier:
         self._allocator = allocator
         self._state_room = state_room
         self._on_gradient = on_gradient
+        self.on_root: Callable[[nn.Module], None] = lambda _: None
+        """Called before the first call of a module that the program calls itself."""
         self._forward_hook: Any = None
         self._seen_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -112,6 +114,7 @@ class Classifier:
         self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
         self._tag_parameters(module.parameters())
         self._tag(module.buffers(), TensorClass.OTHER)
+        self.on_root(module)
 
     def _on_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None:

@@ -156,7 +156,8 @@ class StagedWeights:
                 self._parts.append(part)
                 self.size_bytes += staged_bytes([part.size_bytes])
         # Gradients are no part of it.
-        self._guard = WatchedParameterGuard(self._settle, lambda: None)
+        self.guard = WatchedParameterGuard(self._settle, lambda: None)
+        """Sees what the program does to the weights while their copy waits for its use."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -210,12 +211,12 @@ class StagedWeights:
 
     def hold(self) -> None:
         """Guard the weights from a copy's start to its use."""
-        if not self._guard.is_on:
-            self._guard.hold(it.tensor for it in self._parts if _is_plain_parameter(it.tensor))
+        if not self.guard.is_on:
+            self.guard.hold(it.tensor for it in self._parts if _is_plain_parameter(it.tensor))
 
     def drop(self) -> None:
         """Forget the copy: its buffer is free. Not while it is bound."""
-        self._guard.release()
+        self.guard.release()
         if self.is_bound or self.buffer is None:
             return
         self.buffer.holder = None
@@ -255,7 +256,7 @@ class StagedWeights:
 
     def _bind(self) -> None:
         assert self.buffer is not None
-        self._guard.release()
+        self.guard.release()
         self.was_used = True
         self._stream = self._lanes.stream_key()
         memory = self.buffer.memory
@@ -287,7 +288,7 @@ class StagedWeights:
     def find(self, view: torch.Tensor) -> Callable[[], torch.Tensor]:
         """How to find the contents of a view of the buffer again, wherever they are then."""
         assert self.buffer is not None
-        begin = view.storage_offset() * view.itemsize
+        begin = int(view.storage_offset()) * view.itemsize
         part = next(it for it in reversed(self._parts) if it.offset <= begin)
         offset = begin - part.offset
         return partial(self._again, part, offset, view.dtype, view.size(), view.stride())

@@ -13,6 +13,7 @@ and block, and any access meanwhile would end the process (docs/streamed-weights
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from umem.core.classes import TensorClass
+from umem.executor.optimizer.access_guard import TensorGuard
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
 from umem.offload import ActivationStore
@@ -69,12 +71,22 @@ _Event = tuple[_Pass, int]
 """A block's number in a pass."""
 
 
+@dataclass
+class _Call:
+    """A call of a block."""
+
+    used: StagedWeights | None = None
+    """None for a call on homes, and for one within a backward pass."""
+    makes_graph: bool = False
+    has_group: bool = False
+    """Whether it opened a group of the store."""
+
+
 class _Running(threading.local):
-    """The blocks that a thread is in."""
+    """The calls of blocks that a thread is in."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[StagedWeights | None, _Pass]] = []
-        """None for a call on homes, and for one within a backward pass."""
+        self.calls: list[_Call] = []
 
 
 class StreamedWeights:
@@ -183,15 +195,22 @@ class StreamedWeights:
             for staged, block in zip(self._staged, blocks, strict=True):
                 enter, leave = partial(self._enter, staged), partial(self._leave, staged)
                 self._undo += hook_calls(block.module, enter, leave, self._guard.on_error)
-            self._undo.append(hook_backward(lambda _: None, lambda _: self._end_backward()))
+            # What is global holds no strong reference: this object goes with the blocks.
+            ends = partial(_backward_ends, weakref.ref(self))
+            listener = hook_backward(lambda _: None, ends)
+            guards = [it.guard for it in self._staged]
+            end = weakref.finalize(self, _end, listener, self._buffers, guards)
+            end.atexit = False
+            self._undo.append(end)
 
     def close(self) -> None:
         """Remove the hooks. Weights stay at home."""
         self.set_blocks((), 0)
 
-    def join(self) -> None:
+    def step_begins(self) -> None:
         """Forget what was fetched ahead: the weights are about to change."""
         with self._lock:
+            self.end_backward()
             for it in self._staged:
                 it.drop()
 
@@ -199,10 +218,8 @@ class StreamedWeights:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._end_backward()
-        self.join()
+        self.step_begins()
         for buffer in self._buffers:
-            buffer.end_loan()
             for moment in buffer.used:  # its memory is the program's stream's
                 self._lanes.wait(moment)
         self._buffers, self._staged, self._numbers = [], [], {}
@@ -228,18 +245,13 @@ class StreamedWeights:
 
     def begin_call(self) -> None:
         """The model is called: an interrupt may have ended the call before without its hooks."""
-        running = self._running.calls
-        while running:
-            staged, kind = running.pop()
-            if staged is not None:
-                if kind is _Pass.FORWARD:
-                    self._store.close_group()
-                self._end_use(staged)
+        while self._running.calls:
+            self._end_call(self._running.calls.pop())
 
     def _enter(self, staged: StagedWeights, _args: object, _kwargs: object) -> None:
         """A block is called."""
-        kind = _Pass.FORWARD if torch.is_grad_enabled() else _Pass.INFERENCE
-        used: StagedWeights | None = None
+        call = _Call()
+        self._running.calls.append(call)
         if self._lanes.is_capturing():
             # The graph replays with what it was captured with: homes never change their address.
             self.was_captured = True
@@ -248,29 +260,32 @@ class StreamedWeights:
         elif current_graph_task_id() != -1:  # a checkpoint's second forward pass
             self._enter_backward(staged)
         else:
-            self._end_backward()
-            if self._use(kind, staged):
-                used = staged
-                if kind is _Pass.FORWARD:
+            self.end_backward()
+            call.makes_graph = torch.is_grad_enabled()
+            if self._use(_Pass.FORWARD if call.makes_graph else _Pass.INFERENCE, staged):
+                call.used = staged
+                if call.makes_graph:
                     # What autograd saves of the weights is found again by name.
+                    call.has_group = True
                     self._store.open_group(object(), ())
-        self._running.calls.append((used, kind))
 
     def _leave(self, staged: StagedWeights, output: object, *, failed: bool) -> None:
         """A block's call ends."""
         if not self._running.calls:
             return
-        used, kind = self._running.calls.pop()
-        if used is not None:
-            if kind is _Pass.FORWARD:
-                self._store.close_group()
-            self._end_use(used)
-        is_anew = current_graph_task_id() == -1 and not self._lanes.is_capturing()
-        if kind is _Pass.FORWARD and is_anew and not failed:
+        call = self._running.calls.pop()
+        self._end_call(call)
+        if call.makes_graph and not failed:
             reached = self._guard(partial(self._reach, staged))
             nodes = {id(it.grad_fn): it.grad_fn for it in tensors_in(output)}
             for node in filter(None, nodes.values()):
                 node.register_prehook(reached)
+
+    def _end_call(self, call: _Call) -> None:
+        if call.has_group:
+            self._store.close_group()
+        if call.used is not None:
+            self._end_use(call.used)
 
     def _reach(self, staged: StagedWeights, _gradients: object) -> None:
         """The backward pass comes to a block."""
@@ -281,11 +296,11 @@ class StreamedWeights:
         with self._lock:
             if self._in_backward is staged or id(staged) not in self._numbers:
                 return
-            self._end_backward()
+            self.end_backward()
             if self._use(_Pass.BACKWARD, staged):
                 self._in_backward = staged
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
         """The backward pass has left the block that it was in."""
         with self._lock:
             staged, self._in_backward = self._in_backward, None
@@ -391,3 +406,18 @@ class StreamedWeights:
             old.end_loan()
             self._buffers[self._buffers.index(old)] = new
         return new
+
+
+def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -> None:
+    weights = reference()
+    if weights is not None:
+        weights.end_backward()
+
+
+def _end(listener: Undo, buffers: Sequence[StagingBuffer], guards: Sequence[TensorGuard]) -> None:
+    listener()
+    for buffer in buffers:
+        buffer.end_loan()
+    # A guard and the tensors that it holds keep each other alive.
+    for guard in guards:
+        guard.release()

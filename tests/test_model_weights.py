@@ -1,0 +1,237 @@
+"""Where a model's weights are under a budget: at its first call, and when calls need more or less.
+
+The "device" is the CPU: its memory counts what was placed there. Values stay equal throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from lazy_lanes import HostStateMemory, LazyLanes
+from streamed_programs import WIDTH, Net
+from torch import nn
+
+from umem.executor.phase_measurement import DeviceRoom
+from umem.executor.weights.model_weights import ModelWeights
+from umem.offload import ActivationStore
+
+MIB = 1 << 20
+LAYER_BYTES = 4 * WIDTH * WIDTH
+SLACK_BYTES = 256 * MIB
+"""Of a budget, which plans leave free."""
+
+
+@dataclass
+class Room(DeviceRoom):
+    """A device whose budget, and whose peaks beside weights and buffers, a test sets."""
+
+    budget_bytes: int
+    peaks: list[int] = field(default_factory=list)
+    """Next peaks; without any, the last one again."""
+    last: int = 0
+    placed: Any = lambda: 0
+
+    def take_peak_bytes(self) -> int:
+        if self.peaks:
+            self.last = self.peaks.pop(0)
+        return self.last + int(self.placed())
+
+    def find_homes(self) -> None:
+        pass
+
+    def spilled_bytes(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        pass
+
+
+class DeviceMemory(HostStateMemory):
+    """All weights begin on the device, but for some that were born at home."""
+
+    def __init__(self, model: nn.Module, born_at_home: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.at_home = {id(it) for name, it in model.named_parameters() if name in born_at_home}
+        self.most_home_bytes: int | None = None
+        self._addresses = {it.data_ptr() for it in model.parameters() if id(it) not in self.at_home}
+
+    def is_home(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() not in self._addresses
+
+    def device_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
+        new = super().device_like(tensor, tensor_class)
+        if new is not None:
+            self._addresses.add(new.data_ptr())
+        return new
+
+
+def make(
+    model: nn.Module, budget_bytes: int, born_at_home: tuple[str, ...] = (), eagerness: float = 0.5
+) -> tuple[ModelWeights, Room, DeviceMemory]:
+    room = Room(SLACK_BYTES + budget_bytes)
+    memory = DeviceMemory(model, born_at_home)
+    made = ModelWeights(
+        model,
+        LazyLanes(model, eagerness),
+        memory,
+        room,
+        ActivationStore("cpu"),
+        min_bytes=LAYER_BYTES // 2,
+    )
+    weight_bytes = sum(it.nbytes for it in model.parameters())
+    room.placed = lambda: weight_bytes + made.streamed.buffer_bytes
+    return made, room, memory
+
+
+def on_device(model: nn.Module, memory: DeviceMemory) -> int:
+    return sum(it.nbytes for it in model.parameters() if not memory.is_home(it))
+
+
+def call(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        y: torch.Tensor = model(torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH)
+    return y
+
+
+WEIGHT_BYTES = sum(it.nbytes for it in Net(8).parameters())
+SMALL_BYTES = WEIGHT_BYTES - 9 * LAYER_BYTES
+"""Of what is smaller than a layer, and stays on the device."""
+
+
+def test_a_model_that_fits_is_left_alone() -> None:
+    model = Net(8)
+    made, _, memory = make(model, WEIGHT_BYTES + 300 * MIB)
+    for _ in range(3):
+        call(model)
+    assert made.status().plans == 0
+    assert on_device(model, memory) == WEIGHT_BYTES
+    assert made.streamed.counts.fetched == 0
+
+
+@pytest.mark.parametrize("room_layers", [4, 6])
+def test_what_has_no_room_is_streamed(room_layers: int) -> None:
+    model = Net(8)
+    expected = call(model)
+    # The first plan leaves 256 MiB for what calls make.
+    room_bytes = SMALL_BYTES + room_layers * LAYER_BYTES
+    made, _, memory = make(model, 256 * MIB + room_bytes)
+    for _ in range(5):
+        assert torch.equal(call(model), expected)
+    status = made.status()
+    assert status.plans == 1
+    assert on_device(model, memory) + status.buffer_bytes == room_bytes
+    assert status.counts.late == 1
+    # As many layers as fit beside two buffers of one layer are resident.
+    assert status.streamed_bytes == (9 - (room_layers - 2)) * LAYER_BYTES
+    assert len(memory.buffers) == 2
+
+
+def test_what_was_born_on_the_host_comes_to_the_device_where_it_has_room() -> None:
+    model = Net(8)
+    expected = call(model)
+    born = ("layers.1.weight", "layers.1.bias", "norm.weight")
+    made, _, memory = make(model, WEIGHT_BYTES + 300 * MIB, born)
+    assert torch.equal(call(model), expected)
+    assert on_device(model, memory) == WEIGHT_BYTES
+    assert made.status().plans == 1
+
+
+def test_calls_that_need_more_have_weights_leave() -> None:
+    model = Net(8)
+    expected = call(model)
+    made, room, memory = make(model, 400 * MIB)
+    assert torch.equal(call(model), expected)
+    assert made.status().plans == 0
+    room.last = 400 * MIB - 2 * LAYER_BYTES
+    assert torch.equal(call(model), expected)
+    status = made.status()
+    assert status.plans == 1
+    assert status.other_bytes > room.last
+    assert on_device(model, memory) < WEIGHT_BYTES
+
+
+def test_weights_come_back_when_calls_need_less_for_long() -> None:
+    model = Net(8)
+    expected = call(model)
+    made, room, memory = make(model, 400 * MIB)
+    call(model)
+    room.last = 500 * MIB
+    call(model)
+    assert on_device(model, memory) < WEIGHT_BYTES
+    room.last = 10 * MIB
+    for _ in range(40):
+        assert torch.equal(call(model), expected)
+    assert on_device(model, memory) == WEIGHT_BYTES
+    assert made.status().streamed_bytes == 0
+    assert made.status().buffer_bytes == 0
+
+
+class WithTable(Net):
+    """Begins with an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.table = nn.Embedding(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.table(x.long().remainder(64)).mean(1))
+
+
+def test_a_table_is_read_at_home_before_anything_is_streamed() -> None:
+    model = WithTable()
+    expected = call(model)
+    weight_bytes = sum(it.nbytes for it in model.parameters())
+    made, _, memory = make(model, weight_bytes + 256 * MIB - LAYER_BYTES)
+    assert torch.equal(call(model), expected)
+    assert memory.is_home(model.table.weight)
+    assert (made.status().in_place_bytes, made.status().streamed_bytes) == (64 * WIDTH * 4, 0)
+
+
+def test_weights_that_an_optimizer_updates_past_the_guard_are_not_streamed() -> None:
+    model = Net(8)
+    made, _, _ = make(model, 256 * MIB + 4 * LAYER_BYTES)
+    expected = call(model)
+    assert made.status().streamed_bytes
+    made.exclude(model.parameters())
+    assert torch.equal(call(model), expected)
+    assert made.status().streamed_bytes == 0
+
+
+def test_two_blocks_weight_is_never_streamed() -> None:
+    model = Net(8)
+    model.layers[7].weight = model.layers[0].weight
+    expected = call(model)
+    made, _, memory = make(model, 256 * MIB)
+    assert torch.equal(call(model), expected)
+    assert not memory.is_home(model.layers[0].weight)
+    assert made.status().streamed_bytes
+
+
+def test_a_training_under_a_budget_changes_no_bit() -> None:
+    def train(budget_bytes: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net(8)
+        if budget_bytes is not None:
+            made, room, _ = make(model, budget_bytes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        seen = []
+        for step in range(6):
+            if budget_bytes is not None:
+                room.last = 150 * step * MIB
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+            loss.backward()
+            if budget_bytes is not None:
+                made.streamed.step_begins()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        if budget_bytes is not None:
+            assert made.status().plans
+            assert made.streamed.counts.fetched
+        return [*seen, *(it.detach().clone() for it in model.parameters())]
+
+    stock, streamed = train(None), train(300 * MIB)
+    assert all(map(torch.equal, stock, streamed))

@@ -1,0 +1,430 @@
+"""Keeps a model's weights within the device budget: what has no room is streamed.
+
+A model may be larger than the budget: then some of its weights were born in page-locked memory. At
+its first call, and whenever calls turn out to need another amount of memory, weights move so that
+there is room for everything else, and as many of them as possible are on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from umem.capture.live import Block, find_blocks
+from umem.core.classes import TensorClass
+from umem.core.errors import EnableError
+from umem.core.units import format_bytes
+from umem.executor.optimizer.lanes import Lanes, cuda_lanes
+from umem.executor.phase_measurement import DeviceRoom
+from umem.executor.state_memory import CudaRoom, CudaStateMemory
+from umem.executor.weights.staged_weights import WeightMemory, is_movable_weight
+from umem.executor.weights.streamed_weights import StreamedBlock, StreamedWeights, WeightCounts
+from umem.offload import ActivationStore
+from umem.planning.stream_plan import least_slack_bytes
+from umem.planning.stream_timing import staged_bytes
+from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
+from umem.runtime.model_parts import gpu_of, plain_tensors, weight_classes
+from umem.runtime.state import runtime
+from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.torch_compat import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    function_transform_level,
+)
+
+__all__ = ["ModelWeights", "WeightStatus", "manage_weights", "weights_of"]
+
+_LOG = logging.getLogger("umem")
+
+SLOTS = 2
+"""Staging buffers: one in use, one that is being filled."""
+
+_FIRST_SHARE = 16
+"""Before the first call, this part of the budget is left for what the call makes."""
+
+_LEAST_FIRST_BYTES = 256 << 20
+
+_MARGIN_SHARE, _LEAST_MARGIN_BYTES = 16, 64 << 20
+"""What is left beyond the most that calls have needed: caches of keys and values grow."""
+
+_PATIENCE_CALLS = 32
+"""Calls that need much less before weights come back; twice as many each time."""
+
+_STEP_HOOK: list[object] = []
+"""The handle of the hook on all optimizers, once there is a model."""
+
+_models: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class WeightStatus:
+    """Where a model's weights are, and counts over all calls so far."""
+
+    budget_bytes: int
+    plans: int
+    """How often weights were placed; 0 for a model whose weights fit the device."""
+    resident_bytes: int
+    """Weights on the device."""
+    streamed_bytes: int
+    """Weights that are staged for each use."""
+    in_place_bytes: int
+    """Tables at home of which calls read some rows, over the link."""
+    buffer_bytes: int
+    """The staging buffers."""
+    other_bytes: int
+    """Memory that the plan leaves for everything else."""
+    counts: WeightCounts
+
+
+def weights_of(model: nn.Module) -> ModelWeights | None:
+    """The manager of a model's weights, or of the model around it; None if there is none."""
+    found = _models.get(model)
+    if found is not None:
+        return found
+    return next((its for outer, its in _models.items() if model in set(outer.modules())), None)
+
+
+def manage_weights(model: nn.Module) -> ModelWeights:
+    """Keep the weights of a model on a GPU within the policy's budget, from its next call on.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled, the policy streams no weights, or the model is not on one GPU.
+    """
+    known = weights_of(model)
+    if known is not None:
+        return known
+    state = runtime()
+    if not state.resolved.streams_weights:
+        raise EnableError(
+            f"policy {state.policy.name!r} streams no weights: enable umem with one that has "
+            "`weights: {kind: device, mechanism: stream}`, such as inference"
+        )
+    device = gpu_of(model)
+    index = device.index or 0
+    budget_bytes = state.device_budgets[index]
+    if budget_bytes is None:
+        raise EnableError(f"policy {state.policy.name!r} has no device budget")
+    for inner in [it for it in _models if it in set(model.modules())]:
+        _models.pop(inner).close()
+    rules = state.resolved.rules
+    min_bytes = rules[TensorClass.WEIGHTS.number].min_bytes
+    made = ModelWeights(
+        model,
+        cuda_lanes(device),
+        CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes)),
+        CudaRoom(state.allocator, index, budget_bytes),
+        ActivationStore(device),
+        min_bytes=min_bytes,
+    )
+    _models[model] = made
+    if not _STEP_HOOK:
+        _STEP_HOOK.append(register_optimizer_step_pre_hook(_step_begins))
+    return made
+
+
+def _step_begins(*_: object) -> None:
+    """An optimizer is about to change weights: nothing that was fetched before counts."""
+    for its in list(_models.values()):
+        its.streamed.step_begins()
+
+
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    block: Block
+    tensors: list[torch.Tensor]
+    planned: WeightUnit
+
+
+class ModelWeights:
+    """Hooks on a model that place its weights before a call.
+
+    Parameters
+    ----------
+    model
+        The module that the program calls. Only a weak reference is kept.
+    lanes
+        Where copies run.
+    memory
+        Homes, buffers, and weights on the device.
+    room
+        The device's memory against its budget.
+    store
+        Sees what autograd saves.
+    min_bytes
+        Smaller weights stay on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lanes: Lanes,
+        memory: WeightMemory,
+        room: DeviceRoom,
+        store: ActivationStore,
+        *,
+        min_bytes: int,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._lanes = lanes
+        self._memory = memory
+        self._room = room
+        self.streamed = StreamedWeights(lanes, memory, store, self._fail)
+        self._classes = {
+            id(part): tensor_class
+            for it, tensor_class in weight_classes(model.parameters())
+            for part in plain_tensors(it)
+        }
+        self._units, self._fixed = _find_units(model, min_bytes)
+        """What can be streamed; and what belongs on the device, such as small weights."""
+        self._weight_bytes = self._count_bytes()
+        """All that can be moved, wherever it is."""
+        self._plan: WeightPlan | None = None
+        self._plans = 0
+        self._other_bytes = 0
+        """What the plan leaves for everything but weights."""
+        self._calm_calls = 0
+        self._calm_bytes = 0
+        """The most that these calls have needed."""
+        self._patience = _PATIENCE_CALLS
+        self._is_measured = False
+        self._undo: list[Undo] = hook_calls(model, self._begin, None, self._fail)
+
+    def status(self) -> WeightStatus:
+        """Current state, and counts so far."""
+        plan = self._plan
+        return WeightStatus(
+            budget_bytes=self._room.budget_bytes,
+            plans=self._plans,
+            resident_bytes=self._weight_bytes
+            - self.streamed.streamed_bytes
+            - (0 if plan is None else plan.in_place_bytes),
+            streamed_bytes=self.streamed.streamed_bytes,
+            in_place_bytes=0 if plan is None else plan.in_place_bytes,
+            buffer_bytes=self.streamed.buffer_bytes,
+            other_bytes=self._other_bytes,
+            counts=self.streamed.counts,
+        )
+
+    def exclude(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Stream these weights no more: something else updates them past the guard.
+
+        Those at home are used there in place.
+        """
+        excluded = {id(part) for it in parameters for part in plain_tensors(it)}
+        self._units = [
+            made for unit in self._units if (made := _without(unit, excluded)) is not None
+        ]
+        self._weight_bytes = self._count_bytes()
+        self.streamed.close()
+        self._plan = None
+        self._is_measured = False
+
+    def close(self) -> None:
+        """Remove the hooks; weights stay where they are."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self.streamed.close()
+
+    def _count_bytes(self) -> int:
+        with DisableTorchFunctionSubclass():
+            return sum(it.nbytes for it in self._every())
+
+    def _every(self) -> Iterable[torch.Tensor]:
+        yield from self._fixed
+        for unit in self._units:
+            yield from unit.tensors
+
+    def _fail(self, error: Exception) -> None:
+        """An error must not end the program, which goes on with weights where they are."""
+        _LOG.warning(
+            "umem: weights are not streamed any more: %s: %s",
+            type(error).__name__,
+            str(error),
+            exc_info=_LOG.isEnabledFor(logging.DEBUG),
+        )
+        self.close()
+
+    # ------------------------------------------------------------------ calls
+
+    def _begin(self, _args: object, _kwargs: object) -> None:
+        """The model is called."""
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        """Look at what calls need before the next one, and place weights anew if they have to."""
+        if (
+            torch.compiler.is_compiling()
+            or current_graph_task_id() != -1
+            or function_transform_level() is not None
+            or self._lanes.is_capturing()
+        ):
+            return
+        self.streamed.begin_call()
+        if self.streamed.was_captured or self.streamed.is_in_use or not self._units:
+            return
+        needed_bytes = self._measure()
+        if needed_bytes is not None:
+            self._place(needed_bytes)
+
+    def _measure(self) -> int | None:
+        """Memory to leave for everything but weights; None to leave the plan as it is."""
+        placed_bytes = self._weight_bytes + self.streamed.buffer_bytes
+        peak_bytes = self._room.take_peak_bytes() - placed_bytes
+        if not self._is_measured:
+            self._is_measured = True
+            now_bytes = self._room.take_peak_bytes() - placed_bytes
+            first_bytes = self._room.budget_bytes // _FIRST_SHARE
+            needed_bytes = now_bytes + max(first_bytes, _LEAST_FIRST_BYTES)
+            has_homes = any(self._memory.is_home(it) for it in self._every())
+            return needed_bytes if has_homes or self._is_over(needed_bytes) else None
+        if self._plan is None:
+            return _with_margin(peak_bytes) if self._is_over(peak_bytes) else None
+        if peak_bytes > self._other_bytes:
+            self._calm_calls = 0
+            return _with_margin(peak_bytes)
+        self._calm_calls += 1
+        self._calm_bytes = max(peak_bytes, self._calm_bytes if self._calm_calls > 1 else 0)
+        needed_bytes = _with_margin(self._calm_bytes)
+        spare_bytes = self._other_bytes - needed_bytes
+        if self._calm_calls < self._patience or spare_bytes < needed_bytes // 4:
+            return None
+        self._calm_calls = 0
+        self._patience *= 2
+        return needed_bytes
+
+    def _is_over(self, other_bytes: int) -> bool:
+        """Whether weights and everything else do not fit."""
+        return other_bytes + self._weight_bytes > self._budget_bytes
+
+    @property
+    def _budget_bytes(self) -> int:
+        budget_bytes = self._room.budget_bytes
+        return budget_bytes - least_slack_bytes(budget_bytes)
+
+    # ------------------------------------------------------------------ placing
+
+    def _place(self, other_bytes: int) -> None:
+        """Move weights so that so much is left for everything else."""
+        with DisableTorchFunctionSubclass():
+            fixed_bytes = sum(it.nbytes for it in self._fixed)
+        room_bytes = self._budget_bytes - other_bytes - fixed_bytes
+        plan = plan_weights([it.planned for it in self._units], room_bytes, SLOTS)
+        self._other_bytes = other_bytes
+        if plan == self._plan:
+            return
+        self._plan = plan
+        self._plans += 1
+        self.streamed.close()
+        leaving: list[torch.Tensor] = []
+        coming, blocks = list(self._fixed), []
+        classes: dict[str, TensorClass] = {}
+        for unit, staged, in_place in zip(self._units, plan.streamed, plan.in_place, strict=True):
+            for number, tensor in enumerate(unit.tensors):
+                is_home = number in staged or number in in_place
+                (leaving if is_home else coming).append(tensor)
+            if staged:
+                tensors = [unit.tensors[number] for number in sorted(staged)]
+                blocks.append(StreamedBlock(unit.block.name, unit.block.module, tensors))
+                classes[unit.block.name] = self._class_of(tensors[0])
+        for tensor in leaving:
+            self._move(tensor, to_home=True)
+        self._room.trim()
+        self.streamed.set_blocks(blocks, plan.slots, classes)
+        for tensor in coming:
+            if not self._move(tensor, to_home=False):
+                break
+        self._room.trim()
+        self._room.take_peak_bytes()
+        _LOG.info(
+            "umem: weights, plan %d: %s on the device, %s streamed through %d buffers of %s, %s "
+            "read in place; %s of %s left for all else",
+            self._plans,
+            format_bytes(plan.resident_bytes + fixed_bytes),
+            format_bytes(plan.streamed_bytes),
+            plan.slots,
+            format_bytes(plan.slot_bytes),
+            format_bytes(plan.in_place_bytes),
+            format_bytes(other_bytes),
+            format_bytes(self._room.budget_bytes),
+        )
+
+    def _class_of(self, tensor: torch.Tensor) -> TensorClass:
+        return self._classes.get(id(tensor), TensorClass.OTHER)
+
+    def _move(self, tensor: torch.Tensor, *, to_home: bool) -> bool:
+        """Give a weight other memory, if it has none of that kind; False if there is none."""
+        if self._memory.is_home(tensor) == to_home or not is_movable_weight(tensor):
+            return True
+        kind = self._class_of(tensor)
+        with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
+            data = tensor.data
+            if to_home:
+                new: torch.Tensor | None = self._memory.home_like(data, kind)
+            else:
+                new = self._memory.device_like(data, kind)
+            if new is None:
+                return False
+            tensor.data = new.copy_(data, non_blocking=True)
+        return True
+
+
+def _with_margin(needed_bytes: int) -> int:
+    return needed_bytes + max(needed_bytes // _MARGIN_SHARE, _LEAST_MARGIN_BYTES)
+
+
+def _find_units(model: nn.Module, min_bytes: int) -> tuple[list[_Unit], list[torch.Tensor]]:
+    """The weights that can be streamed, by block; and all others whose memory can be moved."""
+    blocks = find_blocks(model, None)
+    users: Counter[int] = Counter()
+    for block in blocks:
+        users.update({id(it) for it in block.module.parameters()})
+    units, known = [], set()
+    for block in blocks:
+        tensors: list[torch.Tensor] = []
+        gathered = set()
+        for owner in block.module.modules():
+            for parameter in owner.parameters(recurse=False):
+                if users[id(parameter)] != 1:
+                    continue
+                for part in plain_tensors(parameter):
+                    if id(part) in known or part.nbytes < min_bytes:
+                        continue
+                    if is_movable_weight(part):
+                        known.add(id(part))
+                        if isinstance(owner, nn.Embedding):
+                            gathered.add(len(tensors))
+                        tensors.append(part)
+        if tensors:
+            with DisableTorchFunctionSubclass():
+                sizes = tuple(it.nbytes for it in tensors)
+            units.append(_Unit(block, tensors, WeightUnit(sizes, frozenset(gathered))))
+    fixed = [
+        part
+        for it in _unique([*model.parameters(), *model.buffers()])
+        for part in plain_tensors(it)
+        if id(part) not in known and is_movable_weight(part)
+    ]
+    return units, fixed
+
+
+def _without(unit: _Unit, excluded: Container[int]) -> _Unit | None:
+    left = [number for number, it in enumerate(unit.tensors) if id(it) not in excluded]
+    if not left:
+        return None
+    sizes = tuple(unit.planned.part_bytes[number] for number in left)
+    gathered = frozenset(n for n, number in enumerate(left) if number in unit.planned.gathered)
+    return _Unit(unit.block, [unit.tensors[number] for number in left], WeightUnit(sizes, gathered))
+
+
+def _unique(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(it): it for it in tensors}.values())
