@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import WatchedParameterGuard, can_guard
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.planning.weight_plan import staged_bytes
+from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
     storage_address,
@@ -77,11 +79,22 @@ class StagingBuffer:
         """The moments after the last uses of its contents."""
         self.holder: StagedWeights | None = None
         """The block whose weights were fetched last."""
-        self.end_loan: Callable[[], None] = lambda: None
+        self._end_loan = lend(memory.untyped_storage(), partial(_find, weakref.ref(self)))
+
+    def end_loan(self) -> None:
+        """Leave the memory to whoever has a view of it."""
+        self._end_loan()
 
     def has_users(self) -> bool:
         """Whether a view of it is alive, so that it must not get other contents."""
         return _has_other_users(self.memory)
+
+
+def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable[[], torch.Tensor]:
+    buffer = reference()
+    assert buffer is not None
+    assert buffer.holder is not None
+    return buffer.holder.find(view)
 
 
 @dataclass(eq=False)

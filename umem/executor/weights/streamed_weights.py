@@ -30,7 +30,6 @@ from umem.offload import ActivationStore
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
-from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import current_graph_task_id, function_transform_level
 
 __all__ = ["StreamedBlock", "StreamedWeights", "WeightCounts"]
@@ -229,17 +228,7 @@ class StreamedWeights:
     def _new_buffer(self) -> StagingBuffer | None:
         with torch.inference_mode(mode=False):
             memory = self._memory.buffer(self._slot_bytes)
-        if memory is None:
-            return None
-        buffer = StagingBuffer(memory)
-
-        def find(view: torch.Tensor) -> Callable[[], torch.Tensor]:
-            holder = buffer.holder
-            assert holder is not None
-            return holder.find(view)
-
-        buffer.end_loan = lend(memory.untyped_storage(), find)
-        return buffer
+        return None if memory is None else StagingBuffer(memory)
 
     # ------------------------------------------------------------------ hooks
 
