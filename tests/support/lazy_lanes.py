@@ -232,8 +232,12 @@ class HostStateMemory:
 
     def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Memory that is NaN, where the device has room for buffers."""
-        buffer = self.buffer(tensor.nbytes)
-        return None if buffer is None else buffer.view(tensor.dtype).view(tensor.shape)
+        if self._most_buffers is not None and len(self.buffers) >= self._most_buffers:
+            return None
+        with DisableTorchFunctionSubclass():
+            new = torch.empty_like(tensor)
+        ctypes.memset(new.data_ptr(), 0xFF, new.nbytes)
+        return new
 
     def was_sent_home(self, tensor: torch.Tensor) -> bool:
         """Whether it has memory of :meth:`home_like`."""

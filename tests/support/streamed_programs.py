@@ -11,8 +11,11 @@ import torch
 from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
 
+from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
+from umem.executor.weights.model_weights import ModelWeights
+from umem.offload import ActivationStore
 
 __all__ = ["Net", "NetWithFlat", "Program", "bits", "compare"]
 
@@ -77,6 +80,24 @@ class Branches(Net):
         return y
 
 
+class NoRoom(DeviceRoom):
+    """A device with a budget of nothing."""
+
+    budget_bytes = 0
+
+    def take_peak_bytes(self) -> int:
+        return 0
+
+    def find_homes(self) -> None:
+        pass
+
+    def spilled_bytes(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        pass
+
+
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -104,6 +125,9 @@ class Program:
     """Those that come back, by the unit in whose backward pass they do."""
     batches: int = 1
     """Backward passes in a step."""
+    streams_weights: bool = False
+    """Whether weights are streamed too, all that can be."""
+    weights: ModelWeights | None = None
     tuner: StreamTuner | None = None
     in_backward: bool = False
     """Whether parameters are updated in the backward pass, in a run that streams."""
@@ -146,6 +170,16 @@ class Program:
                 most_buffers=self.most_buffers,
                 parameters=self.model.parameters(),
             )
+            if self.streams_weights:
+                self.weights = ModelWeights(
+                    self.model,
+                    lanes,
+                    self.memory,
+                    NoRoom(),
+                    ActivationStore("cpu"),
+                    min_bytes=WIDTH * WIDTH,
+                )
+                self.weights.begin_call()
             self.training = StreamedTraining(
                 self.model,
                 self.optimizer,
@@ -153,6 +187,7 @@ class Program:
                 self.memory,
                 self.tuner,
                 step_in_backward=self.in_backward,
+                weights=self.weights,
             )
             self.training.step.units.set_plan(self.resident, self.slots)
             self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)

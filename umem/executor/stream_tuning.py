@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -20,10 +20,13 @@ from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter, StepTimer
+from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import Hardware
 from umem.offload import ActivationStatistics, ActivationStore
-from umem.planning.stream_plan import StreamPlan, least_slack_bytes, plan_stream
+from umem.planning.stream_plan import StreamPlan, least_slack_bytes
 from umem.planning.stream_timing import StreamUnit
+from umem.planning.training_plan import WEIGHT_SLOTS, TrainingPlan, plan_training
+from umem.planning.weight_plan import plan_weights
 from umem.runtime.torch_hooks.modules import Guard
 
 __all__ = ["FEWEST_SLOTS", "StreamTuner", "StreamedState", "TuningState", "TuningStatus"]
@@ -142,7 +145,8 @@ class StreamTuner:
         self._state = TuningState.OFF
         self._activations: CopiedActivations | None = None
         self._tracker: PhaseTracker | None = None
-        self._units: list[StreamUnit] = []
+        self._weights: ModelWeights | None = None
+        self._units: Sequence[StreamUnit] = []
         """Those of the plan."""
         self._copied: dict[str, str | None] = {}
         self._fetch_ahead = 1
@@ -164,6 +168,8 @@ class StreamTuner:
         blocks: Sequence[Block],
         state: StreamedState,
         gradients: CopiedGradients | None = None,
+        weights: ModelWeights | None = None,
+        join: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin with a training.
 
@@ -177,14 +183,23 @@ class StreamTuner:
             Its streamed state.
         gradients
             Copies gradients; None for a training whose gradients stay.
+        weights
+            Streams weights; None for a training whose weights stay where they are.
+        join
+            Lets the program's stream wait for all updates.
         """
+        self._join = join
         self._streamed = state
+        if weights is not None:
+            self._weights = weights
+            weights.is_driven = True
+            self._spilled_bytes = weights.spilled_bytes
         self._gradients = gradients
         if self._store is not None:
             self._activations = CopiedActivations(model, blocks, self._store, self._fail)
         root = Block(NO_BLOCK, model)
         self._meter = StepMeter(
-            self._clock, self._room, root, blocks, lambda: state.device_bytes, self.away_bytes
+            self._clock, self._room, root, blocks, self._placed_bytes, self.away_bytes
         )
         self._tracker = PhaseTracker(root, blocks, Guard(self._fail), self._meter)
         self._measure(Occasion.BEGIN, _MEASURED_STEPS)
@@ -312,6 +327,11 @@ class StreamTuner:
             is_measuring = self._state == TuningState.MEASURING
             self._activations.set_plan(self._copied, self._fetch_ahead, is_measuring=is_measuring)
 
+    def _placed_bytes(self) -> int:
+        """What plans have placed: resident state, slots, and weights wherever they are."""
+        weights = self._weights
+        return self._streamed.device_bytes + (0 if weights is None else weights.placed_bytes)
+
     def _resident_bytes(self) -> int:
         sizes = self._streamed.sizes()
         return sum(sum(sizes.get(name, ())) for name in self._resident_names())
@@ -371,15 +391,7 @@ class StreamTuner:
         budget_bytes = self._room.budget_bytes
         slack_bytes = self._slack * least_slack_bytes(budget_bytes)
         try:
-            plan = plan_stream(
-                units,
-                budget_bytes=budget_bytes - slack_bytes,
-                hardware=self._hardware,
-                other_s=figures.other_s,
-                step_peak_bytes=figures.step_peak_bytes,
-                in_backward=self._in_backward,
-                batches=figures.batches,
-            )
+            whole = self._plan_training(units, figures, budget_bytes - slack_bytes)
         except PlanError as error:
             self._warn(error)
             self._state = TuningState.OVERFULL
@@ -391,9 +403,13 @@ class StreamTuner:
             gradients = frozenset(it.name for it in units if it.gradient_bytes)
             returning: dict[str, str] = {}
             slots = FEWEST_SLOTS
+            weight_plan = None
+            if self._weights is not None:
+                weight_plan = plan_weights(list(self._weights.units.values()), 0, WEIGHT_SLOTS)
         else:
             self._state = TuningState.PLANNED
-            self.plan, self._units = plan, units
+            plan, weight_plan = whole.stream, whole.weights
+            self.plan, self._units = plan, whole.units
             self._copied = {
                 units[number].name: units[behind].name if behind < len(units) else None
                 for number, behind in plan.left_before.items()
@@ -405,6 +421,11 @@ class StreamTuner:
                 for number, behind in plan.returning_gradients.items()
             }
             slots = plan.slots
+        if self._weights is not None and weight_plan is not None and self._weights.may_place:
+            # Updates that are under way read and write weights where they are now.
+            self._join()
+            self._weights.apply(weight_plan, budget_bytes - weight_plan.device_bytes)
+            self._spilled_bytes = self._weights.spilled_bytes
         self._set_activations()
         if self._gradients is not None:
             self._gradients.set_plan(gradients, returning, figures.batches)
@@ -413,6 +434,27 @@ class StreamTuner:
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)
+
+    def _plan_training(
+        self, units: Sequence[StreamUnit], figures: StepFigures, budget_bytes: int
+    ) -> TrainingPlan:
+        weights, fixed_bytes = self._weights, 0
+        if weights is not None and weights.may_place:
+            fixed_bytes = weights.fixed_bytes
+        elif weights is not None:
+            budget_bytes -= weights.device_bytes
+            weights = None
+        return plan_training(
+            units,
+            None if weights is None else weights.units,
+            budget_bytes=budget_bytes,
+            hardware=self._hardware,
+            fixed_bytes=fixed_bytes,
+            other_s=figures.other_s,
+            step_peak_bytes=figures.step_peak_bytes,
+            in_backward=self._in_backward,
+            batches=figures.batches,
+        )
 
     def _make_units(self) -> list[StreamUnit]:
         sizes, measured = self._sizes, self._measured.blocks()
@@ -460,6 +502,9 @@ class StreamTuner:
     def _log(self, plan: StreamPlan) -> None:
         with_state = [unit for unit in self._units if unit.state_bytes]
         resident = [unit for unit in with_state if unit.name in self._resident_names()]
+        peak_bytes = plan.peak_bytes
+        if self._weights is not None:
+            peak_bytes += self._weights.device_bytes
         _LOG.info(
             "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s, "
             "activations of %d blocks (%s) and gradients of %d (%s, and %s back) copied, %.3f s a "
@@ -476,7 +521,7 @@ class StreamTuner:
             format_bytes(self._gradient_bytes(self._copied_gradients)),
             format_bytes(self._gradient_bytes(self._returning_gradients)),
             plan.predicted.step_s,
-            format_bytes(max(0, self._room.budget_bytes - plan.peak_bytes)),
+            format_bytes(max(0, self._room.budget_bytes - peak_bytes)),
             format_bytes(self._room.budget_bytes),
         )
 

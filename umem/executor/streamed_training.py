@@ -28,7 +28,7 @@ from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.unit_names import UnitNames
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
-from umem.executor.weights.model_weights import weights_of
+from umem.executor.weights.model_weights import ModelWeights, weights_of
 from umem.hardware import detect_hardware
 from umem.offload import ActivationStore
 from umem.planning.stream_timing import staged_bytes
@@ -118,8 +118,6 @@ def stream_state(
         streams_state = False
         _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
     weights = weights_of(model)
-    if weights is not None:
-        weights.exclude(optimizer_parameters(optimizer))
     tuner = StreamTuner(
         hardware,
         CudaClock(device),
@@ -135,6 +133,7 @@ def stream_state(
         streams_state=streams_state,
         copies_gradients=streams_state and policy.copies_gradients,
         step_in_backward=step_in_backward,
+        weights=weights,
     )
 
 
@@ -189,6 +188,8 @@ class StreamedTraining:
         Whether the tuner may have gradients copied to the host.
     step_in_backward
         Update parameters in the backward pass, as soon as their gradients are complete.
+    weights
+        Streams weights of the model.
 
     Raises
     ------
@@ -208,6 +209,7 @@ class StreamedTraining:
         streams_state: bool = True,
         copies_gradients: bool = False,
         step_in_backward: bool = False,
+        weights: ModelWeights | None = None,
     ) -> None:
         if streams_state:
             _check(optimizer)
@@ -223,6 +225,10 @@ class StreamedTraining:
         self._optimizer = weakref.ref(optimizer)
         self._device: torch.device = optimizer.param_groups[0]["params"][0].device
         self._backward: BackwardUpdates | None = None
+        self._weights = weights
+        if weights is not None:
+            weights.streamed.update_of = self._step.update_of
+            self._step.settled = weights.streamed.settled
         self._step.may_defer = not is_compiled(model)
         self._compilations = 0
         self._is_in_line = True
@@ -232,7 +238,7 @@ class StreamedTraining:
             self._step.find_state(optimizer)
         if tuner is not None:
             gradients = self._gradients if copies_gradients else None
-            tuner.attach(model, blocks, self._step.units, gradients)
+            tuner.attach(model, blocks, self._step.units, gradients, weights, self._step.join)
             self._undo.append(tuner.close)
         for block in blocks:
             wait = Hook(functools.partial(self._before_block, block.name))
@@ -268,6 +274,9 @@ class StreamedTraining:
         if self._backward is not None or model is None or optimizer is None:
             return
         _check(optimizer)
+        if self._weights is not None:
+            # Updates would change what a backward pass still reads from a buffer.
+            self._weights.exclude(optimizer_parameters(optimizer))
         self._backward = BackwardUpdates(self._step, optimizer, self._lanes)
         if self._tuner is not None:
             self._tuner.expect_backward()
@@ -343,6 +352,8 @@ class StreamedTraining:
     def _release(self) -> None:
         self._gradients.close()
         self._step.forget()
+        if self._weights is not None:
+            self._weights.streamed.update_of = lambda _: None
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -403,6 +414,8 @@ class StreamedTraining:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._gradients.step_begins()
+        if self._weights is not None:
+            self._weights.streamed.step_begins()
         if self._tuner is not None:
             self._tuner.step_begins()
         if not self._streams_state:

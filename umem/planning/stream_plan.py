@@ -92,7 +92,7 @@ class StreamPlan:
     """For those of them that come back for the step, the unit in whose backward pass of the last
     batch they begin to; the others are used on the host."""
     peak_bytes: int
-    """Device memory at the fullest moment, of everything."""
+    """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
 
 
@@ -107,6 +107,7 @@ def plan_stream(
     in_backward: bool = False,
     batches: int = 1,
     holds_gradients: bool = False,
+    weight_slots: int = 0,
 ) -> StreamPlan:
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
@@ -137,6 +138,8 @@ def plan_stream(
         As in :func:`umem.planning.stream_timing.simulate_stream`.
     holds_gradients
         Whether `forward_peak_bytes` of the units have the gradients of updates to come.
+    weight_slots
+        Number of buffers for weights at home, which the budget leaves out.
 
     Raises
     ------
@@ -160,6 +163,7 @@ def plan_stream(
             in_backward=in_backward,
             batches=batches,
             copied_gradients=count,
+            weight_slots=weight_slots,
         )
 
     # In the backward pass, gradients live for a few units only.
@@ -373,6 +377,7 @@ class _Problem:
     batches: int
     copied_gradients: int
     """Number of units whose gradients are copied out, the last ones."""
+    weight_slots: int
 
     @property
     def with_copied_gradients(self) -> frozenset[int]:
@@ -524,6 +529,7 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
         batches=problem.batches,
         copied_gradients=problem.with_copied_gradients,
         returning_gradients=returning,
+        weight_slots=problem.weight_slots,
     )
     return StreamPlan(
         resident=resident,

@@ -66,6 +66,10 @@ class StreamUnit:
     """State that is staged at a time, where that is not all: `state_bytes` in sum."""
     gradient_bytes: int = 0
     """Gradients that its backward pass makes, and that can be copied out."""
+    weight_bytes: int = 0
+    """Weights at home in host memory, which are staged for its forward and its backward pass."""
+    trained_weight_bytes: int = 0
+    """Weights at home, staged or not, that its update reads and writes there."""
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -140,7 +144,8 @@ class _Lane(IntEnum):
     ACTIVATIONS_IN = 3
     ACTIVATIONS_OUT = 4
     GRADIENTS_IN = 5
-    PASSES = 6
+    WEIGHTS_IN = 6
+    PASSES = 7
 
 
 _KINDS = (
@@ -149,6 +154,7 @@ _KINDS = (
     LaneKind.TO_HOST,
     LaneKind.TO_DEVICE,
     LaneKind.TO_HOST,
+    LaneKind.TO_DEVICE,
     LaneKind.TO_DEVICE,
     LaneKind.COMPUTE,
 )
@@ -169,6 +175,7 @@ def simulate_stream(
     batches: int = 1,
     copied_gradients: Collection[int] = (),
     returning_gradients: Mapping[int, int] | None = None,
+    weight_slots: int = 0,
 ) -> StreamTiming:
     """Predict a step's time for given resident units, slots and copied activations.
 
@@ -190,6 +197,10 @@ def simulate_stream(
       `returning_gradients` names, in the last batch, they come back before the step; otherwise the
       update reads them on the host. What the program itself does with them, such as clipping, takes
       `other_s` as on the device.
+    * Weights at home come to one of `weight_slots` buffers before each pass of their unit, in a
+      queue of their own, in the order of the passes. A buffer is free behind the pass that used it
+      last. Where the backward pass turns, the buffers' last units are there already; so are those
+      of the next forward pass, but for what an update changes on the host meanwhile.
     * Both directions share the link. Updates and passes share the device: at each moment one of
       them computes, more slowly while copies run beside it. An update comes before the passes,
       which it interrupts: both use the same processors and memory, an update waits only for the end
@@ -226,11 +237,13 @@ def simulate_stream(
         Numbers of the units whose gradients are copied out.
     returning_gradients
         For those of them that come back for the step, the unit behind whose backward pass they do.
+    weight_slots
+        Number of buffers for weights.
 
     Raises
     ------
     PlanError
-        If units are streamed and there is no slot.
+        If units or weights are streamed and there is no slot.
     """
     stays = set(resident)
     streamed = [i for i, unit in enumerate(units) if unit.state_bytes and i not in stays]
@@ -240,6 +253,9 @@ def simulate_stream(
             f"{slots} slots for {len(streamed)} streamed units: give at least one, or make all "
             "units resident"
         )
+    with_weights = [i for i, unit in enumerate(units) if unit.weight_bytes]
+    if with_weights and weight_slots < 1:
+        raise PlanError(f"no buffer for the weights of {len(with_weights)} units: give one or more")
     leaving = [i for i in sorted(copied) if units[i].saved_bytes]
     tasks = LaneTasks(*_KINDS)
     with_state = [i for i, unit in enumerate(units) if unit.state_bytes]
@@ -249,7 +265,8 @@ def simulate_stream(
     added_s = [2 * size_bytes / hardware.mapped_bytes_per_s for size_bytes in on_host]
     back = dict(returning_gradients or {})
     read_s = [
-        0.0 if i in back else size_bytes / hardware.mapped_read_bytes_per_s
+        (0.0 if i in back else size_bytes / hardware.mapped_read_bytes_per_s)
+        + 2 * units[i].trained_weight_bytes / hardware.mapped_bytes_per_s
         for i, size_bytes in enumerate(on_host)
     ]
     # Behind the step before, the program updates other units in its own stream.
@@ -292,13 +309,17 @@ def simulate_stream(
         # Updates run in order: behind the last one, all are done.
         tasks.wait(forward[0], updates[in_order[-1]], steps_before=1)
     _add_state_copies(tasks, staged, slots, forward[-1] if forward else last)
+    fetched_bytes = _add_weight_copies(tasks, units, with_weights, weight_slots, passes, updates)
 
     report = simulate_lanes(tasks, hardware)
     state_bytes = sum(units[i].state_bytes for i in streamed)
     saved_bytes = batches * sum(units[i].saved_bytes for i in leaving)
     both_ways = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
     to_host = both_ways | {TensorClass.GRADIENTS: sum(on_host)}
-    to_device = both_ways | {TensorClass.GRADIENTS: sum(on_host[it] for it in back)}
+    to_device = both_ways | {
+        TensorClass.GRADIENTS: sum(on_host[it] for it in back),
+        TensorClass.WEIGHTS: fetched_bytes,
+    }
     step_s = report.step_s
     # What the program updates itself is part of the next step.
     in_line_end_s = report.end_s[_Lane.PASSES][resident_task.number] + step_s
@@ -387,3 +408,40 @@ def _add_state_copies(
         last = place + (len(staged) - 1 - place) // slots * slots
         tasks.wait(fetched[place], home[last], steps_before=1)
         tasks.wait(fetched[place], ahead)
+
+
+def _add_weight_copies(
+    tasks: LaneTasks,
+    units: Sequence[StreamUnit],
+    with_weights: Sequence[int],
+    slots: int,
+    passes: Sequence[_Passes],
+    updates: Mapping[int, Task],
+) -> int:
+    """Add the copies of weights to the device, and return their bytes in a step."""
+    count = len(with_weights)
+    fetched_bytes = 0
+    for batch, its in enumerate(passes):
+        for pass_tasks, order in (
+            (its.forward, with_weights),
+            (its.backward, with_weights[::-1]),
+        ):
+            is_first = batch == 0 and pass_tasks is its.forward
+            for place, number in enumerate(order):
+                unit = units[number]
+                # An update changes the home: what the last pass has left there is of no use.
+                is_new = is_first and unit.trained_weight_bytes > 0
+                if place < slots and not is_new:
+                    continue
+                copied = tasks.add(_Lane.WEIGHTS_IN, unit.weight_bytes)
+                fetched_bytes += unit.weight_bytes
+                tasks.wait(pass_tasks[number], copied)
+                if place >= slots:
+                    tasks.wait(copied, pass_tasks[order[place - slots]])
+                elif is_new:
+                    # The last of the step before to use the buffer.
+                    before = passes[-1].backward[with_weights[min(place, count - 1)]]
+                    tasks.wait(copied, before, steps_before=1)
+                if is_first and number in updates:
+                    tasks.wait(copied, updates[number], steps_before=1)
+    return fetched_bytes

@@ -28,6 +28,8 @@ class WeightUnit:
     gathered: frozenset[int] = frozenset()
     """Numbers of tables of which a pass reads a few rows only, as an embedding's. Off the device
     they are read in place, over the link: no copy of the whole is needed."""
+    trained: frozenset[int] = frozenset()
+    """Numbers of parts that an optimizer updates."""
 
 
 @dataclass(frozen=True)

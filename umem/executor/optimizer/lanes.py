@@ -1,4 +1,4 @@
-"""Three queues of work beside the training: copies to the device, updates, copies to the host."""
+"""Queues of work beside the program: copies to the device, updates, copies to the host."""
 
 from __future__ import annotations
 
@@ -28,13 +28,19 @@ class Lane(IntEnum):
     COPY_IN = 0
     UPDATE = 1
     COPY_OUT = 2
+    WEIGHTS_IN = 3
+    """Apart from the copies of state, all of which stand in their queue from `step()` on."""
 
 
 _CHUNK_BYTES = 32 << 20
 """Of one call. Beside copies in the other direction, chunks of this size came to the device at
 50 GB/s, 256 MiB at 48, and 1.5 GiB at 44 (one H100, PCIe 5, driver 580.159, 2026-11-23)."""
 
-_DIRECTIONS: dict[Lane, Direction] = {Lane.COPY_IN: "to_device", Lane.COPY_OUT: "to_host"}
+_DIRECTIONS: dict[Lane, Direction] = {
+    Lane.COPY_IN: "to_device",
+    Lane.COPY_OUT: "to_host",
+    Lane.WEIGHTS_IN: "to_device",
+}
 
 Moment = Any
 """A point in the work of a stream or a lane, for others to wait for."""
@@ -139,7 +145,7 @@ class _Moment:
 
 
 class CudaLanes(Lanes):
-    """Three streams of a GPU.
+    """Streams of a GPU, one for each lane.
 
     Parameters
     ----------

@@ -80,6 +80,8 @@ class StreamedStep:
         """Whether a step may return before its updates; otherwise the stream waits for them."""
         self.gradient_used: Callable[[], None] | None = None
         """Called when the program uses a gradient behind its step."""
+        self.settled: Callable[[str, bool], None] | None = None
+        """Called with the name of a unit behind its update, and whether a use came early."""
         self.units = units
         self.lock = units.lock
         self._lanes = lanes
@@ -314,7 +316,7 @@ class StreamedStep:
             if not unit.ahead:
                 self.settle(unit)
 
-    def settle(self, unit: StreamedUnit) -> None:
+    def settle(self, unit: StreamedUnit, *, is_early: bool = False) -> None:
         """Let the current stream wait for a unit's update, and guard the unit no more."""
         with self.lock:
             pending, unit.pending = unit.pending, None
@@ -324,6 +326,13 @@ class StreamedStep:
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
             for guard in pending.guards:
                 guard.release()
+            if self.settled is not None:
+                self.settled(unit.name, is_early)
+
+    def update_of(self, name: str) -> Moment:
+        """The moment after a unit's update that nothing has waited for yet, or None."""
+        unit = self.units.get(name)
+        return None if unit is None or unit.pending is None else unit.updated
 
     def _use_gradient(self, unit: StreamedUnit) -> None:
         if self.gradient_used is not None and unit.pending is not None:
@@ -333,7 +342,7 @@ class StreamedStep:
     def _settle_early(self, unit: StreamedUnit) -> None:
         unit.check_not_ahead()
         self.counts.early += unit.pending is not None
-        self.settle(unit)
+        self.settle(unit, is_early=True)
         if unit.updated is not None:  # another thread may have settled it just now, for its stream
             self._lanes.wait(unit.updated)
 

@@ -29,6 +29,7 @@ from umem.executor.weights.streamed_weights import StreamedBlock, StreamedWeight
 from umem.offload import ActivationStore
 from umem.planning.stream_plan import least_slack_bytes
 from umem.planning.stream_timing import staged_bytes
+from umem.planning.training_plan import WEIGHT_SLOTS
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 from umem.runtime.model_parts import gpu_of, plain_tensors, weight_classes
 from umem.runtime.state import runtime
@@ -42,9 +43,6 @@ from umem.torch_compat import (
 __all__ = ["ModelWeights", "WeightStatus", "manage_weights", "weights_of"]
 
 _LOG = logging.getLogger("umem")
-
-SLOTS = 2
-"""Staging buffers: one in use, one that is being filled."""
 
 _FIRST_SHARE = 16
 """Before the first call, this part of the budget is left for what the call makes."""
@@ -196,6 +194,10 @@ class ModelWeights:
         """The most that these calls have needed."""
         self._patience = _PATIENCE_CALLS
         self._is_measured = False
+        self.is_driven = False
+        """Whether the tuner of a training decides, instead of what calls need."""
+        self.spilled_bytes = 0
+        """Host memory because of the budget when weights were placed last: what was born there."""
         self._undo: list[Undo] = hook_calls(model, self._begin, None, self._fail)
 
     def status(self) -> WeightStatus:
@@ -270,7 +272,7 @@ class ModelWeights:
         ):
             return
         self.streamed.begin_call()
-        if self.streamed.was_captured or self.streamed.is_in_use or not self._units:
+        if self.is_driven or not self.may_place or not self._units:
             return
         needed_bytes = self._measure()
         if needed_bytes is not None:
@@ -278,7 +280,7 @@ class ModelWeights:
 
     def _measure(self) -> int | None:
         """Memory to leave for everything but weights; None to leave the plan as it is."""
-        placed_bytes = self._weight_bytes + self.streamed.buffer_bytes
+        placed_bytes = self.placed_bytes
         peak_bytes = self._room.take_peak_bytes() - placed_bytes
         if not self._is_measured:
             self._is_measured = True
@@ -313,12 +315,43 @@ class ModelWeights:
 
     # ------------------------------------------------------------------ placing
 
+    @property
+    def may_place(self) -> bool:
+        """Whether weights can be moved now: nothing works on them, and no graph replays on them."""
+        return not self.streamed.was_captured and not self.streamed.is_in_use
+
+    @property
+    def units(self) -> dict[str, WeightUnit]:
+        """What can be streamed, by block in forward order."""
+        return {it.block.name: it.planned for it in self._units}
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Weights and buffers that belong on the device."""
+        with DisableTorchFunctionSubclass():
+            return sum(it.nbytes for it in self._fixed)
+
+    @property
+    def placed_bytes(self) -> int:
+        """Memory of weights, at home or on the device, and of the staging buffers."""
+        return self._weight_bytes + self.streamed.buffer_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The part of it that is on the device."""
+        status = self.status()
+        return status.resident_bytes + status.buffer_bytes
+
     def _place(self, other_bytes: int) -> None:
         """Move weights so that so much is left for everything else."""
-        with DisableTorchFunctionSubclass():
-            fixed_bytes = sum(it.nbytes for it in self._fixed)
-        room_bytes = self._budget_bytes - other_bytes - fixed_bytes
-        plan = plan_weights([it.planned for it in self._units], room_bytes, SLOTS)
+        room_bytes = self._budget_bytes - other_bytes - self.fixed_bytes
+        self.apply(plan_weights(list(self.units.values()), room_bytes, WEIGHT_SLOTS), other_bytes)
+
+    def apply(self, plan: WeightPlan, other_bytes: int) -> None:
+        """Move weights as a plan for `units` says, if it is another one; where `may_place` holds.
+
+        `other_bytes` is what the plan leaves for everything else.
+        """
         self._other_bytes = other_bytes
         if plan == self._plan:
             return
@@ -345,11 +378,12 @@ class ModelWeights:
                 break
         self._room.trim()
         self._room.take_peak_bytes()
+        self.spilled_bytes = self._room.spilled_bytes()
         _LOG.info(
             "umem: weights, plan %d: %s on the device, %s streamed through %d buffers of %s, %s "
             "read in place; %s of %s left for all else",
             self._plans,
-            format_bytes(plan.resident_bytes + fixed_bytes),
+            format_bytes(plan.resident_bytes + self.fixed_bytes),
             format_bytes(plan.streamed_bytes),
             plan.slots,
             format_bytes(plan.slot_bytes),
@@ -407,7 +441,9 @@ def _find_units(model: nn.Module, min_bytes: int) -> tuple[list[_Unit], list[tor
         if tensors:
             with DisableTorchFunctionSubclass():
                 sizes = tuple(it.nbytes for it in tensors)
-            units.append(_Unit(block, tensors, WeightUnit(sizes, frozenset(gathered))))
+            trained = frozenset(n for n, it in enumerate(tensors) if it.requires_grad)
+            planned = WeightUnit(sizes, frozenset(gathered), trained)
+            units.append(_Unit(block, tensors, planned))
     fixed = [
         part
         for it in _unique([*model.parameters(), *model.buffers()])
@@ -422,8 +458,12 @@ def _without(unit: _Unit, excluded: Container[int]) -> _Unit | None:
     if not left:
         return None
     sizes = tuple(unit.planned.part_bytes[number] for number in left)
-    gathered = frozenset(n for n, number in enumerate(left) if number in unit.planned.gathered)
-    return _Unit(unit.block, [unit.tensors[number] for number in left], WeightUnit(sizes, gathered))
+    gathered, trained = (
+        frozenset(n for n, number in enumerate(left) if number in some)
+        for some in (unit.planned.gathered, unit.planned.trained)
+    )
+    planned = WeightUnit(sizes, gathered, trained)
+    return _Unit(unit.block, [unit.tensors[number] for number in left], planned)
 
 
 def _unique(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import WatchedParameterGuard, can_guard
+from umem.executor.optimizer.access_guard import WatchedParameterGuard
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.planning.weight_plan import staged_bytes
 from umem.runtime.torch_hooks.saved_tensors import lend
@@ -179,11 +179,11 @@ class StagedWeights:
 
     # ------------------------------------------------------------------ copies
 
-    def fetch(self, buffer: StagingBuffer) -> None:
-        """Start copying the homes into a buffer that nothing uses.
+    def fetch(self, buffer: StagingBuffer, updated: Moment = None) -> None:
+        """Start copying the homes into a buffer that nothing uses, behind an update under way.
 
         From now on a guard sees uses of the weights by the program, and drops the copy: it may be
-        about to change them.
+        about to change them. During an update the optimizer's own guard does.
         """
         self._look_at_homes()
         asked = self._lanes.mark()  # behind what the program has done to the homes so far
@@ -195,9 +195,10 @@ class StagedWeights:
                 copies.append(Copy(to + part.offset, part.address, part.tensor.nbytes))
 
         def copy() -> None:
-            self._lanes.copy(Lane.COPY_IN, copies, self._tensor_class)
+            self._lanes.copy(Lane.WEIGHTS_IN, copies, self._tensor_class)
 
-        self.arrived = self._lanes.run(Lane.COPY_IN, copy, [*buffer.used, asked])
+        after = [*buffer.used, asked, *filter(None, [updated])]
+        self.arrived = self._lanes.run(Lane.WEIGHTS_IN, copy, after)
         self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
         self.was_used = False
         self.hold()
@@ -223,9 +224,14 @@ class StagedWeights:
             self.drop()
 
     def hold(self) -> None:
-        """Guard the weights from a copy's start to its use."""
+        """Guard the weights from a copy's start to its use.
+
+        A frozen weight of another class, such as a quantised one, is told by its version alone.
+        """
         if not self.guard.is_on:
-            self.guard.hold(it.tensor for it in self._parts if _is_plain_parameter(it.tensor))
+            self.guard.hold(
+                it.tensor for it in self._parts if type(it.tensor) is torch.nn.Parameter
+            )
 
     def drop(self) -> None:
         """Forget the copy: its buffer is free. Not while it is bound."""
@@ -324,11 +330,3 @@ class StagedWeights:
             return torch.empty(0, dtype=dtype, device=tensor.device).set_(
                 storage, first, size, stride
             )
-
-
-def _is_plain_parameter(tensor: torch.Tensor) -> bool:
-    """Whether the guard's class may take the place of a tensor's.
-
-    A frozen weight of another class, such as a quantised one, is told by its version alone.
-    """
-    return isinstance(tensor, torch.nn.Parameter) and can_guard(tensor)

@@ -24,7 +24,7 @@ from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import TensorGuard
-from umem.executor.optimizer.lanes import Lanes
+from umem.executor.optimizer.lanes import Lanes, Moment
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
 from umem.offload import ActivationStore
 from umem.runtime.model_parts import tensors_in
@@ -110,6 +110,8 @@ class StreamedWeights:
         store: ActivationStore,
         on_error: Callable[[Exception], None],
     ) -> None:
+        self.update_of: Callable[[str], Moment] = lambda _: None
+        """The moment after a block's update that is under way; None if there is none."""
         self.was_captured = False
         """Whether a call was captured into a CUDA graph, so that homes have to stay."""
         self._counts = WeightCounts()
@@ -207,17 +209,33 @@ class StreamedWeights:
         self.set_blocks((), 0)
 
     def step_begins(self) -> None:
-        """Forget what was fetched ahead: the weights are about to change."""
+        """An optimizer's step is about to change weights: forget copies of those that it may."""
         with self._lock:
             self.end_backward()
+            for staged in self._staged:
+                if any(it.requires_grad for it in staged.tensors):
+                    staged.drop()
+
+    def settled(self, name: str, is_early: bool) -> None:
+        """A block's update has been waited for, and its guard is gone.
+
+        Early, because the program uses its weights and may change them.
+        """
+        with self._lock:
             for it in self._staged:
-                it.drop()
+                if it.name == name and not it.uses and it.buffer is not None:
+                    if is_early:
+                        it.drop()
+                    else:
+                        it.hold()
 
     def _clear(self) -> None:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self.step_begins()
+        self.end_backward()
+        for staged in self._staged:
+            staged.drop()
         for buffer in self._buffers:
             for moment in buffer.used:  # its memory is the program's stream's
                 self._lanes.wait(moment)
@@ -341,7 +359,7 @@ class StreamedWeights:
     def _fetch(self, staged: StagedWeights, buffer: StagingBuffer) -> None:
         if buffer.holder is not None:
             buffer.holder.drop()
-        staged.fetch(buffer)
+        staged.fetch(buffer, self.update_of(staged.name))
         self._counts.fetched += 1
 
     def _wanted(self, event: _Event) -> list[int]:
