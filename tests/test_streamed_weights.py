@@ -10,7 +10,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
 from umem.executor.weights.staged_weights import is_movable_weight
-from umem.executor.weights.streamed_weights import StreamedBlock, StreamedWeights, WeightCounts
+from umem.executor.weights.streamed_weights import (
+    ExtraSlots,
+    StreamedBlock,
+    StreamedWeights,
+    WeightCounts,
+)
 from umem.offload import ActivationStore
 
 
@@ -33,7 +38,11 @@ def fail(error: Exception) -> None:
 
 
 def stream_weights(
-    model: nn.Module, lanes: Any, memory: HostStateMemory, slots: int = 2
+    model: nn.Module,
+    lanes: Any,
+    memory: HostStateMemory,
+    slots: int = 2,
+    extra: Mapping[str, ExtraSlots] | None = None,
 ) -> StreamedWeights:
     """Stage all weights of a model that can be."""
     weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
@@ -47,7 +56,7 @@ def stream_weights(
         ]
         if parts:
             blocks.append(StreamedBlock(block.name, block.module, parts))
-    weights.set_blocks(blocks, slots)
+    weights.set_blocks(blocks, slots, extra=extra)
     return weights
 
 
@@ -55,19 +64,23 @@ def stream_weights(
 class WeightProgram(Program):
     """A program whose weights are streamed, and whose optimizer runs its steps itself."""
 
-    weights: StreamedWeights | None = None
+    streamed: StreamedWeights | None = None
+    extra: Any = None
+    """Further buffers in the passes of each block."""
 
     def stream(self) -> None:
         if self.lanes is not None:
             lanes = self.lanes(self.model)
             self.memory = HostStateMemory(most_buffers=self.most_buffers)
-            self.weights = stream_weights(self.model, lanes, self.memory, self.slots)
+            self.streamed = stream_weights(
+                self.model, lanes, self.memory, self.slots, self.extra or {}
+            )
 
     @property
     def counts(self) -> WeightCounts:
         """Of a run that streams."""
-        assert self.weights is not None
-        return self.weights.counts
+        assert self.streamed is not None
+        return self.streamed.counts
 
 
 def compare(
@@ -164,6 +177,35 @@ def test_a_second_inference_begins_with_fetched_weights() -> None:
             assert torch.equal(model(x), expected)
     assert weights.counts.late == 1
     assert weights.counts.fetched >= 4 * 7
+
+
+EXTRA = {
+    name: ExtraSlots(max(0, 4 - place), 3)
+    for place, name in enumerate(["stem", *(f"layers.{n}" for n in range(4)), "norm", "head"])
+}
+"""Three further buffers, but for the turn from the forward to the backward pass."""
+
+
+@pytest.mark.parametrize("make_model", [Net, Checkpointed, Frozen, Branches])
+@pytest.mark.parametrize("most_buffers", [None, 3])
+def test_no_bit_changes_with_further_buffers(
+    make_model: Callable[[], nn.Module], most_buffers: int | None
+) -> None:
+    compare(make_model=make_model, extra=EXTRA, most_buffers=most_buffers, eagerness=0.5, batches=2)
+
+
+def test_further_buffers_keep_weights_from_the_backward_pass() -> None:
+    def frozen() -> nn.Module:
+        model = Net()
+        for name, it in model.named_parameters():
+            it.requires_grad_(name == "scale")
+        return model
+
+    few, more = (compare(make_model=frozen, extra=it, steps=8).counts for it in (None, EXTRA))
+    # In each step, the first blocks are there already.
+    assert more.fetched <= few.fetched - 8 * 3
+    assert (few.most_buffers, more.most_buffers) == (2, 5)
+    assert more.late <= 2
 
 
 class Learning(Net):

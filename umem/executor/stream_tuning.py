@@ -403,12 +403,12 @@ class StreamTuner:
             gradients = frozenset(it.name for it in units if it.gradient_bytes)
             returning: dict[str, str] = {}
             slots = FEWEST_SLOTS
-            weight_plan = None
+            weight_plan, extra = None, None
             if self._weights is not None:
                 weight_plan = plan_weights(list(self._weights.units.values()), 0, WEIGHT_SLOTS)
         else:
             self._state = TuningState.PLANNED
-            plan, weight_plan = whole.stream, whole.weights
+            plan, weight_plan, extra = whole.stream, whole.weights, whole.extra
             self.plan, self._units = plan, whole.units
             self._copied = {
                 units[number].name: units[behind].name if behind < len(units) else None
@@ -424,7 +424,7 @@ class StreamTuner:
         if self._weights is not None and weight_plan is not None and self._weights.may_place:
             # Updates that are under way read and write weights where they are now.
             self._join()
-            self._weights.apply(weight_plan, budget_bytes - weight_plan.device_bytes)
+            self._weights.apply(weight_plan, budget_bytes - weight_plan.device_bytes, extra)
             self._spilled_bytes = self._weights.spilled_bytes
         self._set_activations()
         if self._gradients is not None:

@@ -24,6 +24,7 @@ from umem.runtime.torch_hooks.saved_tensors import (
     unpack_kept,
 )
 from umem.torch_compat import (
+    DisableTorchFunctionSubclass,
     current_graph_task_id,
     function_transform_level,
     push_saved_tensor_hooks,
@@ -326,12 +327,13 @@ class ActivationStore:
         permanent
             Keep these beside the tensors of other calls; only another permanent call replaces them.
         """
-        addresses = frozenset(
-            storage_key(tensor.untyped_storage())
-            for tensor in tensors
-            if tensor.layout is torch.strided
-            and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        )
+        with DisableTorchFunctionSubclass():  # no memory is read: updates may be under way
+            addresses = frozenset(
+                storage_key(tensor.untyped_storage())
+                for tensor in tensors
+                if tensor.layout is torch.strided
+                and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+            )
         if permanent:
             self._always_stays = addresses
         else:

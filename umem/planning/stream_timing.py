@@ -176,6 +176,7 @@ def simulate_stream(
     copied_gradients: Collection[int] = (),
     returning_gradients: Mapping[int, int] | None = None,
     weight_slots: int = 0,
+    weights_ahead: int = 0,
 ) -> StreamTiming:
     """Predict a step's time for given resident units, slots and copied activations.
 
@@ -239,6 +240,8 @@ def simulate_stream(
         For those of them that come back for the step, the unit behind whose backward pass they do.
     weight_slots
         Number of buffers for weights.
+    weights_ahead
+        Further buffers outside of the turn to the backward pass.
 
     Raises
     ------
@@ -309,7 +312,9 @@ def simulate_stream(
         # Updates run in order: behind the last one, all are done.
         tasks.wait(forward[0], updates[in_order[-1]], steps_before=1)
     _add_state_copies(tasks, staged, slots, forward[-1] if forward else last)
-    fetched_bytes = _add_weight_copies(tasks, units, with_weights, weight_slots, passes, updates)
+    fetched_bytes = _add_weight_copies(
+        tasks, units, with_weights, (weight_slots, weights_ahead), passes, updates
+    )
 
     report = simulate_lanes(tasks, hardware)
     state_bytes = sum(units[i].state_bytes for i in streamed)
@@ -414,17 +419,20 @@ def _add_weight_copies(
     tasks: LaneTasks,
     units: Sequence[StreamUnit],
     with_weights: Sequence[int],
-    slots: int,
+    buffers: tuple[int, int],
     passes: Sequence[_Passes],
     updates: Mapping[int, Task],
 ) -> int:
-    """Add the copies of weights to the device, and return their bytes in a step."""
+    """Add the copies of weights to the device, and return their bytes in a step.
+
+    `buffers` are the usual ones, and those that are there in the forward pass besides.
+    """
     count = len(with_weights)
     fetched_bytes = 0
     for batch, its in enumerate(passes):
-        for pass_tasks, order in (
-            (its.forward, with_weights),
-            (its.backward, with_weights[::-1]),
+        for pass_tasks, order, slots in (
+            (its.forward, with_weights, sum(buffers)),
+            (its.backward, with_weights[::-1], buffers[0]),
         ):
             is_first = batch == 0 and pass_tasks is its.forward
             for place, number in enumerate(order):

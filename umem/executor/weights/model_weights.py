@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,12 @@ from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.weights.staged_weights import WeightMemory, is_movable_weight
-from umem.executor.weights.streamed_weights import StreamedBlock, StreamedWeights, WeightCounts
+from umem.executor.weights.streamed_weights import (
+    ExtraSlots,
+    StreamedBlock,
+    StreamedWeights,
+    WeightCounts,
+)
 from umem.offload import ActivationStore
 from umem.planning.stream_plan import least_slack_bytes
 from umem.planning.stream_timing import staged_bytes
@@ -44,8 +49,9 @@ __all__ = ["ModelWeights", "WeightStatus", "manage_weights", "weights_of"]
 
 _LOG = logging.getLogger("umem")
 
-_FIRST_SHARE = 16
-"""Before the first call, this part of the budget is left for what the call makes."""
+_FIRST_SHARE, _FIRST_SHARE_OF_TRAINING = 1 / 8, 1 / 2
+"""Before the first call, this part of the budget is left for what the call makes. Activations that
+find no room are slower by far than weights that are streamed without need."""
 
 _LEAST_FIRST_BYTES = 256 << 20
 
@@ -186,6 +192,7 @@ class ModelWeights:
         self._weight_bytes = self._count_bytes()
         """All that can be moved, wherever it is."""
         self._plan: WeightPlan | None = None
+        self._extra: Mapping[str, tuple[int, int]] = {}
         self._plans = 0
         self._other_bytes = 0
         """What the plan leaves for everything but weights."""
@@ -285,7 +292,8 @@ class ModelWeights:
         if not self._is_measured:
             self._is_measured = True
             now_bytes = self._room.take_peak_bytes() - placed_bytes
-            first_bytes = self._room.budget_bytes // _FIRST_SHARE
+            share = _FIRST_SHARE_OF_TRAINING if torch.is_grad_enabled() else _FIRST_SHARE
+            first_bytes = int(share * self._room.budget_bytes)
             needed_bytes = now_bytes + max(first_bytes, _LEAST_FIRST_BYTES)
             has_homes = any(self._memory.is_home(it) for it in self._every())
             return needed_bytes if has_homes or self._is_over(needed_bytes) else None
@@ -347,14 +355,28 @@ class ModelWeights:
         room_bytes = self._budget_bytes - other_bytes - self.fixed_bytes
         self.apply(plan_weights(list(self.units.values()), room_bytes, WEIGHT_SLOTS), other_bytes)
 
-    def apply(self, plan: WeightPlan, other_bytes: int) -> None:
+    def apply(
+        self,
+        plan: WeightPlan,
+        other_bytes: int,
+        extra: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
         """Move weights as a plan for `units` says, if it is another one; where `may_place` holds.
 
-        `other_bytes` is what the plan leaves for everything else.
+        Parameters
+        ----------
+        plan
+            The plan.
+        other_bytes
+            What it leaves for everything else.
+        extra
+            Further buffers in the forward and in the backward pass of each block.
         """
         self._other_bytes = other_bytes
-        if plan == self._plan:
+        extra = extra or {}
+        if (plan, extra) == (self._plan, self._extra):
             return
+        self._extra = extra
         self._plan = plan
         self._plans += 1
         self.streamed.close()
@@ -372,7 +394,8 @@ class ModelWeights:
         for tensor in leaving:
             self._move(tensor, to_home=True)
         self._room.trim()
-        self.streamed.set_blocks(blocks, plan.slots, classes)
+        slots = {name: ExtraSlots(*counts) for name, counts in extra.items()}
+        self.streamed.set_blocks(blocks, plan.slots, classes, slots)
         for tensor in coming:
             if not self._move(tensor, to_home=False):
                 break

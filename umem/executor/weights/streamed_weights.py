@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.torch_compat import current_graph_task_id, function_transform_level
 
-__all__ = ["StreamedBlock", "StreamedWeights", "WeightCounts"]
+__all__ = ["ExtraSlots", "StreamedBlock", "StreamedWeights", "WeightCounts"]
 
 
 @dataclass
@@ -45,6 +46,8 @@ class WeightCounts:
     """Those of them that a pass had to wait for from their start on."""
     reused: int = 0
     """Uses of a copy that an earlier use had left in its buffer."""
+    most_buffers: int = 0
+    """Staging buffers at a time."""
     in_place: int = 0
     """Calls of blocks whose weights were used in host memory for want of a buffer."""
 
@@ -57,6 +60,13 @@ class StreamedBlock:
     module: nn.Module
     tensors: Sequence[torch.Tensor]
     """With homes in host memory."""
+
+
+class ExtraSlots(NamedTuple):
+    """Buffers beyond the usual ones that the device has room for, in the passes of a block."""
+
+    forward: int
+    backward: int
 
 
 class _Pass(IntEnum):
@@ -123,6 +133,8 @@ class StreamedWeights:
         self._staged: list[StagedWeights] = []
         """By number, in forward order."""
         self._buffers: list[StagingBuffer] = []
+        self._slots = 0
+        self._extra: dict[_Event, int] = {}
         self._numbers: dict[int, int] = {}
         """By ``id`` of what is staged."""
         self._slot_bytes = 0
@@ -160,6 +172,7 @@ class StreamedWeights:
         blocks: Sequence[StreamedBlock],
         slots: int,
         classes: Mapping[str, TensorClass] | None = None,
+        extra: Mapping[str, ExtraSlots] | None = None,
     ) -> None:
         """Stage the weights of these blocks, in forward order, in place of those before.
 
@@ -171,6 +184,8 @@ class StreamedWeights:
             Number of buffers, each as large as the largest block's weights.
         classes
             What the copies of a block count as; by default weights.
+        extra
+            Further buffers that may exist in the passes of a block.
 
         Not while a block works on staged weights.
         """
@@ -189,6 +204,14 @@ class StreamedWeights:
                 for it in blocks
             ]
             self._numbers = {id(it): number for number, it in enumerate(self._staged)}
+            self._slots = slots
+            self._extra = {
+                (kind, number): count
+                for number, it in enumerate(self._staged)
+                for found in [(extra or {}).get(it.name)]
+                if found is not None
+                for kind, count in zip((_Pass.FORWARD, _Pass.BACKWARD), found, strict=True)
+            }
             self._slot_bytes = max((it.size_bytes for it in self._staged), default=0)
             if not self._slot_bytes:
                 return
@@ -237,11 +260,16 @@ class StreamedWeights:
         for staged in self._staged:
             staged.drop()
         for buffer in self._buffers:
-            for moment in buffer.used:  # its memory is the program's stream's
-                self._lanes.wait(moment)
+            self._let_go(buffer)
         self._buffers, self._staged, self._numbers = [], [], {}
         self._successors.clear()
         self._last = None
+
+    def _let_go(self, buffer: StagingBuffer) -> None:
+        """Leave a buffer's memory to whoever asks next, on the program's stream."""
+        buffer.end_loan()
+        for moment in buffer.used:
+            self._lanes.wait(moment)
 
     def _new_buffer(self) -> StagingBuffer | None:
         with torch.inference_mode(mode=False):
@@ -335,6 +363,7 @@ class StreamedWeights:
                 self._counts.late += 1
             staged.begin_use()
             self._fetch_ahead(event)
+            self._counts.most_buffers = max(self._counts.most_buffers, len(self._buffers))
             return True
 
     def _end_use(self, staged: StagedWeights) -> None:
@@ -348,13 +377,37 @@ class StreamedWeights:
     def _fetch_ahead(self, event: _Event) -> None:
         """Fetch what is expected next, as far as there are buffers."""
         wanted = self._wanted(event)
+        self._give_back(wanted, self._most_buffers(event))
         for number in wanted:
             staged = self._staged[number]
             if staged.buffer is None and not staged.has_alias():
-                buffer = self._free_buffer(wanted)
+                buffer = self._free_buffer(wanted) or self._further_buffer(event)
                 if buffer is None:
                     return
                 self._fetch(staged, buffer)
+
+    def _most_buffers(self, event: _Event) -> int:
+        """Number of buffers that may exist in a block's pass."""
+        return self._slots + self._extra.get(event, 0)
+
+    def _further_buffer(self, event: _Event) -> StagingBuffer | None:
+        if len(self._buffers) >= self._most_buffers(event):
+            return None
+        buffer = self._new_buffer()
+        if buffer is not None:
+            self._buffers.append(buffer)
+        return buffer
+
+    def _give_back(self, wanted: Sequence[int], most: int) -> None:
+        """Leave the memory of buffers to others: of the unwanted ones, and of the last wanted."""
+        while len(self._buffers) > most:
+            buffer = self._free_buffer(wanted, takes_wanted=True)
+            if buffer is None:
+                return
+            if buffer.holder is not None:
+                buffer.holder.drop()
+            self._buffers.remove(buffer)
+            self._let_go(buffer)
 
     def _fetch(self, staged: StagedWeights, buffer: StagingBuffer) -> None:
         if buffer.holder is not None:
@@ -366,7 +419,8 @@ class StreamedWeights:
         """Blocks in use, and those expected next: as many as there are buffers."""
         found = {number: None for number, it in enumerate(self._staged) if it.uses}
         passed = set()
-        while len(found) < len(self._buffers) and event not in passed:
+        most = self._most_buffers(event) if self._extra else len(self._buffers)
+        while len(found) < most and event not in passed:
             passed.add(event)
             event = self._successors.get(event) or self._next_in_order(event)
             found.setdefault(event[1])
