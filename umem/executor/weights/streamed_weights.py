@@ -215,6 +215,7 @@ class StreamedWeights:
             self._slot_bytes = max((it.size_bytes for it in self._staged), default=0)
             if not self._slot_bytes:
                 return
+            # Without room for all of them, fewer blocks are fetched ahead.
             self._buffers = [it for _ in range(slots) if (it := self._new_buffer()) is not None]
             for staged, block in zip(self._staged, blocks, strict=True):
                 enter, leave = partial(self._enter, staged), partial(self._leave, staged)
@@ -355,14 +356,15 @@ class StreamedWeights:
                 self._counts.reused += staged.was_used
             else:
                 staged.drop()
-                buffer = self._free_buffer(self._wanted(event), takes_wanted=True)
+                wanted = self._wanted(event, self._most_buffers(event))
+                buffer = self._free_buffer(wanted, takes_wanted=True)
                 if buffer is None:
                     self._counts.in_place += 1
                     return False
                 self._fetch(staged, buffer)
                 self._counts.late += 1
             staged.begin_use()
-            self._fetch_ahead(event)
+            self._fetch_ahead(event, self._most_buffers(event))
             self._counts.most_buffers = max(self._counts.most_buffers, len(self._buffers))
             return True
 
@@ -370,18 +372,21 @@ class StreamedWeights:
         with self._lock:
             staged.end_use()
             if self._last is not None and id(staged) in self._numbers:
-                self._fetch_ahead(self._last)
+                # What comes now must have room in the next pass too.
+                following = self._next(self._last)
+                most = min(map(self._most_buffers, (self._last, following)))
+                self._fetch_ahead(self._last, most)
             if not staged.uses and staged.buffer is not None:
                 staged.hold()
 
-    def _fetch_ahead(self, event: _Event) -> None:
+    def _fetch_ahead(self, event: _Event, most: int) -> None:
         """Fetch what is expected next, as far as there are buffers."""
-        wanted = self._wanted(event)
-        self._give_back(wanted, self._most_buffers(event))
+        wanted = self._wanted(event, most)
+        self._give_back(wanted, most)
         for number in wanted:
             staged = self._staged[number]
             if staged.buffer is None and not staged.has_alias():
-                buffer = self._free_buffer(wanted) or self._further_buffer(event)
+                buffer = self._free_buffer(wanted) or self._further_buffer(most)
                 if buffer is None:
                     return
                 self._fetch(staged, buffer)
@@ -390,11 +395,13 @@ class StreamedWeights:
         """Number of buffers that may exist in a block's pass."""
         return self._slots + self._extra.get(event, 0)
 
-    def _further_buffer(self, event: _Event) -> StagingBuffer | None:
-        if len(self._buffers) >= self._most_buffers(event):
+    def _further_buffer(self, most: int) -> StagingBuffer | None:
+        if len(self._buffers) >= most:
             return None
         buffer = self._new_buffer()
-        if buffer is not None:
+        if buffer is None:
+            self._extra = {}  # the plan was wrong; to ask again costs page-locked memory
+        else:
             self._buffers.append(buffer)
         return buffer
 
@@ -415,18 +422,21 @@ class StreamedWeights:
         staged.fetch(buffer, self.update_of(staged.name))
         self._counts.fetched += 1
 
-    def _wanted(self, event: _Event) -> list[int]:
-        """Blocks in use, and those expected next: as many as there are buffers."""
+    def _wanted(self, event: _Event, most: int) -> list[int]:
+        """Blocks in use, and those expected next: as many as there may be buffers."""
         found = {number: None for number, it in enumerate(self._staged) if it.uses}
         passed = set()
-        most = self._most_buffers(event) if self._extra else len(self._buffers)
         while len(found) < most and event not in passed:
             passed.add(event)
-            event = self._successors.get(event) or self._next_in_order(event)
+            event = self._next(event)
             found.setdefault(event[1])
         return list(found)
 
-    def _next_in_order(self, event: _Event) -> _Event:
+    def _next(self, event: _Event) -> _Event:
+        """The pass that has followed a pass before; at first in the order of the model."""
+        known = self._successors.get(event)
+        if known is not None:
+            return known
         kind, number = event
         last = len(self._staged) - 1
         if kind is _Pass.BACKWARD:
