@@ -14,6 +14,7 @@ from umem.core.errors import PlanError
 from umem.executor.machine import Machine, cuda_machine
 from umem.executor.manager import Manager
 from umem.executor.streamed_training import StreamedTraining, stream_state
+from umem.executor.weights.model_weights import ModelWeights, manage_weights
 from umem.io.problems import did_you_mean
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics
@@ -32,12 +33,12 @@ _by_default: weakref.WeakSet[Manager] = weakref.WeakSet()
 
 def manage(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None = None,
     *,
     planner: PolicyPlanner | None = None,
     step_in_backward: bool = False,
-) -> Manager | StreamedTraining:
-    """Keep a training within the policy's device budget.
+) -> Manager | StreamedTraining | ModelWeights:
+    """Keep a training, or a model alone, within the policy's device budget.
 
     Under a policy with streamed optimizer state, the state streams through buffers on the device.
     Under a policy that plans pages, the next steps are recorded, then planned; from then on hints
@@ -49,7 +50,8 @@ def manage(
     model
         The module that the training loop calls, on the GPU.
     optimizer
-        The optimizer whose steps delimit training steps.
+        The optimizer whose steps delimit training steps. None for a model that is not trained: its
+        weights that the budget has no room for are streamed.
     planner
         ``planned``, ``lookahead`` or ``fault``; by default the policy's.
     step_in_backward
@@ -60,7 +62,7 @@ def manage(
 
     Returns
     -------
-    Manager or StreamedTraining
+    Manager, StreamedTraining or ModelWeights
         Its ``status()`` has state and counts. A second call for the same optimizer returns the
         same manager until it is closed. A manager with default arguments, such as the one that
         :func:`umem.enable` makes, is replaced by another choice as long as no step was planned.
@@ -78,6 +80,8 @@ def manage(
     --------
     >>> manager = umem.manage(model, optimizer)  # doctest: +SKIP
     """
+    if optimizer is None:
+        return manage_weights(model)
     state = runtime()
     optimizer = _innermost(optimizer)
     if (

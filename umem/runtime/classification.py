@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.classes import TensorClass
+from umem.runtime.model_loading import skip_warmup
 from umem.runtime.model_parts import (
     optimizer_parameters,
     optimizer_state,
@@ -69,6 +70,7 @@ class Classifier:
         self._on_gradient = on_gradient
         self.on_root: Callable[[nn.Module], None] = lambda _: None
         """Called before the first call of a module that the program calls itself."""
+        self._has_settled_warmup = False
         self._forward_hook: Any = None
         self._seen_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -119,6 +121,8 @@ class Classifier:
     def _on_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None:
             return
+        # A loader registers parameters before it allocates their memory.
+        self._has_settled_warmup = self._has_settled_warmup or skip_warmup()
         if self._forward_hook is None:
             self._watch_calls()
         self._tag([parameter], TensorClass.WEIGHTS)

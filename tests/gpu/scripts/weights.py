@@ -1,0 +1,238 @@
+"""A model larger than the budget, in a process of its own: ``weights.py MODE``.
+
+With ``UMEM_POLICY`` umem is enabled. The last line is JSON: what the program saw, as checksums,
+where weights are, and the memory in use on the card beyond that of CUDA and its libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from streaming import CardMemory, crc
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import umem
+from umem.executor.weights.model_weights import weights_of
+from umem.runtime.state import runtime
+
+HIDDEN, LAYERS = 1024, 24
+LAYER_BYTES = 4 * 8 * HIDDEN * HIDDEN
+STEPS = 10
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+        self.adapter: nn.Sequential | None = None
+
+    def adapt(self) -> None:
+        """Freeze all but a new adapter."""
+        self.requires_grad_(False)
+        self.adapter = nn.Sequential(
+            nn.Linear(HIDDEN, 16, bias=False), nn.Linear(16, 4 * HIDDEN, bias=False)
+        ).cuda()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normal = self.norm(x)
+        hidden = self.up(normal)
+        if self.adapter is not None:
+            hidden = hidden + self.adapter(normal)
+        y: torch.Tensor = x + self.down(nn.functional.gelu(hidden))
+        return y
+
+
+class Model(nn.Module):
+    """Layers, each a checkpoint in a training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(HIDDEN, HIDDEN)
+        self.is_checkpointed = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.is_checkpointed and torch.is_grad_enabled():
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def batch(seed: int, rows: int = 256) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(rows, HIDDEN, device="cuda", generator=generator)
+
+
+def make() -> Model:
+    torch.manual_seed(1)
+    return Model().cuda()
+
+
+def infer(model: Model) -> list[torch.Tensor]:
+    """Batches of several sizes, in a thread and on another stream too."""
+    seen = []
+    side = torch.cuda.Stream()
+    for step in range(STEPS):
+        with torch.inference_mode() if step % 2 else torch.no_grad():
+            seen.append(model(batch(step, 64 << step % 4)))
+    with torch.no_grad(), torch.cuda.stream(side):
+        seen.append(model(batch(100)))
+    torch.cuda.synchronize()
+
+    def work() -> None:
+        with torch.no_grad():
+            seen.append(model(batch(101)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return seen
+
+
+def change_between(model: Model) -> list[torch.Tensor]:
+    """The program changes weights whose next copies are on their way."""
+    seen = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            seen.append(model(batch(step)))
+            for layer in model.layers[: step % 3 + 1]:
+                layer.up.weight.data.mul_(0.99)  # type: ignore[operator, union-attr]
+            model.layers[-1].down.weight.mul_(1.01)  # type: ignore[operator, union-attr]
+    return seen
+
+
+def train(model: Model) -> list[torch.Tensor]:
+    trained = [it for it in model.parameters() if it.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+    losses = []
+    for step in range(2 * STEPS):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step == STEPS:
+            with torch.no_grad():
+                losses.append(model(batch(1000)).mean())
+    return [*losses, *(it.detach() for it in trained)]
+
+
+def train_adapters(model: Model) -> list[torch.Tensor]:
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.adapt()  # type: ignore[operator]
+    return train(model)
+
+
+def train_adapters_without_checkpoints(model: Model) -> list[torch.Tensor]:
+    model.is_checkpointed = False
+    return train_adapters(model)
+
+
+def compile_layers(model: Model) -> list[torch.Tensor]:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    return infer(model)
+
+
+def capture(model: Model) -> list[torch.Tensor]:
+    """A graph replays with the weights that the program has then."""
+    seen = infer(model)
+    x = batch(5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        model(x)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for step in range(3):
+            x.copy_(batch(step))
+            graph.replay()
+            seen += [y.clone(), model(batch(step, 64))]
+    return seen
+
+
+MODES: dict[str, Callable[[Model], list[torch.Tensor]]] = {
+    "inference": infer,
+    "changed": change_between,
+    "trained": train,
+    "adapters": train_adapters,
+    "adapters_without_checkpoints": train_adapters_without_checkpoints,
+    "compiled": compile_layers,
+    "captured": capture,
+}
+
+
+def load() -> tuple[Any, list[torch.Tensor]]:
+    """A model of `transformers` from files, straight to the GPU; saved again, and compared."""
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        vocab_size=8192,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        model: Any = LlamaForCausalLM.from_pretrained(folder, device_map="cuda").eval()
+        tokens = torch.arange(32, device="cuda")[None]
+        answer = model.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        with torch.no_grad():
+            seen = [answer, model(answer).logits]
+        with tempfile.TemporaryDirectory() as other:
+            model.save_pretrained(other)
+            first, second = (load_file(f"{it}/model.safetensors") for it in (folder, other))
+            assert first.keys() == second.keys()
+            assert all(torch.equal(it, second[name]) for name, it in first.items())
+    return model, seen
+
+
+def main(mode: str) -> None:
+    torch.use_deterministic_algorithms(True)
+    if "UMEM_POLICY" in os.environ:
+        umem.enable(os.environ["UMEM_POLICY"])
+    card = CardMemory()
+    if mode == "loaded":
+        model, seen = load()
+    else:
+        model = make()
+        seen = MODES[mode](model)
+    torch.cuda.synchronize()
+    card.stop()
+    facts: dict[str, Any] = {"seen": [crc(it) for it in seen], "card_bytes": card.peak_bytes}
+    facts["beside_bytes"] = card.beside_bytes
+    its = weights_of(model)
+    if its is not None:
+        status = its.status()
+        facts["weights"] = {
+            "plans": status.plans,
+            "streamed_bytes": status.streamed_bytes,
+            "fetched": status.counts.fetched,
+            "late": status.counts.late,
+            "reused": status.counts.reused,
+            "in_place": status.counts.in_place,
+        }
+        facts["page_locked_bytes"] = runtime().allocator.kind_stats(0)["pinned"]["reserved_bytes"]
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,103 @@
+"""Models on a GPU whose weights exceed the budget, against stock runs: no bit differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from umem.core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Job
+
+pytestmark = pytest.mark.gpu
+
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
+WEIGHT_BYTES = 24 * 4 * 8 * 1024**2
+"""Of all matrices of the layers."""
+
+MORE_BYTES = 64 << 20
+"""That the card may have in use beyond the budget and what stock's process has beside tensors."""
+
+BUDGETS = {
+    "inference": "640MiB",
+    "changed": "640MiB",
+    "trained": "1GiB",
+    "adapters": "640MiB",
+    "adapters_without_checkpoints": "900MiB",
+    "compiled": "640MiB",
+    "captured": "640MiB",
+    "loaded": "640MiB",
+}
+POLICIES = {
+    "trained": "sft",
+    "adapters": "lora",
+    "adapters_without_checkpoints": "lora",
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
+    """What the program of a mode saw, stock and under a budget; two processes at a time."""
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def facts_of(mode: str) -> tuple[Any, Any]:
+        if mode not in found:
+            jobs = (
+                start("weights.py", mode, **VARIABLES),
+                start(
+                    "weights.py",
+                    mode,
+                    UMEM_POLICY=POLICIES.get(mode, "inference"),
+                    UMEM_DEVICE_BUDGET=BUDGETS[mode],
+                    **VARIABLES,
+                ),
+            )
+            found[mode] = jobs[0].facts(), jobs[1].facts()
+        return found[mode]
+
+    return facts_of
+
+
+@pytest.mark.parametrize("mode", BUDGETS)
+def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[Any, Any]]) -> None:
+    stock, facts = pairs(mode)
+    print(facts["weights"])
+    assert facts["seen"] == stock["seen"]
+    assert facts["weights"]["streamed_bytes"] > 0
+    assert facts["weights"]["fetched"] > 20
+    assert facts["weights"]["in_place"] == 0
+
+
+@pytest.mark.parametrize("mode", ["inference", "adapters", "trained"])
+def test_weights_come_ahead_of_their_use(
+    mode: str, pairs: Callable[[str], tuple[Any, Any]]
+) -> None:
+    weights = pairs(mode)[1]["weights"]
+    # At the begin of a plan, of a step that has changed weights, and of the passes between.
+    assert weights["late"] <= weights["fetched"] // 4
+
+
+def test_homes_are_all_of_the_host_that_is_taken(
+    pairs: Callable[[str], tuple[Any, Any]],
+) -> None:
+    """Weights that a loader brings have one place, on the device or in page-locked memory."""
+    facts = pairs("loaded")[1]
+    assert facts["page_locked_bytes"] <= 1.2 * facts["weights"]["streamed_bytes"] + (256 << 20)
+
+
+def test_the_card_holds_the_budget(start: Callable[..., Job]) -> None:
+    # Alone on the card: NVML shows what all processes take.
+    stock = start("weights.py", "inference", **VARIABLES).facts()
+    for mode in ("inference", "adapters"):
+        facts = start(
+            "weights.py",
+            mode,
+            UMEM_POLICY=POLICIES.get(mode, "inference"),
+            UMEM_DEVICE_BUDGET=BUDGETS[mode],
+            **VARIABLES,
+        ).facts()
+        most = parse_bytes(BUDGETS[mode]) + stock["beside_bytes"] + MORE_BYTES
+        assert facts["card_bytes"] <= most
