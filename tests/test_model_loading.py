@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 from umem.runtime.model_loading import skip_warmup
 assert not skip_warmup()
@@ -23,8 +25,8 @@ print("loaded")
 """
 
 
+@pytest.mark.slow
 def test_transformers_loads_without_its_warmup() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "loaded"

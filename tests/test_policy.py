@@ -128,6 +128,9 @@ def test_presets_by_machine_take_memory_that_the_card_shows_as_free(
     assert state == ("pinned", "stream")
     for member in (TensorClass.ACTIVATIONS, TensorClass.GRADIENTS):
         assert found.pop(member) == ("device", "copy")
+    for member in (TensorClass.WEIGHTS, TensorClass.FROZEN_WEIGHTS):
+        assert found.pop(member) == ("device", "stream")
+    assert resolved.streams_weights
     assert set(found.values()) == {("device", "keep")}
     assert {rule.min_bytes for rule in resolved.rules} == {2**20}
     assert resolved.planner == "none"
@@ -135,7 +138,7 @@ def test_presets_by_machine_take_memory_that_the_card_shows_as_free(
 
 @pytest.mark.parametrize(
     ("machine", "figures"),
-    [(PCIE, ("4.36 TB/s", "51 GB/s", "25.6 ms", "3 ms")), (GRACE, ("3.4 TB/s", "375 GB/s"))],
+    [(PCIE, ("4.36 TB/s", "54 GB/s", "25.6 ms", "3 ms")), (GRACE, ("3.4 TB/s", "375 GB/s"))],
 )
 def test_reasons_have_the_machines_figures(machine: Hardware, figures: tuple[str, ...]) -> None:
     resolved = resolve(load_policy("sft"), machine, {})
@@ -494,8 +497,7 @@ def test_any_text_is_a_policy_or_a_policy_error(tmp_path_factory: Any, text: str
         ({"mechanism": "copy", "placement": "host"}, "mechanism", "placement: device"),
         ({"mechanism": "fault", "placement": "host"}, "mechanism", "accessed_by_device: false"),
         ({"mechanism": "keep", "eviction": "lru"}, "eviction", "set eviction: auto"),
-        ({"mechanism": "stream"}, "mechanism", "set kind: pinned, or mechanism: auto"),
-        ({"kind": "device", "mechanism": "stream"}, "mechanism", "set kind: pinned"),
+        ({"mechanism": "stream"}, "mechanism", "set kind: pinned for optimizer_state"),
         ({"kind": "system", "mechanism": "stream"}, "mechanism", "set kind: pinned"),
         (
             {"kind": "pinned", "mechanism": "stream", "eviction": "first"},
@@ -524,18 +526,22 @@ def test_discard_is_refused_for_classes_that_live_through_the_run(name: str) -> 
     assert load_policy(allowed).classes.activations.mechanism == "discard"
 
 
-def test_only_optimizer_state_streams() -> None:
-    streamed = {"kind": "pinned", "mechanism": "stream"}
-    rule = load_policy({"classes": {"optimizer_state": streamed}}).classes.optimizer_state
-    assert (rule.placement, rule.accessed_by_device) == ("host", True)
-    for name in set(ClassRules.model_fields) - {"optimizer_state"}:
-        (problem,) = find_problems({"classes": {name: streamed}})
+def test_state_streams_from_page_locked_memory_and_weights_beside_the_device() -> None:
+    pinned: dict[str, Any] = {"kind": "pinned", "mechanism": "stream"}
+    device: dict[str, Any] = {"kind": "device", "mechanism": "stream"}
+    state = load_policy({"classes": {"optimizer_state": pinned}}).classes.optimizer_state
+    assert (state.placement, state.accessed_by_device) == ("host", True)
+    for name in ("weights", "frozen_weights"):
+        rule = getattr(load_policy({"classes": {name: device}}).classes, name)
+        assert (rule.placement, rule.accessed_by_device) == ("device", False)
+        (problem,) = find_problems({"classes": {name: pinned}})
+        assert "set kind: device" in problem.message
+    (problem,) = find_problems({"classes": {"optimizer_state": device}})
+    assert "set kind: pinned" in problem.message
+    for name in ("gradients", "activations", "other"):
+        (problem,) = find_problems({"classes": {name: device}})
         assert problem.key == f"classes.{name}.mechanism"
         assert "set mechanism: auto" in problem.message
-    others = {f"classes.{name}.mechanism" for name in ClassRules.model_fields}
-    keys = {problem.key for problem in find_problems({"defaults": streamed})}
-    assert keys <= others | {"defaults.mechanism"}
-    assert keys
 
 
 def test_only_what_the_passes_make_is_copied_off_plain_device_memory() -> None:

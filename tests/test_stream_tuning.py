@@ -22,6 +22,7 @@ from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.state_memory import CudaRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
 from umem.executor.streamed_training import StreamedTraining
+from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import load_hardware
 from umem.offload import ActivationStore
 from umem.runtime.native_library import native
@@ -49,6 +50,8 @@ class Machine(WallClock, DeviceRoom):
         self.trims = 0
         self.away: Callable[[], int] = int
         self.placed: Callable[[], int] = int
+        self.at_home: Callable[[], int] = int
+        """What of it is in host memory."""
         self.highest = 0
 
     def mark(self) -> int:
@@ -76,6 +79,7 @@ class Machine(WallClock, DeviceRoom):
         self.live += more_bytes
         self.highest = max(self.highest, self.peak)
         over = max(here, here + more_bytes) + self.placed() - (self.budget_bytes - SLACK)
+        over -= self.at_home()
         self.spilled = max(self.spilled, over)
 
 
@@ -260,6 +264,7 @@ class Training:
         mover: Any = None,
         clips: bool = True,
         born_on_device: int = 0,
+        streams_weights: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.machine = machine or Machine()
@@ -279,14 +284,20 @@ class Training:
             memory.place(state["exp_avg_sq"], on_device=True)
         store = ActivationStore("cpu", mover or LazyMover(), min_bytes=1024)
         self.tuner = StreamTuner(load_hardware("h200-pcie"), WallClockOf(machine), machine, store)
+        lanes = LazyLanes(self.model, 0.5, 1)
+        self.weights: ModelWeights | None = None
+        if streams_weights:
+            self.weights = ModelWeights(self.model, lanes, memory, machine, store, min_bytes=1024)
+            machine.placed = lambda: self.weights.placed_bytes if self.weights else 0
         self.training = StreamedTraining(
             self.model,
             self.optimizer,
-            LazyLanes(self.model, 0.5, 1),
+            lanes,
             memory,
             self.tuner,
             streams_state=streams_state,
             copies_gradients=copies_gradients,
+            weights=self.weights,
         )
         reference = weakref.ref(self.tuner)
 
@@ -295,7 +306,17 @@ class Training:
             return 0 if tuner is None else int(tuner.away_bytes())
 
         machine.away = away
-        machine.placed = lambda: memory.device_bytes + self.training.step.units.slots_bytes
+
+        def placed() -> int:
+            weights_bytes = 0 if self.weights is None else self.weights.placed_bytes
+            state_bytes = self.training.step.units.device_bytes
+            return state_bytes + weights_bytes
+
+        def at_home() -> int:
+            weights = self.weights
+            return 0 if weights is None else weights.placed_bytes - weights.device_bytes
+
+        machine.placed, machine.at_home = placed, at_home
 
     def step(self, rows: int = ROWS, batches: int = 1) -> None:
         self.steps += 1
@@ -312,6 +333,49 @@ class Training:
         for _ in range(steps):
             self.step(**options)
         return [self.losses, [it.detach().numpy().tobytes() for it in self.model.parameters()]]
+
+
+LAYER_WEIGHTS = 4 * 2 * WIDTH * 2 * WIDTH
+
+
+@pytest.mark.parametrize("frozen", [0, LAYERS - 1])
+def test_weights_leave_where_the_rest_has_no_room(frozen: int) -> None:
+    def freeze(machine: Machine) -> nn.Module:
+        model = Net(machine)
+        for layer in model.layers[LAYERS - frozen :]:
+            layer.requires_grad_(False)
+        return model
+
+    # For the least of all else, and the weights of three layers.
+    machine = Machine(4 * SAVED + 2 * LAYER_STATE + 3 * LAYER_WEIGHTS)
+    run = Training(machine, make_model=freeze, streams_weights=True)
+    stock = Training(make_model=freeze)
+    assert run.run(8) == stock.run(8)
+    assert run.weights is not None
+    status = run.weights.status()
+    assert run.weights.is_driven
+    assert run.tuner.status().state == TuningState.PLANNED
+    assert status.streamed_bytes > 0
+    assert status.counts.fetched > 8
+    planned = run.tuner.plan.peak_bytes + run.weights.device_bytes
+    assert planned <= machine.budget_bytes - SLACK
+
+
+def test_weights_that_fit_come_to_the_device() -> None:
+    run = Training(Machine(10**8), streams_weights=True)
+    assert run.run(6) == Training().run(6)
+    assert run.weights is not None
+    assert run.weights.status().streamed_bytes == 0
+    assert run.weights.status().resident_bytes == LAYERS * LAYER_WEIGHTS
+
+
+def test_a_budget_for_nothing_streams_all_weights(caplog: pytest.LogCaptureFixture) -> None:
+    run = Training(Machine(-BASE), streams_weights=True)
+    assert run.run(6) == Training().run(6)
+    assert run.tuner.status().state == TuningState.OVERFULL
+    assert run.weights is not None
+    assert run.weights.status().streamed_bytes == LAYERS * LAYER_WEIGHTS
+    assert "raise device_budget" in caplog.text
 
 
 class WallClockOf(WallClock):

@@ -38,25 +38,41 @@ POLICIES = {
 }
 
 
+def test_the_card_holds_the_budget(start: Callable[..., Job]) -> None:
+    # The first test, alone on the card: NVML shows what all processes take.
+    stock = start("weights.py", "inference", **VARIABLES).facts()
+    for mode in ("inference", "adapters"):
+        facts = start(
+            "weights.py",
+            mode,
+            UMEM_POLICY=POLICIES.get(mode, "inference"),
+            UMEM_DEVICE_BUDGET=BUDGETS[mode],
+            **VARIABLES,
+        ).facts()
+        most = parse_bytes(BUDGETS[mode]) + stock["beside_bytes"] + MORE_BYTES
+        assert facts["card_bytes"] <= most
+
+
 @pytest.fixture(scope="module")
 def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
-    """What the program of a mode saw, stock and under a budget; two processes at a time."""
-    found: dict[str, tuple[Any, Any]] = {}
+    """What the program of a mode saw, stock and under a budget. All processes run at once."""
+    jobs = {
+        mode: (
+            start("weights.py", mode, **VARIABLES),
+            start(
+                "weights.py",
+                mode,
+                UMEM_POLICY=POLICIES.get(mode, "inference"),
+                UMEM_DEVICE_BUDGET=budget,
+                **VARIABLES,
+            ),
+        )
+        for mode, budget in BUDGETS.items()
+    }
 
     def facts_of(mode: str) -> tuple[Any, Any]:
-        if mode not in found:
-            jobs = (
-                start("weights.py", mode, **VARIABLES),
-                start(
-                    "weights.py",
-                    mode,
-                    UMEM_POLICY=POLICIES.get(mode, "inference"),
-                    UMEM_DEVICE_BUDGET=BUDGETS[mode],
-                    **VARIABLES,
-                ),
-            )
-            found[mode] = jobs[0].facts(), jobs[1].facts()
-        return found[mode]
+        stock, streamed = jobs[mode]
+        return stock.facts(), streamed.facts()
 
     return facts_of
 
@@ -86,18 +102,3 @@ def test_homes_are_all_of_the_host_that_is_taken(
     """Weights that a loader brings have one place, on the device or in page-locked memory."""
     facts = pairs("loaded")[1]
     assert facts["page_locked_bytes"] <= 1.2 * facts["weights"]["streamed_bytes"] + (256 << 20)
-
-
-def test_the_card_holds_the_budget(start: Callable[..., Job]) -> None:
-    # Alone on the card: NVML shows what all processes take.
-    stock = start("weights.py", "inference", **VARIABLES).facts()
-    for mode in ("inference", "adapters"):
-        facts = start(
-            "weights.py",
-            mode,
-            UMEM_POLICY=POLICIES.get(mode, "inference"),
-            UMEM_DEVICE_BUDGET=BUDGETS[mode],
-            **VARIABLES,
-        ).facts()
-        most = parse_bytes(BUDGETS[mode]) + stock["beside_bytes"] + MORE_BYTES
-        assert facts["card_bytes"] <= most

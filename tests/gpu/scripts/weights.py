@@ -192,7 +192,8 @@ def load() -> tuple[Any, list[torch.Tensor]]:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
-        model: Any = LlamaForCausalLM.from_pretrained(folder, device_map="cuda").eval()
+        model: Any = LlamaForCausalLM.from_pretrained(folder, device_map="cuda")
+        model.eval()
         tokens = torch.arange(32, device="cuda")[None]
         answer = model.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)
         with torch.no_grad():
