@@ -31,6 +31,7 @@ from umem.executor.weights.streamed_weights import (
     WeightCounts,
 )
 from umem.offload import ActivationStore
+from umem.runtime.model_parts import plain_tensors
 
 
 def fail(error: Exception) -> None:
@@ -444,3 +445,80 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
     gc.collect()
     assert all(it() is None for it in gone)
     assert torch.autograd.backward is not replaced
+
+
+class Packed(nn.Parameter):
+    """A parameter of another class, as a library for quantised weights makes one."""
+
+
+class Scaled(torch.Tensor):
+    """A weight of small numbers and their scales, multiplied for each use."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scales: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scales.dtype)
+        made.numbers, made.scales = numbers, scales
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, *_: object) -> Any:
+        return Scaled(parts["numbers"], parts["scales"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return Scaled(args[0].numbers.detach(), args[0].scales.detach())
+        plain = [it.numbers * it.scales if isinstance(it, Scaled) else it for it in args]
+        return function(*plain, **(kwargs or {}))
+
+
+class Quantised(Net):
+    """The layers' weights are of classes that wrap other tensors, or are no plain parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, layer in enumerate(self.layers):
+            weight: Any = layer.weight
+            if number % 2:
+                numbers = (100 * weight.detach()).round().to(torch.int8)
+                scales = torch.rand(WIDTH, WIDTH) / 100
+                layer.weight = nn.Parameter(Scaled(numbers, scales), requires_grad=False)
+            else:
+                layer.weight = Packed(weight.detach(), requires_grad=False)
+
+
+def test_weights_that_wrap_others_are_streamed() -> None:
+    def run(streams: bool) -> tuple[list[torch.Tensor], StreamedWeights | None]:
+        torch.manual_seed(0)
+        model = Quantised()
+        weights = None
+        if streams:
+            memory = HostStateMemory()
+            weights = StreamedWeights(LazyLanes(model, 0.5), memory, ActivationStore("cpu"), fail)
+            blocks = [
+                StreamedBlock(it.name, it.module, list(plain_tensors(weight)))
+                for it in find_blocks(model, None)
+                if isinstance(weight := getattr(it.module, "weight", None), torch.Tensor)
+            ]
+            weights.set_blocks(blocks, 2)
+        seen = []
+        for step in range(4):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            with torch.no_grad():
+                seen.append(model(x))
+            model(x).square().mean().backward()
+        seen += [it.grad for it in model.parameters() if it.grad is not None]
+        return seen, weights
+
+    (stock, _), (streamed, weights) = run(False), run(True)
+    assert all(map(torch.equal, stock, streamed))
+    assert weights is not None
+    assert weights.counts.fetched > 4 * 6
