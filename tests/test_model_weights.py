@@ -241,3 +241,22 @@ def test_a_training_under_a_budget_changes_no_bit() -> None:
 
     stock, streamed = train(None), train(300 * MIB)
     assert all(map(torch.equal, stock, streamed))
+
+
+def test_a_model_that_gets_other_weights_is_told() -> None:
+    model = Net(8)
+    made, _, _ = make(model, 256 * MIB + 4 * LAYER_BYTES)
+    call(model)
+    assert made.is_current
+    model.layers[3] = nn.Linear(WIDTH, WIDTH)
+    assert not made.is_current
+
+
+def test_weights_of_another_device_are_left_alone() -> None:
+    model = Net(8)
+    expected = call(model)
+    model.unused = nn.Linear(64, 64, device="meta")
+    made, _, _ = make(model, 256 * MIB + 4 * LAYER_BYTES)
+    assert torch.equal(call(model), expected)
+    assert model.unused.weight.device.type == "meta"
+    assert made.status().streamed_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,7 +104,7 @@ def manage_weights(model: nn.Module) -> ModelWeights:
         If umem is not enabled, the policy streams no weights, or the model is not on one GPU.
     """
     known = weights_of(model)
-    if known is not None:
+    if known is not None and (known.is_driven or known.is_current):
         return known
     state = runtime()
     if not state.resolved.streams_weights:
@@ -117,8 +117,11 @@ def manage_weights(model: nn.Module) -> ModelWeights:
     budget_bytes = state.device_budgets[index]
     if budget_bytes is None:
         raise EnableError(f"policy {state.policy.name!r} has no device budget")
-    for inner in [it for it in _models if it in set(model.modules())]:
-        _models.pop(inner).close()
+    inside = set(model.modules())
+    for other, its in list(_models.items()):
+        if other in inside or its is known:
+            del _models[other]
+            its.close()
     rules = state.resolved.rules
     min_bytes = rules[TensorClass.WEIGHTS.number].min_bytes
     made = ModelWeights(
@@ -187,7 +190,8 @@ class ModelWeights:
             for it, tensor_class in weight_classes(model.parameters())
             for part in plain_tensors(it)
         }
-        self._units, self._fixed = _find_units(model, min_bytes)
+        self._device, self._min_bytes = store.device, min_bytes
+        self._units, self._fixed = _find_units(model, min_bytes, self._device)
         """What can be streamed; and what belongs on the device, such as small weights."""
         self._weight_bytes = self._count_bytes()
         """All that can be moved, wherever it is."""
@@ -222,6 +226,17 @@ class ModelWeights:
             other_bytes=self._other_bytes,
             counts=self.streamed.counts,
         )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the weights that it had."""
+        model = self._model()
+        if model is None:
+            return False
+        now = {id(it) for it in _movable(model, self._device) if it.nbytes >= self._min_bytes}
+        with DisableTorchFunctionSubclass():
+            known = {id(it) for it in self._every() if it.nbytes >= self._min_bytes}
+        return now == known
 
     def exclude(self, parameters: Iterable[torch.Tensor]) -> None:
         """Stream these weights no more: something else updates them past the guard.
@@ -439,8 +454,12 @@ def _with_margin(needed_bytes: int) -> int:
     return needed_bytes + max(needed_bytes // _MARGIN_SHARE, _LEAST_MARGIN_BYTES)
 
 
-def _find_units(model: nn.Module, min_bytes: int) -> tuple[list[_Unit], list[torch.Tensor]]:
+def _find_units(
+    model: nn.Module, min_bytes: int, device: torch.device
+) -> tuple[list[_Unit], list[torch.Tensor]]:
     """The weights that can be streamed, by block; and all others whose memory can be moved."""
+    movable = _movable(model, device)
+    can_move = set(map(id, movable))
     blocks = find_blocks(model, None)
     users: Counter[int] = Counter()
     for block in blocks:
@@ -454,26 +473,30 @@ def _find_units(model: nn.Module, min_bytes: int) -> tuple[list[_Unit], list[tor
                 if users[id(parameter)] != 1:
                     continue
                 for part in plain_tensors(parameter):
-                    if id(part) in known or part.nbytes < min_bytes:
+                    if id(part) in known or part.nbytes < min_bytes or id(part) not in can_move:
                         continue
-                    if is_movable_weight(part):
-                        known.add(id(part))
-                        if isinstance(owner, nn.Embedding):
-                            gathered.add(len(tensors))
-                        tensors.append(part)
+                    known.add(id(part))
+                    if isinstance(owner, nn.Embedding):
+                        gathered.add(len(tensors))
+                    tensors.append(part)
         if tensors:
             with DisableTorchFunctionSubclass():
                 sizes = tuple(it.nbytes for it in tensors)
             trained = frozenset(n for n, it in enumerate(tensors) if it.requires_grad)
             planned = WeightUnit(sizes, frozenset(gathered), trained)
             units.append(_Unit(block, tensors, planned))
-    fixed = [
-        part
-        for it in _unique([*model.parameters(), *model.buffers()])
+    return units, [it for it in movable if id(it) not in known]
+
+
+def _movable(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
+    """Weights and buffers on a device whose memory can be moved, each once."""
+    every = {
+        id(part): part
+        for it in (*model.parameters(), *model.buffers())
         for part in plain_tensors(it)
-        if id(part) not in known and is_movable_weight(part)
-    ]
-    return units, fixed
+        if part.device == device
+    }
+    return [it for it in every.values() if is_movable_weight(it)]
 
 
 def _without(unit: _Unit, excluded: Container[int]) -> _Unit | None:
@@ -487,7 +510,3 @@ def _without(unit: _Unit, excluded: Container[int]) -> _Unit | None:
     )
     planned = WeightUnit(sizes, gathered, trained)
     return _Unit(unit.block, [unit.tensors[number] for number in left], planned)
-
-
-def _unique(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(it): it for it in tensors}.values())
