@@ -1,4 +1,4 @@
-"""`umem bench`: allocators, trainings and planners, each beside its alternatives."""
+"""`umem bench`: allocators, trainings, generation and planners, each beside its alternatives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from rich.console import Console
 from umem.core.units import parse_bytes
 from umem_bench import allocators, planning, published
 from umem_bench.before_after import run_against
+from umem_bench.generate import run as generations
+from umem_bench.generate import tables as generate_tables
+from umem_bench.generate.measure import SHORT_TOKENS
 from umem_bench.machine import header, managed_limit_bytes
 from umem_bench.native_core import run_core
 from umem_bench.results import (
     METHODS,
     VARIANTS,
+    GenerateSettings,
     Measurement,
     Run,
     ScaleSettings,
@@ -38,6 +42,7 @@ _SHOWN_BY: dict[str, Any] = {
     "allocators": allocators,
     "training": training_tables,
     "scale": scale_tables,
+    "generate": generate_tables,
     "planning": planning,
     "published": published,
     "against": allocators,
@@ -45,7 +50,8 @@ _SHOWN_BY: dict[str, Any] = {
 _Name = TypeVar("_Name", bound=str)
 
 app = typer.Typer(
-    help="Measure umem: allocator, trainings within a budget, planners.", no_args_is_help=True
+    help="Measure umem: allocator, trainings and text generation within a budget, planners.",
+    no_args_is_help=True,
 )
 
 _Policy = Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")]
@@ -251,6 +257,57 @@ def scale(
     )
     _finish(run, output, check)
     if any(it.state == "failed" for it in run.scales):
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    rows: Annotated[
+        str, typer.Option(help="Such as llama-2-7b:umem,tiny; default: all but tiny.")
+    ] = "",
+    tokens: Annotated[
+        int, typer.Option(min=SHORT_TOKENS + 1, help="New ones of a timed generation.")
+    ] = 32,
+    rounds: _Rounds = 3,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Leave out rows that do not fit into this time.")
+    ] = 9,
+    host: Annotated[
+        str, typer.Option(help="Host memory that a row may take. Default: available less 16 GiB.")
+    ] = "",
+    output: _Output = None,
+    continued: Annotated[
+        Path | None, typer.Option("--continue", metavar="FILE", help="Run what these results lack.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --continue: measure these rows once more.")
+    ] = False,
+    check: _Check = False,
+) -> None:
+    """Generate text with weights beyond a budget, umem beside others. Needs a GPU of 80 GB."""
+    output = output or continued
+    settings = GenerateSettings(
+        cases=generations.CASES,
+        budgets_bytes=generations.BUDGETS_BYTES,
+        tokens=tokens,
+        rounds=rounds,
+    )
+    try:
+        chosen = generations.parse_rows(rows)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    run = generations.run_generate(
+        settings,
+        chosen,
+        _say,
+        lambda so_far: write_results(so_far, output) if output else None,
+        seconds_limit=60 * minutes,
+        earlier=read_results(continued) if continued else None,
+        again=again,
+        host_limit_bytes=_bytes(host),
+    )
+    _finish(run, output, check)
+    if any(it.state == "failed" for it in run.generations):
         raise typer.Exit(1)
 
 

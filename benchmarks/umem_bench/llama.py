@@ -1,8 +1,11 @@
-"""The Llama that is trained, and a loss whose logits exist in chunks only."""
+"""The Llama that is measured, and a loss whose logits exist in chunks only."""
 
 from __future__ import annotations
 
+import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +16,12 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from umem_bench.results import LlamaShape, Method
 
-__all__ = ["SEED", "ChunkedLoss", "build_llama"]
+__all__ = ["SEED", "ChunkedLoss", "build_for_inference", "build_llama"]
 
 SEED = 0
+
+_WEIGHTS_STD = 0.02
+"""Of random weights for inference: `initializer_range` of published configurations."""
 
 _IGNORED = -100
 """Label of a token that nothing is predicted for."""
@@ -26,30 +32,14 @@ def build_llama(shape: LlamaShape, method: Method, device: torch.device) -> Any:
 
     For ``lora`` it has PEFT's adapters, in float32 as PEFT makes them.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     # transformers renames what PEFT still calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.tokens,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    config = _config(shape, max_position_embeddings=shape.tokens, use_cache=False)
     torch.manual_seed(SEED)
-    usual = torch.get_default_dtype()
-    # Without a conversion, which would be the peak.
-    torch.set_default_dtype(getattr(torch, shape.weights))
-    try:
-        with device:
-            network: Any = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(usual)
+    with _default_type(shape.weights), device:
+        network: Any = LlamaForCausalLM(config)
     if method == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -65,6 +55,69 @@ def build_llama(shape: LlamaShape, method: Method, device: torch.device) -> Any:
             gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
         )
     return network
+
+
+def build_for_inference(shape: LlamaShape, device: torch.device, home: torch.device) -> Any:
+    """A Llama of `transformers` created at home; its weights are drawn on a device, then filled in.
+
+    Wherever the home is, the weights and the rotary frequencies have the same bits.
+    """
+    from transformers import LlamaForCausalLM
+
+    config = _config(shape)
+    with _default_type(shape.weights), home, _no_initial_weights():
+        network: Any = LlamaForCausalLM(config)
+    generator = torch.Generator(device).manual_seed(SEED)
+    with torch.no_grad():
+        for weight in network.parameters():
+            if weight.ndim < 2:
+                weight.fill_(1)
+            elif weight.device.type == device.type:
+                weight.normal_(0, _WEIGHTS_STD, generator=generator)
+            else:
+                drawn = torch.empty_like(weight, device=device)
+                weight.copy_(drawn.normal_(0, _WEIGHTS_STD, generator=generator))
+    if home != device:
+        with device:
+            rotary = type(network.model.rotary_emb)(config)
+        network.model.rotary_emb = rotary.to(home)
+    return network.eval()
+
+
+def _config(shape: LlamaShape, **more: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads or shape.heads,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=False,
+        **more,
+    )
+
+
+@contextmanager
+def _default_type(name: str) -> Iterator[None]:
+    """Create tensors of this type, without a conversion, which would be the peak."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _no_initial_weights() -> AbstractContextManager[None]:
+    """Create weights as they are: on a CPU the usual initialization takes minutes."""
+    try:
+        module = importlib.import_module("transformers.initialization")
+    except ImportError:  # before 5
+        module = importlib.import_module("transformers.modeling_utils")
+    found: AbstractContextManager[None] = module.no_init_weights()
+    return found
 
 
 class ChunkedLoss(nn.Module):

@@ -26,8 +26,11 @@ _HASH_DIGITS = 12
 _HASH = re.compile(r"[0-9a-f]{7,64}")
 
 
-def header(benchmark: Any, settings: Any) -> Header:
-    """Provenance of a run of a benchmark with these settings on this machine."""
+def header(benchmark: Any, settings: Any, *more_packages: str) -> Header:
+    """Provenance of a run of a benchmark with these settings on this machine.
+
+    Versions of `more_packages` are in it, too, if they are installed.
+    """
     from umem.doctor import collect
 
     environment = collect()
@@ -47,7 +50,9 @@ def header(benchmark: Any, settings: Any) -> Header:
             python=platform.python_version(),
         ),
         packages={
-            name.partition("-")[0]: version for name in _PACKAGES if (version := _version(name))
+            name.partition("-")[0]: version
+            for name in (*_PACKAGES, *more_packages)
+            if (version := _version(name))
         },
         settings=settings,
     )

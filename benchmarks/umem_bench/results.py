@@ -18,9 +18,14 @@ from umem import UmemError
 
 __all__ = [
     "BUDGETED",
+    "GENERATE_VARIANTS",
     "METHODS",
     "SCALE_VARIANTS",
     "VARIANTS",
+    "GenerateCase",
+    "GenerateResult",
+    "GenerateSettings",
+    "GenerateVariant",
     "Header",
     "LlamaShape",
     "Machine",
@@ -118,6 +123,8 @@ class LlamaShape(Record):
     intermediate: int = 3456
     layers: int = 24
     heads: int = 20
+    key_value_heads: int | None = None
+    """None for as many as `heads`."""
     vocabulary: int = 32_000
     weights: Literal["bfloat16", "float32"] = "bfloat16"
     """Their type. Float32 weights are trained under autocast to bfloat16."""
@@ -130,6 +137,19 @@ class LlamaShape(Record):
     """Keep only each layer's input, and compute the rest again in the backward pass."""
     loss_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens of each sequence whose logits exist at once."""
+
+    @property
+    def matrix_sizes(self) -> list[int]:
+        """Elements of each matrix: the weights but those of norms."""
+        hidden, wide = self.hidden, self.intermediate
+        of_keys = hidden // self.heads * (self.key_value_heads or self.heads)
+        layer = [hidden * hidden, hidden * of_keys] * 2 + [hidden * wide] * 3
+        return [self.vocabulary * hidden] * 2 + self.layers * layer
+
+    @property
+    def weight_bytes(self) -> int:
+        """All matrices."""
+        return sum(self.matrix_sizes) * (4 if self.weights == "float32" else 2)
 
 
 class Workload(Record):
@@ -279,6 +299,59 @@ class ScaleResult(ProcessResult):
     """VmLck and VmPin, at the end."""
 
 
+# ---- text generation within a budget ----
+
+GenerateCase = Literal["llama-2-7b", "llama-2-13b", "code-llama-34b", "tiny"]
+
+GenerateVariant = Literal["stock", "umem", "accelerate"]
+GENERATE_VARIANTS: tuple[GenerateVariant, ...] = get_args(GenerateVariant)
+"""In the order in which they run and in which the tables show them."""
+
+
+class GenerateSettings(Record):
+    """Settings of `umem bench generate`."""
+
+    cases: dict[GenerateCase, LlamaShape]
+    """Their `batch` and `tokens` are the prompts'."""
+    budgets_bytes: dict[GenerateCase, int]
+    """Of device memory, for every variant but stock."""
+    tokens: int
+    """New ones of a timed generation."""
+    rounds: int
+
+
+class GenerateResult(ProcessResult):
+    """One variant of one case."""
+
+    kind: Literal["generate"] = "generate"
+    case: GenerateCase
+    variant: GenerateVariant
+    commit: str | None = None
+    """What ran: a file may be continued after a correction of umem."""
+    built_s: float | None = None
+    """Until the weights are where the variant has them."""
+    first_s: float | None = None
+    """The first generation, of two tokens."""
+    token_s: tuple[float, ...] = ()
+    """Seconds a token, one figure for each round."""
+    tokens_hash: str | None = None
+    """BLAKE2 of the prompt and the new tokens."""
+    logits_hash: str | None = None
+    """BLAKE2 of the logits of one forward pass over these tokens."""
+    host_process_bytes: int | None = None
+    """VmHWM. Page-locked memory that the driver allocates is not in it."""
+    host_locked_bytes: int | None = None
+    """VmLck and VmPin, at the end."""
+    streamed_bytes: int | None = None
+    """Weights that umem stages for each use, after the last round."""
+    resident_bytes: int | None = None
+    """Weights that umem keeps on the device."""
+    buffer_bytes: int | None = None
+    """umem's staging buffers."""
+    plans: int | None = None
+    """How often umem placed the weights."""
+
+
 # ---- files ----
 
 
@@ -298,17 +371,20 @@ class Header(Record):
     """Provenance: the first line of a results file."""
 
     format: Literal["umem-bench-2"] = "umem-bench-2"
-    benchmark: Literal["allocators", "training", "scale", "planning", "published", "against"]
+    benchmark: Literal[
+        "allocators", "training", "scale", "generate", "planning", "published", "against"
+    ]
     date: str | None
     commit: str | None
     umem: str
     machine: Machine
     packages: dict[str, str]
     """Versions of what is installed."""
-    settings: TrainingSettings | ScaleSettings | dict[str, str | int | float]
+    settings: TrainingSettings | ScaleSettings | GenerateSettings | dict[str, str | int | float]
 
 
-_Line = Annotated[Measurement | TrainingResult | ScaleResult, Field(discriminator="kind")]
+_Result = Measurement | TrainingResult | ScaleResult | GenerateResult
+_Line = Annotated[_Result, Field(discriminator="kind")]
 _LINE: TypeAdapter[Any] = TypeAdapter(_Line)
 _Kind = TypeVar("_Kind", bound=Record)
 
@@ -318,7 +394,7 @@ class Run:
     """The content of a results file."""
 
     header: Header
-    results: tuple[Measurement | TrainingResult | ScaleResult, ...]
+    results: tuple[_Result, ...]
 
     def measurements(self, benchmark: str) -> list[Measurement]:
         """The measurements of one benchmark."""
@@ -336,6 +412,11 @@ class Run:
         return [it for it in self.results if isinstance(it, ScaleResult)]
 
     @property
+    def generations(self) -> list[GenerateResult]:
+        """The results of text generation."""
+        return [it for it in self.results if isinstance(it, GenerateResult)]
+
+    @property
     def training_settings(self) -> TrainingSettings:
         """The settings of a run of trainings."""
         assert isinstance(self.header.settings, TrainingSettings), self.header.benchmark
@@ -345,6 +426,12 @@ class Run:
     def scale_settings(self) -> ScaleSettings:
         """The settings of a run at real scale."""
         assert isinstance(self.header.settings, ScaleSettings), self.header.benchmark
+        return self.header.settings
+
+    @property
+    def generate_settings(self) -> GenerateSettings:
+        """The settings of a run of text generation."""
+        assert isinstance(self.header.settings, GenerateSettings), self.header.benchmark
         return self.header.settings
 
 

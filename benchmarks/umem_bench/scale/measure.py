@@ -26,7 +26,7 @@ from umem_bench.training.variants import (
     not_installed,
 )
 
-__all__ = ["MANAGED_LIMIT_BYTES", "ScaleJob", "measure"]
+__all__ = ["MANAGED_LIMIT_BYTES", "ScaleJob", "host_figures", "measure"]
 
 MANAGED_LIMIT_BYTES = 1 << 30
 """Managed memory of a process at most. umem's variants need none."""
@@ -103,7 +103,7 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
     found |= outside_figures(job.card)
     return (
         found
-        | _host_figures()
+        | host_figures()
         | {
             "state": "measured",
             "parameters": sum(weight.numel() for weight in network.parameters()),
@@ -191,7 +191,7 @@ def _synchronize(job: ScaleJob) -> None:
         torch.cuda.synchronize()
 
 
-def _host_figures() -> dict[str, int]:
+def host_figures() -> dict[str, int]:
     """Memory of this process on the host, as the kernel counts it."""
     text = Path("/proc/self/status").read_text()
     kib = {name: int(size) for name, size in re.findall(r"^(Vm\w+):\s+(\d+) kB$", text, re.M)}

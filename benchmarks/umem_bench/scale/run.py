@@ -35,9 +35,12 @@ __all__ = [
     "CASES",
     "HOST_LEFT_BYTES",
     "Row",
+    "growth",
     "host_state_bytes",
+    "memory_ran_out",
     "parse_rows",
     "run_scale",
+    "why_no_host_room",
 ]
 
 CARD_LEFT_BYTES = 2 << 30
@@ -198,7 +201,7 @@ class _Machine:
             return ScaleResult(**told, state="not comparable", reason=reason)
         reason = (
             why_no_time(variant, [self._as_of(case, it) for it in known], tried, left_s)
-            or self._why_no_room(shape, variant)
+            or why_no_host_room(host_state_bytes(shape, variant), self._host_limit_bytes)
             or (self.card.why_not_idle() if self.card else "")
         )
         if reason:
@@ -218,37 +221,48 @@ class _Machine:
             card=self.card,
         )
         told |= ask_worker(measure, job, self.card, left_s)
-        if told["state"] == "failed":
-            told["reason"] = str(told["reason"]).splitlines()[0]
-            # The kernel ends a process that takes too much of the host by signal 9.
-            words = ("out of memory", "status -9")
-            if any(it in told["reason"] for it in words) and not told.get("timed_out"):
-                told["state"] = "out of memory"
-        return ScaleResult(**told)
+        return ScaleResult(**told | memory_ran_out(told))
 
     def _as_of(self, case: ScaleCase, known: ScaleResult) -> ScaleResult:
         """A row as if it were of this case: a larger model takes longer."""
-        new, old = (sum(_sizes(self.settings.cases[it])) for it in (case, known.case))
-        growth = min(_MAX_GROWTH, max(1.0, new / old))
-        return known.model_copy(update={"process_s": known.process_s * growth})
+        times = growth(self.settings.cases[case], self.settings.cases[known.case])
+        return known.model_copy(update={"process_s": known.process_s * times})
 
-    def _why_no_room(self, shape: LlamaShape, variant: ScaleVariant) -> str:
-        """Why the host is too small for a variant; empty where it is not."""
-        from umem.hardware.host_memory import host_memory_bytes
 
-        needed_bytes = host_state_bytes(shape, variant)
-        _, available_bytes = host_memory_bytes() or (0, 0)
-        limit_bytes = self._host_limit_bytes
-        if limit_bytes is None:
-            limit_bytes = available_bytes - HOST_LEFT_BYTES
-        if needed_bytes <= max(0, limit_bytes):
-            return ""
-        return (
-            f"it needs {format_bytes(needed_bytes)} of host memory, and may take "
-            f"{format_bytes(max(0, limit_bytes))}: {format_bytes(available_bytes)} are available, "
-            f"and {format_bytes(HOST_LEFT_BYTES)} stay free. Where the host has more than its "
-            "kernel reports, give --host"
-        )
+def growth(new: LlamaShape, old: LlamaShape) -> float:
+    """How many times longer a process takes with another model."""
+    return min(_MAX_GROWTH, max(1.0, sum(new.matrix_sizes) / sum(old.matrix_sizes)))
+
+
+def memory_ran_out(told: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a process's answer that change, as too little memory is a result of its own."""
+    if told["state"] != "failed":
+        return {}
+    reason = str(told["reason"]).splitlines()[0]
+    # The kernel ends a process that takes too much of the host by signal 9.
+    is_memory = any(it in reason for it in ("out of memory", "status -9"))
+    is_out = is_memory and not told.get("timed_out")
+    return {"reason": reason, "state": "out of memory" if is_out else "failed"}
+
+
+def why_no_host_room(needed_bytes: int, limit_bytes: int | None) -> str:
+    """Why the host is too small for a process; empty where it is not.
+
+    Without a limit it may take what is available less :data:`HOST_LEFT_BYTES`.
+    """
+    from umem.hardware.host_memory import host_memory_bytes
+
+    _, available_bytes = host_memory_bytes() or (0, 0)
+    if limit_bytes is None:
+        limit_bytes = available_bytes - HOST_LEFT_BYTES
+    if needed_bytes <= max(0, limit_bytes):
+        return ""
+    return (
+        f"it needs {format_bytes(needed_bytes)} of host memory, and may take "
+        f"{format_bytes(max(0, limit_bytes))}: {format_bytes(available_bytes)} are available, "
+        f"and {format_bytes(HOST_LEFT_BYTES)} stay free. Where the host has more than its "
+        "kernel reports, give --host"
+    )
 
 
 def host_state_bytes(shape: LlamaShape, variant: ScaleVariant) -> int:
@@ -258,7 +272,7 @@ def host_state_bytes(shape: LlamaShape, variant: ScaleVariant) -> int:
     rounded up to a power of two by torch's allocator, and its state. ZeRO-Offload has weights,
     gradients and state in float32.
     """
-    sizes = _sizes(shape)
+    sizes = shape.matrix_sizes
     each = 4 if shape.weights == "float32" else 2
     if variant.startswith("umem"):
         return 2 * each * sum(sizes)
@@ -266,13 +280,6 @@ def host_state_bytes(shape: LlamaShape, variant: ScaleVariant) -> int:
         rounded = sum(1 << (each * size - 1).bit_length() for size in sizes)
         return 2 * rounded + 2 * each * sum(sizes)
     return 16 * sum(sizes) if variant == "deepspeed" else 0
-
-
-def _sizes(shape: LlamaShape) -> list[int]:
-    """Elements of each matrix."""
-    hidden, wide = shape.hidden, shape.intermediate
-    layer = [hidden * hidden] * 4 + [hidden * wide] * 3
-    return [shape.vocabulary * hidden] * 2 + shape.layers * layer
 
 
 def _line(result: ScaleResult) -> str:

@@ -32,6 +32,7 @@ from umem_bench.workers import Answers, Worker, WorkerError
 
 __all__ = [
     "MANAGED_BYTES",
+    "PROCESS_LIMIT_S",
     "Cell",
     "ask_worker",
     "cells",
@@ -160,7 +161,13 @@ def run_missing(
 
 
 def ask_worker(
-    answers: Answers, job: Record, card: Card | None, left_s: float, *, parts: int = 1
+    answers: Answers,
+    job: Record,
+    card: Card | None,
+    left_s: float,
+    *,
+    parts: int = 1,
+    process_limit_s: float = PROCESS_LIMIT_S,
 ) -> dict[str, Any]:
     """What a job's process answers within its time limit, or why it does not.
 
@@ -170,7 +177,7 @@ def ask_worker(
     card = card and card.between_processes()
     worker = Worker(answers, job.model_copy(update={"card": card}), _PRELOADED)
     began_s = time.monotonic()  # the server process has imported what its workers share
-    limit_s = min(PROCESS_LIMIT_S, max(LEAST_LIMIT_S, left_s))
+    limit_s = min(process_limit_s, max(LEAST_LIMIT_S, left_s))
     told: dict[str, Any] = {}
     with MemorySampler(card) as sampler:
         try:
@@ -269,13 +276,13 @@ def _line(result: TrainingResult) -> str:
     return f"{words}{of}: {step_s * 1e3:.4g} ms a step, {result.process_s:.1f} s{lost}"
 
 
-def require_gpu() -> None:
-    """Raise `UnsupportedError` where torch sees no GPU to train on."""
+def require_gpu(what: str = "training") -> None:
+    """Raise `UnsupportedError` where torch sees no GPU to measure something on."""
     import torch
 
     if torch.version.cuda is None or torch.cuda.device_count() == 0:
         raise UnsupportedError(
-            "training is measured on an NVIDIA GPU, and torch sees none: `umem doctor` says what "
+            f"{what} is measured on an NVIDIA GPU, and torch sees none: `umem doctor` says what "
             "is missing, and `umem simulate` predicts steps without one"
         )
 

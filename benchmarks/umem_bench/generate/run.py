@@ -1,0 +1,206 @@
+"""Runs the benchmark of text generation: its cases, its rows, and their budgets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from umem.core.units import format_bytes
+from umem_bench.card import Card
+from umem_bench.generate.measure import GenerateJob, measure
+from umem_bench.machine import git_commit, header
+from umem_bench.results import (
+    GENERATE_VARIANTS,
+    GenerateCase,
+    GenerateResult,
+    GenerateSettings,
+    GenerateVariant,
+    LlamaShape,
+    Run,
+    median,
+)
+from umem_bench.scale.run import growth, memory_ran_out, why_no_host_room
+from umem_bench.training.run import (
+    ask_worker,
+    require_gpu,
+    require_same,
+    run_missing,
+    why_no_time,
+)
+
+__all__ = ["BUDGETS_BYTES", "CASES", "Row", "host_bytes", "parse_rows", "run_generate"]
+
+_PROCESS_LIMIT_S = 480.0
+"""accelerate takes seconds for each token of the largest model."""
+
+_GIB = 1 << 30
+
+CASES: dict[GenerateCase, LlamaShape] = {
+    # Shapes of the published configurations.
+    "llama-2-7b": LlamaShape(
+        hidden=4096, intermediate=11_008, layers=32, heads=32, batch=1, tokens=64
+    ),
+    "llama-2-13b": LlamaShape(
+        hidden=5120, intermediate=13_824, layers=40, heads=40, batch=1, tokens=64
+    ),
+    "code-llama-34b": LlamaShape(
+        hidden=8192,
+        intermediate=22_016,
+        layers=48,
+        heads=64,
+        key_value_heads=8,
+        batch=1,
+        tokens=64,
+    ),
+    # For tests, on the CPU too.
+    "tiny": LlamaShape(
+        hidden=64,
+        intermediate=128,
+        layers=3,
+        heads=4,
+        key_value_heads=2,
+        vocabulary=256,
+        batch=1,
+        tokens=64,
+    ),
+}
+
+BUDGETS_BYTES: dict[GenerateCase, int] = {
+    "llama-2-7b": 8 * _GIB,
+    "llama-2-13b": 16 * _GIB,
+    "code-llama-34b": 16 * _GIB,
+}
+"""A case without a budget has the variant stock only."""
+
+Row = tuple[GenerateCase, GenerateVariant]
+"""What one process measures."""
+
+
+def parse_rows(text: str) -> list[Row]:
+    """Rows of a list such as ``llama-2-7b:umem,tiny:stock``, in its order.
+
+    A case alone stands for all of its variants; an empty text for all cases but ``tiny``.
+
+    Raises ``ValueError`` for a case or a variant that there is not.
+    """
+    rows: list[Row] = []
+    for word in text.split(",") if text else BUDGETS_BYTES:
+        name, _, wanted = word.strip().partition(":")
+        case = next((it for it in CASES if it == name), None)
+        if case is None:
+            raise ValueError(f"{name!r} is none of {', '.join(CASES)}")
+        known = GENERATE_VARIANTS if case in BUDGETS_BYTES else GENERATE_VARIANTS[:1]
+        variants = [it for it in known if wanted in ("", it)]
+        if not variants:
+            raise ValueError(f"{wanted!r} is none of {', '.join(known)}")
+        rows += [(case, variant) for variant in variants]
+    return list(dict.fromkeys(rows))
+
+
+def host_bytes(settings: GenerateSettings, row: Row) -> int:
+    """Host memory that a row's weights take: all, or what the budget has no room for."""
+    case, variant = row
+    if variant == "stock":
+        return 0
+    budget_bytes = settings.budgets_bytes[case] if variant == "umem" else 0
+    return max(0, settings.cases[case].weight_bytes - budget_bytes)
+
+
+def run_generate(
+    settings: GenerateSettings,
+    rows: Sequence[Row],
+    on_progress: Callable[[str], None],
+    on_results: Callable[[Run], None] = lambda _: None,
+    *,
+    seconds_limit: float,
+    earlier: Run | None = None,
+    again: bool = False,
+    host_limit_bytes: int | None = None,
+) -> Run:
+    """Generate text for every row in a process of its own, never two at a time.
+
+    Rows are left out, with the reason, where the time or the host's memory does not suffice.
+
+    Without a GPU only ``tiny`` runs. With `earlier` results of the same settings and machine, the
+    rows that they lack are run; with `again` all `rows` are. A row may take `host_limit_bytes` of
+    host memory; by default what is available less 16 GiB.
+
+    Raises
+    ------
+    UnsupportedError
+        Where torch sees no GPU and a row needs one.
+    UmemError
+        If the earlier results are of other settings, another machine or other versions.
+    """
+    import torch
+
+    has_gpu = torch.cuda.device_count() > 0
+    if not has_gpu and {case for case, _ in rows} != {"tiny"}:
+        require_gpu("text generation")
+    begun = header("generate", settings, "accelerate")
+    if earlier is not None:
+        require_same(earlier.header, begun, same_commit=False)
+        begun = earlier.header
+    card, commit = Card.find() if has_gpu else None, git_commit()
+    end_s = time.monotonic() + seconds_limit
+
+    def measure_one(
+        row: Row, known: list[GenerateResult], tried: GenerateResult | None
+    ) -> GenerateResult:
+        left_s = end_s - time.monotonic()
+        on_progress(f"{row[0]}, {row[1]}: at most {left_s:.0f} s are left")
+        reason = (
+            why_no_time(row[1], [_as_of(settings, row[0], it) for it in known], tried, left_s)
+            or why_no_host_room(host_bytes(settings, row), host_limit_bytes)
+            or (card.why_not_idle() if card else "")
+        )
+        told: dict[str, Any] = {"case": row[0], "variant": row[1], "commit": commit}
+        if row[1] != "stock":
+            told["budget_bytes"] = settings.budgets_bytes[row[0]]
+        if reason:
+            told |= {"state": "left out", "reason": reason}
+        else:
+            told |= _ask(settings, row, card, end_s - time.monotonic())
+        result = GenerateResult(**told)
+        on_progress(_line(result))
+        return result
+
+    results = run_missing(
+        rows,
+        {(it.case, it.variant): it for it in (earlier.generations if earlier else ())},
+        measure_one,
+        lambda so_far: on_results(Run(begun, tuple(so_far))),
+        again=again,
+    )
+    return Run(begun, tuple(results))
+
+
+def _ask(settings: GenerateSettings, row: Row, card: Card | None, left_s: float) -> dict[str, Any]:
+    case, variant = row
+    job = GenerateJob(
+        model=settings.cases[case],
+        variant=variant,
+        budget_bytes=None if variant == "stock" else settings.budgets_bytes[case],
+        tokens=settings.tokens,
+        rounds=settings.rounds,
+        limit_s=min(_PROCESS_LIMIT_S, left_s),
+        card=card,
+    )
+    told = ask_worker(measure, job, card, left_s, process_limit_s=_PROCESS_LIMIT_S)
+    return told | memory_ran_out(told)
+
+
+def _as_of(settings: GenerateSettings, case: GenerateCase, known: GenerateResult) -> GenerateResult:
+    """A row as if it were of this case: a larger model takes longer."""
+    times = growth(settings.cases[case], settings.cases[known.case])
+    return known.model_copy(update={"process_s": known.process_s * times})
+
+
+def _line(result: GenerateResult) -> str:
+    words = f"{result.case}, {result.variant}"
+    token_s = median(result.token_s)
+    if token_s is None:
+        return f"{words}: {result.state}: {result.reason}"
+    peak = f", card {format_bytes(result.card_peak_bytes)}" if result.card_peak_bytes else ""
+    return f"{words}: {1e3 * token_s:.4g} ms a token{peak}, {result.process_s:.1f} s in all"
