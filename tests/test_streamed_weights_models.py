@@ -112,10 +112,8 @@ def run(make: Callable[[], Any], *, streams: bool) -> tuple[list[torch.Tensor], 
         optimizer.zero_grad()
     model.eval()
     with torch.inference_mode():
-        if "decoder_input_ids" in str(type(model).forward.__code__.co_varnames):
-            seen.append(model(input_ids=tokens, decoder_input_ids=tokens).logits)
-        else:
-            seen.append(model(input_ids=tokens).logits)
+        more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+        seen.append(model(input_ids=tokens, **more).logits)
     return [*seen, *(it.detach() for it in trained)], weights
 
 
