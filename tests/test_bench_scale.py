@@ -19,7 +19,7 @@ from umem_bench.card import Card, MemorySampler
 from umem_bench.cli import app
 from umem_bench.llama import build_llama
 from umem_bench.results import (
-    SCALE_VARIANTS,
+    LORA_CASES,
     Run,
     ScaleResult,
     ScaleSettings,
@@ -27,11 +27,21 @@ from umem_bench.results import (
     write_results,
 )
 from umem_bench.scale.measure import ScaleJob, measure
-from umem_bench.scale.run import CASES, host_state_bytes, parse_rows, run_scale
+from umem_bench.scale.run import (
+    BUDGETS_BYTES,
+    CASES,
+    USUAL_VARIANTS,
+    host_state_bytes,
+    parse_rows,
+    run_scale,
+)
 from umem_bench.scale.tables import checks, heading, is_over_budget, tables
+from umem_bench.training.variants import deepspeed_engine
 
 from umem import UmemError, UnsupportedError
 from umem.cuda import bindings
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.device_count() > 0, reason="it is about a machine without a GPU"
@@ -43,6 +53,7 @@ def settings(**changes: Any) -> ScaleSettings:
         "cases": CASES,
         "policy": "sft",
         "budget_bytes": None,
+        "budgets_bytes": BUDGETS_BYTES,
         "steps": 2,
         "accumulate": 1,
         "clip": True,
@@ -85,14 +96,24 @@ def test_rows_are_named_by_case_and_variant() -> None:
         ("llama-2-7b-fp32", "umem"),
     ]
     whole = parse_rows("")
-    assert parse_rows("llama-2-7b-fp32") == whole[: len(SCALE_VARIANTS) - 1]
+    assert parse_rows("llama-2-7b-fp32") == whole[: len(USUAL_VARIANTS["sft"])]
     assert {case for case, _ in whole} == set(CASES) - {"tiny"}
-    assert "umem-waiting" not in {variant for _, variant in whole}
-    assert parse_rows("tiny:umem-waiting") == [("tiny", "umem-waiting")]
+    by_name = {"umem-waiting", "deepspeed-3", "fsdp-offload", "save-on-cpu"}
+    assert by_name.isdisjoint({variant for _, variant in whole})
+    assert set(parse_rows(",".join(f"tiny:{it}" for it in by_name))) == {
+        ("tiny", it) for it in by_name
+    }
+    assert [variant for _, variant in parse_rows("llama-2-7b-lora")] == ["umem", "floor", "stock"]
 
 
 @pytest.mark.parametrize(
-    "words", [["--rows", "llama-3:umem"], ["--rows", "tiny:swap"], ["--budget", "much"]]
+    "words",
+    [
+        ["--rows", "llama-3:umem"],
+        ["--rows", "tiny:swap"],
+        ["--rows", "llama-2-7b-lora:deepspeed-3"],
+        ["--budget", "much"],
+    ],
 )
 def test_unknown_choices_end_with_status_2(words: list[str]) -> None:
     assert CliRunner().invoke(app, ["scale", *words]).exit_code == 2
@@ -107,7 +128,13 @@ def test_host_memory_is_known_before_a_row_starts() -> None:
     # torch's allocator rounds each page-locked tensor up to a power of two.
     layer = 4 * 64 + 3 * 256
     assert host_state_bytes(fp32, "torchao") == 8 * weights + 2 * (32 * layer + 2 * 512 << 20)
+    assert host_state_bytes(fp32, "fsdp-offload") == host_state_bytes(fp32, "torchao")
+    assert host_state_bytes(bf16, "deepspeed-3") == 18 * weights
+    # 32 layers' inputs of 128 MiB and 4 more, logits of 1,000 MiB, and the head of 500 MiB.
+    assert host_state_bytes(fp32, "save-on-cpu") == (36 * 128 + 1024 + 512) << 20
     assert host_state_bytes(fp32, "stock") == host_state_bytes(fp32, "floor") == 0
+    assert host_state_bytes(bf16, "umem", "lora") == 2 * weights
+    assert host_state_bytes(bf16, "stock", "lora") == 0
 
 
 # ---- runs with made-up answers ----
@@ -150,7 +177,7 @@ def test_every_process_is_within_the_same_limit(jobs: list[Any]) -> None:
 
     assert {job.limit_bytes for job in jobs} == {76 * GIB}
     assert {job.variant: job.clip for job in jobs} == {
-        it: it != "umem-backward" for it in SCALE_VARIANTS[:-1]
+        it: it != "umem-backward" for it in USUAL_VARIANTS["sft"]
     }
     rows = {it.variant: it for it in found.scales}
     assert rows["umem"].budget_bytes == rows["umem-backward"].budget_bytes == 76 * GIB
@@ -162,6 +189,30 @@ def test_every_process_is_within_the_same_limit(jobs: list[Any]) -> None:
     assert rows["deepspeed"].state == "out of memory"
     assert run("tiny:umem", settings(budget_bytes=5 * GIB)).scales[0].budget_bytes == 5 * GIB
     assert jobs[-1].limit_bytes == 5 * GIB
+
+
+def test_a_case_may_have_its_own_budget_and_lora_its_policy(jobs: list[Any]) -> None:
+    rows = "llama-2-7b-lora:umem,llama-2-7b-lora:floor,llama-2-7b-fp32-40gib:umem"
+    found = run(rows, settings(policy="managed")).scales
+
+    told = [(job.method, job.policy, job.limit_bytes) for job in jobs]
+    assert told == [
+        ("lora", "lora", 8 * GIB), ("lora", "lora", 76 * GIB), ("sft", "managed", 40 * GIB)
+    ]  # fmt: skip
+    assert [it.budget_bytes for it in found] == [8 * GIB, None, 40 * GIB]
+    asked = run("llama-2-7b-lora:umem", settings(budget_bytes=9 * GIB)).scales[0]
+    assert asked.budget_bytes == 9 * GIB
+    large = settings(budgets_bytes={"llama-2-7b-lora": 77 * GIB})
+    left_out = run("llama-2-7b-lora:umem", large).scales[0]
+    assert (left_out.state, "--budget 76GiB" in str(left_out.reason)) == ("left out", True)
+
+
+def test_old_results_are_read_and_shown_as_they_were() -> None:
+    for path in sorted(RESULTS.glob("h100-scale-*.jsonl")):
+        old = read_results(path)
+        assert old.scale_settings.budgets_bytes == {}
+        assert "full fine-tuning of random weights" in heading(old)
+        assert all("of stock" not in it.columns for it in tables(old))
 
 
 def test_a_budget_leaves_some_of_the_card(jobs: list[Any]) -> None:
@@ -354,6 +405,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def trained(variant: str, **changes: Any) -> dict[str, Any]:
     asked: dict[str, Any] = {
         "model": CASES["tiny"],
+        "method": "sft",
         "variant": variant,
         "policy": "sft",
         "limit_bytes": 40 * GIB,
@@ -384,6 +436,53 @@ def test_all_variants_train_by_the_same_script(on_cpu: dict[str, Any]) -> None:
     assert stock["outside_bytes"] == GIB
     assert len(stock["steps_s"]) == 2
     assert stock["wall_s"] >= sum(stock["steps_s"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
+def test_adapters_train_over_a_frozen_model() -> None:
+    stock, floor = (trained(it, method="lora") for it in ("stock", "floor"))
+
+    assert trained("umem", method="lora")["losses_hex"] == stock["losses_hex"]
+    assert floor["losses_hex"][0] == stock["losses_hex"][0]
+    assert floor["losses_hex"][-1] != stock["losses_hex"][-1]
+    # 3 layers with 4 adapters of rank 16.
+    assert stock["parameters"] == trained("floor")["parameters"] + 3 * 4 * 2 * 16 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
+def test_offloading_trains_the_same_model() -> None:
+    stock = trained("stock", accumulate=2)
+    saving = trained("save-on-cpu", accumulate=2)
+    sharded = trained("fsdp-offload", accumulate=2)
+
+    assert saving["losses_hex"] == stock["losses_hex"]
+    assert not saving["notes"]
+    losses, others = (map(float.fromhex, it["losses_hex"]) for it in (sharded, stock))
+    assert list(losses) == pytest.approx(list(others), rel=1e-3)
+    assert sharded["parameters"] == stock["parameters"]
+    assert "on the host" in sharded["notes"][0]
+    assert not torch.distributed.is_initialized()
+
+
+def test_zero_3_has_its_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def initialize(*, config: dict[str, Any], **_: Any) -> tuple[None, ...]:
+        asked.append(config["zero_optimization"])
+        return (None,) * 4
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "another's")
+    for stage in (2, 3):
+        deepspeed_engine(torch.nn.Linear(2, 2), 1, stage=stage)
+
+    on_host = {"device": "cpu", "pin_memory": True}
+    assert [it["stage"] for it in asked] == [2, 3]
+    assert [it["offload_optimizer"] for it in asked] == [on_host, on_host]
+    assert [it.get("offload_param") for it in asked] == [None, on_host]
 
 
 @pytest.mark.slow
@@ -451,6 +550,26 @@ def test_rows_are_beside_the_floor() -> None:
     ]
     for words in ("Made-up GPU", "clipping at 1", "deterministic"):
         assert words in heading(made)
+
+
+def test_rows_are_beside_stock_where_it_was_measured() -> None:
+    case = LORA_CASES[0]
+    lora = [result(it, s, case=case) for it, s in (("umem", 1.25), ("floor", 0.9), ("stock", 1.0))]
+    full = [result("umem"), result("floor")]
+
+    made = made_up_run(*lora)
+
+    table, *_ = tables(made)
+    shares = {row[0]: row[4:6] for row in table.rows}
+    assert table.columns[4:6] == ("of the floor", "of stock")
+    assert shares == {
+        "umem": ("72 %", "80 %"), "floor": ("100 %", "111 %"), "stock": ("90 %", "100 %")
+    }  # fmt: skip
+    assert rows_of(made)["umem"][-1].endswith("same bits")
+    assert ", LoRA of random weights" in heading(made)
+    both = made_up_run(*full, *lora)
+    assert "full fine-tuning and LoRA of random weights" in heading(both)
+    assert ["of stock" in it.columns for it in tables(both)] == [False, True]
 
 
 def test_a_row_over_its_budget_is_marked_and_not_compared() -> None:

@@ -203,9 +203,14 @@ def scale(
     rows: Annotated[
         str, typer.Option(help="Such as llama-2-7b-fp32:umem,tiny; default: all but tiny.")
     ] = "",
-    policy: Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")] = "sft",
+    policy: Annotated[
+        str, typer.Option(help="umem's: a preset or a YAML file. LoRA has lora.")
+    ] = "sft",
     budget: Annotated[
-        str, typer.Option(help="umem's, such as 60GiB. Default: the free memory less 3 GiB.")
+        str,
+        typer.Option(
+            help="umem's, such as 60GiB. Default: the case's, or what is free less 3 GiB."
+        ),
     ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a batch.")] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches of a step.")] = 1,
@@ -229,13 +234,14 @@ def scale(
     ] = False,
     check: _Check = False,
 ) -> None:
-    """Fine-tune Llama-2 7B and 13B on one card, umem beside others. Needs a GPU of 80 GB."""
+    """Fine-tune Llamas of 7B to 34B on one card, umem beside others. Needs a GPU of 80 GB."""
     output = output or continued
     change = {} if batch is None else {"batch": batch}
     settings = ScaleSettings(
         cases={name: it.model_copy(update=change) for name, it in scales.CASES.items()},
         policy=policy,
         budget_bytes=_bytes(budget),
+        budgets_bytes=scales.BUDGETS_BYTES,
         steps=steps,
         accumulate=accumulate,
         clip=clip,

@@ -19,6 +19,7 @@ from umem import UmemError
 __all__ = [
     "BUDGETED",
     "GENERATE_VARIANTS",
+    "LORA_CASES",
     "METHODS",
     "SCALE_VARIANTS",
     "VARIANTS",
@@ -256,10 +257,30 @@ class TrainingResult(ProcessResult):
 
 # ---- training at real scale ----
 
-ScaleCase = Literal["llama-2-7b-fp32", "llama-2-13b-bf16", "llama-2-7b-bf16", "tiny"]
+ScaleCase = Literal[
+    "llama-2-7b-fp32",
+    "llama-2-7b-fp32-40gib",
+    "llama-2-13b-bf16",
+    "llama-2-7b-bf16",
+    "llama-2-7b-lora",
+    "llama-2-13b-lora",
+    "code-llama-34b-lora",
+    "tiny",
+]
+LORA_CASES: tuple[ScaleCase, ...] = ("llama-2-7b-lora", "llama-2-13b-lora", "code-llama-34b-lora")
+"""Adapters over a frozen model; every weight is trained in the others."""
 
 ScaleVariant = Literal[
-    "umem", "floor", "torchao", "umem-backward", "stock", "deepspeed", "umem-waiting"
+    "umem",
+    "floor",
+    "torchao",
+    "umem-backward",
+    "stock",
+    "deepspeed",
+    "deepspeed-3",
+    "fsdp-offload",
+    "save-on-cpu",
+    "umem-waiting",
 ]
 SCALE_VARIANTS: tuple[ScaleVariant, ...] = get_args(ScaleVariant)
 """In the order in which they run: the comparisons that matter most come first."""
@@ -270,9 +291,11 @@ class ScaleSettings(Record):
 
     cases: dict[ScaleCase, LlamaShape]
     policy: str
-    """umem's."""
+    """umem's where every weight is trained; that of LoRA is ``lora``."""
     budget_bytes: int | None
-    """umem's; None for the card's free memory, less what is kept free."""
+    """umem's; None for the case's own."""
+    budgets_bytes: dict[ScaleCase, int] = Field(default_factory=dict)
+    """umem's of cases; others have the card's free memory, less what is kept free."""
     steps: int
     accumulate: int
     """Batches of an optimizer step."""

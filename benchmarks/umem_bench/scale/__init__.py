@@ -1,1 +1,1 @@
-"""Full fine-tuning of models whose training does not fit one card."""
+"""Full fine-tuning, and LoRA, of models whose training does not fit one card."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from umem_bench.allocators import AllocatorName, select
 from umem_bench.card import Card
 from umem_bench.llama import SEED, build_llama
-from umem_bench.results import LlamaShape, Record, ScaleVariant
+from umem_bench.results import LlamaShape, Method, Record, ScaleVariant
 from umem_bench.training.measure import card_figures, outside_figures, time_steps, warm_up
 from umem_bench.training.status import NO_MANAGER, find_manager, status_notes
 from umem_bench.training.variants import (
@@ -24,6 +26,7 @@ from umem_bench.training.variants import (
     make_deterministic,
     make_optimizer,
     not_installed,
+    trained_weights,
 )
 
 __all__ = ["MANAGED_LIMIT_BYTES", "ScaleJob", "host_figures", "measure"]
@@ -32,13 +35,27 @@ MANAGED_LIMIT_BYTES = 1 << 30
 """Managed memory of a process at most. umem's variants need none."""
 
 _MAX_NORM = 1.0
-_PACKAGES: dict[ScaleVariant, str] = {"torchao": "torchao.optim", "deepspeed": "deepspeed"}
+_PACKAGES: dict[ScaleVariant, str] = {
+    "torchao": "torchao.optim",
+    "deepspeed": "deepspeed",
+    "deepspeed-3": "deepspeed",
+    "fsdp-offload": "torch.distributed.fsdp",
+}
+
+_BUILT_WHOLE = (
+    "the model is made on the card before its weights leave for the host: the card's peak may be "
+    "from then"
+)
+
+_Batches = Callable[[], Iterator[torch.Tensor]]
+"""The batches of a step, int64[sequences, tokens]."""
 
 
 class ScaleJob(Record):
     """One variant of one case, for a worker."""
 
     model: LlamaShape
+    method: Method
     variant: ScaleVariant
     policy: str
     limit_bytes: int | None
@@ -80,10 +97,18 @@ def _place_allocator(job: ScaleJob) -> None:
 def _measure(job: ScaleJob) -> dict[str, Any]:
     found: dict[str, Any] = card_figures(job.card, "base_bytes")
     device = torch.device("cpu" if job.card is None else "cuda")
-    network = build_llama(job.model, "sft", device).train()
+    network = build_llama(job.model, job.method, device).train()
+    found["parameters"] = sum(weight.numel() for weight in network.parameters())
     _synchronize(job)
     began_s = time.perf_counter()
     training = _training(job, network)
+    with training.around:
+        return found | _train(job, training, began_s)
+
+
+def _train(job: ScaleJob, training: Training, began_s: float) -> dict[str, Any]:
+    """Train and measure; the optimizer was made from `began_s` on."""
+    found: dict[str, Any] = {}
     losses = [training.step()]
     _synchronize(job)
     found["first_step_s"] = time.perf_counter() - began_s
@@ -106,7 +131,6 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
         | host_figures()
         | {
             "state": "measured",
-            "parameters": sum(weight.numel() for weight in network.parameters()),
             "steps_s": timed.steps_s,
             "wall_s": timed.wall_s,
             "losses_hex": tuple(float(loss).hex() for loss in losses),
@@ -118,8 +142,7 @@ def _measure(job: ScaleJob) -> dict[str, Any]:
 
 def _training(job: ScaleJob, network: Any) -> Training:
     """The training loop's step: as in a user's script, whatever the variant."""
-    shape, weights = job.model, list(network.parameters())
-    device = weights[0].device
+    shape, device = job.model, network.device
     generator = torch.Generator(device).manual_seed(SEED)
 
     def batches() -> Iterator[torch.Tensor]:
@@ -127,23 +150,12 @@ def _training(job: ScaleJob, network: Any) -> Training:
             size = (shape.batch, shape.tokens)
             yield torch.randint(shape.vocabulary, size, generator=generator, device=device)
 
-    if job.variant == "deepspeed":
-        clip = {"gradient_clipping": _MAX_NORM} if job.clip else {}
-        engine, optimizer = deepspeed_engine(
-            network, shape.batch, gradient_accumulation_steps=job.accumulate, **clip
-        )
-
-        def step_engine() -> torch.Tensor:
-            losses = []
-            for tokens in batches():
-                loss = engine(input_ids=tokens, labels=tokens).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.detach())
-            return torch.stack(losses).mean()
-
-        return Training(network, (optimizer,), step_engine)
-
+    if job.variant in ("deepspeed", "deepspeed-3"):
+        return _with_deepspeed(job, network, batches)
+    around = ExitStack()
+    if job.variant == "fsdp-offload":
+        around.enter_context(_sharded(network))
+    weights = trained_weights(network)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     if job.variant != "floor":
         kind: Any = "torchao-offload" if job.variant == "torchao" else "stock"
@@ -156,7 +168,11 @@ def _training(job: ScaleJob, network: Any) -> Training:
     def step() -> torch.Tensor:
         losses = []
         for tokens in batches():
-            with torch.autocast(device.type, torch.bfloat16, enabled=shape.weights == "float32"):
+            saving: Any = nullcontext()
+            if job.variant == "save-on-cpu":
+                saving = torch.autograd.graph.save_on_cpu(pin_memory=True)
+            casts = shape.weights == "float32"
+            with saving, torch.autocast(device.type, torch.bfloat16, enabled=casts):
                 loss = network(input_ids=tokens, labels=tokens).loss / job.accumulate
             loss.backward()
             losses.append(loss.detach())
@@ -171,7 +187,55 @@ def _training(job: ScaleJob, network: Any) -> Training:
             torch.cuda.synchronize()
         return torch.stack(losses).sum()
 
-    return Training(network, optimizers, step)
+    return Training(network, optimizers, step, around=around)
+
+
+def _with_deepspeed(job: ScaleJob, network: Any, batches: _Batches) -> Training:
+    clip = {"gradient_clipping": _MAX_NORM} if job.clip else {}
+    engine, optimizer = deepspeed_engine(
+        network,
+        job.model.batch,
+        stage=3 if job.variant == "deepspeed-3" else 2,
+        gradient_accumulation_steps=job.accumulate,
+        **clip,
+    )
+
+    def step() -> torch.Tensor:
+        losses = []
+        for tokens in batches():
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    return Training(network, (optimizer,), step)
+
+
+@contextmanager
+def _sharded(network: Any) -> Iterator[None]:
+    """Let FSDP keep weights, gradients and state on the host, in a world of one rank."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    kind = network.device.type
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_process_group(
+            # The norm of gradients is summed on the host.
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            init_method=f"file://{folder}/ranks",
+            rank=0,
+            world_size=1,
+        )
+        try:
+            mesh = init_device_mesh(kind, (1,))
+            policy = CPUOffloadPolicy(pin_memory=kind == "cuda")
+            for module in (*network.model.layers, network):
+                fully_shard(module, mesh=mesh, offload_policy=policy)
+            yield
+        finally:
+            distributed.destroy_process_group()
 
 
 def _notes(job: ScaleJob) -> list[str]:
@@ -183,6 +247,13 @@ def _notes(job: ScaleJob) -> list[str]:
         ]
     if job.variant == "deepspeed":
         return ["bfloat16 weights and gradients, float32 weights and state on the host"]
+    if job.variant == "deepspeed-3":
+        return [
+            "bfloat16 weights, float32 weights, gradients and state, all on the host",
+            _BUILT_WHOLE,
+        ]
+    if job.variant == "fsdp-offload":
+        return ["its optimizer steps on the host", _BUILT_WHOLE]
     return []
 
 

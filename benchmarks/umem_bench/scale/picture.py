@@ -21,6 +21,9 @@ _COLOURS: dict[ScaleVariant, str] = {
     "stock": "#999999",
     "torchao": "#D55E00",
     "deepspeed": "#CC79A7",
+    "deepspeed-3": "#882255",
+    "fsdp-offload": "#E69F00",
+    "save-on-cpu": "#F0E442",
 }
 _GIB = 1 << 30
 

@@ -12,8 +12,10 @@ from umem_bench.card import Card
 from umem_bench.compile_planner import compile_planner
 from umem_bench.machine import git_commit, header
 from umem_bench.results import (
+    LORA_CASES,
     SCALE_VARIANTS,
     LlamaShape,
+    Method,
     Run,
     ScaleCase,
     ScaleResult,
@@ -31,9 +33,11 @@ from umem_bench.training.run import (
 )
 
 __all__ = [
+    "BUDGETS_BYTES",
     "CARD_LEFT_BYTES",
     "CASES",
     "HOST_LEFT_BYTES",
+    "USUAL_VARIANTS",
     "Row",
     "growth",
     "host_state_bytes",
@@ -55,17 +59,35 @@ _MAX_GROWTH = 2.0
 HOST_LEFT_BYTES = 16 << 30
 """Of the host's available memory, never used."""
 
+_KEPT_BY_LOSS = 4
+"""Tensors as large as a layer's input that the last norm and the head keep, at most."""
+
 _LLAMA_2_7B = LlamaShape(
     hidden=4096, intermediate=11_008, layers=32, heads=32, batch=4, tokens=2048
 )
+_LLAMA_2_7B_FP32 = _LLAMA_2_7B.model_copy(update={"weights": "float32"})
+_LLAMA_2_13B = LlamaShape(
+    hidden=5120, intermediate=13_824, layers=40, heads=40, batch=4, tokens=2048
+)
+_LONG = {"batch": 1, "tokens": 4096}
 
 CASES: dict[ScaleCase, LlamaShape] = {
     # Shapes of the published configurations.
-    "llama-2-7b-fp32": _LLAMA_2_7B.model_copy(update={"weights": "float32"}),
-    "llama-2-13b-bf16": LlamaShape(
-        hidden=5120, intermediate=13_824, layers=40, heads=40, batch=4, tokens=2048
-    ),
+    "llama-2-7b-fp32": _LLAMA_2_7B_FP32,
+    "llama-2-7b-fp32-40gib": _LLAMA_2_7B_FP32,
+    "llama-2-13b-bf16": _LLAMA_2_13B,
     "llama-2-7b-bf16": _LLAMA_2_7B,
+    "llama-2-7b-lora": _LLAMA_2_7B.model_copy(update=_LONG),
+    "llama-2-13b-lora": _LLAMA_2_13B.model_copy(update=_LONG),
+    "code-llama-34b-lora": LlamaShape(
+        hidden=8192,
+        intermediate=22_016,
+        layers=48,
+        heads=64,
+        key_value_heads=8,
+        batch=1,
+        tokens=4096,
+    ),
     # For tests, on the CPU too.
     "tiny": LlamaShape(
         hidden=64,
@@ -79,6 +101,24 @@ CASES: dict[ScaleCase, LlamaShape] = {
     ),
 }
 
+BUDGETS_BYTES: dict[ScaleCase, int] = {
+    "llama-2-7b-fp32-40gib": 40 << 30,
+    "llama-2-7b-lora": 8 << 30,
+    "llama-2-13b-lora": 16 << 30,
+}
+"""Of device memory, for umem's variants. Other cases have what the card has free."""
+
+USUAL_VARIANTS: dict[Method, tuple[ScaleVariant, ...]] = {
+    "sft": ("umem", "floor", "torchao", "umem-backward", "stock", "deepspeed"),
+    "lora": ("umem", "floor", "stock"),
+}
+"""Those that a case stands for; others run where they are named."""
+
+_VARIANTS: dict[Method, tuple[ScaleVariant, ...]] = {
+    "sft": SCALE_VARIANTS,
+    "lora": (*USUAL_VARIANTS["lora"], "save-on-cpu", "umem-waiting"),
+}
+
 Row = tuple[ScaleCase, ScaleVariant]
 """What one process measures."""
 
@@ -86,25 +126,30 @@ Row = tuple[ScaleCase, ScaleVariant]
 def parse_rows(text: str) -> list[Row]:
     """Rows of a list such as ``llama-2-7b-fp32:umem,tiny:floor``, in its order.
 
-    A case alone stands for all of its variants but ``umem-waiting``; an empty text for all cases
-    but ``tiny``.
+    A case alone stands for its :data:`USUAL_VARIANTS`; an empty text for all cases but ``tiny``.
 
-    Raises ``ValueError`` for an unknown case or variant.
+    Raises ``ValueError`` for a case or a variant that there is not.
     """
-    usual = SCALE_VARIANTS[:-1]
-    if not text:
-        return [(case, variant) for case in CASES if case != "tiny" for variant in usual]
     rows: list[Row] = []
-    for word in text.split(","):
+    for word in text.split(",") if text else [it for it in CASES if it != "tiny"]:
         name, _, wanted = word.strip().partition(":")
         case = next((it for it in CASES if it == name), None)
-        variants = [it for it in SCALE_VARIANTS if it == wanted] if wanted else list(usual)
         if case is None:
             raise ValueError(f"{name!r} is none of {', '.join(CASES)}")
+        known = _VARIANTS[_method(case)]
+        variants = [it for it in known if it == wanted] if wanted else USUAL_VARIANTS[_method(case)]
         if not variants:
-            raise ValueError(f"{wanted!r} is none of {', '.join(SCALE_VARIANTS)}")
+            raise ValueError(f"{wanted!r} is none of {', '.join(known)}")
         rows += [(case, variant) for variant in variants]
     return list(dict.fromkeys(rows))
+
+
+def _method(case: ScaleCase) -> Method:
+    return "lora" if case in LORA_CASES else "sft"
+
+
+def _policy(settings: ScaleSettings, case: ScaleCase) -> str:
+    return "lora" if case in LORA_CASES else settings.policy
 
 
 def run_scale(
@@ -132,7 +177,7 @@ def run_scale(
         Where torch sees no GPU and a row needs one.
     UmemError
         If the earlier results are of other settings, another machine or other versions, or if the
-        budget does not leave :data:`CARD_LEFT_BYTES` of the card.
+        budget of all cases does not leave :data:`CARD_LEFT_BYTES` of the card.
     """
     import torch
 
@@ -143,11 +188,11 @@ def run_scale(
         require_same(earlier.header, begun, same_commit=False)
         begun = earlier.header
     machine = _Machine(settings, host_limit_bytes)
-    plans_pages = load_policy(settings.policy).planner != "none"
     end_s = time.monotonic() + seconds_limit
 
     def measure_one(row: Row, so_far: list[ScaleResult], tried: ScaleResult | None) -> ScaleResult:
-        if plans_pages and row[1].startswith("umem"):
+        is_umem = row[1].startswith("umem")
+        if is_umem and load_policy(_policy(settings, row[0])).planner != "none":
             compile_planner()
         on_progress(f"{row[0]}, {row[1]}: at most {end_s - time.monotonic():.0f} s are left")
         result = machine.measure_row(row, so_far, tried, end_s - time.monotonic())
@@ -178,15 +223,9 @@ class _Machine:
         if torch.cuda.device_count() == 0:
             return
         self.card = Card.find()
-        free_bytes = self.card.free_bytes
-        self.limit_bytes = free_bytes - CARD_LEFT_BYTES - _CONTEXT_BYTES
-        if settings.budget_bytes is not None and settings.budget_bytes > self.limit_bytes:
-            raise UmemError(
-                f"a budget of {format_bytes(settings.budget_bytes)}: the card has "
-                f"{format_bytes(free_bytes)} free, of which {format_bytes(CARD_LEFT_BYTES)} stay "
-                f"free and {format_bytes(_CONTEXT_BYTES)} are for the process's context: give "
-                f"--budget {self.limit_bytes >> 30}GiB or less"
-            )
+        self.limit_bytes = self.card.free_bytes - CARD_LEFT_BYTES - _CONTEXT_BYTES
+        if reason := self._why_no_card_room(settings.budget_bytes):
+            raise UmemError(reason)
 
     def measure_row(
         self, row: Row, known: list[ScaleResult], tried: ScaleResult | None, left_s: float
@@ -194,6 +233,9 @@ class _Machine:
         """Measure a row in a process of its own, unless there is a reason not to."""
         case, variant = row
         settings, shape = self.settings, self.settings.cases[case]
+        is_umem = variant.startswith("umem")
+        limit_bytes = self._budget_bytes(case) if is_umem else self.limit_bytes
+        host_bytes = host_state_bytes(shape, variant, _method(case))
         told: dict[str, Any] = {"case": case, "variant": variant, "commit": self.commit}
         in_backward = variant == "umem-backward"
         if in_backward and settings.accumulate > 1:
@@ -201,18 +243,19 @@ class _Machine:
             return ScaleResult(**told, state="not comparable", reason=reason)
         reason = (
             why_no_time(variant, [self._as_of(case, it) for it in known], tried, left_s)
-            or why_no_host_room(host_state_bytes(shape, variant), self._host_limit_bytes)
+            or why_no_host_room(host_bytes, self._host_limit_bytes)
+            or self._why_no_card_room(limit_bytes)
             or (self.card.why_not_idle() if self.card else "")
         )
         if reason:
             return ScaleResult(**told, state="left out", reason=reason)
-        limit_bytes = self.limit_bytes
-        if variant.startswith("umem"):
-            limit_bytes = told["budget_bytes"] = settings.budget_bytes or limit_bytes
+        if is_umem:
+            told["budget_bytes"] = limit_bytes
         job = ScaleJob(
             model=shape,
+            method=_method(case),
             variant=variant,
-            policy=settings.policy,
+            policy=_policy(settings, case),
             limit_bytes=limit_bytes,
             steps=settings.steps,
             accumulate=settings.accumulate,
@@ -222,6 +265,24 @@ class _Machine:
         )
         told |= ask_worker(measure, job, self.card, left_s)
         return ScaleResult(**told | memory_ran_out(told))
+
+    def _budget_bytes(self, case: ScaleCase) -> int | None:
+        """umem's: that of all cases, or the case's, or what the card has free."""
+        settings = self.settings
+        return settings.budget_bytes or settings.budgets_bytes.get(case, self.limit_bytes)
+
+    def _why_no_card_room(self, budget_bytes: int | None) -> str:
+        """Why the card is too small for a budget; empty where it is not."""
+        if self.card is None or self.limit_bytes is None or budget_bytes is None:
+            return ""
+        if budget_bytes <= self.limit_bytes:
+            return ""
+        return (
+            f"a budget of {format_bytes(budget_bytes)}: the card has "
+            f"{format_bytes(self.card.free_bytes)} free, of which {format_bytes(CARD_LEFT_BYTES)} "
+            f"stay free and {format_bytes(_CONTEXT_BYTES)} are for the process's context: give "
+            f"--budget {self.limit_bytes >> 30}GiB or less"
+        )
 
     def _as_of(self, case: ScaleCase, known: ScaleResult) -> ScaleResult:
         """A row as if it were of this case: a larger model takes longer."""
@@ -265,21 +326,32 @@ def why_no_host_room(needed_bytes: int, limit_bytes: int | None) -> str:
     )
 
 
-def host_state_bytes(shape: LlamaShape, variant: ScaleVariant) -> int:
-    """Host memory that a variant's optimizer takes at most, by the sizes of the weights.
+def host_state_bytes(shape: LlamaShape, variant: ScaleVariant, method: Method = "sft") -> int:
+    """Host memory that a variant takes at most, by the sizes of the weights.
 
-    umem may have all of AdamW's state there. torchao has page-locked weights and gradients, each
-    rounded up to a power of two by torch's allocator, and its state. ZeRO-Offload has weights,
-    gradients and state in float32.
+    umem may have all of AdamW's state there, and with LoRA the weights. torchao and FSDP have
+    page-locked weights and gradients, each rounded up to a power of two by torch's allocator, and
+    the state. ZeRO-Offload has weights, gradients and state in float32; its third stage has
+    bfloat16 weights besides. save-on-cpu has page-locked copies of each layer's input, and of what
+    the loss keeps.
     """
     sizes = shape.matrix_sizes
     each = 4 if shape.weights == "float32" else 2
     if variant.startswith("umem"):
-        return 2 * each * sum(sizes)
-    if variant == "torchao":
-        rounded = sum(1 << (each * size - 1).bit_length() for size in sizes)
-        return 2 * rounded + 2 * each * sum(sizes)
-    return 16 * sum(sizes) if variant == "deepspeed" else 0
+        return shape.weight_bytes if method == "lora" else 2 * each * sum(sizes)
+    if variant in ("torchao", "fsdp-offload"):
+        return sum(2 * _page_locked_bytes(each * it) + 2 * each * it for it in sizes)
+    if variant == "save-on-cpu":
+        tokens = shape.batch * shape.tokens
+        head = [each * shape.vocabulary * shape.hidden, 4 * tokens * shape.vocabulary]
+        inputs = [each * tokens * shape.hidden] * (shape.layers + _KEPT_BY_LOSS)
+        return sum(map(_page_locked_bytes, head + inputs))
+    per_weight = {"deepspeed": 16, "deepspeed-3": 18}.get(variant, 0)
+    return per_weight * sum(sizes)
+
+
+def _page_locked_bytes(size_bytes: int) -> int:
+    return 1 << (size_bytes - 1).bit_length()
 
 
 def _line(result: ScaleResult) -> str:

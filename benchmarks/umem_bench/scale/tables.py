@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from umem.core.units import format_bytes
-from umem_bench.results import SCALE_VARIANTS, Run, ScaleCase, ScaleResult, median
+from umem_bench.results import (
+    LORA_CASES,
+    SCALE_VARIANTS,
+    Run,
+    ScaleCase,
+    ScaleResult,
+    ScaleVariant,
+    median,
+)
 from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance
 from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes, step_ms
 
@@ -24,6 +32,14 @@ MAX_DISAGREEMENT = 0.1
 """Of the time of all steps from the median's: more would be work that the median does not have."""
 
 _SHOWN_LOSS = 8
+
+_OTHER_ARITHMETIC: tuple[ScaleVariant, ...] = (
+    "torchao",
+    "deepspeed",
+    "deepspeed-3",
+    "fsdp-offload",
+)
+"""Variants whose losses are not compared: their optimizers do not compute as stock's does."""
 
 
 # ---- figures ----
@@ -77,10 +93,12 @@ def _why_not_compared(run: Run, result: ScaleResult) -> str:
     return "" if _agrees(result) else "total disagrees"
 
 
-def _floor_share(run: Run, result: ScaleResult) -> float | None:
-    floor = of_variant(run, result.case, "floor")
-    floor_s, step_s = median(floor.steps_s) if floor else None, median(result.steps_s)
-    return floor_s / step_s if floor_s and step_s else None
+def _share(run: Run, result: ScaleResult, variant: ScaleVariant) -> str:
+    """Speed as a share of a variant's; why not, where there is no fair one."""
+    other = of_variant(run, result.case, variant)
+    other_s, step_s = median(other.steps_s) if other else None, median(result.steps_s)
+    share = f"{100 * other_s / step_s:.3g} %" if other_s and step_s else NOTHING
+    return _why_not_compared(run, result) or share
 
 
 # ---- tables ----
@@ -89,9 +107,11 @@ def _floor_share(run: Run, result: ScaleResult) -> float | None:
 def heading(run: Run) -> str:
     """One line that says where, when and with what a run was made."""
     settings = run.scale_settings
+    found = {it.case in LORA_CASES for it in run.scales} or {False}
+    kinds = [name for name, it in (("full fine-tuning", False), ("LoRA", True)) if it in found]
     return provenance(
         run.header,
-        "full fine-tuning of random weights in published shapes",
+        f"{' and '.join(kinds)} of random weights in published shapes",
         "checkpoints at every layer, fused AdamW",
         "clipping at 1" if settings.clip else "no clipping",
         "deterministic algorithms" if settings.deterministic else "",
@@ -101,12 +121,12 @@ def heading(run: Run) -> str:
 
 def tables(run: Run) -> Iterator[Table]:
     """Each case's rows; then reasons and notes."""
-    cases = [it for it in run.scale_settings.cases if measured(run, it)]
-    columns = (
-        *("variant", "step, ms", "mean, ms", "tokens/s", "of the floor"),
-        *("first step, s", "card's peak (base)", "budget", "host (locked)", "loss"),
-    )
-    for case in cases:
+    for case in (it for it in run.scale_settings.cases if measured(run, it)):
+        columns = (
+            *("variant", "step, ms", "mean, ms", "tokens/s", "of the floor"),
+            *(("of stock",) if of_variant(run, case, "stock") else ()),
+            *("first step, s", "card's peak (base)", "budget", "host (locked)", "loss"),
+        )
         yield Table(title(run, case), columns, [_row(run, it) for it in measured(run, case)])
     yield from notes_table(
         (f"{it.case}, {it.variant}", _size(it.budget_bytes), it) for it in run.scales
@@ -121,15 +141,15 @@ def title(run: Run, case: ScaleCase) -> str:
 
 
 def _row(run: Run, result: ScaleResult) -> tuple[str, ...]:
-    share = _floor_share(run, result)
-    no = _why_not_compared(run, result)
+    of_stock = [_share(run, result, "stock")] if of_variant(run, result.case, "stock") else []
     peak = f"{_size(result.card_peak_bytes)} ({_size(_base_bytes(run, result) or None)})"
     return (
         result.variant,
         step_ms(result),
         f"{1e3 * (_mean_s(result) or 0):.4g}",
         f"{tokens_per_s(run, result):,.0f}",
-        no or (NOTHING if share is None else f"{100 * share:.3g} %"),
+        _share(run, result, "floor"),
+        *of_stock,
         f"{result.first_step_s or 0:.3g}",
         f"{peak}, over its budget" if is_over_budget(run, result) else peak,
         _size(result.budget_bytes),
@@ -160,7 +180,7 @@ def _same_bits(run: Run, result: ScaleResult) -> bool | None:
     own = result.losses_hex[:1] if result.variant == "floor" else result.losses_hex
     others = (of_variant(run, result.case, it) for it in ("stock", "umem-waiting"))
     reference = next((it for it in others if it is not None), None)
-    is_other = result.variant in ("torchao", "deepspeed") or (
+    is_other = result.variant in _OTHER_ARITHMETIC or (
         result.variant == "umem-backward" and run.scale_settings.clip
     )
     if reference is None or reference is result or is_other:

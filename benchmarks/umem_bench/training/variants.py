@@ -45,6 +45,7 @@ __all__ = [
     "not_installed",
     "place_allocator",
     "plans_pages",
+    "trained_weights",
     "why_not",
 ]
 
@@ -271,7 +272,7 @@ def make_deterministic() -> None:
 
 
 def _with_one_optimizer(variant: Variant, model: ChunkedLoss, forward: _Forward) -> Training:
-    optimizer = make_optimizer(variant, _trained(model))
+    optimizer = make_optimizer(variant, trained_weights(model))
 
     def step() -> torch.Tensor:
         saving: Any = nullcontext()
@@ -290,7 +291,7 @@ def _with_one_optimizer(variant: Variant, model: ChunkedLoss, forward: _Forward)
 def _with_steps_in_backward(model: ChunkedLoss, forward: _Forward) -> Training:
     """An optimizer for each parameter, which steps as soon as its gradient exists."""
     optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {
-        it: make_optimizer("stock", [it]) for it in _trained(model)
+        it: make_optimizer("stock", [it]) for it in trained_weights(model)
     }
 
     def step_one(weight: torch.Tensor) -> None:
@@ -308,7 +309,8 @@ def _with_steps_in_backward(model: ChunkedLoss, forward: _Forward) -> Training:
     return Training(model, tuple(optimizers.values()), step)
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
+def trained_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that an optimizer steps: with LoRA those of adapters."""
     return [it for it in model.parameters() if it.requires_grad]
 
 
@@ -344,12 +346,15 @@ def _with_deepspeed(model: ChunkedLoss, batch: torch.Tensor) -> Training:
     return Training(model, (optimizer,), step)
 
 
-def deepspeed_engine(model: nn.Module, batch: int, **config: Any) -> tuple[Any, Any]:
-    """ZeRO's second stage with the optimizer on the host, in a world of one rank.
+def deepspeed_engine(
+    model: nn.Module, batch: int, *, stage: int = 2, **config: Any
+) -> tuple[Any, Any]:
+    """ZeRO with the optimizer on the host, and in its third stage the weights; one rank.
 
     `batch` is the number of sequences of a call, `config` what DeepSpeed's own is to have besides.
     Returns the engine and its optimizer.
     """
+    on_host = {"device": "cpu", "pin_memory": True}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -359,16 +364,17 @@ def deepspeed_engine(model: nn.Module, batch: int, **config: Any) -> tuple[Any, 
     )
     engine, optimizer, _, _ = importlib.import_module("deepspeed").initialize(
         model=model,
-        model_parameters=_trained(model),
+        model_parameters=trained_weights(model),
         config={
             "train_micro_batch_size_per_gpu": batch,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
             "zero_optimization": {
-                "stage": 2,
+                "stage": stage,
                 "reduce_bucket_size": DEEPSPEED_BUCKET_ELEMENTS,
                 "allgather_bucket_size": DEEPSPEED_BUCKET_ELEMENTS,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "offload_optimizer": on_host,
+                **({"offload_param": on_host} if stage == 3 else {}),
             },
             **config,
         },
