@@ -190,6 +190,29 @@ def test_activations_leave_and_come_back(two_way: Hardware) -> None:
     assert [waits.step_s, waits.exposed_s] == milliseconds([11, 2])
 
 
+def test_clipping_takes_longer_for_gradients_on_the_host(two_way: Hardware) -> None:
+    hardware = replace(
+        two_way,
+        memory_bytes_per_s=30 * RATE,
+        mapped_read_bytes_per_s=RATE,
+        mapped_bytes_per_s=2 * RATE,
+    )
+    units = [saving(0, 0, saved_bytes=0, gradient_bytes=20 * MIB) for _ in range(2)]
+
+    def step_s(other_s: float) -> float:
+        return simulate_stream(
+            units, (), 0, hardware=hardware, other_s=other_s, copied_gradients=[1]
+        ).step_s
+
+    # Three times 40 MiB through memory take 0.1 ms: a norm, and a product read and written.
+    clipping_s = 3 * 40 * MIB / (30 * RATE)
+    nothing_s = step_s(0.0)
+    # On the host 20 MiB are read in 0.5 ms, and read and written in as much again.
+    assert step_s(clipping_s) - nothing_s == pytest.approx(clipping_s + 1 * MS)
+    assert step_s(clipping_s / 3) - nothing_s == pytest.approx((clipping_s + 1 * MS) / 3)
+    assert step_s(100 * MS) - nothing_s == pytest.approx(100 * MS + 1 * MS)
+
+
 def test_gradients_leave_and_are_used_on_the_host(two_way: Hardware) -> None:
     """Of four units; the last one's backward pass ends at 1, and its gradients have left at 4.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from command_line import Run, umem_command
 
+from umem.core.classes import TensorClass
 from umem.core.errors import HardwareError, PlanError, TraceError
 from umem.hardware import Hardware
 from umem.planning.stream_plan import least_slack_bytes, plan_stream
@@ -21,6 +22,8 @@ from umem.planning.stream_prediction import (
     stream_row,
     streamed_step,
 )
+from umem.planning.training_plan import plan_training
+from umem.planning.weight_plan import WeightUnit
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.trace import Trace, save_trace
 
@@ -45,6 +48,20 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def policy(machine: Hardware) -> ResolvedPolicy:
     return with_budget(resolve(load_policy("sft"), machine, {}), 200)
+
+
+def replace_mechanism(
+    policy: ResolvedPolicy, mechanism: str, *classes: TensorClass
+) -> ResolvedPolicy:
+    rules = list(policy.rules)
+    for number in (it.number for it in classes):
+        rules[number] = rules[number].model_copy(update={"mechanism": mechanism})
+    return replace(policy, rules=tuple(rules))
+
+
+def keeping(policy: ResolvedPolicy) -> ResolvedPolicy:
+    """The policy, with all weights on the device."""
+    return replace_mechanism(policy, "keep", TensorClass.WEIGHTS, TensorClass.FROZEN_WEIGHTS)
 
 
 def with_budget(policy: ResolvedPolicy, budget_mib: int) -> ResolvedPolicy:
@@ -108,21 +125,18 @@ def test_activations_count_for_the_last_layer_that_uses_them_forward(
 ) -> None:
     saved = [unit.saved_bytes for unit in streamed_step(step_of(), policy, STATE * MIB).units]
     assert saved == [0, *[SAVED * MIB] * (LAYERS - 2), 2 * SAVED * MIB]
-    rules = list(policy.rules)
-    rules[4] = replace_mechanism(rules[4], "keep")
-    kept = streamed_step(step_of(), replace(policy, rules=tuple(rules)), STATE * MIB)
+    policy = replace_mechanism(policy, "keep", TensorClass.ACTIVATIONS)
+    kept = streamed_step(step_of(), policy, STATE * MIB)
     assert not any(unit.saved_bytes for unit in kept.units)
 
 
-def replace_mechanism(rule: Any, mechanism: str) -> Any:
-    return rule.model_copy(update={"mechanism": mechanism})
-
-
+@pytest.mark.parametrize("streams_weights", [False, True])
 def test_peaks_have_gradients_for_as_long_as_the_program(
-    step_of: Callable[..., Trace], policy: ResolvedPolicy
+    step_of: Callable[..., Trace], policy: ResolvedPolicy, streams_weights: bool
 ) -> None:
+    policy = policy if streams_weights else keeping(policy)
     small = 4 * LAYERS  # the step counts
-    weights = LAYERS * WEIGHT * MIB + small
+    weights = (0 if streams_weights else LAYERS * WEIGHT * MIB) + small
     deferred = streamed_step(step_of(), policy, STATE * MIB)
     forward = [unit.forward_peak_bytes for unit in deferred.units]
     # Gradients of the layers from each one on, and activations up to it.
@@ -134,6 +148,8 @@ def test_peaks_have_gradients_for_as_long_as_the_program(
         weights + (LAYERS - it) * WEIGHT * MIB + (it + 1) * SAVED * MIB for it in range(LAYERS)
     ]
     assert deferred.step_peak_bytes == weights + LAYERS * WEIGHT * MIB
+    # Then the weights that an optimizer updates stay.
+    weights = LAYERS * WEIGHT * MIB + small
     ahead = streamed_step(step_of(), policy, STATE * MIB, in_backward=True)
     backward = [unit.backward_peak_bytes for unit in ahead.units]
     assert backward == [
@@ -170,6 +186,90 @@ def test_modules_around_the_layers_are_units(
     assert step.units[0].name == "model.embed"
     original = streamed_step(trace, policy, STATE * MIB)
     assert replace(step.units[0], name="model.layers.0") == original.units[0]
+    assert step.weights is not None
+    # A product of matrices reads all of it, whatever its name.
+    assert not any(unit.gathered for unit in step.weights.values())
+
+
+def frozen(trace: Trace, *layers: int) -> Trace:
+    """The trace with the weights of some layers frozen."""
+    names = [f"model.layers.{layer}.linear.weight" for layer in layers]
+    tensor_class = trace.tensor_class.copy()
+    tensor_class[np.isin(trace.tensor_names, names)] = TensorClass.FROZEN_WEIGHTS.number
+    return replace(trace, tensor_class=tensor_class)
+
+
+def test_weights_are_those_of_units(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
+    step = streamed_step(frozen(step_of(), 2), policy, STATE * MIB)
+    unit = WeightUnit((WEIGHT * MIB,), trained=frozenset([0]))
+    assert step.weights == {
+        f"model.layers.{it}": replace(unit, trained=frozenset()) if it == 2 else unit
+        for it in range(LAYERS)
+    }
+    assert step.weight_bytes == LAYERS * WEIGHT * MIB
+    assert streamed_step(step_of(), keeping(policy), STATE * MIB).weights is None
+    # What is updated in the backward pass stays.
+    step = streamed_step(frozen(step_of(), 2), policy, STATE * MIB, in_backward=True)
+    assert step.weights is not None
+    assert list(step.weights) == ["model.layers.2"]
+
+
+@pytest.mark.parametrize("what", ["small", "shared", "in no unit"])
+def test_some_weights_stay(
+    step_of: Callable[..., Trace], policy: ResolvedPolicy, what: str
+) -> None:
+    trace = step_of()
+    usual = streamed_step(trace, policy, STATE * MIB)
+    first, second = (
+        trace.tensor_names.index(f"model.layers.{layer}.linear.weight") for layer in (0, 1)
+    )
+    names, sizes = list(trace.tensor_names), trace.tensor_bytes.copy()
+    used = trace.access_tensor.copy()
+    if what == "small":
+        sizes[second] = MIB - 1
+    elif what == "shared":
+        used[np.flatnonzero(used == first)[0]] = second  # by the first layer's forward pass
+    else:
+        names[second] = "elsewhere.weight"
+    changed = replace(trace, tensor_names=tuple(names), tensor_bytes=sizes, access_tensor=used)
+    step = streamed_step(changed, policy, STATE * MIB)
+    assert step.weights is not None
+    assert list(step.weights) == [f"model.layers.{it}" for it in range(LAYERS) if it != 1]
+    staying_bytes = int(sizes[second])
+    assert step.step_peak_bytes == usual.step_peak_bytes + staying_bytes
+    for unit, other in zip(step.units, usual.units, strict=True):
+        assert unit.forward_peak_bytes == other.forward_peak_bytes + staying_bytes
+        assert unit.backward_peak_bytes == other.backward_peak_bytes + staying_bytes
+
+
+@pytest.mark.parametrize(
+    ("module", "operator", "is_table"),
+    [
+        ("embed_tokens", "", True),
+        ("wte", "", True),
+        ("word_embeddings", "", True),
+        ("rotary_embedder", "", False),
+        ("linear", "", False),
+        ("linear", ": aten.embedding", True),
+        ("embed_tokens", ": aten.mm", False),
+    ],
+)
+def test_an_embedding_is_a_table_of_rows(
+    step_of: Callable[..., Trace],
+    policy: ResolvedPolicy,
+    module: str,
+    operator: str,
+    is_table: bool,
+) -> None:
+    trace = step_of()
+    tensors = (name.replace("linear", module) for name in trace.tensor_names)
+    phases = (
+        re.sub(": .*", operator, name.replace("linear", module)) for name in trace.phase_names
+    )
+    trace = replace(trace, tensor_names=tuple(tensors), phase_names=tuple(phases))
+    step = streamed_step(trace, policy, STATE * MIB)
+    assert step.weights is not None
+    assert {bool(unit.gathered) for unit in step.weights.values()} == {is_table}
 
 
 def test_a_trace_without_a_forward_pass_is_an_error(
@@ -189,14 +289,19 @@ def test_the_prediction_is_the_plan_of_a_training(
 ) -> None:
     prediction = predict_stream(step_of(), machine, policy, in_backward=in_backward)
     step: StreamedStep = prediction.step
+    # All weights have room.
+    weight_bytes = LAYERS * WEIGHT * MIB
+    leaving_bytes = 0 if in_backward else weight_bytes
     assert prediction.plan == plan_stream(
         step.units,
-        budget_bytes=200 * MIB,
+        budget_bytes=200 * MIB - leaving_bytes,
         hardware=machine,
         other_s=step.other_s,
         step_peak_bytes=step.step_peak_bytes,
         in_backward=in_backward,
     )
+    kept = predict_stream(step_of(), machine, keeping(policy), in_backward=in_backward)
+    assert stream_row(kept) == stream_row(prediction)
     row = stream_row(prediction)
     assert json.loads(json.dumps(row)) == row
     assert row["step_s"] == pytest.approx(row["ideal_s"] + row["exposed_s"] + row["slowed_s"])
@@ -209,6 +314,63 @@ def test_the_prediction_is_the_plan_of_a_training(
     assert row["to_host_bytes"].get("optimizer_state", 0) == streamed * STATE * MIB
     saved = row["to_host_bytes"].get("activations", 0)
     assert row["host_bytes"] == streamed * STATE * MIB + saved
+    assert (row["weights_resident_bytes"], row["weights_streamed_bytes"]) == (weight_bytes, 0)
+
+
+def test_weights_leave_where_they_have_no_room(
+    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    trace = frozen(step_of(), 1, 2, 3)
+    small = with_budget(policy, 100)
+    with pytest.raises(PlanError, match="raise device_budget"):
+        predict_stream(trace, machine, keeping(small))
+    prediction = predict_stream(trace, machine, small)
+    row, weights = stream_row(prediction), prediction.training.weights
+    assert weights is not None
+    assert prediction.training == plan_training(
+        prediction.step.units,
+        prediction.step.weights,
+        budget_bytes=100 * MIB,
+        hardware=machine,
+        other_s=prediction.step.other_s,
+        step_peak_bytes=prediction.step.step_peak_bytes,
+        holds_gradients=True,
+    )
+    assert row["device_bytes"] <= 100 * MIB
+    homes_bytes = row["weights_streamed_bytes"]
+    assert homes_bytes == weights.streamed_bytes > 0
+    assert row["weights_resident_bytes"] + homes_bytes == LAYERS * WEIGHT * MIB
+    assert (row["weight_slots"], row["weight_slot_bytes"]) == (2, WEIGHT * MIB)
+    assert row["to_device_bytes"]["weights"] >= homes_bytes
+    state_bytes = row["to_host_bytes"]["optimizer_state"]
+    others = row["to_host_bytes"].get("activations", 0) + row["to_host_bytes"].get("gradients", 0)
+    assert row["host_bytes"] == homes_bytes + state_bytes + others
+    parts = (row[f"{name}_s"] for name in ("ideal", "exposed", "slowed", "in_place"))
+    assert row["step_s"] == pytest.approx(sum(parts))
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_embeddings_leave_first(
+    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    """All else fits once a table is read in place: nothing of it is copied."""
+    trace = step_of()
+    layer = "model.layers.0.linear"
+    names = (it.replace(layer, "model.wte") for it in trace.tensor_names)
+    phases = (re.sub(": .*", "", it.replace(layer, "model.wte")) for it in trace.phase_names)
+    trace = replace(trace, tensor_names=tuple(names), phase_names=tuple(phases))
+    trace = replace(
+        trace,
+        tensor_bytes=np.where(
+            np.array(trace.tensor_names) == "model.wte.weight", 200 * MIB, trace.tensor_bytes
+        ),
+    )
+    row = stream_row(predict_stream(trace, machine, policy))
+    assert row["weights_in_place_bytes"] == 200 * MIB
+    assert (row["weights_streamed_bytes"], row["weight_slots"]) == (0, 0)
+    assert "weights" not in row["to_device_bytes"]
+    # The update reads and writes it there.
+    assert row["in_place_s"] >= 2 * 200 * MIB / machine.mapped_bytes_per_s * (1 - 1e-6)
 
 
 def test_a_step_in_the_backward_pass_has_one_batch(
@@ -238,15 +400,15 @@ def test_plans_leave_a_share_of_large_budgets(
     step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     # All state fits both budgets, and without the part that plans leave free the second one only.
-    everything = predict_stream(step_of(), machine, with_budget(policy, 4096)).plan
-    assert len(everything.resident) == LAYERS
+    everything = predict_stream(step_of(), machine, with_budget(policy, 4096)).training
+    assert len(everything.stream.resident) == LAYERS
     scale = 200  # tensors of GiB
     large = step_of()
     large = replace(large, tensor_bytes=large.tensor_bytes * scale)
     machine = replace(machine, host_bytes=machine.host_bytes * scale)
-    short = replace(policy, device_budget_bytes=everything.peak_bytes * scale)
+    short = replace(policy, device_budget_bytes=everything.device_bytes * scale)
     assert len(predict_stream(large, machine, short).plan.resident) < LAYERS
-    enough = replace(policy, device_budget_bytes=int(everything.peak_bytes * scale / 0.95))
+    enough = replace(policy, device_budget_bytes=int(everything.device_bytes * scale / 0.95))
     assert len(predict_stream(large, machine, enough).plan.resident) == LAYERS
 
 
@@ -254,7 +416,9 @@ def test_what_cannot_be_predicted_is_an_error(
     step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     with pytest.raises(PlanError, match="raise device_budget"):
-        predict_stream(step_of(), machine, with_budget(policy, 100))
+        predict_stream(step_of(), machine, with_budget(keeping(policy), 100))
+    with pytest.raises(PlanError, match=r"^weights, .* 16 MiB of device_budget.* raise"):
+        predict_stream(step_of(), machine, with_budget(policy, 30))
     with pytest.raises(PlanError, match="page-locked"):
         predict_stream(step_of(), replace(machine, host_bytes=MIB), with_budget(policy, 160))
     managed = resolve(load_policy("managed"), machine, {})
@@ -293,6 +457,23 @@ def test_simulate_predicts_a_policy_that_streams(run: Run, saved_step: Path) -> 
         (row,) = json.loads(output)["results"]
         assert (row["planner"], row["step_in_backward"]) == ("stream", in_backward)
         assert row["device_bytes"] <= 200 * MIB
+
+
+def test_simulate_says_where_weights_are(run: Run, saved_step: Path) -> None:
+    arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--hardware", "h100-pcie")
+    _, output, _ = run(*arguments, "--budget", "4GiB")
+    assert "weights:" not in output
+    status, output, errors = run(*arguments, "--budget", "356MiB")
+    assert (status, errors) == (0, "")
+    words = " ".join(output.split())
+    assert re.search(r"weights: \S+ \S+ resident, \S+ MiB streamed \(\S+ MiB a step\)", words)
+    assert "2 buffers of 8 MiB" in words
+    assert "use host memory in place" in words
+    assert all(len(line) <= 80 for line in output.splitlines())
+    _, output, _ = run(*arguments, "--budget", "356MiB", "--json")
+    (row,) = json.loads(output)["results"]
+    assert row["weight_slots"] == 2
+    assert row["weights_in_place_bytes"] == row["weight_slots_extra"] == 0
 
 
 def test_pages_have_no_step_in_the_backward_pass(run: Run, saved_step: Path) -> None:

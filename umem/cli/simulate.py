@@ -98,7 +98,8 @@ def simulate(
     """Predict a training step: its time, what moves, and unified memory's share.
 
     The prediction may be for any machine that has a profile, and needs no GPU. Pages migrate
-    under the policy managed; the optimizer's state is streamed under sft, lora and inference.
+    under the policy managed; the optimizer's state, and weights that have no room, are streamed
+    under sft, lora and inference.
     """
     planners = options.known_names("--planner", planner, PLANNERS)
     options.known_name("--addresses", addresses, ("reused", "own"))
@@ -180,7 +181,7 @@ def _simulate_streamed(
 
 def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
     """Print one prediction: its times, what is copied, and its memory."""
-    plan, step = prediction.plan, prediction.step
+    plan, step, training = prediction.plan, prediction.step, prediction.training
     units = step.units
     timing = plan.predicted
     with_state = [number for number, unit in enumerate(units) if unit.state_bytes]
@@ -194,6 +195,8 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
         f"state of {resident} of {len(with_state)} blocks resident, {plan.slots} slots of "
         f"{format_bytes(plan.slot_bytes)}, activations of {len(plan.copied)} blocks copied"
     )
+    if prediction.weight_homes_bytes:
+        console.print(_where_weights_are(prediction))
     if plan.copied_gradients:
         left, back = (
             format_bytes(sum(units[number].gradient_bytes for number in numbers))
@@ -203,6 +206,9 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
             f"gradients of {len(plan.copied_gradients)} blocks copied out, {left}, "
             f"and {back} of them back for the step"
         )
+    if prediction.in_place_s:
+        in_place = output.format_seconds(prediction.in_place_s)
+        console.print(f"{in_place} more for computations that use host memory in place")
     copies = ("each way:\nstate", "acti-\nvations")
     numbers = ("step", "of\npasses", "exposed", "slowed", *copies, "peak:\ndevice", "host")
     table = output.make_table("updates", numbers=numbers, narrow=True)
@@ -217,10 +223,29 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
             _brief(timing.to_host_bytes.get(name, 0))
             for name in (TensorClass.OPTIMIZER_STATE, TensorClass.ACTIVATIONS)
         ),
-        _brief(plan.peak_bytes),
+        _brief(training.device_bytes),
         _brief(prediction.host_bytes),
     )
     console.print(table)
+
+
+def _where_weights_are(prediction: StreamPrediction) -> str:
+    """Weights on the device and at home, and what they are staged in; some are at home."""
+    training, timing = prediction.training, prediction.plan.predicted
+    weights = training.weights
+    assert weights is not None
+    resident_bytes = prediction.step.weight_bytes - prediction.weight_homes_bytes
+    words = [f"weights: {format_bytes(resident_bytes)} resident"]
+    if weights.streamed_bytes:
+        extra = f" and up to {training.most_extra} more" if training.most_extra else ""
+        copied_bytes = timing.to_device_bytes.get(TensorClass.WEIGHTS, 0)
+        words.append(
+            f"{format_bytes(weights.streamed_bytes)} streamed ({format_bytes(copied_bytes)} a step)"
+            f" through {weights.slots} buffers of {format_bytes(weights.slot_bytes)}{extra}"
+        )
+    if weights.in_place_bytes:
+        words.append(f"{format_bytes(weights.in_place_bytes)} read in place")
+    return ", ".join(words)
 
 
 def _figures(

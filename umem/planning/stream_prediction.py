@@ -1,14 +1,14 @@
 """Predicts a training with streamed optimizer state from the trace of one step.
 
-The trace gives each block's durations, state, saved activations and memory. The plan is made by the
-planner that a running training uses.
+The trace gives each block's durations, weights, state, saved activations and memory. The plan is
+made by the planner that a running training uses.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,13 +20,15 @@ from umem.core.classes import TensorClass
 from umem.core.errors import PlanError, TraceError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, with_durations
-from umem.planning.stream_plan import StreamPlan, least_slack_bytes, plan_stream
+from umem.planning.stream_plan import StreamPlan, least_slack_bytes
 from umem.planning.stream_timing import (
     UNITS_WITH_GRADIENTS,
     StreamUnit,
     divide_state,
     staged_bytes,
 )
+from umem.planning.training_plan import TrainingPlan, plan_training
+from umem.planning.weight_plan import WeightUnit
 from umem.policy import ResolvedPolicy
 from umem.trace import (
     OPTIMIZER,
@@ -52,7 +54,14 @@ _FORWARD, _BACKWARD, _STEP, _BETWEEN = 0, 1, 2, 3
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 """A layer's name within that of a module or tensor: up to the first number."""
 
+_TABLE = re.compile(r"(?:.*_)?(?:embeddings?|embed_tokens|embed_positions|embed_in|wte|wpe)")
+"""Last part of the name of a module that looks rows up in a table, for traces whose phases name no
+operators."""
+
+_WEIGHTS = (TensorClass.WEIGHTS, TensorClass.FROZEN_WEIGHTS)
+
 _Numbers = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -60,10 +69,16 @@ class StreamedStep:
     """What a plan is made of."""
 
     units: tuple[StreamUnit, ...]
+    """Their peaks leave out `weights`."""
+    weights: Mapping[str, WeightUnit] | None
+    """Weights that can leave the device, by name of their unit in forward order; None under a
+    policy that streams no weights."""
+    weight_bytes: int
+    """All weights, also those that always stay: small ones, and those that several units use."""
     other_s: float
     """Computation behind the last backward pass, such as gradient clipping."""
     step_peak_bytes: int
-    """Device memory of everything but streamed state when the step begins."""
+    """Device memory of everything but streamed state and `weights` when the step begins."""
     batches: int
     model_flops: float
     """Floating-point operations of the model, without those of recomputation."""
@@ -84,7 +99,26 @@ class StreamPrediction:
     budget_bytes: int
     in_backward: bool
     step: StreamedStep
-    plan: StreamPlan
+    training: TrainingPlan
+
+    @property
+    def plan(self) -> StreamPlan:
+        """Where state, activations and gradients are, beside the weights."""
+        return self.training.stream
+
+    @property
+    def weight_homes_bytes(self) -> int:
+        """Weights in host memory."""
+        weights = self.training.weights
+        return 0 if weights is None else weights.streamed_bytes + weights.in_place_bytes
+
+    @property
+    def in_place_s(self) -> float:
+        """Time that computations take longer because they use host memory in place."""
+        timing = self.plan.predicted
+        known_s = timing.compute_s + timing.slowed_s + timing.exposed_s
+        # The difference of two sums of floats may be off zero by a little.
+        return max(round(timing.step_s - known_s, 9), 0.0)
 
     @property
     def floor_share(self) -> float:
@@ -100,12 +134,12 @@ class StreamPrediction:
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked host memory: homes of streamed state, and what is copied out."""
+        """Page-locked host memory: homes of streamed state and weights, and what is copied out."""
         units, plan = self.step.units, self.plan
         state = (it.state_bytes for n, it in enumerate(units) if n not in plan.resident)
         copied = sum(units[number].saved_bytes for number in plan.copied)
         gradients = sum(units[number].gradient_bytes for number in plan.copied_gradients)
-        return sum(state) + copied + gradients
+        return sum(state) + self.weight_homes_bytes + copied + gradients
 
 
 def predict_stream(
@@ -147,8 +181,9 @@ def predict_stream(
             f"step_in_backward: {trace.name} adds up the gradients of {step.batches} batches, and "
             "a unit's update would come behind the first. Leave out one of the two"
         )
-    plan = plan_stream(
+    training = plan_training(
         step.units,
+        step.weights,
         budget_bytes=budget_bytes - least_slack_bytes(budget_bytes),
         hardware=hardware,
         other_s=step.other_s,
@@ -158,7 +193,7 @@ def predict_stream(
         holds_gradients=True,
     )
     made = StreamPrediction(
-        trace.name, hardware.name, policy.name, budget_bytes, in_backward, step, plan
+        trace.name, hardware.name, policy.name, budget_bytes, in_backward, step, training
     )
     if made.host_bytes > hardware.host_bytes:
         raise PlanError(
@@ -170,8 +205,8 @@ def predict_stream(
 
 def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
     """Put a prediction into plain values, for JSON: seconds, bytes, shares from 0 to 1."""
-    plan, step = prediction.plan, prediction.step
-    timing = plan.predicted
+    plan, step, training = prediction.plan, prediction.step, prediction.training
+    timing, weights = plan.predicted, training.weights
     return {
         "workload": prediction.workload,
         "planner": "stream",
@@ -186,9 +221,10 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "model_flops_per_s": prediction.model_flops_per_s,
         "exposed_s": timing.exposed_s,
         "slowed_s": timing.slowed_s,
+        "in_place_s": prediction.in_place_s,
         "to_device_bytes": {str(name): size for name, size in timing.to_device_bytes.items()},
         "to_host_bytes": {str(name): size for name, size in timing.to_host_bytes.items()},
-        "device_bytes": plan.peak_bytes,
+        "device_bytes": training.device_bytes,
         "device_budget_bytes": prediction.budget_bytes,
         "host_bytes": prediction.host_bytes,
         "blocks": len(step.units),
@@ -199,6 +235,12 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "fetch_ahead": plan.fetch_ahead,
         "copied_gradients": sorted(plan.copied_gradients),
         "returning_gradients": sorted(plan.returning_gradients),
+        "weights_resident_bytes": step.weight_bytes - prediction.weight_homes_bytes,
+        "weights_streamed_bytes": 0 if weights is None else weights.streamed_bytes,
+        "weights_in_place_bytes": 0 if weights is None else weights.in_place_bytes,
+        "weight_slots": 0 if weights is None else weights.slots,
+        "weight_slot_bytes": 0 if weights is None else weights.slot_bytes,
+        "weight_slots_extra": training.most_extra,
     }
 
 
@@ -212,6 +254,9 @@ def streamed_step(
 
     A layer is what a module's name says up to its first number, such as ``model.layers.3``. Other
     phases count for the unit before them. State is staged in pieces of `piece_bytes` at most.
+
+    Weights that an optimizer updates within the backward pass stay on the device, as a pass might
+    read them from a buffer meanwhile.
 
     Raises TraceError if no phase's name says that it is of a forward pass.
     """
@@ -242,7 +287,9 @@ def streamed_step(
         np.bincount(unit[where], duration_s[where], count) / batches for where in in_pass
     )
     update_s, unowned_s = _updates(trace, kind == _STEP, tensor_unit, duration_s, count)
-    live_bytes = _live_bytes(trace, ~streamed)
+    can_leave = _leaving_weights(trace, policy, tensor_unit, unit, kind, in_backward)
+    weights = _weight_units(trace, can_leave, tensor_unit, kind, order)
+    live_bytes = _live_bytes(trace, ~(streamed | can_leave))
     held, freed = _gradient_lifetimes(np.where(state_bytes > 0, gradient_bytes, 0), in_backward)
     is_first = (kind == _FORWARD) & (np.arange(len(kind)) < ends[0])
     live_bytes[is_first] += held[unit[is_first]]
@@ -266,6 +313,8 @@ def streamed_step(
             )
             for name, number in order.items()
         ),
+        weights=weights if policy.streams_weights else None,
+        weight_bytes=int(trace.tensor_bytes[_is_weight(trace)].sum()),
         other_s=float(duration_s[kind == _BETWEEN].sum()) + unowned_s,
         step_peak_bytes=step_peak_bytes,
         batches=batches,
@@ -277,11 +326,7 @@ class _UnitNames:
     """Names of units, from those of modules and tensors."""
 
     def __init__(self, trace: Trace) -> None:
-        is_weight = np.isin(
-            trace.tensor_class,
-            [TensorClass.WEIGHTS.number, TensorClass.FROZEN_WEIGHTS.number],
-        )
-        found = np.flatnonzero(is_weight & trace.persistent).tolist()
+        found = np.flatnonzero(_is_weight(trace)).tolist()
         modules = {trace.tensor_names[number].rpartition(".")[0] for number in found}
         self._outside = sorted(
             (name for name in modules if name and not _LAYER.match(name)), key=len, reverse=True
@@ -341,9 +386,81 @@ def _batches(kind: _Numbers) -> tuple[list[int], list[int]]:
     return begins, [*begins[1:], int(passes[-1]) + 1]
 
 
-def _of_class(
-    trace: Trace, policy: ResolvedPolicy, tensor_class: TensorClass
-) -> npt.NDArray[np.bool_]:
+def _is_weight(trace: Trace) -> _Flags:
+    """Weights, frozen or not, as bool[T]."""
+    numbers = [tensor_class.number for tensor_class in _WEIGHTS]
+    return np.isin(trace.tensor_class, numbers) & trace.persistent
+
+
+def _leaving_weights(
+    trace: Trace,
+    policy: ResolvedPolicy,
+    tensor_unit: _Numbers,
+    unit: _Numbers,
+    kind: _Numbers,
+    in_backward: bool,
+) -> _Flags:
+    """Weights that a plan may give a home in host memory, bool[T]."""
+    found = np.zeros(trace.tensor_count, np.bool_)
+    for tensor_class in _WEIGHTS:
+        is_streamed = policy.rules[tensor_class.number].mechanism == "stream"
+        if is_streamed and not (in_backward and tensor_class is TensorClass.WEIGHTS):
+            found |= _of_class(trace, policy, tensor_class)
+    found &= trace.persistent & (tensor_unit >= 0)
+    # A weight that another unit uses too would have to be there for both.
+    phase, tensor = phase_of_access(trace), trace.access_tensor
+    is_elsewhere = np.isin(kind[phase], [_FORWARD, _BACKWARD]) & (
+        unit[phase] != tensor_unit[tensor]
+    )
+    found[tensor[is_elsewhere]] = False
+    return found
+
+
+def _weight_units(
+    trace: Trace,
+    leaving: _Flags,
+    tensor_unit: _Numbers,
+    kind: _Numbers,
+    order: Mapping[str, int],
+) -> dict[str, WeightUnit]:
+    """Weights that may leave, by name of their unit in forward order."""
+    is_table = _tables(trace, kind)
+    is_trained = trace.tensor_class == TensorClass.WEIGHTS.number
+    found = {}
+    for name, number in order.items():
+        tensors = np.flatnonzero(leaving & (tensor_unit == number))
+        if len(tensors):
+            found[name] = WeightUnit(
+                part_bytes=tuple(trace.tensor_bytes[tensors].tolist()),
+                gathered=frozenset(np.flatnonzero(is_table[tensors]).tolist()),
+                trained=frozenset(np.flatnonzero(is_trained[tensors]).tolist()),
+            )
+    return found
+
+
+def _tables(trace: Trace, kind: _Numbers) -> _Flags:
+    """Tensors of which the forward pass only looks up rows, bool[T].
+
+    The operator tells, in traces whose phases name one, and otherwise the module's name.
+    """
+    operators = [name.partition(": ")[2] for name in trace.phase_names]
+    has_operator = np.array([bool(it) for it in operators])
+    looks_up = np.array(["embedding" in it for it in operators])
+    phase = phase_of_access(trace)
+    in_forward = kind[phase] == _FORWARD
+    phase, tensor = phase[in_forward], trace.access_tensor[in_forward]
+    is_table = np.array(
+        [
+            _TABLE.fullmatch(name.rpartition(".")[0].rpartition(".")[2]) is not None
+            for name in trace.tensor_names
+        ]
+    )
+    is_table[tensor[looks_up[phase]]] = True
+    is_table[tensor[has_operator[phase] & ~looks_up[phase]]] = False
+    return is_table
+
+
+def _of_class(trace: Trace, policy: ResolvedPolicy, tensor_class: TensorClass) -> _Flags:
     """Tensors of a class that its rule moves, as bool[T]."""
     rule = policy.rules[tensor_class.number]
     return (trace.tensor_class == tensor_class.number) & (trace.tensor_bytes >= rule.min_bytes)
@@ -407,7 +524,7 @@ def _saved_bytes(
 
 def _updates(
     trace: Trace,
-    is_step: npt.NDArray[np.bool_],
+    is_step: _Flags,
     tensor_unit: _Numbers,
     duration_s: npt.NDArray[np.float64],
     count: int,
@@ -427,7 +544,7 @@ def _updates(
     return update_s, float(duration_s[unowned].sum())
 
 
-def _live_bytes(trace: Trace, counted: npt.NDArray[np.bool_]) -> _Numbers:
+def _live_bytes(trace: Trace, counted: _Flags) -> _Numbers:
     """Bytes of these tensors that are allocated in each phase, int64[P]."""
     change = np.zeros(trace.phase_count + 1, np.int64)
     np.add.at(change, trace.first_phase[counted], trace.tensor_bytes[counted])

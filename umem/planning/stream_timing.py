@@ -196,8 +196,8 @@ def simulate_stream(
       The backward pass waits for them :data:`UNITS_WITH_GRADIENTS` units later. Those of later
       batches are added to them on the host, over the link. Behind the unit that
       `returning_gradients` names, in the last batch, they come back before the step; otherwise the
-      update reads them on the host. What the program itself does with them, such as clipping, takes
-      `other_s` as on the device.
+      update reads them on the host. What the program itself does with those, such as clipping,
+      takes longer than `other_s` by what :func:`_over_the_link_s` estimates.
     * Weights at home come to one of `weight_slots` buffers before each pass of their unit, in a
       queue of their own, in the order of the passes. A buffer is free behind the pass that used it
       last. Where the backward pass turns, the buffers' last units are there already; so are those
@@ -280,7 +280,8 @@ def simulate_stream(
         _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead, added_s if batch else ())
         for batch in range(batches)
     ]
-    last = tasks.add(_Lane.PASSES, other_s)
+    stay = sum(it for number, it in enumerate(on_host) if number not in back)
+    last = tasks.add(_Lane.PASSES, other_s + _over_the_link_s(units, other_s, stay, hardware))
     if any(on_host):
         following = passes[1].forward[0] if batches > 1 else last
         _add_gradient_copies(tasks, on_host, passes[0].backward, following)
@@ -312,8 +313,10 @@ def simulate_stream(
         # Updates run in order: behind the last one, all are done.
         tasks.wait(forward[0], updates[in_order[-1]], steps_before=1)
     _add_state_copies(tasks, staged, slots, forward[-1] if forward else last)
+    # A unit that the program itself updates is done before its step's first pass.
+    done = {number: updates.get(number, resident_task) for number in with_weights}
     fetched_bytes = _add_weight_copies(
-        tasks, units, with_weights, (weight_slots, weights_ahead), passes, updates
+        tasks, units, with_weights, (weight_slots, weights_ahead), passes, done
     )
 
     report = simulate_lanes(tasks, hardware)
@@ -345,6 +348,27 @@ def simulate_stream(
         ),
         home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed else 0.0,
     )
+
+
+_CLIPPING_PASSES = 3
+"""How often clipping takes all gradients through memory: a norm reads, and a product with the
+factor reads and writes."""
+
+
+def _over_the_link_s(
+    units: Sequence[StreamUnit], other_s: float, host_bytes: int, hardware: Hardware
+) -> float:
+    """Time that the program's work on gradients takes longer if some of them are on the host.
+
+    Nobody sees that work. If the device had the time for it between the backward pass and the
+    step, it counts as clipping; if it had a part of the time, as that part.
+    """
+    all_bytes = sum(unit.gradient_bytes for unit in units)
+    if not host_bytes or not all_bytes:
+        return 0.0
+    passes = other_s * hardware.memory_bytes_per_s / all_bytes
+    clipping_s = 1 / hardware.mapped_read_bytes_per_s + 2 / hardware.mapped_bytes_per_s
+    return min(1.0, passes / _CLIPPING_PASSES) * host_bytes * clipping_s
 
 
 @dataclass(frozen=True)
@@ -450,6 +474,7 @@ def _add_weight_copies(
                     # The last of the step before to use the buffer.
                     before = passes[-1].backward[with_weights[min(place, count - 1)]]
                     tasks.wait(copied, before, steps_before=1)
-                if is_first and number in updates:
-                    tasks.wait(copied, updates[number], steps_before=1)
+                if is_new:
+                    update = updates[number]
+                    tasks.wait(copied, update, steps_before=int(update.lane == _Lane.UPDATES))
     return fetched_bytes

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from umem.core.errors import PlanError
+from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.planning.stream_plan import StreamPlan, plan_stream
 from umem.planning.stream_timing import StreamUnit, simulate_stream
@@ -18,12 +19,19 @@ from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 
 __all__ = ["TrainingPlan", "plan_training", "with_weights"]
 
-_ROOM_SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.82, 0.75, 0.66, 0.5, 0.33, 0.16, 0.0)
-"""Device memory for weights to try, as shares of what lies between the least and all of them."""
+_ROOMS = 16
+"""Steps in which the weights on the device are tried, from all to the fewest. Less room for weights
+may be slower and still less faster again: one more slot for state takes much room at once."""
 
-_MOST_WORSE = 2
-"""Trials that may be slower than the best one in a row: fewer weights on the device only help for
-as long as state or activations gain more."""
+_HALVINGS = 2
+"""How often the step around the best one is halved: often that is the most that has room."""
+
+_MOST_PLANNED = 4_000
+"""Units to plan in all, so that plans for thousands of units take seconds."""
+
+_LEAST_GAIN = 0.03
+"""Part of the step that has to be gained where weights leave although they have room: homes take
+page-locked memory, and predictions are not exact to less."""
 
 _EQUAL = 1e-6
 """Relative difference of two equal times."""
@@ -44,12 +52,13 @@ class TrainingPlan:
     extra: Mapping[str, tuple[int, int]]
     """By unit with staged weights, staging buffers beyond the usual ones that have room in its
     forward and in its backward pass. At the turn between the passes there are the usual ones."""
+    device_bytes: int
+    """Device memory at the fullest moment."""
 
     @property
-    def device_bytes(self) -> int:
-        """Device memory at the fullest moment."""
-        placed_bytes = 0 if self.weights is None else self.weights.device_bytes
-        return self.stream.peak_bytes + placed_bytes
+    def most_extra(self) -> int:
+        """The most further buffers at a time."""
+        return max(map(max, self.extra.values()), default=0)
 
 
 def with_weights(
@@ -84,6 +93,8 @@ def plan_training(
 ) -> TrainingPlan:
     """Choose where weights, state, activations and gradients are, for the shortest predicted step.
 
+    All weights that have room stay on the device, unless the step gains much where some leave.
+
     Parameters
     ----------
     units
@@ -107,53 +118,102 @@ def plan_training(
     """
     if weights is None:
         stream = plan_stream(units, budget_bytes=budget_bytes, hardware=hardware, **options)
-        return TrainingPlan(tuple(units), stream, None, {})
+        return TrainingPlan(tuple(units), stream, None, {}, stream.peak_bytes)
     every = list(weights.values())
     all_bytes = sum(sum(unit.part_bytes) for unit in every)
     least_bytes = plan_weights(every, 0, WEIGHT_SLOTS).device_bytes
-    best: TrainingPlan | None = None
-    error: PlanError | None = None
-    tried = set()
-    worse = 0
-    for share in _ROOM_SHARES:
-        room_bytes = least_bytes + int(share * max(0, all_bytes - least_bytes))
-        chosen = plan_weights(every, room_bytes, WEIGHT_SLOTS)
-        if chosen in tried:
-            continue
-        tried.add(chosen)
-        some = with_weights(units, weights, chosen)
-        left_bytes = budget_bytes - fixed_bytes - chosen.device_bytes
+    tried: set[WeightPlan] = set()
+    errors: dict[float, str] = {}
+
+    def plan_with(share: float) -> TrainingPlan | None:
+        """Plan with a share of the weights that can leave on the device; None for no new plan."""
+        room_bytes = least_bytes + int(share * (all_bytes - least_bytes))
+        placed = plan_weights(every, room_bytes, WEIGHT_SLOTS)
+        if placed in tried:
+            return None
+        tried.add(placed)
+        some = with_weights(units, weights, placed)
+        other_bytes = budget_bytes - fixed_bytes - placed.device_bytes
         try:
-            stream = plan_stream(
-                some,
-                budget_bytes=left_bytes,
-                hardware=hardware,
-                weight_slots=chosen.slots,
-                **options,
-            )
-        except PlanError as its:
-            error = its
-            continue
-        extra = _extra_slots(some, stream, chosen, left_bytes, options.get("step_peak_bytes", 0))
-        plan = TrainingPlan(some, stream, chosen, extra)
-        if extra:
-            plan = _with_extra(plan, hardware, options)
-        if best is None or _is_faster(plan, best):
-            best, worse = plan, 0
-            if not stream.predicted.exposed_s:
-                break
-        else:
-            worse += 1
-            if worse > _MOST_WORSE:
-                break
+            return _plan_beside(placed, some, other_bytes, fixed_bytes, hardware, options)
+        except PlanError as error:
+            errors[share] = str(error)
+            return None
+
+    everything = plan_with(1.0)
+    if everything is not None and _lost_s(everything) <= _LEAST_GAIN * _step_s(everything):
+        return everything
+    best: TrainingPlan | None = None
+    best_share = 1.0
+    count = max(1, min(_ROOMS, _MOST_PLANNED // max(1, len(units))))
+    shares = [1.0 - number / count for number in range(1, count + 1)]
+    for halving in range(_HALVINGS + 1):
+        for share in shares:
+            plan = plan_with(share)
+            if plan is not None and (best is None or _is_faster(plan, best)):
+                best, best_share = plan, share
+                if _waits_for_nothing(plan):
+                    break
+        width = 0.5 ** (halving + 1) / count
+        shares = [min(1.0, best_share + width), max(0.0, best_share - width)]
+    if everything is not None:
+        limit_s = (1.0 - _LEAST_GAIN) * _step_s(everything)
+        return everything if best is None or _step_s(best) > limit_s else best
     if best is None:
-        assert error is not None
-        raise error
+        raise _too_small(errors[min(errors)], least_bytes + fixed_bytes)
     return best
 
 
+def _plan_beside(
+    placed: WeightPlan,
+    units: Sequence[StreamUnit],
+    other_bytes: int,
+    fixed_bytes: int,
+    hardware: Hardware,
+    options: Mapping[str, Any],
+) -> TrainingPlan:
+    """Plan all but weights, which are placed; `other_bytes` are left. PlanError if it is little."""
+    stream = plan_stream(
+        units,
+        budget_bytes=other_bytes,
+        hardware=hardware,
+        weight_slots=placed.slots,
+        **options,
+    )
+    extra, peak_bytes = _extra_slots(
+        units, stream, placed, other_bytes, options.get("step_peak_bytes", 0)
+    )
+    device_bytes = fixed_bytes + placed.device_bytes + max(stream.peak_bytes, peak_bytes)
+    plan = TrainingPlan(tuple(units), stream, placed, extra, device_bytes)
+    return _with_extra(plan, hardware, options) if extra else plan
+
+
+def _too_small(error: str, placed_bytes: int) -> PlanError:
+    """The error of the plan that needs least, whose budget is what weights leave."""
+    if not placed_bytes:
+        return PlanError(error)
+    return PlanError(
+        f"weights, as few as possible, and their staging buffers take {format_bytes(placed_bytes)} "
+        f"of device_budget, and the budget that they leave is too small: {error}"
+    )
+
+
+def _step_s(plan: TrainingPlan) -> float:
+    return plan.stream.predicted.step_s
+
+
+def _lost_s(plan: TrainingPlan) -> float:
+    """Time of a step beyond its computation."""
+    return _step_s(plan) - plan.stream.predicted.compute_s
+
+
+def _waits_for_nothing(plan: TrainingPlan) -> bool:
+    """Whether copies cost no more than the computation that they slow."""
+    return _lost_s(plan) <= plan.stream.predicted.slowed_s + _EQUAL * _step_s(plan)
+
+
 def _is_faster(plan: TrainingPlan, other: TrainingPlan) -> bool:
-    return plan.stream.predicted.step_s < other.stream.predicted.step_s * (1.0 - _EQUAL)
+    return _step_s(plan) < _step_s(other) * (1.0 - _EQUAL)
 
 
 def _extra_slots(
@@ -162,7 +222,7 @@ def _extra_slots(
     weights: WeightPlan,
     room_bytes: int,
     step_peak_bytes: int,
-) -> dict[str, tuple[int, int]]:
+) -> tuple[dict[str, tuple[int, int]], int]:
     """Buffers for which the passes leave room, such as all but the one of the loss.
 
     They keep the first blocks' weights from the backward pass to the next forward pass. Not for
@@ -176,29 +236,35 @@ def _extra_slots(
         Device memory for all but weights and the usual buffers.
     step_peak_bytes
         Device memory of everything but state and weights when the step begins.
+
+    Returns
+    -------
+    tuple
+        By unit, the buffers in its forward and in its backward pass; and the most memory while
+        there are any, of all but weights and the usual buffers.
     """
     staged = [number for number, unit in enumerate(units) if unit.weight_bytes]
     if not staged or any(units[number].trained_weight_bytes for number in staged):
-        return {}
-    resident_bytes = sum(units[number].state_bytes for number in stream.resident)
-    room_bytes -= resident_bytes + stream.slots * stream.slot_bytes
-
-    def fits(peaks: Sequence[int]) -> int:
-        return max(0, room_bytes - max(peaks)) // weights.slot_bytes
-
+        return {}, 0
+    state_bytes = sum(units[number].state_bytes for number in stream.resident)
+    state_bytes += stream.slots * stream.slot_bytes
     # A buffer that comes with a unit's pass is there until the next unit with staged weights.
     ends = [*staged[1:], len(units)]
-    forward = [
-        fits([it.forward_peak_bytes for it in units[begin:end]])
+    in_forward = [
+        state_bytes + max(it.forward_peak_bytes for it in units[begin:end])
         for begin, end in zip(staged, ends, strict=True)
     ]
     begins = [0, *(number + 1 for number in staged[:-1])]
-    backward = [
-        fits([it.backward_peak_bytes for it in units[begin : end + 1]])
+    in_backward = [
+        state_bytes + max(it.backward_peak_bytes for it in units[begin : end + 1])
         for begin, end in zip(begins, staged, strict=True)
     ]
-    first = [step_peak_bytes, *(it.forward_peak_bytes for it in units[: staged[0]])]
-    backward[0] = min(backward[0], fits(first))
+    between = [step_peak_bytes, *(it.forward_peak_bytes for it in units[: staged[0]])]
+    in_backward[0] = max(in_backward[0], state_bytes + max(between))
+    forward, backward = (
+        [max(0, room_bytes - it) // weights.slot_bytes for it in its]
+        for its in (in_forward, in_backward)
+    )
     # One less with each unit towards the turn, so that nothing is fetched and then dropped.
     forward[-1] = 0
     for number in reversed(range(len(staged) - 1)):
@@ -206,9 +272,15 @@ def _extra_slots(
     for number in range(1, len(staged)):
         backward[number] = min(backward[number], backward[number - 1] + 1)
     if not max(forward):
-        return {}
+        return {}, 0
+    peak_bytes = max(
+        most_bytes + count * weights.slot_bytes
+        for most_bytes, count in zip(in_forward + in_backward, forward + backward, strict=True)
+        if count
+    )
     pairs = zip(forward, backward, strict=True)
-    return {units[number].name: pair for number, pair in zip(staged, pairs, strict=True)}
+    extra = {units[number].name: pair for number, pair in zip(staged, pairs, strict=True)}
+    return extra, peak_bytes
 
 
 def _with_extra(plan: TrainingPlan, hardware: Hardware, options: Mapping[str, Any]) -> TrainingPlan:
@@ -227,7 +299,8 @@ def _with_extra(plan: TrainingPlan, hardware: Hardware, options: Mapping[str, An
         copied_gradients=stream.copied_gradients,
         returning_gradients=stream.returning_gradients,
         weight_slots=plan.weights.slots,
-        weights_ahead=next(iter(plan.extra.values()))[0],
+        # As many of the first units' weights as are kept from one pass to the next.
+        weights_ahead=min(next(iter(plan.extra.values()))),
         **{name: value for name, value in options.items() if name in names},
     )
     return replace(plan, stream=replace(stream, predicted=timing))

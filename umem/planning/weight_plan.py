@@ -126,16 +126,17 @@ def _streamed(
     """Parts to stream, so that their bytes less those of the slots are the excess, and a slot."""
     choices = [_combinations(unit) for unit in units]
     sizes = sorted({staged for some in choices for staged, _, _ in some})
-    best: tuple[int, list[frozenset[int]], int] | None = None
+    # Few units may have less to stream than buffers take.
+    nothing: list[frozenset[int]] = [frozenset()] * len(units)
+    least, best = excess_bytes, (nothing, 0)
     for slot_bytes in sizes:
         chosen, streamed_bytes = _share(choices, slot_bytes, excess_bytes + slots * slot_bytes)
         missing = excess_bytes + slots * slot_bytes - streamed_bytes
         if missing <= 0:
             return chosen, slot_bytes
-        if best is None or missing < best[0]:
-            best = missing, chosen, slot_bytes
-    assert best is not None or not sizes
-    return ([frozenset()] * len(units), 0) if best is None else (best[1], best[2])
+        if missing < least:
+            least, best = missing, (chosen, slot_bytes)
+    return best
 
 
 _Choice = tuple[int, int, frozenset[int]]
