@@ -14,6 +14,7 @@ from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import WIDTH, Net
 from torch import nn
 
+from umem.executor.optimizer.lanes import Lane
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.weights.model_weights import ModelWeights
 from umem.offload import ActivationStore
@@ -73,14 +74,32 @@ class DeviceMemory(HostStateMemory):
         return new
 
 
+class FailingLanes(LazyLanes):
+    """Lanes that fail once, at a copy of weights."""
+
+    def __init__(self, model: nn.Module, copies: int) -> None:
+        super().__init__(model, 0.5)
+        self.copies = copies
+
+    def run(self, lane: Lane, work: Any, after: Any = ()) -> Any:
+        if lane is Lane.WEIGHTS_IN:
+            self.copies -= 1
+            if not self.copies:
+                raise RuntimeError("the driver is gone")
+        return super().run(lane, work, after)
+
+
 def make(
-    model: nn.Module, budget_bytes: int, born_at_home: tuple[str, ...] = (), eagerness: float = 0.5
+    model: nn.Module,
+    budget_bytes: int,
+    born_at_home: tuple[str, ...] = (),
+    lanes: LazyLanes | None = None,
 ) -> tuple[ModelWeights, Room, DeviceMemory]:
     room = Room(SLACK_BYTES + budget_bytes)
     memory = DeviceMemory(model, born_at_home)
     made = ModelWeights(
         model,
-        LazyLanes(model, eagerness),
+        lanes or LazyLanes(model, 0.5),
         memory,
         room,
         ActivationStore("cpu"),
@@ -260,3 +279,30 @@ def test_weights_of_another_device_are_left_alone() -> None:
     assert torch.equal(call(model), expected)
     assert model.unused.weight.device.type == "meta"
     assert made.status().streamed_bytes
+
+
+@pytest.mark.parametrize("copies", [1, 2, 5, 12, 17])
+def test_an_error_of_a_copy_leaves_all_weights_at_home(
+    copies: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        seen = []
+        for step in range(4):
+            y = model(torch.ones(2, WIDTH) * step)
+            y.square().mean().backward()
+            seen += [y.detach(), call(model)]
+        return [*seen, *(it.grad for it in model.parameters() if it.grad is not None)]
+
+    torch.manual_seed(0)
+    stock = run(Net(8))
+    torch.manual_seed(0)
+    model = Net(8)
+    lanes = FailingLanes(model, copies)
+    made, _, memory = make(model, 256 * MIB + 4 * LAYER_BYTES, lanes=lanes)
+    assert all(map(torch.equal, run(model), stock))
+    assert "the driver is gone" in caplog.text
+    buffers = [(it.data_ptr(), it.data_ptr() + it.nbytes) for it in memory.buffers]
+    for it in model.parameters():
+        assert type(it) is nn.Parameter
+        assert not any(begin <= it.data_ptr() < end for begin, end in buffers)
+    assert not made.streamed.is_in_use

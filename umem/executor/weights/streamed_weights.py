@@ -259,6 +259,8 @@ class StreamedWeights:
         self._undo.clear()
         self.end_backward()
         for staged in self._staged:
+            while staged.uses:  # behind an error, in the middle of a call
+                staged.end_use()
             staged.drop()
         for buffer in self._buffers:
             self._let_go(buffer)
@@ -370,6 +372,8 @@ class StreamedWeights:
 
     def _end_use(self, staged: StagedWeights) -> None:
         with self._lock:
+            if not staged.uses:  # an error has ended it
+                return
             staged.end_use()
             if self._last is not None and id(staged) in self._numbers:
                 # What comes now must have room in the next pass too.
