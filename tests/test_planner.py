@@ -371,7 +371,9 @@ def test_every_rule_can_be_planned_or_is_refused_by_name(
     assert len(combinations) > 100
     without = dataclasses.replace(machine, ats=False)
     for rule in combinations:
-        tensor_class = "optimizer_state" if rule.mechanism == "stream" else "activations"
+        tensor_class = "activations"
+        if rule.mechanism == "stream":
+            tensor_class = "optimizer_state" if rule.kind == "pinned" else "weights"
         policy = policy_of(machine, 24 * BLOCK, **{tensor_class: rule.model_dump()})
         schedule = plan(trace, machine, policy)
         check_form(schedule, trace)

@@ -16,15 +16,13 @@ _MODULE, _FUNCTION = "transformers.modeling_utils", "caching_allocator_warmup"
 
 
 def skip_warmup() -> bool:
-    """Leave out the warm-up; returns whether that is settled, or `transformers` is yet to come."""
+    """Leave out the warm-up, once `transformers` has one; returns whether that is done."""
     module = sys.modules.get(_MODULE)
-    if module is None:
+    # While the module is imported, its functions are still to come.
+    if module is None or not hasattr(module, _FUNCTION):
         return False
-    if hasattr(module, _FUNCTION):
-        setattr(module, _FUNCTION, _do_nothing)
-        return True
-    # While the module is imported, its functions are still to come; old versions have none.
-    return not getattr(getattr(module, "__spec__", None), "_initializing", False)
+    setattr(module, _FUNCTION, _do_nothing)
+    return True
 
 
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
