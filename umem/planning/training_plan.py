@@ -17,7 +17,7 @@ from umem.planning.stream_plan import StreamPlan, plan_stream
 from umem.planning.stream_timing import StreamUnit, simulate_stream
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 
-__all__ = ["TrainingPlan", "plan_training", "with_weights"]
+__all__ = ["WEIGHT_SLOTS", "TrainingPlan", "plan_training", "with_weights"]
 
 _ROOMS = 16
 """Steps in which the weights on the device are tried, from all to the fewest. Less room for weights

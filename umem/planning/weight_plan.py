@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-__all__ = ["WeightPlan", "WeightUnit", "plan_weights"]
+__all__ = ["WeightPlan", "WeightUnit", "plan_weights", "staged_bytes"]
 
 _MOST_COMBINED = 10
 """Parts of a unit of which all combinations are looked at: 1,023."""
