@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -256,7 +257,9 @@ def pinned_limit_bytes() -> int:
 
 def _stream_weights(model: nn.Module) -> None:
     """Keep the weights of a model that the program calls within the budget."""
-    if not any(it.is_cuda for it in model.parameters()):
+    parameters = list(model.parameters())
+    # What the first call itself makes has no size yet.
+    if not any(it.is_cuda for it in parameters) or any(map(is_lazy, parameters)):
         return
     # It imports the executor: not before there is a model.
     from umem.executor import manage_weights
