@@ -12,14 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import WatchedParameterGuard
+from umem.executor.optimizer.access_guard import WatchedParameterGuard, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.planning.weight_plan import staged_bytes
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
-    storage_address,
-    storage_use_count,
     version_counter,
 )
 
@@ -54,20 +52,8 @@ def is_movable_weight(tensor: torch.Tensor) -> bool:
             and not tensor.is_quantized
             and tensor.storage_offset() == 0
             and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
-            and not _has_other_users(tensor)
+            and not has_alias((tensor,))
         )
-
-
-def _has_other_users(tensor: torch.Tensor, own: int = 1) -> bool:
-    """Whether other tensors than a number of umem's own have a tensor's storage."""
-    count = storage_use_count(storage_address(tensor))
-    if count <= own:
-        return False
-    # Python's object of a storage counts too, also one that nothing refers to any more.
-    storage = tensor.untyped_storage()
-    count = storage_use_count(storage_address(tensor))
-    del storage
-    return count > own + 1
 
 
 class StagingBuffer:
@@ -87,7 +73,7 @@ class StagingBuffer:
 
     def has_users(self) -> bool:
         """Whether a view of it is alive, so that it must not get other contents."""
-        return _has_other_users(self.memory)
+        return has_alias((self.memory,))
 
 
 def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -253,8 +239,7 @@ class StagedWeights:
 
     def has_alias(self) -> bool:
         """Whether another tensor has the memory of a home, by which it may change unseen."""
-        with DisableTorchFunctionSubclass():
-            return any(it.home is None and _has_other_users(it.tensor) for it in self._parts)
+        return has_alias([it.tensor for it in self._parts if it.home is None])
 
     # ------------------------------------------------------------------ uses
 
