@@ -138,7 +138,6 @@ class StagedWeights:
         self.arrived: Moment = None
         self.uses = 0
         """Calls and backward passes that the weights are bound for."""
-        self.is_bound = False
         self.was_used = False
         """Whether the present copy has had a use."""
         self._lanes = lanes
@@ -220,9 +219,9 @@ class StagedWeights:
             )
 
     def drop(self) -> None:
-        """Forget the copy: its buffer is free. Not while it is bound."""
+        """Forget the copy: its buffer is free. Not while it is in use."""
         self.guard.release()
-        if self.is_bound or self.buffer is None:
+        if self.uses or self.buffer is None:
             return
         self.buffer.holder = None
         self.buffer = None
@@ -247,7 +246,7 @@ class StagedWeights:
         """Give the weights the buffer's memory, and let the current stream wait for the copy."""
         self.uses += 1
         self._lanes.wait(self.arrived)
-        if not self.is_bound:
+        if self.uses == 1:
             self._bind()
 
     def end_use(self) -> None:
@@ -270,7 +269,6 @@ class StagedWeights:
                 part.home = tensor.data
                 staged = memory[part.offset : part.offset + tensor.nbytes].view(tensor.dtype)
                 tensor.data = staged.as_strided(tensor.size(), tensor.stride())
-        self.is_bound = True
 
     def _unbind(self) -> None:
         """Give the weights their homes back, with what the block itself has written to them."""
@@ -287,7 +285,6 @@ class StagedWeights:
                     home.copy_(tensor)
                     part.version = version
                 tensor.data = home
-        self.is_bound = False
 
     def find(self, view: torch.Tensor) -> Callable[[], torch.Tensor]:
         """How to find the contents of a view of the buffer again, wherever they are then."""

@@ -354,7 +354,7 @@ class StreamedWeights:
             if self._last is not None:
                 self._successors[self._last] = event
             self._last = event
-            if staged.is_bound or staged.has_current_copy():
+            if staged.uses or staged.has_current_copy():
                 self._counts.reused += staged.was_used
             else:
                 staged.drop()
