@@ -6,8 +6,8 @@ first that is the order of the model, round to the first block again, or through
 in reverse.
 
 A weight keeps its object and its home; only its memory is another one while its block works. The
-other way would be to keep the address and change the memory behind it. It needs 14 us for each MiB
-and block, and any access meanwhile would end the process (docs/streamed-weights.md).
+other way would be to keep the address and change the memory behind it. That takes most of
+a copy's time again, and any access meanwhile would end the process (docs/streamed-weights.md).
 """
 
 from __future__ import annotations
