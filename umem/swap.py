@@ -54,6 +54,10 @@ MANAGED_SHARE_OF_HOST = 0.5
 """With a budget, tensors beyond it live on the host: the cap is the budget plus this share of the
 available host memory. The rest is for data loaders and other programs."""
 
+_LOADING_SHARE = 1 - 1 / 64
+"""Of the budget, while a model is loaded whose weights may be streamed: page tables of the weights
+that find no room take device memory too, 1/512 of their size. Enough for eight times the budget."""
+
 PINNED_SHARE_OF_HOST = 0.85
 """Cap on page-locked memory, as a share of the host memory that is available when umem starts: it
 cannot be swapped, and a host without any other memory ends programs."""
@@ -159,7 +163,8 @@ def _enable(policy: Policy) -> Runtime:
             "`import umem; umem.enable(...)` to the top of the script."
         ) from error
     for device, its in enumerate(by_device):
-        allocator.set_device_budget(device, its.device_budget_bytes or 0)
+        share = _LOADING_SHARE if its.streams_weights else 1
+        allocator.set_device_budget(device, int(share * (its.device_budget_bytes or 0)))
     install_memory_stats(allocator)
     budgets = tuple(its.device_budget_bytes for its in by_device)
     # Room is given as memory of class `other`.
@@ -258,9 +263,12 @@ def pinned_limit_bytes() -> int:
 def _stream_weights(model: nn.Module) -> None:
     """Keep the weights of a model that the program calls within the budget."""
     parameters = list(model.parameters())
+    devices = {it.device.index for it in parameters if it.is_cuda}
     # What the first call itself makes has no size yet.
-    if not any(it.is_cuda for it in parameters) or any(map(is_lazy, parameters)):
+    if not devices or any(map(is_lazy, parameters)):
         return
+    for device in devices:  # the model is loaded
+        runtime().allocator.set_device_budget(device, runtime().device_budgets[device] or 0)
     # It imports the executor: not before there is a model.
     from umem.executor import manage_weights
 

@@ -101,4 +101,5 @@ def test_homes_are_all_of_the_host_that_is_taken(
 ) -> None:
     """Weights that a loader brings have one place, on the device or in page-locked memory."""
     facts = pairs("loaded")[1]
-    assert facts["page_locked_bytes"] <= 1.2 * facts["weights"]["streamed_bytes"] + (256 << 20)
+    # A new segment is as large as all that is in use, at most; a second copy would be more.
+    assert facts["page_locked_bytes"] <= 2 * facts["weights"]["streamed_bytes"]
