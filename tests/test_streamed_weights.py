@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
+from umem.executor.weights.expert_tables import find_expert_tables
 from umem.executor.weights.staged_weights import is_movable_weight
 from umem.executor.weights.streamed_weights import (
     ExtraSlots,
@@ -56,7 +57,8 @@ def stream_weights(
             if is_movable_weight(it) and sum(it is other for other in owners) == 1
         ]
         if parts:
-            blocks.append(StreamedBlock(block.name, block.module, parts))
+            experts = find_expert_tables(block.module)
+            blocks.append(StreamedBlock(block.name, block.module, parts, experts))
     weights.set_blocks(blocks, slots, extra=extra)
     return weights
 
@@ -388,6 +390,143 @@ def test_no_bit_changes_where_weights_are_used_otherwise(
     compare(change, slots=slots, make_model=make_model, eagerness=0.5)
 
 
+EXPERTS = WIDTH
+
+
+class Experts(nn.Module):
+    """All experts of a layer in one parameter, of which each row chooses one."""
+
+    top_k = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        tables = self.weight.index_select(0, chosen.reshape(-1))
+        return (tables @ x.reshape(-1, WIDTH, 1)).reshape(x.shape)
+
+
+class ExpertsBesideDense(nn.Linear):
+    """A layer with other weights beside its experts."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) + self.experts(x, chosen)
+
+
+class Mixture(Net):
+    """Each layer's experts, chosen by the layer's inputs."""
+
+    layer: type[nn.Module] = Experts
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x, x.argmax(-1)))
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+class MixtureBesideDense(Mixture):
+    layer = ExpertsBesideDense
+
+
+def infer(program: Program) -> None:
+    """Calls without gradients, of few tokens and of many in turn."""
+    for rows in (EXPERTS, 1, 1, EXPERTS - 1, 2 * EXPERTS, 2):
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+        with torch.no_grad():
+            program.seen.append(program.model(x))
+
+
+@pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])
+@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize("change", [lambda _: None, *CHANGES])
+def test_no_bit_changes_where_few_experts_are_used(
+    change: Callable[[Program], None], slots: int, make_model: Callable[[], nn.Module]
+) -> None:
+    def infer_and_change(program: Program) -> None:
+        infer(program)
+        change(program)
+        infer(program)
+
+    program = compare(infer_and_change, slots=slots, make_model=make_model, eagerness=0.5)
+    # With a buffer for each block, copies from a training's passes are still there.
+    assert slots == 8 or program.counts.experts_in_place > 0
+
+
+@pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])
+@pytest.mark.parametrize("most_buffers", [0, 1, 3])
+def test_no_bit_changes_where_few_experts_are_used_without_room(
+    make_model: Callable[[], nn.Module], most_buffers: int
+) -> None:
+    compare(infer, make_model=make_model, most_buffers=most_buffers, extra=EXTRA, eagerness=0.5)
+
+
+def test_experts_alone_need_no_buffer() -> None:
+    model = Mixture().requires_grad_(False)
+    blocks = [
+        StreamedBlock(it.name, it.module, [it.module.weight], find_expert_tables(it.module))
+        for it in find_blocks(model, None)
+        if isinstance(it.module, Experts)
+    ]
+    memory = HostStateMemory(most_buffers=0)
+    weights = StreamedWeights(LazyLanes(model), memory, ActivationStore("cpu"), fail)
+    weights.set_blocks(blocks, 2)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(EXPERTS - 1, WIDTH))
+        assert weights.counts == WeightCounts(experts_in_place=3 * 4)
+        model(torch.randn(EXPERTS, WIDTH))
+    assert weights.counts == WeightCounts(experts_in_place=3 * 4, in_place=4)
+    assert not weights.is_in_use
+
+
+def test_experts_in_use_at_home_stay_there() -> None:
+    """A call of many tokens within one of few, as another thread may make it."""
+    model = Mixture().requires_grad_(False)
+    weights = stream_weights(model, LazyLanes(model), HostStateMemory())
+    addresses: list[int] = []
+
+    def call_again(layer: Any, _: object) -> None:
+        assert weights.is_in_use
+        addresses.append(layer.weight.data_ptr())
+        if len(addresses) == 1:
+            layer(torch.randn(EXPERTS, WIDTH), torch.arange(EXPERTS))
+            addresses.append(layer.weight.data_ptr())
+
+    first: Any = model.layers[0]
+    home = first.weight.data_ptr()
+    first.register_forward_pre_hook(call_again)
+    with torch.no_grad():
+        model(torch.randn(1, WIDTH))
+    assert addresses == [home] * 3
+    assert not weights.is_in_use
+
+
+def test_a_whole_copy_serves_few_tokens_and_one_without_experts_not_many() -> None:
+    model = MixtureBesideDense().requires_grad_(False)
+    weights = stream_weights(model, LazyLanes(model), HostStateMemory(), slots=8)
+    few, many = torch.randn(1, WIDTH), torch.randn(EXPERTS, WIDTH)
+    with torch.no_grad():
+        model(few)
+        assert (weights.counts.fetched, weights.counts.experts_in_place) == (7, 4)
+        model(many)  # fetches the layers again
+        assert weights.counts.fetched == 7 + 4
+        model(few)
+        model(many)
+    assert (weights.counts.fetched, weights.counts.experts_in_place) == (7 + 4, 4)
+
+
 @pytest.mark.parametrize("most_buffers", [0, 1])
 def test_without_room_for_buffers_weights_are_used_at_home(most_buffers: int) -> None:
     program = compare(most_buffers=most_buffers)
@@ -400,9 +539,10 @@ def test_saved_weights_keep_no_buffer() -> None:
     assert len(program.memory.buffers) == 2
 
 
-def test_two_threads_share_the_buffers() -> None:
-    model = Net().requires_grad_(False)
-    batches = [torch.randn(4, WIDTH) for _ in range(8)]
+@pytest.mark.parametrize("make_model", [Net, Mixture, MixtureBesideDense])
+def test_two_threads_share_the_buffers(make_model: Callable[[], nn.Module]) -> None:
+    model = make_model().requires_grad_(False)
+    batches = [torch.randn(2 + 20 * (n % 2), WIDTH) for n in range(8)]
     expected = [model(it) for it in batches]
     weights = stream_weights(model, LazyLanes(model), HostStateMemory(), slots=3)
     found: dict[int, torch.Tensor] = {}

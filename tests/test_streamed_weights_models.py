@@ -5,7 +5,7 @@ Copies run late or at random moments, and buffers begin as NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,9 @@ import torch
 from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import NoRoom
 
+from umem.core.classes import TensorClass
+from umem.executor.optimizer.lanes import Copy, Lane
+from umem.executor.weights.expert_tables import find_expert_tables
 from umem.executor.weights.model_weights import ModelWeights
 from umem.offload import ActivationStore
 
@@ -80,20 +83,18 @@ def adapted() -> Any:
     return model
 
 
+def stream(model: Any, lanes: Any, min_bytes: int = 512) -> ModelWeights:
+    weights = ModelWeights(
+        model, lanes, HostStateMemory(), NoRoom(), ActivationStore("cpu"), min_bytes=min_bytes
+    )
+    weights.begin_call()  # `generate` may call a model within this one
+    return weights
+
+
 def run(make: Callable[[], Any], *, streams: bool) -> tuple[list[torch.Tensor], Any]:
     torch.manual_seed(0)
     model = make().eval()
-    weights = None
-    if streams:
-        weights = ModelWeights(
-            model,
-            LazyLanes(model, 0.5),
-            HostStateMemory(),
-            NoRoom(),
-            ActivationStore("cpu"),
-            min_bytes=512,
-        )
-        weights.begin_call()  # `generate` may call a model within this one
+    weights = stream(model, LazyLanes(model, 0.5)) if streams else None
     tokens = torch.arange(14).view(2, 7) + 3
     seen: list[torch.Tensor] = [
         model.generate(input_ids=tokens, max_new_tokens=6, do_sample=False) for _ in range(2)
@@ -129,3 +130,170 @@ def test_no_bit_changes(make: Callable[[], Any]) -> None:
     assert counts.fetched > 40
     assert counts.in_place == 0
     assert counts.late <= counts.fetched // 3
+
+
+LAYERS, EXPERTS = 3, 8
+"""Of each mixture. A token chooses two experts, so that three tokens are few."""
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=EXPERTS, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3_moe() -> Any:
+    """With a first layer that has no experts."""
+    config = transformers.Qwen3MoeConfig(
+        **SMALL | {"num_hidden_layers": LAYERS + 1},
+        moe_intermediate_size=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        head_dim=8,
+        mlp_only_layers=[0],
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    config = transformers.GptOssConfig(
+        **SMALL, num_local_experts=EXPERTS, num_experts_per_tok=2, head_dim=8
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+def deepseek() -> Any:
+    config = transformers.DeepseekV3Config(
+        **SMALL | {"num_hidden_layers": LAYERS + 1, "num_key_value_heads": 4},
+        moe_intermediate_size=16,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def llama4() -> Any:
+    config = transformers.Llama4TextConfig(
+        **SMALL, intermediate_size_mlp=64, num_local_experts=EXPERTS, num_experts_per_tok=2
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+MIXTURES = [mixtral, qwen3_moe, gpt_oss, deepseek]
+
+
+@pytest.mark.parametrize("make", [*MIXTURES, llama4])
+def test_tables_of_experts_are_found(make: Callable[[], Any]) -> None:
+    found = [it for layer in make().model.layers if (it := find_expert_tables(layer)).ids]
+    if make is llama4:  # computes all experts in each call
+        assert not found
+    else:
+        assert [(len(it.ids), it.few_rows) for it in found] == [(2, 3)] * LAYERS
+
+
+def talk(
+    make: Callable[[], Any], kernels: str, *, streams: bool, min_bytes: int
+) -> tuple[list[torch.Tensor], Any]:
+    """Prompts of several sizes in turn, a change of experts, and a training."""
+    torch.manual_seed(0)
+    model = make().eval()
+    model.set_experts_implementation(kernels)
+    weights = stream(model, LazyLanes(model, 0.5), min_bytes) if streams else None
+    seen: list[torch.Tensor] = []
+
+    def generate() -> None:
+        for prompts, length in ((2, 5), (1, 1), (3, 4), (4, 3), (1, 9)):
+            tokens = torch.arange(prompts * length).view(prompts, length) + 3
+            made = model.generate(
+                input_ids=tokens,
+                max_new_tokens=5,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            seen.extend((made.sequences, *made.logits))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        generate()
+        with torch.no_grad():
+            model.model.layers[1].mlp.experts.down_proj.mul_(1.5)
+        generate()
+        tokens = torch.arange(14).view(2, 7) + 3
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        seen.append(loss.detach())
+        if weights is not None:
+            weights.streamed.step_begins()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(it.detach() for it in model.parameters())], weights
+
+
+@pytest.mark.parametrize("min_bytes", [512, 8 * 16 * 32 * 4])
+@pytest.mark.parametrize("kernels", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("make", MIXTURES)
+def test_no_bit_changes_where_few_experts_are_used(
+    make: Callable[[], Any], kernels: str, min_bytes: int
+) -> None:
+    """All weights are streamed, or not much more than the experts."""
+    stock, _ = talk(make, kernels, streams=False, min_bytes=min_bytes)
+    streamed, weights = talk(make, kernels, streams=True, min_bytes=min_bytes)
+    assert len(stock) == len(streamed)
+    assert all(map(torch.equal, stock, streamed))
+    counts = weights.streamed.counts
+    # Of three layers, two may still be in the buffers as a prompt has left them.
+    assert counts.experts_in_place > 60
+    assert counts.in_place == 0
+
+
+class RecordingLanes(LazyLanes):
+    """Copies at once, and keeps where from."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, eagerness=1.0)
+        self.sources: list[int] = []
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
+        self.sources += [it.source for it in copies]
+        super().copy(lane, copies, tensor_class)
+
+
+@pytest.mark.parametrize("make", MIXTURES)
+def test_in_decode_no_experts_are_copied(make: Callable[[], Any]) -> None:
+    model = make().eval()
+    lanes = RecordingLanes(model)
+    weights = stream(model, lanes)
+    tables = {
+        it.data_ptr()
+        for layer in model.model.layers
+        for it in model.parameters()
+        if id(it) in find_expert_tables(layer).ids
+    }
+    assert len(tables) == 2 * LAYERS
+
+    def call(rows: int, length: int, cache: Any = None) -> Any:
+        tokens = torch.full((rows, length), 5)
+        with torch.inference_mode():
+            return model(input_ids=tokens, past_key_values=cache, use_cache=True).past_key_values
+
+    for rows in (3, 1):
+        cache = call(rows, 5)
+        assert tables <= set(lanes.sources)
+        lanes.sources.clear()
+        for _ in range(4):
+            call(rows, 1, cache)
+        assert lanes.sources  # the other weights
+        assert tables.isdisjoint(lanes.sources)
+    # A call that follows a prompt's finds up to two of its layers in the buffers.
+    assert weights.streamed.counts.experts_in_place >= 2 * 4 * LAYERS - 2 * 2
+    lanes.sources.clear()
+    call(4, 1)
+    assert tables <= set(lanes.sources)

@@ -24,6 +24,7 @@ from umem.core.units import format_bytes
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
+from umem.executor.weights.expert_tables import find_expert_tables
 from umem.executor.weights.staged_weights import WeightMemory, is_movable_weight
 from umem.executor.weights.streamed_weights import (
     ExtraSlots,
@@ -404,7 +405,9 @@ class ModelWeights:
                 (leaving if is_home else coming).append(tensor)
             if staged:
                 tensors = [unit.tensors[number] for number in sorted(staged)]
-                blocks.append(StreamedBlock(unit.block.name, unit.block.module, tensors))
+                module = unit.block.module
+                experts = find_expert_tables(module)
+                blocks.append(StreamedBlock(unit.block.name, module, tensors, experts))
                 classes[unit.block.name] = self._class_of(tensors[0])
         for tensor in leaving:
             self._move(tensor, to_home=True)

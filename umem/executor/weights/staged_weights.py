@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -94,6 +94,7 @@ class _Part:
     """Of the home that was seen last."""
     size_bytes: int
     """Its place's."""
+    is_expert_table: bool
     version: int = 0
     """When they were fetched."""
     home: torch.Tensor | None = None
@@ -121,6 +122,8 @@ class StagedWeights:
         Held by all callers, and by the guard of the weights.
     tensor_class
         What their copies count as.
+    expert_tables
+        By ``id``, those of the weights of which calls with few tokens read some experts only.
     """
 
     def __init__(
@@ -131,26 +134,37 @@ class StagedWeights:
         memory: WeightMemory,
         lock: threading.RLock,
         tensor_class: TensorClass,
+        expert_tables: Collection[int] = (),
     ) -> None:
         self.name = name
         self.buffer: StagingBuffer | None = None
         """Where the present contents of the homes are, or will be at `arrived`."""
         self.arrived: Moment = None
         self.uses = 0
-        """Calls and backward passes that the weights are bound for."""
+        """Calls and backward passes under way, all with the copy or all without one."""
         self.was_used = False
         """Whether the present copy has had a use."""
+        self.is_whole = False
+        """Whether the present copy is of all weights, tables of experts included."""
         self._lanes = lanes
         self._memory = memory
         self._lock = lock
         self._tensor_class = tensor_class
         self._parts: list[_Part] = []
+        self._copied: list[_Part] = []
+        """Those that the present copy is of."""
         self._stream = 0
         """The stream that has waited for the copy."""
         self.size_bytes = 0
         with DisableTorchFunctionSubclass():
             for tensor in tensors:
-                part = _Part(tensor, self.size_bytes, tensor.data_ptr(), tensor.nbytes)
+                part = _Part(
+                    tensor,
+                    self.size_bytes,
+                    tensor.data_ptr(),
+                    tensor.nbytes,
+                    id(tensor) in expert_tables,
+                )
                 self._parts.append(part)
                 self.size_bytes += staged_bytes([part.size_bytes])
         # Gradients are no part of it.
@@ -164,7 +178,16 @@ class StagedWeights:
 
     # ------------------------------------------------------------------ copies
 
-    def fetch(self, buffer: StagingBuffer, updated: Moment = None) -> None:
+    def needs_copy(self, *, with_experts: bool) -> bool:
+        """Whether there is anything to copy for a use, with tables of experts or without."""
+        return any(with_experts or not it.is_expert_table for it in self._parts)
+
+    def _to_copy(self, *, with_experts: bool) -> list[_Part]:
+        return [it for it in self._parts if with_experts or not it.is_expert_table]
+
+    def fetch(
+        self, buffer: StagingBuffer, updated: Moment = None, *, with_experts: bool = True
+    ) -> None:
         """Start copying the homes into a buffer that nothing uses, behind an update under way.
 
         From now on a guard sees uses of the weights by the program, and drops the copy: it may be
@@ -174,8 +197,9 @@ class StagedWeights:
         asked = self._lanes.mark()  # behind what the program has done to the homes so far
         to = buffer.memory.data_ptr()
         copies = []
+        self._copied = self._to_copy(with_experts=with_experts)
         with DisableTorchFunctionSubclass():
-            for part in self._parts:
+            for part in self._copied:
                 part.version = version_counter(part.tensor)
                 copies.append(Copy(to + part.offset, part.address, part.tensor.nbytes))
 
@@ -185,7 +209,7 @@ class StagedWeights:
         after = [*buffer.used, asked, *filter(None, [updated])]
         self.arrived = self._lanes.run(Lane.WEIGHTS_IN, copy, after)
         self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
-        self.was_used = False
+        self.is_whole = len(self._copied) == len(self._parts)
         self.hold()
 
     def _look_at_homes(self) -> None:
@@ -215,7 +239,7 @@ class StagedWeights:
         """
         if not self.guard.is_on:
             self.guard.hold(
-                it.tensor for it in self._parts if type(it.tensor) is torch.nn.Parameter
+                it.tensor for it in self._copied if type(it.tensor) is torch.nn.Parameter
             )
 
     def drop(self) -> None:
@@ -225,34 +249,45 @@ class StagedWeights:
             return
         self.buffer.holder = None
         self.buffer = None
+        self.was_used = self.is_whole = False
 
-    def has_current_copy(self) -> bool:
+    def has_copy(self, *, with_experts: bool) -> bool:
+        """Whether a copy for a use is there or under way. A whole one serves all uses."""
+        return self.buffer is not None and (self.is_whole or not with_experts)
+
+    def has_current_copy(self, *, with_experts: bool) -> bool:
         """Whether the buffer's contents, once arrived, are those of the homes."""
-        if self.buffer is None or self.has_alias():
+        if not self.has_copy(with_experts=with_experts) or _have_alias(self._copied):
             return False
         with DisableTorchFunctionSubclass():
             return all(
                 it.tensor.data_ptr() == it.address and version_counter(it.tensor) == it.version
-                for it in self._parts
+                for it in self._copied
             )
 
-    def has_alias(self) -> bool:
+    def has_alias(self, *, with_experts: bool) -> bool:
         """Whether another tensor has the memory of a home, by which it may change unseen."""
-        return has_alias([it.tensor for it in self._parts if it.home is None])
+        return _have_alias(self._to_copy(with_experts=with_experts))
 
     # ------------------------------------------------------------------ uses
 
     def begin_use(self) -> None:
-        """Give the weights the buffer's memory, and let the current stream wait for the copy."""
+        """Give the weights the buffer's memory, and let the current stream wait for the copy.
+
+        Without a copy they keep their homes until no use is under way.
+        """
         self.uses += 1
+        if self.buffer is None:
+            return
         self._lanes.wait(self.arrived)
         if self.uses == 1:
             self._bind()
 
     def end_use(self) -> None:
         """Give the weights their homes back behind the last use, which the buffer waits for."""
-        assert self.buffer is not None
         self.uses -= 1
+        if self.buffer is None:
+            return
         if not self.uses:
             self._unbind()
         self.buffer.used.append(self._lanes.mark())
@@ -264,7 +299,7 @@ class StagedWeights:
         self._stream = self._lanes.stream_key()
         memory = self.buffer.memory
         with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
-            for part in self._parts:
+            for part in self._copied:
                 tensor: Any = part.tensor
                 part.home = tensor.data
                 staged = memory[part.offset : part.offset + tensor.nbytes].view(tensor.dtype)
@@ -275,7 +310,7 @@ class StagedWeights:
         assert self.buffer is not None
         memory = self.buffer.memory
         with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
-            for part in self._parts:
+            for part in self._copied:
                 tensor, home = part.tensor, part.home
                 part.home = None
                 if home is None or tensor.data_ptr() != memory.data_ptr() + part.offset:
@@ -312,3 +347,7 @@ class StagedWeights:
             return torch.empty(0, dtype=dtype, device=tensor.device).set_(
                 storage, first, size, stride
             )
+
+
+def _have_alias(parts: Sequence[_Part]) -> bool:
+    return has_alias([it.tensor for it in parts if it.home is None])

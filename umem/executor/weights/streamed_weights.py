@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from torch import nn
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import TensorGuard
 from umem.executor.optimizer.lanes import Lanes, Moment
+from umem.executor.weights.expert_tables import ExpertTables
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
 from umem.offload import ActivationStore
 from umem.runtime.model_parts import tensors_in
@@ -50,6 +51,9 @@ class WeightCounts:
     """Staging buffers at a time."""
     in_place: int = 0
     """Calls of blocks whose weights were used in host memory for want of a buffer."""
+    experts_in_place: int = 0
+    """Calls of blocks with few tokens, whose experts were used in host memory: only the chosen ones
+    cross the link."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class StreamedBlock:
     module: nn.Module
     tensors: Sequence[torch.Tensor]
     """With homes in host memory."""
+    experts: ExpertTables = field(default_factory=ExpertTables)
+    """Those of the block, streamed or not."""
 
 
 class ExtraSlots(NamedTuple):
@@ -74,6 +80,13 @@ class _Pass(IntEnum):
     """A forward pass without gradients."""
     FORWARD = 1
     BACKWARD = 2
+    FEW_TOKENS = 3
+    """A forward pass without gradients of so few tokens that tables of experts are used at home."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether tables of experts are staged."""
+        return self is not _Pass.FEW_TOKENS
 
 
 _Event = tuple[_Pass, int]
@@ -138,6 +151,9 @@ class StreamedWeights:
         self._numbers: dict[int, int] = {}
         """By ``id`` of what is staged."""
         self._slot_bytes = 0
+        self._few_rows = 0
+        """Calls of blocks with at most so many rows are of few tokens. It is the same for all
+        blocks: what follows one without experts depends on it too."""
         self._successors: dict[_Event, _Event] = {}
         self._last: _Event | None = None
         self._in_backward: StagedWeights | None = None
@@ -200,10 +216,12 @@ class StreamedWeights:
                     self._memory,
                     self._lock,
                     kinds.get(it.name, TensorClass.WEIGHTS),
+                    it.experts.ids,
                 )
                 for it in blocks
             ]
             self._numbers = {id(it): number for number, it in enumerate(self._staged)}
+            self._few_rows = min(filter(None, (it.experts.few_rows for it in blocks)), default=0)
             self._slots = slots
             self._extra = {
                 (kind, number): count
@@ -286,7 +304,7 @@ class StreamedWeights:
         while self._running.calls:
             self._end_call(self._running.calls.pop())
 
-    def _enter(self, staged: StagedWeights, _args: object, _kwargs: object) -> None:
+    def _enter(self, staged: StagedWeights, args: object, kwargs: object) -> None:
         """A block is called."""
         call = _Call()
         self._running.calls.append(call)
@@ -300,12 +318,21 @@ class StreamedWeights:
         else:
             self.end_backward()
             call.makes_graph = torch.is_grad_enabled()
-            if self._use(_Pass.FORWARD if call.makes_graph else _Pass.INFERENCE, staged):
+            if self._use(self._kind_of_call((args, kwargs)), staged):
                 call.used = staged
                 if call.makes_graph:
                     # What autograd saves of the weights is found again by name.
                     call.has_group = True
                     self._store.open_group(object(), ())
+
+    def _kind_of_call(self, arguments: object) -> _Pass:
+        if torch.is_grad_enabled():
+            return _Pass.FORWARD
+        if self._few_rows:
+            rows = (it.shape[:-1].numel() for it in tensors_in(arguments) if it.is_floating_point())
+            if 0 < next(rows, 0) <= self._few_rows:
+                return _Pass.FEW_TOKENS
+        return _Pass.INFERENCE
 
     def _leave(self, staged: StagedWeights, output: object, *, failed: bool) -> None:
         """A block's call ends."""
@@ -348,25 +375,30 @@ class StreamedWeights:
     # ------------------------------------------------------------------ staging
 
     def _use(self, kind: _Pass, staged: StagedWeights) -> bool:
-        """Begin a use of a block's weights; returns whether they are in a buffer."""
+        """Begin a use of a block's weights; returns False for want of a buffer."""
         with self._lock:
             event = kind, self._numbers[id(staged)]
-            if self._last is not None:
+            # After a token the next token is expected, also if a prompt has come last time.
+            is_prompt = kind is _Pass.INFERENCE
+            if self._last is not None and not (is_prompt and self._last[0] is _Pass.FEW_TOKENS):
                 self._successors[self._last] = event
             self._last = event
-            if staged.uses or staged.has_current_copy():
+            if staged.uses or staged.has_current_copy(with_experts=kind.has_experts):
                 self._counts.reused += staged.was_used
             else:
                 staged.drop()
-                wanted = self._wanted(event, self._most_buffers(event))
-                buffer = self._free_buffer(wanted, takes_wanted=True)
-                if buffer is None:
-                    self._counts.in_place += 1
-                    return False
-                self._fetch(staged, buffer)
-                self._counts.late += 1
+                if staged.needs_copy(with_experts=kind.has_experts):
+                    wanted = self._wanted(event, self._most_buffers(event))
+                    buffer = self._free_buffer(wanted, takes_wanted=True)
+                    if buffer is None:
+                        self._counts.in_place += 1
+                        return False
+                    self._fetch(staged, buffer, kind)
+                    self._counts.late += 1
             staged.begin_use()
-            self._fetch_ahead(event, self._most_buffers(event))
+            self._counts.experts_in_place += not (kind.has_experts or staged.is_whole)
+            if staged.buffer is not None:
+                self._fetch_ahead(event, self._most_buffers(event))
             self._counts.most_buffers = max(self._counts.most_buffers, len(self._buffers))
             return True
 
@@ -375,6 +407,8 @@ class StreamedWeights:
             if not staged.uses:  # an error has ended it
                 return
             staged.end_use()
+            if staged.buffer is None:
+                return  # none is free that was not before
             if self._last is not None and id(staged) in self._numbers:
                 # What comes now must have room in the next pass too.
                 following = self._next(self._last)
@@ -387,13 +421,16 @@ class StreamedWeights:
         """Fetch what is expected next, as far as there are buffers."""
         wanted = self._wanted(event, most)
         self._give_back(wanted, most)
-        for number in wanted:
-            staged = self._staged[number]
-            if staged.buffer is None and not staged.has_alias():
+        for number, kind in wanted.items():
+            staged, with_experts = self._staged[number], kind.has_experts
+            if staged.uses or staged.has_copy(with_experts=with_experts):
+                continue
+            if not staged.has_alias(with_experts=with_experts):
+                staged.drop()
                 buffer = self._free_buffer(wanted) or self._further_buffer(most)
                 if buffer is None:
                     return
-                self._fetch(staged, buffer)
+                self._fetch(staged, buffer, kind)
 
     def _most_buffers(self, event: _Event) -> int:
         """Number of buffers that may exist in a block's pass."""
@@ -409,7 +446,7 @@ class StreamedWeights:
             self._buffers.append(buffer)
         return buffer
 
-    def _give_back(self, wanted: Sequence[int], most: int) -> None:
+    def _give_back(self, wanted: Collection[int], most: int) -> None:
         """Leave the memory of buffers to others: of the unwanted ones, and of the last wanted."""
         while len(self._buffers) > most:
             buffer = self._free_buffer(wanted, takes_wanted=True)
@@ -420,21 +457,27 @@ class StreamedWeights:
             self._buffers.remove(buffer)
             self._let_go(buffer)
 
-    def _fetch(self, staged: StagedWeights, buffer: StagingBuffer) -> None:
+    def _fetch(self, staged: StagedWeights, buffer: StagingBuffer, kind: _Pass) -> None:
         if buffer.holder is not None:
             buffer.holder.drop()
-        staged.fetch(buffer, self.update_of(staged.name))
+        staged.fetch(buffer, self.update_of(staged.name), with_experts=kind.has_experts)
         self._counts.fetched += 1
 
-    def _wanted(self, event: _Event, most: int) -> list[int]:
-        """Blocks in use, and those expected next: as many as there may be buffers."""
-        found = {number: None for number, it in enumerate(self._staged) if it.uses}
+    def _wanted(self, event: _Event, most: int) -> dict[int, _Pass]:
+        """Blocks in use, and those expected next, with their passes: as many as buffers may be."""
+        found = {
+            number: event[0]
+            for number, it in enumerate(self._staged)
+            if it.uses and it.buffer is not None
+        }
         passed = set()
         while len(found) < most and event not in passed:
             passed.add(event)
             event = self._next(event)
-            found.setdefault(event[1])
-        return list(found)
+            kind, number = event
+            if self._staged[number].needs_copy(with_experts=kind.has_experts):
+                found.setdefault(number, kind)
+        return found
 
     def _next(self, event: _Event) -> _Event:
         """The pass that has followed a pass before; at first in the order of the model."""
@@ -447,10 +490,10 @@ class StreamedWeights:
             return (kind, number - 1) if number else (_Pass.FORWARD, 0)
         if number < last:
             return kind, number + 1
-        return (kind, 0) if kind is _Pass.INFERENCE else (_Pass.BACKWARD, last)
+        return (_Pass.BACKWARD, last) if kind is _Pass.FORWARD else (kind, 0)
 
     def _free_buffer(
-        self, wanted: Sequence[int], *, takes_wanted: bool = False
+        self, wanted: Collection[int], *, takes_wanted: bool = False
     ) -> StagingBuffer | None:
         """An idle buffer: an empty one, or the one whose contents are wanted last."""
         ranks = {number: rank for rank, number in enumerate(wanted)}
