@@ -66,7 +66,9 @@ class StreamedState(Protocol):
         Those of a block are of what is staged at a time.
         """
 
-    def set_plan(self, resident: frozenset[str], slots: int) -> None:
+    def set_plan(
+        self, resident: frozenset[str], slots: int, *, stages_operands: bool = True
+    ) -> None:
         """Set the blocks whose state stays on the device, and the slots for the others."""
 
 
@@ -386,7 +388,7 @@ class StreamTuner:
         self._plans += 1
         self._steps = 0
         self._sizes = dict(self._streamed.sizes())
-        before = self._resident_names(), None if self.plan is None else self.plan.slots
+        before = self._state_plan()
         units = self._make_units()
         budget_bytes = self._room.budget_bytes
         slack_bytes = self._slack * least_slack_bytes(budget_bytes)
@@ -429,11 +431,19 @@ class StreamTuner:
         self._set_activations()
         if self._gradients is not None:
             self._gradients.set_plan(gradients, returning, figures.batches)
-        if before != (self._resident_names(), slots):
-            self._streamed.set_plan(self._resident_names(), slots)
+        stages_operands = self.plan is not None and self.plan.stages_operands
+        resident = self._resident_names()
+        if before != (resident, slots, stages_operands):
+            self._streamed.set_plan(resident, slots, stages_operands=stages_operands)
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)
+
+    def _state_plan(self) -> tuple[frozenset[str], int | None, bool]:
+        """Resident units, slots, and whether these are for operands too."""
+        if self.plan is None:
+            return self._resident_names(), None, False
+        return self._resident_names(), self.plan.slots, self.plan.stages_operands
 
     def _plan_training(
         self, units: Sequence[StreamUnit], figures: StepFigures, budget_bytes: int

@@ -9,6 +9,8 @@ milliseconds, before the training's first step, and without a GPU.
 
 from __future__ import annotations
 
+import functools
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,6 +81,9 @@ class StreamPlan:
     """Number of staging buffers; 0 if all units are resident."""
     slot_bytes: int
     """Size of each: that of the largest piece of a streamed unit."""
+    stages_operands: bool
+    """Whether slots have room for the weights and gradients at home, too, that an update uses;
+    otherwise it uses them on the host."""
     copied: frozenset[int]
     """Units whose activations are copied out behind their forward pass."""
     left_before: Mapping[int, int]
@@ -90,7 +95,7 @@ class StreamPlan:
     """Units whose gradients are copied out in the backward pass."""
     returning_gradients: Mapping[int, int]
     """For those of them that come back for the step, the unit in whose backward pass of the last
-    batch they begin to; the others are used on the host."""
+    batch they begin to. Whatever else the program does with the others uses them on the host."""
     peak_bytes: int
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
@@ -148,11 +153,17 @@ def plan_stream(
         message says how many bytes are needed.
     """
 
-    def with_gradients_copied(count: int) -> _Problem:
+    def with_gradients_copied(count: int, *, stages_operands: bool) -> _Problem:
+        first = len(units) - count
+        staged = [
+            _staged_bytes(unit, number >= first) if stages_operands else max(unit.pieces)
+            for number, unit in enumerate(units)
+        ]
         return _Problem(
             units=units,
             size=np.array([unit.state_bytes for unit in units], np.int64),
-            staged=np.array([max(unit.pieces) for unit in units], np.int64),
+            staged=np.array(staged, np.int64),
+            stages_operands=stages_operands,
             memory=_Memory(
                 units, 0 if in_backward else step_peak_bytes, count, batches, holds_gradients
             ),
@@ -168,12 +179,13 @@ def plan_stream(
 
     # In the backward pass, gradients live for a few units only.
     most = 0 if in_backward or not any(unit.gradient_bytes for unit in units) else len(units)
+    in_place = functools.partial(with_gradients_copied, stages_operands=False)
     fewest = bisect_left(
-        range(most),
-        True,
-        key=lambda count: sum(_least_bytes(with_gradients_copied(count))) <= budget_bytes,
+        range(most), True, key=lambda count: sum(_least_bytes(in_place(count))) <= budget_bytes
     )
-    problem = with_gradients_copied(fewest)
+    problem = with_gradients_copied(fewest, stages_operands=True)
+    if sum(_least_bytes(problem)) > budget_bytes:  # slots for them would push more of them out
+        problem = in_place(fewest)
     bounded = [(_lower_bound_s(problem, choice), choice) for choice in _choices(problem)]
     if not bounded:
         raise _too_small(problem)
@@ -193,6 +205,12 @@ def plan_stream(
         best, fastest = _with_fewest(problem, best, fastest, "count", fastest.least)
     fewest = problem.memory.fewest_copied(problem.budget_bytes - _state_bytes(problem, fastest))
     return _with_fewest(problem, best, fastest, "copied", fewest)[0]
+
+
+def _staged_bytes(unit: StreamUnit, gradients_leave: bool) -> int:
+    """What is staged at a time of a unit for its update, at most."""
+    more_bytes = unit.trained_weight_bytes + (unit.gradient_bytes if gradients_leave else 0)
+    return math.ceil(max(unit.pieces) * (1 + more_bytes / max(1, unit.state_bytes)))
 
 
 # Memory.
@@ -367,7 +385,10 @@ class _Problem:
     size: _Bytes
     """State of each unit, int64[N]."""
     staged: _Bytes
-    """The largest part of it that is staged at a time, int64[N]."""
+    """The largest part of it that is staged at a time, with gradients and weights where slots have
+    room for them, int64[N]."""
+    stages_operands: bool
+    """Whether they do."""
     memory: _Memory
     budget_bytes: int
     hardware: Hardware
@@ -530,11 +551,13 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
         copied_gradients=problem.with_copied_gradients,
         returning_gradients=returning,
         weight_slots=problem.weight_slots,
+        stages_operands=problem.stages_operands,
     )
     return StreamPlan(
         resident=resident,
         slots=choice.slots,
         slot_bytes=_slot_bytes(problem, choice),
+        stages_operands=problem.stages_operands,
         copied=frozenset(left_before),
         left_before=left_before,
         fetch_ahead=fetch_ahead,

@@ -28,8 +28,8 @@ __all__ = [
 FIRST_SLOTS = 3
 """Slots before there is a plan: for a copy in, an update and a copy out at the same time."""
 
-_MOST_STAGED_BYTES = 512 << 20
-"""Its copies take 10 ms on a PCIe link of the fifth generation: longer ones save no time."""
+_MOST_STAGED_BYTES = 256 << 20
+"""Its copies take 5 ms on a PCIe link of the fifth generation: longer ones save no time."""
 
 _LEAST_STAGED_BYTES = 16 << 20
 """With less, the calls for a copy take as long as the copy."""
@@ -69,7 +69,7 @@ class StreamUnit:
     weight_bytes: int = 0
     """Weights at home in host memory, which are staged for its forward and its backward pass."""
     trained_weight_bytes: int = 0
-    """Weights at home, staged or not, that its update reads and writes there."""
+    """Weights at home, whether passes stage them or not, that its update reads and writes."""
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -177,6 +177,7 @@ def simulate_stream(
     returning_gradients: Mapping[int, int] | None = None,
     weight_slots: int = 0,
     weights_ahead: int = 0,
+    stages_operands: bool = True,
 ) -> StreamTiming:
     """Predict a step's time for given resident units, slots and copied activations.
 
@@ -195,9 +196,13 @@ def simulate_stream(
     * Gradients leave after their unit's backward pass in the first batch, in the queue of state.
       The backward pass waits for them :data:`UNITS_WITH_GRADIENTS` units later. Those of later
       batches are added to them on the host, over the link. Behind the unit that
-      `returning_gradients` names, in the last batch, they come back before the step; otherwise the
-      update reads them on the host. What the program itself does with those, such as clipping,
-      takes longer than `other_s` by what :func:`_over_the_link_s` estimates.
+      `returning_gradients` names, in the last batch, they come back before the step; otherwise they
+      come with the state, when the last gradient is clipped. What the program itself does with
+      those, such as clipping, takes longer than `other_s` by what :func:`_over_the_link_s`
+      estimates.
+    * The weights at home of a streamed unit come with its gradients, and leave with its state. A
+      resident unit's update reads and writes both on the host. Without `stages_operands` every
+      unit's does: that takes as much of the link, and time of the device besides.
     * Weights at home come to one of `weight_slots` buffers before each pass of their unit, in a
       queue of their own, in the order of the passes. A buffer is free behind the pass that used it
       last. Where the backward pass turns, the buffers' last units are there already; so are those
@@ -242,6 +247,8 @@ def simulate_stream(
         Number of buffers for weights.
     weights_ahead
         Further buffers outside of the turn to the backward pass.
+    stages_operands
+        Whether slots have room for weights and gradients.
 
     Raises
     ------
@@ -267,21 +274,18 @@ def simulate_stream(
     on_host = [unit.gradient_bytes if i in chosen else 0 for i, unit in enumerate(units)]
     added_s = [2 * size_bytes / hardware.mapped_bytes_per_s for size_bytes in on_host]
     back = dict(returning_gradients or {})
-    read_s = [
-        (0.0 if i in back else size_bytes / hardware.mapped_read_bytes_per_s)
-        + 2 * units[i].trained_weight_bytes / hardware.mapped_bytes_per_s
-        for i, size_bytes in enumerate(on_host)
-    ]
+    stay = [0 if i in back else size_bytes for i, size_bytes in enumerate(on_host)]
     # Behind the step before, the program updates other units in its own stream.
     queued = set(in_order)
     in_line = [i for i in range(len(units)) if i not in queued]
-    resident_task = tasks.add(_Lane.PASSES, sum(units[i].update_s + read_s[i] for i in in_line))
+    in_line_s = sum(_update_in_place_s(units[i], stay[i], hardware) for i in in_line)
+    resident_task = tasks.add(_Lane.PASSES, in_line_s)
     passes = [
         _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead, added_s if batch else ())
         for batch in range(batches)
     ]
-    stay = sum(it for number, it in enumerate(on_host) if number not in back)
-    last = tasks.add(_Lane.PASSES, other_s + _over_the_link_s(units, other_s, stay, hardware))
+    clipping_s = _over_the_link_s(units, other_s, sum(stay), hardware)
+    last = tasks.add(_Lane.PASSES, other_s + clipping_s)
     if any(on_host):
         following = passes[1].forward[0] if batches > 1 else last
         _add_gradient_copies(tasks, on_host, passes[0].backward, following)
@@ -292,29 +296,41 @@ def simulate_stream(
     forward, backward = passes[0].forward, passes[-1].backward
     updates: dict[int, Task] = {}
     """The last of each unit."""
-    staged: list[tuple[int, Task]] = []
-    """Bytes and update of each piece."""
+    staged: list[_Staged] = []
+    last_pieces: dict[int, int] = {}
+    """Place in `staged` of the last of each unit with trained weights at home."""
     for place, number in enumerate(in_order):
         unit = units[number]
         pieces = unit.pieces if number in in_pieces else (unit.state_bytes,)
         pieces = pieces[::-1] if in_backward else pieces
-        update_s = unit.update_s + read_s[number]
+        update_s = unit.update_s
+        if not stages_operands or number not in in_pieces:
+            update_s = _update_in_place_s(unit, stay[number], hardware)
         added = [tasks.add(_Lane.UPDATES, update_s * it / unit.state_bytes) for it in pieces]
         tasks.wait(added[0], backward[number] if in_backward else last)
         updates[number] = added[-1]
         if number in in_pieces:
-            staged += zip(pieces, added, strict=True)
-        if is_deferred or in_backward:
-            tasks.wait(forward[number], updates[number], steps_before=1)
+            shares = [it / unit.state_bytes for it in pieces]
+            staged += [
+                _Staged(size, share * stay[number], share * unit.trained_weight_bytes, update)
+                for size, share, update in zip(pieces, shares, added, strict=True)
+            ]
+            if unit.trained_weight_bytes:
+                last_pieces[number] = len(staged) - 1
         if in_backward and place >= UNITS_WITH_GRADIENTS:
             following = backward[number - 1] if number else last
             tasks.wait(following, updates[in_order[place - UNITS_WITH_GRADIENTS]])
-    if streamed and not (is_deferred or in_backward):
+    home = _add_state_copies(tasks, staged, slots, forward[-1] if forward else last, last)
+    # Weights that were updated in a slot are theirs again once they are back.
+    done = updates | {number: home[place] for number, place in last_pieces.items()}
+    if is_deferred or in_backward:
+        for number, moment in done.items():
+            tasks.wait(forward[number], moment, steps_before=1)
+    elif streamed:
         # Updates run in order: behind the last one, all are done.
-        tasks.wait(forward[0], updates[in_order[-1]], steps_before=1)
-    _add_state_copies(tasks, staged, slots, forward[-1] if forward else last)
+        tasks.wait(forward[0], done[in_order[-1]], steps_before=1)
     # A unit that the program itself updates is done before its step's first pass.
-    done = {number: updates.get(number, resident_task) for number in with_weights}
+    done = {number: done.get(number, resident_task) for number in with_weights}
     fetched_bytes = _add_weight_copies(
         tasks, units, with_weights, (weight_slots, weights_ahead), passes, done
     )
@@ -323,10 +339,15 @@ def simulate_stream(
     state_bytes = sum(units[i].state_bytes for i in streamed)
     saved_bytes = batches * sum(units[i].saved_bytes for i in leaving)
     both_ways = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
-    to_host = both_ways | {TensorClass.GRADIENTS: sum(on_host)}
+    copied_too = streamed if stages_operands else []
+    updated_bytes = sum(units[i].trained_weight_bytes for i in copied_too)
+    to_host = both_ways | {
+        TensorClass.GRADIENTS: sum(on_host),
+        TensorClass.WEIGHTS: updated_bytes,
+    }
     to_device = both_ways | {
-        TensorClass.GRADIENTS: sum(on_host[it] for it in back),
-        TensorClass.WEIGHTS: fetched_bytes,
+        TensorClass.GRADIENTS: sum(on_host[it] for it in back) + sum(stay[i] for i in copied_too),
+        TensorClass.WEIGHTS: fetched_bytes + updated_bytes,
     }
     step_s = report.step_s
     # What the program updates itself is part of the next step.
@@ -421,15 +442,46 @@ def _add_gradient_copies(
             tasks.wait(backward[waiting] if waiting >= 0 else behind, left)
 
 
+@dataclass(frozen=True)
+class _Staged:
+    """A piece of a unit on its way through a slot."""
+
+    state_bytes: int
+    gradient_bytes: float
+    """Of it, on the host."""
+    weight_bytes: float
+    """The same."""
+    update: Task
+
+
+def _update_in_place_s(unit: StreamUnit, gradient_bytes: int, hardware: Hardware) -> float:
+    """Time of an update of resident state, with what else of it is on the host."""
+    return (
+        unit.update_s
+        + gradient_bytes / hardware.mapped_read_bytes_per_s
+        + 2 * unit.trained_weight_bytes / hardware.mapped_bytes_per_s
+    )
+
+
 def _add_state_copies(
-    tasks: LaneTasks, staged: Sequence[tuple[int, Task]], slots: int, ahead: Task
-) -> None:
-    """Add the copies of pieces, whose bytes and updates are given in the order of the updates."""
-    fetched = [tasks.add(_Lane.STATE_IN, size_bytes) for size_bytes, _ in staged]
-    home = [tasks.add(_Lane.STATE_OUT, size_bytes) for size_bytes, _ in staged]
-    for place, (_, update) in enumerate(staged):
-        tasks.wait(update, fetched[place])
-        tasks.wait(home[place], update)
+    tasks: LaneTasks, staged: Sequence[_Staged], slots: int, ahead: Task, clipped: Task
+) -> list[Task]:
+    """Add the copies of pieces, in the order of their updates, and return the last of each.
+
+    The first ones come from `ahead` on, gradients and weights from `clipped` on.
+    """
+    fetched = [tasks.add(_Lane.STATE_IN, it.state_bytes) for it in staged[:slots]]
+    home = [tasks.add(_Lane.STATE_OUT, it.state_bytes + it.weight_bytes) for it in staged]
+    for place, it in enumerate(staged):
+        if place >= slots:
+            fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes))
+        more_bytes = it.gradient_bytes + it.weight_bytes
+        if more_bytes:
+            more = tasks.add(_Lane.STATE_IN, more_bytes)
+            tasks.wait(more, clipped)
+            tasks.wait(it.update, more)
+        tasks.wait(it.update, fetched[place])
+        tasks.wait(home[place], it.update)
         if place >= slots:
             tasks.wait(fetched[place], home[place - slots])
             continue
@@ -437,6 +489,7 @@ def _add_state_copies(
         last = place + (len(staged) - 1 - place) // slots * slots
         tasks.wait(fetched[place], home[last], steps_before=1)
         tasks.wait(fetched[place], ahead)
+    return home
 
 
 def _add_weight_copies(
@@ -476,5 +529,5 @@ def _add_weight_copies(
                     tasks.wait(copied, before, steps_before=1)
                 if is_new:
                     update = updates[number]
-                    tasks.wait(copied, update, steps_before=int(update.lane == _Lane.UPDATES))
+                    tasks.wait(copied, update, steps_before=int(update.lane != _Lane.PASSES))
     return fetched_bytes

@@ -298,6 +298,7 @@ def _with_extra(plan: TrainingPlan, hardware: Hardware, options: Mapping[str, An
         fetch_ahead=stream.fetch_ahead,
         copied_gradients=stream.copied_gradients,
         returning_gradients=stream.returning_gradients,
+        stages_operands=stream.stages_operands,
         weight_slots=plan.weights.slots,
         # As many of the first units' weights as are kept from one pass to the next.
         weights_ahead=min(next(iter(plan.extra.values()))),

@@ -127,6 +127,8 @@ class Slot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
+        self.operands: torch.Tensor | None = None
+        """Beside it, for weights and gradients that an update has at home; None without any."""
         self.free: Any = None
         """The moment after the last copy out of it."""
         self.holder: Any = None

@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.separable import plain_step, replaces_state
+from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.state_staging import StagedState
 from umem.torch_compat import version_counter
 
@@ -60,7 +61,12 @@ class StepCall:
         return shadow
 
     def update(
-        self, state: StagedState, part: ParameterGroups, *, is_last: bool
+        self,
+        state: StagedState,
+        part: ParameterGroups,
+        operands: StagedOperands | None,
+        *,
+        is_last: bool,
     ) -> Callable[[], None]:
         """The update of some parameters, or of the span of one that `state` has.
 
@@ -70,14 +76,22 @@ class StepCall:
             The parameters' state.
         part
             The parameters.
+        operands
+            Copies of their weights and gradients; None to use both where they are.
         is_last
             Whether no other span of the parameter comes behind in this step: it counts the step.
         """
         if state.span is not None:
-            return self._update_of_span(state, state.span, part, is_last=is_last)
-        shadow = self.shadow(part, state.views)
+            return self._update_of_span(state, state.span, part, operands, is_last=is_last)
+        gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
 
         def update() -> None:
+            groups, views = part, state.views
+            if operands is not None:
+                made = {it: operands.stand_in(it, gradient) for it, gradient in gradients.items()}
+                groups = [(number, [made[it] for it in some]) for number, some in part]
+                views = {made[it]: state.views[it] for it in made}
+            shadow = self.shadow(groups, views)
             plain_step(shadow)(shadow)
             if self._replaces_state:
                 state.keep(parameters_of(part), self.optimizer.state)
@@ -85,15 +99,24 @@ class StepCall:
         return update
 
     def _update_of_span(
-        self, state: StagedState, span: tuple[int, int], part: ParameterGroups, *, is_last: bool
+        self,
+        state: StagedState,
+        span: tuple[int, int],
+        part: ParameterGroups,
+        operands: StagedOperands | None,
+        *,
+        is_last: bool,
     ) -> Callable[[], None]:
         ((number, parameter),) = [(number, it) for number, some in part for it in some]
         gradient = parameter.grad
 
         def update() -> None:
-            elements = slice(*span)
-            piece = parameter.detach().view(-1)[elements]
-            piece.grad = gradient.reshape(-1)[elements]
+            if operands is None:
+                elements = slice(*span)
+                piece = parameter.detach().view(-1)[elements]
+                piece.grad = gradient.reshape(-1)[elements]
+            else:
+                piece = operands.stand_in(parameter, gradient)
             values = state.views[parameter] if is_last else state.own_values(parameter)
             before = dict(values)
             shadow = self.shadow([(number, [piece])], {piece: values})

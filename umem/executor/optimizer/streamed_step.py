@@ -18,6 +18,7 @@ has not called yet.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from umem.executor.optimizer.access_guard import (
     has_alias,
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
+from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
 from umem.executor.optimizer.streamed_units import (
     PendingUpdate,
@@ -192,7 +194,8 @@ class StreamedStep:
             or has_alias(updated)
             or has_alias(gradients)
         )
-        self._launch(unit, call, part, call.ready)
+        # What has an alias, or was saved by a graph, is used where it is.
+        self._launch(unit, call, part, call.ready, stages_operands=not is_shared)
         if is_shared:
             return unit.returned
         if not is_deferred:
@@ -213,7 +216,13 @@ class StreamedStep:
         return unit.guards
 
     def _launch(
-        self, unit: StreamedUnit, call: StepCall, part: ParameterGroups | None, ready: Moment
+        self,
+        unit: StreamedUnit,
+        call: StepCall,
+        part: ParameterGroups | None,
+        ready: Moment,
+        *,
+        stages_operands: bool = False,
     ) -> None:
         """Queue the copies and the update of some parameters, whose gradients are `ready`.
 
@@ -221,13 +230,34 @@ class StreamedStep:
         """
         pieces = unit.pieces[::-1] if self.units.runs_backward else unit.pieces
         last = {it.state.divided: it for it in pieces if it.state is not None}
+        moves_weights = False
         for piece in pieces:
             some = piece.queued if part is None else _of_piece(part, piece)
             if some:
                 is_last = piece in last.values()
-                self._launch_piece(piece, call, some, ready, is_last=is_last)
+                operands = self._operands(piece, some) if stages_operands else None
+                moves_weights |= operands is not None and operands.has_weights
+                self._launch_piece(piece, call, some, ready, operands, is_last=is_last)
                 unit.returned, unit.updated = piece.returned, piece.updated
+        if moves_weights:  # they are updated when all of them are back
+            unit.updated = unit.returned
         unit.fetched, self._last = None, unit.updated
+
+    def _operands(self, piece: StreamedUnit, part: ParameterGroups) -> StagedOperands | None:
+        """A piece's weights and gradients at home, if its slot has room for them."""
+        state, slot = piece.state, piece.slot
+        if state is None or slot is None:
+            return None
+        operands = self.units.operands(parameters_of(part), state.span)
+        if not operands.size_bytes:
+            return None
+        # Pieces have about as much beside as much state, and the same slot serves many.
+        share = slot.memory.nbytes / max(1, state.size_bytes)
+        buffer = self.units.operand_buffer(slot, operands.size_bytes, share)
+        if buffer is None:
+            return None
+        operands.bind(buffer)
+        return operands
 
     def _launch_piece(
         self,
@@ -235,19 +265,30 @@ class StreamedStep:
         call: StepCall,
         part: ParameterGroups,
         ready: Moment,
+        operands: StagedOperands | None,
         *,
         is_last: bool,
     ) -> None:
         state, slot = piece.state, piece.slot
         assert state is not None
-        update = call.update(state, part, is_last=is_last)
+        update = call.update(state, part, operands, is_last=is_last)
         if slot is None:
             done = last = self._lanes.run(Lane.UPDATE, update, [ready])
         else:
             if piece.fetched is None:
                 self.units.fetch(piece, ready)
-            done = self._lanes.run(Lane.UPDATE, update, [ready, piece.fetched])
-            last = self._lanes.run(Lane.COPY_OUT, lambda: state.copy_out(self._lanes), [done])
+            arrived = piece.fetched
+            if operands is not None:
+                come = functools.partial(operands.copy_in, self._lanes)
+                arrived = self._lanes.run(Lane.COPY_IN, come, [ready, slot.free, arrived])
+
+            def leave() -> None:
+                state.copy_out(self._lanes)
+                if operands is not None:
+                    operands.copy_out(self._lanes)
+
+            done = self._lanes.run(Lane.UPDATE, update, [ready, arrived])
+            last = self._lanes.run(Lane.COPY_OUT, leave, [done])
             slot.free = last
         piece.fetched, piece.returned, piece.updated = None, last, done
 

@@ -21,6 +21,7 @@ from umem.executor.optimizer.access_guard import (
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.separable import is_elementwise
+from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.state_staging import (
     OptimizerState,
     Slot,
@@ -180,6 +181,7 @@ class StreamedUnits:
         """Units whose state is to stay on the device; None to leave all state where it is."""
         self._slot_count = FIRST_SLOTS
         self._slots: list[Slot] = []
+        self._has_operand_room = True
         self._units: dict[str, StreamedUnit] = {}
         self._members: list[list[Any]] = []
         """The optimizer's parameters when they were sorted by unit."""
@@ -194,16 +196,20 @@ class StreamedUnits:
         """The unit of a name, if there is one."""
         return self._units.get(name)
 
-    def set_plan(self, resident: frozenset[str], slots: int) -> None:
+    def set_plan(
+        self, resident: frozenset[str], slots: int, *, stages_operands: bool = True
+    ) -> None:
         """Set the units whose state stays on the device, and the number of buffers for the others.
 
-        It counts from the next step on, which moves the state.
+        It counts from the next step on, which moves the state. With `stages_operands` the buffers
+        are for weights and gradients at home, too.
         """
         with self.lock:
             if resident != self._resident:
                 self._seen = None
             self._resident, self._slot_count = resident, slots
             self._slots.clear()
+            self._has_operand_room = stages_operands
 
     def move_into_backward(self, moves: bool) -> None:
         """Say whether units are updated in the backward pass from the next one on.
@@ -249,13 +255,20 @@ class StreamedUnits:
 
     @property
     def slots_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers for state."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes of state that is on the device for good."""
+        return sum(unit.device_bytes for unit in self._units.values())
+
+    @property
     def device_bytes(self) -> int:
-        """Bytes of state on the device: in buffers, or for good."""
-        return self.slots_bytes + sum(unit.device_bytes for unit in self._units.values())
+        """Bytes on the device: of that state, and of all buffers."""
+        operands = (slot.operands for slot in self._slots)
+        operands_bytes = sum(0 if it is None else it.nbytes for it in operands)
+        return self.resident_bytes + self.slots_bytes + operands_bytes
 
     # ------------------------------------------------------------------ before a step
 
@@ -442,6 +455,36 @@ class StreamedUnits:
         for unit in every:
             if unit.state is not None:
                 unit.state.bind(unit.slot)
+
+    def operands(
+        self, parameters: Iterable[torch.Tensor], span: tuple[int, int] | None
+    ) -> StagedOperands:
+        """The weights and gradients of these parameters, or of a span of one, that are at home."""
+        return StagedOperands(parameters, span, self._memory)
+
+    def operand_buffer(self, slot: Slot, size_bytes: int, share: float) -> torch.Tensor | None:
+        """A slot's buffer for operands; None where the device has no room for it.
+
+        Parameters
+        ----------
+        slot
+            The slot.
+        size_bytes
+            What is needed now.
+        share
+            How much more the slot may be asked for, 1 or more.
+        """
+        if slot.operands is not None and slot.operands.nbytes >= size_bytes:
+            return slot.operands
+        if not self._has_operand_room:
+            return None
+        if slot.free is not None:
+            self._lanes.wait(slot.free)  # before the memory is used for anything else
+        slot.operands = None
+        slot.operands = self._memory.buffer(int(share * size_bytes))
+        # To ask for what there is not costs page-locked memory.
+        self._has_operand_room = slot.operands is not None
+        return slot.operands
 
     def fetch(self, unit: StreamedUnit, after: Moment) -> None:
         """Copy a unit's state into its slot, after what the program has done with either so far."""

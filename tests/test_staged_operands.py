@@ -1,0 +1,116 @@
+"""Weights and gradients in host memory come to the device for their update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from lazy_lanes import LazyLanes
+from streamed_programs import WIDTH, Program, bits
+from torch import nn
+
+from umem.core.classes import TensorClass
+from umem.executor.optimizer.lanes import Copy, Lane
+
+EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
+
+
+class CountingLanes(LazyLanes):
+    """Lanes that count bytes by lane and class."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, eagerness=0.5, seed=3)
+        self.bytes: Counter[tuple[Lane, TensorClass]] = Counter()
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
+        self.bytes[lane, tensor_class] += sum(it.size_bytes for it in copies)
+        super().copy(lane, copies, tensor_class)
+
+
+def run(**options: Any) -> tuple[Program, CountingLanes]:
+    """A streamed run of which no bit differs from the stock one."""
+    made: list[CountingLanes] = []
+
+    def lanes(model: nn.Module) -> CountingLanes:
+        made.append(CountingLanes(model))
+        return made[-1]
+
+    # Gradients leave, and stay on the host for the update.
+    streamed = Program(lanes, copied_gradients=EVERY, **options)
+    stock = Program(None, **options)
+    found = streamed.run(lambda _: None)
+    assert bits(found) == bits(stock.run(lambda _: None))
+    return streamed, made[0]
+
+
+def large_bytes(program: Program) -> int:
+    """Of all weights with a home."""
+    every = [it.nbytes for it in program.model.parameters()]
+    return sum(size for size in every if size >= 64)
+
+
+def test_weights_and_gradients_come_with_the_state_and_weights_go_with_it() -> None:
+    program, lanes = run()
+    all_bytes, steps = large_bytes(program), 4
+    assert lanes.bytes[Lane.COPY_IN, TensorClass.WEIGHTS] == steps * all_bytes
+    assert lanes.bytes[Lane.COPY_OUT, TensorClass.WEIGHTS] == steps * all_bytes
+    # In the first step no gradient has left yet.
+    assert lanes.bytes[Lane.COPY_IN, TensorClass.GRADIENTS] >= (steps - 1) * all_bytes
+    assert program.training is not None
+    # Only the comparison at the end waits for an update.
+    assert program.training.counts.waited == 0
+
+
+def test_without_room_beside_the_state_they_are_used_where_they_are() -> None:
+    _, lanes = run(most_buffers=2)
+    assert not lanes.bytes[Lane.COPY_IN, TensorClass.WEIGHTS]
+    assert not lanes.bytes[Lane.COPY_OUT, TensorClass.WEIGHTS]
+    assert lanes.bytes[Lane.COPY_IN, TensorClass.OPTIMIZER_STATE]
+
+
+def test_a_plan_may_leave_no_room_for_them() -> None:
+    def plan(program: Program) -> None:
+        if program.training is not None:
+            units = program.training.step.units
+            units.set_plan(frozenset(), 2, stages_operands=program.steps < 3)
+
+    program = Program(CountingLanes)
+    found = program.run(plan, steps=6)
+    assert bits(found) == bits(Program(None).run(plan, steps=6))
+    assert program.training is not None
+    buffers_bytes = program.training.step.units.device_bytes
+    assert buffers_bytes == program.training.step.units.slots_bytes
+
+
+@pytest.mark.parametrize("kind", ["default", "fused"])
+def test_a_graph_that_saved_a_weight_notices_its_update_as_without_umem(kind: str) -> None:
+    """Fused kernels count no change, so that torch itself does not notice those."""
+
+    def notices(program: Program) -> bool:
+        program.step()
+        program.stream()
+        program.optimizer.zero_grad()
+        loss = program.model(program.batch()).square().mean()
+        loss.backward(retain_graph=True)
+        program.optimizer.step()
+        program.model[1].weight.sum().item()  # it waits for the update
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return "modified by an inplace operation" in str(error)
+        return False
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=kind == "fused")
+
+    def two_weights() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+
+    stock, streamed = (
+        Program(lanes, make_model=two_weights, make_optimizer=optimizer)
+        for lanes in (None, CountingLanes)
+    )
+    assert notices(stock) == notices(streamed) == (kind == "default")

@@ -1,0 +1,133 @@
+"""Weights and gradients in host memory that an update works on, and their copies on the device.
+
+An update reads gradients, and reads and writes weights. Over the link its kernels take longer than
+copies would, and hold up the copies beside them. So what is at home comes to the device
+beside the state, and weights go back with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from umem.core.classes import TensorClass
+from umem.executor.optimizer.lanes import Copy, Lane, Lanes
+from umem.executor.optimizer.state_staging import StateMemory
+from umem.planning.weight_plan import staged_bytes
+from umem.torch_compat import DisableTorchFunctionSubclass
+
+__all__ = ["StagedOperands"]
+
+
+@dataclass
+class _Operand:
+    """A tensor at home, or a span of it."""
+
+    tensor: torch.Tensor
+    address: int
+    size_bytes: int
+    offset: int
+    """Place in the buffer."""
+
+
+class StagedOperands:
+    """Weights and gradients of one update that are at home.
+
+    Parameters
+    ----------
+    parameters
+        Those that are updated. Nothing but the update changes them and their gradients from the
+        step on. No graph has saved them: it would not notice the change.
+    span
+        The elements of the only one that are updated, from the first to before the second; None
+        for all.
+    memory
+        Tells homes.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        span: tuple[int, int] | None,
+        memory: StateMemory,
+    ) -> None:
+        self.size_bytes = 0
+        """Of a buffer for them."""
+        self._span, self._memory = span, memory
+        self._weights: dict[int, _Operand] = {}
+        """By ``id`` of the parameter, as the next."""
+        self._gradients: dict[int, _Operand] = {}
+        self._buffer: torch.Tensor | None = None
+        with DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                self._find(self._weights, parameter, parameter)
+                assert parameter.grad is not None
+                self._find(self._gradients, parameter, parameter.grad)
+
+    def _find(
+        self, found: dict[int, _Operand], parameter: torch.Tensor, tensor: torch.Tensor
+    ) -> None:
+        if not self._memory.is_movable(tensor) or not self._memory.is_home(tensor):
+            return
+        begin, end = self._span or (0, tensor.numel())
+        if self._span is not None and not tensor.is_contiguous():
+            return
+        size_bytes = (end - begin) * tensor.itemsize
+        address = tensor.data_ptr() + begin * tensor.itemsize
+        found[id(parameter)] = _Operand(tensor, address, size_bytes, self.size_bytes)
+        self.size_bytes += staged_bytes([size_bytes])
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights go back to their homes behind the update."""
+        return bool(self._weights)
+
+    def bind(self, buffer: torch.Tensor) -> None:
+        """Use a buffer of `size_bytes` or more."""
+        self._buffer = buffer
+
+    def copy_in(self, lanes: Lanes) -> None:
+        """Copy the homes into the buffer, from within work of a lane."""
+        for some, tensor_class in (
+            (self._weights, TensorClass.WEIGHTS),
+            (self._gradients, TensorClass.GRADIENTS),
+        ):
+            copies = [
+                Copy(self._address() + it.offset, it.address, it.size_bytes) for it in some.values()
+            ]
+            if copies:
+                lanes.copy(Lane.COPY_IN, copies, tensor_class)
+
+    def copy_out(self, lanes: Lanes) -> None:
+        """Copy the weights back to their homes, from within work of a lane."""
+        copies = [
+            Copy(it.address, self._address() + it.offset, it.size_bytes)
+            for it in self._weights.values()
+        ]
+        if copies:
+            lanes.copy(Lane.COPY_OUT, copies, TensorClass.WEIGHTS)
+
+    def stand_in(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """What an optimizer updates in the place of a parameter, with the gradient to use.
+
+        Only for the time of an update, as it may share the parameter's memory. With a span, both
+        are of its elements alone.
+        """
+        made = self._copy_of(self._weights.get(id(parameter)), parameter.detach())
+        made.grad = self._copy_of(self._gradients.get(id(parameter)), gradient)
+        return made
+
+    def _copy_of(self, operand: _Operand | None, tensor: torch.Tensor) -> torch.Tensor:
+        if operand is None:
+            return tensor if self._span is None else tensor.reshape(-1)[slice(*self._span)]
+        assert self._buffer is not None
+        place = self._buffer[operand.offset : operand.offset + operand.size_bytes]
+        copy: Any = place.view(tensor.dtype)
+        return copy if self._span is not None else copy.as_strided(tensor.size(), tensor.stride())
+
+    def _address(self) -> int:
+        assert self._buffer is not None
+        return self._buffer.data_ptr()
