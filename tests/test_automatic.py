@@ -102,6 +102,36 @@ def test_no_error_of_umem_reaches_the_training(
     assert trace.exc_info is not None
 
 
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[nn.Module], list[nn.Module]]]:
+    """The modules called so far, and the models whose optimizer state is streamed."""
+    called: list[nn.Module] = []
+    found: list[nn.Module] = []
+    monkeypatch.setattr(umem.executor, "stream_state", lambda model, _: found.append(model))
+    hooks = dict(torch_optimizer._global_optimizer_post_hooks)
+    manage_automatically(lambda: called, is_planned=False, streams_state=True)
+    yield called, found
+    torch_optimizer._global_optimizer_post_hooks.clear()
+    torch_optimizer._global_optimizer_post_hooks.update(hooks)
+
+
+def test_parameters_of_no_module_are_streamed_beside_the_largest_trained_one(
+    streamed: tuple[list[nn.Module], list[nn.Module]],
+) -> None:
+    called, found = streamed
+    small, frozen, large = nn.Linear(2, 2), nn.Linear(128, 128), nn.Linear(64, 64)
+    frozen.requires_grad_(False)
+    elsewhere = nn.Linear(256, 256, device="meta")
+    called += [small, frozen, elsewhere]
+    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True)])
+    optimizer.step()
+    called.append(large)  # it may still come
+    assert found == []
+    for _ in range(3):
+        optimizer.step()
+    assert found == [large]
+
+
 def test_an_optimizer_may_step_before_its_model_is_called(
     roots: list[nn.Module], managed: list[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import NO_BLOCK, Block, PhaseTracker, WallClock, find_blocks
 from umem.core.classes import TensorClass
+from umem.executor import stream_tuning
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.state_memory import CudaRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
@@ -37,6 +38,12 @@ SAVED = 4 * ROWS * (WIDTH + 2 * 2 * WIDTH)
 BASE = 10**6
 """Weights and gradients, by the room's count."""
 SLACK = 256 << 20
+
+
+@pytest.fixture(autouse=True)
+def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it would have room for these small models as a whole."""
+    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
 
 
 class Machine(WallClock, DeviceRoom):
@@ -519,6 +526,17 @@ def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture)
     assert status.state == TuningState.OVERFULL
     assert status.copied_blocks == LAYERS - 1
     assert len([it for it in caplog.messages if "activations and gradients are copied" in it]) == 1
+
+
+def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0, 0.5))
+    machine = Machine()
+    machine.budget_bytes = SLACK // 2 + BASE + 10 * LAYER_STATE
+    run = Training(machine)
+    assert run.run(8) == Training().run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.PLANNED
 
 
 def test_gradients_are_copied_where_activations_alone_leave_too_little_room(

@@ -31,6 +31,7 @@ import umem
 from umem import swap
 from umem.capture.live import WallClock
 from umem.core.errors import PlanError
+from umem.executor import stream_tuning
 from umem.executor.optimizer.separable import refusal
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
@@ -49,6 +50,12 @@ BASE = 10**6
 
 SLACK = 256 << 20
 TOKENS, VOCABULARY = 16, 64
+
+
+@pytest.fixture(autouse=True)
+def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it would have room for these small models as a whole."""
+    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
 
 
 class Room(WallClock, DeviceRoom):

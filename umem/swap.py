@@ -65,6 +65,9 @@ cannot be swapped, and a host without any other memory ends programs."""
 _STEPS_WITHOUT_MODEL = 8
 """Steps of an optimizer after which umem stops looking for its model."""
 
+_STEPS_WITHOUT_OWNER = 2
+"""Steps after which parameters that no called module holds count as those of a model besides."""
+
 
 def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = False) -> bool:
     """Swap torch's CUDA allocator for umem's, for the rest of the process.
@@ -300,8 +303,10 @@ def manage_automatically(
     `roots` returns the modules that the program has called. The one that holds most of the
     optimizer's parameters is its model. An optimizer may step before its model is called: loading a
     distributed checkpoint does so, to make the state that is loaded. Then a later step finds the
-    model. Nothing is raised into the training: an error of umem ends the search with a warning, and
-    its traceback is logged at debug level.
+    model. Where no module holds them at the second step, as the flat partitions and float32 copies
+    of other libraries, their state is streamed beside the largest module that is trained on their
+    device: updates are due when it is called. Nothing is raised into the training: an error of umem
+    ends the search with a warning, and its traceback is logged at debug level.
     """
     # torch iterates over an optimizer's own hooks before it comes to the global ones, so that
     # `manage` may add to them there.
@@ -349,6 +354,13 @@ class _AutomaticManagement:
                 stream_state(model, optimizer)
             if self._is_planned:
                 manage(model, optimizer)
+            return
+        if self._streams_state and steps + 1 >= _STEPS_WITHOUT_OWNER:
+            model = _model_beside(optimizer, self._roots())
+        if model is not None:
+            from umem.executor import stream_state
+
+            stream_state(model, optimizer)
         elif steps + 1 < _STEPS_WITHOUT_MODEL:
             self._steps[optimizer] = steps + 1
         else:
@@ -369,3 +381,15 @@ def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | N
 
     model = max(roots, key=held_bytes, default=None)
     return model if model is not None and held_bytes(model) else None
+
+
+def _model_beside(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
+    """The outermost module with the most trained bytes on the device of an optimizer."""
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+
+    def trained_bytes(module: nn.Module) -> int:
+        its = (p for p in module.parameters() if p.requires_grad)
+        return sum(p.nbytes for p in its if {p.device} == devices)
+
+    model = max(roots, key=trained_bytes, default=None)
+    return model if model is not None and trained_bytes(model) else None

@@ -48,6 +48,9 @@ _MOST_PLANS = 8
 _PATIENCE_STEPS = 4
 """Steps before the second plan because of short memory."""
 
+_SLACK_SHARES = (1.0, 0.5, 0.25)
+"""Of the usual slack, in the order of trying: a plan with little to spare is faster than none."""
+
 _UPDATE_TRAFFIC = 3.5
 """Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
 and the weight, and reads the gradient."""
@@ -391,10 +394,8 @@ class StreamTuner:
         before = self._state_plan()
         units = self._make_units()
         budget_bytes = self._room.budget_bytes
-        slack_bytes = self._slack * least_slack_bytes(budget_bytes)
-        try:
-            whole = self._plan_training(units, figures, budget_bytes - slack_bytes)
-        except PlanError as error:
+        whole, error = self._plan_with_slack(units, figures)
+        if whole is None:
             self._warn(error)
             self._state = TuningState.OVERFULL
             self.plan, self._units = None, units
@@ -438,6 +439,21 @@ class StreamTuner:
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)
+
+    def _plan_with_slack(
+        self, units: Sequence[StreamUnit], figures: StepFigures
+    ) -> tuple[TrainingPlan | None, str]:
+        """A plan with the usual slack or, in a small budget, with less; or why none fits."""
+        budget_bytes = self._room.budget_bytes
+        usual_bytes = self._slack * least_slack_bytes(budget_bytes)
+        errors = []
+        for share in _SLACK_SHARES:
+            try:
+                room_bytes = budget_bytes - int(share * usual_bytes)
+                return self._plan_training(units, figures, room_bytes), ""
+            except PlanError as error:
+                errors.append(str(error))
+        return None, errors[0]
 
     def _state_plan(self) -> tuple[frozenset[str], int | None, bool]:
         """Resident units, slots, and whether these are for operands too."""
@@ -501,12 +517,12 @@ class StreamTuner:
             for pieces in (sizes.get(name, ()),)
         ]
 
-    def _warn(self, error: PlanError) -> None:
+    def _warn(self, error: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
                 "umem: all optimizer state is streamed, activations and gradients are copied: %s",
-                str(error),  # a record keeps what it is given, and an exception its frames
+                error,
             )
 
     def _log(self, plan: StreamPlan) -> None:
