@@ -28,7 +28,7 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
 NATIVE_TESTS := plain address thread
 
-.PHONY: help demo test check fast-tests lint native native-test planner pytest bench wheel clean
+.PHONY: help demo test check fast-tests lint native native-test planner pytest bench systems wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo 'make native-test  the allocator core under no sanitizer, ASan with UBSan, and TSan'
 	@echo 'make pytest       all Python tests; MARKED="not slow" for the quick ones'
 	@echo 'make bench        benchmarks (needs a GPU)'
+	@echo 'make systems      Trainer, TRL, DeepSpeed, Megatron and others under umem (needs a GPU)'
 	@echo 'make wheel        a wheel in dist/, built in isolation'
 	@echo 'make clean        remove the build folders; the virtual environment stays'
 	@echo 'variables: PYTHON=$(PYTHON) JOBS=$(JOBS) UMEM_CUDA=$(UMEM_CUDA) (13 or none; make clean between)'
@@ -76,6 +77,10 @@ pytest: native
 
 bench: native
 	$(BIN)/umem bench all
+
+systems: native
+	PYTHONPATH=benchmarks $(BIN)/python tests/systems/matrix.py --size large --deterministic \
+	  --minutes 60 --output benchmarks/results/systems.jsonl
 
 wheel: .venv/tools.stamp
 	$(PIP) wheel --no-deps --wheel-dir dist .

@@ -395,7 +395,7 @@ class Header(Record):
 
     format: Literal["umem-bench-2"] = "umem-bench-2"
     benchmark: Literal[
-        "allocators", "training", "scale", "generate", "planning", "published", "against"
+        "allocators", "training", "scale", "generate", "planning", "published", "against", "systems"
     ]
     date: str | None
     commit: str | None

@@ -1,0 +1,75 @@
+"""Programs of the systems that people use: losses, plan and memory under `umem run` on a GPU.
+
+Each is a row of the matrix of tests/systems, with a model of 21 million parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+INFERENCE = ("transformer_lens_cache", "hf_generate")
+SYSTEMS = (
+    *("hf_trainer_sft", "hf_trainer_lora", "trl_sft", "accelerate_loop", "lightning_fit"),
+    *("torch_compile", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "ddp", "megatron_core"),
+    *INFERENCE,
+)
+VARIANTS = ("stock", "stock-again", "umem", "umem-budget")
+MARGIN_BYTES = 64 << 20
+
+Rows = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """A system's rows by variant. Skips if it is not installed."""
+    file = tmp_path_factory.mktemp("systems") / "systems.jsonl"
+    paths = (str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", ""))
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "tests" / "systems" / "matrix.py"), "--deterministic"),
+            *("--systems", request.param, "--size", "small", "--output", str(file)),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+    )
+    assert file.exists(), done.stdout + done.stderr
+    found = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    by_variant: Rows = {row["variant"]: row for row in found}
+    stock = by_variant["stock"]
+    if stock["state"] == "not installed":
+        pytest.skip(stock["reason"])
+    assert stock["state"] == "measured", stock["reason"]
+    return by_variant
+
+
+@pytest.mark.parametrize("variant", VARIANTS[1:])
+def test_losses_equal_stocks(rows: Rows, variant: str) -> None:
+    row = rows[variant]
+    assert row["state"] == "measured", row["reason"]
+    assert row["losses_hex"] == rows["stock"]["losses_hex"]
+
+
+def test_a_plan_runs_within_a_budget(rows: Rows) -> None:
+    if rows["stock"]["system"] in INFERENCE:
+        pytest.skip("only trainings are planned")
+    row = rows["umem-budget"]
+    assert row["state"] == "measured", row["reason"]
+    assert row["plan_running"], row.get("notes")
+
+
+def test_the_card_holds_the_budget_and_the_base(rows: Rows) -> None:
+    row = rows["umem-budget"]
+    assert row["state"] == "measured", row["reason"]
+    more_bytes = row["card_peak_bytes"] - row["budget_bytes"] - rows["stock"]["outside_bytes"]
+    assert more_bytes <= MARGIN_BYTES

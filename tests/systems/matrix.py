@@ -1,0 +1,507 @@
+"""Runs the programs of many systems as they are and under `umem run`, and compares.
+
+``python tests/systems/matrix.py --output FILE`` with ``benchmarks`` in PYTHONPATH; `make systems`
+does so. Each run is a process of its own, never two at a time: stock twice, umem without a budget,
+and umem within a share of stock's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import ValidationError
+from umem_bench.card import Card, MemorySampler
+from umem_bench.machine import git_commit, header
+from umem_bench.results import Header, ProcessResult, median
+from umem_bench.scale.run import memory_ran_out
+from umem_bench.tables import NOTHING, Table, notes_table, print_tables, provenance
+from umem_bench.training.run import require_gpu, require_same, run_missing, why_no_time
+from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes
+
+from umem import UmemError
+from umem.core.units import format_bytes
+from umem.io.files import replace_file
+
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+
+BUDGET_PERCENT = 60
+"""Of the card memory that stock's tensors take at their peak."""
+
+MANAGED_LIMIT = "8GiB"
+
+PROCESS_LIMIT_S = 240.0
+"""For one run; what is compiled on a machine's first run counts."""
+
+UMEM = (sys.executable, "-c", "from umem.cli import main; main()", "run")
+"""The command ``umem run``, wherever its script is installed."""
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+
+Size = Literal["tiny", "small", "large"]
+STEPS: dict[Size, int] = {"tiny": 4, "small": 20, "large": 24}
+
+Variant = Literal["stock", "stock-again", "umem", "umem-budget", "umem-fallback"]
+GPU_VARIANTS: tuple[Variant, ...] = ("stock", "stock-again", "umem", "umem-budget")
+CPU_VARIANTS: tuple[Variant, ...] = ("stock", "stock-again", "umem-fallback")
+
+
+@dataclass(frozen=True)
+class System:
+    """How a program is started, and what it needs."""
+
+    packages: tuple[str, ...]
+    """Distributions that it imports, beside torch."""
+    policy: str = "sft"
+    launched: bool = False
+    """By torchrun, as one rank."""
+    needs_gpu: bool = False
+
+
+SYSTEMS: dict[str, System] = {
+    "hf_trainer_sft": System(("transformers", "accelerate")),
+    "hf_trainer_lora": System(("transformers", "accelerate", "peft"), policy="lora"),
+    "trl_sft": System(("transformers", "accelerate", "datasets", "trl")),
+    "accelerate_loop": System(("transformers", "accelerate")),
+    "lightning_fit": System(("transformers", "lightning")),
+    "torch_compile": System(("transformers",)),
+    "deepspeed_zero2": System(("transformers", "deepspeed"), launched=True),
+    "deepspeed_zero3": System(("transformers", "deepspeed"), launched=True),
+    "fsdp2": System(("transformers",), launched=True),
+    "ddp": System(("transformers",), launched=True),
+    "megatron_core": System(("megatron-core",), launched=True, needs_gpu=True),
+    "transformer_lens_cache": System(("transformer-lens",), policy="inference"),
+    "hf_generate": System(("transformers",), policy="inference"),
+}
+"""Name of a program -> how it is started."""
+
+Row = tuple[str, Variant]
+"""System and variant: what one process runs."""
+
+_MODULES = {"megatron-core": "megatron.core", "transformer-lens": "transformer_lens"}
+"""Where a distribution's module is not named as it is."""
+
+_SETTLED_SHARE = 3
+"""The last 1/3 of the steps are timed: umem measures and plans in those before."""
+
+_PLAN = re.compile(r":umem:umem: (?:weights, )?plan \d+: |:umem:umem: \w+ under the budget of ")
+_NOTE = re.compile(
+    r"(?:WARNING:umem:(?:umem: )?|INFO:umem:umem: (?=.* not (?:managed|streamed)))(.*)$",
+    re.MULTILINE,
+)
+_PLAN_ENDS = ("not measured any more", "the executor ends", "are not managed")
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
+_MOST_NOTES = 3
+_ABSENT = ("not installed", "not comparable")
+_END_S = 40.0
+"""For a process that was told to end: torchrun waits 30 s for its own."""
+
+
+class SystemResult(ProcessResult):
+    """One variant of one system. `plan_running`: umem logged a plan, and no end of it."""
+
+    kind: Literal["system"] = "system"
+    system: str
+    variant: Variant
+    commit: str | None = None
+    peak_allocated_bytes: int | None = None
+    host_process_bytes: int | None = None
+    """VmHWM. Page-locked memory that the driver allocates is not in it."""
+    host_locked_bytes: int | None = None
+    """VmLck and VmPin, after the last step."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The content of a results file."""
+
+    header: Header
+    results: tuple[SystemResult, ...]
+
+    def row(self, system: str, variant: Variant) -> SystemResult | None:
+        """What a system's run of this variant gave."""
+        return find(self.results, system, variant)
+
+
+def find(
+    results: Iterable[SystemResult], system: str, variant: Variant, state: str | None = None
+) -> SystemResult | None:
+    """The result of a system and variant, in this state if one is named."""
+    return next(
+        (
+            it
+            for it in results
+            if (it.system, it.variant) == (system, variant) and state in (None, it.state)
+        ),
+        None,
+    )
+
+
+# ---- running ----
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs rows; without a card on the CPU."""
+
+    size: Size
+    steps: int
+    deterministic: bool
+    card: Card | None
+    end_s: float
+    say: Callable[[str], None]
+
+    def measure(
+        self, row: Row, known: Sequence[SystemResult], tried: SystemResult | None
+    ) -> SystemResult:
+        """Run a row in a process of its own, unless there is a reason not to."""
+        name, variant = row
+        system = SYSTEMS[name]
+        told: dict[str, Any] = {"system": name, "variant": variant, "commit": git_commit()}
+        if lacking := [it for it in system.packages if not is_installed(it)]:
+            reason = f"it lacks {', '.join(lacking)}"
+            return SystemResult(**told, state="not installed", reason=reason)
+        if system.needs_gpu and self.card is None:
+            return SystemResult(**told, state="not comparable", reason="it needs a GPU")
+        own = [it for it in known if it.system == name]
+        left_s = self.end_s - time.monotonic()
+        reason = why_no_time(variant, own, tried, left_s)
+        reason = reason or (self.card.why_not_idle() if self.card else "")
+        if variant != "stock" and find(own, name, "stock", "measured") is None:
+            reason = "stock was not measured"
+        if variant == "umem-budget" and not reason:
+            stock = find(own, name, "stock", "measured")
+            assert stock is not None
+            working_set_bytes = (stock.card_peak_bytes or 0) - (stock.outside_bytes or 0)
+            told["budget_bytes"] = working_set_bytes * BUDGET_PERCENT // 100
+        if reason:
+            return SystemResult(**told, state="left out", reason=reason)
+        self.say(f"{name}, {variant}: at most {left_s:.0f} s are left")
+        told |= self._run(name, variant, told.get("budget_bytes"), left_s)
+        result = SystemResult(**told | memory_ran_out(told))
+        self.say(_line(result))
+        return result
+
+    def _run(
+        self, name: str, variant: Variant, budget_bytes: int | None, left_s: float
+    ) -> dict[str, Any]:
+        card = self.card and self.card.between_processes()
+        began_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="umem-systems-") as folder:
+            output, log = Path(folder, "output.json"), Path(folder, "log")
+            command = [*self._command(name, variant), "--output", str(output)]
+            with MemorySampler(card) as sampler, log.open("wb") as log_file:
+                status = _end_status(
+                    command,
+                    _environment(budget_bytes),
+                    folder,
+                    log_file,
+                    max(1.0, min(PROCESS_LIMIT_S, left_s)),
+                )
+            # Progress bars return to the beginning of their line.
+            words = log.read_text(errors="replace").replace("\r", "\n")
+            found = json.loads(output.read_text()) if output.exists() else {}
+        told: dict[str, Any] = sampler.figures()
+        told["process_s"] = time.monotonic() - began_s
+        told["notes"] = tuple(dict.fromkeys(_NOTE.findall(words)))[:_MOST_NOTES]
+        if status is None:
+            reason = f"it did not end within {told['process_s']:.0f} s"
+            return told | {"state": "failed", "timed_out": True, "reason": reason}
+        if status != 0 or not found:
+            return told | {"state": "failed", "reason": _reason(words, status)}
+        if card is not None and not variant.startswith("umem"):
+            told["outside_bytes"] = (
+                found["card_used_bytes"] - card.idle_bytes - found["reserved_bytes"]
+            )
+        if variant in ("umem", "umem-budget"):
+            told["plan_running"] = bool(_PLAN.search(words)) and not any(
+                end in note for note in told["notes"] for end in _PLAN_ENDS
+            )
+        kept = ("peak_allocated_bytes", "host_process_bytes", "host_locked_bytes", "parameters")
+        return (
+            told
+            | {field: found.get(field) for field in kept}
+            | {"state": "measured", "losses_hex": found["losses"], "steps_s": found["seconds"]}
+        )
+
+    def _command(self, name: str, variant: Variant) -> Iterator[str]:
+        system = SYSTEMS[name]
+        is_umem = variant.startswith("umem")
+        if system.launched:
+            yield from (*TORCHRUN, *(("--no-python",) if is_umem else ()))
+        if is_umem:
+            yield from (*UMEM, "--policy", system.policy)
+            yield from ("--fallback",) if variant == "umem-fallback" else ()
+        elif not system.launched:
+            yield sys.executable
+        yield str(PROGRAMS / f"{name}.py")
+        yield from ("--size", self.size, "--steps", str(self.steps))
+        yield from ("--deterministic",) if self.deterministic else ()
+
+
+def is_installed(package: str) -> bool:
+    """Whether a distribution's module can be imported."""
+    try:
+        return importlib.util.find_spec(_MODULES.get(package, package)) is not None
+    except ImportError:  # of the package around it
+        return False
+
+
+def _environment(budget_bytes: int | None) -> dict[str, str]:
+    kept = {name: it for name, it in os.environ.items() if not name.startswith("UMEM_")}
+    budget = {} if budget_bytes is None else {"UMEM_DEVICE_BUDGET": str(budget_bytes)}
+    return {
+        **kept,
+        **budget,
+        "UMEM_MANAGED_LIMIT": MANAGED_LIMIT,
+        "CUDA_VISIBLE_DEVICES": kept.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _end_status(
+    command: Sequence[str], environment: dict[str, str], folder: str, log: Any, limit_s: float
+) -> int | None:
+    """A process's exit status; None if its time ran out, and it was ended."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its rank
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _reason(log: str, status: int) -> str:
+    """The first error that ended a program: launchers add their own below it."""
+    errors = [it for it in _ERROR.findall(log) if "ChildFailedError" not in it]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return (errors or lines or [""])[-1] or f"ended with status {status}"
+
+
+def run_matrix(
+    rows: Sequence[Row],
+    runner: Runner,
+    on_results: Callable[[Matrix], None],
+    earlier: Matrix | None = None,
+    *,
+    again: bool = False,
+) -> Matrix:
+    """Run rows one after the other; with `earlier` results those that they lack, or all `again`.
+
+    Raises ``UmemError`` if the earlier results are of other settings, another machine or versions.
+    """
+    settings = {
+        "size": runner.size,
+        "steps": runner.steps,
+        "deterministic": int(runner.deterministic),
+        "budget_percent": BUDGET_PERCENT,
+    }
+    packages = dict.fromkeys(name for it in SYSTEMS.values() for name in it.packages)
+    begun = header("systems", settings, *packages)
+    if earlier is not None:
+        require_same(earlier.header, begun, same_commit=False)
+        begun = earlier.header
+    results = run_missing(
+        rows,
+        {(it.system, it.variant): it for it in (earlier.results if earlier else ())},
+        runner.measure,
+        lambda so_far: on_results(Matrix(begun, tuple(so_far))),
+        again=again,
+    )
+    return Matrix(begun, tuple(results))
+
+
+# ---- files ----
+
+
+def write(matrix: Matrix, path: Path) -> None:
+    """Write a results file: a line with the provenance, then one for each result."""
+    lines = [matrix.header.model_dump_json()]
+    lines += [
+        json.dumps({"kind": it.kind} | it.model_dump(mode="json", exclude_defaults=True))
+        for it in matrix.results
+    ]
+    replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def read(path: Path) -> Matrix:
+    """Read a results file. Raises ``UmemError`` if it is none."""
+    try:
+        first, *others = path.read_text().splitlines()
+        return Matrix(
+            Header.model_validate_json(first),
+            tuple(map(SystemResult.model_validate_json, others)),
+        )
+    except (OSError, ValueError, ValidationError) as error:
+        raise UmemError(f"{path}: no results of this matrix: {error}") from error
+
+
+# ---- the table ----
+
+
+def tables(matrix: Matrix) -> Iterator[Table]:
+    """All rows; then what umem warned of."""
+    columns = (
+        *("system", "variant", "losses", "of stock's speed", "card's peak (base)", "budget"),
+        *("plan", "host (process, locked)"),
+    )
+    # What keeps a system from running at all is said once.
+    told = [it for it in matrix.results if it.state not in _ABSENT or it.variant == "stock"]
+    yield Table("Systems", columns, [_cells(matrix, it) for it in told])
+    noted = [it for it in matrix.results if it.notes]
+    yield from notes_table(
+        (f"{it.system}, {it.variant}", _size(it.budget_bytes), it) for it in noted
+    )
+
+
+def is_over_budget(result: SystemResult, stock: SystemResult | None) -> bool:
+    """Whether NVML saw more in use than the budget, the process's base and a margin."""
+    if result.budget_bytes is None or result.card_peak_bytes is None:
+        return False
+    more_bytes = result.card_peak_bytes - base_bytes(result, stock) - result.budget_bytes
+    return more_bytes > CARD_MARGIN_BYTES
+
+
+def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
+    if result.state != "measured":
+        words = f"{result.state}: {result.reason}"
+        size = _size(result.budget_bytes)
+        return (result.system, result.variant, words, NOTHING, NOTHING, size, NOTHING, NOTHING)
+    stock = matrix.row(result.system, "stock")
+    peak = f"{_size(result.card_peak_bytes)} ({_size(base_bytes(result, stock) or None)})"
+    sizes = (result.host_bytes, result.host_process_bytes, result.host_locked_bytes)
+    host, process, locked = map(_size, sizes)
+    return (
+        result.system,
+        result.variant,
+        _losses(matrix, result),
+        _speed(result, stock),
+        f"{peak}, over its budget" if is_over_budget(result, stock) else peak,
+        _size(result.budget_bytes),
+        {None: NOTHING, True: "yes", False: "no"}[result.plan_running],
+        f"{host} ({process}, {locked})",
+    )
+
+
+def _losses(matrix: Matrix, result: SystemResult) -> str:
+    """Whether the losses have stock's bits; stock's own are compared with its second run's."""
+    other = matrix.row(result.system, "stock-again" if result.variant == "stock" else "stock")
+    if other is None or other.state != "measured":
+        return NOTHING
+    pairs = list(zip(result.losses_hex, other.losses_hex, strict=False))
+    differing = next((step for step, (own, its) in enumerate(pairs, 1) if own != its), None)
+    if differing is None and len(result.losses_hex) == len(other.losses_hex):
+        return "equal"
+    return f"differ from step {differing or len(pairs) + 1} on"
+
+
+def _settled_s(result: SystemResult) -> float | None:
+    """Median of the last steps."""
+    return median(result.steps_s[-max(1, len(result.steps_s) // _SETTLED_SHARE) :])
+
+
+def _speed(result: SystemResult, stock: SystemResult | None) -> str:
+    stock_s, own_s = stock and _settled_s(stock), _settled_s(result)
+    return f"{100 * stock_s / own_s:.3g} %" if stock_s and own_s else NOTHING
+
+
+def _size(size_bytes: int | None) -> str:
+    return NOTHING if size_bytes is None else format_bytes(size_bytes)
+
+
+def _line(result: SystemResult) -> str:
+    words = f"{result.system}, {result.variant}"
+    step_s = _settled_s(result)
+    if result.state != "measured" or step_s is None:
+        return f"{words}: {result.state}: {result.reason}"
+    return f"{words}: {1e3 * step_s:.4g} ms a step, {result.process_s:.1f} s in all"
+
+
+def show(matrix: Matrix, *, as_markdown: bool) -> None:
+    """Print the tables."""
+    settings = matrix.header.settings
+    assert isinstance(settings, dict)
+    words = (
+        f"size {settings['size']}, {settings['steps']} steps",
+        "deterministic algorithms" if settings["deterministic"] else "",
+        f"medians of the last 1/{_SETTLED_SHARE} of the steps",
+    )
+    print_tables(provenance(matrix.header, *words), tables(matrix), as_markdown=as_markdown)
+
+
+# ---- the command ----
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="default: all")
+    parser.add_argument("--size", choices=get_args(Size), default="small")
+    parser.add_argument("--steps", type=int, help="default: the size's")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--minutes", type=float, default=9.0, help="rows that take more wait")
+    parser.add_argument("--output", type=Path, metavar="FILE")
+    parser.add_argument("--continue", dest="continued", type=Path, metavar="FILE")
+    parser.add_argument("--again", action="store_true", help="with --continue: run all rows anew")
+    parser.add_argument("--cpu", action="store_true", help="stock twice, and umem's fallback")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="print its tables, run nothing")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    if options.report is not None:
+        show(read(options.report), as_markdown=options.markdown)
+        return 0
+    names = [name.strip() for name in options.systems.split(",")]
+    if unknown := [name for name in names if name not in SYSTEMS]:
+        parser.error(f"{', '.join(unknown)}: none of {', '.join(SYSTEMS)}")
+    if not options.cpu:
+        require_gpu("the matrix")
+    output = options.output or options.continued
+    runner = Runner(
+        size=options.size,
+        steps=options.steps or STEPS[options.size],
+        deterministic=options.deterministic,
+        card=None if options.cpu else Card.find(),
+        end_s=time.monotonic() + 60 * options.minutes,
+        say=lambda words: print(words, file=sys.stderr, flush=True),
+    )
+    variants = CPU_VARIANTS if options.cpu else GPU_VARIANTS
+    matrix = run_matrix(
+        [(name, variant) for name in names for variant in variants],
+        runner,
+        lambda so_far: write(so_far, output) if output else None,
+        read(options.continued) if options.continued else None,
+        again=options.again,
+    )
+    show(matrix, as_markdown=options.markdown)
+    return int(any(it.state in ("failed", "out of memory") for it in matrix.results))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UmemError as error:
+        sys.exit(f"matrix.py: {error}")

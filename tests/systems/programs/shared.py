@@ -1,0 +1,177 @@
+"""Used by all programs: the command line, the model's shape, its data, and what is written down."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LEARNING_RATE = 1e-4
+MAX_NORM = 1.0
+SEED = 0
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder and its batches."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    vocabulary: int
+    batch: int
+    tokens: int
+    """In each sequence."""
+    checkpoints: bool = False
+    """Keep only each layer's input for the backward pass."""
+
+
+SHAPES = {
+    "tiny": Shape(64, 128, layers=2, heads=2, vocabulary=256, batch=2, tokens=32),
+    # 21 million parameters, beside activations of some 2 GB.
+    "small": Shape(384, 1024, layers=10, heads=6, vocabulary=4096, batch=16, tokens=512),
+    # 0.56 billion parameters.
+    "large": Shape(
+        1280, 3456, layers=24, heads=20, vocabulary=32_000, batch=4, tokens=2048, checkpoints=True
+    ),
+}
+
+
+class Program:
+    """What a program was asked for, and what it writes down: losses and times of its steps.
+
+    Parameters
+    ----------
+    packages
+        Whose versions are written beside torch's.
+    """
+
+    def __init__(self, *packages: str) -> None:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--size", choices=SHAPES, default="small")
+        parser.add_argument("--steps", type=int, default=16)
+        parser.add_argument("--output", type=Path, required=True, help="of one JSON object")
+        parser.add_argument("--deterministic", action="store_true")
+        self.options = parser.parse_args()
+        self.shape = SHAPES[self.options.size]
+        self.steps: int = self.options.steps
+        self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.on_gpu else "cpu")
+        self._packages = ("torch", *packages)
+        self._losses: list[Any] = []
+        self._marks: list[Any] = []
+        logging.basicConfig(
+            level=logging.INFO, format="%(levelname)s:%(name)s:%(message)s", force=True
+        )
+        if self.options.deterministic:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it starts
+            torch.use_deterministic_algorithms(True)
+            # As slow as the memory is large, and not needed for results to repeat.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass is not deterministic
+        torch.manual_seed(SEED)
+
+    def config(self, **more: Any) -> Any:
+        """The decoder for transformers: a Llama."""
+        from transformers import LlamaConfig
+
+        shape = self.shape
+        return LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.heads,
+            vocab_size=shape.vocabulary,
+            max_position_embeddings=shape.tokens,
+            tie_word_embeddings=False,
+            **more,
+        )
+
+    def llama(self) -> Any:
+        """A Llama with random weights in float32, on the CPU, to be trained."""
+        from transformers import LlamaForCausalLM
+
+        return self.trainable(LlamaForCausalLM(self.config(use_cache=False)))
+
+    def trainable(self, model: Any) -> Any:
+        """A model of transformers in training mode; it checkpoints if the shape says."""
+        if self.shape.checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    def rows(self) -> list[dict[str, torch.Tensor]]:
+        """A data set: random tokens, enough for all steps."""
+        generator = torch.Generator().manual_seed(SEED + 1)
+        size = (self.steps * self.shape.batch, self.shape.tokens)
+        tokens = torch.randint(1, self.shape.vocabulary, size, generator=generator)
+        return [{"input_ids": row, "labels": row} for row in tokens]
+
+    def batches(self) -> Any:
+        """A `DataLoader` of the rows."""
+        return torch.utils.data.DataLoader(self.rows(), self.shape.batch)  # type: ignore[arg-type]
+
+    def end_step(self, loss: torch.Tensor | float) -> None:
+        """Note a step's loss, or another number that tells its result, and the time."""
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach().clone()
+        self._losses.append(loss)
+        if self.on_gpu:  # without a wait, which most trainings do not have in every step
+            mark: Any = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        self._marks.append(mark)
+
+    def write(self, model: Any) -> None:
+        """Write losses as hexadecimal, seconds from each step's end to the next, and memory."""
+        found: dict[str, Any] = {}
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            took_s = [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._marks)]
+            found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            found["reserved_bytes"] = torch.cuda.memory_reserved()
+            found["card_used_bytes"] = torch.cuda.device_memory_used()
+        else:
+            took_s = [end - begin for begin, end in pairwise(self._marks)]
+        found |= {
+            "losses": [float(loss).hex() for loss in self._losses],
+            "seconds": took_s,
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "versions": {name: importlib.metadata.version(name) for name in self._packages},
+            **_host_memory(),
+        }
+        self.options.output.write_text(json.dumps(found))
+
+
+def checksum(*tensors: torch.Tensor) -> float:
+    """A number that changes with the tensors' bits, infinite values or not."""
+    return float(
+        sum(
+            int(it.view(_INTEGERS[it.itemsize]).sum(dtype=torch.int64)) * number
+            for number, it in enumerate(tensors, 1)
+        )
+    )
+
+
+def _host_memory() -> dict[str, int]:
+    """Memory of this process on the host, as the kernel counts it."""
+    text = Path("/proc/self/status").read_text()
+    kib = {name: int(size) for name, size in re.findall(r"^(Vm\w+):\s+(\d+) kB$", text, re.M)}
+    return {
+        "host_process_bytes": kib.get("VmHWM", 0) << 10,
+        "host_locked_bytes": (kib.get("VmLck", 0) + kib.get("VmPin", 0)) << 10,
+    }
