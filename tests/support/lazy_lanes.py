@@ -31,7 +31,7 @@ __all__ = ["HostStateMemory", "LazyLanes"]
 class _Task:
     lane: Lane
     work: Callable[[], None]
-    after: Sequence[_Task | None]
+    after: Sequence[_Task]
     gradients: list[tuple[nn.Parameter, torch.Tensor | None]]
     """Of all parameters, when the work was queued: on a GPU it is launched then."""
     is_done: bool = False
@@ -39,6 +39,10 @@ class _Task:
 
 def _nothing() -> None:
     pass
+
+
+_OVER = _Task(Lane.UPDATE, _nothing, (), [], is_done=True)
+"""A moment of the program's own work."""
 
 
 class LazyLanes(Lanes):
@@ -83,7 +87,7 @@ class LazyLanes(Lanes):
             ready = [
                 queue
                 for queue in self._queues.values()
-                if queue and all(it is None or it.is_done for it in queue[0].after)
+                if queue and all(it.is_done for it in queue[0].after)
             ]
             if not ready:
                 return
@@ -96,14 +100,14 @@ class LazyLanes(Lanes):
             self._known |= {id(it): it for it in model.parameters()}
         return list(self._known.values())
 
-    def mark(self) -> None:
+    def mark(self) -> _Task:
         """The program's own work runs when it is called."""
         self.progress()
+        return _OVER
 
-    def run(
-        self, lane: Lane, work: Callable[[], None], after: Sequence[_Task | None] = ()
-    ) -> _Task:
+    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[_Task] = ()) -> _Task:
         """Queue the work."""
+        assert None not in after, "a GPU's lanes wait for moments alone"
         task = _Task(lane, work, list(after), [(it, it.grad) for it in self._parameters()])
         self._queues[lane].append(task)
         self.progress()
@@ -121,11 +125,11 @@ class LazyLanes(Lanes):
             self.waits += 1
             self._complete(moment)
 
-    def wait_on_stream_of(self, marked: None, moment: _Task | None) -> None:
+    def wait_on_stream_of(self, marked: _Task, moment: _Task | None) -> None:
         """All threads are one stream here."""
         self.wait(moment)
 
-    def count_behind(self, marked: None, moment: _Task | None) -> None:
+    def count_behind(self, marked: _Task, moment: _Task | None) -> None:
         """All threads are one stream here."""
 
     def finish(self, moment: _Task | None) -> None:
@@ -137,7 +141,7 @@ class LazyLanes(Lanes):
         while not task.is_done:
             first = queue[0]
             for needed in first.after:
-                if needed is not None and not needed.is_done:
+                if not needed.is_done:
                     self._complete(needed)
             if not first.is_done:
                 queue.popleft()

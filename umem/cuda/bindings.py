@@ -183,6 +183,7 @@ def device_count() -> int:
 
 
 def _device(number: int) -> Any:
+    _start_driver()
     return _call("cuDeviceGet", number, subject=f"device {number}")
 
 

@@ -280,7 +280,8 @@ class StreamedStep:
             arrived = piece.fetched
             if operands is not None:
                 come = functools.partial(operands.copy_in, self._lanes)
-                arrived = self._lanes.run(Lane.COPY_IN, come, [ready, slot.free, arrived])
+                free = [] if slot.free is None else [slot.free]
+                arrived = self._lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
 
             def leave() -> None:
                 state.copy_out(self._lanes)
