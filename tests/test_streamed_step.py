@@ -6,6 +6,7 @@ import gc
 import io
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,32 @@ def test_a_profile_counts_streamed_state(tmp_path: Path) -> None:
             ("to_host", "copy", TensorClass.WEIGHTS): weight_bytes,
             ("to_device", "copy", TensorClass.GRADIENTS): weight_bytes,
         }
+
+
+def closures(program: Program) -> None:
+    """As Lightning steps; called without gradients, one of the closures fails."""
+
+    def closure() -> torch.Tensor:
+        program.optimizer.zero_grad()
+        loss: torch.Tensor = program.model(program.batch()).square().mean()
+        loss.backward()
+        if program.steps > 3 and program.is_first("failure"):
+            raise ValueError("no batch")
+        nn.utils.clip_grad_norm_(program.model.parameters(), 0.5)
+        return loss
+
+    for _ in range(3):
+        with torch.no_grad(), suppress(ValueError):
+            program.seen.append(program.optimizer.step(closure).detach())
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+def test_steps_with_closures_are_streamed(eagerness: float) -> None:
+    run = compare(closures, eagerness=eagerness)
+    assert run.training is not None
+    counts = run.training.counts
+    # Four plain ones, and nine of which one fails before its step.
+    assert (counts.streamed, counts.in_line, counts.waited) == (4 + 9 - 1, 0, 0)
 
 
 def test_state_is_made_in_the_order_of_the_optimizer() -> None:

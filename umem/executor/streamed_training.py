@@ -413,6 +413,20 @@ class StreamedTraining:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        named = _arguments(args, kwargs)
+        may_call = self._streams_state and self._backward is None and self._comes_last()
+        if not may_call or named.keys() != {"closure"}:
+            return self._begin_step(optimizer, named)
+        closure = named.pop("closure")
+        # Known optimizers call it once, before they use a gradient.
+        with torch.enable_grad():
+            loss = closure()
+        done = self._begin_step(optimizer, named)
+        return (optimizer,) if done is None else done[0], {"closure": lambda: loss}
+
+    def _begin_step(
+        self, optimizer: Optimizer, arguments: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._gradients.step_begins()
         if self._weights is not None:
             self._weights.streamed.step_begins()
@@ -420,7 +434,7 @@ class StreamedTraining:
             self._tuner.step_begins()
         if not self._streams_state:
             return None
-        obstacle, is_last = self._obstacle(optimizer, args, kwargs), self._comes_last()
+        obstacle, is_last = self._obstacle(optimizer, arguments), self._comes_last()
         self._is_in_line = bool(obstacle) or not is_last
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle, is_last=is_last)
@@ -435,7 +449,7 @@ class StreamedTraining:
         is_deferred = self._tuner is None or not self._tuner.is_measuring
         empty = self._step.step(optimizer, is_deferred=is_deferred)
         # torch runs the step's own function on what a hook returns: here on no parameters.
-        return None if empty is None else ((empty,), dict(kwargs))
+        return None if empty is None else ((empty,), dict(arguments))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_in_line:
@@ -452,13 +466,10 @@ class StreamedTraining:
         )
         self._gradients.set_plan(())
 
-    def _obstacle(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> str:
+    def _obstacle(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> str:
         """Why the optimizer has to run the step itself; empty if it does not."""
-        # Accelerate calls step(None).
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
-            return "step() has a closure"
+        if arguments:
+            return f"step() has {', '.join(f'a {it}' for it in arguments)}"
         if torch.compiler.is_compiling():
             return "step() is compiled"
         if self._lanes.is_capturing():
@@ -480,6 +491,12 @@ class StreamedTraining:
     def _hooks(self) -> dict[int, Any]:
         """The optimizer's hooks before a step, in their order."""
         return self._handle.hooks_dict_ref() or {}
+
+
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``step()`` was called with, by name, but None: Accelerate calls ``step(None)``."""
+    named = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _check(optimizer: Optimizer) -> None:
