@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from umem.executor import Manager, join, manage
     from umem.hardware import Hardware, load_hardware
     from umem.hardware.capabilities import Capabilities
+    from umem.integrations.trainer import UmemCallback
     from umem.offload import offload
     from umem.planning import plan
     from umem.policy import Policy, load_policy
@@ -73,6 +74,7 @@ __all__ = [
     "TensorClass",
     "Trace",
     "TraceError",
+    "UmemCallback",
     "UmemError",
     "UnsupportedError",
     "__version__",
@@ -105,6 +107,7 @@ _MODULES = {
     "PlanError PolicyError TraceError UmemError UnsupportedError",
     "umem.executor": "Manager join manage",
     "umem.hardware": "Hardware load_hardware",
+    "umem.integrations.trainer": "UmemCallback",
     "umem.runtime.inspection": "ClassMemory LiveTensor memory_by_class memory_summary "
     "tensor_class tensors",
     "umem.planning": "plan",

@@ -1,0 +1,1 @@
+"""What other libraries call of umem."""
