@@ -56,7 +56,6 @@ class DeviceMemory(HostStateMemory):
     def __init__(self, model: nn.Module, born_at_home: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.at_home = {id(it) for name, it in model.named_parameters() if name in born_at_home}
-        self.most_home_bytes: int | None = None
         self._addresses = {it.data_ptr() for it in model.parameters() if id(it) not in self.at_home}
 
     def is_home(self, tensor: torch.Tensor) -> bool:
@@ -72,6 +71,31 @@ class DeviceMemory(HostStateMemory):
         if new is not None:
             self._addresses.add(new.data_ptr())
         return new
+
+
+class CountedMemory(DeviceMemory):
+    """Counts the homes of weights at a time, and what the device had at most."""
+
+    def __init__(self, model: nn.Module, born_at_home: tuple[str, ...]) -> None:
+        super().__init__(model, born_at_home)
+        self._model = model
+        self.home_bytes: list[int] = []
+        self.device_bytes_seen: list[int] = []
+        self.moves = ""
+
+    def _count(self, *, more_at_home: int, more_on_device: int) -> None:
+        self.moves += "i" if more_on_device else "o"
+        home_bytes = sum(it.nbytes for it in self._model.parameters() if self.is_home(it))
+        self.home_bytes.append(home_bytes + more_at_home)
+        self.device_bytes_seen.append(on_device(self._model, self) + more_on_device)
+
+    def home_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor:
+        self._count(more_at_home=tensor.nbytes, more_on_device=0)
+        return super().home_like(tensor, tensor_class)
+
+    def device_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
+        self._count(more_at_home=0, more_on_device=tensor.nbytes)
+        return super().device_like(tensor, tensor_class)
 
 
 class FailingLanes(LazyLanes):
@@ -306,3 +330,24 @@ def test_an_error_of_a_copy_leaves_all_weights_at_home(
         assert type(it) is nn.Parameter
         assert not any(begin <= it.data_ptr() < end for begin, end in buffers)
     assert not made.streamed.is_in_use
+
+
+def test_weights_are_exchanged_by_turns() -> None:
+    """A model that was loaded in order: its first layers are on the device, its last at home."""
+    model = Net(layers=32)
+    names = [name for name, it in model.named_parameters() if it.nbytes >= LAYER_BYTES]
+    born = tuple(names[len(names) // 2 :])
+    before = [it.detach().clone() for it in model.parameters()]
+    weights, _, _ = make(model, 256 * MIB + 20 * LAYER_BYTES, born)
+    counted = CountedMemory(model, born)
+    weights._memory = weights.streamed._memory = counted
+    begun_bytes = on_device(model, counted)
+    homes_bytes = sum(it.nbytes for it in model.parameters()) - begun_bytes
+    call(model)
+    assert weights.status().streamed_bytes > 0
+    assert all(map(torch.equal, before, model.parameters()))
+    # One more at a time on either side, beyond what leaves for good.
+    left_bytes = begun_bytes - on_device(model, counted)
+    assert max(counted.home_bytes) <= homes_bytes + max(0, left_bytes) + 2 * LAYER_BYTES
+    assert max(counted.device_bytes_seen) <= begun_bytes + LAYER_BYTES
+    assert "oio" in counted.moves

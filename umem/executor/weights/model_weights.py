@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -409,8 +409,7 @@ class ModelWeights:
                 experts = find_expert_tables(module)
                 blocks.append(StreamedBlock(unit.block.name, module, tensors, experts))
                 classes[unit.block.name] = self._class_of(tensors[0])
-        for tensor in leaving:
-            self._move(tensor, to_home=True)
+        coming = self._exchange(leaving, coming)
         self._room.trim()
         slots = {name: ExtraSlots(*counts) for name, counts in extra.items()}
         self.streamed.set_blocks(blocks, plan.slots, classes, slots)
@@ -432,6 +431,28 @@ class ModelWeights:
             format_bytes(other_bytes),
             format_bytes(self._room.budget_bytes),
         )
+
+    def _exchange(
+        self, leaving: Sequence[torch.Tensor], coming: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Move weights to homes, and as many bytes at most to the device; returns what is left.
+
+        By turns, so that the home that one leaves serves the next: page-locking memory takes longer
+        than copying it.
+        """
+        with DisableTorchFunctionSubclass():
+            out = [it for it in leaving if not self._memory.is_home(it)]
+            into = [it for it in coming if self._memory.is_home(it)]
+            out_bytes, into_bytes = (sum(it.nbytes for it in some) for some in (out, into))
+            # Room for the buffers is made on the way.
+            share = min(1.0, into_bytes / max(1, out_bytes))
+            balance = 0.0
+            for tensor in out:
+                self._move(tensor, to_home=True)
+                balance += share * tensor.nbytes
+                while into and into[0].nbytes <= balance and self._move(into[0], to_home=False):
+                    balance -= into.pop(0).nbytes
+        return into
 
     def _class_of(self, tensor: torch.Tensor) -> TensorClass:
         return self._classes.get(id(tensor), TensorClass.OTHER)
