@@ -138,6 +138,18 @@ def test_tables_leave_first_and_the_largest_before_the_others() -> None:
     assert plan.device_bytes == (18 - 10 + 2 * 4) * KIB
 
 
+def test_tables_of_experts_leave_first_if_asked() -> None:
+    parts = tuple(it * KIB for it in (4, 4, 8, 8))
+    units = [WeightUnit(parts, experts=frozenset([2, 3]))] * 4
+    plan = plan_weights(units, 76 * KIB, 2)
+    assert any(some & {0, 1} for some in plan.streamed)
+    plan = plan_weights(units, 76 * KIB, 2, experts_first=True)
+    assert plan.device_bytes <= 76 * KIB
+    assert not any(some & {0, 1} for some in plan.streamed)
+    # Where that is not enough, all can leave.
+    assert plan_weights(units, 0, 2, experts_first=True) == plan_weights(units, 0, 2)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_fewer_units_than_slots_stream_nothing(count: int) -> None:
     """Their buffers would take as much memory as the weights."""

@@ -30,6 +30,8 @@ class WeightUnit:
     they are read in place, over the link: no copy of the whole is needed."""
     trained: frozenset[int] = frozenset()
     """Numbers of parts that an optimizer updates."""
+    experts: frozenset[int] = frozenset()
+    """Numbers of tables of experts, of which passes with few tokens read some."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class WeightPlan:
         return self.resident_bytes + self.slots * self.slot_bytes
 
 
-def plan_weights(units: Sequence[WeightUnit], room_bytes: int, slots: int) -> WeightPlan:
+def plan_weights(
+    units: Sequence[WeightUnit], room_bytes: int, slots: int, *, experts_first: bool = False
+) -> WeightPlan:
     """Keep as many weights on the device as have room there beside the staging buffers.
 
     Gathered tables leave first, the largest before the others. Then each unit streams an equal
@@ -70,6 +74,8 @@ def plan_weights(units: Sequence[WeightUnit], room_bytes: int, slots: int) -> We
         Device memory for weights and staging buffers.
     slots
         Number of staging buffers, 2 or more.
+    experts_first
+        Whether to stream tables of experts alone where that makes room enough.
 
     Returns
     -------
@@ -78,12 +84,12 @@ def plan_weights(units: Sequence[WeightUnit], room_bytes: int, slots: int) -> We
     """
     all_bytes = sum(sum(unit.part_bytes) for unit in units)
     in_place: list[set[int]] = [set() for _ in units]
-    tables = sorted(
+    gathered = sorted(
         ((size, n, part) for n, it in enumerate(units) for part, size in _gathered(it)),
         reverse=True,
     )
     left_bytes = 0
-    for size_bytes, number, part in tables:
+    for size_bytes, number, part in gathered:
         if all_bytes - left_bytes <= room_bytes:
             break
         in_place[number].add(part)
@@ -96,10 +102,15 @@ def plan_weights(units: Sequence[WeightUnit], room_bytes: int, slots: int) -> We
             for unit in units
         ]
         excess_bytes = all_bytes - left_bytes - room_bytes
-        streamed, slot_bytes = _streamed(can_stream, excess_bytes, slots)
-    streamed_bytes = sum(
-        unit.part_bytes[part] for unit, some in zip(units, streamed, strict=True) for part in some
-    )
+        if experts_first:
+            tables = [
+                {part: size for part, size in some.items() if part in unit.experts}
+                for unit, some in zip(units, can_stream, strict=True)
+            ]
+            streamed, slot_bytes = _streamed(tables, excess_bytes, slots)
+        if _bytes_of(units, streamed) - slots * slot_bytes < excess_bytes:
+            streamed, slot_bytes = _streamed(can_stream, excess_bytes, slots)
+    streamed_bytes = _bytes_of(units, streamed)
     return WeightPlan(
         streamed=tuple(streamed),
         in_place=tuple(map(frozenset, in_place)),
@@ -109,6 +120,11 @@ def plan_weights(units: Sequence[WeightUnit], room_bytes: int, slots: int) -> We
         streamed_bytes=streamed_bytes,
         in_place_bytes=left_bytes,
     )
+
+
+def _bytes_of(units: Sequence[WeightUnit], parts: Sequence[frozenset[int]]) -> int:
+    every = zip(units, parts, strict=True)
+    return sum(unit.part_bytes[part] for unit, some in every for part in some)
 
 
 def _gathered(unit: WeightUnit) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ from umem.core.units import format_bytes
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
-from umem.executor.weights.expert_tables import find_expert_tables
+from umem.executor.weights.expert_tables import ExpertTables, find_expert_tables
 from umem.executor.weights.staged_weights import WeightMemory, is_movable_weight
 from umem.executor.weights.streamed_weights import (
     ExtraSlots,
@@ -150,6 +150,7 @@ class _Unit:
     block: Block
     tensors: list[torch.Tensor]
     planned: WeightUnit
+    experts: ExpertTables
 
 
 class ModelWeights:
@@ -369,7 +370,14 @@ class ModelWeights:
     def _place(self, other_bytes: int) -> None:
         """Move weights so that so much is left for everything else."""
         room_bytes = self._budget_bytes - other_bytes - self.fixed_bytes
-        self.apply(plan_weights(list(self.units.values()), room_bytes, WEIGHT_SLOTS), other_bytes)
+        plan = plan_weights(
+            list(self.units.values()),
+            room_bytes,
+            WEIGHT_SLOTS,
+            # A training uses all of them in each pass.
+            experts_first=not torch.is_grad_enabled(),
+        )
+        self.apply(plan, other_bytes)
 
     def apply(
         self,
@@ -405,9 +413,8 @@ class ModelWeights:
                 (leaving if is_home else coming).append(tensor)
             if staged:
                 tensors = [unit.tensors[number] for number in sorted(staged)]
-                module = unit.block.module
-                experts = find_expert_tables(module)
-                blocks.append(StreamedBlock(unit.block.name, module, tensors, experts))
+                name, module = unit.block.name, unit.block.module
+                blocks.append(StreamedBlock(name, module, tensors, unit.experts))
                 classes[unit.block.name] = self._class_of(tensors[0])
         coming = self._exchange(leaving, coming)
         self._room.trim()
@@ -492,6 +499,7 @@ def _find_units(
     for block in blocks:
         tensors: list[torch.Tensor] = []
         gathered = set()
+        experts = find_expert_tables(block.module)
         for owner in block.module.modules():
             for parameter in owner.parameters(recurse=False):
                 if users[id(parameter)] != 1:
@@ -507,8 +515,9 @@ def _find_units(
             with DisableTorchFunctionSubclass():
                 sizes = tuple(it.nbytes for it in tensors)
             trained = frozenset(n for n, it in enumerate(tensors) if it.requires_grad)
-            planned = WeightUnit(sizes, frozenset(gathered), trained)
-            units.append(_Unit(block, tensors, planned))
+            tables = frozenset(n for n, it in enumerate(tensors) if id(it) in experts.ids)
+            planned = WeightUnit(sizes, frozenset(gathered), trained, tables)
+            units.append(_Unit(block, tensors, planned, experts))
     return units, [it for it in movable if id(it) not in known]
 
 
@@ -528,9 +537,9 @@ def _without(unit: _Unit, excluded: Container[int]) -> _Unit | None:
     if not left:
         return None
     sizes = tuple(unit.planned.part_bytes[number] for number in left)
-    gathered, trained = (
+    gathered, trained, experts = (
         frozenset(n for n, number in enumerate(left) if number in some)
-        for some in (unit.planned.gathered, unit.planned.trained)
+        for some in (unit.planned.gathered, unit.planned.trained, unit.planned.experts)
     )
-    planned = WeightUnit(sizes, gathered, trained)
-    return _Unit(unit.block, [unit.tensors[number] for number in left], planned)
+    planned = WeightUnit(sizes, gathered, trained, experts)
+    return _Unit(unit.block, [unit.tensors[number] for number in left], planned, unit.experts)
