@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 from cards import GH200, H200
 
+from umem import swap
 from umem.core.errors import UnsupportedError
 from umem.hardware import load_hardware
-from umem.hardware.host_memory import host_memory_bytes
+from umem.hardware.host_memory import HostMemory, host_memory_bytes
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries
 from umem.swap import check_devices, pinned_limit_bytes, with_default_limit
@@ -86,3 +87,13 @@ class TestDefaultLimit:
         host = host_memory_bytes()
         assert host is not None
         assert 0 < pinned_limit_bytes() < host[0]
+
+    def test_the_ranks_of_a_host_share_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        host = HostMemory(100 * GIB, 80 * GIB, limit=None)
+        monkeypatch.setattr(swap, "host_memory", lambda: host)
+        budgeted = policy(device_budget="50GiB")
+        alone = pinned_limit_bytes(), with_default_limit(budgeted, (H200,)).managed_limit_bytes
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        among = pinned_limit_bytes(), with_default_limit(budgeted, (H200,)).managed_limit_bytes
+        assert alone == (int(0.85 * 80 * GIB), 90 * GIB)
+        assert among == (int(0.85 * 10 * GIB), 55 * GIB)

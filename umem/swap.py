@@ -251,16 +251,25 @@ def with_default_limit(
     if resolved.device_budget_bytes is None:
         limit = MANAGED_SHARE_OF_CARD * sum(device.total_bytes for device in capabilities)
     else:
-        host = host_memory()
         limit = resolved.device_budget_bytes * len(capabilities)
-        limit += MANAGED_SHARE_OF_HOST * (0 if host is None else host.available_bytes)
+        limit += MANAGED_SHARE_OF_HOST * _available_bytes()
     return replace(resolved, managed_limit_bytes=int(limit))
 
 
 def pinned_limit_bytes() -> int:
     """Cap on page-locked memory of this process: :data:`PINNED_SHARE_OF_HOST`; 0 if unknown."""
+    return int(PINNED_SHARE_OF_HOST * _available_bytes())
+
+
+def _available_bytes() -> int:
+    """This process's part of the available host memory, 0 if unknown.
+
+    Launchers such as torchrun start a process for each GPU of a host, and say how many.
+    """
     host = host_memory()
-    return 0 if host is None else int(PINNED_SHARE_OF_HOST * host.available_bytes)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    count = int(ranks) if ranks.isdecimal() else 1
+    return 0 if host is None else host.available_bytes // max(1, count)
 
 
 def _stream_weights(model: nn.Module) -> None:
