@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import umem
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 
 
 def saved_by(store: ActivationStore, key: str, tensors: int, side: int) -> Any:

@@ -25,6 +25,7 @@ from rich.table import Table
 from umem.cli import app as umem_command
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
+from umem.core.install import install_command
 from umem.core.units import format_bytes
 from umem.doctor import Report, Status, collect, diagnose
 from umem.hardware import load_hardware
@@ -227,7 +228,7 @@ def require_packages() -> None:
     missing = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
-            f"the demo needs {' and '.join(missing)}: pip install 'umem[examples]'"
+            f"the demo needs {' and '.join(missing)}: {install_command('examples')}"
         )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import umem
-from umem.offload import offload
+from umem.offloading import offload
 
 __all__ = ["Run", "main", "parse_arguments", "run"]
 

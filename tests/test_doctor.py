@@ -17,6 +17,7 @@ from cards import GH200
 from command_line import Run, umem_command
 
 import umem
+from umem.core.install import install_command
 from umem.doctor import (
     PACKAGES,
     Check,
@@ -111,9 +112,9 @@ def test_nothing_installed() -> None:
     )
     failed = {one.name: one.remedy for one in report.failures}
     assert set(failed) == {"native library", "torch", "librmm", "cuda-python", "numba", "GPU"}
-    assert "pip install 'umem[cuda13]'" in failed["native library"]
+    assert "[cuda13]" in failed["native library"]
     assert failed["torch"].startswith("pip install 'torch>=2.8,<2.16' --index-url")
-    assert failed["GPU"] == "pip install 'umem[cuda13]'"
+    assert failed["GPU"] == install_command("cuda13")
     assert {one.verdict for one in report.features} == {Verdict.NO}
 
 
@@ -136,13 +137,13 @@ def test_nothing_installed() -> None:
         pytest.param(
             {"torch": replace(TORCH, cuda="12.8")},
             "CUDA versions match",
-            "umem[cuda12]",
+            "[cuda12]",
             id="torch for CUDA 12 on a native library for 13",
         ),
         pytest.param(
             {"native": replace(NATIVE, has_cuda=False, cuda_version="", rmm_version="")},
             "native library",
-            "umem[cuda13]",
+            "[cuda13]",
             id="core only",
         ),
         pytest.param(
@@ -151,7 +152,7 @@ def test_nothing_installed() -> None:
             "pip install 'rmm-cu13==26.10.*'",
             id="another RMM",
         ),
-        pytest.param({"packages": without("cuda-python")}, "cuda-python", "umem[cuda13]", id="cp"),
+        pytest.param({"packages": without("cuda-python")}, "cuda-python", "[cuda13]", id="cp"),
         pytest.param(
             {"host": replace(HOST, system="Darwin 24.5.0")},
             "operating system",
@@ -263,7 +264,7 @@ def test_harmless_variables() -> None:
 def test_remedies_name_a_cuda_that_umem_has(version: str, major: int) -> None:
     """The nearest to torch's own."""
     report = diagnose(replace(HEALTHY, torch=replace(TORCH, cuda=version), packages=without("rmm")))
-    assert check(report, "rmm").remedy == f"pip install 'umem[cuda{major}]'"
+    assert check(report, "rmm").remedy == install_command(f"cuda{major}")
 
 
 def test_misspelt_variable() -> None:
@@ -408,8 +409,8 @@ class TestFeatures:
         report = diagnose(replace(HEALTHY, packages=without("cupy", "numba-cuda", "cupti-python")))
         assert report.swap_works
         assert feature(report, "CuPy").remedy == "pip install cupy-cuda13x"
-        assert feature(report, "numba").remedy == "pip install 'umem[numba]'"
-        assert feature(report, "CUPTI").remedy == "pip install 'umem[telemetry]'"
+        assert feature(report, "numba").remedy == install_command("numba")
+        assert feature(report, "CUPTI").remedy == install_command("telemetry")
 
     @pytest.mark.parametrize(
         ("release", "verdict", "words"),
@@ -488,14 +489,18 @@ def test_exit_status_where_the_swap_works(run: Run, monkeypatch: pytest.MonkeyPa
 def test_table_is_readable_without_colour(
     run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    """Marks are words, and long names are folded into the lines, not cut."""
+    """Marks are words, and long names are folded, not cut; commands stay on one line."""
     monkeypatch.setenv("COLUMNS", str(columns))
+    facts = replace(NO_GPU, packages=without("numba-cuda"))
+    monkeypatch.setattr("umem.cli.doctor.collect", lambda: facts)
     status, output, errors = run()
     assert (status, errors) == (1, "")
     assert "FAIL  GPU" in output
     assert "\x1b" not in output
     assert "…" not in output
-    assert max(len(line) for line in output.splitlines()) <= columns
+    lines = output.splitlines()
+    assert max(len(line) for line in lines if "-> " not in line) <= columns
+    assert f"       -> {install_command('numba')}" in lines
     assert "umem.enable() does not work here: GPU." in output
 
 

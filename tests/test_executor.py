@@ -47,7 +47,7 @@ from umem.executor.program import Hints, PhaseWork, Program
 from umem.executor.runner import Runner
 from umem.executor.step_plan import PhasePlan, plan_releases
 from umem.hardware import load_hardware
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.planning.running_step import with_gradient_lifetimes
 from umem.policy import resolve
 from umem.runtime.hints import HintEngine, HintOutcome

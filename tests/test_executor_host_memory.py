@@ -14,7 +14,7 @@ from umem.core.classes import TensorClass
 from umem.executor import ManagerState
 from umem.executor.machine import Machine, held_host_bytes, within_host
 from umem.executor.manage import manage_on
-from umem.offload import HostMover
+from umem.offloading import HostMover
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from umem.executor.program import Hints, PhaseWork
 from umem.executor.runner import Runner
 from umem.executor.step_plan import PhasePlan
 from umem.executor.tensor_addresses import in_blocks
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.runtime.hints import HintEngine, HintSettings
 from umem.runtime.native_library import native
 

@@ -302,7 +302,8 @@ def test_all_problems_are_reported_in_order(tmp_path: Path) -> None:
 
 def test_an_empty_profile_misses_every_field(tmp_path: Path) -> None:
     problems = problems_of(write(tmp_path, "name: nothing\n"))
-    assert len(problems) == len(FIGURES)
+    assert f"{len(FIGURES) - 10} more problems" in problems.pop()
+    assert len(problems) == 10
     assert any("call_s: missing: write {value: 45 us, source: ...}" in line for line in problems)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from umem.executor.optimizer.lanes import Lane
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.weights.model_weights import ModelWeights
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 
 MIB = 1 << 20
 LAYER_BYTES = 4 * WIDTH * WIDTH

@@ -1,4 +1,4 @@
-"""`umem.offload.offload` and `offload_blocks`: copies and values of whole models."""
+"""`umem.offloading.offload` and `offload_blocks`: copies and values of whole models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
 from umem.core.errors import OffloadError
-from umem.offload import ActivationStore, offload, offload_blocks
+from umem.offloading import ActivationStore, offload, offload_blocks
 from umem.runtime.torch_hooks import saved_tensors
 
 BATCH, SEQ, WIDTH, LAYERS = 2, 32, 64, 5

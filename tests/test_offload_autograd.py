@@ -21,7 +21,7 @@ from activation_chain import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from umem.offload import ActivationStore, HostMover
+from umem.offloading import ActivationStore, HostMover
 from umem.runtime.torch_hooks import saved_tensors
 
 MIB = 1 << 20

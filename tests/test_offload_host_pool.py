@@ -10,8 +10,8 @@ import pytest
 import torch
 from activation_chain import KIB, TENSOR_BYTES, chain, gradient, make_input, saved
 
-from umem.offload import ActivationStore, CudaMover, HostMover
-from umem.offload.movers import HostPool
+from umem.offloading import ActivationStore, CudaMover, HostMover
+from umem.offloading.movers import HostPool
 
 MIB = 1 << 20
 
@@ -137,7 +137,7 @@ def test_a_forked_child_has_pages_of_its_own() -> None:
     code = """
 import os
 import torch
-from umem.offload.movers import allocate_host_pages
+from umem.offloading.movers import allocate_host_pages
 
 memory = allocate_host_pages(64 << 20).fill_(7)
 if os.fork() == 0:

@@ -22,7 +22,7 @@ from activation_chain import (
 from torch import nn
 
 from umem.core.errors import OffloadError
-from umem.offload import ActivationStore, HostMover
+from umem.offloading import ActivationStore, HostMover
 
 
 @pytest.fixture(params=[HostMover, LazyMover])

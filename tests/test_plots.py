@@ -331,7 +331,7 @@ def test_save_errors_name_the_file(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'umem\[plots\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install .*\[plots\]'"):
         residency_figure(made_up_report())
 
 

@@ -14,7 +14,8 @@ import pytest
 from command_line import Run, umem_command
 
 import umem
-from umem.cli.run import INTERRUPTED_STATUS, launch
+from umem.cli import INTERRUPTED_STATUS
+from umem.cli.run import launch
 from umem.core.errors import EnableError, UmemError
 from umem.policy import load_policy
 

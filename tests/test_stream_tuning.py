@@ -25,7 +25,7 @@ from umem.executor.stream_tuning import StreamTuner, TuningState
 from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import load_hardware
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.modules import Guard
 

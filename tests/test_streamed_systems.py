@@ -37,7 +37,7 @@ from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
 from umem.executor.streamed_training import StreamedTraining
 from umem.hardware import load_hardware
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")

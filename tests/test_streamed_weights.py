@@ -31,7 +31,7 @@ from umem.executor.weights.streamed_weights import (
     StreamedWeights,
     WeightCounts,
 )
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
 
 

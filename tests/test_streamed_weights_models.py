@@ -17,7 +17,7 @@ from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Copy, Lane
 from umem.executor.weights.expert_tables import find_expert_tables
 from umem.executor.weights.model_weights import ModelWeights
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

@@ -448,7 +448,7 @@ def test_one_recording_at_a_time(cupti: StandInCupti, make: Make) -> None:
         ("register", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED (39)", "another profiler"),
         ("enable", "CUPTI_ERROR_INSUFFICIENT_PRIVILEGES (35)", "NVreg_RestrictProfiling"),
         ("configure", "CUPTI_ERROR_UM_PROFILING_NOT_SUPPORTED", "umem doctor"),
-        ("enable", "CUPTI_ERROR_NOT_COMPATIBLE", r"umem\[telemetry\]"),
+        ("enable", "CUPTI_ERROR_NOT_COMPATIBLE", r"\[telemetry\]"),
     ],
 )
 def test_refusals_name_the_remedy(
@@ -493,7 +493,7 @@ def test_cupti_is_left_to_torchs_profiler(cupti: StandInCupti, make: Make) -> No
 
 def test_missing_and_misfit_bindings(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     monkeypatch.setitem(sys.modules, "cupti", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'umem\[telemetry\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install .*\[telemetry\]'"):
         make().start()
     install(monkeypatch, types.SimpleNamespace(cuptiError=StandInError))
     with pytest.raises(UnsupportedError, match="version of cupti-python does not fit"):

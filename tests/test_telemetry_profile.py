@@ -216,7 +216,7 @@ def test_a_recording_that_is_not_possible() -> None:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="for a machine without CUPTI")
 def test_umem_profile_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupti", None)
-    with pytest.raises(UnsupportedError, match=r"umem\[telemetry\]"), umem.profile():
+    with pytest.raises(UnsupportedError, match=r"\[telemetry\]"), umem.profile():
         pytest.fail("it must not begin")
     with umem.profile(steps=1, required=False, name="here") as profile:
         profile.step()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from umem.hardware import Hardware, load_hardware
     from umem.hardware.capabilities import Capabilities
     from umem.integrations.trainer import UmemCallback
-    from umem.offload import offload
+    from umem.offloading import offload
     from umem.planning import plan
     from umem.policy import Policy, load_policy
     from umem.runtime.inspection import (
@@ -98,7 +98,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "umem.offload": "offload",
+    "umem.offloading": "offload",
     "umem.swap": "enable",
     "umem.runtime.state": "is_enabled",
     "umem.hardware.capabilities": "Capabilities",

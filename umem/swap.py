@@ -20,7 +20,7 @@ from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemErr
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import host_memory
 from umem.hardware.load import describe_machine
-from umem.policy import Policy, ResolvedPolicy, load_policy, resolve
+from umem.policy import Policy, ResolvedPolicy, check_environment, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
 from umem.runtime.memory_stats import install_memory_stats
 from umem.runtime.native_library import native
@@ -81,7 +81,7 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
         :class:`umem.Policy`.
     fallback
         If umem cannot take over, warn and keep torch's own allocator instead of raising. An
-        invalid policy is an error all the same.
+        invalid policy, or environment variable that changes it, is an error all the same.
 
     Returns
     -------
@@ -109,6 +109,7 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
     True
     """
     loaded = load_policy(policy)
+    check_environment()
     if is_enabled():
         raise EnableError(
             f"umem is enabled already, with policy {runtime().policy.name!r}: a process swaps its "

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from umem import UnsupportedError
+from umem.core.install import install_command
 from umem_bench.llama import build_llama
 from umem_bench.machine import managed_limit_bytes
 from umem_bench.results import LlamaShape, Measurement, Method, Record, Run, median
@@ -133,7 +134,7 @@ def _select_rmm(*, pooled: bool, limit_bytes: int) -> None:
         from rmm.allocators.torch import rmm_torch_allocator
     except ImportError as error:
         raise UnsupportedError(
-            f"RMM is not installed ({error}): pip install 'umem[cuda13]' (or cuda12), or leave "
+            f"RMM is not installed ({error}): {install_command('cuda13')} (or cuda12), or leave "
             "rmm-pool and rmm-managed out of --allocators"
         ) from error
     if rmm_torch_allocator is None:

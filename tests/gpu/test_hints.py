@@ -17,7 +17,7 @@ from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.cuda import Location, Range
 from umem.hardware.capabilities import detect
-from umem.offload import CudaMover
+from umem.offloading import CudaMover
 from umem.runtime._native import NO_EVENT
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
 

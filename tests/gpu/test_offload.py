@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from umem.offload import ActivationStore, CudaMover
+from umem.offloading import ActivationStore, CudaMover
 
 if TYPE_CHECKING:
     from tests.gpu.conftest import Job
@@ -91,7 +91,9 @@ def test_a_fork_does_not_move_pinned_memory() -> None:
 
 def test_a_refused_pin_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     mover = CudaMover(torch.device("cuda", 0))
-    monkeypatch.setattr("umem.offload.movers.CUDA_HOST_REGISTER_PORTABLE", 1 << 20)  # no such flag
+    monkeypatch.setattr(
+        "umem.offloading.movers.CUDA_HOST_REGISTER_PORTABLE", 1 << 20
+    )  # no such flag
     with pytest.raises(MemoryError, match="which CUDA cannot pin"):
         mover.allocate_host(2 * MIB)
     assert torch.full((4,), 3.0, device="cuda").sum().item() == 12

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from umem.offload import ActivationStore, HostBuffer, HostMover
+from umem.offloading import ActivationStore, HostBuffer, HostMover
 
 __all__ = [
     "KIB",

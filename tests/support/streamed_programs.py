@@ -15,7 +15,7 @@ from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 
 __all__ = ["Net", "NetWithFlat", "Program", "bits", "compare"]
 

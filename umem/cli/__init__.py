@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -12,13 +13,18 @@ from typer.main import get_command
 
 from umem._version import __version__
 from umem.core.errors import UmemError
+from umem.io.problems import visible
 
-__all__ = ["COMMANDS", "app", "load_command", "main"]
+__all__ = ["COMMANDS", "INTERRUPTED_STATUS", "app", "load_command", "main"]
+
+INTERRUPTED_STATUS = 130
+"""Exit status after Ctrl-C, as a shell reports it: 128 + SIGINT."""
 
 COMMANDS = {
     "doctor": "Show what works on this machine, what does not, and why.",
     "demo": "Fine-tune a small Llama on the GPU, or predict a large one.",
     "run": "Run a Python program under umem, without changing it.",
+    "fit": "Tell whether a model fits a GPU, and how fast it runs there.",
     "simulate": "Predict a step: time, migrations, and unified memory's share.",
     "trace": "Record a training step as a file, convert a trace, or show one.",
     "plan": "Plan a training step: hints by phase, and where each tensor is.",
@@ -43,6 +49,13 @@ class _LazyCommands(TyperGroup):
             self.add_command(load_command(args[0]), args[0])
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("umem: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED_STATUS) from None
+
 
 # Plain text: importing rich for boxes around it would double the time of `umem --help`.
 app = typer.Typer(
@@ -63,11 +76,16 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", callback=_show_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     """Unified memory for PyTorch: training within a budget of device memory."""
+    # Under another encoding than UTF-8, a letter that it lacks is printed as an escape. A program
+    # that umem runs sees its standard output as Python made it.
+    if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 for _name, _help in COMMANDS.items():
@@ -75,9 +93,32 @@ for _name, _help in COMMANDS.items():
 
 
 def main() -> None:
-    """Run the command; a `UmemError` ends it with its message and status 2, and no traceback."""
+    """Run the command.
+
+    A `UmemError`, and a path or an output that the system refuses, ends it with one message and
+    status 2, without a traceback.
+    """
     try:
         app(prog_name="umem")
     except UmemError as error:
-        typer.echo(f"umem: {error}", err=True)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is None and not isinstance(error, FileNotFoundError):
+            sys.stdout = None  # else Python writes the rest when it ends, and fails again
+        _fail(_refusal(error))
+
+
+def _fail(message: str) -> NoReturn:
+    lines = map(visible, message.splitlines())
+    typer.echo("umem: " + "\n".join(lines), err=True)
+    sys.exit(2)
+
+
+def _refusal(error: OSError) -> str:
+    """What the system refused, and the remedy."""
+    reason = (error.strerror or str(error)).lower()
+    if error.filename is not None:
+        return f"{error.filename}: {reason}: check the path and its permissions"
+    if isinstance(error, FileNotFoundError):  # by getcwd(), which names no file
+        return "the current folder is gone: change to one that exists"
+    return f"standard output cannot be written ({reason}): check where it goes"

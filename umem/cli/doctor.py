@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -34,23 +37,22 @@ def doctor(as_json: options.Json = False) -> None:
     if as_json:
         output.print_json(report.to_dict())
     else:
-        _print(report, Console())
+        _print(report, output.make_console())
     raise typer.Exit(0 if report.swap_works else 1)
 
 
 def _print(report: Report, console: Console) -> None:
     for section in report.sections:
-        table = _table(section.title, mark_width=4)
-        for check in section.checks:
-            mark = Text(check.status.upper(), style=_STATUS_STYLES[check.status])
-            # As text: names and values hold brackets, which rich would read as markup.
-            table.add_row(mark, Text(check.name), _lines(check.value, check.why, check.remedy))
-        console.print(table, "")
-    table = _table("What works here, and why", mark_width=6)
-    for feature in report.features:
-        mark = Text(feature.verdict.upper(), style=_VERDICT_STYLES[feature.verdict])
-        table.add_row(mark, Text(feature.name), _lines(feature.why, "", feature.remedy))
-    console.print(table, "")
+        rows = [
+            _Row(it.status, _STATUS_STYLES[it.status], it.name, it.value, it.why, it.remedy)
+            for it in section.checks
+        ]
+        _print_rows(console, section.title, rows)
+    rows = [
+        _Row(it.verdict, _VERDICT_STYLES[it.verdict], it.name, it.why, "", it.remedy)
+        for it in report.features
+    ]
+    _print_rows(console, "What works here, and why", rows)
     if report.swap_works:
         console.print("umem.enable() works here.", style="green")
         return
@@ -58,19 +60,35 @@ def _print(report: Report, console: Console) -> None:
     console.print(Text(f"umem.enable() does not work here: {names}.", style="bold red"))
 
 
-def _table(title: str, mark_width: int) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None)
-    table.add_column(width=mark_width)
-    table.add_column(ratio=2, overflow="fold")
-    table.add_column(ratio=5, overflow="fold")
-    return table
+class _Row(NamedTuple):
+    mark: str
+    style: str
+    name: str
+    value: str
+    why: str
+    remedy: str
 
 
-def _lines(value: str, why: str, remedy: str) -> Text:
-    """Stack the parts, leaving out empty ones."""
-    text = Text(value)
-    if why:
-        text.append(f"\n{why}", style="italic")
-    if remedy:
-        text.append(f"\n-> {remedy}", style="bold")
-    return text
+def _print_rows(console: Console, title: str, rows: Sequence[_Row]) -> None:
+    """Print the rows of a section, with each remedy below its row.
+
+    A remedy has a line of its own, however long, so that a command can be copied.
+    """
+    console.print(Text(title, style="italic"))
+    mark_width = max(len(row.mark) for row in rows)
+    name_width = min(max(len(row.name) for row in rows), (console.width - mark_width) * 2 // 7)
+    for row in rows:
+        table = Table(box=None, show_header=False)
+        table.add_column(width=mark_width)
+        table.add_column(width=name_width, overflow="fold")
+        table.add_column(overflow="fold")
+        # As text: names and values hold brackets, which rich would read as markup.
+        value = Text(row.value)
+        if row.why:
+            value.append(f"\n{row.why}", style="italic")
+        table.add_row(Text(row.mark.upper(), style=row.style), Text(row.name), value)
+        console.print(table)
+        if row.remedy:
+            indent = " " * (mark_width + 3)
+            console.print(Text(f"{indent}-> {row.remedy}", style="bold"), soft_wrap=True)
+    console.print()

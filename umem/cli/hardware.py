@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from umem.cli import options, output
+from umem.cli.output import plain
 from umem.hardware import Hardware, explain_hardware, figures, hardware_names, load_hardware
 
 __all__ = ["app"]
@@ -29,8 +28,8 @@ def list_profiles(as_json: options.Json = False) -> None:
     for profile in profiles:
         values = {row.field: row.value for row in explain_hardware(profile)}
         shown = (values[column] for column in columns)
-        table.add_row(profile.name, *shown, escape(profile.description))
-    Console().print(table)
+        table.add_row(profile.name, *shown, plain(profile.description))
+    output.print_table(output.make_console(), table)
 
 
 @app.command()
@@ -51,13 +50,13 @@ def show(
     table = output.make_table("figure", numbers=("value",))
     table.add_column("source", overflow="fold")
     for row in explain_hardware(loaded):
-        text = "" if row.source is None else escape(row.source.text)
+        text = "" if row.source is None else plain(row.source.text)
         if row.source is not None and row.source.assumption:
             text = f"[yellow]assumed:[/yellow] {text}"
         table.add_row(row.field, row.value, text)
-    console = Console()
-    console.print(f"[bold]{escape(loaded.name)}[/bold]  {escape(loaded.description)}")
-    console.print(table)
+    console = output.make_console()
+    console.print(f"[bold]{plain(loaded.name)}[/bold]  {plain(loaded.description)}")
+    output.print_table(console, table)
 
 
 def _as_json(hardware: Hardware) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from umem.cli.output import Progress, check_can_write
+from umem.cli.output import Progress, check_can_write, interruptible
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes, parse_budget
 from umem.io.problems import did_you_mean
@@ -159,16 +159,17 @@ def find_workloads(
     made_in = known_name("--precision", precision or PRECISIONS[0], PRECISIONS)
 
     def record(of_mode: str, say: Progress) -> Trace:
-        return model_trace(
-            name,
-            of_mode,
-            batch=batch or BATCH,
-            seq=seq or SEQ,
-            accumulate=accumulate or ACCUMULATE,
-            checkpoint=bool(checkpoint),
-            precision=made_in,
-            progress=recording_progress(f"{name}, {of_mode}", say),
-        )
+        with interruptible():
+            return model_trace(
+                name,
+                of_mode,
+                batch=batch or BATCH,
+                seq=seq or SEQ,
+                accumulate=accumulate or ACCUMULATE,
+                checkpoint=bool(checkpoint),
+                precision=made_in,
+                progress=recording_progress(f"{name}, {of_mode}", say),
+            )
 
     wanted = MODES if chosen == "both" else (chosen,)
     return tuple(partial(record, of_mode) for of_mode in wanted)

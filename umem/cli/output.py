@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from umem.cli import INTERRUPTED_STATUS
 from umem.core.errors import UmemError
 from umem.core.progress import notify_by
 from umem.core.units import format_bytes, time_unit
+from umem.io.problems import visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,9 +35,13 @@ __all__ = [
     "check_can_write",
     "file_name",
     "format_seconds",
+    "interruptible",
     "make_app",
+    "make_console",
     "make_table",
+    "plain",
     "print_json",
+    "print_table",
     "print_traffic",
     "print_written",
     "progress",
@@ -42,6 +50,9 @@ __all__ = [
 
 Progress = Callable[[str], None]
 """Shows a message about the work in progress."""
+
+_LONGEST_WORD = 24
+"""Cells of words that a table does not break, however narrow the terminal."""
 
 _PATIENCE_S = 2.0
 """Shorter work is over before a message about it can be read."""
@@ -60,13 +71,13 @@ def progress() -> Iterator[Progress]:
         with notify_by(_ignore):
             yield _ignore
         return
-    status = console.status("Starting ...")
+    status = console.status("Starting ...", spinner="line")  # its signs are ASCII
     timer = threading.Timer(_PATIENCE_S, status.start)
     timer.daemon = True
     timer.start()
 
     def say(message: str) -> None:
-        status.update(f"{escape(message)} ...")
+        status.update(f"{plain(message)} ...")
 
     try:
         with notify_by(lambda message: say(message.capitalize())):
@@ -81,6 +92,40 @@ def _ignore(_: str) -> None:
     pass
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """End the process at once on Ctrl-C, for work inside torch that writes no files.
+
+    Python's handler raises an exception, and there is C++ code in torch that aborts then.
+    """
+
+    def stop(*_: object) -> None:
+        Console(stderr=True).show_cursor()
+        os.write(2, b"umem: interrupted\n")
+        os._exit(INTERRUPTED_STATUS)
+
+    # Only the main thread sets handlers; SIGINT may be ignored, as in a job of a shell.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def make_console() -> Console:
+    """Make the console of standard output."""
+    return Console(highlight=False)
+
+
+def plain(words: str) -> str:
+    """Text from a file, without the control characters of terminals and the markup of rich."""
+    return escape(visible(words))
+
+
 def print_json(data: Any) -> None:
     """Print data as JSON."""
     typer.echo(json.dumps(data, indent=2))
@@ -90,6 +135,25 @@ def print_written(paths: Sequence[Path]) -> None:
     """Name the files that a command has written."""
     for path in paths:
         typer.echo(f"wrote {path}")
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, wider than the terminal if numbers or words would be cut otherwise."""
+    for column in table.columns:
+        lines = [
+            line.plain
+            for cell in (column.header, *column.cells)
+            for line in console.render_str(str(cell)).split()
+        ]
+        # A column of numbers is not wrapped; others may be broken between words.
+        words = lines if column.no_wrap else [word for line in lines for word in line.split()]
+        least = max(map(cell_len, words), default=0)
+        column.min_width = least if column.no_wrap else min(least, _LONGEST_WORD)
+    gap = 1 if table.collapse_padding else 2
+    least = sum(column.min_width or 0 for column in table.columns) + gap * (len(table.columns) - 1)
+    if least > console.width:
+        table.width = least
+    console.print(table, crop=False)
 
 
 def make_table(*text: str, numbers: Sequence[str] = (), narrow: bool = False) -> Table:
@@ -120,7 +184,7 @@ def print_traffic(console: Console, traffic: Sequence[Traffic]) -> None:
             f"{entry.count:,}",
             format_seconds(entry.seconds),
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def format_seconds(time_s: float) -> str:

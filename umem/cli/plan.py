@@ -12,11 +12,10 @@ from typing import Annotated, Any
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from umem import planning
 from umem.cli import options, output
+from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.schedule import HintOp, ResidencyMode
@@ -126,7 +125,7 @@ def plan(
     if as_json:
         output.print_json(data)
     else:
-        console = Console(highlight=False)
+        console = output.make_console()
         _print(console, data)
         if "decisions" in data:
             _print_decisions(console, data["decisions"], timed.phase_names)
@@ -136,17 +135,15 @@ def _print_decisions(
     console: Console, decisions: Sequence[Mapping[str, Any]], phase_names: Sequence[str]
 ) -> None:
     """Print a row for each idle interval."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("tensor", "idle after", "until", "why"):
-        table.add_column(heading)
+    table = output.make_table("tensor", "idle after", "until", "why")
     for it in decisions:
         words = planning.WHY[planning.Reason[it["reason"].upper()]]
         if it["leaves"]:
             words += f" in {phase_names[it['short_in'] % len(phase_names)]}"
         uses = (phase_names[it[key] % len(phase_names)] for key in ("last_use", "next_use"))
-        table.add_row(*map(escape, (it["tensor"], *uses, words)))
+        table.add_row(*map(plain, (it["tensor"], *uses, words)))
     console.print()
-    console.print(table)
+    output.print_table(console, table)
 
 
 def _totals(
@@ -169,8 +166,8 @@ def _print(console: Console, data: dict[str, Any]) -> None:
     if not data["reused"]:
         how = f"made in {output.format_seconds(data['planning_s'])}"
     console.print(
-        f"[bold]{escape(data['workload'])}[/bold] on {escape(data['hardware'])}, "
-        f"policy {escape(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
+        f"[bold]{plain(data['workload'])}[/bold] on {plain(data['hardware'])}, "
+        f"policy {plain(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
         f"memory\nplanner {data['planner']}, {how}"
     )
     tables = (("hint", "hints", data["hints"]), ("residency", "tensors", data["residency"]))
@@ -184,7 +181,7 @@ def _print(console: Console, data: dict[str, Any]) -> None:
             for member, row in by_class.items():
                 words = name.replace("_", " ")
                 table.add_row(words, member, f"{row['count']:,}", format_bytes(row["bytes"]))
-        console.print(table)
+        output.print_table(console, table)
     if data["file"] is not None:
         typer.echo(f"\nwrote {data['file']}")
     elif data["store"] is not None:

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from umem.cli import options, output
+from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, detect_hardware, load_hardware
 from umem.hardware.capabilities import detect
+from umem.io.problems import summary
 from umem.policy import (
     ClassRule,
     Policy,
@@ -46,8 +46,8 @@ def list_presets(as_json: options.Json = False) -> None:
         return
     table = output.make_table("preset", "for")
     for preset in presets:
-        table.add_row(preset.name, escape(preset.description))
-    Console().print(table)
+        table.add_row(preset.name, plain(preset.description))
+    output.print_table(output.make_console(), table)
 
 
 @app.command()
@@ -77,14 +77,17 @@ def show(
         data["resolved"] = None if resolved is None else _as_json(resolved)
         output.print_json(data)
         return
-    console = Console()
-    console.print(f"[bold]{escape(loaded.name)}[/bold]  {escape(loaded.description)}")
+    console = output.make_console()
+    console.print(f"[bold]{plain(loaded.name)}[/bold]  {plain(loaded.description)}")
     rules = tuple(class_rule(loaded, member) for member in TensorClass)
     rules = resolved.rules if resolved else rules
     bounds = _bounds_table(loaded, resolved, machine, {rule.kind for rule in rules})
-    console.print(bounds, "", _rules_table(rules), sep="\n")
+    output.print_table(console, bounds)
+    console.print()
+    output.print_table(console, _rules_table(rules))
     if resolved is not None and any(resolved.reasons):
-        console.print("", _reasons_table(resolved), sep="\n")
+        console.print()
+        output.print_table(console, _reasons_table(resolved))
     elif resolved is None and any(rule.kind == "auto" for rule in rules):
         console.print(
             "\nNo GPU is visible here, so that kind auto is not decided: give --hardware, such as "
@@ -97,7 +100,7 @@ def validate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Policy files.")],
     as_json: options.Json = False,
 ) -> None:
-    """Check policy files, and print each problem; exit status 2 if any."""
+    """Check policy files, and print their problems; exit status 2 if any."""
     found = {file: find_problems(file) for file in files}
     if as_json:
         rows = [
@@ -109,8 +112,8 @@ def validate(
         for file, problems in found.items():
             if not problems:
                 typer.echo(f"{file}: valid")
-            for problem in problems:
-                typer.echo(str(problem), err=True)
+            else:
+                typer.echo(summary(problems), err=True)
     if any(found.values()):
         raise typer.Exit(2)
 
@@ -158,9 +161,9 @@ def _bounds_table(
     table = Table(box=None, show_header=False, pad_edge=False)
     if machine is not None:
         device = format_bytes(machine.device_bytes)
-        table.add_row("machine", f"{escape(machine.name)}, {device} of device memory")
+        table.add_row("machine", f"{plain(machine.name)}, {device} of device memory")
     if policy.extends is not None:
-        table.add_row("extends", escape(policy.extends))
+        table.add_row("extends", plain(policy.extends))
     table.add_row("device budget", budget)
     if "managed" in kinds:
         cap = "umem's default" if limit is None else format_bytes(limit)
@@ -194,5 +197,5 @@ def _reasons_table(resolved: ResolvedPolicy) -> Table:
             classes.setdefault(reason, []).append(member.value)
     table = output.make_table("class", "why, on this machine")
     for reason, names in classes.items():
-        table.add_row("\n".join(names), escape(reason))
+        table.add_row("\n".join(names), plain(reason))
     return table

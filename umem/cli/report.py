@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from umem import telemetry
 from umem.cli import options, output
+from umem.cli.output import plain
 from umem.core.report import MeasuredReport
 from umem.telemetry.comparison import (
     Comparison,
@@ -67,7 +67,7 @@ def report(
         if target is not None:
             output.check_can_write(option, target)
 
-    console = Console(highlight=False)
+    console = output.make_console()
     written: list[Path] = []
     recordings = []
     predictions = () if against is None else read_predictions(against)
@@ -124,19 +124,19 @@ def _print_measured(
     console: Console, recording: telemetry.Recording, report: MeasuredReport
 ) -> None:
     console.print(
-        f"[bold]{_plain(report.workload)}[/bold] on {_plain(report.hardware)}, "
-        f"policy {_plain(report.policy)}, measured:\n{telemetry.SOURCE_WORDS[report.source]}"
+        f"[bold]{plain(report.workload)}[/bold] on {plain(report.hardware)}, "
+        f"policy {plain(report.policy)}, measured:\n{telemetry.SOURCE_WORDS[report.source]}"
     )
     for note in report.notes:
-        console.print(f"note: {_plain(note)}", style="yellow")
+        console.print(f"note: {plain(note)}", style="yellow")
     for table in telemetry.report_tables(recording, report, _MOST_TENSORS):
         shown = output.make_table(*table.text, numbers=table.numbers, narrow=True)
         for row in table.rows:
-            shown.add_row(*map(_plain, row))
+            shown.add_row(*map(plain, row))
         if table.title:
             console.print(table.title, style="bold")
         if table.rows:
-            console.print(shown)
+            output.print_table(console, shown)
         if table.words:
             console.print(table.words)
 
@@ -144,15 +144,10 @@ def _print_measured(
 def _print_comparison(console: Console, comparison: Comparison) -> None:
     predicted = comparison.predicted
     console.print(
-        f"against [bold]{_plain(predicted.workload)}[/bold] on {_plain(predicted.hardware)}, "
-        f"policy {_plain(predicted.policy)}, planner {_plain(predicted.planner)}, predicted"
+        f"against [bold]{plain(predicted.workload)}[/bold] on {plain(predicted.hardware)}, "
+        f"policy {plain(predicted.policy)}, planner {plain(predicted.planner)}, predicted"
     )
     table = output.make_table("figure", numbers=("predicted", "measured", "difference", "relative"))
     for difference in comparison.differences():
         table.add_row(*difference_words(difference))
-    console.print(table)
-
-
-def _plain(words: str) -> str:
-    """Text from a file, without the control codes of terminals and the markup of rich."""
-    return escape("".join(mark if mark.isprintable() else "?" for mark in words))
+    output.print_table(console, table)

@@ -14,16 +14,13 @@ from typing import Annotated, NoReturn
 import typer
 
 import umem
-from umem.cli import output
+from umem.cli import INTERRUPTED_STATUS, output
 from umem.core.errors import UmemError
 
-__all__ = ["INTERRUPTED_STATUS", "app", "launch"]
+__all__ = ["app", "launch"]
 
 POLICY_VARIABLE = "UMEM_POLICY"
 """The environment variable that names the policy; `launch` sets it for child processes."""
-
-INTERRUPTED_STATUS = 130
-"""Exit status after Ctrl-C, as a shell reports it: 128 + SIGINT."""
 
 # Frames of the launcher, which a program's traceback does not show.
 _OWN_FILES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})

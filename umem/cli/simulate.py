@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from umem.cli import options, output
+from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import MigrationReport
@@ -146,7 +146,7 @@ def simulate(
         rows = [report_row(report) for _, reports in results for report in reports]
         output.print_json({"results": rows})
         return
-    console = Console(highlight=False)
+    console = output.make_console()
     for _, reports in results:
         _print_predictions(console, reports, resolved.device_budget_bytes or machine.device_bytes)
         console.print()
@@ -173,7 +173,7 @@ def _simulate_streamed(
     if as_json:
         output.print_json({"results": [stream_row(prediction) for prediction in predictions]})
         return
-    console = Console(highlight=False)
+    console = output.make_console()
     for prediction in predictions:
         _print_streamed(console, prediction)
         console.print()
@@ -188,8 +188,8 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
     resident = sum(number in plan.resident for number in with_state)
     speed = f", {prediction.model_flops_per_s / 1e12:.0f} model TFLOP/s" if step.model_flops else ""
     console.print(
-        f"[bold]{escape(prediction.workload)}[/bold] on {escape(prediction.hardware)}, "
-        f"policy {escape(prediction.policy)}, {format_bytes(prediction.budget_bytes)} of device "
+        f"[bold]{plain(prediction.workload)}[/bold] on {plain(prediction.hardware)}, "
+        f"policy {plain(prediction.policy)}, {format_bytes(prediction.budget_bytes)} of device "
         f"memory\npasses alone {output.format_seconds(step.passes_s)}, "
         f"all resident {output.format_seconds(timing.compute_s)}{speed}\n"
         f"state of {resident} of {len(with_state)} blocks resident, {plan.slots} slots of "
@@ -226,7 +226,7 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
         _brief(training.device_bytes),
         _brief(prediction.host_bytes),
     )
-    console.print(table)
+    output.print_table(console, table)
 
 
 def _where_weights_are(prediction: StreamPrediction) -> str:
@@ -277,8 +277,8 @@ def _print_predictions(
     """
     first = reports[0]
     console.print(
-        f"[bold]{escape(first.workload)}[/bold] on {escape(first.hardware)}, "
-        f"policy {escape(first.policy)}, {format_bytes(budget_bytes)} of device memory\n"
+        f"[bold]{plain(first.workload)}[/bold] on {plain(first.hardware)}, "
+        f"policy {plain(first.policy)}, {format_bytes(budget_bytes)} of device memory\n"
         f"all resident {output.format_seconds(first.ideal_s)}, "
         f"lower bound {output.format_seconds(first.lower_bound_s)}"
     )
@@ -298,7 +298,7 @@ def _print_predictions(
             _brief(report.moved_bytes("to_host")),
             f"{report.fault_pages:,}",
         )
-    console.print(table)
+    output.print_table(console, table)
     published = published_share(first)
     if published:
         console.print(
@@ -316,7 +316,7 @@ def _brief(size_bytes: int) -> str:
 
 def _print_details(console: Console, report: MigrationReport) -> None:
     """Print one planner's traffic, its hints, and the causes of its stalls."""
-    console.print(f"[bold]{escape(report.planner)}[/bold]: what moved")
+    console.print(f"[bold]{plain(report.planner)}[/bold]: what moved")
     if report.traffic:
         output.print_traffic(console, report.traffic)
     else:

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from umem.cli import options, output
+from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
@@ -72,7 +72,7 @@ def trace(
             from umem.capture.offline import script_trace
 
             # Standard output is for the summary alone.
-            with redirect_stdout(sys.stderr):
+            with redirect_stdout(sys.stderr), output.interruptible():
                 made = script_trace(script, progress=options.recording_progress(script, say))
         else:
             (workload,) = options.find_workloads(
@@ -86,7 +86,7 @@ def trace(
     if as_json:
         output.print_json(summary)
         return
-    _print(Console(highlight=False), summary)
+    _print(output.make_console(), summary)
     if target is not None:
         typer.echo()
         output.print_written([target])
@@ -146,12 +146,12 @@ def _summarise(trace: Trace, hardware: Hardware) -> dict[str, Any]:
 
 
 def _print(console: Console, summary: dict[str, Any]) -> None:
-    console.print(f"[bold]{escape(summary['name'])}[/bold]  {escape(summary['source'])}")
+    console.print(f"[bold]{plain(summary['name'])}[/bold]  {plain(summary['source'])}")
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
     for key, value in summary["metadata"].items():
-        facts.add_row(escape(key), escape(str(value)))
+        facts.add_row(plain(key), plain(str(value)))
     phases = summary["phases"]
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in phases.items() if count)
     facts.add_row("phases", f"{sum(phases.values()):,}: {kinds}")
@@ -160,12 +160,13 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
     roofline = f"the roofline of {summary['hardware']}"
     timed_by = "the trace itself" if summary["own_durations"] else roofline
     facts.add_row("all resident", f"{output.format_seconds(summary['step_s'])}, by {timed_by}")
-    peak = f"{format_bytes(summary['peak_live_bytes'])} live, in {escape(summary['peak_phase'])}"
+    peak = f"{format_bytes(summary['peak_live_bytes'])} live, in {plain(summary['peak_phase'])}"
     facts.add_row("peak", peak)
-    console.print(facts, "", sep="\n")
+    output.print_table(console, facts)
+    console.print()
     numbers = ("tensors", "from step to step", "within the step", "at the peak")
     table = output.make_table("class", numbers=numbers)
     for name, row in summary["classes"].items():
         sizes = (row["persistent_bytes"], row["transient_bytes"], row["bytes_at_peak"])
         table.add_row(name, f"{row['tensors']:,}", *map(format_bytes, sizes))
-    console.print(table)
+    output.print_table(console, table)

@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from umem.core.errors import CudaError, NativeLibraryError, UnsupportedError
+from umem.core.install import install_command
 from umem.cuda.targets import Location, Range
 
 __all__ = [
@@ -81,7 +82,7 @@ def _modules() -> tuple[Any, Any]:
     except ImportError as error:
         raise NativeLibraryError(
             f"umem.cuda needs cuda-python, which cannot be imported ({error}); install it "
-            "with: pip install 'umem[cuda13]' (or 'umem[cuda12]' for a CUDA 12 torch)"
+            f"with: {install_command('cuda13')}; for a CUDA 12 torch: {install_command('cuda12')}"
         ) from error
     return runtime, driver
 

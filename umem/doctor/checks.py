@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from umem.core.errors import PolicyError
+from umem.core.install import install_command
 from umem.core.units import format_bytes, parse_bytes
 from umem.doctor.facts import Environment, dotted, version_numbers
 from umem.doctor.features import Feature, features
@@ -232,7 +233,7 @@ _LIBRARIES = {
 def _libraries(environment: Environment) -> Iterator[Check]:
     for name, (why, extra) in _LIBRARIES.items():
         version = environment.packages[name]
-        command = f"pip install 'umem[{extra}]'" if extra else environment.install_umem
+        command = install_command(extra) if extra else environment.install_umem
         if name == "cupy":
             command = environment.install_cupy
         if version is not None:
@@ -280,7 +281,8 @@ def _driver(environment: Environment, device: Capabilities) -> Check:
     if device.driver_version[0] >= version_numbers(built)[0]:
         return _ok("driver", value)
     why = f"umem's native library is built for CUDA {built}"
-    remedy = "update the driver to 580 or newer, or pip install 'umem[cuda12]' with a CUDA 12 torch"
+    command = install_command("cuda12")
+    remedy = f"update the driver to 580 or newer, or install for a CUDA 12 torch: {command}"
     return _fail("driver", value, why, remedy)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from umem._version import __version__
 from umem.core.errors import NativeLibraryError, UmemError
+from umem.core.install import install_command
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import HostMemory, host_memory
 from umem.runtime.native_library import native
@@ -130,15 +131,12 @@ class Environment:
     @property
     def install_umem(self) -> str:
         """The command that installs umem and what it needs at run time."""
-        return f"pip install 'umem[cuda{self.cuda_major}]'"
+        return install_command(f"cuda{self.cuda_major}")
 
     @property
     def rebuild_umem(self) -> str:
-        """The command that replaces the native library, and the one for a source folder."""
-        return (
-            f"{self.install_umem} --force-reinstall --no-cache-dir (from a source folder: "
-            f"UMEM_CUDA={self.cuda_major} pip install '.[cuda{self.cuda_major}]')"
-        )
+        """The command that builds the native library again, and replaces it."""
+        return install_command(f"cuda{self.cuda_major}", "--force-reinstall --no-cache-dir ")
 
     @property
     def install_cupy(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from umem.core.install import install_command
 from umem.doctor.facts import Environment, dotted, version_numbers
 from umem.hardware.capabilities import Capabilities
 
@@ -100,7 +101,7 @@ def features(environment: Environment, failures: Sequence[str]) -> tuple[Feature
         _swap(failures),
         *(_under_swap(name, why, failures) for name, why in _WORKS.items()),
         *(Feature(name, Verdict.NO, *said) for name, said in _FAILS.items()),
-        _sharing(environment, failures, "numba-cuda", _NUMBA, "pip install 'umem[numba]'"),
+        _sharing(environment, failures, "numba-cuda", _NUMBA, install_command("numba")),
         _sharing(environment, failures, "cupy", _CUPY, environment.install_cupy),
         *_device_features(environment.devices or ()),
         _events(environment),
@@ -154,7 +155,7 @@ def _discard(devices: tuple[Capabilities, ...]) -> Feature:
         return Feature(_DISCARD, Verdict.NO, why, "update the driver to 580 or newer")
     if devices[0].bindings_version[0] < 13:
         why = "the driver has them; umem.cuda reaches them through cuda-python 13 only"
-        remedy = "pip install 'umem[cuda13]' with a CUDA 13 torch"
+        remedy = f"with a CUDA 13 torch: {install_command('cuda13')}"
         return Feature(_DISCARD, Verdict.PARTLY, why, remedy)
     return Feature(_DISCARD, Verdict.YES, "driver and cuda-python have them")
 
@@ -188,7 +189,7 @@ def _copies(environment: Environment) -> Feature:
     version = environment.packages["cupti-python"]
     if version is None:
         why = "cupti-python is not installed"
-        return Feature(_COPIES, Verdict.NO, why, "pip install 'umem[telemetry]'")
+        return Feature(_COPIES, Verdict.NO, why, install_command("telemetry"))
     if not environment.devices:
         return Feature(_COPIES, Verdict.NO, "no usable GPU")
     serves = environment.devices[0].driver_version

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from umem.capture.live import Block
-from umem.offload import ActivationStatistics, ActivationStore
-from umem.offload.store import in_backward_or_compiler
+from umem.offloading import ActivationStatistics, ActivationStore
+from umem.offloading.store import in_backward_or_compiler
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.torch_compat import compiled_call

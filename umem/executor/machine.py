@@ -14,8 +14,8 @@ from torch.optim.optimizer import Optimizer
 from umem.executor.background import Background, run_in_thread
 from umem.hardware import Hardware, detect_hardware
 from umem.hardware.host_memory import host_memory_bytes
-from umem.offload import Mover
-from umem.offload.movers import returning_bytes
+from umem.offloading import Mover
+from umem.offloading.movers import returning_bytes
 from umem.policy import ResolvedPolicy
 from umem.runtime.hints import HintEngine, HintSettings
 from umem.runtime.model_parts import optimizer_parameters, storage_addresses, tensors_in

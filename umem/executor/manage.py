@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.machine import Machine, cuda_machine
@@ -71,6 +72,8 @@ def manage(
     ------
     EnableError
         If umem is not enabled, or the model is not on a GPU.
+    TypeError
+        If `model` is no module or `optimizer` no optimizer.
     PlanError
         For an unknown planner or ``none``; for `step_in_backward` under a policy whose optimizer
         state is not streamed; and if the optimizer is already managed with other arguments or
@@ -80,10 +83,12 @@ def manage(
     --------
     >>> manager = umem.manage(model, optimizer)  # doctest: +SKIP
     """
+    check_argument("model", model, nn.Module, "give the module that the training loop calls")
     if optimizer is None:
         return manage_weights(model)
-    state = runtime()
     optimizer = _innermost(optimizer)
+    check_argument("optimizer", optimizer, Optimizer, "give the torch.optim.Optimizer that steps")
+    state = runtime()
     if (
         state.resolved.streams_state
         and planner is None

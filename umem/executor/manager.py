@@ -30,7 +30,7 @@ from umem.executor.plans import Plans
 from umem.executor.program import Program
 from umem.executor.runner import Runner
 from umem.executor.status import ManagerState, ManagerStatus
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
 from umem.runtime.torch_hooks.modules import Guard

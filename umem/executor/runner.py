@@ -18,7 +18,7 @@ from umem.executor.mapped_blocks import MappedBlock
 from umem.executor.program import Hints, PhaseWork, Program
 from umem.executor.step_plan import MODEL, GroupKey, PhasePlan
 from umem.executor.tensor_addresses import storage_address, whole_blocks
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.runtime.hints import HintOutcome
 from umem.telemetry import PhaseRanges, call_watcher
 

@@ -22,7 +22,7 @@ from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter, StepTimer
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import Hardware
-from umem.offload import ActivationStatistics, ActivationStore
+from umem.offloading import ActivationStatistics, ActivationStore
 from umem.planning.stream_plan import StreamPlan, least_slack_bytes
 from umem.planning.stream_timing import StreamUnit
 from umem.planning.training_plan import WEIGHT_SLOTS, TrainingPlan, plan_training

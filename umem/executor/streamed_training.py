@@ -30,7 +30,7 @@ from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
 from umem.executor.weights.model_weights import ModelWeights, weights_of
 from umem.hardware import detect_hardware
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.planning.stream_timing import staged_bytes
 from umem.runtime.model_parts import gpu_of, optimizer_parameters
 from umem.runtime.state import runtime

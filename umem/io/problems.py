@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, get_args
 
@@ -25,10 +25,14 @@ __all__ = [
     "raise_conflicts",
     "reject",
     "shown",
+    "summary",
     "validate",
+    "visible",
 ]
 
 _Model = TypeVar("_Model", bound="BaseModel")
+
+_MOST_SHOWN = 10
 
 KeyPath = tuple[str | int, ...]
 """Keys, and numbers of list items, from the outside in; ``()`` for a whole file."""
@@ -61,7 +65,8 @@ class Document(NamedTuple):
 class Problem:
     """One problem in a configuration file.
 
-    ``str()`` gives ``file:line:column: key: message``, without the parts that are not known.
+    ``str()`` gives one line, ``file:line:column: key: message``, without the parts that are not
+    known.
     """
 
     file: str
@@ -77,7 +82,16 @@ class Problem:
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}:{self.column}"
-        return ": ".join(part for part in (place, self.key, self.message) if part)
+        return visible(": ".join(part for part in (place, self.key, self.message) if part))
+
+
+def summary(problems: Sequence[Problem]) -> str:
+    """Problems, one in a line: the first :data:`_MOST_SHOWN`, and how many others there are."""
+    lines = list(map(str, problems[:_MOST_SHOWN]))
+    others = len(problems) - len(lines)
+    if others:
+        lines.append(f"{problems[0].file}: {others:,} more problem{'s' if others > 1 else ''}")
+    return "\n".join(lines)
 
 
 class InvalidFileError(Exception):
@@ -85,7 +99,7 @@ class InvalidFileError(Exception):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(map(str, self.problems)))
+        super().__init__(summary(self.problems))
 
 
 def reject(place: Place, key: KeyPath, message: str) -> NoReturn:
@@ -97,6 +111,13 @@ def _dotted(path: KeyPath) -> str:
     return "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
     ).removeprefix(".")
+
+
+def visible(text: str) -> str:
+    """Text with escapes for characters that act on a terminal, or that it does not show."""
+    return "".join(
+        mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text
+    )
 
 
 def shown(value: Any) -> str:

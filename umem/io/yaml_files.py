@@ -23,6 +23,7 @@ __all__ = ["FileKind", "read", "shipped_names", "stated_keys"]
 
 _MAX_FILE_BYTES = 2**20
 _MAX_DEPTH = 16
+_MAX_FILES = 16  # that extend one another
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ def _with_parents(
     if path.resolve() in [child.resolve() for child in children]:
         cycle = " -> ".join(map(str, (*children, path)))
         reject(place, ("extends",), f"a cycle: {cycle}; remove one `extends`")
+    if len(children) >= _MAX_FILES:
+        message = f"more than {_MAX_FILES} files extend one another: put their keys into fewer"
+        reject(place, ("extends",), message)
     parent = _read_with_parents(path, children, kind)
     del parent.data["name"]
     parent.data.pop("description", None)

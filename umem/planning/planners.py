@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
@@ -84,6 +85,8 @@ def plan(
     TraceError
         If the trace has no durations.
     """
+    check_argument("trace", trace, Trace, "give one from umem.load_trace() or umem.record()")
+    check_argument("hardware", hardware, Hardware, "give one from umem.load_hardware()")
     check_resolved(policy)
     if planner not in PLANNERS:
         hint = did_you_mean(planner, PLANNERS) or "."

@@ -23,7 +23,13 @@ from umem.policy.models import (
     class_rule,
     policy_schema,
 )
-from umem.policy.resolve import RESERVE_BYTES, ResolvedPolicy, check_resolved, resolve
+from umem.policy.resolve import (
+    RESERVE_BYTES,
+    ResolvedPolicy,
+    check_environment,
+    check_resolved,
+    resolve,
+)
 
 __all__ = [
     "RESERVE_BYTES",
@@ -38,6 +44,7 @@ __all__ = [
     "PolicyPlanner",
     "ResolvedPolicy",
     "ShareLibrary",
+    "check_environment",
     "check_resolved",
     "class_rule",
     "find_problems",

@@ -25,7 +25,7 @@ from umem.policy.models import (
 if TYPE_CHECKING:
     from umem.hardware import Hardware
 
-__all__ = ["RESERVE_BYTES", "ResolvedPolicy", "check_resolved", "resolve"]
+__all__ = ["RESERVE_BYTES", "ResolvedPolicy", "check_environment", "check_resolved", "resolve"]
 
 RESERVE_BYTES = 1 << 30
 """Free memory of a card that a policy without a budget leaves: for the process's CUDA context,
@@ -127,14 +127,11 @@ def resolve(
             f"limits.system_headroom_bytes: {format_bytes(headroom_bytes)} leaves nothing of a "
             f"device of {format_bytes(device_bytes)} for kind system: lower it"
         )
-    limits = (
-        policy.limits.managed_bytes,
-        _from_environment("UMEM_MANAGED_LIMIT", environ, parse_managed_limit),
-    )
+    limits = (policy.limits.managed_bytes, _managed_limit(environ))
     budget_bytes, budget_reason = _device_budget(policy, device_bytes, environ)
     if budget_bytes is None and "device" in kinds:
         budget_bytes, budget_reason = _budget_of_free_memory(device_bytes, free_bytes)
-    planner = _from_environment("UMEM_PLANNER", environ, _read_planner) or policy.planner
+    planner = _planner(environ) or policy.planner
     return ResolvedPolicy(
         name=policy.name,
         managed_limit_bytes=min((limit for limit in limits if limit is not None), default=None),
@@ -159,8 +156,7 @@ def _device_budget(
     policy: Policy, device_bytes: int, environ: Mapping[str, str]
 ) -> tuple[int | None, str]:
     """The budget that the environment or the policy states, and which of them; else None."""
-    source = "UMEM_DEVICE_BUDGET"
-    budget = _from_environment(source, environ, parse_device_budget)
+    source, budget = "UMEM_DEVICE_BUDGET", _budget(environ)
     if budget is None:
         source, budget = "device_budget", policy.device_budget
     if budget is None:
@@ -201,6 +197,27 @@ def _from_environment(
         return read(text)
     except ValueError as error:
         raise PolicyError(f"environment variable {name}: {error}; or unset it") from None
+
+
+def _managed_limit(environ: Mapping[str, str]) -> int | None:
+    return _from_environment("UMEM_MANAGED_LIMIT", environ, parse_managed_limit)
+
+
+def _budget(environ: Mapping[str, str]) -> int | str | None:
+    return _from_environment("UMEM_DEVICE_BUDGET", environ, parse_device_budget)
+
+
+def _planner(environ: Mapping[str, str]) -> PolicyPlanner | None:
+    return _from_environment("UMEM_PLANNER", environ, _read_planner)
+
+
+def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Check the variables that change a policy, where there may be no device to resolve one for.
+
+    ``PolicyError`` names the first that holds no usable value.
+    """
+    for read in (_managed_limit, _budget, _planner):
+        read(environ)
 
 
 def check_resolved(policy: object) -> None:

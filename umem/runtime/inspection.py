@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
-from umem.runtime.state import fell_back, runtime
+from umem.runtime.state import fallback_reason, fell_back, runtime
 
 __all__ = [
     "ClassMemory",
@@ -93,8 +94,12 @@ def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]
 def memory_summary(device: int | None = None) -> str:
     """A GPU's memory by tensor class, as a table to print.
 
-    ``EnableError`` if umem is not enabled.
+    After a fallback to torch's allocator, a sentence that says so. ``EnableError`` if umem is not
+    enabled.
     """
+    reason = fallback_reason()
+    if reason is not None:
+        return f"umem is not in use, torch's own allocator stays: {reason}"
     state, number = runtime(), _device(device)
     stats, kinds = state.allocator.stats(number), state.allocator.kind_stats(number)
     allocated, blocks = stats["allocated_bytes"]["all"], stats["allocation"]["all"]
@@ -163,4 +168,7 @@ def tensor_class(name: str | TensorClass) -> Iterator[None]:
 
 
 def _device(device: int | None) -> int:
-    return torch.cuda.current_device() if device is None else device
+    if device is None:
+        return torch.cuda.current_device()
+    check_argument("device", device, int, "give the number of a GPU, such as 0")
+    return device

@@ -8,6 +8,7 @@ import importlib
 from types import ModuleType
 
 from umem.core.errors import NativeLibraryError
+from umem.core.install import install_command
 
 __all__ = ["native"]
 
@@ -28,5 +29,6 @@ def native() -> ModuleType:
     except ImportError as error:
         raise NativeLibraryError(
             f"umem's native library does not load: {error}. Install it with RMM and CUDA's "
-            "runtime, `pip install 'umem[cuda13]'` (or cuda12); `umem doctor` shows what is there."
+            f"runtime, `{install_command('cuda13')}` (or cuda12); `umem doctor` shows what is "
+            "there."
         ) from error

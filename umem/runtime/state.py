@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Runtime",
+    "fallback_reason",
     "fell_back",
     "is_enabled",
     "native_config",
@@ -73,7 +74,12 @@ def runtime() -> Runtime:
 
 def fell_back() -> bool:
     """Whether `enable(..., fallback=True)` left torch's own allocator in place."""
-    return _runtime is None and _fallback_reason is not None
+    return fallback_reason() is not None
+
+
+def fallback_reason() -> str | None:
+    """Why `enable(..., fallback=True)` left torch's own allocator in place; None if it did not."""
+    return _fallback_reason if _runtime is None else None
 
 
 def native_config(resolved: ResolvedPolicy, pinned_limit_bytes: int = 0) -> _native.Config:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.report import CAUSES, Direction, MigrationReport, Timeline, Traffic
@@ -97,6 +98,9 @@ def simulate(
     TraceError
         If the trace has no durations.
     """
+    check_argument("trace", trace, Trace, "give one from umem.load_trace() or umem.record()")
+    check_argument("schedule", schedule, Schedule, "give one from umem.plan()")
+    check_argument("hardware", hardware, Hardware, "give one from umem.load_hardware()")
     check_resolved(policy)
     outcome = run(trace, schedule, hardware, policy, addresses=addresses)
     return report(outcome, trace, schedule, hardware, policy, timeline=timeline)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from umem.core.errors import UmemError, UnsupportedError
+from umem.core.install import install_command
 from umem.core.progress import notify
 from umem.core.report import Source
 from umem.cuda import Range
@@ -126,7 +127,7 @@ class BufferCallbacks:
 
 # ------------------------------------------------------------------------------- the collector
 
-_INSTALL = "pip install 'umem[telemetry]'"
+_INSTALL = install_command("telemetry")
 _FLUSH_COMPLETE = 0
 _FLUSH_FORCED = 1
 _BETWEEN_LOOKS_S = 0.02

@@ -19,6 +19,7 @@ import numpy as np
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
+from umem.core.install import install_command
 from umem.core.report import UM_CAUSES, Cause, Direction, MeasuredReport, MigrationReport, Timeline
 from umem.core.units import format_bytes, time_unit
 from umem.io.files import write_file
@@ -110,7 +111,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise UnsupportedError(
-            "pictures need matplotlib, which is not installed: pip install 'umem[plots]'"
+            f"pictures need matplotlib, which is not installed: {install_command('plots')}"
         ) from None
 
 

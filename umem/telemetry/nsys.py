@@ -19,6 +19,7 @@ from urllib.parse import quote
 import numpy as np
 
 from umem.core.errors import UmemError
+from umem.io.files import begins_with
 from umem.telemetry.phases import PHASE_PREFIX, STEP_PREFIX
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
@@ -37,7 +38,7 @@ __all__ = ["is_nsys_export", "read_nsys"]
 
 MAX_RANGES = 2**16
 _ROWS_AT_ONCE = 2**16
-_LONGEST_TEXT = 2**16
+_LONGEST_TEXT = 2**10
 _LATEST_NS = 2**62
 _LARGEST = 2**42 - 1
 _MAGIC = b"SQLite format 3\x00"
@@ -74,11 +75,7 @@ class _Export:
 
 def is_nsys_export(path: str | os.PathLike[str]) -> bool:
     """Whether a file is a SQLite database, as no other file of umem's is."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
+    return begins_with(path, _MAGIC)
 
 
 def read_nsys(path: str | os.PathLike[str], limit: int = MAX_RECORDS) -> Recording:
@@ -271,20 +268,44 @@ def _ranges(export: _Export) -> list[NamedRange]:
     there = export.columns(_NVTX)
     if not {"start", "end", "eventType", "text"} <= there:
         return []
-    # A registered name is in a table of its own.
-    registered = "textId" in there and "StringIds" in export.tables
-    name = 'COALESCE(e."text", s."value")' if registered else 'e."text"'
-    join = 'LEFT JOIN StringIds AS s ON e."textId" = s."id"' if registered else ""
+    # A registered name is in a table of its own. It is looked up here: a join would take time and
+    # memory in proportion to the product of both tables, where many rows share an id.
+    registered = _registered_names(export) if "textId" in there else {}
+    text_id = "textId" if registered else "NULL"
     rows = export.database.execute(
-        f"SELECT {name}, e.start, e.end FROM {_NVTX} AS e {join} "
-        f"WHERE e.eventType IN {_RANGE_TYPES} AND typeof(e.start) = 'integer' "
+        f"SELECT substr(text, 1, {_LONGEST_TEXT}), {text_id}, e.start, e.end FROM {_NVTX} AS e "
+        f"WHERE eventType IN {_RANGE_TYPES} AND typeof(e.start) = 'integer' "
         f"AND typeof(e.end) = 'integer' AND e.start BETWEEN 0 AND e.end AND e.end <= {_LATEST_NS} "
-        f"AND ({name} GLOB ? OR {name} GLOB ?) ORDER BY e.start LIMIT {MAX_RANGES + 1}",
-        (f"{STEP_PREFIX}*", f"{PHASE_PREFIX}*"),
-    ).fetchall()
-    if len(rows) > MAX_RANGES:
-        raise export.refuse(_NVTX, f"more than {MAX_RANGES} ranges of umem: record fewer steps")
-    return [NamedRange(str(name)[:_LONGEST_TEXT], start, end) for name, start, end in rows]
+        f"AND ({_is_of_umem('text')} OR text IS NULL AND {text_id} IS NOT NULL) ORDER BY e.start"
+    )
+    found = []
+    for text, number, start, end in rows:
+        name = registered.get(number) if text is None else str(text)
+        if name is not None:
+            found.append(NamedRange(name, start, end))
+        if len(found) > MAX_RANGES:
+            raise export.refuse(_NVTX, f"more than {MAX_RANGES} ranges of umem: record fewer steps")
+    return found
+
+
+def _is_of_umem(column: str) -> str:
+    """Condition of SQL: a text begins like the name of a range that umem opens."""
+    return f"({column} GLOB '{STEP_PREFIX}*' OR {column} GLOB '{PHASE_PREFIX}*')"
+
+
+def _registered_names(export: _Export) -> dict[int, str]:
+    """Names of umem's ranges by id; the first one of an id."""
+    if not {"id", "value"} <= export.columns("StringIds"):
+        return {}
+    rows = export.database.execute(
+        f"SELECT id, substr(value, 1, {_LONGEST_TEXT}) FROM StringIds WHERE {_is_of_umem('value')}"
+    )
+    names: dict[int, str] = {}
+    for number, name in rows:
+        names.setdefault(number, str(name))
+        if len(names) > MAX_RANGES:
+            raise export.refuse("StringIds", f"more than {MAX_RANGES} names of umem's ranges")
+    return names
 
 
 def _gpus(export: _Export) -> str:

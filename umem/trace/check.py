@@ -109,10 +109,10 @@ def _check_texts(trace: Trace, check: Checker) -> None:
             _require_texts(where, (value,), check)
         elif isinstance(value, bool) or not isinstance(value, int | float):
             check.refuse(where, f"a {type(value).__name__}; give text or a number")
-        elif not math.isfinite(value):
-            check.refuse(where, f"{value}; give a finite number")
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             check.refuse(where, "an integer of more than 64 bits; give a smaller one")
+        elif not math.isfinite(value):
+            check.refuse(where, f"{value}; give a finite number")
 
 
 def _require_texts(key: str, values: Sequence[Any], check: Checker) -> None:

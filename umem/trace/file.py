@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, Field
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
 from umem.io.columns import (
@@ -23,6 +24,7 @@ from umem.io.columns import (
     read_json,
     write_columns,
 )
+from umem.io.problems import shown
 from umem.trace.check import (
     DTYPES,
     MAX_ACCESSES,
@@ -96,6 +98,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         If the file cannot be read, or holds no trace that :func:`umem.trace.check_trace` accepts;
         the message names file, place and remedy.
     """
+    check_argument("path", path, (str, os.PathLike), "give the path of a trace's file")
     if not is_archive(path):
         trace = _imported(path)
     else:
@@ -229,8 +232,8 @@ def _accesses(document: Exchange, check: Checker) -> list[dict[int, int]]:
                 if number is None:
                     check.refuse(
                         f"phases[{index}].{key}[{at}]",
-                        f"tensor {tensor_id} is not among the tensors: add it there, or remove it "
-                        "here",
+                        f"tensor {shown(tensor_id)} is not among the tensors: add it there, or "
+                        "remove it here",
                     )
                 # A kernel may name an argument twice, as x * x does.
                 uses[number] = uses.get(number, 0) | int(mode)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import umem
-from umem.offload import ActivationStore, offload
+from umem.offloading import ActivationStore, offload
 
 MIB = 1 << 20
 LAYERS, SIZE = 5, 512

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from umem.core.errors import TraceError
+from umem.core.install import install_command
 from umem.io.problems import did_you_mean
 from umem.trace import Trace
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from umem.capture.offline.record import Progress, Step
 
-__all__ = ["MODELS", "MODES", "PRECISIONS", "model_trace"]
+__all__ = ["MODELS", "MODES", "PRECISIONS", "SHAPES", "model_trace"]
 
 Attention = Literal["sdpa", "eager"]
 """One fused kernel, or an operator for each step of the formula."""
@@ -63,7 +64,7 @@ _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediat
 # Touvron et al. 2023, "Llama 2" (arXiv:2307.09288), and the `config.json` of
 # meta-llama/Llama-2-{7b,13b,70b}-hf; those of Qwen/Qwen3-14B, Qwen/Qwen3-30B-A3B and
 # openai/gpt-oss-20b. The tiny one is umem's own.
-_SHAPES = {
+SHAPES = {
     "llama-tiny": _Shape(512, 256, 688, 4, 8, 4, 32),
     "llama-2-7b": _Shape(32_000, 4096, 11_008, 32, 32, 32, 128),
     "llama-2-13b": _Shape(32_000, 5120, 13_824, 40, 40, 40, 128),
@@ -73,7 +74,7 @@ _SHAPES = {
     "gpt-oss-20b": _Shape(201_088, 2880, 2880, 24, 64, 8, 64, "gpt_oss", _GPT_OSS_EXPERTS),
 }
 
-MODELS = tuple(_SHAPES)
+MODELS = tuple(SHAPES)
 """Names that :func:`model_trace` knows."""
 
 
@@ -156,7 +157,7 @@ def model_trace(
     # Not at the top: listing the models must not need torch.
     import torch
 
-    if _SHAPES[model].experts:
+    if SHAPES[model].experts:
         if precision == "fp32-autocast":
             raise TraceError(
                 f"{model} has experts, whose grouped products take bfloat16 and no autocast: "
@@ -172,7 +173,7 @@ def model_trace(
 
     def make_step() -> Step:
         dtype = torch.float32 if precision == "fp32-autocast" else torch.bfloat16
-        network = _build(transformers, _SHAPES[model], dtype, seq, attention)
+        network = _build(transformers, SHAPES[model], dtype, seq, attention)
         counts["parameters"] = sum(part.numel() for part in network.parameters())
         network = _adapt(network, peft, checkpoint)
         trained = [part for part in network.parameters() if part.requires_grad]
@@ -183,7 +184,7 @@ def model_trace(
         else:
             optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         micro_batches = [
-            torch.randint(_SHAPES[model].vocabulary, (batch, seq)) for _ in range(accumulate)
+            torch.randint(SHAPES[model].vocabulary, (batch, seq)) for _ in range(accumulate)
         ]
 
         def step() -> None:
@@ -229,7 +230,7 @@ def _import(name: str) -> Any:
     except ImportError as error:
         raise TraceError(
             f"this trace needs {name}, which cannot be imported ({error}): "
-            "pip install 'umem[examples]'"
+            + install_command("examples")
         ) from error
 
 

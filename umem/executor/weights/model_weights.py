@@ -32,7 +32,7 @@ from umem.executor.weights.streamed_weights import (
     StreamedWeights,
     WeightCounts,
 )
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.planning.stream_plan import least_slack_bytes
 from umem.planning.stream_timing import staged_bytes
 from umem.planning.training_plan import WEIGHT_SLOTS

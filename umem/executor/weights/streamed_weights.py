@@ -28,7 +28,7 @@ from umem.executor.optimizer.access_guard import TensorGuard
 from umem.executor.optimizer.lanes import Lanes, Moment
 from umem.executor.weights.expert_tables import ExpertTables
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
-from umem.offload import ActivationStore
+from umem.offloading import ActivationStore
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls

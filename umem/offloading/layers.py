@@ -6,13 +6,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from types import NoneType
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from umem.core.arguments import check_argument
 from umem.core.errors import OffloadError
-from umem.offload.store import (
+from umem.offloading.store import (
     MIN_BYTES,
     ActivationStatistics,
     ActivationStore,
@@ -254,6 +256,8 @@ def offload(
     ...     y = sync(y)
     >>> y.sum().backward()
     """
+    check_argument("num_layers", num_layers, int, "give a whole number, such as 2")
+    check_argument("model_layers", model_layers, (int, NoneType), "give a whole number, or None")
     if model_layers is not None and not 1 <= num_layers <= model_layers:
         raise OffloadError(
             f"num_layers is {num_layers}: give 1 to model_layers, which is {model_layers}"

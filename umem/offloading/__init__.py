@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from umem.offload.layers import OffloadContext, OffloadedBlocks, offload, offload_blocks
-from umem.offload.movers import CudaMover, HostBuffer, HostMover, Mover
-from umem.offload.store import ActivationStatistics, ActivationStore
+from umem.offloading.layers import OffloadContext, OffloadedBlocks, offload, offload_blocks
+from umem.offloading.movers import CudaMover, HostBuffer, HostMover, Mover
+from umem.offloading.store import ActivationStatistics, ActivationStore
 
 __all__ = [
     "ActivationStatistics",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from umem.core.errors import OffloadError
-from umem.offload.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
+from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
 from umem.runtime.torch_hooks.saved_tensors import (
     Hooks,

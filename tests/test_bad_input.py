@@ -1,0 +1,388 @@
+"""Bad input ends in one line that names the place and the remedy, never in a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import Run, umem_command
+from rich.console import Console
+
+import umem
+from umem.cli import INTERRUPTED_STATUS, output
+from umem.core.errors import PolicyError
+from umem.core.install import _origin, install_command
+from umem.telemetry import read_nsys
+
+# A root user enters every folder, unless these are taken away.
+WITHOUT_PRIVILEGES = (
+    ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+)
+DIGITS = "9" * 400
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return umem_command(monkeypatch, capsys)
+
+
+def umem_process(
+    *arguments: object, prefix: list[str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    command = [*(prefix or ()), sys.executable, "-c", "from umem.cli import main; main()"]
+    options.setdefault("stdout", subprocess.PIPE)
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# ------------------------------------------------------------------------ paths and outputs
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "locked/train.py"),
+        ("trace", "locked/train.py:make_step"),
+        ("plan", "--trace", "trace.npz", "--output", "locked/plan.npz"),
+        ("policy", "show", "locked/policy.yaml"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_that_may_not_be_entered(words: tuple[str, ...], tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    done = umem_process(*words, prefix=WITHOUT_PRIVILEGES, cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"umem: {words[-1].partition(':')[0]}: ")
+    assert "permission denied" in line
+
+
+@pytest.mark.parametrize("words", [("run", "x.py"), ("run", "-m", "x")])
+def test_a_current_folder_that_is_gone(
+    run: Run, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    status, _, errors = run(*words)
+    assert status == 2
+    assert errors == "umem: the current folder is gone: change to one that exists\n"
+
+
+@pytest.mark.parametrize("words", ["--version", "policy list", "policy schema"])
+def test_standard_output_on_a_full_disk(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = umem_process(*words.split(), stdout=full)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "umem: standard output cannot be written (no space left on device): check where it goes\n"
+    )
+
+
+def test_a_pipe_that_nobody_reads() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = umem_process("policy", "list", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_letters_that_the_encoding_lacks(tmp_path: Path) -> None:
+    """Printed as escapes."""
+    path = write(tmp_path / "mine.yaml", "extends: sft\ndescription: h\u00e9llo \u2192\n")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, **ascii_only, "PYTHONIOENCODING": "ascii"}
+    done = umem_process("policy", "show", path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mine  h\\xe9llo \\u2192" in done.stdout
+    done = umem_process("policy", "show", "h\u00e9", env=environment)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------ Ctrl-C
+
+
+def test_ctrl_c_ends_a_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("umem.cli.policy.load_policy", interrupted)
+    assert run("policy", "show", "sft") == (INTERRUPTED_STATUS, "", "umem: interrupted\n")
+
+
+def test_ctrl_c_while_torch_records_a_model() -> None:
+    """The process ends at once: an exception could meet C++ code that aborts."""
+    code = """
+import os, signal
+from umem.cli.output import interruptible
+
+class Unraisable:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+with interruptible():
+    Unraisable()
+    print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == INTERRUPTED_STATUS
+    assert (done.stdout, done.stderr) == ("", "umem: interrupted\n")
+
+
+def test_ctrl_c_raises_again_after_the_recording() -> None:
+    with output.interruptible():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# ----------------------------------------------------------------------------- files' content
+
+
+def test_control_characters_of_a_policy(run: Run, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.yaml",
+        'extends: sft\nname: "a\\e[31mred"\ndescription: "b\\e]0;title\\a"\n',
+    )
+    status, text, _ = run("policy", "show", path)
+    assert status == 0
+    assert "a\\x1b[31mred  b\\x1b]0;title\\x07" in text
+    assert "\x1b" not in text
+
+
+def test_control_characters_of_a_hardware_profile(run: Run, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.yaml",
+        'extends: h100-pcie\nname: "a\\e[31m"\nlaunch_s: {value: 1us, source: "b\\e[2J"}\n',
+    )
+    status, text, _ = run("hardware", "show", path)
+    assert status == 0
+    assert "a\\x1b[31m" in text
+    assert "b\\x1b[2J" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("command", ["show", "validate"])
+def test_control_characters_of_a_key(run: Run, tmp_path: Path, command: str) -> None:
+    path = write(tmp_path / "mine.yaml", 'extends: sft\n"a\\n\\e[31m": 3\n')
+    status, _, errors = run("policy", command, path)
+    assert status == 2
+    (line,) = errors.splitlines()
+    assert ":2:1: a\\n\\x1b[31m: unknown key" in line
+
+
+def chain(folder: Path, length: int, last: str) -> Path:
+    for number in range(length - 1):
+        write(folder / f"p{number}.yaml", f"extends: ./p{number + 1}.yaml\n")
+    write(folder / f"p{length - 1}.yaml", f"extends: {last}\n")
+    return folder / "p0.yaml"
+
+
+def test_the_longest_chain_of_policies(tmp_path: Path) -> None:
+    assert umem.load_policy(chain(tmp_path, 15, "sft")).name == "p0"
+
+
+def test_a_longer_chain_of_policies(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"p15\.yaml:1:10: extends: more than 16 files"):
+        umem.load_policy(chain(tmp_path, 1500, "sft"))
+
+
+def test_a_cycle_of_policies_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"a cycle: .*p0.yaml -> .*p1.yaml -> .*p0.yaml"):
+        umem.load_policy(chain(tmp_path, 2, "./p0.yaml"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bytes": int(DIGITS)},
+        {"duration_us": int(DIGITS)},
+        {"id": int(DIGITS)},
+        {"reads": [int(DIGITS)]},
+        {"published": {"x": int(DIGITS)}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_number_of_400_digits(run: Run, tmp_path: Path, change: dict[str, Any]) -> None:
+    tensor = {"id": 0, "bytes": 512, "class": "weights", "persistent": True}
+    phase = {"name": "a", "duration_us": 1, "reads": [0], "writes": []}
+    trace: dict[str, Any] = {"format": "umem-trace/1", "tensors": [tensor], "phases": [phase]}
+    for part in (tensor, phase, trace):
+        part.update({key: value for key, value in change.items() if key in part})
+    trace.update({key: value for key, value in change.items() if key == "published"})
+    path = write(tmp_path / "trace.json", json.dumps(trace))
+    status, _, errors = run("trace", "--show", path)
+    assert status == 2
+    (line,) = errors.splitlines()
+    assert line.startswith(f"umem: {path}: ")
+    assert len(line) < len(str(path)) + 200
+
+
+def test_many_problems(run: Run, tmp_path: Path) -> None:
+    """Ten are shown, and the others are counted."""
+    keys = "".join(f"key_{number}: 1\n" for number in range(1012))
+    path = write(tmp_path / "mine.yaml", f"extends: sft\n{keys}")
+    for command in ("show", "validate"):
+        status, _, errors = run("policy", command, path)
+        lines = errors.splitlines()
+        assert (status, len(lines)) == (2, 11)
+        assert lines[-1] == f"{path}: 1,002 more problems"
+    status, text, _ = run("policy", "validate", "--json", path)
+    assert len(json.loads(text)[0]["problems"]) == 1012
+
+
+def nsys_export(path: Path, strings: list[tuple[int, str]], ranges: int) -> Path:
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER)")
+        database.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+        database.executemany("INSERT INTO StringIds VALUES (?, ?)", strings)
+        database.execute(
+            "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, "
+            "textId INTEGER)"
+        )
+        database.executemany(
+            "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, NULL, 7)",
+            ((10 * number, 10 * number + 5) for number in range(ranges)),
+        )
+    return path
+
+
+def test_an_nsys_export_whose_rows_share_a_long_string(tmp_path: Path) -> None:
+    """It is cut: 2 GB otherwise."""
+    path = nsys_export(tmp_path / "run.sqlite", [(7, "umem phase " + "x" * 65_000)], 15_000)
+    phases = read_nsys(path).phases
+    assert len(phases) == 15_000
+    assert len(phases[0].name) < 2_000
+
+
+def test_an_nsys_export_with_many_strings_of_one_id(tmp_path: Path) -> None:
+    """Time is in proportion to the rows of both tables together."""
+    strings = [(7, f"umem phase {number}") for number in range(20_000)]
+    path = nsys_export(tmp_path / "run.sqlite", strings, 20_000)
+    began = time.monotonic()
+    assert len(read_nsys(path).phases) == 20_000
+    assert time.monotonic() - began < 10  # the product of both is 400 million
+
+
+def test_an_nsys_export_that_is_a_named_pipe(run: Run, tmp_path: Path) -> None:
+    """It is not waited for."""
+    os.mkfifo(tmp_path / "run.sqlite")
+    status, _, errors = run("report", tmp_path / "run.sqlite")
+    assert status == 2
+    assert "not a regular file" in errors
+
+
+# ------------------------------------------------------------------------------------ Python
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: umem.enable(3), "policy"),  # type: ignore[arg-type]
+        (lambda: umem.manage("x"), "model"),  # type: ignore[arg-type]
+        (lambda: umem.manage(torch.nn.Linear(1, 1), "x"), "optimizer"),  # type: ignore[arg-type]
+        (lambda: umem.offload(num_layers="2"), "num_layers"),  # type: ignore[arg-type]
+        (lambda: umem.offload(2, "3"), "model_layers"),  # type: ignore[arg-type]
+        (lambda: umem.load_trace(3), "path"),  # type: ignore[arg-type]
+        (lambda: umem.plan(1, 2, 3), "trace"),  # type: ignore[arg-type]
+        (lambda: umem.simulate(1, 2, 3, 4), "trace"),  # type: ignore[arg-type]
+        (lambda: umem.load_hardware(3), "hardware"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_argument_of_another_type(call: Any, argument: str) -> None:
+    with pytest.raises(TypeError, match=rf"\b{argument}\b.*(int|str)"):
+        call()
+
+
+def test_steps_of_a_profile_that_are_no_number() -> None:
+    with pytest.raises(ValueError, match="steps='a'"):
+        umem.profile(steps="a")  # type: ignore[arg-type]
+
+
+def test_offload_is_a_function_wherever_its_package_was_imported_first() -> None:
+    code = "import umem.executor, umem; umem.offload(2)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("variable", ["DEVICE_BUDGET", "MANAGED_LIMIT", "PLANNER"])
+def test_a_fallback_hides_no_bad_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(f"UMEM_{variable}", "abc")
+    with pytest.raises(PolicyError, match=f"UMEM_{variable}.*'abc'"):
+        umem.enable("sft", fallback=True)
+
+
+def test_umem_run_with_fallback_and_a_bad_variable(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UMEM_DEVICE_BUDGET", "abc")
+    script = write(tmp_path / "train.py", "print('ran')\n")
+    status, text, errors = run("run", "--fallback", script)
+    assert (status, text) == (2, "")
+    assert "UMEM_DEVICE_BUDGET" in errors
+
+
+# ------------------------------------------------------------------------- tables, remedies
+
+
+def test_a_table_is_wider_than_the_terminal_rather_than_cut(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = output.make_table("class", numbers=("from step to step", "within the step"))
+    table.add_row("optimizer_state", "75.31 GiB", "124.88 GiB")
+    output.print_table(Console(width=20), table)
+    heading, row = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["class", "from", "step", "to", "step", "within", "the", "step"]
+    assert row.split() == ["optimizer_state", "75.31", "GiB", "124.88", "GiB"]
+
+
+@pytest.mark.parametrize(
+    ("noted", "command"),
+    [
+        (
+            {"url": "file://{folder}", "dir_info": {"editable": True}},
+            "pip install --editable '{folder}[plots]'",
+        ),
+        ({"url": "file://{folder}", "dir_info": {}}, "pip install '{folder}[plots]'"),
+        ({"url": "file:///gone"}, "pip install '.[plots]' in a checkout of umem"),
+        (None, "pip install '.[plots]' in a checkout of umem"),
+    ],
+)
+def test_the_command_that_installs_an_extra(
+    noted: dict[str, Any] | None,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the place that umem came from, and from no index, which has none."""
+    text = None if noted is None else json.dumps(noted).replace("{folder}", str(tmp_path))
+
+    class Distribution:
+        def read_text(self, _: str) -> str | None:
+            return text
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: Distribution())
+    _origin.cache_clear()
+    try:
+        assert install_command("plots") == command.format(folder=tmp_path)
+    finally:
+        _origin.cache_clear()

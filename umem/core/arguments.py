@@ -1,0 +1,11 @@
+"""Checks of arguments at the public entries."""
+
+from __future__ import annotations
+
+__all__ = ["check_argument"]
+
+
+def check_argument(name: str, value: object, types: type | tuple[type, ...], remedy: str) -> None:
+    """Refuse an argument of another type: ``TypeError`` with its name and the remedy."""
+    if not isinstance(value, types):
+        raise TypeError(f"{name}: got {type(value).__name__}; {remedy}")

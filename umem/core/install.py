@@ -1,0 +1,42 @@
+"""The command that installs an extra of umem, for remedies."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from importlib import metadata
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+__all__ = ["install_command"]
+
+
+def install_command(extra: str, options: str = "") -> str:
+    """Write the command that installs umem again, from the same place, with an extra.
+
+    Where the folder or wheel that umem came from is not known, or is gone, the command is one for a
+    checkout, and says so.
+    """
+    editable, place = _origin()
+    build = "UMEM_CUDA=12 " if extra == "cuda12" else ""
+    command = f"{build}pip install {options}{editable}'{place or '.'}[{extra}]'"
+    return command if place else f"{command} in a checkout of umem"
+
+
+@cache
+def _origin() -> tuple[str, str]:
+    """Pip's option for an editable installation, and the path of a folder or wheel; or both empty.
+
+    pip and others note them in ``direct_url.json`` (PEP 610), except for a package of an index.
+    """
+    try:
+        noted = metadata.distribution("umem").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return "", ""
+    origin = json.loads(noted or '{"url": ""}')
+    url = urlsplit(origin["url"])
+    path = url2pathname(url.path)
+    if url.scheme != "file" or not os.path.exists(path):
+        return "", ""
+    return "--editable " if origin.get("dir_info", {}).get("editable") else "", path
