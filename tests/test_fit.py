@@ -1,0 +1,348 @@
+"""`umem fit`: shapes of models, the estimate of a step, and the answer for a machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Run, umem_command
+
+from umem.core.errors import UmemError
+from umem.fit import (
+    Fit,
+    Workload,
+    fit_inference,
+    fit_training,
+    generic_shape,
+    load_shape,
+    shape_names,
+)
+from umem.hardware import Hardware, hardware_names, load_hardware
+from umem.policy import ResolvedPolicy, load_policy, resolve
+
+GIB = 1 << 30
+
+PARAMETERS = {
+    "deepseek-v2-lite": 15_706_484_224,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-12b": 11_766_034_176,  # without the vision tower
+    "gpt-oss-20b": 20_914_757_184,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-tiny": 3_164_416,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "phi-4": 14_659_507_200,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+"""Of the modules that transformers 5.17 makes of the published configurations."""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`umem`."""
+    monkeypatch.delenv("UMEM_DEVICE_BUDGET", raising=False)
+    return umem_command(monkeypatch, capsys)
+
+
+def machine(mode: str, name: str = "h100-pcie") -> tuple[Hardware, ResolvedPolicy]:
+    hardware = load_hardware(name)
+    return hardware, resolve(load_policy(mode), hardware)
+
+
+def trained(
+    model: str,
+    *,
+    mode: str = "sft",
+    batch: int = 4,
+    seq: int = 2048,
+    precision: str = "bf16",
+    checkpoint: bool = True,
+    gpu: str = "h100-pcie",
+    host_bytes: int | None = None,
+) -> Fit:
+    workload = Workload(load_shape(model), mode, batch, seq, precision, checkpoint)
+    return fit_training(workload, *machine(mode, gpu), host_bytes=host_bytes)
+
+
+# Shapes.
+
+
+def test_known_models_have_as_many_parameters_as_published() -> None:
+    assert {name: load_shape(name).parameters for name in shape_names()} == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+        ("meta-llama/Llama-2-13b-chat-hf", "llama-2-13b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("google/gemma-3-12b-it", "gemma-3-12b"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+    ],
+)
+def test_names_of_the_hub_are_known(name: str, known: str) -> None:
+    assert load_shape(name).name == known
+
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def config_file(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.json"
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    file.write_text(json.dumps(config))
+    return file
+
+
+def test_a_file_or_its_folder_gives_a_shape(tmp_path: Path) -> None:
+    file = config_file(tmp_path)
+    layer = 256 * (256 + 2 * 128 + 256) + 3 * 256 * 512 + 2 * 256
+    assert load_shape(str(file)).parameters == 2 * 1000 * 256 + 256 + 3 * layer
+    assert load_shape(str(tmp_path)) == load_shape(str(file))
+    tied = config_file(tmp_path, tie_word_embeddings=True)
+    assert load_shape(str(tied)).parameters == 1000 * 256 + 256 + 3 * layer
+
+
+def test_layers_have_the_windows_of_their_family() -> None:
+    windows = [layer.window for layer in load_shape("gemma-3-12b").layers[:7]]
+    assert windows == [1024] * 5 + [0, 1024]
+    assert [layer.window for layer in load_shape("gpt-oss-20b").layers[:3]] == [128, 0, 128]
+    assert {layer.window for layer in load_shape("mistral-7b").layers} == {4096}
+    assert {layer.window for layer in load_shape("qwen2.5-7b").layers} == {0}
+
+
+@pytest.mark.parametrize(("size", "billions"), [("500m", 0.5), ("7b", 7), ("13B", 13), ("70b", 70)])
+def test_generic_models_have_about_the_size(size: str, billions: float) -> None:
+    assert generic_shape(size).parameters == pytest.approx(billions * 1e9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ({"model_type": "gpt2"}, "gpt2"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_names_file_and_key(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    file = config_file(tmp_path, **changes)
+    with pytest.raises(UmemError) as error:
+        load_shape(str(file))
+    assert str(file) in str(error.value)
+    assert named in str(error.value)
+
+
+# The estimate, beside `umem simulate`, whose figures are in its documentation.
+
+
+def test_a_step_is_near_that_of_a_trace() -> None:
+    found = trained("llama-2-7b", precision="fp32-autocast").umem
+    assert found.time_s == pytest.approx(1.32, rel=0.15)
+    assert found.device_bytes == pytest.approx(75.7 * GIB, rel=0.15)
+    assert found.host_bytes == pytest.approx(28.1 * GIB, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "step_s"),
+    [
+        ("llama-2-7b", "h100-pcie", 0.91),
+        ("llama-2-13b", "h100-pcie", 1.71),
+        ("qwen3-14b", "h100-pcie", 2.11),
+        ("gpt-oss-20b", "h100-pcie", 2.32),
+        ("llama-2-13b", "gh200-96", 1.63),
+        ("gpt-oss-20b", "gh200-96", 0.83),
+    ],
+)
+def test_steps_are_near_those_of_traces(model: str, gpu: str, step_s: float) -> None:
+    assert trained(model, gpu=gpu).umem.time_s == pytest.approx(step_s, rel=0.15)
+
+
+def test_all_resident_takes_the_time_of_stock() -> None:
+    found = trained("llama-2-7b", mode="lora", gpu="h200-pcie")
+    umem, stock, offload = found.ways
+    assert umem.host_bytes == 0
+    assert umem.time_s == pytest.approx(stock.time_s)
+    assert offload.time_s is not None
+    assert offload.time_s >= (stock.time_s or 0)
+    assert found.largest_stock_batch >= 4
+
+
+# The answer.
+
+
+def test_classes_are_all_of_the_bytes_once() -> None:
+    classes = trained("llama-2-7b", precision="fp32-autocast").classes
+    weights = 4 * PARAMETERS["llama-2-7b"]
+    sizes = {name: place.size_bytes for name, place in classes.items()}
+    assert sizes["weights"] == sizes["gradients"] == weights
+    assert sizes["optimizer_state"] == 2 * weights
+    assert sizes["logits"] == 4 * 2048 * 32_000 * 10
+    assert classes["optimizer_state"].host_bytes > 0
+    assert classes["weights"].host_bytes == 0
+
+
+def test_stock_says_what_it_lacks() -> None:
+    stock = trained("llama-2-7b", precision="fp32-autocast").ways[1]
+    assert stock.time_s is None
+    assert stock.device_bytes == pytest.approx(102 * GIB, rel=0.02)
+    assert "device" in stock.why_not
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "precision"),
+    [
+        ("llama-2-7b", "sft", "fp32-autocast"),
+        ("gpt-oss-20b", "sft", "bf16"),
+        ("llama-2-70b", "lora", "bf16"),
+    ],
+)
+def test_the_largest_batch_fits_and_a_larger_one_does_not(
+    model: str, mode: str, precision: str
+) -> None:
+    largest = trained(model, mode=mode, precision=precision).largest_batch
+    assert largest >= 4
+    at_most = trained(model, mode=mode, precision=precision, batch=largest)
+    beyond = trained(model, mode=mode, precision=precision, batch=2 * largest)
+    assert at_most.umem.time_s is not None
+    assert beyond.umem.time_s is None
+    assert beyond.largest_batch == largest
+
+
+def test_host_memory_limits_the_answer() -> None:
+    enough = trained("llama-2-7b", precision="fp32-autocast")
+    assert enough.umem.host_bytes is not None
+    found = trained("llama-2-7b", precision="fp32-autocast", host_bytes=20 * GIB)
+    assert found.umem.time_s is None
+    assert "host" in found.umem.why_not
+
+
+def test_a_token_takes_the_longer_of_memory_and_link() -> None:
+    hardware, policy = machine("inference")
+    shape = load_shape("llama-2-70b")
+    found = fit_inference(shape, hardware, policy, batch=1, seq=4096)
+    streamed = found.classes["weights"].host_bytes - 2 * 32_000 * 8192  # the embedding is gathered
+    assert found.umem.time_s == pytest.approx(streamed / hardware.copy_to_device_bytes_per_s)
+    assert found.classes["cache"].size_bytes == 2 * 2 * 80 * 8 * 128 * 4096
+    small = fit_inference(load_shape("llama-2-7b"), hardware, policy, batch=1, seq=1)
+    read_bytes = 2 * (PARAMETERS["llama-2-7b"] - 32_000 * 4096)
+    assert small.umem.time_s == pytest.approx(read_bytes / hardware.memory_bytes_per_s, rel=0.01)
+    assert small.umem.time_s == small.ways[1].time_s
+
+
+def test_a_token_reads_the_experts_that_it_uses() -> None:
+    hardware, policy = machine("inference")
+    shape = load_shape("qwen3-30b-a3b")
+    one, many = (fit_inference(shape, hardware, policy, batch=it, seq=1) for it in (1, 64))
+    assert one.umem.time_s == pytest.approx(2 * 3.0e9 / hardware.memory_bytes_per_s, rel=0.15)
+    assert many.umem.time_s == pytest.approx(2 * 30.2e9 / hardware.memory_bytes_per_s, rel=0.15)
+
+
+def test_of_streamed_experts_the_chosen_ones_cross_the_link() -> None:
+    hardware, policy = machine("inference")
+    policy = replace(policy, device_budget_bytes=40 << 30)
+    shape = load_shape("mixtral-8x7b")
+    one, many = (fit_inference(shape, hardware, policy, batch=it, seq=1) for it in (1, 4))
+    # A token chooses 2 of 8, and four choose all at most. More than half has no room.
+    assert one.umem.time_s is not None
+    assert many.umem.time_s is not None
+    assert many.umem.time_s == pytest.approx(4 * one.umem.time_s, rel=0.05)
+    assert many.umem.time_s > 46e9 / hardware.copy_to_device_bytes_per_s
+
+
+# The command.
+
+SFT = ("fit", "llama-2-7b", "--precision", "fp32-autocast", "--batch", 4, "--checkpoint")
+
+
+def test_one_machine_fits_into_80_columns(run: Run) -> None:
+    status, text, errors = run(*SFT, "--gpu", "h100-80")
+    assert (status, errors) == (0, "")
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for word in ("h100-pcie", "optimizer state", "logits", "stock", "CPU offload", "largest batch"):
+        assert word in text
+    assert "umem run --policy sft" in text
+    assert "roofline of h100-pcie" in text
+    assert "not measured" in text
+
+
+@pytest.mark.parametrize("mode", ["sft", "lora", "inference"])
+def test_every_machine_gets_a_row(run: Run, mode: str) -> None:
+    status, text, errors = run("fit", "--params", "7b", "--mode", mode)
+    assert (status, errors) == (0, "")
+    lines = text.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    firsts = [line.split()[0] for line in lines if line]
+    assert [name for name in firsts if name in hardware_names()] == list(hardware_names())
+
+
+def test_json_has_the_figures(run: Run) -> None:
+    status, text, _ = run(*SFT, "--gpu", "h100-pcie", "--budget", "70GiB", "--json")
+    assert status == 0
+    (row,) = json.loads(text)["results"]
+    assert row["device_budget_bytes"] == 70 * GIB
+    assert row["parameters"] == PARAMETERS["llama-2-7b"]
+    umem, stock = row["ways"]["umem"], row["ways"]["stock"]
+    assert umem["fits"]
+    assert not stock["fits"]
+    assert umem["tokens_per_s"] == pytest.approx(4 * 2048 / umem["step_s"])
+    assert umem["device_bytes"] <= 70 * GIB
+    assert row["classes"]["weights"]["device_bytes"] == 4 * PARAMETERS["llama-2-7b"]
+
+
+def test_what_does_not_fit_gets_advice(run: Run) -> None:
+    status, text, _ = run("fit", "llama-2-70b", "--gpu", "h100-80")
+    assert status == 0
+    assert "--mode lora" in text
+    status, text, _ = run("fit", "llama-2-7b", "--gpu", "h100-80", "--batch", 4000)
+    assert status == 0
+    assert "try: --batch " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["llama-2-7c"], "llama-2-7b"),
+        (["nowhere/config.json"], "nowhere/config.json"),
+        ([], "MODEL"),
+        (["llama-2-7b", "--params", "7b"], "--params"),
+        (["--params", "huge"], "--params"),
+        (["llama-2-7b", "--gpu", "h1000"], "h1000"),
+        (["llama-2-7b", "--mode", "train"], "--mode"),
+        (["llama-2-7b", "--precision", "fp8"], "--precision"),
+        (["gpt-oss-20b", "--precision", "fp32-autocast"], "--precision"),
+        (["llama-2-7b", "--mode", "inference", "--checkpoint"], "--checkpoint"),
+        (["llama-2-7b", "--host-ram", "much"], "--host-ram"),
+        (["llama-2-7b", "--gpu", "h100-80", "--budget", "200GiB"], "--budget"),
+    ],
+)
+def test_bad_input_names_the_place(run: Run, arguments: list[str], named: str) -> None:
+    status, text, errors = run("fit", *arguments, *([] if arguments else ["--mode", "sft"]))
+    assert (status, text) == (2, "")
+    assert errors.startswith("umem: ")
+    assert named in errors
+    assert "Traceback" not in errors

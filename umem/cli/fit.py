@@ -1,0 +1,339 @@
+"""`umem fit`: whether a model fits a GPU, and how fast it runs there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from umem.cli import options, output
+from umem.cli.output import plain
+from umem.core.errors import UmemError
+from umem.core.units import format_bytes, parse_bytes
+from umem.fit import (
+    TRAINING_PRECISIONS,
+    Fit,
+    ModelShape,
+    Way,
+    Workload,
+    fit_inference,
+    fit_training,
+    generic_shape,
+    load_shape,
+)
+from umem.hardware import Hardware, hardware_names, load_hardware
+
+__all__ = ["app"]
+
+_MODES = ("sft", "lora", "inference")
+
+_SHORT_NAMES = {"a100-40": "a100-40-pcie", "h100-80": "h100-pcie", "h200-141": "h200-pcie"}
+
+_CLASSES = {"optimizer_state": "optimizer state", "cache": "cache of keys and values"}
+
+_WAYS = {"umem": "umem", "stock": "stock", "offload": "CPU offload"}
+
+app = output.make_app()
+
+
+@app.command(no_args_is_help=True)
+def fit(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="A known model, such as llama-2-7b or Qwen/Qwen3-8B, or the path of a "
+            "config.json. Nothing is downloaded.",
+        ),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(help="sft: every parameter is trained; lora: adapters; inference."),
+    ] = "sft",
+    params: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="A Llama of about this size instead, such as 7b."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROFILE",
+            help="A hardware profile's name or file, such as h100-80, or detect (default: a row "
+            "for each profile).",
+        ),
+    ] = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    precision: options.Precision = None,
+    checkpoint: options.Checkpoint = None,
+    budget: options.Budget = None,
+    host_ram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Host memory to use, such as 64GiB (default: the machine's)."
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Tell whether a model fits a GPU, and how fast it trains or generates.
+
+    The answer comes from the model's configuration, the roofline of a hardware profile and
+    umem's planner. It is a prediction, takes a second or two, and needs no GPU.
+    """
+    question = _question(model, params, mode, batch, seq, precision, checkpoint)
+    host_bytes = _host_bytes(host_ram)
+    names = hardware_names() if gpu is None else (_SHORT_NAMES.get(gpu, gpu),)
+    answers = []
+    for name in names:
+        machine = load_hardware(name)
+        answers.append(_answer(question, machine, budget, host_bytes))
+    if as_json:
+        output.print_json({"results": [_row(question, answer) for answer in answers]})
+        return
+    console = output.make_console()
+    if gpu is None:
+        _print_machines(console, question, answers)
+    else:
+        _print_one(console, question, answers[0], budget)
+
+
+# The question.
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of each machine."""
+
+    shape: ModelShape
+    mode: str
+    batch: int
+    seq: int
+    precision: str
+    checkpoint: bool
+
+    @property
+    def workload(self) -> Workload:
+        """As a training."""
+        return Workload(
+            self.shape, self.mode, self.batch, self.seq, self.precision, self.checkpoint
+        )
+
+
+def _question(
+    model: str | None,
+    params: str | None,
+    mode: str,
+    batch: int | None,
+    seq: int | None,
+    precision: str | None,
+    checkpoint: bool | None,
+) -> _Question:
+    """Check the options of the workload; ``UmemError`` if they contradict each other."""
+    options.known_name("--mode", mode, _MODES)
+    if (model is None) == (params is None):
+        raise UmemError("give either MODEL, such as llama-2-7b, or --params, such as 7b")
+    shape = load_shape(model) if model is not None else generic_shape(params or "")
+    if mode != "inference":
+        name = precision or TRAINING_PRECISIONS[0]
+        made_in = options.known_name("--precision", name, TRAINING_PRECISIONS)
+        made_batch = batch or options.BATCH
+    else:
+        for option, value in {"--precision": precision, "--checkpoint": checkpoint}.items():
+            if value is not None:
+                raise UmemError(f"{option}: inference is in bf16 and keeps nothing: leave it out")
+        made_in, made_batch = "bf16", batch or 1
+    return _Question(shape, mode, made_batch, seq or options.SEQ, made_in, bool(checkpoint))
+
+
+def _host_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UmemError(f"--host-ram: {error}") from None
+
+
+def _answer(
+    question: _Question,
+    machine: Hardware,
+    budget: str | None,
+    host_bytes: int | None,
+) -> Fit:
+    policy = options.find_policy(question.mode, machine, budget)
+    if question.mode == "inference":
+        return fit_inference(
+            question.shape,
+            machine,
+            policy,
+            batch=question.batch,
+            seq=question.seq,
+            host_bytes=host_bytes,
+        )
+    return fit_training(question.workload, machine, policy, host_bytes=host_bytes)
+
+
+# The answer.
+
+
+def _row(question: _Question, answer: Fit) -> dict[str, Any]:
+    """Put an answer into plain values, for JSON: seconds and bytes."""
+    return {
+        "model": question.shape.name,
+        "parameters": question.shape.parameters,
+        "mode": question.mode,
+        "batch": question.batch,
+        "seq": question.seq,
+        "precision": question.precision,
+        "checkpoint": question.checkpoint,
+        "hardware": answer.hardware,
+        "device_budget_bytes": answer.budget_bytes,
+        "host_limit_bytes": answer.host_limit_bytes,
+        "classes": {
+            name: {
+                "bytes": place.size_bytes,
+                "device_bytes": place.device_bytes,
+                "host_bytes": place.host_bytes,
+            }
+            for name, place in answer.classes.items()
+        },
+        "ways": {
+            way.name: {
+                "fits": way.time_s is not None,
+                "token_s" if question.mode == "inference" else "step_s": way.time_s,
+                "tokens_per_s": way.tokens_per_s,
+                "device_bytes": way.device_bytes,
+                "host_bytes": way.host_bytes,
+                "why_not": way.why_not or None,
+            }
+            for way in answer.ways
+        },
+        "largest_batch": answer.largest_batch,
+        "largest_stock_batch": answer.largest_stock_batch,
+        "policy": question.mode,
+        "rests_on": f"roofline of {answer.hardware}: predicted, not measured",
+    }
+
+
+def _heading(question: _Question) -> str:
+    words = [question.mode]
+    if question.mode != "inference":
+        words += [question.precision, *(["checkpoints"] if question.checkpoint else [])]
+    return (
+        f"[bold]{plain(question.shape.name)}[/bold], {', '.join(words)}: "
+        f"{question.shape.parameters / 1e9:.3g} B parameters\n"
+        f"{question.batch:,} x {question.seq:,} tokens"
+    )
+
+
+def _print_one(console: Console, question: _Question, answer: Fit, budget: str | None) -> None:
+    """Print the answer for one machine."""
+    console.print(
+        f"{_heading(question)} on {plain(answer.hardware)}: {_size(answer.budget_bytes)} of "
+        f"device memory, {_size(answer.host_limit_bytes)} of host memory\n"
+    )
+    is_planned = answer.umem.time_s is not None
+    where = ("device", "host") if is_planned else ()
+    table = output.make_table("class", numbers=("size", *where))
+    for name, place in answer.classes.items():
+        sizes = (place.size_bytes, place.device_bytes, place.host_bytes)
+        table.add_row(
+            _CLASSES.get(name, name), *map(format_bytes, sizes if is_planned else sizes[:1])
+        )
+    output.print_table(console, table)
+    console.print()
+    unit = "a token" if question.mode == "inference" else "step"
+    table = output.make_table("way", numbers=(unit, "tokens/s", "peak: device", "host"))
+    for way in answer.ways:
+        table.add_row(_WAYS[way.name], *_time(way), _size(way.device_bytes), _size(way.host_bytes))
+    output.print_table(console, table)
+    for way in answer.ways:
+        if way.why_not:
+            console.print(f"{_WAYS[way.name]} does not fit: {plain(way.why_not)}")
+    console.print()
+    console.print(
+        f"largest batch: {answer.largest_batch or 'none'} with umem, "
+        f"{answer.largest_stock_batch or 'none'} with stock"
+    )
+    if answer.umem.host_bytes is not None:
+        verdict = "enough" if answer.umem.host_bytes <= answer.host_limit_bytes else "too little"
+        console.print(
+            f"host memory: {format_bytes(answer.umem.host_bytes)} of "
+            f"{format_bytes(answer.host_limit_bytes)} needed: {verdict}"
+        )
+    console.print(_advice(question, answer, budget))
+    console.print(_basis(question, f"the roofline of {answer.hardware}"), style="dim")
+
+
+def _advice(question: _Question, answer: Fit, budget: str | None) -> str:
+    """What to do."""
+    if answer.umem.time_s is None:
+        if answer.largest_batch:
+            return f"try: --batch {answer.largest_batch}"
+        remedies = {
+            "sft": "--checkpoint, --precision bf16, --mode lora",
+            "lora": "--checkpoint, a shorter --seq",
+            "inference": "a shorter --seq",
+        }
+        return f"try: {remedies[question.mode]}, a larger --gpu or more host memory"
+    script = "generate.py" if question.mode == "inference" else "train.py"
+    limit = f"UMEM_DEVICE_BUDGET={budget} " if budget else ""
+    words = f"run: {plain(limit)}umem run --policy {question.mode} {script}"
+    if answer.ways[1].time_s is not None:
+        words += "\nall of it fits the device: plain torch is enough"
+    return words
+
+
+def _basis(question: _Question, rooflines: str) -> str:
+    """What an answer rests on."""
+    words = f"Predicted by {rooflines} and umem's planner, not measured."
+    if question.mode != "inference":
+        words += "\nCPU offload, assumed: state comes and gradients leave once a step, unhidden."
+    return words
+
+
+def _print_machines(console: Console, question: _Question, answers: list[Fit]) -> None:
+    """Print a row for each machine."""
+    unit = "token" if question.mode == "inference" else "step"
+    console.print(_heading(question) + "\n")
+    speeds = [f"{way.name}:\ntokens/s" for way in answers[0].ways[1:]]
+    numbers = (
+        f"umem:\n{unit}",
+        "tokens/s",
+        *speeds,
+        "umem:\ndevice",
+        "host",
+        "largest\nbatch",
+    )
+    table = output.make_table("profile", numbers=numbers, narrow=True)
+    for answer in answers:
+        umem, *others = answer.ways
+        table.add_row(
+            plain(answer.hardware),
+            *_time(umem, "too large"),
+            *(_time(way, "")[1] or "too large" for way in others),
+            _size(umem.device_bytes),
+            _size(umem.host_bytes),
+            f"{answer.largest_batch:,}" if answer.largest_batch else "none",
+        )
+    output.print_table(console, table)
+    console.print("\n--gpu PROFILE shows where everything is, and what to run.")
+    console.print(_basis(question, "each profile's roofline"), style="dim")
+
+
+def _time(way: Way, instead: str = "does not fit") -> tuple[str, str]:
+    if way.time_s is None or way.tokens_per_s is None:
+        return instead, ""
+    speed = way.tokens_per_s
+    return output.format_seconds(way.time_s), f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+
+
+def _size(size_bytes: int | None) -> str:
+    """A size in three digits; empty if there is none."""
+    if size_bytes is None:
+        return ""
+    number, unit = format_bytes(size_bytes).split()
+    return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"

@@ -1,0 +1,511 @@
+"""Whether a model fits a machine, in what way, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from umem.core.errors import PlanError
+from umem.core.units import format_bytes
+from umem.fit.estimate import (
+    LEAST_MOVED_BYTES,
+    Workload,
+    class_bytes,
+    stock_bytes,
+    training_step,
+)
+from umem.fit.shapes import Layer, ModelShape
+from umem.hardware import Hardware
+from umem.planning.stream_plan import least_slack_bytes, plan_stream
+from umem.planning.stream_prediction import StreamedStep, StreamPrediction
+from umem.planning.stream_timing import UNITS_WITH_GRADIENTS, staged_bytes
+from umem.planning.training_plan import (
+    WEIGHT_SLOTS,
+    TrainingPlan,
+    plan_training,
+    with_weights,
+)
+from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
+from umem.policy import ResolvedPolicy
+
+__all__ = ["Fit", "Place", "Way", "fit_inference", "fit_training"]
+
+_MOST_BATCH = 4096
+
+_MOST_TRIED = 4
+"""Batches to plan in the search for the largest one."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes of a class are."""
+
+    device_bytes: int
+    host_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """All of them."""
+        return self.device_bytes + self.host_bytes
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a workload on a machine."""
+
+    name: str
+    """``umem``, ``stock`` or ``offload``."""
+    time_s: float | None
+    """Of a training step, or of a token; None if it does not fit."""
+    tokens_per_s: float | None
+    device_bytes: int | None
+    """At the fullest moment; None if no plan was found."""
+    host_bytes: int | None
+    why_not: str = ""
+    """The reason, if it does not fit."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer for one machine."""
+
+    hardware: str
+    budget_bytes: int
+    """Device memory that may be used."""
+    host_limit_bytes: int
+    """Host memory that may be used."""
+    classes: Mapping[str, Place]
+    """By class; under umem, or all on the device if umem has no plan."""
+    ways: tuple[Way, ...]
+    largest_batch: int
+    """With umem; 0 if none fits."""
+    largest_stock_batch: int
+
+    @property
+    def umem(self) -> Way:
+        """The way with umem."""
+        return self.ways[0]
+
+
+# Training.
+
+
+def fit_training(
+    workload: Workload,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    *,
+    host_bytes: int | None = None,
+) -> Fit:
+    """Answer for a training.
+
+    Parameters
+    ----------
+    workload
+        What is trained, and how.
+    hardware
+        The machine.
+    policy
+        Resolved for it: ``sft`` or ``lora``. Only its budget counts.
+    host_bytes
+        Host memory that may be used; by default the machine's.
+
+    Raises
+    ------
+    HardwareError, UmemError
+        As :func:`umem.fit.training_step`.
+    """
+    budget_bytes = policy.device_budget_bytes or hardware.device_bytes
+    limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
+    room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
+    piece_bytes = staged_bytes(budget_bytes)
+
+    def made_step(batch: int) -> StreamedStep:
+        return training_step(replace(workload, batch=batch), hardware, piece_bytes)
+
+    def has_room(batch: int) -> bool:
+        step = made_step(batch)
+        return not _why_too_large(step, room_bytes, limit_bytes)
+
+    def prediction(step: StreamedStep, plan: TrainingPlan) -> StreamPrediction:
+        name = workload.shape.name
+        return StreamPrediction(name, hardware.name, policy.name, budget_bytes, False, step, plan)
+
+    def is_planned(batch: int) -> bool:
+        step = made_step(batch)
+        for weights_bytes in (step.weight_bytes, 0):
+            try:
+                plan = _planned(step, hardware, room_bytes, weights_bytes)
+            except PlanError:
+                continue
+            if prediction(step, plan).host_bytes <= limit_bytes:
+                return True
+        return False
+
+    step = made_step(workload.batch)
+    classes = {name: Place(size, 0) for name, size in class_bytes(workload, hardware).items()}
+    why_not = _why_too_large(step, room_bytes, limit_bytes)
+    umem = Way("umem", None, None, None, None, why_not)
+    if not why_not:
+        try:
+            plan = _plan(step, hardware, room_bytes)
+        except PlanError as error:
+            umem = replace(umem, why_not=str(error))
+        else:
+            made = prediction(step, plan)
+            classes = _places(classes, made)
+            umem = _way(
+                "umem",
+                workload.tokens,
+                made.plan.predicted.step_s,
+                made.training.device_bytes,
+                made.host_bytes,
+                budget_bytes,
+                limit_bytes,
+            )
+    most = _largest_batch(has_room)
+    if umem.time_s is not None:
+        most = max(most, workload.batch)
+
+    def is_stock(batch: int) -> bool:
+        return stock_bytes(replace(workload, batch=batch), hardware) <= room_bytes
+
+    return Fit(
+        hardware=hardware.name,
+        budget_bytes=budget_bytes,
+        host_limit_bytes=limit_bytes,
+        classes=classes,
+        ways=(
+            umem,
+            _stock(workload, hardware, step, room_bytes, limit_bytes),
+            _offload(workload, hardware, step, room_bytes, limit_bytes),
+        ),
+        largest_batch=_planned_batch(
+            most, is_planned, workload.batch if umem.time_s is not None else 0
+        ),
+        largest_stock_batch=_largest_batch(is_stock),
+    )
+
+
+def _plan(step: StreamedStep, hardware: Hardware, room_bytes: int) -> TrainingPlan:
+    """Plan with all weights on the device or, if they have no room, as a training does.
+
+    A training also tries whether it gains where weights leave although they have room. That takes
+    seconds. In the trainings of docs/fit.md it gains 4 % at most.
+    """
+    try:
+        return _planned(step, hardware, room_bytes, step.weight_bytes)
+    except PlanError:
+        return plan_training(
+            step.units,
+            step.weights,
+            budget_bytes=room_bytes,
+            hardware=hardware,
+            step_peak_bytes=step.step_peak_bytes,
+            holds_gradients=True,
+        )
+
+
+def _planned(
+    step: StreamedStep, hardware: Hardware, room_bytes: int, weights_bytes: int
+) -> TrainingPlan:
+    """Plan with so much room for weights; PlanError if all else has too little."""
+    weights = step.weights or {}
+    placed = plan_weights(list(weights.values()), weights_bytes, WEIGHT_SLOTS)
+    units = with_weights(step.units, weights, placed)
+    stream = plan_stream(
+        units,
+        budget_bytes=room_bytes - placed.device_bytes,
+        hardware=hardware,
+        step_peak_bytes=step.step_peak_bytes,
+        holds_gradients=True,
+        weight_slots=placed.slots,
+    )
+    return TrainingPlan(units, stream, placed, {}, placed.device_bytes + stream.peak_bytes)
+
+
+def _places(classes: Mapping[str, Place], made: StreamPrediction) -> dict[str, Place]:
+    """Where the bytes of each class are in a plan."""
+    units, plan = made.step.units, made.plan
+    out = {
+        "weights": made.weight_homes_bytes,
+        "gradients": sum(units[number].gradient_bytes for number in plan.copied_gradients),
+        "optimizer_state": sum(
+            unit.state_bytes for number, unit in enumerate(units) if number not in plan.resident
+        ),
+        "activations": sum(units[number].saved_bytes for number in plan.copied),
+        "logits": 0,
+    }
+    return {name: Place(place.size_bytes - out[name], out[name]) for name, place in classes.items()}
+
+
+def _stock(
+    workload: Workload,
+    hardware: Hardware,
+    step: StreamedStep,
+    room_bytes: int,
+    limit_bytes: int,
+) -> Way:
+    """Everything on the device."""
+    needed_bytes = stock_bytes(workload, hardware)
+    time_s = step.passes_s + sum(unit.update_s for unit in step.units)
+    return _way("stock", workload.tokens, time_s, needed_bytes, 0, room_bytes, limit_bytes)
+
+
+def _offload(
+    workload: Workload,
+    hardware: Hardware,
+    step: StreamedStep,
+    room_bytes: int,
+    limit_bytes: int,
+) -> Way:
+    """State on the host: all of it comes, and all gradients leave, once in each step.
+
+    Nothing of that is hidden, and the optimizer takes the time that it takes on the device.
+    """
+    state_bytes = sum(unit.state_bytes for unit in step.units)
+    gradient_bytes = sum(unit.gradient_bytes for unit in step.units if unit.state_bytes)
+    needed_bytes = stock_bytes(workload, hardware) - state_bytes
+    time_s = (
+        step.passes_s
+        + sum(unit.update_s for unit in step.units)
+        + state_bytes / hardware.copy_to_device_bytes_per_s
+        + gradient_bytes / hardware.copy_to_host_bytes_per_s
+    )
+    host_bytes = state_bytes + gradient_bytes
+    return _way(
+        "offload", workload.tokens, time_s, needed_bytes, host_bytes, room_bytes, limit_bytes
+    )
+
+
+def _way(
+    name: str,
+    tokens: int,
+    time_s: float,
+    device_bytes: int,
+    host_bytes: int,
+    room_bytes: int,
+    limit_bytes: int,
+) -> Way:
+    """A way that makes so many tokens in a time, if it fits."""
+    why_not = ""
+    if device_bytes > room_bytes:
+        why_not = _too_little("device", device_bytes, room_bytes)
+    elif host_bytes > limit_bytes:
+        why_not = _too_little("host", host_bytes, limit_bytes)
+    if why_not:
+        return Way(name, None, None, device_bytes, host_bytes, why_not)
+    return Way(name, time_s, tokens / time_s, device_bytes, host_bytes)
+
+
+# The largest batch.
+
+
+def _why_too_large(step: StreamedStep, room_bytes: int, limit_bytes: int) -> str:
+    """Why no plan can fit, by what has to be on the device and on the host; empty if one may.
+
+    All that can leave is on the host. Activations have left two units later, and are back a unit
+    early. Gradients have left :data:`UNITS_WITH_GRADIENTS` units later.
+    """
+    units = step.units
+    weights = tuple((step.weights or {}).values())
+    slots = 2 * max((max(unit.pieces) for unit in units), default=0)
+    out = [0]
+    for unit in units:
+        out.append(out[-1] + unit.saved_bytes)
+    later = [0]
+    for unit in reversed(units):
+        later.append(later[-1] + unit.gradient_bytes)
+    later = later[::-1] + [0] * (1 + UNITS_WITH_GRADIENTS)
+    moments = [step.step_peak_bytes - later[UNITS_WITH_GRADIENTS]]
+    for number, unit in enumerate(units):
+        earlier = out[max(0, number - 1)]
+        moments.append(unit.forward_peak_bytes - earlier - later[number])
+        left = later[number + 1 + UNITS_WITH_GRADIENTS]
+        moments.append(unit.backward_peak_bytes - earlier - left)
+    least_bytes = max(moments) + _staged_weights(weights) + slots
+    if least_bytes > room_bytes:
+        return _too_little("device", least_bytes, room_bytes)
+    # When the backward pass begins, all of it is on the one or the other.
+    movable_bytes = sum(unit.state_bytes + unit.saved_bytes for unit in units)
+    movable_bytes += sum(sum(unit.part_bytes) for unit in weights)
+    turn_bytes = units[-1].forward_peak_bytes - out[-1] - later[len(units) - 1]
+    host_bytes = movable_bytes - (room_bytes - turn_bytes)
+    return _too_little("host", host_bytes, limit_bytes) if host_bytes > limit_bytes else ""
+
+
+@cache
+def _staged_weights(units: tuple[WeightUnit, ...]) -> int:
+    """Device memory of weights if all that can leave are on the host."""
+    return plan_weights(units, 0, WEIGHT_SLOTS).device_bytes
+
+
+def _too_little(where: str, needed_bytes: int, room_bytes: int) -> str:
+    needed, there = format_bytes(needed_bytes), format_bytes(room_bytes)
+    return f"{needed} of {where} memory needed, {there} there"
+
+
+def _largest_batch(has_room: Callable[[int], bool]) -> int:
+    """The largest batch up to :data:`_MOST_BATCH` that has room; 0 if none has."""
+    if not has_room(1):
+        return 0
+    low, high = 1, 2
+    while high <= _MOST_BATCH and has_room(high):
+        low, high = high, 2 * high
+    high = min(high, _MOST_BATCH + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if has_room(middle) else (low, middle)
+    return low
+
+
+def _planned_batch(most: int, is_planned: Callable[[int], bool], known: int) -> int:
+    """A batch up to the largest that may have a plan, in a few steps; at least the known one."""
+    batch = most
+    for _ in range(_MOST_TRIED):
+        if batch <= known:
+            break
+        if is_planned(batch):
+            return batch
+        batch = batch * 3 // 4
+    return known
+
+
+# Inference.
+
+
+def fit_inference(
+    shape: ModelShape,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    *,
+    batch: int,
+    seq: int,
+    host_bytes: int | None = None,
+) -> Fit:
+    """Answer for generating text in bfloat16.
+
+    A token takes the longer of two times: that of reading resident weights and the cache from
+    device memory, and that of copying streamed weights over the link.
+
+    Parameters
+    ----------
+    shape
+        The model.
+    hardware
+        The machine.
+    policy
+        Resolved for it: ``inference``. Only its budget counts.
+    batch, seq
+        Sequences at a time, and tokens of each in the cache.
+    host_bytes
+        Host memory that may be used; by default the machine's.
+    """
+    budget_bytes = policy.device_budget_bytes or hardware.device_bytes
+    limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
+    room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
+    units = _inference_units(shape)
+    all_bytes = 2 * shape.parameters
+    movable_bytes = sum(sum(unit.part_bytes) for unit in units)
+    fixed_bytes = all_bytes - movable_bytes
+
+    def other(batch: int) -> tuple[int, int, int]:
+        """Bytes of the cache, of the largest activations, and of the logits."""
+        cache = batch * sum(2 * _cached(layer, seq) for layer in shape.layers)
+        widest = max((_widest(layer, shape.experts_per_token) for layer in shape.layers), default=0)
+        return cache, batch * seq * (10 * shape.hidden + widest), 6 * batch * shape.vocabulary
+
+    def has_room(batch: int) -> bool:
+        beside = fixed_bytes + sum(other(batch))
+        least = _staged_weights(units)
+        home_bytes = movable_bytes - max(0, room_bytes - beside)
+        return beside + least <= room_bytes and home_bytes <= limit_bytes
+
+    def is_stock(batch: int) -> bool:
+        return all_bytes + sum(other(batch)) <= room_bytes
+
+    cache, activations, logits = other(batch)
+    beside = fixed_bytes + cache + activations + logits
+    placed = plan_weights(units, max(0, room_bytes - beside), WEIGHT_SLOTS, experts_first=True)
+    home_bytes = placed.streamed_bytes + placed.in_place_bytes
+    share = _read_share(shape, batch)
+    resident = share * (all_bytes - home_bytes) + cache
+    time_s = max(
+        resident / hardware.memory_bytes_per_s,
+        _crossing(shape, units, placed, batch) / hardware.copy_to_device_bytes_per_s,
+    )
+    stock_s = (share * all_bytes + cache) / hardware.memory_bytes_per_s
+    umem_bytes, everything_bytes = beside + placed.device_bytes, beside + movable_bytes
+    return Fit(
+        hardware=hardware.name,
+        budget_bytes=budget_bytes,
+        host_limit_bytes=limit_bytes,
+        classes={
+            "weights": Place(all_bytes - home_bytes, home_bytes),
+            "cache": Place(cache, 0),
+            "activations": Place(activations, 0),
+            "logits": Place(logits, 0),
+        },
+        ways=(
+            _way("umem", batch, time_s, umem_bytes, home_bytes, room_bytes, limit_bytes),
+            _way("stock", batch, stock_s, everything_bytes, 0, room_bytes, limit_bytes),
+        ),
+        largest_batch=_largest_batch(has_room),
+        largest_stock_batch=_largest_batch(is_stock),
+    )
+
+
+@cache
+def _inference_units(shape: ModelShape) -> tuple[WeightUnit, ...]:
+    """Weights that can leave the device, in the order of the forward pass."""
+    table = WeightUnit((2 * shape.vocabulary * shape.hidden,))
+    layers = [_layer_weights(layer) for layer in shape.layers]
+    if shape.tied:
+        return tuple(layers)
+    return (replace(table, gathered=frozenset([0])), *layers, table)
+
+
+def _layer_weights(layer: Layer) -> WeightUnit:
+    large = [it for it in layer.matrices if 2 * it.parameters >= LEAST_MOVED_BYTES]
+    return WeightUnit(
+        tuple(2 * it.parameters for it in large),
+        experts=frozenset(number for number, it in enumerate(large) if it.count > 1),
+    )
+
+
+def _crossing(
+    shape: ModelShape, units: Sequence[WeightUnit], placed: WeightPlan, batch: int
+) -> float:
+    """Bytes over the link for a token of each sequence: of few tokens' experts the chosen ones."""
+    counts = {it.count for layer in shape.layers for it in layer.experts if it.count > 1}
+    chosen = min((min(1.0, batch * shape.experts_per_token / it) for it in counts), default=1.0)
+    return sum(
+        unit.part_bytes[part] * (chosen if part in unit.experts else 1.0)
+        for unit, parts in zip(units, placed.streamed, strict=True)
+        for part in parts
+    )
+
+
+def _cached(layer: Layer, seq: int) -> int:
+    """Numbers in the cache of a layer, for one sequence."""
+    tokens = min(seq, layer.window) if layer.window else seq
+    return tokens * (layer.keys + layer.values)
+
+
+def _widest(layer: Layer, experts_per_token: int) -> int:
+    """Bytes for each token of the widest activations of a layer, all at a time."""
+    inner = layer.mlp[0].outputs if layer.mlp else 0
+    inner += 2 * experts_per_token * layer.experts[2].inputs if layer.experts else 0
+    return 6 * inner
+
+
+def _read_share(shape: ModelShape, batch: int) -> float:
+    """Share of the weights that a token of each sequence reads: tables by row, experts by use."""
+    read = 0.0 if shape.tied else -float(shape.vocabulary * shape.hidden)
+    read += shape.parameters
+    for layer in shape.layers:
+        for matrix in layer.experts[1:]:
+            used = min(1.0, batch * shape.experts_per_token / matrix.count)
+            read -= (1.0 - used) * matrix.parameters
+    return read / shape.parameters

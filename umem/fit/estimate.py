@@ -1,0 +1,580 @@
+"""A training step from a model's shape: sizes and durations of its units, without a trace.
+
+The operators are those that torch and transformers run for a Llama in eager mode. Their bytes per
+element were read from traces of ``umem simulate``. Each operator takes the time of the roofline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from umem.core.errors import HardwareError, UmemError
+from umem.fit.shapes import Layer, Matrix, ModelShape
+from umem.hardware import Hardware
+from umem.planning.stream_prediction import StreamedStep
+from umem.planning.stream_timing import StreamUnit
+from umem.planning.weight_plan import WeightUnit
+
+__all__ = [
+    "LEAST_MOVED_BYTES",
+    "TRAINING_PRECISIONS",
+    "Workload",
+    "class_bytes",
+    "stock_bytes",
+    "training_step",
+]
+
+TRAINING_PRECISIONS = ("bf16-master", "bf16", "fp32-autocast")
+"""As of ``umem simulate``."""
+
+LORA_RANK = 16
+LORA_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Matrices with adapters, as in ``umem simulate --mode lora``."""
+
+LEAST_MOVED_BYTES = 1 << 20
+"""Smaller tensors stay on the device, by ``min_bytes`` of the policies sft and lora."""
+
+Operator = tuple[float, float]
+"""Floating-point operations and bytes of device memory."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is done with a model."""
+
+    shape: ModelShape
+    mode: str
+    """``sft`` or ``lora``."""
+    batch: int
+    seq: int
+    precision: str
+    checkpoint: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batch * self.seq
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether every weight is trained."""
+        return self.mode == "sft"
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether weights are float32, and products bfloat16."""
+        return self.precision == "fp32-autocast"
+
+    @property
+    def weight_width(self) -> int:
+        """Bytes of a weight, and of its gradient."""
+        return 4 if self.autocasts else 2
+
+    @property
+    def state_width(self) -> int:
+        """Bytes of optimizer state for a trained weight of the model."""
+        return {"bf16-master": 12, "bf16": 4, "fp32-autocast": 8}[self.precision]
+
+    @property
+    def update_bytes(self) -> tuple[int, ...]:
+        """Bytes for a trained weight, by kernel of its update."""
+        # Reads of weight, gradient and both moments; writes of all but the gradient. With a master
+        # copy, the gradient to float32 before it, and the weight from it.
+        return {"bf16-master": (6, 28, 6), "bf16": (14,), "fp32-autocast": (28,)}[self.precision]
+
+
+@dataclass(frozen=True)
+class _Working:
+    """Bytes that a unit's passes need, beside weights and gradients of whole units."""
+
+    saved: int
+    """Kept from its forward pass to its backward pass."""
+    forward: int
+    """At the fullest moment of its forward pass, `saved` included."""
+    backward: int
+    """At the fullest moment of its backward pass, `saved` and recomputed activations included."""
+    cast: int = 0
+    """Copies of weights in bfloat16 that autocast makes. Those of trained weights stay until the
+    forward pass ends."""
+
+
+def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> StreamedStep:
+    """Make what a plan needs of a training step.
+
+    Units are those of :func:`umem.planning.stream_prediction.streamed_step`: the embedding, each
+    layer, the last norm, and the head with the loss.
+
+    Parameters
+    ----------
+    workload
+        What is trained, and how.
+    hardware
+        The machine.
+    piece_bytes
+        Most state that is staged at a time.
+
+    Raises
+    ------
+    HardwareError
+        If the machine has no throughput for bfloat16.
+    UmemError
+        For experts in ``fp32-autocast``, which torch cannot run.
+    """
+    if workload.shape.has_experts and workload.autocasts:
+        raise UmemError(
+            f"--precision: {workload.shape.name} has experts, whose grouped products take bfloat16 "
+            "and no autocast: give bf16-master or bf16"
+        )
+    seconds = _roofline(hardware)
+    parts = _parts(workload, seconds)
+    peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, deferred=True)
+    units, weights = [], {}
+    for part, forward_bytes, backward_bytes in zip(
+        parts, peaks_forward, peaks_backward, strict=True
+    ):
+        count = max(1, math.ceil(part.state_bytes / piece_bytes))
+        ends = [number * part.state_bytes // count for number in range(count + 1)]
+        pieces = tuple(end - begin for begin, end in pairwise(ends)) if part.state_bytes else ()
+        units.append(
+            StreamUnit(
+                name=part.name,
+                state_bytes=part.state_bytes,
+                update_s=part.update_s,
+                forward_s=part.forward_s,
+                backward_s=part.backward_s,
+                saved_bytes=part.working.saved,
+                forward_peak_bytes=forward_bytes,
+                backward_peak_bytes=backward_bytes,
+                piece_bytes=pieces,
+                gradient_bytes=part.gradient_bytes,
+            )
+        )
+        if part.leaving:
+            trained = range(len(part.leaving)) if workload.trains_all else ()
+            is_table = part.name == _EMBEDDING
+            weights[part.name] = WeightUnit(
+                part_bytes=part.leaving,
+                gathered=frozenset([0] if is_table else []),
+                trained=frozenset(trained),
+            )
+    return StreamedStep(
+        units=tuple(units),
+        weights=weights,
+        weight_bytes=sum(part.weight_bytes for part in parts),
+        other_s=0.0,
+        step_peak_bytes=step_peak_bytes,
+        batches=1,
+        model_flops=sum(part.flops for part in parts),
+    )
+
+
+def stock_bytes(workload: Workload, hardware: Hardware) -> int:
+    """Bytes at the fullest moment of a step with everything on the device, and nothing deferred."""
+    parts = _parts(workload, _roofline(hardware))
+    forward, backward, step = _peaks(workload, parts, deferred=False)
+    fixed = sum(part.state_bytes + sum(part.leaving) for part in parts)
+    return fixed + max(*forward, *backward, step)
+
+
+# Units.
+
+_EMBEDDING = "model.embed_tokens"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A unit of the step."""
+
+    name: str
+    largest: int
+    """Parameters of the largest tensor."""
+    weight_bytes: int
+    leaving: tuple[int, ...]
+    """Weights that may leave the device, by matrix."""
+    state_bytes: int
+    """That may leave it."""
+    small_state_bytes: int
+    """That always stays."""
+    gradient_bytes: int
+    update_s: float
+    forward_s: float
+    backward_s: float
+    working: _Working
+    flops: float
+
+
+_Seconds = Callable[[Sequence[Operator]], float]
+
+
+def _roofline(hardware: Hardware) -> _Seconds:
+    """Function that gives the time of operators on a machine."""
+    flops_per_s = hardware.flops_per_s.get("bf16")
+    if flops_per_s is None:
+        raise HardwareError(
+            f"{hardware.name} has no throughput for bf16: add flops_per_s.bf16 to the profile, or "
+            "choose another one"
+        )
+    memory, launch_s = hardware.memory_bytes_per_s, hardware.launch_s
+
+    def seconds(operators: Sequence[Operator]) -> float:
+        return sum(
+            count * max(flops / flops_per_s, size_bytes / memory, launch_s)
+            for (flops, size_bytes), count in Counter(operators).items()
+        )
+
+    return seconds
+
+
+def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
+    """Units of the step, in the order of the forward pass."""
+    shape, tokens, width = workload.shape, workload.tokens, workload.weight_width
+    hidden, vocabulary = tokens * shape.hidden, tokens * shape.vocabulary
+    residual = 4 if workload.autocasts else 2
+    of_kinds: dict[int, _Part] = {}
+    table = Matrix("weight", shape.hidden, shape.vocabulary)
+    lookup = [(0.0, 2.0 * residual * hidden)]
+    scatter = [(0.0, float(residual * hidden + width * table.parameters))]
+    nothing = _Working(0, residual * hidden, residual * hidden)
+    table_ops = scatter if workload.trains_all else []
+    # A table that the head uses too has to be there for both.
+    of_table = () if shape.tied else (table,)
+    parts = [
+        _part(workload, _EMBEDDING, (table,), 0, of_table, lookup, table_ops, nothing, seconds)
+    ]
+    for number, layer in enumerate(shape.layers):
+        made = of_kinds.get(id(layer))
+        if made is None:
+            forward, backward, again = _layer_operators(workload, layer)
+            made = of_kinds[id(layer)] = _part(
+                workload,
+                "",
+                layer.matrices,
+                layer.small,
+                layer.matrices,
+                forward,
+                backward,
+                _layer_working(workload, layer),
+                seconds,
+                again,
+            )
+        parts.append(replace(made, name=f"model.layers.{number}"))
+    norm = _vectors(_NORM[workload.autocasts], hidden)
+    norm_saved = (8 if workload.autocasts else 6) * hidden
+    norm_working = _Working(norm_saved, norm_saved + residual * hidden, 24 * hidden)
+    norm_back = _norm_backward(workload, hidden)
+    parts.append(
+        _part(workload, "model.norm", (), shape.hidden, (), norm, norm_back, norm_working, seconds)
+    )
+    head, head_back = _product(workload, table, tokens, casts_input=True)
+    loss, loss_back = _vectors((6, 8, 4), vocabulary), _vectors((8, 12, 6), vocabulary)
+    cast = 2 * table.parameters if workload.autocasts else 0
+    # Logits in bfloat16 and float32, and their logarithms; behind it three of float32.
+    inputs = (2 * hidden + cast) if workload.autocasts else 0
+    head_working = _Working(
+        0,
+        norm_saved + inputs + 10 * vocabulary,
+        norm_saved + inputs + 12 * vocabulary,
+    )
+    own = () if shape.tied else (table,)
+    made = _part(
+        workload, "lm_head", own, 0, own, head + loss, head_back + loss_back, head_working, seconds
+    )
+    return [*parts, made]
+
+
+def _part(
+    workload: Workload,
+    name: str,
+    matrices: Sequence[Matrix],
+    small: int,
+    leaving: Sequence[Matrix],
+    forward: Sequence[Operator],
+    backward: Sequence[Operator],
+    working: _Working,
+    seconds: _Seconds,
+    again: Sequence[Operator] = (),
+) -> _Part:
+    """Make a unit of its matrices, its small parameters and its operators.
+
+    `again` are those of recomputation, which are no arithmetic of the model.
+    """
+    width = workload.weight_width
+    all_parameters = sum(it.parameters for it in matrices) + small
+    adapters = _adapters(matrices)
+    if workload.trains_all:
+        sizes = [it.parameters for it in matrices]
+        state_width, grad_width, parameters = workload.state_width, width, all_parameters
+        kernels = workload.update_bytes
+    else:
+        # PEFT makes adapters in float32.
+        sizes, state_width, grad_width, parameters = adapters, 8, 4, sum(adapters)
+        kernels = (28,)
+    moments = 2 if workload.precision != "bf16-master" else 3
+    moved = [it for it in sizes if it * state_width // moments >= LEAST_MOVED_BYTES]
+    # The many small matrices of adapters are updated by one kernel.
+    updated = sizes if workload.trains_all else [parameters]
+    updates = [(0.0, float(size * it)) for size in updated for it in kernels if size]
+    is_frozen = not workload.trains_all
+    return _Part(
+        name=name,
+        largest=max((it.parameters for it in matrices), default=small),
+        weight_bytes=width * all_parameters + (4 * sum(adapters) if is_frozen else 0),
+        leaving=tuple(
+            width * it.parameters for it in leaving if width * it.parameters >= LEAST_MOVED_BYTES
+        ),
+        state_bytes=state_width * sum(moved),
+        small_state_bytes=state_width * (parameters - sum(moved)),
+        gradient_bytes=grad_width * parameters,
+        update_s=seconds(updates),
+        forward_s=seconds(forward),
+        backward_s=seconds(backward) + seconds(again),
+        working=working,
+        flops=sum(flops for flops, _ in (*forward, *backward)),
+    )
+
+
+def _adapters(matrices: Sequence[Matrix]) -> list[int]:
+    """Parameters of each adapter's two matrices, for the matrices that have adapters."""
+    found = [it for it in matrices if it.name in LORA_MATRICES]
+    return [LORA_RANK * size for it in found for size in (it.inputs, it.outputs)]
+
+
+# Operators, by the bytes per element that each of them reads and writes.
+
+_NORM: tuple[tuple[int, ...], ...] = ((6, 8, 4, 8, 6, 4), (8, 4, 8, 8))
+"""Forward pass of a norm in bfloat16, and under autocast."""
+_NORM_BACK: tuple[tuple[int, ...], ...] = (
+    (4, 6, 12, 8, 4, 4, 8, 8, 12, 12, 6),
+    (8, 12, 8, 4, 4, 8, 8, 12, 12),
+)
+_NORM_BACK_TRAINED: tuple[tuple[int, ...], ...] = ((6, 2), (12, 4))
+"""Besides, for the gradient of its weight."""
+_ROPE = ((4, 2, 4, 4, 6), (6, 2, 4, 6, 12, 6))
+_ROPE_BACK = ((4, 2, 3, 3, 6, 4, 6, 4), (6, 8, 6, 2, 3, 3, 6, 8, 6, 6, 4))
+_ADD = (6, 10)
+_ADD_BACK = (6, 6)
+_GRADIENT_SUM = (6, 12)
+"""Gradients of an input that several products use."""
+_ACTIVATION = (4, 6)
+_ACTIVATION_BACK = (6, 6, 6)
+_CAST = 6
+"""From float32 to bfloat16, or back."""
+_ADAPTER = (6, 8, 10, 6)
+_ADAPTER_BACK = (6, 6, 8, 6, 6)
+_ROUTED = (2, 4, 4, 2)
+"""For each element of an expert's input: sorted, weighted, put back, added up."""
+_ROUTED_BACK = (2, 1, 4, 6, 6, 4, 2, 2, 2)
+_GATED_BACK = (6, 6, 8, 6)
+_CLAMPED = (4, 12, 4, 4, 4, 4, 6, 4, 6)
+"""The activation of GPT-OSS, with its biases."""
+_CLAMPED_BACK = (6, 6, 6, 6, 6, 4, 6, 3, 3, 5, 3, 5, 6, 6, 12, 4, 4)
+
+
+def _vectors(sizes: Sequence[float], elements: float) -> list[Operator]:
+    return [(0.0, size * elements) for size in sizes]
+
+
+def _norm_backward(workload: Workload, elements: float) -> list[Operator]:
+    sizes = _NORM_BACK[workload.autocasts]
+    if workload.trains_all:
+        sizes += _NORM_BACK_TRAINED[workload.autocasts]
+    return _vectors(sizes, elements)
+
+
+def _product(
+    workload: Workload, matrix: Matrix, rows: int, *, casts_input: bool = False
+) -> tuple[list[Operator], list[Operator]]:
+    """Operators of a product with a matrix, in the forward and in the backward pass."""
+    inputs, outputs = rows * matrix.inputs, rows * matrix.outputs
+    flops = 2.0 * rows * matrix.inputs * matrix.outputs
+    product = (flops, 2.0 * (inputs + matrix.parameters + outputs))
+    # The gradient of the input, and that of a trained weight.
+    forward, backward = [product], [product] * (2 if workload.trains_all else 1)
+    if workload.autocasts:
+        forward += _vectors([_CAST], matrix.parameters)
+        backward += _vectors([_CAST] if workload.trains_all else [], matrix.parameters)
+        casts = _vectors([_CAST] if casts_input else [], inputs)
+        forward, backward = forward + casts, backward + casts
+    if not workload.trains_all and matrix.name in LORA_MATRICES:
+        forward += _vectors(_ADAPTER[:1], inputs) + _vectors(_ADAPTER[1:], outputs)
+        backward += _vectors(_ADAPTER_BACK[:3], outputs) + _vectors(_ADAPTER_BACK[3:], inputs)
+        for wide in (inputs, outputs):
+            adapter = (2.0 * LORA_RANK * wide, 4.0 * wide)
+            forward.append(adapter)
+            backward += [adapter, adapter]
+    return forward, backward
+
+
+def _layer_operators(
+    workload: Workload, layer: Layer
+) -> tuple[list[Operator], list[Operator], list[Operator]]:
+    """Operators of a layer's forward pass, of its backward pass, and of recomputation."""
+    tokens, autocasts = workload.tokens, workload.autocasts
+    hidden = tokens * workload.shape.hidden
+    forward: list[Operator] = []
+    backward: list[Operator] = []
+    last: list[Operator] = []
+    used: set[str] = set()
+    for matrix in (*layer.attention, *layer.mlp, *layer.experts[:1]):
+        there, back = _product(workload, matrix, tokens, casts_input=bool(matrix.group))
+        forward, backward, last = forward + there, backward + back, there
+        if matrix.group in used:
+            back_sum = _GRADIENT_SUM[autocasts]
+            backward += _vectors([back_sum], tokens * matrix.inputs)
+        used |= {matrix.group} if matrix.group else set()
+    if not layer.experts and workload.checkpoint:
+        # Recomputation ends when all that the backward pass uses is there.
+        forward, tail = forward[: -len(last)], last
+    else:
+        tail = []
+    norms, norm_sizes = layer.norms, _NORM[autocasts]
+    forward += _vectors(norm_sizes * norms, hidden)
+    for _ in range(norms):
+        backward += _norm_backward(workload, hidden)
+    for width in (layer.queries, layer.keys):
+        elements = tokens * width
+        forward += _vectors(_ROPE[autocasts], elements)
+        backward += _vectors(_ROPE_BACK[autocasts], elements)
+        if layer.head_norms:
+            forward += _vectors(norm_sizes, elements)
+            backward += _norm_backward(workload, elements)
+    backward += _vectors([4], tokens * layer.values)
+    attention, attention_back = _attention(workload, layer)
+    forward, backward = [*forward, attention], [*backward, attention_back]
+    forward += _vectors([_ADD[autocasts]], hidden)
+    tail += _vectors([_ADD[autocasts]], hidden)
+    backward += _vectors([_ADD_BACK[autocasts]] * 2, hidden)
+    if layer.mlp:
+        inner = tokens * layer.mlp[0].outputs
+        forward += _vectors(_ACTIVATION, inner)
+        backward += _vectors(_ACTIVATION_BACK, inner)
+    if layer.experts:
+        there, back = _expert_operators(workload, layer)
+        forward, backward = forward + there, backward + back
+    return forward + tail, backward, forward if workload.checkpoint else []
+
+
+def _attention(workload: Workload, layer: Layer) -> tuple[Operator, Operator]:
+    tokens = workload.tokens
+    flops = float(tokens * _seen(workload.seq, layer.window) * layer.heads_width)
+    size_bytes = 2.0 * tokens * (layer.queries + layer.keys + layer.values + layer.attended)
+    return (flops, size_bytes), (2.5 * flops, 2 * size_bytes)
+
+
+def _seen(seq: int, window: int) -> int:
+    """Tokens of a sequence in the block of a token, of which causal attention uses half."""
+    return min(seq, window) if window else seq
+
+
+def _expert_operators(workload: Workload, layer: Layer) -> tuple[list[Operator], list[Operator]]:
+    shape = workload.shape
+    rows = workload.tokens * shape.experts_per_token
+    routed, inner = rows * shape.hidden, rows * layer.experts[2].inputs
+    forward, backward = _vectors(_ROUTED, routed), _vectors(_ROUTED_BACK, routed)
+    for matrix in layer.experts[1:]:
+        there, back = _product(workload, matrix, rows)
+        forward, backward = forward + there, backward + back
+    if shape.clamped:
+        forward += _vectors(_CLAMPED, inner) + _vectors((2, 6), routed)
+        backward += _vectors(_CLAMPED_BACK, inner) + _vectors((2, 2), routed)
+    else:
+        forward += _vectors(_ACTIVATION, inner)
+        backward += _vectors(_GATED_BACK, inner)
+    return forward, backward
+
+
+# Memory.
+
+
+def _layer_working(workload: Workload, layer: Layer) -> _Working:
+    """Memory of a layer's passes."""
+    shape, tokens, autocasts = workload.shape, workload.tokens, workload.autocasts
+    hidden = tokens * shape.hidden
+    residual = (4 if autocasts else 2) * hidden
+    heads = tokens * (layer.queries + layer.keys + layer.values + layer.attended)
+    trained = workload.trains_all
+    # Norms: the input in float32; for gradients of weights, what is scaled and what comes out.
+    saved = layer.norms * hidden * (8 if trained else 4)
+    saved += 2 * heads + (8 * tokens * (layer.queries + layer.keys) if layer.head_norms else 0)
+    cast = 0
+    if autocasts:
+        # Each product has its own copy of its input, for the gradient of its weight.
+        inputs = 2 * tokens * sum(it.inputs for it in layer.matrices if it.group)
+        cast = 2 * sum(it.parameters for it in layer.matrices)
+        saved += cast + (inputs if trained else 0)
+    if not trained:
+        adapted = [it for it in layer.attention if it.name in LORA_MATRICES]
+        saved += 4 * tokens * sum(it.inputs for it in adapted)
+    widest = 0
+    if layer.mlp:
+        widest = 2 * tokens * layer.mlp[0].outputs
+        saved += (4 if trained else 3) * widest
+    if layer.experts:
+        rows = tokens * shape.experts_per_token
+        inner = 2 * rows * layer.experts[2].inputs
+        routed = 2 * rows * shape.hidden
+        saved += (9 if shape.clamped else 4 if trained else 3) * inner + 2 * routed
+        widest = max(widest, 2 * inner, routed)
+    gradients = 0
+    if trained:
+        # At the fullest moment those of two matrices of the MLP are there, or of one and its copy
+        # in bfloat16; with experts that of one tensor.
+        largest = max(it.parameters for it in layer.matrices)
+        gradients = (6 if autocasts else 2 if layer.experts else 4) * largest
+    forward = residual + 2 * hidden + 3 * widest
+    backward = saved + residual + widest + gradients
+    if workload.checkpoint:
+        return _Working(residual, residual + forward, residual + backward, cast)
+    return _Working(saved, max(saved + 3 * 2 * hidden, forward), backward - gradients // 2, cast)
+
+
+def _peaks(
+    workload: Workload, parts: Sequence[_Part], *, deferred: bool
+) -> tuple[list[int], list[int], int]:
+    """Bytes of everything but leaving state and weights.
+
+    Returns
+    -------
+    tuple
+        At the fullest moment of each unit's forward pass, of each unit's backward pass, and when
+        the optimizer's step begins. If updates are `deferred`, gradients live until the next
+        forward pass of their unit.
+    """
+    fixed = sum(part.weight_bytes - sum(part.leaving) + part.small_state_bytes for part in parts)
+    gradients = [part.gradient_bytes for part in parts]
+    later = [*accumulate(reversed(gradients), initial=0)][::-1]
+    # What earlier units keep; casts of trained weights until the forward pass ends, if not saved.
+    kept = [0, *accumulate(part.working.saved for part in parts)]
+    keeps_casts = workload.checkpoint and workload.trains_all
+    casts = [0, *accumulate(part.working.cast if keeps_casts else 0 for part in parts)]
+    forward, backward = [], []
+    for number, part in enumerate(parts):
+        held = later[number] if deferred else 0
+        forward.append(fixed + held + kept[number] + casts[number + 1] + part.working.forward)
+        early = part.working.backward + later[number + 1]
+        # Behind it, all of its gradients are there.
+        behind = later[number] + part.working.saved
+        backward.append(fixed + kept[number] + max(early, behind))
+    step = fixed + later[0]
+    if workload.trains_all and workload.precision == "bf16-master":
+        # The gradient of one tensor at a time, in float32.
+        step += 4 * max(part.largest for part in parts)
+    return forward, backward, step
+
+
+def class_bytes(workload: Workload, hardware: Hardware) -> Mapping[str, int]:
+    """Bytes of each class: weights, gradients, optimizer state, activations, logits."""
+    parts = _parts(workload, _roofline(hardware))
+    layers = [part.working for part in parts[1:-2]]
+    largest = max(layers, key=lambda it: it.backward, default=_Working(0, 0, 0))
+    return {
+        "weights": sum(part.weight_bytes for part in parts),
+        "gradients": sum(part.gradient_bytes for part in parts),
+        "optimizer_state": sum(part.state_bytes + part.small_state_bytes for part in parts),
+        "activations": sum(it.saved for it in layers) + largest.backward - largest.saved,
+        "logits": 10 * workload.tokens * workload.shape.vocabulary,
+    }
