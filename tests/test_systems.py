@@ -19,8 +19,8 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[1]
-SYSTEMS = ("hf_trainer_sft", "ddp", "hf_generate", "trl_sft", "deepspeed_zero2")
-"""Of each kind one; `make systems` and tests/gpu/test_systems.py run all of them."""
+SYSTEMS = ("hf_trainer_sft", "ddp", "trl_sft", "deepspeed_zero2")
+"""By Python and by torchrun; `make systems` and tests/gpu/test_systems.py run all of them."""
 
 
 def matrix(*arguments: str) -> str:

@@ -285,18 +285,9 @@ def experts(model: str, seq: int) -> Trace:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "parameters", "active", "seq"),
-    [
-        # The model card of gpt-oss: 20.9 B and 3.61 B, as the embedding does no arithmetic. That of
-        # Qwen3-30B-A3B: 30.5 B and 3.3 B, of which the embedding is 0.31 B.
-        ("gpt-oss-20b", 20_914_757_184, 3.61e9, 1000),
-        ("qwen3-30b-a3b", 30_532_122_624, 3.04e9, 256),
-    ],
-)
-def test_experts_have_their_parameters_and_arithmetic(
-    model: str, parameters: int, active: float, seq: int
-) -> None:
+def test_experts_have_their_parameters_and_arithmetic() -> None:
+    """The model card of gpt-oss: 20.9 B and 3.61 B, as the embedding does no arithmetic."""
+    model, parameters, active, seq = "gpt-oss-20b", 20_914_757_184, 3.61e9, 1000
     trace = experts(model, seq)
     check_trace(trace, model)
     assert trace.metadata["parameters"] == parameters
