@@ -356,21 +356,17 @@ class _AutomaticManagement:
             return
         self._steps[optimizer] = None
         model = _model_of(optimizer, self._roots())
+        is_owner = model is not None
+        if not is_owner and self._streams_state and steps + 1 >= _STEPS_WITHOUT_OWNER:
+            model = _model_beside(optimizer, self._roots())
         if model is not None:
             # It imports planner and simulator: not before there is a training.
             from umem.executor import manage, stream_state
 
             if self._streams_state:
                 stream_state(model, optimizer)
-            if self._is_planned:
+            if self._is_planned and is_owner:
                 manage(model, optimizer)
-            return
-        if self._streams_state and steps + 1 >= _STEPS_WITHOUT_OWNER:
-            model = _model_beside(optimizer, self._roots())
-        if model is not None:
-            from umem.executor import stream_state
-
-            stream_state(model, optimizer)
         elif steps + 1 < _STEPS_WITHOUT_MODEL:
             self._steps[optimizer] = steps + 1
         else:

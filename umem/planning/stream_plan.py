@@ -529,6 +529,15 @@ def _state_bytes(problem: _Problem, choice: _Choice) -> int:
     return resident_bytes + choice.slots * _slot_bytes(problem, choice)
 
 
+def _has_operands(problem: _Problem, choice: _Choice) -> bool:
+    """Whether an update of a streamed unit has weights or gradients at home."""
+    streamed = frozenset(choice.order[choice.count :].tolist())
+    leave = streamed & problem.with_copied_gradients
+    return any(problem.units[it].trained_weight_bytes for it in streamed) or any(
+        problem.units[it].gradient_bytes for it in leave
+    )
+
+
 def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
     memory, state_bytes = problem.memory, _state_bytes(problem, choice)
     resident = frozenset(choice.order[: choice.count].tolist())
@@ -557,7 +566,7 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
         resident=resident,
         slots=choice.slots,
         slot_bytes=_slot_bytes(problem, choice),
-        stages_operands=problem.stages_operands,
+        stages_operands=problem.stages_operands and _has_operands(problem, choice),
         copied=frozenset(left_before),
         left_before=left_before,
         fetch_ahead=fetch_ahead,

@@ -455,7 +455,7 @@ class _Staged:
 
 
 def _update_in_place_s(unit: StreamUnit, gradient_bytes: int, hardware: Hardware) -> float:
-    """Time of an update of resident state, with what else of it is on the host."""
+    """Time of an update whose weights and gradients on the host are used there."""
     return (
         unit.update_s
         + gradient_bytes / hardware.mapped_read_bytes_per_s

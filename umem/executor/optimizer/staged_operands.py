@@ -27,6 +27,7 @@ class _Operand:
     """A tensor at home, or a span of it."""
 
     tensor: torch.Tensor
+    """Kept until its copies have run."""
     address: int
     size_bytes: int
     offset: int

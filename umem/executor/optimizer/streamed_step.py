@@ -246,7 +246,7 @@ class StreamedStep:
     def _operands(self, piece: StreamedUnit, part: ParameterGroups) -> StagedOperands | None:
         """A piece's weights and gradients at home, if its slot has room for them."""
         state, slot = piece.state, piece.slot
-        if state is None or slot is None:
+        if state is None or slot is None or not self.units.stages_operands:
             return None
         operands = self.units.operands(parameters_of(part), state.span)
         if not operands.size_bytes:

@@ -181,6 +181,8 @@ class StreamedUnits:
         """Units whose state is to stay on the device; None to leave all state where it is."""
         self._slot_count = FIRST_SLOTS
         self._slots: list[Slot] = []
+        self.stages_operands = True
+        """Whether the plan has weights and gradients at home come beside the slots."""
         self._has_operand_room = True
         self._units: dict[str, StreamedUnit] = {}
         self._members: list[list[Any]] = []
@@ -209,7 +211,7 @@ class StreamedUnits:
                 self._seen = None
             self._resident, self._slot_count = resident, slots
             self._slots.clear()
-            self._has_operand_room = stages_operands
+            self.stages_operands, self._has_operand_room = stages_operands, True
 
     def move_into_backward(self, moves: bool) -> None:
         """Say whether units are updated in the backward pass from the next one on.
