@@ -381,6 +381,23 @@ def test_the_heading_names_machine_versions_and_settings() -> None:
         assert part in text
 
 
+def test_a_file_that_is_no_report_ends_with_one_line(tmp_path: Path) -> None:
+    systems = tmp_path / "systems.jsonl"
+    header = made_up_header("scale", {}).model_copy(update={"benchmark": "systems"})
+    systems.write_text(header.model_dump_json())
+    for path, words in ((tmp_path / "none", "cannot be read"), (systems, "matrix.py --report")):
+        done = subprocess.run(
+            [sys.executable, "-m", "umem_bench", "report", str(path)],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("umem: ")
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 def test_report_prints_a_results_file(results: Path) -> None:
     plain = CliRunner().invoke(app, ["report", str(results)])
     checked = CliRunner().invoke(app, ["report", str(results), "--markdown", "--check"])

@@ -1,5 +1,6 @@
 """`python -m umem_bench`: what `umem bench` starts."""
 
+from umem.cli import run_app
 from umem_bench.cli import app
 
-app(prog_name="umem bench")
+run_app(app, "umem bench")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -52,6 +52,7 @@ _Name = TypeVar("_Name", bound=str)
 app = typer.Typer(
     help="Measure umem: allocator, trainings and text generation within a budget, planners.",
     no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 
 _Policy = Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")]
@@ -60,9 +61,32 @@ _Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter rounds.
 _Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the results to this file.")
 ]
+_Minutes = Annotated[
+    float, typer.Option(min=0.1, help="Leave out rows that do not fit into this time.")
+]
+_Host = Annotated[
+    str, typer.Option(help="Host memory that a row may take. Default: available less 16 GiB.")
+]
+_Continued = Annotated[
+    Path | None, typer.Option("--continue", metavar="FILE", help="Run what these results lack.")
+]
+_Again = Annotated[
+    bool, typer.Option("--again", help="With --continue: measure these rows once more.")
+]
 _Check = Annotated[
     bool, typer.Option("--check", help="Hold the figures against limits; exit 1 if one is missed.")
 ]
+
+
+_Row = TypeVar("_Row")
+
+
+def _chosen(parse: Callable[[str], list[_Row]], rows: str) -> list[_Row]:
+    """The rows that an option names."""
+    try:
+        return parse(rows)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _add_allocator_command(name: str, benchmarks: Sequence[str], words: str) -> None:
@@ -161,9 +185,7 @@ def training(
         float, typer.Option(min=1, help="Leave out what does not fit into this time.")
     ] = 280,
     output: _Output = None,
-    continued: Annotated[
-        Path | None, typer.Option("--continue", metavar="FILE", help="Run what these results lack.")
-    ] = None,
+    continued: _Continued = None,
     check: _Check = False,
 ) -> None:
     """Train a Llama with less device memory than it needs, umem beside others. Needs a GPU."""
@@ -219,19 +241,11 @@ def scale(
         bool, typer.Option("--deterministic", help="torch's deterministic algorithms.")
     ] = False,
     steps: Annotated[int, typer.Option(min=2, help="Timed steps of each row.")] = 8,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, help="Leave out rows that do not fit into this time.")
-    ] = 9,
-    host: Annotated[
-        str, typer.Option(help="Host memory that a row may take. Default: available less 16 GiB.")
-    ] = "",
+    minutes: _Minutes = 9,
+    host: _Host = "",
     output: _Output = None,
-    continued: Annotated[
-        Path | None, typer.Option("--continue", metavar="FILE", help="Run what these results lack.")
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="With --continue: measure these rows once more.")
-    ] = False,
+    continued: _Continued = None,
+    again: _Again = False,
     check: _Check = False,
 ) -> None:
     """Fine-tune Llamas of 7B to 34B on one card, umem beside others. Needs a GPU of 80 GB."""
@@ -247,10 +261,7 @@ def scale(
         clip=clip,
         deterministic=deterministic,
     )
-    try:
-        chosen = scales.parse_rows(rows)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    chosen = _chosen(scales.parse_rows, rows)
     run = scales.run_scale(
         settings,
         chosen,
@@ -275,19 +286,11 @@ def generate(
         int, typer.Option(min=SHORT_TOKENS + 1, help="New ones of a timed generation.")
     ] = 32,
     rounds: _Rounds = 3,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, help="Leave out rows that do not fit into this time.")
-    ] = 9,
-    host: Annotated[
-        str, typer.Option(help="Host memory that a row may take. Default: available less 16 GiB.")
-    ] = "",
+    minutes: _Minutes = 9,
+    host: _Host = "",
     output: _Output = None,
-    continued: Annotated[
-        Path | None, typer.Option("--continue", metavar="FILE", help="Run what these results lack.")
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="With --continue: measure these rows once more.")
-    ] = False,
+    continued: _Continued = None,
+    again: _Again = False,
     check: _Check = False,
 ) -> None:
     """Generate text with weights beyond a budget, umem beside others. Needs a GPU of 80 GB."""
@@ -298,10 +301,7 @@ def generate(
         tokens=tokens,
         rounds=rounds,
     )
-    try:
-        chosen = generations.parse_rows(rows)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    chosen = _chosen(generations.parse_rows, rows)
     run = generations.run_generate(
         settings,
         chosen,

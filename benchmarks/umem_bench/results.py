@@ -503,6 +503,10 @@ def read_results(path: Path) -> Run:
         try:
             read = Header.model_validate_json if number == 1 else _LINE.validate_json
             records.append(read(line))
+            if number == 1 and records[0].benchmark == "systems":
+                raise ResultsFileError(
+                    f"{path}: a matrix of systems: print it by tests/systems/matrix.py --report"
+                )
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the line"

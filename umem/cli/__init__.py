@@ -15,7 +15,7 @@ from umem._version import __version__
 from umem.core.errors import UmemError
 from umem.io.problems import visible
 
-__all__ = ["COMMANDS", "INTERRUPTED_STATUS", "app", "load_command", "main"]
+__all__ = ["COMMANDS", "INTERRUPTED_STATUS", "app", "load_command", "main", "run_app"]
 
 INTERRUPTED_STATUS = 130
 """Exit status after Ctrl-C, as a shell reports it: 128 + SIGINT."""
@@ -93,13 +93,18 @@ for _name, _help in COMMANDS.items():
 
 
 def main() -> None:
-    """Run the command.
+    """Run the command ``umem``."""
+    run_app(app, "umem")
+
+
+def run_app(application: typer.Typer, name: str) -> None:
+    """Run a command.
 
     A `UmemError`, and a path or an output that the system refuses, ends it with one message and
     status 2, without a traceback.
     """
     try:
-        app(prog_name="umem")
+        application(prog_name=name)
     except UmemError as error:
         _fail(str(error))
     except OSError as error:

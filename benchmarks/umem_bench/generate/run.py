@@ -23,8 +23,8 @@ from umem_bench.results import (
 from umem_bench.scale.run import growth, memory_ran_out, why_no_host_room
 from umem_bench.training.run import (
     ask_worker,
+    continued_header,
     require_gpu,
-    require_same,
     run_missing,
     why_no_time,
 )
@@ -138,10 +138,11 @@ def run_generate(
     has_gpu = torch.cuda.device_count() > 0
     if not has_gpu and {case for case, _ in rows} != {"tiny"}:
         require_gpu("text generation")
-    begun = header("generate", settings, "accelerate")
-    if earlier is not None:
-        require_same(earlier.header, begun, same_commit=False)
-        begun = earlier.header
+    begun = continued_header(
+        None if earlier is None else earlier.header,
+        header("generate", settings, "accelerate"),
+        same_commit=False,
+    )
     card, commit = Card.find() if has_gpu else None, git_commit()
     end_s = time.monotonic() + seconds_limit
 

@@ -26,8 +26,8 @@ from umem_bench.results import (
 from umem_bench.scale.measure import ScaleJob, measure
 from umem_bench.training.run import (
     ask_worker,
+    continued_header,
     require_gpu,
-    require_same,
     run_missing,
     why_no_time,
 )
@@ -183,10 +183,9 @@ def run_scale(
 
     if torch.cuda.device_count() == 0 and {case for case, _ in rows} != {"tiny"}:
         require_gpu()
-    begun = header("scale", settings)
-    if earlier is not None:
-        require_same(earlier.header, begun, same_commit=False)
-        begun = earlier.header
+    begun = continued_header(
+        None if earlier is None else earlier.header, header("scale", settings), same_commit=False
+    )
     machine = _Machine(settings, host_limit_bytes)
     end_s = time.monotonic() + seconds_limit
 

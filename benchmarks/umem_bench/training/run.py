@@ -36,8 +36,8 @@ __all__ = [
     "Cell",
     "ask_worker",
     "cells",
+    "continued_header",
     "require_gpu",
-    "require_same",
     "run_missing",
     "run_training",
     "why_no_time",
@@ -108,10 +108,9 @@ def run_training(
     """
     if device == "cuda":
         require_gpu()
-    begun = header("training", settings)
-    if earlier is not None:
-        require_same(earlier.header, begun)
-        begun = earlier.header
+    begun = continued_header(
+        None if earlier is None else earlier.header, header("training", settings)
+    )
     card = None if device == "cpu" else Card.find()
     end_s = time.monotonic() + seconds_limit
 
@@ -287,8 +286,13 @@ def require_gpu(what: str = "training") -> None:
         )
 
 
-def require_same(earlier: Header, begun: Header, *, same_commit: bool = True) -> None:
-    """Raise `UmemError` where earlier results are not of the same settings, machine or versions."""
+def continued_header(earlier: Header | None, begun: Header, *, same_commit: bool = True) -> Header:
+    """Header of a run: that of earlier results, if there are any.
+
+    Raises `UmemError` where these are not of the same settings, machine or versions.
+    """
+    if earlier is None:
+        return begun
     groups = ("umem", *(("commit",) if same_commit else ()), "machine", "packages", "settings")
     pairs = [(name, getattr(earlier, name), getattr(begun, name)) for name in groups]
     words = [f"{name} {was}, and now {it}" for name, was, it in pairs if was != it]
@@ -297,3 +301,4 @@ def require_same(earlier: Header, begun: Header, *, same_commit: bool = True) ->
             f"the earlier results cannot be continued: they have {'; '.join(words)}: give the same "
             "options on the same machine, or begin a new file"
         )
+    return earlier
