@@ -1,13 +1,17 @@
 """Puts the tables of committed results into pages: `python benchmarks/fill_pages.py PAGE ...`.
 
-A page has each report between two comments, of which the first names the command that prints it::
+A page has each report between two comments, of which the first names the command that prints it, in
+the project's folder::
 
     <!-- umem bench report benchmarks/results/FILE.jsonl --markdown -->
     <!-- end of report -->
+
+Results of systems are printed by `python tests/systems/matrix.py --report FILE --markdown`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -15,13 +19,19 @@ import sys
 from pathlib import Path
 
 _REPORT = re.compile(
-    r"(<!-- umem (bench report [^>]*?) -->\n).*?(<!-- end of report -->)", re.DOTALL
+    r"(<!-- (umem bench report [^>]*?|python tests/systems/matrix\.py --report [^>]*?) -->\n)"
+    r".*?(<!-- end of report -->)",
+    re.DOTALL,
 )
+_ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 def _printed(found: re.Match[str]) -> str:
-    command = [str(Path(sys.executable).with_name("umem")), *shlex.split(found[2])]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    program, *words = shlex.split(found[2])
+    command = [str(Path(sys.executable).with_name(program)), *words]
+    printed = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=_ENVIRONMENT
+    ).stdout
     return f"{found[1]}{printed.strip()}\n{found[3]}"
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from umem_bench.allocators import checks, heading, tables, worker_limit_bytes
 from umem_bench.before_after import run_against
 from umem_bench.cli import app
-from umem_bench.machine import git_commit, managed_limit_bytes
+from umem_bench.machine import git_commit, header, managed_limit_bytes
 from umem_bench.results import (
     Measurement,
     ResultsFileError,
@@ -98,6 +98,13 @@ def test_core_measures_and_writes_provenance_first(tmp_path: Path) -> None:
     assert len(times) == 7
     assert all(len(rounds_s) == 2 and min(rounds_s) > 0 for rounds_s in times.values())
     assert "random sizes, 8 threads" in done.stdout
+
+
+def test_packages_of_a_results_file_have_the_names_that_pip_knows() -> None:
+    names = set(header("systems", {}, "annotated-types").packages)
+
+    assert {"torch", "annotated-types"} <= names
+    assert not {"annotated", "rmm-cu12", "rmm-cu13"} & names
 
 
 @pytest.mark.slow

@@ -22,6 +22,9 @@ _PACKAGES = (
     *("torch", "numpy", "numba", "transformers", "peft", "bitsandbytes", "torchao", "deepspeed"),
     *("rmm-cu13", "rmm-cu12"),
 )
+_CUDA_SUFFIX = re.compile(r"-cu\d+$")
+"""RMM's wheels name their CUDA release; it is told apart, and both count as ``rmm``."""
+
 _HASH_DIGITS = 12
 _HASH = re.compile(r"[0-9a-f]{7,64}")
 
@@ -50,7 +53,7 @@ def header(benchmark: Any, settings: Any, *more_packages: str) -> Header:
             python=platform.python_version(),
         ),
         packages={
-            name.partition("-")[0]: version
+            _CUDA_SUFFIX.sub("", name): version
             for name in (*_PACKAGES, *more_packages)
             if (version := _version(name))
         },
