@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,15 @@ def test_ctrl_c_ends_a_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert run("policy", "show", "sft") == (INTERRUPTED_STATUS, "", "umem: interrupted\n")
 
 
+@pytest.fixture
+def python_handles_sigint() -> Iterator[None]:
+    """As in a terminal; a job in a shell's background inherits that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_sigint")
 def test_ctrl_c_while_torch_records_a_model() -> None:
     """The process ends at once: an exception could meet C++ code that aborts."""
     code = """
@@ -150,6 +160,7 @@ with interruptible():
     assert (done.stdout, done.stderr) == ("", "umem: interrupted\n")
 
 
+@pytest.mark.usefixtures("python_handles_sigint")
 def test_ctrl_c_raises_again_after_the_recording() -> None:
     with output.interruptible():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
