@@ -26,6 +26,7 @@ STREAMED_MODES = (
     "in_a_thread",
     "captured",
     "gradients_copied",
+    "gradients_clipped",
     "in_backward",
 )
 
@@ -100,6 +101,12 @@ def test_units_are_updated_in_the_backward_pass(pairs: Callable[[str], tuple[Any
 def test_gradients_are_on_the_host(pairs: Callable[[str], tuple[Any, Any]]) -> None:
     # Those of all weight matrices, but perhaps of the units that the backward pass came to last.
     assert pairs("gradients_copied")[1]["streaming"]["gradients_on_host"] >= 2 * (8 - 2)
+
+
+def test_clipping_does_not_read_gradients_on_the_host(
+    pairs: Callable[[str], tuple[Any, Any]],
+) -> None:
+    assert pairs("gradients_clipped")[1]["streaming"]["clipping_put_off"] >= 2 * (8 - 2)
 
 
 def test_the_budget_holds_and_nothing_is_managed(pairs: Callable[[str], tuple[Any, Any]]) -> None:

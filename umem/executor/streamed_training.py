@@ -19,6 +19,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
+from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
@@ -216,8 +217,11 @@ class StreamedTraining:
         blocks = find_blocks(model, None)
         self._names = UnitNames(blocks)
         units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes)
-        self._step = StreamedStep(units, lanes)
-        self._gradients = CopiedGradients(units.parameters, lanes, memory, self._gradient_failed)
+        clipped = ClippedGradients(lanes)
+        self._step = StreamedStep(units, lanes, clipped)
+        self._gradients = CopiedGradients(
+            units.parameters, lanes, memory, clipped, self._gradient_failed
+        )
         self._streams_state = streams_state
         self._tuner = tuner
         self._lanes = lanes

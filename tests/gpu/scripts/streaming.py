@@ -191,11 +191,18 @@ def captured(training: Training) -> None:
         training.seen.append(result.clone())
 
 
+def gradients_clipped(training: Training) -> None:
+    """Gradients of all units leave for the host, where nothing but clipping and the step is due."""
+    for streamed in streamed_trainings():
+        copied = streamed.gradients.sizes()
+        # A later plan of the tuner leaves some on the device.
+        if len(training.losses) >= 4 and streamed.gradients.copied != copied.keys():
+            streamed.gradients.set_plan(copied)
+
+
 def gradients_copied(training: Training) -> None:
     """Gradients of all units leave for the host, and two more batches are added there."""
-    if len(training.losses) >= 4:  # a later plan of the tuner leaves some on the device
-        for streamed in streamed_trainings():
-            streamed.gradients.set_plan(streamed.gradients.sizes())
+    gradients_clipped(training)
     if len(training.losses) > 4:
         for _ in range(2):
             loss = training.model(torch.randn(ROWS, HIDDEN, device="cuda")).square().mean()
@@ -224,7 +231,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
-        varied,
+        *(gradients_clipped, varied),
     )
 }
 
@@ -273,8 +280,10 @@ def main() -> None:
             "slots_bytes": streamed.step.units.slots_bytes,
             "card_peak_bytes": card.peak_bytes,
         }
-        if between is gradients_copied:
+        if between in (gradients_copied, gradients_clipped):
             gradients = [it.grad for it in training.model.parameters() if it.grad is not None]
+            clipped = streamed.gradients.clipped
+            facts["streaming"]["clipping_put_off"] = sum(map(bool, map(clipped.factors, gradients)))
             facts["streaming"]["gradients_on_host"] = sum(
                 bindings.memory_type(it.data_ptr()) == "cudaMemoryTypeHost" for it in gradients
             )

@@ -15,6 +15,7 @@ deferred: :func:`has_alias`.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from umem.torch_compat import (
 )
 
 __all__ = [
+    "Guard",
     "GuardedParameter",
     "GuardedTensor",
     "ParameterGuard",
@@ -82,14 +84,17 @@ def _guarded(value: object) -> Iterator[torch.Tensor]:
             yield from _guarded(item)
 
 
-def _settle(tensor: Any) -> None:
-    guard = getattr(type(tensor), "guard", None)
-    if guard is None:  # another thread has settled it
-        return
-    guard.settle()
-    if isinstance(tensor, _Guarded) and not guard.is_on:
-        # The object of a tensor that was swapped for another one while it was guarded.
-        guard.give_back([tensor])
+def _settle(tensor: Any, func: object = None) -> Guard | None:
+    """Settle a tensor's guards, one behind the other. Returns one that runs `func` itself."""
+    guard: Guard | None = None
+    while (found := getattr(type(tensor), "guard", None)) is not guard:
+        guard = found
+        if guard is None:  # another thread may have settled it
+            return None
+        if func in guard.functions:
+            return guard
+        guard.use(tensor)
+    return None
 
 
 class _EqualsPlain(type(nn.Parameter)):  # type: ignore[misc]
@@ -124,8 +129,14 @@ class _Guarded:
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _HARMLESS:
-            for tensor in list(_guarded((args, kwargs))):
-                _settle(tensor)
+            guards = [_settle(tensor, func) for tensor in list(_guarded((args, kwargs)))]
+            able = next(filter(None, guards), None)
+            if able is not None:
+                result = able.run(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+                for tensor in list(_guarded((args, kwargs))):
+                    _settle(tensor)
             if next(_guarded((args, kwargs)), None) is None:
                 return func(*args, **kwargs)  # classes of other libraries have their say
         with DisableTorchFunctionSubclass():
@@ -221,11 +232,37 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
         return True
 
 
-class TensorGuard:
-    """Guards gradients or optimizer state that are updated together.
+class Guard(ABC):
+    """Sees each use of some tensors.
 
     The tensors get a class that only this guard has: that takes less time than to keep a record of
     each, and makes no work for Python's garbage collector.
+    """
+
+    functions: ClassVar[frozenset[Any]] = frozenset()
+    """What :meth:`run` runs. Anything else is a use."""
+    _guarded: ClassVar[type[torch.Tensor]] = GuardedTensor
+    _plain: ClassVar[type[torch.Tensor]] = torch.Tensor
+
+    def __init__(self) -> None:
+        name = self._guarded.__name__
+        self.kind: Any = type(name, (self._guarded,), {"__slots__": (), "guard": self})
+        """The class of the tensors."""
+
+    @abstractmethod
+    def use(self, tensor: torch.Tensor) -> None:
+        """Called before each use, in the thread that uses a tensor."""
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one of `functions` on these tensors, and others that this guard does not know.
+
+        NotImplemented where it is a use after all.
+        """
+        raise NotImplementedError
+
+
+class TensorGuard(Guard):
+    """Guards gradients or optimizer state that are updated together.
 
     Parameters
     ----------
@@ -233,20 +270,23 @@ class TensorGuard:
         Called before each use, in the thread that uses a tensor. It may :meth:`release` them.
     """
 
-    _guarded: ClassVar[type[torch.Tensor]] = GuardedTensor
-    _plain: ClassVar[type[torch.Tensor]] = torch.Tensor
-
     def __init__(self, settle: Callable[[], None]) -> None:
+        super().__init__()
         self.settle = settle
         self.is_on = False
         """Whether any tensors are guarded."""
-        name = self._guarded.__name__
-        self._kind: Any = type(name, (self._guarded,), {"__slots__": (), "guard": self})
         self._tensors: list[Any] = []
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Settle all."""
+        self.settle()
+        if isinstance(tensor, _Guarded) and not self.is_on:
+            # The object of a tensor that was swapped for another one while it was guarded.
+            self.give_back([tensor])
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard tensors for which :func:`can_guard` holds, and keep them alive."""
-        kind, some = self._kind, list[Any](tensors)
+        kind, some = self.kind, list[Any](tensors)
         self._tensors += some
         self.is_on = True
         for tensor in some:
@@ -259,7 +299,7 @@ class TensorGuard:
 
     def give_back(self, tensors: Iterable[Any]) -> None:
         """Guard tensors no more."""
-        kind, plain = self._kind, self._plain
+        kind, plain = self.kind, self._plain
         for tensor in tensors:
             if type(tensor) is kind:
                 tensor.__class__ = plain
@@ -297,7 +337,7 @@ class ParameterGuard(TensorGuard):
         self, parameters: Iterable[nn.Parameter], gradients: Iterable[torch.Tensor]
     ) -> None:
         """Guard parameters that :func:`are_plain`, each of which has a gradient."""
-        kind, some = self._kind, list[Any](parameters)
+        kind, some = self.kind, list[Any](parameters)
         self._tensors += some
         self.is_on = True
         for parameter, gradient in zip(some, gradients, strict=True):
@@ -307,7 +347,7 @@ class ParameterGuard(TensorGuard):
 
     def give_back(self, tensors: Iterable[Any]) -> None:
         """Guard parameters no more, and give them the gradients that the program sees."""
-        kind, plain = self._kind, self._plain
+        kind, plain = self.kind, self._plain
         for parameter in tensors:
             if type(parameter) is kind:
                 seen = parameter.__dict__.pop("grad", None)
@@ -319,6 +359,7 @@ class ParameterGuard(TensorGuard):
 def _give_gradient(parameter: torch.Tensor, seen: torch.Tensor) -> None:
     added = parameter.grad
     if added is not None:  # by a backward pass meanwhile
+        _settle(seen)
         with torch.no_grad(), DisableTorchFunctionSubclass():
             seen.add_(added)
     parameter.grad = seen

@@ -3,7 +3,7 @@
 A gradient is complete when autograd has added it. Then its copy to the host starts, beside the rest
 of the backward pass. A few units later the program's stream waits for the copy, and the gradient's
 tensor, the same object, has the host's memory from then on: the device's is free. Later batches are
-added to it there, in place over the link.
+added to it there, in place over the link. Clipping is put off (``clipped_gradients.py``).
 
 Towards the end of the last batch's backward pass, activations have made room again. Then gradients
 come back in the same way, for clipping and the update. What has no room is used on the host.
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import TensorGuard, are_plain
+from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
@@ -45,6 +46,8 @@ class _Gradient:
     """When the copy started."""
     copy: torch.Tensor
     """Its memory when the copy has ended."""
+    norm: torch.Tensor | None = None
+    """Of one that leaves, where the program will ask for it."""
 
 
 @dataclass(eq=False)
@@ -52,6 +55,8 @@ class _Move:
     """The gradients of a unit on their way to the host, or back."""
 
     gradients: list[_Gradient]
+    is_out: bool
+    """To the host."""
     asked: Moment
     """When the copies started, on the stream that owns the gradients' memory."""
     moment: Moment
@@ -80,6 +85,8 @@ class CopiedGradients:
         Where the copies run.
     memory
         The device's memory, and homes.
+    clipped
+        Holds gradients that are on the host.
     on_error
         Called with an exception of a hook, which does not reach the training.
     """
@@ -89,11 +96,13 @@ class CopiedGradients:
         parameters: Callable[[], _Parameters],
         lanes: Lanes,
         memory: StateMemory,
+        clipped: ClippedGradients,
         on_error: Callable[[Exception], None],
     ) -> None:
         self._parameters = parameters
         self._lanes = lanes
         self._memory = memory
+        self._clipped = clipped
         self._on_error = on_error
         self._copied: frozenset[str] = frozenset()
         self._returning: dict[str, list[str]] = {}
@@ -110,6 +119,11 @@ class CopiedGradients:
     def copied(self) -> frozenset[str]:
         """Units whose gradients are copied."""
         return self._copied
+
+    @property
+    def clipped(self) -> ClippedGradients:
+        """Holds those that are on the host."""
+        return self._clipped
 
     @property
     def returning(self) -> frozenset[str]:
@@ -149,19 +163,25 @@ class CopiedGradients:
             for name, trigger in (returning or {}).items():
                 self._returning.setdefault(trigger, []).append(name)
             every = self._parameters()
+            for gradient in (it.grad for some in every.values() for it in some):
+                if gradient is not None and self._clipped.is_held(gradient):
+                    self._clipped.use(gradient)  # its parameter may have no hook any more
             names = list(every)
             for place, name in enumerate(names):
                 # The units that the backward pass comes to behind a copied one tell the time.
                 near = names[place : place + UNITS_WITH_GRADIENTS + 1]
                 if not (self._copied | self._returning.keys()).isdisjoint(near):
-                    # Hooks of tensors must hold no strong reference: the garbage collector does not
-                    # see them.
-                    arrive = functools.partial(_arrive, weakref.ref(self), name)
-                    self._handles += [
-                        it.register_post_accumulate_grad_hook(arrive)
-                        for it in every[name]
-                        if it.requires_grad and it.is_leaf
-                    ]
+                    self._add_hooks(name, [it for it in every[name] if _has_gradient(it)])
+
+    def _add_hooks(self, name: str, parameters: Sequence[torch.Tensor]) -> None:
+        # Hooks of tensors must hold no strong reference to what holds the tensors: the garbage
+        # collector does not see them.
+        arrive = functools.partial(_arrive, weakref.ref(self), name)
+        for it in parameters:
+            self._handles.append(it.register_post_accumulate_grad_hook(arrive))
+            if name in self._copied:
+                before = functools.partial(_before_sum, self._clipped, weakref.ref(it))
+                self._handles.append(it.register_hook(before))
 
     def settle(self) -> None:
         """Let the current stream wait for copies under way: their gradients have moved now."""
@@ -225,14 +245,20 @@ class CopiedGradients:
     def _send(self) -> None:
         """Start the copies of what has arrived."""
         arrived, self._arriving = self._arriving, _Arriving("")
+        leaving = [it for it in arrived.gradients.values() if self._can_leave(it)]
+        # Later batches change them.
+        is_last = self._begun[arrived.name] == self._batches
+        norms = self._clipped.norms(leaving) if is_last else [None] * len(leaving)
         self._move(
             Lane.COPY_OUT,
             [
                 _Gradient(
-                    it, version_counter(it), self._memory.home_like(it, TensorClass.GRADIENTS)
+                    it,
+                    version_counter(it),
+                    self._memory.home_like(it, TensorClass.GRADIENTS),
+                    norm,
                 )
-                for it in arrived.gradients.values()
-                if self._can_leave(it)
+                for it, norm in zip(leaving, norms, strict=True)
             ],
         )
 
@@ -240,7 +266,11 @@ class CopiedGradients:
         """Start the copies of a unit's gradients back to the device, as far as it has room."""
         found = []
         for gradient in (it.grad for it in self._parameters().get(name, ())):
-            if gradient is None or not self._can_move(gradient):
+            if gradient is None:
+                continue
+            if self._clipped.is_held(gradient):
+                self._clipped.use(gradient)
+            if not self._can_move(gradient):
                 continue
             if self._memory.is_home(gradient):
                 copy = self._memory.device_like(gradient, TensorClass.GRADIENTS)
@@ -261,7 +291,7 @@ class CopiedGradients:
         moment = self._lanes.run(lane, copy, [asked])
         guard = TensorGuard(self.settle)
         guard.hold(it.tensor for it in gradients)
-        self._moves.append(_Move(gradients, asked, moment, guard))
+        self._moves.append(_Move(gradients, lane is Lane.COPY_OUT, asked, moment, guard))
 
     def _end(self, move: _Move) -> None:
         """Let the stream wait for a unit's copies, and its gradients have the copies' memory."""
@@ -273,6 +303,20 @@ class CopiedGradients:
                 tensor: Any = it.tensor
                 if version_counter(tensor) == it.version:
                     tensor.data = it.copy
+                    if move.is_out and are_plain((tensor,)):
+                        self._clipped.hold(tensor, it.norm, move.asked)
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and parameter.is_leaf
+
+
+def _before_sum(
+    clipped: ClippedGradients, parameter: weakref.ref[torch.Tensor], _added: torch.Tensor
+) -> None:
+    known = parameter()
+    if known is not None:
+        clipped.before_sum(known.grad)
 
 
 def _arrive(reference: weakref.ref[CopiedGradients], name: str, parameter: torch.Tensor) -> None:

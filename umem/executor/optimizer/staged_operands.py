@@ -7,13 +7,14 @@ beside the state, and weights go back with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from umem.core.classes import TensorClass
+from umem.executor.optimizer.clipped_gradients import multiply
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.weight_plan import staged_bytes
@@ -32,6 +33,8 @@ class _Operand:
     size_bytes: int
     offset: int
     """Place in the buffer."""
+    factors: tuple[Any, ...] = ()
+    """By what the copy is multiplied, one after the other."""
 
 
 class StagedOperands:
@@ -47,6 +50,8 @@ class StagedOperands:
         for all.
     memory
         Tells homes.
+    factors
+        Returns by what a gradient is still to be multiplied, one after the other.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class StagedOperands:
         parameters: Iterable[torch.Tensor],
         span: tuple[int, int] | None,
         memory: StateMemory,
+        factors: Callable[[torch.Tensor], tuple[Any, ...]],
     ) -> None:
         self.size_bytes = 0
         """Of a buffer for them."""
@@ -65,11 +71,16 @@ class StagedOperands:
         with DisableTorchFunctionSubclass():
             for parameter in parameters:
                 self._find(self._weights, parameter, parameter)
-                assert parameter.grad is not None
-                self._find(self._gradients, parameter, parameter.grad)
+                gradient = parameter.grad
+                assert gradient is not None
+                self._find(self._gradients, parameter, gradient, factors(gradient))
 
     def _find(
-        self, found: dict[int, _Operand], parameter: torch.Tensor, tensor: torch.Tensor
+        self,
+        found: dict[int, _Operand],
+        parameter: torch.Tensor,
+        tensor: torch.Tensor,
+        factors: tuple[Any, ...] = (),
     ) -> None:
         if not self._memory.is_movable(tensor) or not self._memory.is_home(tensor):
             return
@@ -78,13 +89,17 @@ class StagedOperands:
             return
         size_bytes = (end - begin) * tensor.itemsize
         address = tensor.data_ptr() + begin * tensor.itemsize
-        found[id(parameter)] = _Operand(tensor, address, size_bytes, self.size_bytes)
+        found[id(parameter)] = _Operand(tensor, address, size_bytes, self.size_bytes, factors)
         self.size_bytes += staged_bytes([size_bytes])
 
     @property
     def has_weights(self) -> bool:
         """Whether weights go back to their homes behind the update."""
         return bool(self._weights)
+
+    def has_gradient_of(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's gradient is staged."""
+        return id(parameter) in self._gradients
 
     def bind(self, buffer: torch.Tensor) -> None:
         """Use a buffer of `size_bytes` or more."""
@@ -101,6 +116,15 @@ class StagedOperands:
             ]
             if copies:
                 lanes.copy(Lane.COPY_IN, copies, tensor_class)
+
+    def multiply(self) -> None:
+        """Multiply the gradients' copies as is due, before any other use of them."""
+        alike: dict[Any, list[_Operand]] = {}
+        for it in self._gradients.values():
+            if it.factors:
+                alike.setdefault((it.tensor.dtype, *map(id, it.factors)), []).append(it)
+        for some in alike.values():
+            multiply([self._place(it) for it in some], some[0].factors)
 
     def copy_out(self, lanes: Lanes) -> None:
         """Copy the weights back to their homes, from within work of a lane."""
@@ -124,10 +148,15 @@ class StagedOperands:
     def _copy_of(self, operand: _Operand | None, tensor: torch.Tensor) -> torch.Tensor:
         if operand is None:
             return tensor if self._span is None else tensor.reshape(-1)[slice(*self._span)]
+        copy = self._place(operand)
+        return copy if self._span is not None else copy.as_strided(tensor.size(), tensor.stride())
+
+    def _place(self, operand: _Operand) -> torch.Tensor:
+        """An operand's part of the buffer."""
         assert self._buffer is not None
         place = self._buffer[operand.offset : operand.offset + operand.size_bytes]
-        copy: Any = place.view(tensor.dtype)
-        return copy if self._span is not None else copy.as_strided(tensor.size(), tensor.stride())
+        part: torch.Tensor = place.view(operand.tensor.dtype)
+        return part
 
     def _address(self) -> int:
         assert self._buffer is not None

@@ -88,6 +88,7 @@ class StepCall:
         def update() -> None:
             groups, views = part, state.views
             if operands is not None:
+                operands.multiply()
                 made = {it: operands.stand_in(it, gradient) for it, gradient in gradients.items()}
                 groups = [(number, [made[it] for it in some]) for number, some in part]
                 views = {made[it]: state.views[it] for it in made}
@@ -116,6 +117,7 @@ class StepCall:
                 piece = parameter.detach().view(-1)[elements]
                 piece.grad = gradient.reshape(-1)[elements]
             else:
+                operands.multiply()
                 piece = operands.stand_in(parameter, gradient)
             values = state.views[parameter] if is_last else state.own_values(parameter)
             before = dict(values)

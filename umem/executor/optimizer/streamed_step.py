@@ -33,6 +33,7 @@ from umem.executor.optimizer.access_guard import (
     are_plain,
     has_alias,
 )
+from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
@@ -65,6 +66,19 @@ class StepCounts:
     """Units that were updated in the backward pass, before ``step()``."""
 
 
+@dataclass(slots=True)
+class _PieceUpdate:
+    """An update that is about to be queued."""
+
+    piece: StreamedUnit
+    part: ParameterGroups
+    """The parameters that are updated."""
+    is_last: bool
+    """Whether it counts the step of a parameter that is divided."""
+    operands: StagedOperands | None = None
+    """Weights and gradients that are staged for it."""
+
+
 class StreamedStep:
     """Queues an optimizer's steps.
 
@@ -74,9 +88,11 @@ class StreamedStep:
         The optimizer's units.
     lanes
         Where the work runs.
+    clipped
+        Holds gradients that are on the host.
     """
 
-    def __init__(self, units: StreamedUnits, lanes: Lanes) -> None:
+    def __init__(self, units: StreamedUnits, lanes: Lanes, clipped: ClippedGradients) -> None:
         self.counts = StepCounts()
         self.may_defer = True
         """Whether a step may return before its updates; otherwise the stream waits for them."""
@@ -87,6 +103,7 @@ class StreamedStep:
         self.units = units
         self.lock = units.lock
         self._lanes = lanes
+        self._clipped = clipped
         self._called: dict[str, None] = {}
         """Units in the order of their first call since the last step."""
         self._last: Moment = None
@@ -187,22 +204,36 @@ class StreamedStep:
         self.settle(unit)  # what the backward pass has updated of it
         state = unit.state
         assert state is not None
+        held = [it for it, of in zip(updated, gradients, strict=True) if self._clipped.is_held(of)]
+        free = [it for it in gradients if not self._clipped.is_held(it)] if held else gradients
         is_shared = (
             state.is_shared
             or not are_plain(updated)
-            or not are_plain(gradients)
+            or not are_plain(free)
             or has_alias(updated)
             or has_alias(gradients)
         )
+        pieces = self._pieces(unit, part)
         # What has an alias, or was saved by a graph, is used where it is.
-        self._launch(unit, call, part, call.ready, stages_operands=not is_shared)
+        if not is_shared:
+            self._stage_operands(pieces)
+        ready = call.ready
+        if held and not _are_staged(held, pieces):
+            for it in held:
+                self._clipped.use(it.grad)
+            for piece in pieces:
+                piece.operands = None
+            held, free, ready = [], gradients, self._lanes.mark()
+        self._launch(unit, call, pieces, ready)
         if is_shared:
             return unit.returned
         if not is_deferred:
             return unit.updated
         guards = self._guards(unit)
-        unit.pending = PendingUpdate(call.ready, (guards.gradients, guards.parameters))
-        guards.gradients.hold(gradients)
+        kept = [it.grad for it in held]
+        self._clipped.update_begins(kept, lambda: self._use_gradient(unit))
+        unit.pending = PendingUpdate(ready, (guards.gradients, guards.parameters), kept)
+        guards.gradients.hold(free)
         guards.parameters.take_gradients(updated, gradients)
         return None
 
@@ -215,63 +246,60 @@ class StreamedStep:
             )
         return unit.guards
 
-    def _launch(
-        self,
-        unit: StreamedUnit,
-        call: StepCall,
-        part: ParameterGroups | None,
-        ready: Moment,
-        *,
-        stages_operands: bool = False,
-    ) -> None:
-        """Queue the copies and the update of some parameters, whose gradients are `ready`.
-
-        `part` is None for all that are queued.
-        """
+    def _pieces(self, unit: StreamedUnit, part: ParameterGroups | None) -> list[_PieceUpdate]:
+        """What is updated of a unit, one behind the other: `part`, or all that is queued."""
         pieces = unit.pieces[::-1] if self.units.runs_backward else unit.pieces
         last = {it.state.divided: it for it in pieces if it.state is not None}
-        moves_weights = False
+        updates = []
         for piece in pieces:
             some = piece.queued if part is None else _of_piece(part, piece)
             if some:
-                is_last = piece in last.values()
-                operands = self._operands(piece, some) if stages_operands else None
-                moves_weights |= operands is not None and operands.has_weights
-                self._launch_piece(piece, call, some, ready, operands, is_last=is_last)
-                unit.returned, unit.updated = piece.returned, piece.updated
-        if moves_weights:  # they are updated when all of them are back
-            unit.updated = unit.returned
+                updates.append(_PieceUpdate(piece, some, is_last=piece in last.values()))
+        return updates
+
+    def _stage_operands(self, pieces: list[_PieceUpdate]) -> None:
+        """Stage weights and gradients at home beside the state, where slots have room for them."""
+        if not self.units.stages_operands:
+            return
+        by_slot: dict[int, list[_PieceUpdate]] = {}
+        for it in pieces:
+            state, slot = it.piece.state, it.piece.slot
+            if state is not None and slot is not None:
+                some = parameters_of(it.part)
+                operands = self.units.operands(some, state.span, self._clipped.factors)
+                if operands.size_bytes:
+                    it.operands = operands
+                    by_slot.setdefault(id(slot), []).append(it)
+        for some_pieces in by_slot.values():
+            largest = max(some_pieces, key=_operand_bytes)
+            state, slot = largest.piece.state, largest.piece.slot
+            assert state is not None
+            assert slot is not None
+            # Pieces have about as much beside as much state, and the same slot serves many.
+            share = slot.memory.nbytes / max(1, state.size_bytes)
+            buffer = self.units.operand_buffer(slot, _operand_bytes(largest), share)
+            for it in some_pieces:
+                if buffer is None:
+                    it.operands = None
+                elif it.operands is not None:
+                    it.operands.bind(buffer)
+
+    def _launch(
+        self, unit: StreamedUnit, call: StepCall, pieces: list[_PieceUpdate], ready: Moment
+    ) -> None:
+        """Queue the copies and the updates of pieces, whose gradients are `ready`."""
+        for it in pieces:
+            self._launch_piece(it, call, ready)
+            unit.returned, unit.updated = it.piece.returned, it.piece.updated
+        if any(it.operands is not None and it.operands.has_weights for it in pieces):
+            unit.updated = unit.returned  # weights are updated when all of them are back
         unit.fetched, self._last = None, unit.updated
 
-    def _operands(self, piece: StreamedUnit, part: ParameterGroups) -> StagedOperands | None:
-        """A piece's weights and gradients at home, if its slot has room for them."""
-        state, slot = piece.state, piece.slot
-        if state is None or slot is None or not self.units.stages_operands:
-            return None
-        operands = self.units.operands(parameters_of(part), state.span)
-        if not operands.size_bytes:
-            return None
-        # Pieces have about as much beside as much state, and the same slot serves many.
-        share = slot.memory.nbytes / max(1, state.size_bytes)
-        buffer = self.units.operand_buffer(slot, operands.size_bytes, share)
-        if buffer is None:
-            return None
-        operands.bind(buffer)
-        return operands
-
-    def _launch_piece(
-        self,
-        piece: StreamedUnit,
-        call: StepCall,
-        part: ParameterGroups,
-        ready: Moment,
-        operands: StagedOperands | None,
-        *,
-        is_last: bool,
-    ) -> None:
+    def _launch_piece(self, updated: _PieceUpdate, call: StepCall, ready: Moment) -> None:
+        piece, operands = updated.piece, updated.operands
         state, slot = piece.state, piece.slot
         assert state is not None
-        update = call.update(state, part, operands, is_last=is_last)
+        update = call.update(state, updated.part, operands, is_last=updated.is_last)
         if slot is None:
             done = last = self._lanes.run(Lane.UPDATE, update, [ready])
         else:
@@ -311,7 +339,7 @@ class StreamedStep:
         part = _with_gradients(unit.queued)
         updated = parameters_of(part)
         ready = self._lanes.mark()
-        self._launch(unit, call, part, ready)
+        self._launch(unit, call, self._pieces(unit, part), ready)
         # Fused kernels do not count: a graph that has saved a parameter must notice.
         torch.autograd.graph.increment_version(updated)
         gradients = [parameter.grad for parameter in updated]
@@ -366,6 +394,7 @@ class StreamedStep:
                 return
             self._lanes.wait(unit.updated)
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
+            self._clipped.update_begins(pending.kept, None)
             for guard in pending.guards:
                 guard.release()
             if self.settled is not None:
@@ -394,6 +423,21 @@ class StreamedStep:
             self._end_ahead(is_deferred=False)
             self.join()
             self.units.clear()
+
+
+def _operand_bytes(update: _PieceUpdate) -> int:
+    return 0 if update.operands is None else update.operands.size_bytes
+
+
+def _are_staged(parameters: list[Any], pieces: list[_PieceUpdate]) -> bool:
+    """Whether each piece has copies of the gradients of these parameters."""
+    keys = set(map(id, parameters))
+    return all(
+        it.operands is not None and it.operands.has_gradient_of(parameter)
+        for it in pieces
+        for parameter in parameters_of(it.part)
+        if id(parameter) in keys
+    )
 
 
 def _without(groups: ParameterGroups, done: frozenset[Any]) -> ParameterGroups:

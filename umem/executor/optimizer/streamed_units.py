@@ -459,10 +459,13 @@ class StreamedUnits:
                 unit.state.bind(unit.slot)
 
     def operands(
-        self, parameters: Iterable[torch.Tensor], span: tuple[int, int] | None
+        self,
+        parameters: Iterable[torch.Tensor],
+        span: tuple[int, int] | None,
+        factors: Callable[[torch.Tensor], tuple[Any, ...]],
     ) -> StagedOperands:
         """The weights and gradients of these parameters, or of a span of one, that are at home."""
-        return StagedOperands(parameters, span, self._memory)
+        return StagedOperands(parameters, span, self._memory, factors)
 
     def operand_buffer(self, slot: Slot, size_bytes: int, share: float) -> torch.Tensor | None:
         """A slot's buffer for operands; None where the device has no room for it.

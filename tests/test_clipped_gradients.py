@@ -1,0 +1,246 @@
+"""Gradients on the host are clipped without reading them there, and no bit changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_lanes import LazyLanes
+from streamed_programs import Net, Program, Tied, compare
+from torch import nn
+
+from umem.torch_compat import DisableTorchFunctionSubclass
+
+EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
+SOME = frozenset(["layers.2", "layers.3", "norm", "head"])
+BACK = {"head": "layers.1", "layers.3": "layers.0"}
+
+
+def clip(program: Program, order: float = 2.0, most: float = 0.5) -> None:
+    norm = nn.utils.clip_grad_norm_(program.model.parameters(), most, norm_type=order)
+    program.seen.append(norm.clone())
+
+
+def look(program: Program) -> None:
+    """At each second gradient."""
+    for parameter in list(program.model.parameters())[::2]:
+        program.seen.append(None if parameter.grad is None else parameter.grad.clone())
+
+
+def use_between(program: Program) -> None:
+    """Between clipping and the step."""
+    program.optimizer.zero_grad()
+    program.backward()
+    clip(program)
+    look(program)
+    program.optimizer.step()
+
+
+def use_behind(program: Program) -> None:
+    """Behind the step, whose updates may be under way."""
+    look(program)
+    clip(program, most=0.1)
+    look(program)
+
+
+def clip_twice(program: Program) -> None:
+    program.optimizer.zero_grad()
+    program.backward()
+    clip(program)
+    clip(program, most=0.1)
+    program.optimizer.step()
+
+
+def clip_by_other_norms(program: Program) -> None:
+    for order in (float("inf"), 1.0, 2.0):
+        program.optimizer.zero_grad()
+        program.backward()
+        clip(program, order)
+        program.optimizer.step()
+
+
+def clip_each_batch(program: Program) -> None:
+    """Autograd adds to gradients that are still to be multiplied."""
+    program.optimizer.zero_grad()
+    for _ in range(2):
+        program.backward()
+        clip(program)
+    program.optimizer.step()
+
+
+def keep_adding(program: Program) -> None:
+    """Steps without zero_grad()."""
+    for _ in range(2):
+        program.backward()
+        clip(program)
+        program.optimizer.step()
+
+
+def zero_in_place(program: Program) -> None:
+    program.optimizer.zero_grad(set_to_none=False)
+    program.backward()
+    clip(program)
+    program.optimizer.step()
+    program.optimizer.zero_grad(set_to_none=False)
+
+
+def scale_by_lists(program: Program) -> None:
+    """As a loop of its own, by numbers and by a tensor that it changes behind."""
+    program.optimizer.zero_grad()
+    program.backward()
+    gradients = [it.grad for it in program.model.parameters() if it.grad is not None]
+    half = torch.tensor(0.5)
+    torch._foreach_mul_(gradients, half)
+    half.zero_()
+    torch._foreach_mul_(gradients, 3)
+    torch._foreach_mul_(gradients, [0.7] * len(gradients))
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
+    program.seen.append([it.clone() for it in norms])
+    program.optimizer.step()
+
+
+def write_to_a_norm(program: Program) -> None:
+    program.optimizer.zero_grad()
+    program.backward()
+    gradients = [it.grad for it in program.model.parameters() if it.grad is not None]
+    for norm in torch._foreach_norm(gradients, 2.0):
+        norm.zero_()
+    clip(program)
+    program.optimizer.step()
+
+
+def swap_gradients(program: Program) -> None:
+    """Two parameters exchange their gradients behind clipping."""
+    program.optimizer.zero_grad()
+    program.backward()
+    clip(program)
+    a, b = program.model.layers[2].weight, program.model.layers[3].weight
+    a.grad, b.grad = b.grad, a.grad
+    program.optimizer.step()
+
+
+def drop_gradients(program: Program) -> None:
+    program.optimizer.zero_grad()
+    program.backward()
+    clip(program)
+    program.model.layers[3].weight.grad = None
+    program.optimizer.step()
+
+
+def copy_gradients(program: Program) -> None:
+    """What a deep copy, a view or another name has is the clipped gradient."""
+    import copy
+
+    program.optimizer.zero_grad()
+    program.backward()
+    clip(program)
+    gradient: Any = program.model.layers[3].weight.grad
+    program.seen += [copy.deepcopy(gradient), gradient.detach().clone(), gradient[0].clone()]
+    program.optimizer.step()
+
+
+CHANGES = [
+    use_between,
+    use_behind,
+    clip_twice,
+    clip_by_other_norms,
+    clip_each_batch,
+    keep_adding,
+    zero_in_place,
+    scale_by_lists,
+    write_to_a_norm,
+    swap_gradients,
+    drop_gradients,
+    copy_gradients,
+]
+
+
+@pytest.mark.parametrize(("copied", "returning"), [(EVERY, {}), (EVERY, BACK), (SOME, {})])
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_bit_changes(
+    change: Callable[[Program], None], copied: frozenset[str], returning: dict[str, str]
+) -> None:
+    for eagerness in (0.0, 0.8):
+        compare(change, eagerness, copied_gradients=copied, returning=returning)
+
+
+@pytest.mark.parametrize("change", [keep_adding, clip_each_batch])
+@pytest.mark.parametrize("options", [{"batches": 2}, {"most_buffers": 2}, {"make_model": Tied}])
+def test_no_bit_changes_in_other_programs(
+    change: Callable[[Program], None], options: dict[str, Any]
+) -> None:
+    for resident in (frozenset(), frozenset(["head", "layers.0"])):
+        compare(change, 0.5, copied_gradients=EVERY, resident=resident, **options)
+
+
+class Halves(Net):
+    """A block in another precision, whose gradients are in lists of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in self.layers:
+            weight: Any = layer.weight
+            x = x + torch.tanh(layer(x.to(weight.dtype))).float()
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+def test_two_precisions() -> None:
+    compare(use_between, make_model=Halves, copied_gradients=EVERY)
+
+
+def test_a_plan_changes_between_the_step_and_the_next_batch() -> None:
+    def change(program: Program) -> None:
+        if program.training is not None:
+            program.training.gradients.set_plan(SOME if program.is_first(change) else EVERY)
+        keep_adding(program)
+
+    compare(change, 0.5, copied_gradients=EVERY)
+
+
+def at_home(gradient: torch.Tensor) -> torch.Tensor:
+    """What is in its memory, past the guard."""
+    with DisableTorchFunctionSubclass():
+        return gradient.detach().clone()
+
+
+def test_clipping_and_the_step_leave_gradients_as_they_are() -> None:
+    program = Program(LazyLanes, copied_gradients=EVERY)
+    program.step()
+    program.stream()
+    program.step()  # in which the program asks for norms first
+    program.optimizer.zero_grad()
+    program.backward()
+    program.training.gradients.settle()  # type: ignore[union-attr]
+    gradients = [it.grad for it in program.model.parameters()]
+    norms = []
+    with DisableTorchFunctionSubclass():
+        large = [it for it in gradients if program.memory.was_sent_home(it)]
+        assert len(large) > 8
+        for gradient in large:  # nothing may read them: their norms are known
+            norms.append(gradient.norm())
+            gradient.data.zero_()
+    found = nn.utils.clip_grad_norm_(program.model.parameters(), 1e-3)
+    assert found > torch.stack(norms).max()
+    assert all(at_home(it).eq(0).all() for it in large)
+
+
+def test_a_gradient_on_the_host_has_its_clipped_value_when_something_looks() -> None:
+    program = Program(LazyLanes, copied_gradients=EVERY)
+    program.step()
+    program.stream()
+    program.step()
+    program.step()
+    gradient: Any = program.model.layers[3].weight.grad
+    before = at_home(gradient)
+    assert not torch.equal(before, gradient)
+    # Now it has it in memory too.
+    assert torch.equal(at_home(gradient), gradient)
+    assert type(gradient) is torch.Tensor
+    assert "_umem_held" not in vars(gradient)

@@ -1,0 +1,258 @@
+"""Clips gradients that are on the host without reading them there.
+
+``torch.nn.utils.clip_grad_norm_`` reads all gradients for their norms, and multiplies them. For
+gradients in host memory that is three times their bytes over the link, while nothing else can run.
+
+Neither has to be. A gradient's norm is taken by the same function of torch while the gradient is
+still on the device, and kept. The multiplication waits for the update, which has a copy of the
+gradient on the device anyway: there the same function multiplies that. The gradient itself is
+multiplied where it is if anything else uses it. So all values are those of stock torch.
+
+torch's functions for lists treat each tensor by itself, but choose their kernels for the whole
+list: one with tensors of several types, or with gaps between elements, goes the usual way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from umem.executor.optimizer.access_guard import Guard
+from umem.executor.optimizer.lanes import Lanes, Moment
+from umem.torch_compat import DisableTorchFunctionSubclass, version_counter
+
+__all__ = ["ClippedGradients", "multiply"]
+
+_NORM: Any = torch._foreach_norm
+_MULTIPLY: Any = torch._foreach_mul_
+_NAME = "_umem_held"
+"""The attribute of a held gradient: what is known of it lives as long as the tensor."""
+
+
+class _Norm(NamedTuple):
+    value: torch.Tensor
+    order: float
+    version: int
+    """Of the gradient."""
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A gradient in host memory."""
+
+    moment: Moment
+    """Behind the work that made the norm and the factors."""
+    norm: _Norm | None = None
+    factors: list[Any] = field(default_factory=list)
+    """Numbers, or tensors of one element, by which it is still to be multiplied, in this order."""
+    wait: Callable[[], None] | None = None
+    """Waits for the update that reads the gradient."""
+
+
+class ClippedGradients(Guard):
+    """Gradients in host memory, between the backward pass and the end of their lives.
+
+    Parameters
+    ----------
+    lanes
+        The streams.
+    """
+
+    functions = frozenset((_NORM, _MULTIPLY))
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__()
+        self._lanes = lanes
+        self._lock = threading.RLock()
+        self._order: float | None = None
+        """Of the norm that the program has asked for last."""
+
+    # ------------------------------------------------------------------ which are held
+
+    def norms(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The norms that the program will ask for, of gradients that are still on the device.
+
+        None for each in the first steps, and in a program that does not clip.
+        """
+        found: list[torch.Tensor | None] = [None] * len(gradients)
+        order = self._order
+        if order is None:
+            return found
+        numbers: dict[torch.dtype, list[int]] = {}
+        for number, gradient in enumerate(gradients):
+            numbers.setdefault(gradient.dtype, []).append(number)
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            for some in numbers.values():
+                alike = [gradients[it] for it in some]
+                if _is_uniform(alike):
+                    for number, norm in zip(some, _NORM(alike, order), strict=True):
+                        found[number] = norm
+        return found
+
+    def hold(self, gradient: torch.Tensor, norm: torch.Tensor | None, moment: Moment) -> None:
+        """Guard a gradient that is in host memory from now on.
+
+        Parameters
+        ----------
+        gradient
+            A tensor that nothing guards.
+        norm
+            As :meth:`norms` returned it.
+        moment
+            Behind the work that made the norm.
+        """
+        held = _Held(moment)
+        if norm is not None and self._order is not None:
+            held.norm = _Norm(norm, self._order, version_counter(gradient))
+        gradient.__dict__[_NAME] = held
+        tensor: Any = gradient
+        tensor.__class__ = self.kind
+
+    def is_held(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is guarded here."""
+        return type(gradient) is self.kind
+
+    def factors(self, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """By what a gradient is still to be multiplied, one after the other."""
+        held = self._held(gradient)
+        return () if held is None else tuple(held.factors)
+
+    def _held(self, gradient: torch.Tensor) -> _Held | None:
+        return gradient.__dict__[_NAME] if self.is_held(gradient) else None
+
+    def _release(self, gradient: torch.Tensor) -> None:
+        """Multiply a gradient where it is, if it is to be, and guard it no more."""
+        with self._lock:
+            held = self._held(gradient)
+            if held is None:  # another thread was faster
+                return
+            if held.factors:
+                self._lanes.wait(held.moment)
+                with torch.no_grad(), DisableTorchFunctionSubclass():
+                    multiply([gradient], held.factors)
+                self._lanes.wait_on_stream_of(held.moment, self._lanes.mark())
+            tensor: Any = gradient
+            tensor.__class__ = torch.Tensor
+            del tensor.__dict__[_NAME]
+
+    def before_sum(self, gradient: torch.Tensor | None) -> None:
+        """Have a gradient's value before autograd adds to it, which no guard sees."""
+        if gradient is not None and self.factors(gradient):
+            self.use(gradient)
+
+    # ------------------------------------------------------------------ an update reads them
+
+    def update_begins(
+        self, gradients: Iterable[torch.Tensor], wait: Callable[[], None] | None
+    ) -> None:
+        """Note that an update reads gradients: `wait` waits for it; None when it has ended."""
+        for gradient in gradients:
+            held = self._held(gradient)
+            if held is not None:
+                held.wait = wait
+
+    # ------------------------------------------------------------------ what the guard sees
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Have the gradient's value where it is, before a use of it."""
+        held = self._held(tensor)
+        if held is not None and held.wait is not None:
+            held.wait()
+        self._release(tensor)
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take the norms of gradients, or multiply them, as ``clip_grad_norm_`` asks for it."""
+        tensors: Any = args[0] if args else None
+        others = [*args[1:], *kwargs.values()]
+        is_known = (
+            isinstance(tensors, list | tuple)
+            and len(others) == 1
+            and isinstance(others[0], int | float | torch.Tensor)
+            and not self._lanes.is_capturing()
+            and not torch.compiler.is_compiling()
+            and _is_uniform(tensors)
+        )
+        with torch.no_grad():
+            if is_known and function is _NORM and isinstance(others[0], int | float):
+                return self._norms_of(tensors, float(others[0]))
+            if is_known and function is _MULTIPLY and _is_number(others[0]):
+                return self._multiply(tensors, others[0])
+        return NotImplemented
+
+    def _norms_of(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+        self._order = order
+        known: dict[int, torch.Tensor] = {}
+        rest: list[torch.Tensor] = []
+        for number, tensor in enumerate(tensors):
+            held = self._held(tensor)
+            norm = self._take_norm(tensor, held, order)
+            if norm is not None:
+                known[number] = norm
+            else:
+                if self.is_held(tensor):
+                    self.use(tensor)
+                rest.append(tensor)
+        others = iter(_NORM(rest, order) if rest else ())
+        return [known[it] if it in known else next(others) for it in range(len(tensors))]
+
+    def _take_norm(
+        self, gradient: torch.Tensor, held: _Held | None, order: float
+    ) -> torch.Tensor | None:
+        """A norm that is known and right, once: the program may write to it."""
+        norm = None if held is None or held.factors else held.norm
+        with DisableTorchFunctionSubclass():
+            is_known = norm is not None and norm[1:] == (order, version_counter(gradient))
+        if not is_known:
+            return None
+        assert held is not None
+        assert norm is not None
+        self._lanes.wait(held.moment)
+        held.norm = None
+        return norm.value
+
+    def _multiply(self, tensors: Sequence[torch.Tensor], factor: Any) -> None:
+        own = factor.clone() if isinstance(factor, torch.Tensor) else factor
+        moment = self._lanes.mark()
+        rest = []
+        with self._lock:
+            for tensor in tensors:
+                held = self._held(tensor)
+                if held is None or held.wait is not None:
+                    rest.append(tensor)
+                    continue
+                held.factors.append(own)
+                held.moment, held.norm = moment, None
+                torch.autograd.graph.increment_version(tensor)
+        for tensor in rest:
+            if self.is_held(tensor):
+                self.use(tensor)
+        if rest:
+            _MULTIPLY(rest, factor)
+
+
+def multiply(tensors: list[torch.Tensor], factors: Iterable[Any]) -> None:
+    """Multiply tensors of one type in place, as :meth:`ClippedGradients.factors` has it."""
+    for factor in factors:
+        _MULTIPLY(tensors, factor)
+
+
+def _is_number(factor: Any) -> bool:
+    return not isinstance(factor, torch.Tensor) or (factor.ndim == 0 and not factor.requires_grad)
+
+
+def _is_uniform(tensors: Sequence[Any]) -> bool:
+    """Whether torch takes the same kernels for a list as for any part of it."""
+    with DisableTorchFunctionSubclass():
+        first = tensors[0]
+        return all(
+            isinstance(it, torch.Tensor)
+            and it.layout is torch.strided
+            and it.is_contiguous()
+            and it.is_floating_point()
+            and (it.dtype, it.device) == (first.dtype, first.device)
+            for it in tensors
+        )
