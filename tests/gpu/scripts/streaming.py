@@ -198,6 +198,7 @@ def gradients_clipped(training: Training) -> None:
         # A later plan of the tuner leaves some on the device.
         if len(training.losses) >= 4 and streamed.gradients.copied != copied.keys():
             streamed.gradients.set_plan(copied)
+            streamed.step.units.set_plan(frozenset(), slots=2, stages_operands=True)
 
 
 def gradients_copied(training: Training) -> None:
