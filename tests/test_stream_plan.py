@@ -199,18 +199,52 @@ def test_clipping_takes_longer_for_gradients_on_the_host(two_way: Hardware) -> N
     )
     units = [saving(0, 0, saved_bytes=0, gradient_bytes=20 * MIB) for _ in range(2)]
 
-    def step_s(other_s: float) -> float:
+    def step_s(other_s: float, batches: int = 1) -> float:
         return simulate_stream(
-            units, (), 0, hardware=hardware, other_s=other_s, copied_gradients=[1]
+            units,
+            (),
+            0,
+            hardware=hardware,
+            other_s=other_s,
+            copied_gradients=[1],
+            batches=batches,
         ).step_s
 
     # Three times 40 MiB through memory take 0.1 ms: a norm, and a product read and written.
     clipping_s = 3 * 40 * MIB / (30 * RATE)
     nothing_s = step_s(0.0)
-    # On the host 20 MiB are read in 0.5 ms, and read and written in as much again.
-    assert step_s(clipping_s) - nothing_s == pytest.approx(clipping_s + 1 * MS)
-    assert step_s(clipping_s / 3) - nothing_s == pytest.approx((clipping_s + 1 * MS) / 3)
-    assert step_s(100 * MS) - nothing_s == pytest.approx(100 * MS + 1 * MS)
+    # On the host 20 MiB are read and written in 0.5 ms. Norms are known.
+    assert step_s(clipping_s) - nothing_s == pytest.approx(clipping_s + 0.5 * MS)
+    assert step_s(clipping_s / 3) - nothing_s == pytest.approx((clipping_s + 0.5 * MS) / 3)
+    assert step_s(100 * MS) - nothing_s == pytest.approx(100 * MS + 0.5 * MS)
+    # A second batch changes the gradients: then they are read, too.
+    nothing_s = step_s(0.0, batches=2)
+    assert step_s(clipping_s, batches=2) - nothing_s == pytest.approx(clipping_s + 1 * MS)
+
+
+def test_clipping_takes_no_longer_where_updates_have_copies_of_gradients(two_way: Hardware) -> None:
+    at_once: dict[str, Any] = {"copy_to_device_bytes_per_s": 1e18, "copy_to_host_bytes_per_s": 1e18}
+    hardware = replace(two_way, **at_once, copy_link_bytes_per_s=1e18, memory_bytes_per_s=30 * RATE)
+    with_state: dict[str, Any] = {
+        "state_bytes": 40 * MIB,
+        "update_s": 1 * MS,
+        "gradient_bytes": 20 * MIB,
+    }
+    units = [saving(0, 0, **with_state)] * 2
+
+    def step_s(*, stages_operands: bool) -> float:
+        return simulate_stream(
+            units,
+            (),
+            2,
+            hardware=hardware,
+            other_s=5 * MS,
+            copied_gradients=[1],
+            stages_operands=stages_operands,
+        ).step_s
+
+    assert step_s(stages_operands=True) == pytest.approx((2 * 3 + 2 + 5) * MS)
+    assert step_s(stages_operands=False) > (2 * 3 + 2 + 5.5) * MS
 
 
 def test_gradients_leave_and_are_used_on_the_host(two_way: Hardware) -> None:

@@ -317,6 +317,7 @@ class StreamTuner:
     def _measure(self, occasion: Occasion, steps: int, peak_bytes: int = 0) -> None:
         """Measure the next steps, or search for one with as many live bytes."""
         assert self._tracker is not None
+        self._join()  # a deferred update would take memory and time of the next forward pass
         self._state = TuningState.MEASURING
         self._measured.begin(
             occasion, steps, peak_bytes=peak_bytes, spilled_bytes=self._spilled_bytes

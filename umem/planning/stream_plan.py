@@ -56,6 +56,10 @@ _MOST_TASKS = 40_000
 _FEWEST_SHARE = 16
 """The fewest units that give the same time are found to this part of their number."""
 
+_LEAST_GAIN = 0.01
+"""Part of the step that has to be gained where another unit's gradients leave than have to: they
+take page-locked memory."""
+
 _EQUAL = 1e-9
 """Relative difference of two equal times: their sums are rounded."""
 
@@ -121,9 +125,9 @@ def plan_stream(
     be spread evenly, so that the copies of the others are. Copied are the activations of
     early units, which are needed last: as few as fit, or more where the room is worth more to
     state. Where even all of them leave too little room, gradients of the last units are copied out
-    too, as few as make it fit: they are the first that the backward pass makes. They come back for
-    the step as soon as there is room. If fewer resident units, or copied ones, give the same time,
-    fewer are.
+    too: they are the first that the backward pass makes. They are as few as make it fit, and those
+    of one more unit where that gains time. They come back for the step as soon as there is room. If
+    fewer resident units, or copied ones, give the same time, fewer are.
 
     Parameters
     ----------
@@ -186,6 +190,20 @@ def plan_stream(
     problem = with_gradients_copied(fewest, stages_operands=True)
     if sum(_least_bytes(problem)) > budget_bytes:  # slots for them would push more of them out
         problem = in_place(fewest)
+    best = _fastest(problem)
+    if not 0 < fewest < most:
+        return best
+    # The fewest leave room for the fewest slots only. Those of one more unit make room for others.
+    problem = with_gradients_copied(fewest + 1, stages_operands=True)
+    if sum(_least_bytes(problem)) > budget_bytes:
+        return best
+    plan = _fastest(problem)
+    gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
+    return plan if gains else best
+
+
+def _fastest(problem: _Problem) -> StreamPlan:
+    """The plan with the shortest predicted step. PlanError if the budget is too small for any."""
     bounded = [(_lower_bound_s(problem, choice), choice) for choice in _choices(problem)]
     if not bounded:
         raise _too_small(problem)
@@ -193,8 +211,9 @@ def plan_stream(
     _, fastest = bounded[0]
     best = _simulated(problem, fastest)
     # Per step: updates, copies in two directions, passes; three steps until they repeat.
+    units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
-    per_plan = 3 * (3 * pieces + 2 * batches * len(units))
+    per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break

@@ -197,9 +197,8 @@ def simulate_stream(
       The backward pass waits for them :data:`UNITS_WITH_GRADIENTS` units later. Those of later
       batches are added to them on the host, over the link. Behind the unit that
       `returning_gradients` names, in the last batch, they come back before the step; otherwise they
-      come with the state, when the last gradient is clipped. What the program itself does with
-      those, such as clipping, takes longer than `other_s` by what :func:`_over_the_link_s`
-      estimates.
+      come with the state, when the last gradient is clipped. Clipping those takes longer than
+      `other_s` by what :func:`_over_the_link_s` estimates.
     * The weights at home of a streamed unit come with its gradients, and leave with its state. A
       resident unit's update reads and writes both on the host. Without `stages_operands` every
       unit's does: that takes as much of the link, and time of the device besides.
@@ -284,7 +283,14 @@ def simulate_stream(
         _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead, added_s if batch else ())
         for batch in range(batches)
     ]
-    clipping_s = _over_the_link_s(units, other_s, sum(stay), hardware)
+    multiplied = [i for i in range(len(units)) if not stages_operands or i not in in_pieces]
+    clipping_s = _over_the_link_s(
+        units,
+        other_s,
+        sum(stay) if batches > 1 else 0,
+        sum(stay[i] for i in multiplied),
+        hardware,
+    )
     last = tasks.add(_Lane.PASSES, other_s + clipping_s)
     if any(on_host):
         following = passes[1].forward[0] if batches > 1 else last
@@ -377,19 +383,25 @@ factor reads and writes."""
 
 
 def _over_the_link_s(
-    units: Sequence[StreamUnit], other_s: float, host_bytes: int, hardware: Hardware
+    units: Sequence[StreamUnit],
+    other_s: float,
+    read_bytes: int,
+    multiplied_bytes: int,
+    hardware: Hardware,
 ) -> float:
-    """Time that the program's work on gradients takes longer if some of them are on the host.
+    """Time that clipping takes longer where it reads, or multiplies, gradients on the host.
 
-    Nobody sees that work. If the device had the time for it between the backward pass and the
-    step, it counts as clipping; if it had a part of the time, as that part.
+    It reads them for norms that were not known before they left, and multiplies those of which the
+    update has no copy. Nobody sees what the program does. If the device had the time for clipping
+    between the backward pass and the step, it clips; if it had a part of the time, it is that part.
     """
     all_bytes = sum(unit.gradient_bytes for unit in units)
-    if not host_bytes or not all_bytes:
+    if not all_bytes:
         return 0.0
     passes = other_s * hardware.memory_bytes_per_s / all_bytes
-    clipping_s = 1 / hardware.mapped_read_bytes_per_s + 2 / hardware.mapped_bytes_per_s
-    return min(1.0, passes / _CLIPPING_PASSES) * host_bytes * clipping_s
+    clipping_s = read_bytes / hardware.mapped_read_bytes_per_s
+    clipping_s += 2 * multiplied_bytes / hardware.mapped_bytes_per_s
+    return min(1.0, passes / _CLIPPING_PASSES) * clipping_s
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from umem.executor.optimizer.access_guard import Guard
+from umem.executor.optimizer.access_guard import Guard, are_plain
 from umem.executor.optimizer.lanes import Lanes, Moment
 from umem.torch_compat import DisableTorchFunctionSubclass, version_counter
 
@@ -192,12 +192,24 @@ class ClippedGradients(Guard):
             norm = self._take_norm(tensor, held, order)
             if norm is not None:
                 known[number] = norm
-            else:
-                if self.is_held(tensor):
-                    self.use(tensor)
-                rest.append(tensor)
-        others = iter(_NORM(rest, order) if rest else ())
+                continue
+            if held is not None and (held.factors or held.wait is not None):
+                self.use(tensor)
+            rest.append(tensor)
+        others = iter(self._read(rest, order))
         return [known[it] if it in known else next(others) for it in range(len(tensors))]
+
+    def _read(self, tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+        """Take norms where the tensors are."""
+        if not tensors:
+            return []
+        if all(type(it) is self.kind or are_plain((it,)) for it in tensors):
+            with DisableTorchFunctionSubclass():
+                return list(_NORM(tensors, order))
+        for tensor in tensors:  # some have another guard
+            if self.is_held(tensor):
+                self.use(tensor)
+        return list(_NORM(tensors, order))
 
     def _take_norm(
         self, gradient: torch.Tensor, held: _Held | None, order: float
