@@ -27,8 +27,8 @@ class PausedMemory:
     """Device memory that stays: of captured CUDA graphs and other private pools, all plain device
     memory where the driver maps none by handles, and page tables of page-locked memory."""
     evicted_bytes: int
-    """Managed memory whose pages were moved to the host. The driver keeps the emptied pages for
-    this process until another allocation needs them, and NVML counts them until then."""
+    """Managed memory whose pages were moved to the host. NVML goes on counting the emptied pages:
+    the driver keeps them, as the first to take when memory is needed."""
     host_bytes: int
     """Host memory that the copy of the live tensors takes."""
 
