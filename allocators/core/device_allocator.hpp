@@ -233,10 +233,10 @@ class DeviceAllocator {
   void add_peer(int peer);
 
   // Waits for the device, copies the contents of expandable segments to the host and gives their
-  // memory back; addresses stay. Until resume() nothing may use the device's memory: an access ends
-  // the process. Allocations throw PauseError, frees and statistics work. Throws PauseError, and has
-  // then given back nothing but the cache: while paused, during a capture, and where it needs more
-  // than `host_available_bytes` of host memory.
+  // memory back; addresses stay. Until resume() nothing may use the device's memory: an access is
+  // an illegal address. Allocations throw PauseError; frees and statistics work. Throws PauseError
+  // while paused, during a capture, and where it needs more than `host_available_bytes` of host
+  // memory. Then it has given back nothing but the cache.
   PauseReport pause(std::size_t host_available_bytes);
   // Throws PauseError where the device lacks the memory: then it stays paused.
   void resume();

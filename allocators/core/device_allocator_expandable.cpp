@@ -222,8 +222,9 @@ void DeviceAllocator::add_peer(int peer) {
   const std::lock_guard lock(mutex_);
   if (virtual_memory() == nullptr) return;
   std::vector<Range> mapped;
-  for (const auto& [address, segment] : segments_)
-    if (segment.is_expandable && paused_ == nullptr) mapped.push_back({segment.address, segment.bytes});
+  if (paused_ == nullptr)
+    for (const auto& [address, segment] : segments_)
+      if (segment.is_expandable) mapped.push_back({segment.address, segment.bytes});
   virtual_memory()->add_peer(device_, peer, mapped);
 }
 

@@ -1,6 +1,5 @@
 // A paused device: what goes back, what stays, and that contents and addresses return.
-#include <cstring>
-#include <thread>
+#include <utility>
 
 #include "core/host.hpp"
 #include "steps.hpp"
@@ -333,30 +332,6 @@ void plain_segments_are_kept() {
   check_consistent(machine.device);
 }
 
-// Other threads free tensors and read statistics while a device is paused and resumed.
-void threads() {
-  Machine machine = machine_of(0);
-  std::vector<std::uintptr_t> live;
-  for (int i = 0; i < 200; ++i) live.push_back(machine.allocate(MiB * (1 + i % 9), i % 3));
-  std::thread other([&] {
-    for (const std::uintptr_t address : live) {
-      machine.device.record_stream(address, kSide);
-      machine.free(address);
-      machine.device.stats();
-      machine.device.segments();
-    }
-  });
-  for (int i = 0; i < 20; ++i) {
-    machine.device.pause(kHost);
-    CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
-    machine.device.resume();
-  }
-  other.join();
-  machine.device.empty_cache();
-  CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
-  check_consistent(machine.device);
-}
-
 // An allocator may end while paused: the fakes check that nothing is lost.
 void an_allocator_may_end_paused() {
   Machine machine = machine_of(0);
@@ -383,6 +358,5 @@ int main() {
   RUN(memory_of_graphs_is_kept);
   RUN(managed_memory_is_evicted_and_comes_back);
   RUN(plain_segments_are_kept);
-  RUN(threads);
   RUN(an_allocator_may_end_paused);
 }
