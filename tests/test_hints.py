@@ -344,6 +344,15 @@ class TestBatches:
                 batch.set_address(0, 2**64 - 1)
 
 
+class TestFinish:
+    def test_all_requests_have_ended(self) -> None:
+        with slow_engine() as engine:
+            ticket = engine.submit(HintOp.EVICT, at(0), 4 * BLOCK)
+            assert not engine.finish(timeout_s=0)
+            assert engine.finish(timeout_s=PATIENCE_S)
+            assert engine.wait(ticket, timeout_s=0) is HintOutcome.DONE
+
+
 class TestReleases:
     def test_released_segments_are_forgotten(self) -> None:
         allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         HardwareError,
         NativeLibraryError,
         OffloadError,
+        PauseError,
         PlanError,
         PolicyError,
         TraceError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from umem.hardware.capabilities import Capabilities
     from umem.integrations.trainer import UmemCallback
     from umem.offloading import offload
+    from umem.pausing import PausedMemory, pause, paused, resume
     from umem.planning import plan
     from umem.policy import Policy, load_policy
     from umem.runtime.inspection import (
@@ -67,6 +69,8 @@ __all__ = [
     "MigrationReport",
     "NativeLibraryError",
     "OffloadError",
+    "PauseError",
+    "PausedMemory",
     "PlanError",
     "Policy",
     "PolicyError",
@@ -89,9 +93,12 @@ __all__ = [
     "memory_by_class",
     "memory_summary",
     "offload",
+    "pause",
+    "paused",
     "plan",
     "profile",
     "record",
+    "resume",
     "simulate",
     "tensor_class",
     "tensors",
@@ -99,12 +106,13 @@ __all__ = [
 
 _MODULES = {
     "umem.offloading": "offload",
+    "umem.pausing": "PausedMemory pause paused resume",
     "umem.swap": "enable",
     "umem.runtime.state": "is_enabled",
     "umem.hardware.capabilities": "Capabilities",
     "umem.core.classes": "TensorClass",
     "umem.core.errors": "CudaError EnableError HardwareError NativeLibraryError OffloadError "
-    "PlanError PolicyError TraceError UmemError UnsupportedError",
+    "PauseError PlanError PolicyError TraceError UmemError UnsupportedError",
     "umem.executor": "Manager join manage",
     "umem.hardware": "Hardware load_hardware",
     "umem.integrations.trainer": "UmemCallback",

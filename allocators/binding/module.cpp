@@ -267,11 +267,15 @@ NB_MODULE(_native, module) {
   nb::class_<Allocator>(module, "Allocator")
       .def_static(
           "on_host",
-          [](const Config& config, std::size_t device_total_bytes, int devices) {
-            return new Allocator(config, std::make_unique<HostSource>(device_total_bytes),
-                                 std::make_unique<HostDriver>(device_total_bytes), devices);
+          [](const Config& config, std::size_t device_total_bytes, int devices, bool expandable) {
+            auto virtual_memory =
+                expandable ? std::make_unique<HostVirtualMemory>(device_total_bytes) : nullptr;
+            return new Allocator(
+                config, std::make_unique<HostSource>(device_total_bytes),
+                std::make_unique<HostDriver>(device_total_bytes, std::move(virtual_memory)),
+                devices);
           },
-          "config"_a, "device_total_bytes"_a = 0, "devices"_a = 1)
+          "config"_a, "device_total_bytes"_a = 0, "devices"_a = 1, "expandable"_a = false)
       .def(
           "malloc",
           [](Allocator& self, std::size_t bytes, int device, StreamId stream) {
@@ -294,6 +298,20 @@ NB_MODULE(_native, module) {
           },
           "address"_a, "stream"_a, "device"_a = 0)
       .def("empty_cache", &Allocator::empty_cache, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "pause",
+          [](Allocator& self, int device, std::size_t host_available_bytes) {
+            const PauseReport report = self.pause(device, host_available_bytes);
+            return std::make_tuple(report.returned_bytes, report.kept_bytes, report.evicted_bytes,
+                                   report.host_bytes);
+          },
+          "device"_a, "host_available_bytes"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "resume", [](Allocator& self, int device) { self.device(device).resume(); }, "device"_a,
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "is_paused", [](Allocator& self, int device) { return self.device(device).is_paused(); },
+          "device"_a)
       .def(
           "set_memory_fraction",
           [](Allocator& self, double fraction, int device) {

@@ -70,6 +70,17 @@ void Allocator::empty_cache() {
   for (const auto& device : devices_) device->empty_cache();
 }
 
+PauseReport Allocator::pause(int device_number, std::size_t host_available_bytes) {
+  DeviceAllocator& paused = device(device_number);
+  for (int other = 0; other < device_count(); ++other)
+    if (other != device_number && used_[static_cast<std::size_t>(other)].load() &&
+        !driver_->synchronize(other))
+      throw PauseError("the work of GPU " + std::to_string(other) +
+                       " cannot be waited for: an earlier CUDA call of the program has failed, or "
+                       "a CUDA graph is being captured");
+  return paused.pause(host_available_bytes);
+}
+
 std::vector<LiveBlock> Allocator::live_blocks() const {
   std::vector<LiveBlock> all;
   for (const auto& device : devices_) device->append_live_blocks(all);

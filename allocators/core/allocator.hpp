@@ -28,6 +28,8 @@ class Allocator {
   bool retag(std::uintptr_t address, TensorClass tensor_class);
   std::optional<Range> base_allocation(std::uintptr_t address) const;
   void empty_cache();
+  // As DeviceAllocator::pause; also waits for the other devices, which may access its memory.
+  PauseReport pause(int device_number, std::size_t host_available_bytes);
   std::vector<LiveBlock> live_blocks() const;
 
   ClassContext& classes() { return classes_; }

@@ -121,6 +121,7 @@ void* DeviceAllocator::try_allocate(std::size_t bytes, StreamId stream, TensorCl
 
 void* DeviceAllocator::serve(std::size_t bytes, StreamId stream, TensorClass tensor_class,
                              Shortage& shortage) {
+  check_not_paused();
   if (bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding it up would wrap
   if (!pending_events_.empty() || !deferred_.empty()) process_events();
   const bool in_room = take_device_room(tensor_class, bytes);

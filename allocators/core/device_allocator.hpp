@@ -16,6 +16,7 @@
 #include "core/driver.hpp"
 #include "core/expandable_segment.hpp"
 #include "core/free_index.hpp"
+#include "core/host_copy.hpp"
 #include "core/statistics.hpp"
 #include "core/types.hpp"
 
@@ -181,6 +182,14 @@ struct SegmentSnapshot {
   std::vector<BlockSnapshot> blocks;
 };
 
+// What DeviceAllocator::pause did.
+struct PauseReport {
+  std::size_t returned_bytes;  // plain device memory that the driver has again
+  std::size_t kept_bytes;      // on the device still
+  std::size_t evicted_bytes;   // managed memory whose pages went to the host
+  std::size_t host_bytes;      // of the copy of what was returned
+};
+
 using StreamFilter = std::function<bool(StreamId)>;
 
 // Thread-safe: every public function takes the device's lock.
@@ -193,7 +202,7 @@ class DeviceAllocator {
   ~DeviceAllocator();  // gives all segments back, live blocks' too
 
   // A block of at least `bytes`, aligned to 512 bytes; to 64 KiB, with pages of its own, from 2 MiB
-  // on. nullptr for 0 bytes. Throws OutOfMemory.
+  // on. nullptr for 0 bytes. Throws OutOfMemory; PauseError while the device is paused.
   void* allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
   // The same, but nullptr without memory, which does not count as an out-of-memory.
   void* try_allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
@@ -222,6 +231,16 @@ class DeviceAllocator {
   std::optional<Range> base_allocation(std::uintptr_t address) const;
   // Lets another GPU of the process access this one's memory.
   void add_peer(int peer);
+
+  // Waits for the device, copies the contents of expandable segments to the host and gives their
+  // memory back; addresses stay. Until resume() nothing may use the device's memory: an access is
+  // an illegal address. Allocations throw PauseError; frees and statistics work. Throws PauseError
+  // while paused, during a capture, and where it needs more than `host_available_bytes` of host
+  // memory. Then it has given back nothing but the cache.
+  PauseReport pause(std::size_t host_available_bytes);
+  // Throws PauseError where the device lacks the memory: then it stays paused.
+  void resume();
+  bool is_paused() const;
 
   void begin_pool(PoolId id, StreamFilter filter);
   void end_pool(PoolId id);
@@ -317,6 +336,10 @@ class DeviceAllocator {
   void unmap(const Spare& spare);
   void release_moving();
   void remove_mapped(Block* block, const Range& gone);
+  void count_mapped(const Heap& heap, std::size_t bytes);
+  void count_unmapped(const Heap& heap, std::size_t bytes);
+  void check_not_paused() const;
+  void bring_back();
   std::size_t spare_bytes(const Segment& segment, const Range& free) const;
 
   Block* split(Block* block, std::size_t bytes);
@@ -380,6 +403,7 @@ class DeviceAllocator {
   std::ptrdiff_t others_locked_bytes_ = 0;
   std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()
   double fraction_ = 1.0;
+  std::unique_ptr<HostCopy> paused_;     // nullptr: it is not. Expandable segments have no memory
   std::shared_ptr<ReleaseListener> release_listener_;
 };
 

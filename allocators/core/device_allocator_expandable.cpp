@@ -108,11 +108,8 @@ void DeviceAllocator::add_mapped(Heap& heap, const Range& mapped) {
   block->advice = heap.profile;
   segment.first = segment.last = block;
 
-  ++stats_.num_device_alloc;
   stats_.segment.increase(heap.tier, 1);
-  stats_.reserved_bytes.increase(heap.tier, mapped.bytes);
-  stats_.budget_bytes.increase(mapped.bytes);
-  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes += mapped.bytes;
+  count_mapped(heap, mapped.bytes);
 
   const auto here = segments_.find(mapped.address);
   const auto adjoins = [&](const Segment& left, const Segment& right) {
@@ -163,10 +160,27 @@ void DeviceAllocator::unmap(const Spare& spare) {
       end < block->address + block->bytes ? split(block, end - block->address) : nullptr;
   Block* const ahead = block->address < gone.address ? block : nullptr;
   if (ahead != nullptr) block = split(ahead, gone.address - ahead->address);
+  Heap& heap = *block->segment->heap;
   remove_mapped(block, gone);
   if (ahead != nullptr) cache(ahead);
   if (behind != nullptr) cache(behind);
+  if (paused_ != nullptr) return;  // its memory went back before
   expandable.unmap(gone, moving_);
+  count_unmapped(heap, gone.bytes);
+}
+
+void DeviceAllocator::count_mapped(const Heap& heap, std::size_t bytes) {
+  ++stats_.num_device_alloc;
+  stats_.reserved_bytes.increase(heap.tier, bytes);
+  stats_.budget_bytes.increase(bytes);
+  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes += bytes;
+}
+
+void DeviceAllocator::count_unmapped(const Heap& heap, std::size_t bytes) {
+  ++stats_.num_device_free;
+  stats_.reserved_bytes.decrease(heap.tier, bytes);
+  stats_.budget_bytes.decrease(bytes);
+  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes -= bytes;
 }
 
 // Forgets a block that is in no index: its run ends before it, and another one begins behind it.
@@ -188,10 +202,6 @@ void DeviceAllocator::remove_mapped(Block* block, const Range& gone) {
     behind.raw_bytes = behind.bytes;
     stats_.segment.increase(heap.tier, 1);
   }
-  ++stats_.num_device_free;
-  stats_.reserved_bytes.decrease(heap.tier, gone.bytes);
-  stats_.budget_bytes.decrease(gone.bytes);
-  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes -= gone.bytes;
   if (before != nullptr) {
     before->next = nullptr;
     segment.last = before;
@@ -212,8 +222,9 @@ void DeviceAllocator::add_peer(int peer) {
   const std::lock_guard lock(mutex_);
   if (virtual_memory() == nullptr) return;
   std::vector<Range> mapped;
-  for (const auto& [address, segment] : segments_)
-    if (segment.is_expandable) mapped.push_back({segment.address, segment.bytes});
+  if (paused_ == nullptr)
+    for (const auto& [address, segment] : segments_)
+      if (segment.is_expandable) mapped.push_back({segment.address, segment.bytes});
   virtual_memory()->add_peer(device_, peer, mapped);
 }
 

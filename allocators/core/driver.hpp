@@ -63,6 +63,13 @@ class Driver {
   // Gives fresh managed pages a home on the device, so that first touches do not fault.
   virtual bool populate(int device, Range range) noexcept = 0;
   virtual MemoryInfo memory(int device) noexcept = 0;
+  // Waits for all work of the device. False where some of it has failed, or cannot be waited for.
+  virtual bool synchronize(int device) noexcept = 0;
+  // Copies between plain device memory and host memory, and returns when the copy is done.
+  virtual bool copy(int device, std::uintptr_t to, std::uintptr_t from,
+                    std::size_t bytes) noexcept = 0;
+  // Moves managed pages to the host, and returns when they are there.
+  virtual bool evict(int device, Range range) noexcept = 0;
   // nullptr: plain device memory comes from the source alone.
   virtual VirtualMemory* virtual_memory() noexcept { return nullptr; }
 };

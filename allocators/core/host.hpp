@@ -3,8 +3,11 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
+#include <memory>
 
 #include "core/driver.hpp"
+#include "core/host_virtual_memory.hpp"
 
 namespace umem {
 
@@ -30,9 +33,12 @@ class HostSource final : public SegmentSource {
 };
 
 // Streams of the host complete their work at once: an event has completed when it is recorded.
+// Without `virtual_memory` plain device memory comes from the source alone.
 class HostDriver final : public Driver {
  public:
-  explicit HostDriver(std::size_t total_bytes) : total_bytes_(total_bytes) {}
+  explicit HostDriver(std::size_t total_bytes,
+                      std::unique_ptr<VirtualMemory> virtual_memory = nullptr)
+      : total_bytes_(total_bytes), virtual_memory_(std::move(virtual_memory)) {}
 
   EventId record(int, StreamId) noexcept override { return 1; }
   bool finished(EventId) noexcept override { return true; }
@@ -41,9 +47,17 @@ class HostDriver final : public Driver {
   bool advise(int, Range, Advice) noexcept override { return true; }
   bool populate(int, Range) noexcept override { return true; }
   MemoryInfo memory(int) noexcept override { return {total_bytes_, total_bytes_}; }
+  bool synchronize(int) noexcept override { return true; }
+  bool copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) noexcept override {
+    std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+    return true;
+  }
+  bool evict(int, Range) noexcept override { return true; }
+  VirtualMemory* virtual_memory() noexcept override { return virtual_memory_.get(); }
 
  private:
   const std::size_t total_bytes_;
+  const std::unique_ptr<VirtualMemory> virtual_memory_;
 };
 
 }  // namespace umem

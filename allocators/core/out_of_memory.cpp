@@ -1,25 +1,8 @@
 // The text of an out-of-memory: what was asked for, what holds the memory, and the remedy.
-#include <cstdio>
-
 #include "core/device_allocator.hpp"
+#include "core/format_bytes.hpp"
 
 namespace umem {
-namespace {
-
-std::string format_bytes(std::size_t bytes) {
-  constexpr std::array<const char*, 4> kUnits = {"B", "KiB", "MiB", "GiB"};
-  auto value = static_cast<double>(bytes);
-  std::size_t unit = 0;
-  while (value >= 1024 && unit + 1 < kUnits.size()) {
-    value /= 1024;
-    ++unit;
-  }
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), unit == 0 ? "%.0f %s" : "%.2f %s", value, kUnits[unit]);
-  return text.data();
-}
-
-}  // namespace
 
 // What holds the budget, for the error's text.
 std::string DeviceAllocator::budget_use() const {

@@ -88,6 +88,13 @@ class OutOfMemory : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Thrown when a device cannot be paused or resumed, or by an allocation on one that is paused. Not
+// an OutOfMemory: programs answer that with a smaller batch.
+class PauseError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // 2 MiB is the driver's largest migration block and a GPU's large page. Segments that blocks are
 // cut from are multiples of it, and requests from here on get blocks that move alone.
 inline constexpr std::size_t kPageBytes = std::size_t{2} << 20;

@@ -19,15 +19,14 @@ cudaMemLocation device_location(int device) noexcept {
   return {.type = cudaMemLocationTypeDevice, .id = device};
 }
 cudaMemLocation host_location() noexcept { return {.type = cudaMemLocationTypeHost, .id = 0}; }
-cudaError_t prefetch(Range range, int device, cudaStream_t stream) noexcept {
-  return cudaMemPrefetchAsync(reinterpret_cast<void*>(range.address), range.bytes,
-                              device_location(device), 0, stream);
+cudaError_t prefetch(Range range, cudaMemLocation to, cudaStream_t stream) noexcept {
+  return cudaMemPrefetchAsync(reinterpret_cast<void*>(range.address), range.bytes, to, 0, stream);
 }
 #else
 int device_location(int device) noexcept { return device; }
 int host_location() noexcept { return cudaCpuDeviceId; }
-cudaError_t prefetch(Range range, int device, cudaStream_t stream) noexcept {
-  return cudaMemPrefetchAsync(reinterpret_cast<void*>(range.address), range.bytes, device, stream);
+cudaError_t prefetch(Range range, int to, cudaStream_t stream) noexcept {
+  return cudaMemPrefetchAsync(reinterpret_cast<void*>(range.address), range.bytes, to, stream);
 }
 #endif
 
@@ -114,15 +113,15 @@ bool CudaDriver::populate(int device, Range range) noexcept {
   const CurrentDevice current(device);
   // On a full card this would evict other pages: let these pages come by first touch.
   if (memory(device).free_bytes < range.bytes) return true;
-  const cudaStream_t stream = populate_stream(device);
-  return stream != nullptr && succeeded(prefetch(range, device, stream));
+  const cudaStream_t stream = stream_of(device);
+  return stream != nullptr && succeeded(prefetch(range, device_location(device), stream));
 }
 
 // A separate stream: a prefetch on a stream with pending work blocks the caller until that work is
-// done. This call may block too, so it runs without the lock: recording an event must not wait.
-cudaStream_t CudaDriver::populate_stream(int device) noexcept {
+// done. Its calls may block too, so they run without the lock: recording an event must not wait.
+cudaStream_t CudaDriver::stream_of(int device) noexcept {
   const std::lock_guard lock(mutex_);
-  cudaStream_t& stream = devices_[static_cast<std::size_t>(device)].populate_stream;
+  cudaStream_t& stream = devices_[static_cast<std::size_t>(device)].stream;
   if (stream == nullptr) succeeded(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   return stream;
 }
@@ -133,6 +132,35 @@ MemoryInfo CudaDriver::memory(int device) noexcept {
   MemoryInfo info;
   succeeded(cudaMemGetInfo(&info.free_bytes, &info.total_bytes));
   return info;
+}
+
+bool CudaDriver::synchronize(int device) noexcept {
+  if (in_forked_child()) return false;
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  return succeeded(cudaDeviceSynchronize());
+}
+
+bool CudaDriver::copy(int device, std::uintptr_t to, std::uintptr_t from,
+                      std::size_t bytes) noexcept {
+  if (in_forked_child()) return false;
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  const cudaStream_t stream = stream_of(device);
+  return stream != nullptr &&
+         succeeded(cudaMemcpyAsync(reinterpret_cast<void*>(to),
+                                   reinterpret_cast<const void*>(from), bytes, cudaMemcpyDefault,
+                                   stream)) &&
+         succeeded(cudaStreamSynchronize(stream));
+}
+
+bool CudaDriver::evict(int device, Range range) noexcept {
+  if (in_forked_child()) return false;
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  const cudaStream_t stream = stream_of(device);
+  return stream != nullptr && succeeded(prefetch(range, host_location(), stream)) &&
+         succeeded(cudaStreamSynchronize(stream));
 }
 
 VirtualMemory* CudaDriver::virtual_memory() noexcept {

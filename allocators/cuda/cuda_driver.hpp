@@ -23,6 +23,10 @@ class CudaDriver final : public Driver {
   bool advise(int device, Range range, Advice advice) noexcept override;
   bool populate(int device, Range range) noexcept override;
   MemoryInfo memory(int device) noexcept override;
+  bool synchronize(int device) noexcept override;
+  bool copy(int device, std::uintptr_t to, std::uintptr_t from,
+            std::size_t bytes) noexcept override;
+  bool evict(int device, Range range) noexcept override;
   VirtualMemory* virtual_memory() noexcept override;
 
  private:
@@ -32,11 +36,11 @@ class CudaDriver final : public Driver {
   };
   struct Device {
     std::vector<Event*> idle_events;
-    cudaStream_t populate_stream = nullptr;
+    cudaStream_t stream = nullptr;  // see stream_of()
   };
 
   void recycle(Event* event) noexcept;
-  cudaStream_t populate_stream(int device) noexcept;  // nullptr on failure
+  cudaStream_t stream_of(int device) noexcept;  // nullptr on failure
 
   std::mutex mutex_;
   std::vector<Device> devices_;

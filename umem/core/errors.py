@@ -8,6 +8,7 @@ __all__ = [
     "HardwareError",
     "NativeLibraryError",
     "OffloadError",
+    "PauseError",
     "PlanError",
     "PolicyError",
     "TraceError",
@@ -50,6 +51,10 @@ class UnsupportedError(UmemError, RuntimeError):
 
 class CudaError(UmemError, RuntimeError):
     """A CUDA call failed; the message names the call and CUDA's own error."""
+
+
+class PauseError(UmemError, RuntimeError):
+    """A GPU cannot be paused or resumed now."""
 
 
 class OffloadError(UmemError, RuntimeError):

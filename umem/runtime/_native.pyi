@@ -46,16 +46,26 @@ class Allocator:
     from any thread. Raises MemoryError past a limit when called from Python."""
 
     @staticmethod
-    def on_host(config: Config, device_total_bytes: int = 0, devices: int = 1) -> Allocator:
+    def on_host(
+        config: Config, device_total_bytes: int = 0, devices: int = 1, expandable: bool = False
+    ) -> Allocator:
         """An allocator over host memory: the same core with no GPU, for tests and the demo.
 
-        Streams are plain numbers; their work counts as done at once.
+        Streams are plain numbers; their work counts as done at once. With `expandable`, plain
+        device memory is mapped into expandable segments.
         """
 
     def malloc(self, bytes: int, device: int = 0, stream: int = 0) -> int: ...
     def free(self, address: int, device: int = 0) -> None: ...
     def record_stream(self, address: int, stream: int, device: int = 0) -> None: ...
     def empty_cache(self) -> None: ...
+    def pause(self, device: int, host_available_bytes: int) -> tuple[int, int, int, int]:
+        """Give plain device memory back; see `umem.pause`. Bytes that were returned, are kept on
+        the device, and were evicted, and bytes of the copy on the host. RuntimeError where the
+        device cannot be paused; `malloc` raises one while it is."""
+    def resume(self, device: int) -> None:
+        """Take it again; RuntimeError where it is not paused or the device lacks memory."""
+    def is_paused(self, device: int) -> bool: ...
     def set_memory_fraction(self, fraction: float, device: int) -> None: ...
     def memory_fraction(self, device: int) -> float: ...
     def base_allocation(self, address: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ says so, call the driver and record the times. ``docs/hints.md`` explains the en
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -173,6 +174,8 @@ class HintSettings:
 
 _CALL_TIMEOUT_S = 10.0
 """How long `shutdown` and `forget` wait for a driver call under way."""
+
+_FINISH_POLL_S = 1e-3
 
 
 class HintBatch:
@@ -417,6 +420,18 @@ class HintEngine:
         if outcome is None:
             raise KeyError(f"no hint on record has ticket {ticket}")
         return _OUTCOMES[outcome]
+
+    def finish(self, *, timeout_s: float) -> bool:
+        """Wait until all requests have ended; False if the time ran out first.
+
+        Requests that other threads submit meanwhile are waited for too.
+        """
+        end_s = time.monotonic() + timeout_s
+        while self.statistics().open_requests:
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(_FINISH_POLL_S)
+        return True
 
     def times(self, ticket: int) -> HintTimes:
         """Look up the history of one request, with the errors of :meth:`wait`."""

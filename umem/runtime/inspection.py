@@ -16,6 +16,7 @@ from umem.runtime.state import fallback_reason, fell_back, runtime
 __all__ = [
     "ClassMemory",
     "LiveTensor",
+    "device_number",
     "memory_by_class",
     "memory_summary",
     "tensor_class",
@@ -78,7 +79,7 @@ def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]
 
     ``EnableError`` if umem is not enabled.
     """
-    stats = runtime().allocator.class_stats(_device(device))
+    stats = runtime().allocator.class_stats(device_number(device))
     return {
         name: ClassMemory(
             tensors=of_class["allocation"]["current"],
@@ -100,7 +101,7 @@ def memory_summary(device: int | None = None) -> str:
     reason = fallback_reason()
     if reason is not None:
         return f"umem is not in use, torch's own allocator stays: {reason}"
-    state, number = runtime(), _device(device)
+    state, number = runtime(), device_number(device)
     stats, kinds = state.allocator.stats(number), state.allocator.kind_stats(number)
     allocated, blocks = stats["allocated_bytes"]["all"], stats["allocation"]["all"]
     total = (blocks["current"], allocated["current"], allocated["peak"], blocks["allocated"])
@@ -127,6 +128,8 @@ def memory_summary(device: int | None = None) -> str:
             by_kind.append(text + (spilled if kind["spilled_bytes"] else ""))
     if by_kind:
         end += f": {', '.join(by_kind)}"
+    if state.allocator.is_paused(number):
+        end += "\npaused: what was in expandable segments is on the host until umem.resume()"
     title = f"GPU {number}, policy {state.policy.name}"
     return "\n".join([title, rule, header, rule, *lines, rule, last, rule, end])
 
@@ -167,7 +170,8 @@ def tensor_class(name: str | TensorClass) -> Iterator[None]:
         yield
 
 
-def _device(device: int | None) -> int:
+def device_number(device: int | None) -> int:
+    """The number of a GPU that a caller names; None for the current one."""
     if device is None:
         return torch.cuda.current_device()
     check_argument("device", device, int, "give the number of a GPU, such as 0")

@@ -147,6 +147,27 @@ bool FakeDriver::populate(int, Range range) noexcept {
   return !refuses_hints_;
 }
 
+bool FakeDriver::synchronize(int) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!capturing_.empty()) return false;
+  for (auto& [id, stream] : streams_) stream.done = stream.launched;
+  return true;
+}
+
+bool FakeDriver::copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (refuses_copies_) return false;
+  CHECK(virtual_memory_->is_mapped(to) != virtual_memory_->is_mapped(from));
+  copied_bytes_ += bytes;
+  return true;
+}
+
+bool FakeDriver::evict(int, Range range) noexcept {
+  const std::lock_guard lock(mutex_);
+  evicted_.push_back(range);
+  return !refuses_hints_;
+}
+
 std::uint64_t FakeDriver::launch(StreamId stream) {
   const std::lock_guard lock(mutex_);
   return ++streams_[stream].launched;
@@ -180,6 +201,21 @@ void FakeDriver::refuse_hints(bool refuse) {
 void FakeDriver::refuse_events(bool refuse) {
   const std::lock_guard lock(mutex_);
   refuses_events_ = refuse;
+}
+
+void FakeDriver::refuse_copies(bool refuse) {
+  const std::lock_guard lock(mutex_);
+  refuses_copies_ = refuse;
+}
+
+std::size_t FakeDriver::copied_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return copied_bytes_;
+}
+
+std::vector<Range> FakeDriver::evicted() const {
+  const std::lock_guard lock(mutex_);
+  return evicted_;
 }
 
 std::size_t FakeDriver::events() const {

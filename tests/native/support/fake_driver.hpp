@@ -79,6 +79,10 @@ class FakeDriver final : public Driver {
   bool advise(int, Range range, Advice advice) noexcept override;
   bool populate(int, Range range) noexcept override;
   MemoryInfo memory(int) noexcept override { return {total_bytes_, total_bytes_}; }
+  bool synchronize(int) noexcept override;
+  // Counts only: the memory of the fakes cannot be accessed. One side must be mapped.
+  bool copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) noexcept override;
+  bool evict(int, Range range) noexcept override;
   FakeVirtualMemory* virtual_memory() noexcept override { return virtual_memory_.get(); }
 
   // Gives a stream work. Returns the mark that done() reaches when that work is over.
@@ -89,6 +93,9 @@ class FakeDriver final : public Driver {
   void end_capture(StreamId stream);
   void refuse_hints(bool refuse);
   void refuse_events(bool refuse);
+  void refuse_copies(bool refuse);
+  std::size_t copied_bytes() const;
+  std::vector<Range> evicted() const;
   std::size_t events() const;
   std::vector<AdviceCall> advice() const;
   std::vector<Range> populated() const;
@@ -112,6 +119,9 @@ class FakeDriver final : public Driver {
   std::set<StreamId> capturing_;
   bool refuses_hints_ = false;
   bool refuses_events_ = false;
+  bool refuses_copies_ = false;
+  std::size_t copied_bytes_ = 0;
+  std::vector<Range> evicted_;
   std::vector<AdviceCall> advice_;
   std::vector<Range> populated_;
 };

@@ -139,6 +139,14 @@ std::size_t FakeVirtualMemory::unmaps() const {
   return unmaps_;
 }
 
+bool FakeVirtualMemory::is_mapped(std::uintptr_t address) const {
+  const std::lock_guard lock(mutex_);
+  const auto after = mapped_.upper_bound(address);
+  if (after == mapped_.begin()) return false;
+  const auto& [start, id] = *std::prev(after);
+  return address < start + handles_.at(id).bytes;
+}
+
 bool FakeVirtualMemory::holds(std::uintptr_t address, std::size_t bytes,
                               const std::set<int>& peers) const {
   const std::lock_guard lock(mutex_);

@@ -38,6 +38,7 @@ class FakeVirtualMemory final : public VirtualMemory {
   std::size_t created() const;
   std::size_t maps() const;
   std::size_t unmaps() const;
+  bool is_mapped(std::uintptr_t address) const;
   // Whether each byte is mapped, for the GPU itself and for `peers`.
   bool holds(std::uintptr_t address, std::size_t bytes, const std::set<int>& peers = {}) const;
 

@@ -1,0 +1,167 @@
+// A paused device: plain device memory is with the driver, its contents are on the host, and its
+// addresses stay reserved.
+#include <utility>
+
+#include "core/device_allocator.hpp"
+#include "core/format_bytes.hpp"
+
+namespace umem {
+namespace {
+
+// Blocks of a segment that `holds`, adjacent ones as one range.
+template <class Predicate>
+void append_ranges(const Segment& segment, Predicate holds, std::vector<Range>& to) {
+  bool is_open = false;
+  for (const Block* block = segment.first; block != nullptr; block = block->next) {
+    const bool held = holds(*block);
+    if (held && is_open)
+      to.back().bytes += block->bytes;
+    else if (held)
+      to.push_back({block->address, block->bytes});
+    is_open = held;
+  }
+}
+
+std::size_t total_bytes(const std::vector<Range>& ranges) {
+  std::size_t bytes = 0;
+  for (const Range& range : ranges) bytes += range.bytes;
+  return bytes;
+}
+
+}  // namespace
+
+PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
+  const std::lock_guard lock(mutex_);
+  const std::string gpu = "GPU " + std::to_string(device_);
+  if (paused_ != nullptr)
+    throw PauseError(gpu + " is paused already: call umem.resume() before the next umem.pause()");
+  if (!active_pools_.empty())
+    throw PauseError("a CUDA graph is being captured on " + gpu +
+                     ", or a memory pool is in use: call umem.pause() after that");
+  if (!driver_.synchronize(device_))
+    throw PauseError("the work of " + gpu +
+                     " cannot be waited for: an earlier CUDA call of the program has failed, or a "
+                     "CUDA graph is being captured, or this process is a forked child");
+  const std::size_t& held_bytes =
+      kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes;
+  const std::size_t held_before = held_bytes;
+  synchronize_events();
+  release_spares(spares());
+
+  std::vector<Range> live, managed;
+  for (const auto& [address, segment] : segments_) {
+    if (segment.is_expandable)
+      append_ranges(
+          segment, [](const Block& block) { return block.state != BlockState::cached; }, live);
+    else if (takes_advice(profiles_[segment.heap->profile].kind))
+      managed.push_back({segment.address, segment.bytes});
+  }
+  const std::size_t copy_bytes = total_bytes(live);
+  // Of managed memory no more can be on the device.
+  const std::size_t most_evicted_bytes =
+      std::min(total_bytes(managed), driver_.memory(device_).total_bytes);
+  if (copy_bytes + most_evicted_bytes > host_available_bytes)
+    throw PauseError("umem.pause() needs up to " + format_bytes(copy_bytes + most_evicted_bytes) +
+                     " of host memory for what is on " + gpu + ", and " +
+                     format_bytes(host_available_bytes) +
+                     " are available: free tensors or host memory before");
+  auto copy = std::make_unique<HostCopy>(device_, source_, driver_, limits_.pinned);
+  if (!copy->allocate(copy_bytes))
+    throw PauseError("the host has no memory for the " + format_bytes(copy_bytes) +
+                     " that are on " + gpu + ": free tensors or host memory before umem.pause()");
+  for (const Range& range : live)
+    if (!copy->save(range))
+      throw PauseError("the memory of " + gpu +
+                       " cannot be copied to the host: an earlier CUDA call of the program has "
+                       "failed");
+  for (const auto& [address, segment] : segments_) {
+    if (!segment.is_expandable) continue;
+    segment.heap->expandable->unmap({segment.address, segment.bytes}, moving_);
+    count_unmapped(*segment.heap, segment.bytes);
+  }
+  paused_ = std::move(copy);
+  others_locked_bytes_ += static_cast<std::ptrdiff_t>(paused_->pinned_bytes());
+  count_page_tables();
+
+  PauseReport report{.returned_bytes = held_before - held_bytes,
+                     .kept_bytes = held_bytes + page_table_bytes_,
+                     .evicted_bytes = 0,
+                     .host_bytes = paused_->bytes()};
+  for (const Range& range : managed)
+    (driver_.evict(device_, range) ? report.evicted_bytes : report.kept_bytes) += range.bytes;
+  return report;
+}
+
+void DeviceAllocator::resume() {
+  const std::lock_guard lock(mutex_);
+  const std::string gpu = "GPU " + std::to_string(device_);
+  if (paused_ == nullptr)
+    throw PauseError(gpu + " is not paused: call umem.pause() before umem.resume()");
+  // What was freed meanwhile is not mapped again.
+  synchronize_events();
+  std::vector<Spare> freed = spares();
+  std::erase_if(freed, [](const Spare& spare) { return !spare.block->segment->is_expandable; });
+  release_spares(std::move(freed));
+
+  std::vector<const Segment*> runs;
+  std::size_t bytes = 0;
+  for (const auto& [address, segment] : segments_) {
+    if (!segment.is_expandable) continue;
+    runs.push_back(&segment);
+    bytes += segment.bytes;
+  }
+  std::size_t mapped = 0;
+  const auto stay_paused = [&](const std::string& reason) {
+    for (std::size_t i = 0; i < mapped; ++i)
+      runs[i]->heap->expandable->unmap({runs[i]->address, runs[i]->bytes}, moving_);
+    throw PauseError(reason);
+  };
+  for (; mapped < runs.size(); ++mapped)
+    if (!runs[mapped]->heap->expandable->map({runs[mapped]->address, runs[mapped]->bytes}, moving_))
+      stay_paused(gpu + " has no room for the " + format_bytes(bytes) +
+                  " that umem.pause() gave back, and stays paused: " +
+                  format_bytes(driver_.memory(device_).free_bytes) +
+                  " are free. Free memory on it (nvidia-smi shows whose it is), then call "
+                  "umem.resume() again");
+  for (const Segment* run : runs)
+    if (!paused_->restore({run->address, run->bytes}))
+      stay_paused("memory cannot be copied back to " + gpu +
+                  ", which stays paused: an earlier CUDA call of the program has failed");
+  for (const Segment* run : runs) count_mapped(*run->heap, run->bytes);
+  others_locked_bytes_ -= static_cast<std::ptrdiff_t>(paused_->pinned_bytes());
+  paused_.reset();
+  count_page_tables();
+  bring_back();
+}
+
+// Prefetches managed memory whose home is the device, as when it was new. What finds no room comes
+// when it is used.
+void DeviceAllocator::bring_back() {
+  std::vector<Range> ranges;
+  for (const auto& [address, segment] : segments_) {
+    if (!takes_advice(profiles_[segment.heap->profile].kind)) continue;
+    append_ranges(
+        segment,
+        [this](const Block& block) {
+          return block.state != BlockState::cached && block.advice != kMixedAdvice &&
+                 profiles_[block.advice].advice.placement == Placement::device;
+        },
+        ranges);
+  }
+  for (const Range& range : ranges)
+    if (!driver_.populate(device_, range)) ++stats_.num_failed_hints;
+}
+
+bool DeviceAllocator::is_paused() const {
+  const std::lock_guard lock(mutex_);
+  return paused_ != nullptr;
+}
+
+void DeviceAllocator::check_not_paused() const {
+  if (paused_ != nullptr)
+    throw PauseError("GPU " + std::to_string(device_) +
+                     " is paused (umem.pause()), and nothing can be allocated on it: call "
+                     "umem.resume() before");
+}
+
+}  // namespace umem

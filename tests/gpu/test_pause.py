@@ -1,0 +1,67 @@
+"""Trainings on a GPU that give the card back and go on, against stock ones that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Job
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
+VALUES = ("losses", "weights", "state", "doubled")
+CASES = {"state": ("state", "1400MiB"), "weights": ("weights", "1GiB"), "all": ("state", "8GiB")}
+"""The training, and a budget under which that part of it is streamed; `all` is resident."""
+
+KERNEL_BYTES = 128 * MIB
+"""Kernels that are loaded after the first ones, and the driver's tables of mapped memory."""
+
+
+@pytest.fixture(scope="module")
+def pairs(start: Callable[..., Job]) -> dict[str, tuple[Any, Any]]:
+    """Facts of the stock training and of the paused one. The latter are alone on the card: NVML
+    counts all, and for a moment they take all of it."""
+    jobs = {name: start("pausing.py", name, **VARIABLES) for name in ("state", "weights")}
+    stock = {name: job.facts() for name, job in jobs.items()}
+
+    def paused(training: str, budget: str) -> Any:
+        settings = {"UMEM_POLICY": "sft", "UMEM_DEVICE_BUDGET": budget, **VARIABLES}
+        return start("pausing.py", training, **settings).facts()
+
+    return {case: (stock[its[0]], paused(*its)) for case, its in CASES.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_bits_equal_a_run_without_pause(case: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+    stock, facts = pairs[case]
+    assert {name: facts[name] for name in VALUES} == {name: stock[name] for name in VALUES}
+    assert (facts["slots_bytes"] > 0) == (case == "state" or facts["streamed_weights"] > 0)
+    assert (facts["streamed_weights"] > 0) == (case == "weights")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_card_is_given_back(case: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+    facts = pairs[case][1]
+    assert len(facts["pauses"]) == 2
+    for pause in facts["pauses"]:
+        print(pause)
+        # Page tables of the copy on the host are new on the card meanwhile, and counted as kept.
+        gone = pause["before"] - pause["during"]
+        assert pause["returned"] - pause["kept"] <= gone <= pause["returned"] + KERNEL_BYTES
+        assert pause["returned"] > 256 * MIB
+        assert pause["during"] <= facts["base"] + pause["kept"] + KERNEL_BYTES
+        assert 0 < pause["host"] <= pause["returned"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_full_card_is_refused_and_nothing_is_lost(
+    case: str, pairs: dict[str, tuple[Any, Any]]
+) -> None:
+    for pause in pairs[case][1]["pauses"]:
+        assert "stays paused" in pause["resume_error"]
+        assert "umem.resume()" in pause["allocation_error"]

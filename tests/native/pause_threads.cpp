@@ -1,0 +1,61 @@
+// Other threads free tensors and read statistics while a device is paused and resumed.
+#include <thread>
+
+#include "steps.hpp"
+
+namespace umem {
+namespace {
+
+constexpr StreamId kSide = 7;
+
+void frees_beside_pauses() {
+  Machine machine({.config = budget_config(0), .virtual_memory = true});
+  const FakeVirtualMemory& mapped = *machine.driver.virtual_memory();
+  std::vector<std::uintptr_t> live;
+  for (int i = 0; i < 200; ++i) live.push_back(machine.allocate(MiB * (1 + i % 9), i % 3));
+  std::thread other([&] {
+    for (const std::uintptr_t address : live) {
+      machine.device.record_stream(address, kSide);
+      machine.free(address);
+      machine.device.stats();
+      machine.device.segments();
+    }
+  });
+  for (int i = 0; i < 20; ++i) {
+    machine.device.pause(64 * GiB);
+    CHECK_EQUAL(mapped.held_bytes(), 0U);
+    machine.device.resume();
+  }
+  other.join();
+  machine.device.empty_cache();
+  CHECK_EQUAL(mapped.held_bytes(), 0U);
+  check_consistent(machine.device);
+}
+
+// A thread that allocates meets a paused device or one that runs, and gets an error or memory.
+void allocations_beside_pauses() {
+  Machine machine({.config = budget_config(0), .virtual_memory = true});
+  std::thread other([&] {
+    for (int i = 0; i < 500; ++i) {
+      try {
+        machine.free(machine.allocate(MiB * (1 + i % 9)));
+      } catch (const PauseError&) {
+      }
+    }
+  });
+  for (int i = 0; i < 20; ++i) {
+    machine.device.pause(64 * GiB);
+    machine.device.resume();
+  }
+  other.join();
+  check_consistent(machine.device);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(frees_beside_pauses);
+  RUN(allocations_beside_pauses);
+}
