@@ -161,5 +161,37 @@ def test_parameters_of_no_module_get_one_warning(
             optimizer.step()
     (record,) = caplog.records
     assert "SGD is not managed: no module that was called in 8 steps" in record.getMessage()
-    assert "Call umem.manage(model, optimizer)" in record.getMessage()
+    # What it costs, and what to do.
+    assert "page faults" in record.getMessage()
+    assert "optimizer_state: {mechanism: stream}" in record.getMessage()
     assert managed == []
+
+
+def test_state_beside_no_model_gets_one_warning(
+    streamed: tuple[list[nn.Module], list[nn.Module]], caplog: pytest.LogCaptureFixture
+) -> None:
+    called, found = streamed
+    called.append(nn.Linear(4, 4).requires_grad_(False))
+    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True)])
+    for _ in range(20):
+        optimizer.step()
+    (record,) = caplog.records
+    assert "AdamW is not managed: no module with trained parameters" in record.getMessage()
+    assert "used in host memory" in record.getMessage()
+    assert "umem.manage(model, optimizer)" in record.getMessage()
+    assert found == []
+
+
+def test_parameters_without_memory_count_by_their_number(
+    streamed: tuple[list[nn.Module], list[nn.Module]],
+) -> None:
+    """ZeRO-3 takes the memory of all parameters between their uses."""
+    called, found = streamed
+    called += [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))]
+    for module in called:
+        for it in module.parameters():
+            it.data = torch.empty(0)
+    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True)])
+    for _ in range(3):
+        optimizer.step()
+    assert found == called[1:]

@@ -11,33 +11,28 @@ import gc
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from activation_chain import LazyMover
-from lazy_lanes import HostStateMemory, LazyLanes
+from found_trainings import Room, Streams, streaming
+from lazy_lanes import LazyLanes
 from streamed_programs import Net, Program, bits, compare
 from torch import nn
 from torch.nn.functional import softplus
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import umem
-from umem import swap
-from umem.capture.live import WallClock
 from umem.core.errors import PlanError
 from umem.executor import stream_tuning
-from umem.executor.optimizer.separable import refusal
-from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
-from umem.executor.streamed_training import StreamedTraining
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
+from umem.runtime.model_parts import optimizer_parameters
 
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")
@@ -45,107 +40,7 @@ Trainer: Any = transformers.Trainer
 
 pytestmark = pytest.mark.slow
 
-BASE = 10**6
-"""Bytes of all that is not streamed, at any moment."""
-
-SLACK = 256 << 20
 TOKENS, VOCABULARY = 16, 64
-
-
-@pytest.fixture(autouse=True)
-def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of it would have room for these small models as a whole."""
-    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
-
-
-class Room(WallClock, DeviceRoom):
-    """A device whose memory is always as full, and a clock that ticks when it is read."""
-
-    def __init__(self, more_bytes: int) -> None:
-        self.budget_bytes = SLACK + BASE + more_bytes
-        self._now = 0
-
-    def mark(self) -> int:
-        self._now += 1000
-        return self._now
-
-    def find_homes(self) -> None:
-        pass
-
-    def take_peak_bytes(self) -> int:
-        return BASE
-
-    def spilled_bytes(self) -> int:
-        return 0
-
-    def trim(self) -> None:
-        pass
-
-
-class Streams:
-    """Streams every training of a script.
-
-    Parameters
-    ----------
-    more_bytes
-        Of the budget, for resident state and slots. If negative, all state is streamed, and all
-        activations are copied.
-    """
-
-    def __init__(self, more_bytes: int = -1, *, in_backward: bool = False) -> None:
-        self.trainings: list[StreamedTraining] = []
-        self._more_bytes = more_bytes
-        self._in_backward = in_backward
-
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        room = Room(self._more_bytes)
-        store = ActivationStore("cpu", LazyMover(), min_bytes=256)
-        lanes = LazyLanes(model, 0.3, 1, also=_parameters(optimizer))
-        training = StreamedTraining(
-            model,
-            optimizer,
-            lanes,
-            HostStateMemory(),
-            StreamTuner(load_hardware("h200-pcie"), room, room, store),
-            streams_state=not refusal(optimizer),
-            step_in_backward=self._in_backward,
-        )
-        self.trainings.append(training)
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [it for group in optimizer.param_groups for it in group["params"]]
-
-
-@contextmanager
-def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Find trainings while a script runs; none for a stock run."""
-    if streams is None:
-        yield
-        return
-    called: dict[nn.Module, None] = {}
-    inner: set[nn.Module] = set()
-
-    def see(module: nn.Module, _args: object) -> None:
-        if not torch.compiler.is_compiling() and module not in inner:
-            called.setdefault(module)
-            inner.update(module.modules())
-
-    hooks: list[Callable[..., Any]] = []
-    monkeypatch.setattr(swap, "register_optimizer_step_post_hook", hooks.append)
-    monkeypatch.setattr("umem.executor.stream_state", streams.attach)
-    swap.manage_automatically(lambda: list(called), is_planned=False, streams_state=True)
-    handles = [
-        register_module_forward_pre_hook(see),
-        *map(register_optimizer_step_post_hook, hooks),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for training in streams.trainings:
-            training.abandon()
 
 
 # ------------------------------------------------------------------ transformers
@@ -416,7 +311,8 @@ def test_compilers_and_transforms_see_updated_weights(change: Callable[[Program]
     assert run.training.counts.in_line == 0
 
 
-def test_transforms_do_not_end_measurements() -> None:
+def test_transforms_do_not_end_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
     room = Room(-1)
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
     tuner = StreamTuner(load_hardware("h200-pcie"), room, room, store)
@@ -499,7 +395,7 @@ def one_optimizer_of_two_networks(seen: list[Any]) -> None:
         optimizer.zero_grad()
         loss = second(first(first(_batch(number)))).square().mean() + second(_batch(-number)).sum()
         loss.backward()
-        nn.utils.clip_grad_norm_(_parameters(optimizer), 0.5)
+        nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), 0.5)
         optimizer.step()
         seen.append(loss.detach())
     seen += [*first.parameters(), *second.parameters()]
