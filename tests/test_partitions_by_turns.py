@@ -211,6 +211,17 @@ def streamed(model: nn.Module, optimizer: torch.optim.Optimizer, also: Any) -> S
     return StreamedTraining(model, optimizer, LazyLanes(model, 0.5, 2, also), HostStateMemory())
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_training_may_be_managed_before_any_partition_is_there(name: str) -> None:
+    stock, run = PROGRAMS[name](), PROGRAMS[name]()
+    stock.train()
+    training = streamed(run.model, run.optimizer, run.masters)
+    run.train()
+    assert training.counts.streamed >= STEPS - 2
+    training.close()
+    assert run.found() == stock.found()
+
+
 @pytest.mark.parametrize("forgets", [False, True], ids=["state stays", "state goes"])
 def test_parameters_that_leave_keep_their_values_and_may_come_back(forgets: bool) -> None:
     """Also those that have a gradient still, beside small state, which is not streamed."""
