@@ -111,7 +111,7 @@ def stream_state(
     hardware = detect_hardware(index)
     budget_bytes = state.device_budgets[index] or hardware.device_bytes
     homes = [name for name in TensorClass if policy.rules[name.number].kind == "pinned"]
-    min_bytes = policy.rules[TensorClass.OPTIMIZER_STATE.number].min_bytes
+    rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
     streams_state = policy.streams_state
     reason = refusal(optimizer) if streams_state and not step_in_backward else ""
     if reason:
@@ -123,12 +123,13 @@ def stream_state(
         CudaClock(device),
         CudaRoom(state.allocator, index, budget_bytes, homes),
         ActivationStore(device) if policy.copies_activations else None,
+        state_share=rule.fraction,
     )
     return StreamedTraining(
         model,
         optimizer,
         cuda_lanes(device),
-        CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes)),
+        CudaStateMemory(device, state.allocator, rule.min_bytes, staged_bytes(budget_bytes)),
         tuner,
         streams_state=streams_state,
         copies_gradients=streams_state and policy.copies_gradients,
