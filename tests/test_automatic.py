@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 import umem.executor
+from umem.core.errors import EnableError, PlanError
 from umem.swap import manage_automatically
 
 SCRIPT = """
@@ -152,8 +153,8 @@ def test_an_optimizer_may_step_before_its_model_is_called(
 def test_parameters_of_no_module_get_one_warning(
     roots: list[nn.Module], managed: list[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tensor = torch.zeros(4, requires_grad=True)
-    tensor.grad = torch.ones(4)
+    tensor = torch.zeros(4, requires_grad=True, device="meta")
+    tensor.grad = torch.ones(4, device="meta")
     optimizer = optim.SGD([tensor], lr=0.1)
     roots.append(nn.Linear(4, 4))
     with caplog.at_level(logging.INFO, "umem"):
@@ -171,14 +172,63 @@ def test_state_beside_no_model_gets_one_warning(
     streamed: tuple[list[nn.Module], list[nn.Module]], caplog: pytest.LogCaptureFixture
 ) -> None:
     called, found = streamed
-    called.append(nn.Linear(4, 4).requires_grad_(False))
-    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True)])
+    called.append(nn.Linear(4, 4, device="meta").requires_grad_(False))
+    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True, device="meta")])
     for _ in range(20):
         optimizer.step()
     (record,) = caplog.records
     assert "AdamW is not managed: no module with trained parameters" in record.getMessage()
     assert "used in host memory" in record.getMessage()
     assert "umem.manage(model, optimizer)" in record.getMessage()
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "level"),
+    [
+        ("meta", EnableError("it is on 2 GPUs: move it to one"), "WARNING"),
+        ("cpu", EnableError("it is on 0 GPUs: move it to one"), "INFO"),
+        ("meta", PlanError("the program manages it with another model"), "INFO"),
+    ],
+    ids=["spread over GPUs", "on the CPU", "managed otherwise"],
+)
+def test_what_a_refusal_costs_is_said(
+    device: str,
+    error: Exception,
+    level: str,
+    roots: list[nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(umem.executor, "manage", refuse)
+    model = nn.Linear(4, 4, device=device)
+    roots.append(model)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.INFO, "umem"):
+        for _ in range(3):
+            optimizer.step()
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert str(error) in record.getMessage()
+    assert ("host memory, which is slow" in record.getMessage()) == (level == "WARNING")
+
+
+def test_an_optimizer_on_the_cpu_gets_no_warning(
+    streamed: tuple[list[nn.Module], list[nn.Module]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as with DeepSpeed's `offload_optimizer`."""
+    called, found = streamed
+    called.append(nn.Linear(4, 4, device="meta"))
+    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True)])
+    with caplog.at_level(logging.INFO, "umem"):
+        for _ in range(20):
+            optimizer.step()
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert "on the CPU" in record.getMessage()
     assert found == []
 
 

@@ -68,6 +68,9 @@ _STEPS_WITHOUT_MODEL = 8
 _STEPS_WITHOUT_OWNER = 2
 """Steps after which parameters that no called module holds count as those of a model besides."""
 
+_COST = "What the device budget has no room for is used in host memory, which is slow"
+"""Of what is not managed."""
+
 _NO_MODEL = (
     "umem: %s is not managed: no module with trained parameters on its device was called in %d "
     "steps. Its state is used in host memory, which is slow. Call umem.manage(model, optimizer) "
@@ -304,7 +307,9 @@ def _stream_weights(model: nn.Module) -> None:
     try:
         manage_weights(model).begin_call()
     except UmemError as error:
-        _LOG.info("umem: weights of %s are not streamed: %s", type(model).__name__, error)
+        _LOG.warning(
+            "umem: weights of %s are not streamed. %s: %s", type(model).__name__, _COST, error
+        )
     except Exception as error:  # the program goes on with weights where they are
         _LOG.warning(
             "umem: weights of %s are not streamed: %s: %s",
@@ -357,7 +362,11 @@ class _AutomaticManagement:
         try:
             self._look(optimizer)
         except UmemError as error:
-            _LOG.info("umem: %s is not managed: %s", type(optimizer).__name__, error)
+            name = type(optimizer).__name__
+            if isinstance(error, EnableError) and _device_types(optimizer) != {"cpu"}:
+                _LOG.warning("umem: %s is not managed. %s: %s", name, _COST, error)
+            else:  # it trains on the CPU, or the program manages it in another way
+                _LOG.info("umem: %s is not managed: %s", name, error)
         except Exception as error:  # the training goes on without umem
             self._has_failed = True
             _LOG.warning(
@@ -387,8 +396,16 @@ class _AutomaticManagement:
         elif steps + 1 < _STEPS_WITHOUT_MODEL:
             self._steps[optimizer] = steps + 1
         else:
-            warning = _NO_MODEL if self._streams_state else _NO_OWNER
-            _LOG.warning(warning, type(optimizer).__name__, _STEPS_WITHOUT_MODEL)
+            name = type(optimizer).__name__
+            if _device_types(optimizer) == {"cpu"}:
+                _LOG.info("umem: %s is not managed: it updates parameters on the CPU", name)
+            else:
+                warning = _NO_MODEL if self._streams_state else _NO_OWNER
+                _LOG.warning(warning, name, _STEPS_WITHOUT_MODEL)
+
+
+def _device_types(optimizer: Optimizer) -> set[str]:
+    return {p.device.type for group in optimizer.param_groups for p in group["params"]}
 
 
 def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
