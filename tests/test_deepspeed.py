@@ -1,4 +1,4 @@
-"""DeepSpeed itself, on the CPU with one process: its state is streamed, and all bits are stock's.
+"""DeepSpeed itself, on the CPU with two ranks: its state is streamed, and all bits are stock's.
 
 Its optimizers have no parameters of the model: ZeRO puts float32 partitions into them by turns.
 tests/test_partitions_by_turns.py shows the same without DeepSpeed.
@@ -24,7 +24,7 @@ deepspeed: Any = pytest.importorskip("deepspeed")
 # DeepSpeed compiles an operator of its own first.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-WIDTH, LAYERS, STEPS = 64, 4, 6
+RANKS, WIDTH, LAYERS, STEPS = 2, 64, 4, 6
 LAYER = WIDTH * WIDTH + WIDTH
 
 PROGRAMS: dict[str, dict[str, Any]] = {
@@ -98,7 +98,8 @@ def train(zero: dict[str, Any], streams: Streams | None, folder: Path) -> dict[s
     def steps(seed: int) -> None:
         for number in range(STEPS):
             generator = torch.Generator().manual_seed(seed + number)
-            loss = engine(torch.randn(4, WIDTH, generator=generator).bfloat16())
+            batch = torch.randn(4 * RANKS, WIDTH, generator=generator).bfloat16()
+            loss = engine(batch[distributed.get_rank() :: RANKS])
             losses.append(loss.item().hex())
             engine.backward(loss)
             engine.step()
@@ -129,11 +130,12 @@ def train(zero: dict[str, Any], streams: Streams | None, folder: Path) -> dict[s
     return found
 
 
-def run_rank(folder: Path) -> None:
-    """The main function of the process: all runs, one after the other."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+def run_rank(rank: int, folder: Path) -> None:
+    """The main function of a rank's process: all runs, one after the other."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_SIZE": str(RANKS)}
     meeting = (folder / "meeting").as_uri()
-    distributed.init_process_group("gloo", meeting, rank=0, world_size=1)
+    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
     deepspeed.init_distributed("gloo")
     found = {
         name: [
@@ -142,35 +144,40 @@ def run_rank(folder: Path) -> None:
         ]
         for name, zero in PROGRAMS.items()
     }
-    (folder / "found.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 
 
+Runs = dict[str, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Results by program: stock, all state streamed, and all state on the device."""
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
+    """Results of each rank by program: stock, all state streamed, and all state on the device."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    process = multiprocessing.get_context("spawn").Process(target=run_rank, args=(folder,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    found: dict[str, list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
-    return found
+    spawning = multiprocessing.get_context("spawn")
+    processes = [spawning.Process(target=run_rank, args=(rank, folder)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * RANKS
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_state_is_streamed_and_all_bits_are_stocks(
-    name: str, runs: dict[str, list[dict[str, Any]]]
-) -> None:
-    stock, streamed, resident = runs[name]
-    assert len(set(stock["losses"])) > STEPS
-    for run in (streamed, resident):
-        assert run["losses"] == stock["losses"]
-        assert run["weights"] == stock["weights"]
-        assert run["counts"]["in_line"] == 0
-        assert run["plans"] > 0
-        assert run["state_bytes"] == run["expected_bytes"]
-        assert not any("is not managed" in line for line in run["warnings"])
-    assert streamed["counts"]["streamed"] >= 2 * STEPS * streamed["partitions"]
-    assert streamed["activations"] > 0
-    assert resident["counts"]["resident"] > 0
+def test_state_is_streamed_and_all_bits_are_stocks(name: str, ranks: list[Runs]) -> None:
+    for runs in ranks:
+        stock, streamed, resident = runs[name]
+        assert len(set(stock["losses"])) > STEPS
+        for run in (streamed, resident):
+            assert run["losses"] == stock["losses"]
+            assert run["weights"] == stock["weights"]
+            assert run["counts"]["in_line"] == 0
+            assert run["plans"] > 0
+            assert run["state_bytes"] == run["expected_bytes"]
+            assert not any("is not managed" in line for line in run["warnings"])
+        assert streamed["counts"]["streamed"] >= 2 * STEPS * streamed["partitions"]
+        assert streamed["activations"] > 0
+        assert resident["counts"]["resident"] > 0
+    assert ranks[0][name][0]["weights"] != ranks[1][name][0]["weights"]
