@@ -184,7 +184,7 @@ def _rules_table(rules: Sequence[ClassRule]) -> Table:
         mapped = "mapped" if rule.accessed_by_device else "-"
         read_mostly = "yes" if rule.read_mostly else "-"
         size = format_bytes(rule.min_bytes) if rule.min_bytes else "-"
-        share = f"{rule.fraction:.0%}" if rule.fraction < 1.0 else "-"
+        share = f"{100 * rule.fraction:g}%" if rule.fraction < 1.0 else "-"
         cells = (rule.kind, rule.placement, mapped, read_mostly, size, share)
         table.add_row(member.value, *cells, rule.mechanism, rule.eviction)
     return table
