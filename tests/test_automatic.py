@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
 import umem.executor
+from umem.core.errors import EnableError, PlanError
 from umem.swap import manage_automatically
 
 SCRIPT = """
@@ -152,8 +153,8 @@ def test_an_optimizer_may_step_before_its_model_is_called(
 def test_parameters_of_no_module_get_one_warning(
     roots: list[nn.Module], managed: list[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tensor = torch.zeros(4, requires_grad=True)
-    tensor.grad = torch.ones(4)
+    tensor = torch.zeros(4, requires_grad=True, device="meta")
+    tensor.grad = torch.ones(4, device="meta")
     optimizer = optim.SGD([tensor], lr=0.1)
     roots.append(nn.Linear(4, 4))
     with caplog.at_level(logging.INFO, "umem"):
@@ -161,5 +162,86 @@ def test_parameters_of_no_module_get_one_warning(
             optimizer.step()
     (record,) = caplog.records
     assert "SGD is not managed: no module that was called in 8 steps" in record.getMessage()
-    assert "Call umem.manage(model, optimizer)" in record.getMessage()
+    # What it costs, and what to do.
+    assert "page faults" in record.getMessage()
+    assert "optimizer_state: {mechanism: stream}" in record.getMessage()
     assert managed == []
+
+
+def test_state_beside_no_model_gets_one_warning(
+    streamed: tuple[list[nn.Module], list[nn.Module]], caplog: pytest.LogCaptureFixture
+) -> None:
+    called, found = streamed
+    called.append(nn.Linear(4, 4, device="meta").requires_grad_(False))
+    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True, device="meta")])
+    for _ in range(20):
+        optimizer.step()
+    (record,) = caplog.records
+    assert "AdamW is not managed: no module with trained parameters" in record.getMessage()
+    assert "used in host memory" in record.getMessage()
+    assert "umem.manage(model, optimizer)" in record.getMessage()
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "level"),
+    [
+        ("meta", EnableError("it is on 2 GPUs: move it to one"), "WARNING"),
+        ("cpu", EnableError("it is on 0 GPUs: move it to one"), "INFO"),
+        ("meta", PlanError("the program manages it with another model"), "INFO"),
+    ],
+    ids=["spread over GPUs", "on the CPU", "managed otherwise"],
+)
+def test_what_a_refusal_costs_is_said(
+    device: str,
+    error: Exception,
+    level: str,
+    roots: list[nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(umem.executor, "manage", refuse)
+    model = nn.Linear(4, 4, device=device)
+    roots.append(model)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.INFO, "umem"):
+        for _ in range(3):
+            optimizer.step()
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert str(error) in record.getMessage()
+    assert ("host memory, which is slow" in record.getMessage()) == (level == "WARNING")
+
+
+def test_an_optimizer_on_the_cpu_gets_no_warning(
+    streamed: tuple[list[nn.Module], list[nn.Module]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as with DeepSpeed's `offload_optimizer`."""
+    called, found = streamed
+    called.append(nn.Linear(4, 4, device="meta"))
+    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True)])
+    with caplog.at_level(logging.INFO, "umem"):
+        for _ in range(20):
+            optimizer.step()
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert "on the CPU" in record.getMessage()
+    assert found == []
+
+
+def test_parameters_without_memory_count_by_their_number(
+    streamed: tuple[list[nn.Module], list[nn.Module]],
+) -> None:
+    """ZeRO-3 takes the memory of all parameters between their uses."""
+    called, found = streamed
+    called += [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))]
+    for module in called:
+        for it in module.parameters():
+            it.data = torch.empty(0)
+    optimizer = optim.AdamW([torch.zeros(4, requires_grad=True)])
+    for _ in range(3):
+        optimizer.step()
+    assert found == called[1:]

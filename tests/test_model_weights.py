@@ -118,6 +118,7 @@ def make(
     budget_bytes: int,
     born_at_home: tuple[str, ...] = (),
     lanes: LazyLanes | None = None,
+    share: float = 1.0,
 ) -> tuple[ModelWeights, Room, DeviceMemory]:
     room = Room(SLACK_BYTES + budget_bytes)
     memory = DeviceMemory(model, born_at_home)
@@ -128,6 +129,7 @@ def make(
         room,
         ActivationStore("cpu"),
         min_bytes=LAYER_BYTES // 2,
+        share=share,
     )
     weight_bytes = sum(it.nbytes for it in model.parameters())
     room.placed = lambda: weight_bytes + made.streamed.buffer_bytes
@@ -175,6 +177,20 @@ def test_what_has_no_room_is_streamed(room_layers: int) -> None:
     # As many layers as fit beside two buffers of one layer are resident.
     assert status.streamed_bytes == (9 - (room_layers - 2)) * LAYER_BYTES
     assert len(memory.buffers) == 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_share_of_the_weights_stays_where_all_have_room(share: float) -> None:
+    model = Net(8)
+    expected = call(model)
+    made, _, memory = make(model, WEIGHT_BYTES + 300 * MIB, share=share)
+    for _ in range(3):
+        assert torch.equal(call(model), expected)
+    status = made.status()
+    # What is smaller than a layer stays, whatever the share.
+    layers = int(max(0, share * WEIGHT_BYTES - SMALL_BYTES) // LAYER_BYTES)
+    assert on_device(model, memory) == status.resident_bytes == SMALL_BYTES + layers * LAYER_BYTES
+    assert (status.plans, len(memory.buffers)) == (1, 2)
 
 
 def test_what_was_born_on_the_host_comes_to_the_device_where_it_has_room() -> None:

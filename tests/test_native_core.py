@@ -268,6 +268,36 @@ def test_a_limit_is_a_memory_error(limits: dict[str, Any], remedy: str) -> None:
     assert allocator.malloc(32 * MIB) != 0
 
 
+def test_accelerate_finds_a_batch_that_fits() -> None:
+    """From the error's text. torch raises what the allocator throws as a RuntimeError."""
+    memory = pytest.importorskip("accelerate.utils")
+    allocator = _allocator(
+        device_budget_bytes=64 * MIB,
+        pinned_limit_bytes=64 * MIB,
+        setting=ClassSetting(kind="device"),
+    )
+    tried = []
+
+    @memory.find_executable_batch_size(starting_batch_size=32)  # type: ignore[untyped-decorator, unused-ignore]
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        held: list[int] = []
+        try:
+            while len(held) < batch_size:
+                held.append(allocator.malloc(14 * MIB))
+        except MemoryError as error:
+            raise RuntimeError(str(error)) from error
+        finally:
+            for address in held:
+                allocator.free(address)
+        return batch_size
+
+    # Four are on the device, and four more in page-locked memory of the host.
+    assert train() == 8
+    assert len(tried) > 2
+    assert allocator.stats(0)["num_ooms"] == len(tried) - 1
+
+
 def test_a_memory_fraction_bounds_reserved_memory() -> None:
     allocator = _allocator(total_bytes=100 * MIB)
     allocator.set_memory_fraction(0.2, 0)

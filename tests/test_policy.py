@@ -556,6 +556,47 @@ def test_only_what_the_passes_make_is_copied_off_plain_device_memory() -> None:
         assert "set mechanism: keep" in problem.message
 
 
+def test_a_fraction_is_of_what_is_streamed() -> None:
+    stream: dict[str, Any] = {"mechanism": "stream", "fraction": 0.5}
+    auto = {"kind": "auto", "fraction": 0.5}
+    both = ("weights", "frozen_weights")
+    for state in ({"kind": "pinned", **stream}, auto):
+        rules = load_policy({"classes": {"optimizer_state": state}}).classes
+        assert (rules.optimizer_state.fraction, rules.weights.fraction) == (0.5, 1.0)
+    for rule in ({"kind": "device", **stream}, auto):
+        rules = load_policy({"classes": dict.fromkeys(both, rule)}).classes
+        assert (rules.weights.fraction, rules.frozen_weights.fraction) == (0.5, 0.5)
+        (problem,) = find_problems({"classes": {"weights": rule}})
+        assert problem.key == "classes.weights.fraction"
+        assert "give both the same fraction" in problem.message
+
+
+@pytest.mark.parametrize("name", ClassRules.model_fields)
+@pytest.mark.parametrize("kind", ["auto", "managed", "device", "pinned", "system"])
+def test_a_fraction_of_anything_else_is_refused(name: str, kind: str) -> None:
+    can_stream = name in ("weights", "frozen_weights", "optimizer_state")
+    rule = {"kind": kind, "fraction": 0.5}
+    if can_stream and kind == "auto":
+        return
+    (problem,) = find_problems({"classes": {name: rule}})
+    assert problem.key == f"classes.{name}.fraction"
+    assert ("set mechanism: stream" if can_stream else f"not for {name}") in problem.message
+    assert not find_problems({"classes": {name: {"kind": kind, "fraction": 1}}})
+
+
+def test_a_fraction_of_all_classes_is_refused() -> None:
+    found = find_problems({"extends": "sft", "defaults": {"fraction": 0.5}})
+    assert {problem.key for problem in found} == {"defaults.fraction"}
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "0.5", True, None, float("nan"), float("inf")])
+def test_a_fraction_is_a_number_from_0_to_1(value: Any) -> None:
+    (problem,) = find_problems(
+        {"classes": {"optimizer_state": {"kind": "auto", "fraction": value}}}
+    )
+    assert problem.key == "classes.optimizer_state.fraction"
+
+
 @pytest.mark.slow
 def test_every_remedy_of_a_conflict_is_a_valid_rule() -> None:
     """Applying the remedies one after the other ends at a valid rule."""
@@ -769,6 +810,29 @@ def test_the_example_in_the_docs_is_valid(tmp_path: Path) -> None:
     policy = load_policy(write(tmp_path, example))
     assert policy.classes.optimizer_state.accessed_by_device
     assert policy.classes.weights.min_bytes == 2 * 2**20
+
+
+def test_the_policies_for_users_of_other_systems(tmp_path: Path) -> None:
+    text = (CHECKOUT / "docs" / "other-systems.md").read_text(encoding="utf-8")
+    found: dict[str, tuple[float, float]] = {}
+    for example in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
+        policy = load_policy(write(tmp_path, example))
+        for hardware in hardware_names():
+            resolved = resolve(policy, load_hardware(hardware), {})
+            rules = dict(zip(TensorClass, resolved.rules, strict=True))
+            assert resolved.streams_state
+            assert resolved.streams_weights
+            assert resolved.copies_activations
+            weights = rules[TensorClass.WEIGHTS].fraction
+            assert rules[TensorClass.FROZEN_WEIGHTS].fraction == weights
+            found[policy.name] = (rules[TensorClass.OPTIMIZER_STATE].fraction, weights)
+    assert found == {
+        "gemini-static": (0.25, 0.5),
+        "gemini-cpu": (0.0, 0.0),
+        "megatron-half-of-the-state": (0.5, 1.0),
+        "nemo-sft": (1.0, 1.0),
+        "nemo-lora": (1.0, 0.5),
+    }
 
 
 # ---------------------------------------------------------------------------------- CLI

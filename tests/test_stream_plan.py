@@ -424,6 +424,22 @@ def test_what_fits_is_resident(machine: Hardware) -> None:
     assert planned(machine, [], 0).resident == frozenset()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("spare_mib", [90, 250, 10_000])
+def test_a_share_of_the_state_may_be_resident(
+    machine: Hardware, spare_mib: int, share: float
+) -> None:
+    """A large unit is resident beside smaller slots only where the share allows it."""
+    units = [unit(30), *[unit(20)] * 6, unit(44), unit(0)]
+    all_bytes = sum(it.state_bytes for it in units)
+    plan = planned(machine, units, spare_mib, state_share=share)
+    resident_bytes = sum(units[it].state_bytes for it in plan.resident)
+    assert resident_bytes <= share * all_bytes
+    assert (plan.slots == 0) == (share == 1.0 and spare_mib * MIB >= all_bytes)
+    if share == 1.0:
+        assert plan == planned(machine, units, spare_mib)
+
+
 def test_units_without_state_need_no_memory(machine: Hardware) -> None:
     plan = planned(machine, [unit(0), unit(40), unit(40), unit(40), unit(0)], 80)
     assert plan.resident == {0, 4}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -315,6 +316,20 @@ def test_the_prediction_is_the_plan_of_a_training(
     saved = row["to_host_bytes"].get("activations", 0)
     assert row["host_bytes"] == streamed * STATE * MIB + saved
     assert (row["weights_resident_bytes"], row["weights_streamed_bytes"]) == (weight_bytes, 0)
+
+
+def test_a_policy_may_leave_shares_on_the_device(
+    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    def row(fraction: float) -> dict[str, Any]:
+        rules = [it.model_copy(update={"fraction": fraction}) for it in policy.rules]
+        return stream_row(predict_stream(step_of(), machine, replace(policy, rules=tuple(rules))))
+
+    everything, half, none = row(1.0), row(0.5), row(0.0)
+    assert everything == stream_row(predict_stream(step_of(), machine, policy))
+    assert 0 < half["weights_resident_bytes"] <= LAYERS * WEIGHT * MIB / 2
+    assert len(half["resident"]) <= LAYERS / 2 < len(everything["resident"])
+    assert (none["weights_resident_bytes"], none["resident"]) == (0, [])
 
 
 def test_weights_leave_where_they_have_no_room(

@@ -272,6 +272,7 @@ class Training:
         clips: bool = True,
         born_on_device: int = 0,
         streams_weights: bool = False,
+        share: float = 1.0,
     ) -> None:
         torch.manual_seed(0)
         self.machine = machine or Machine()
@@ -290,11 +291,14 @@ class Training:
             memory.place(state["exp_avg"], on_device=True)
             memory.place(state["exp_avg_sq"], on_device=True)
         store = ActivationStore("cpu", mover or LazyMover(), min_bytes=1024)
-        self.tuner = StreamTuner(load_hardware("h200-pcie"), WallClockOf(machine), machine, store)
+        hardware, clock = load_hardware("h200-pcie"), WallClockOf(machine)
+        self.tuner = StreamTuner(hardware, clock, machine, store, state_share=share)
         lanes = LazyLanes(self.model, 0.5, 1)
         self.weights: ModelWeights | None = None
         if streams_weights:
-            self.weights = ModelWeights(self.model, lanes, memory, machine, store, min_bytes=1024)
+            self.weights = ModelWeights(
+                self.model, lanes, memory, machine, store, min_bytes=1024, share=share
+            )
             machine.placed = lambda: self.weights.placed_bytes if self.weights else 0
         self.training = StreamedTraining(
             self.model,
@@ -378,6 +382,20 @@ def test_weights_that_fit_come_to_the_device() -> None:
     assert run.weights is not None
     assert run.weights.status().streamed_bytes == 0
     assert run.weights.status().resident_bytes == LAYERS * LAYER_WEIGHTS
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_share_of_weights_and_state_stays_where_all_would_fit(share: float) -> None:
+    run = Training(Machine(10**8), streams_weights=True, share=share)
+    assert run.run(8) == Training().run(8)
+    assert run.weights is not None
+    status, tuning = run.weights.status(), run.tuner.status()
+    assert tuning.state == TuningState.PLANNED
+    assert status.resident_bytes <= share * LAYERS * LAYER_WEIGHTS
+    assert tuning.resident_bytes <= share * LAYERS * LAYER_STATE
+    assert (tuning.resident_bytes > 0) == (share > 0.0)
+    assert run.training.step.units.resident_bytes == tuning.resident_bytes
+    assert run.training.counts.streamed > 0
 
 
 def test_a_budget_for_nothing_streams_all_weights(caplog: pytest.LogCaptureFixture) -> None:

@@ -112,6 +112,14 @@ def test_every_optimizer_of_torch(kind: Any, arguments: dict[str, Any]) -> None:
     assert counts.in_line == 0
 
 
+@pytest.mark.slow
+def test_a_hundred_steps_with_state_in_host_memory() -> None:
+    """What BMTrain's AdamOffloadOptimizer is for, with no difference to torch's AdamW."""
+    run = compare(steps=100, eagerness=0.5)
+    assert run.training is not None
+    assert (run.training.counts.streamed, run.training.counts.in_line) == (101, 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [

@@ -11,33 +11,28 @@ import gc
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from activation_chain import LazyMover
-from lazy_lanes import HostStateMemory, LazyLanes
+from found_trainings import Room, Streams, streaming
+from lazy_lanes import LazyLanes
 from streamed_programs import Net, Program, bits, compare
 from torch import nn
 from torch.nn.functional import softplus
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import umem
-from umem import swap
-from umem.capture.live import WallClock
 from umem.core.errors import PlanError
 from umem.executor import stream_tuning
-from umem.executor.optimizer.separable import refusal
-from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
-from umem.executor.streamed_training import StreamedTraining
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
+from umem.runtime.model_parts import optimizer_parameters
 
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")
@@ -45,107 +40,7 @@ Trainer: Any = transformers.Trainer
 
 pytestmark = pytest.mark.slow
 
-BASE = 10**6
-"""Bytes of all that is not streamed, at any moment."""
-
-SLACK = 256 << 20
 TOKENS, VOCABULARY = 16, 64
-
-
-@pytest.fixture(autouse=True)
-def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of it would have room for these small models as a whole."""
-    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
-
-
-class Room(WallClock, DeviceRoom):
-    """A device whose memory is always as full, and a clock that ticks when it is read."""
-
-    def __init__(self, more_bytes: int) -> None:
-        self.budget_bytes = SLACK + BASE + more_bytes
-        self._now = 0
-
-    def mark(self) -> int:
-        self._now += 1000
-        return self._now
-
-    def find_homes(self) -> None:
-        pass
-
-    def take_peak_bytes(self) -> int:
-        return BASE
-
-    def spilled_bytes(self) -> int:
-        return 0
-
-    def trim(self) -> None:
-        pass
-
-
-class Streams:
-    """Streams every training of a script.
-
-    Parameters
-    ----------
-    more_bytes
-        Of the budget, for resident state and slots. If negative, all state is streamed, and all
-        activations are copied.
-    """
-
-    def __init__(self, more_bytes: int = -1, *, in_backward: bool = False) -> None:
-        self.trainings: list[StreamedTraining] = []
-        self._more_bytes = more_bytes
-        self._in_backward = in_backward
-
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        room = Room(self._more_bytes)
-        store = ActivationStore("cpu", LazyMover(), min_bytes=256)
-        lanes = LazyLanes(model, 0.3, 1, also=_parameters(optimizer))
-        training = StreamedTraining(
-            model,
-            optimizer,
-            lanes,
-            HostStateMemory(),
-            StreamTuner(load_hardware("h200-pcie"), room, room, store),
-            streams_state=not refusal(optimizer),
-            step_in_backward=self._in_backward,
-        )
-        self.trainings.append(training)
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [it for group in optimizer.param_groups for it in group["params"]]
-
-
-@contextmanager
-def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Find trainings while a script runs; none for a stock run."""
-    if streams is None:
-        yield
-        return
-    called: dict[nn.Module, None] = {}
-    inner: set[nn.Module] = set()
-
-    def see(module: nn.Module, _args: object) -> None:
-        if not torch.compiler.is_compiling() and module not in inner:
-            called.setdefault(module)
-            inner.update(module.modules())
-
-    hooks: list[Callable[..., Any]] = []
-    monkeypatch.setattr(swap, "register_optimizer_step_post_hook", hooks.append)
-    monkeypatch.setattr("umem.executor.stream_state", streams.attach)
-    swap.manage_automatically(lambda: list(called), is_planned=False, streams_state=True)
-    handles = [
-        register_module_forward_pre_hook(see),
-        *map(register_optimizer_step_post_hook, hooks),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for training in streams.trainings:
-            training.abandon()
 
 
 # ------------------------------------------------------------------ transformers
@@ -262,18 +157,6 @@ def train(
     }
 
 
-def exact(value: Any) -> Any:
-    """As `bits`, also of numbers that numpy lacks."""
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().reshape(-1)
-        return bits(flat.view(torch.uint8) if flat.numel() else flat), value.dtype
-    if isinstance(value, dict):
-        return {key: exact(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [exact(item) for item in value]
-    return value
-
-
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 3, "resume": 3}
 EVALUATIONS = {"eval_strategy": "steps", "eval_steps": 2}
 BLOCKS_AGAIN = {"gradient_checkpointing": True}
@@ -301,11 +184,11 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 def test_a_trainer_with_streamed_state_is_exact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = exact(train(tmp_path / "stock", **PROGRAMS[name]))
+    expected = bits(train(tmp_path / "stock", **PROGRAMS[name]))
     for more_bytes in (-1, 30_000):
         streams = Streams(more_bytes)
         with streaming(streams, monkeypatch):
-            found = exact(train(tmp_path / str(more_bytes), **PROGRAMS[name]))
+            found = bits(train(tmp_path / str(more_bytes), **PROGRAMS[name]))
         assert found == expected
         assert json.dumps(found["logs"]).count('"loss"') >= 6
         for training in streams.trainings:
@@ -323,10 +206,10 @@ def test_a_trainer_that_looks_at_no_gradient_steps_in_its_backward_pass(
 ) -> None:
     options: dict[str, Any] = {**EVALUATIONS, **CHECKPOINTS, "max_grad_norm": 0.0}
     options["trainer_class"] = WithoutNorms
-    expected = exact(train(tmp_path / "stock", **options))
+    expected = bits(train(tmp_path / "stock", **options))
     streams = Streams(in_backward=True)
     with streaming(streams, monkeypatch):
-        assert exact(train(tmp_path / "streamed", **options)) == expected
+        assert bits(train(tmp_path / "streamed", **options)) == expected
     assert all(it.counts.ahead > 0 for it in streams.trainings)
 
 
@@ -416,7 +299,8 @@ def test_compilers_and_transforms_see_updated_weights(change: Callable[[Program]
     assert run.training.counts.in_line == 0
 
 
-def test_transforms_do_not_end_measurements() -> None:
+def test_transforms_do_not_end_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
     room = Room(-1)
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
     tuner = StreamTuner(load_hardware("h200-pcie"), room, room, store)
@@ -499,7 +383,7 @@ def one_optimizer_of_two_networks(seen: list[Any]) -> None:
         optimizer.zero_grad()
         loss = second(first(first(_batch(number)))).square().mean() + second(_batch(-number)).sum()
         loss.backward()
-        nn.utils.clip_grad_norm_(_parameters(optimizer), 0.5)
+        nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), 0.5)
         optimizer.step()
         seen.append(loss.detach())
     seen += [*first.parameters(), *second.parameters()]
@@ -585,6 +469,56 @@ def copied_and_continued(seen: list[Any]) -> None:
     seen += model.parameters()
 
 
+def a_recipe_of_torchtune(seen: list[Any]) -> None:
+    """Its loop for one device: the batches of a step count by their tokens, gradients are scaled
+    in place, and a pass without gradients comes between steps."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    running, tokens = torch.zeros(()), 0
+    for number in range(24):
+        batch = _batch(number)[: 3 + number % 5]
+        loss = model(batch).square().sum()
+        tokens += len(batch)
+        running += loss.detach()
+        loss.backward()
+        if number % 3 < 2:
+            continue
+        for it in model.parameters():
+            assert it.grad is not None
+            it.grad *= 1 / tokens
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        seen += [running / tokens, *schedule.get_last_lr()]
+        running, tokens = torch.zeros(()), 0
+        with torch.no_grad():
+            seen.append(model.eval()(_batch(-number)).clone())
+        model.train()
+    seen += model.parameters()
+
+
+def an_optimizer_for_each_parameter(seen: list[Any]) -> None:
+    """As torchtune's `optimizer_in_bwd`: each steps in the backward pass and frees its gradient."""
+    model = _wide(2)  # whose state is large enough to be streamed
+    optimizers: dict[Any, Optimizer] = {
+        it: torch.optim.AdamW([it], lr=1e-2) for it in model.parameters()
+    }
+
+    def step(it: torch.Tensor) -> None:
+        optimizers[it].step()
+        optimizers[it].zero_grad()
+
+    for it in model.parameters():
+        it.register_post_accumulate_grad_hook(step)
+    for number in range(8):
+        loss = model(_batch(number)).square().mean()
+        loss.backward()
+        seen.append(loss.detach())
+    seen += model.parameters()
+
+
 def test_a_model_that_is_trained_again_keeps_nothing_of_its_first_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -607,7 +541,7 @@ def test_a_model_that_is_trained_again_keeps_nothing_of_its_first_training(
                     assert streams.trainings[-1].is_closed
                     assert len(model._forward_pre_hooks) < hooks
                 assert state() is None
-            return exact(list(model.parameters()))
+            return bits(list(model.parameters()))
 
     streams = Streams(10_000)
     assert run(streams) == run(None)
@@ -616,7 +550,8 @@ def test_a_model_that_is_trained_again_keeps_nothing_of_its_first_training(
 
 LOOPS: list[Callable[[list[Any]], None]] = [
     *(average_beside, two_networks, one_optimizer_of_two_networks, two_optimizers_of_one_network),
-    *(interrupted, forked_workers, copied_and_continued),
+    *(interrupted, forked_workers, copied_and_continued, a_recipe_of_torchtune),
+    an_optimizer_for_each_parameter,
 ]
 
 
@@ -629,7 +564,7 @@ def test_loops_are_exact(
         seen: list[Any] = []
         with streaming(streams, monkeypatch):
             loop(seen)
-            return exact(seen)
+            return bits(seen)
 
     expected = run(None)
     for more_bytes in (-1, 10_000):

@@ -201,6 +201,29 @@ def test_what_fits_is_planned_as_without_weights(
     assert (left.stream, left.weights) == (expected, None)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_shares_of_weights_and_state_may_be_resident(machine: Hardware, share: float) -> None:
+    units, weights = training([([20, 12], True)] * 8, 60, 10)
+    options = options_of(units, hardware=machine)
+    all_bytes, budget_bytes = bytes_of(weights), 2**31
+    plan = plan_training(
+        units,
+        weights,
+        budget_bytes=budget_bytes,
+        fixed_bytes=7 * MIB,
+        weight_share=share,
+        state_share=share,
+        **options,
+    )
+    check_plan(plan, weights, budget_bytes - 7 * MIB)
+    assert plan.weights is not None
+    # Weights that always stay count, and may be more than the share.
+    resident_bytes = plan.weights.resident_bytes + 7 * MIB
+    assert resident_bytes <= max(share * (all_bytes + 7 * MIB), 7 * MIB)
+    assert plan.weights.streamed_bytes == all_bytes - plan.weights.resident_bytes
+    assert len(plan.stream.resident) <= share * 8
+
+
 def check_plan(plan: TrainingPlan, weights: Mapping[str, WeightUnit], budget_bytes: int) -> None:
     """What holds for every plan."""
     placed, stream = plan.weights, plan.stream

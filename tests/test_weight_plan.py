@@ -76,6 +76,24 @@ def test_every_plan(units: list[WeightUnit], share: float, slots: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@given(weight_units(), st.floats(0.0, 1.0), st.booleans())
+def test_a_part_of_the_weights_may_be_resident(
+    units: list[WeightUnit], share: float, experts_first: bool
+) -> None:
+    """Whatever room there is, if buffers have some; and all of them only if all may."""
+    most_bytes = int(share * all_bytes(units))
+    buffers_bytes = 2 * max((staged_bytes(unit.part_bytes) for unit in units), default=0)
+    for room_bytes in (most_bytes + buffers_bytes, 2**30):
+        plan = plan_weights(
+            units, room_bytes, 2, experts_first=experts_first, most_resident_bytes=most_bytes
+        )
+        assert plan.resident_bytes <= most_bytes
+        assert plan.device_bytes <= room_bytes
+    if most_bytes == all_bytes(units):
+        assert plan.resident_bytes == most_bytes
+
+
+@settings(max_examples=60, deadline=None)
 @given(weight_units(), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_more_room_streams_at_most_a_part_more(
     units: list[WeightUnit], share: float, other_share: float

@@ -68,6 +68,25 @@ _STEPS_WITHOUT_MODEL = 8
 _STEPS_WITHOUT_OWNER = 2
 """Steps after which parameters that no called module holds count as those of a model besides."""
 
+_COST = "What the device budget has no room for is used in host memory, which is slow"
+"""Of what is not managed."""
+
+_NO_MODEL = (
+    "umem: %s is not managed: no module with trained parameters on its device was called in %d "
+    "steps. Its state is used in host memory, which is slow. Call umem.manage(model, optimizer) "
+    "with a module that the training calls in each step, before the first one"
+)
+"""Warning where state could be streamed beside any model."""
+
+_NO_OWNER = (
+    "umem: %s is not managed: no module that was called in %d steps holds its parameters, and only "
+    "those of a model are planned. What the device budget has no room for is moved by page faults, "
+    "which is slow. If a module holds them, call umem.manage(model, optimizer) before the first "
+    "step. If a library made them, as DeepSpeed does, use a policy with `optimizer_state: "
+    "{mechanism: stream}`, such as sft"
+)
+"""Warning where only a model with its own parameters can be planned."""
+
 
 def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = False) -> bool:
     """Swap torch's CUDA allocator for umem's, for the rest of the process.
@@ -288,7 +307,9 @@ def _stream_weights(model: nn.Module) -> None:
     try:
         manage_weights(model).begin_call()
     except UmemError as error:
-        _LOG.info("umem: weights of %s are not streamed: %s", type(model).__name__, error)
+        _LOG.warning(
+            "umem: weights of %s are not streamed. %s: %s", type(model).__name__, _COST, error
+        )
     except Exception as error:  # the program goes on with weights where they are
         _LOG.warning(
             "umem: weights of %s are not streamed: %s: %s",
@@ -315,7 +336,8 @@ def manage_automatically(
     distributed checkpoint does so, to make the state that is loaded. Then a later step finds the
     model. Where no module holds them at the second step, as the flat partitions and float32 copies
     of other libraries, their state is streamed beside the largest module that is trained on their
-    device: updates are due when it is called. Nothing is raised into the training: an error of umem
+    device, or the one of most parameters where these have no memory between uses: updates are due
+    when it is called. Nothing is raised into the training: an error of umem
     ends the search with a warning, and its traceback is logged at debug level.
     """
     # torch iterates over an optimizer's own hooks before it comes to the global ones, so that
@@ -340,7 +362,11 @@ class _AutomaticManagement:
         try:
             self._look(optimizer)
         except UmemError as error:
-            _LOG.info("umem: %s is not managed: %s", type(optimizer).__name__, error)
+            name = type(optimizer).__name__
+            if isinstance(error, EnableError) and _device_types(optimizer) != {"cpu"}:
+                _LOG.warning("umem: %s is not managed. %s: %s", name, _COST, error)
+            else:  # it trains on the CPU, or the program manages it in another way
+                _LOG.info("umem: %s is not managed: %s", name, error)
         except Exception as error:  # the training goes on without umem
             self._has_failed = True
             _LOG.warning(
@@ -370,12 +396,16 @@ class _AutomaticManagement:
         elif steps + 1 < _STEPS_WITHOUT_MODEL:
             self._steps[optimizer] = steps + 1
         else:
-            _LOG.warning(
-                "umem: %s is not managed: no module that was called in %d steps holds its "
-                "parameters. Call umem.manage(model, optimizer) where the training begins",
-                type(optimizer).__name__,
-                _STEPS_WITHOUT_MODEL,
-            )
+            name = type(optimizer).__name__
+            if _device_types(optimizer) == {"cpu"}:
+                _LOG.info("umem: %s is not managed: it updates parameters on the CPU", name)
+            else:
+                warning = _NO_MODEL if self._streams_state else _NO_OWNER
+                _LOG.warning(warning, name, _STEPS_WITHOUT_MODEL)
+
+
+def _device_types(optimizer: Optimizer) -> set[str]:
+    return {p.device.type for group in optimizer.param_groups for p in group["params"]}
 
 
 def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
@@ -390,12 +420,16 @@ def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | N
 
 
 def _model_beside(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
-    """The outermost module with the most trained bytes on the device of an optimizer."""
+    """The outermost module with the most trained bytes on the device of an optimizer.
+
+    Between uses, the parameters of ZeRO-3 have no memory: then the number of parameters decides.
+    """
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
 
-    def trained_bytes(module: nn.Module) -> int:
+    def trained(module: nn.Module) -> tuple[int, int]:
         its = (p for p in module.parameters() if p.requires_grad)
-        return sum(p.nbytes for p in its if {p.device} == devices)
+        sizes = [p.nbytes for p in its if {p.device} == devices]
+        return sum(sizes), len(sizes)
 
-    model = max(roots, key=trained_bytes, default=None)
-    return model if model is not None and trained_bytes(model) else None
+    model = max(roots, key=trained, default=None)
+    return model if model is not None and any(trained(model)) else None

@@ -65,7 +65,7 @@ class LazyLanes(Lanes):
         model: nn.Module,
         eagerness: float = 0.0,
         seed: int = 0,
-        also: Iterable[nn.Parameter] = (),
+        also: Iterable[Any] = (),
     ) -> None:
         self._model = weakref.ref(model)
         self._known = {id(it): it for it in also}

@@ -178,13 +178,14 @@ def _bounds_table(
 
 
 def _rules_table(rules: Sequence[ClassRule]) -> Table:
-    access = ("device\naccess", "read\nmostly", "min\nsize")
+    access = ("device\naccess", "read\nmostly", "min\nsize", "device\nshare")
     table = output.make_table("class", "kind", "placement", *access, "mechanism", "eviction")
     for member, rule in zip(TensorClass, rules, strict=True):
         mapped = "mapped" if rule.accessed_by_device else "-"
         read_mostly = "yes" if rule.read_mostly else "-"
         size = format_bytes(rule.min_bytes) if rule.min_bytes else "-"
-        cells = (rule.kind, rule.placement, mapped, read_mostly, size)
+        share = f"{100 * rule.fraction:g}%" if rule.fraction < 1.0 else "-"
+        cells = (rule.kind, rule.placement, mapped, read_mostly, size, share)
         table.add_row(member.value, *cells, rule.mechanism, rule.eviction)
     return table
 

@@ -131,6 +131,8 @@ class StreamTuner:
         The device's memory.
     store
         Copies activations; None for a training whose activations stay.
+    state_share
+        The most of the optimizer state that may be on the device, as a share of its bytes.
     """
 
     def __init__(
@@ -139,6 +141,8 @@ class StreamTuner:
         clock: Clock,
         room: DeviceRoom,
         store: ActivationStore | None = None,
+        *,
+        state_share: float = 1.0,
     ) -> None:
         self.plan: StreamPlan | None = None
         """The present plan; None before the first one."""
@@ -146,6 +150,7 @@ class StreamTuner:
         self._clock = clock
         self._room = room
         self._store = store
+        self._state_share = state_share
         self._in_backward = self._expects_backward = False
         self._state = TuningState.OFF
         self._activations: CopiedActivations | None = None
@@ -477,6 +482,8 @@ class StreamTuner:
             budget_bytes=budget_bytes,
             hardware=self._hardware,
             fixed_bytes=fixed_bytes,
+            weight_share=1.0 if weights is None else weights.share,
+            state_share=self._state_share,
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
             in_backward=self._in_backward,

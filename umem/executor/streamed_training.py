@@ -112,7 +112,7 @@ def stream_state(
     hardware = detect_hardware(index)
     budget_bytes = state.device_budgets[index] or hardware.device_bytes
     homes = [name for name in TensorClass if policy.rules[name.number].kind == "pinned"]
-    min_bytes = policy.rules[TensorClass.OPTIMIZER_STATE.number].min_bytes
+    rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
     streams_state = policy.streams_state
     reason = refusal(optimizer) if streams_state and not step_in_backward else ""
     if reason:
@@ -124,12 +124,13 @@ def stream_state(
         CudaClock(device),
         CudaRoom(state.allocator, index, budget_bytes, homes),
         ActivationStore(device) if policy.copies_activations else None,
+        state_share=rule.fraction,
     )
     return StreamedTraining(
         model,
         optimizer,
         cuda_lanes(device),
-        CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes)),
+        CudaStateMemory(device, state.allocator, rule.min_bytes, staged_bytes(budget_bytes)),
         tuner,
         streams_state=streams_state,
         copies_gradients=streams_state and policy.copies_gradients,
@@ -227,7 +228,6 @@ class StreamedTraining:
         self._lanes = lanes
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
-        self._device: torch.device = optimizer.param_groups[0]["params"][0].device
         self._backward: BackwardUpdates | None = None
         self._weights = weights
         if weights is not None:
@@ -235,6 +235,10 @@ class StreamedTraining:
             self._step.settled = weights.streamed.settled
         self._step.may_defer = not is_compiled(model)
         self._compilations = 0
+        self._seen_first: set[int] = set()
+        """The first parameter, by ``id``, of each call of ``step()`` in this training step."""
+        self._is_turn = False
+        """Whether the present call of ``step()`` belongs to the training step of the one before."""
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
         self._undo: list[Callable[[], None]] = []
@@ -299,11 +303,6 @@ class StreamedTraining:
     def optimizer(self) -> Optimizer | None:
         """The optimizer; None once it was collected."""
         return self._optimizer()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the optimizer's parameters."""
-        return self._device
 
     @property
     def counts(self) -> StepCounts:
@@ -434,7 +433,8 @@ class StreamedTraining:
         self._gradients.step_begins()
         if self._weights is not None:
             self._weights.streamed.step_begins()
-        if self._tuner is not None:
+        self._is_turn = self._comes_by_turns(optimizer)
+        if self._tuner is not None and not self._is_turn:
             self._tuner.step_begins()
         if not self._streams_state:
             return None
@@ -458,10 +458,23 @@ class StreamedTraining:
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_in_line:
             self._step.find_state(optimizer)
-        if self._tuner is not None:
+        if self._tuner is not None and not self._is_turn:
             self._tuner.step_ends()
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
             self._tuner.move_into_backward()
+
+    def _comes_by_turns(self, optimizer: Optimizer) -> bool:
+        """Whether the training step has begun with an earlier call, for other parameters.
+
+        DeepSpeed calls ``step()`` for each of its sub-groups, which it puts into the optimizer's
+        groups for that call alone.
+        """
+        first = id(next(optimizer_parameters(optimizer), None))
+        if not self._seen_first or first in self._seen_first:
+            self._seen_first = {first}
+            return False
+        self._seen_first.add(first)
+        return True
 
     def _gradient_failed(self, error: Exception) -> None:
         """An error must not end the training, which goes on with gradients where they are."""

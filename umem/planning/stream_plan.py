@@ -117,6 +117,7 @@ def plan_stream(
     batches: int = 1,
     holds_gradients: bool = False,
     weight_slots: int = 0,
+    state_share: float = 1.0,
 ) -> StreamPlan:
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
@@ -149,6 +150,8 @@ def plan_stream(
         Whether `forward_peak_bytes` of the units have the gradients of updates to come.
     weight_slots
         Number of buffers for weights at home, which the budget leaves out.
+    state_share
+        The most of the units' state that may be resident, as a share of its bytes.
 
     Raises
     ------
@@ -156,6 +159,7 @@ def plan_stream(
         If the budget is too small for two slots with all activations and gradients copied out. The
         message says how many bytes are needed.
     """
+    most_resident_bytes = int(state_share * sum(unit.state_bytes for unit in units))
 
     def with_gradients_copied(count: int, *, stages_operands: bool) -> _Problem:
         first = len(units) - count
@@ -179,6 +183,7 @@ def plan_stream(
             batches=batches,
             copied_gradients=count,
             weight_slots=weight_slots,
+            most_resident_bytes=most_resident_bytes,
         )
 
     # In the backward pass, gradients live for a few units only.
@@ -418,6 +423,8 @@ class _Problem:
     copied_gradients: int
     """Number of units whose gradients are copied out, the last ones."""
     weight_slots: int
+    most_resident_bytes: int
+    """State that may be resident."""
 
     @property
     def with_copied_gradients(self) -> frozenset[int]:
@@ -446,7 +453,7 @@ def _choices(problem: _Problem) -> Iterator[_Choice]:
     """Choices that fit the budget: those with as much resident state as it holds."""
     seen = set()
     for copied, state_bytes in _rooms(problem):
-        if problem.size.sum() <= state_bytes:
+        if problem.size.sum() <= min(state_bytes, problem.most_resident_bytes):
             everything = np.arange(len(problem.size))
             yield _Choice(everything, len(everything), len(everything), 0, copied)
             continue
@@ -488,12 +495,14 @@ def _state_choices(
     can_stream = (problem.staged <= slot_bytes) & (size > 0)
     always, others = np.flatnonzero(~can_stream), np.flatnonzero(can_stream)
     orders = [others, _spread(others)] if problem.in_backward else [others]
+    always_bytes = int(size[always].sum())
     for slots in _SLOTS:
-        room_bytes = state_bytes - slots * slot_bytes - int(size[always].sum())
+        room_bytes = state_bytes - slots * slot_bytes - always_bytes
         if room_bytes < 0:
             return
         for order in orders:
-            resident, streamed, free_bytes = [], [], room_bytes
+            resident, streamed = [], []
+            free_bytes = min(room_bytes, problem.most_resident_bytes - always_bytes)
             for unit in order.tolist():
                 if size[unit] <= free_bytes:
                     resident.append(unit)
@@ -515,8 +524,13 @@ def _spread(units: _Bytes) -> _Bytes:
 
 
 def _slot_sizes(problem: _Problem) -> list[int]:
-    """Sizes of a slot to try, the largest first; one of them needs the least memory of all."""
-    sizes = np.unique(problem.staged[problem.size > 0])[::-1]
+    """Sizes of a slot to try, the largest first; one of them needs the least memory of all.
+
+    Units that are larger than a slot are resident, which not all may be.
+    """
+    every = np.unique(problem.staged[problem.size > 0])[::-1]
+    larger = [_larger_bytes(problem, slot_bytes) for slot_bytes in every.tolist()]
+    sizes = every[np.array(larger) <= problem.most_resident_bytes]
     chosen = [int(sizes[0])]
     for slot_bytes in sizes.tolist():
         if slot_bytes <= _SLOT_STEP * chosen[-1]:
@@ -527,7 +541,12 @@ def _slot_sizes(problem: _Problem) -> list[int]:
 
 def _needed_bytes(problem: _Problem, slot_bytes: int) -> int:
     """Memory for the fewest slots of a size, and for larger units."""
-    return _SLOTS[0] * slot_bytes + int(problem.size[problem.staged > slot_bytes].sum())
+    return _SLOTS[0] * slot_bytes + _larger_bytes(problem, slot_bytes)
+
+
+def _larger_bytes(problem: _Problem, slot_bytes: int) -> int:
+    """State of units with pieces that are larger than a slot."""
+    return int(problem.size[problem.staged > slot_bytes].sum())
 
 
 def _least_state_bytes(problem: _Problem) -> int:
@@ -535,7 +554,8 @@ def _least_state_bytes(problem: _Problem) -> int:
     if not problem.size.any():
         return 0
     least = min(_needed_bytes(problem, slot_bytes) for slot_bytes in _slot_sizes(problem))
-    return min(least, int(problem.size.sum()))
+    all_bytes = int(problem.size.sum())
+    return min(least, all_bytes) if all_bytes <= problem.most_resident_bytes else least
 
 
 def _slot_bytes(problem: _Problem, choice: _Choice) -> int:

@@ -191,6 +191,8 @@ def predict_stream(
         in_backward=in_backward,
         batches=step.batches,
         holds_gradients=True,
+        weight_share=policy.rules[TensorClass.WEIGHTS.number].fraction,
+        state_share=policy.rules[TensorClass.OPTIMIZER_STATE.number].fraction,
     )
     made = StreamPrediction(
         trace.name, hardware.name, policy.name, budget_bytes, in_backward, step, training

@@ -89,6 +89,7 @@ def plan_training(
     budget_bytes: int,
     hardware: Hardware,
     fixed_bytes: int = 0,
+    weight_share: float = 1.0,
     **options: Any,
 ) -> TrainingPlan:
     """Choose where weights, state, activations and gradients are, for the shortest predicted step.
@@ -108,6 +109,9 @@ def plan_training(
         The machine's figures.
     fixed_bytes
         Weights that are always on the device.
+    weight_share
+        The most of all weights that may be on the device, as a share of their bytes. `fixed_bytes`
+        count, staging buffers do not.
     **options
         Of :func:`umem.planning.stream_plan.plan_stream`.
 
@@ -122,13 +126,14 @@ def plan_training(
     every = list(weights.values())
     all_bytes = sum(sum(unit.part_bytes) for unit in every)
     least_bytes = plan_weights(every, 0, WEIGHT_SLOTS).device_bytes
+    most_bytes = max(0, int(weight_share * (fixed_bytes + all_bytes)) - fixed_bytes)
     tried: set[WeightPlan] = set()
     errors: dict[float, str] = {}
 
     def plan_with(share: float) -> TrainingPlan | None:
         """Plan with a share of the weights that can leave on the device; None for no new plan."""
         room_bytes = least_bytes + int(share * (all_bytes - least_bytes))
-        placed = plan_weights(every, room_bytes, WEIGHT_SLOTS)
+        placed = plan_weights(every, room_bytes, WEIGHT_SLOTS, most_resident_bytes=most_bytes)
         if placed in tried:
             return None
         tried.add(placed)

@@ -58,7 +58,12 @@ class WeightPlan:
 
 
 def plan_weights(
-    units: Sequence[WeightUnit], room_bytes: int, slots: int, *, experts_first: bool = False
+    units: Sequence[WeightUnit],
+    room_bytes: int,
+    slots: int,
+    *,
+    experts_first: bool = False,
+    most_resident_bytes: int | None = None,
 ) -> WeightPlan:
     """Keep as many weights on the device as have room there beside the staging buffers.
 
@@ -76,6 +81,8 @@ def plan_weights(
         Number of staging buffers, 2 or more.
     experts_first
         Whether to stream tables of experts alone where that makes room enough.
+    most_resident_bytes
+        The most that may stay on the device, beside staging buffers; None for as much as has room.
 
     Returns
     -------
@@ -88,28 +95,31 @@ def plan_weights(
         ((size, n, part) for n, it in enumerate(units) for part, size in _gathered(it)),
         reverse=True,
     )
+    most_bytes = all_bytes if most_resident_bytes is None else most_resident_bytes
     left_bytes = 0
     for size_bytes, number, part in gathered:
-        if all_bytes - left_bytes <= room_bytes:
+        if all_bytes - left_bytes <= min(room_bytes, most_bytes):
             break
         in_place[number].add(part)
         left_bytes += size_bytes
     none: list[frozenset[int]] = [frozenset()] * len(units)
     streamed, slot_bytes = none, 0
-    if all_bytes - left_bytes > room_bytes:
+    if all_bytes - left_bytes > min(room_bytes, most_bytes):
         can_stream = [
             {part: size for part, size in enumerate(unit.part_bytes) if part not in unit.gathered}
             for unit in units
         ]
         excess_bytes = all_bytes - left_bytes - room_bytes
+        least_bytes = all_bytes - left_bytes - most_bytes
         if experts_first:
             tables = [
                 {part: size for part, size in some.items() if part in unit.experts}
                 for unit, some in zip(units, can_stream, strict=True)
             ]
-            streamed, slot_bytes = _streamed(tables, excess_bytes, slots)
-        if _bytes_of(units, streamed) - slots * slot_bytes < excess_bytes:
-            streamed, slot_bytes = _streamed(can_stream, excess_bytes, slots)
+            streamed, slot_bytes = _streamed(tables, excess_bytes, slots, least_bytes)
+        found_bytes = _bytes_of(units, streamed)
+        if found_bytes < max(excess_bytes + slots * slot_bytes, least_bytes):
+            streamed, slot_bytes = _streamed(can_stream, excess_bytes, slots, least_bytes)
     streamed_bytes = _bytes_of(units, streamed)
     return WeightPlan(
         streamed=tuple(streamed),
@@ -137,17 +147,21 @@ def staged_bytes(sizes: Sequence[int]) -> int:
 
 
 def _streamed(
-    units: Sequence[dict[int, int]], excess_bytes: int, slots: int
+    units: Sequence[dict[int, int]], excess_bytes: int, slots: int, least_bytes: int
 ) -> tuple[list[frozenset[int]], int]:
-    """Parts to stream, so that their bytes less those of the slots are the excess, and a slot."""
+    """Parts to stream, so that their bytes less those of the slots are the excess, and a slot.
+
+    They have `least_bytes` in any case.
+    """
     choices = [_combinations(unit) for unit in units]
     sizes = sorted({staged for some in choices for staged, _, _ in some})
     # Few units may have less to stream than buffers take.
     nothing: list[frozenset[int]] = [frozenset()] * len(units)
-    least, best = excess_bytes, (nothing, 0)
+    least, best = max(excess_bytes, least_bytes), (nothing, 0)
     for slot_bytes in sizes:
-        chosen, streamed_bytes = _share(choices, slot_bytes, excess_bytes + slots * slot_bytes)
-        missing = excess_bytes + slots * slot_bytes - streamed_bytes
+        wanted_bytes = max(excess_bytes + slots * slot_bytes, least_bytes)
+        chosen, streamed_bytes = _share(choices, slot_bytes, wanted_bytes)
+        missing = wanted_bytes - streamed_bytes
         if missing <= 0:
             return chosen, slot_bytes
         if missing < least:

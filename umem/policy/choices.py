@@ -46,12 +46,17 @@ def choose_rule(tensor_class: TensorClass, rule: ClassRule, hardware: Hardware) 
     tensor_class
         The class.
     rule
-        Its rule, of kind auto. Its ``min_bytes`` stays.
+        Its rule, of kind auto. Its ``min_bytes`` and ``fraction`` stay.
     hardware
         The machine's figures.
     """
     best = min(_ALTERNATIVES[tensor_class], key=lambda it: it.added_s_per_byte(hardware))
-    chosen = ClassRule(kind=best.kind, mechanism=best.mechanism, min_bytes=rule.min_bytes)
+    chosen = ClassRule(
+        kind=best.kind,
+        mechanism=best.mechanism,
+        min_bytes=rule.min_bytes,
+        fraction=rule.fraction,
+    )
     return Choice(chosen, best.reason(hardware))
 
 

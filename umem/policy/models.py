@@ -97,6 +97,9 @@ DeviceBudget = Annotated[
 ]
 
 
+Fraction = Annotated[float, Field(strict=True, ge=0.0, le=1.0)]
+
+
 # Combinations of a rule's keys that cannot work, with the remedy for each.
 
 
@@ -260,6 +263,10 @@ class ClassRule(_Record):
     write drops all copies but one. For contents that rarely change."""
     min_bytes: Bytes = 0
     """Smaller tensors stay in plain device memory and never move. Bytes, or text such as 1MiB."""
+    fraction: Fraction = 1.0
+    """The part of the class's bytes that may be on the device, from 0 to 1; the rest has its home
+    on the host also where the budget has room for it. Staging buffers are beside it. For
+    what is streamed: optimizer_state, and weights and frozen_weights, which are one to it."""
     mechanism: Mechanism = "auto"
     """How the class moves: auto (the planner chooses; with kind auto, the machine), migrate
     (prefetch of pages), map (used in place on the host, over the link), duplicate (read-mostly
@@ -277,6 +284,14 @@ class ClassRule(_Record):
     def _is_possible(self) -> ClassRule:
         raise_conflicts(_rule_conflicts(self))
         return self
+
+
+_STREAMED: Mapping[str, MemoryKind] = {
+    "weights": "device",
+    "frozen_weights": "device",
+    "optimizer_state": "pinned",
+}
+"""Classes that can be streamed, with the kind of memory that they have then."""
 
 
 class ClassRules(_Record):
@@ -297,19 +312,14 @@ class ClassRules(_Record):
 
     @model_validator(mode="after")
     def _streams_what_is_used_by_turns(self) -> ClassRules:
-        kinds: dict[str, MemoryKind] = {
-            "weights": "device",
-            "frozen_weights": "device",
-            "optimizer_state": "pinned",
-        }
         conflicts = []
         for name in ClassRules.model_fields:
             rule: ClassRule = getattr(self, name)
-            if rule.mechanism != "stream" or rule.kind == kinds.get(name):
+            if rule.mechanism != "stream" or rule.kind == _STREAMED.get(name):
                 continue
-            if name in kinds:
+            if name in _STREAMED:
                 message = (
-                    f"mechanism stream for {name}: set kind: {kinds[name]}, or mechanism: auto"
+                    f"mechanism stream for {name}: set kind: {_STREAMED[name]}, or mechanism: auto"
                 )
             else:
                 message = (
@@ -317,6 +327,37 @@ class ClassRules(_Record):
                     f"frozen_weights and optimizer_state, and not for {name}; set mechanism: auto"
                 )
             conflicts.append(Conflict((name, "mechanism"), message))
+        raise_conflicts(conflicts)
+        return self
+
+    @model_validator(mode="after")
+    def _divides_only_what_is_streamed(self) -> ClassRules:
+        conflicts = []
+        for name in ClassRules.model_fields:
+            rule: ClassRule = getattr(self, name)
+            if rule.fraction == 1.0 or (name in _STREAMED and rule.kind == "auto"):
+                continue
+            if name not in _STREAMED:
+                message = (
+                    "fraction is for what is streamed, so for weights, frozen_weights and "
+                    f"optimizer_state, and not for {name}: set fraction: 1"
+                )
+            elif rule.mechanism != "stream":
+                message = (
+                    f"fraction {rule.fraction:g} with mechanism {rule.mechanism}: only what is "
+                    "streamed is divided between device and host; set mechanism: stream with "
+                    f"kind: {_STREAMED[name]}, kind: auto, or fraction: 1"
+                )
+            else:
+                continue
+            conflicts.append(Conflict((name, "fraction"), message))
+        if self.weights.fraction != self.frozen_weights.fraction and not conflicts:
+            message = (
+                f"fraction {self.weights.fraction:g} of weights and "
+                f"{self.frozen_weights.fraction:g} of frozen_weights: they leave the device "
+                "together; give both the same fraction"
+            )
+            conflicts.append(Conflict(("weights", "fraction"), message))
         raise_conflicts(conflicts)
         return self
 

@@ -62,10 +62,15 @@ def find_chains(model: nn.Module) -> list[nn.Module]:
 
 
 def main_chain(model: nn.Module) -> nn.Module | None:
-    """The chain with the largest product of length and bytes: the layers of a transformer."""
+    """The chain with the largest product of length and bytes: the layers of a transformer.
 
-    def weight(chain: nn.Module) -> int:
-        return len(members(chain)) * sum(parameter.nbytes for parameter in chain.parameters())
+    The number of parameters decides between chains of no bytes: ZeRO-3 takes the memory of
+    parameters that are not in use.
+    """
+
+    def weight(chain: nn.Module) -> tuple[int, int]:
+        length, sizes = len(members(chain)), [it.nbytes for it in chain.parameters()]
+        return length * sum(sizes), length * len(sizes)
 
     return max(find_chains(model), key=weight, default=None)
 

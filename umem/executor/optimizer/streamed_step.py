@@ -137,7 +137,8 @@ class StreamedStep:
                 self.counts.resident += 1
                 return None
             call = StepCall(optimizer, self._lanes)
-            updates = [self._queue(unit, call, done, is_deferred) for unit in queued]
+            left_out = done | self.units.absent
+            updates = [self._queue(unit, call, left_out, is_deferred) for unit in queued]
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
@@ -189,14 +190,14 @@ class StreamedStep:
                 self.units.find_state(optimizer, self._called)
 
     def _queue(
-        self, unit: StreamedUnit, call: StepCall, done: frozenset[Any], is_deferred: bool
+        self, unit: StreamedUnit, call: StepCall, left_out: frozenset[Any], is_deferred: bool
     ) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
         part: ParameterGroups | None = None
         updated = unit.parameters
         gradients = [gradient for it in updated if (gradient := it.grad) is not None]
-        if done or len(gradients) < len(updated):
-            part = _with_gradients(_without(unit.queued, done))
+        if left_out or len(gradients) < len(updated):
+            part = _with_gradients(_without(unit.queued, left_out))
             updated = parameters_of(part)
             gradients = [it.grad for it in updated]
         if not updated:
@@ -440,10 +441,10 @@ def _are_staged(parameters: list[Any], pieces: list[_PieceUpdate]) -> bool:
     )
 
 
-def _without(groups: ParameterGroups, done: frozenset[Any]) -> ParameterGroups:
-    if not done:
+def _without(groups: ParameterGroups, left_out: frozenset[Any]) -> ParameterGroups:
+    if not left_out:
         return groups
-    return [(number, [p for p in some if p not in done]) for number, some in groups]
+    return [(number, [p for p in some if p not in left_out]) for number, some in groups]
 
 
 def _of_piece(groups: ParameterGroups, piece: StreamedUnit) -> ParameterGroups:

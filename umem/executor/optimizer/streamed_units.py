@@ -169,8 +169,10 @@ class StreamedUnits:
         self.lock = threading.RLock()
         self.layouts = 0
         """How often units were laid out anew."""
-        self.in_line: ParameterGroups = []
-        """Parameters that are updated within the step."""
+        self.absent: frozenset[Any] = frozenset()
+        """Parameters of earlier steps that have state still, and are in no group at the present
+        one. Libraries put their partitions into the groups by turns, each for a call of ``step()``.
+        """
         self.runs_backward = False
         """Whether units are updated in the backward pass."""
         self._owner = owner
@@ -186,7 +188,8 @@ class StreamedUnits:
         self._has_operand_room = True
         self._units: dict[str, StreamedUnit] = {}
         self._members: list[list[Any]] = []
-        """The optimizer's parameters when they were sorted by unit."""
+        """The optimizer's parameters at its last step."""
+        self._in_line: ParameterGroups | None = None
         self._seen: tuple[Any, int] | None = None
         """The optimizer's state, and the number of its parameters, when units were laid out; None
         to look at all of them again."""
@@ -240,6 +243,17 @@ class StreamedUnits:
         """The units whose updates are queued, in the order of the forward pass."""
         return [unit for unit in self._units.values() if unit.state is not None]
 
+    @property
+    def in_line(self) -> ParameterGroups:
+        """Parameters of the present step that are updated within it."""
+        if self._in_line is None:
+            queued = {parameter for unit in self for parameter in unit.parameters}
+            self._in_line = [
+                (number, [p for p in some if p not in queued])
+                for number, some in enumerate(self._members)
+            ]
+        return self._in_line
+
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters and the state that it had at its last step."""
         return self.are_laid_out(optimizer.state) and self.has_members_of(optimizer)
@@ -247,8 +261,13 @@ class StreamedUnits:
     def has_members_of(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters that it had at its last step."""
         groups = [group["params"] for group in optimizer.param_groups]
-        return list(map(len, groups)) == list(map(len, self._members)) and all(
-            all(map(is_, some, known)) for some, known in zip(groups, self._members, strict=True)
+        return (
+            list(map(len, groups)) == list(map(len, self._members))
+            and all(
+                all(map(is_, some, known))
+                for some, known in zip(groups, self._members, strict=True)
+            )
+            and all(parameter in optimizer.state for parameter in self.absent)
         )
 
     def are_laid_out(self, state: OptimizerState) -> bool:
@@ -315,23 +334,29 @@ class StreamedUnits:
                 self._lay_out_unit(unit, state, piece_bytes)
             self.layouts += 1
             self._seen = (state, len(state))
-            queued = {p for unit in self._units.values() for p in unit.parameters}
-            self.in_line = [
-                (number, [p for p in group["params"] if p not in queued])
-                for number, group in enumerate(optimizer.param_groups)
-            ]
+            self._in_line = None
 
     def find_units(self, optimizer: Optimizer) -> None:
-        """Sort the parameters of an optimizer by unit, which has others than before."""
-        self.clear()
-        self._members = [list(group["params"]) for group in optimizer.param_groups]
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
+        """Sort the parameters of an optimizer by unit, which has others than before.
+
+        Units stay as they are where the groups have some of the known parameters, and all others of
+        these have state still.
+        """
+        members = [list(group["params"]) for group in optimizer.param_groups]
+        present = {p: number for number, some in enumerate(members) for p in some}
+        known = {p: number for unit in self for number, some in unit.groups for p in some}
+        absent = frozenset(p for p in known if p not in present and p in optimizer.state)
+        staying = {p: number for p, number in known.items() if p in present or p in absent}
+        every = staying | present  # in the order in which they were seen first
+        if every != known:
+            self.clear()
+            for parameter, number in every.items():
                 name = self._owner(parameter)
                 unit = self._units.setdefault(name, StreamedUnit(name))
                 if not unit.groups or unit.groups[-1][0] != number:
                     unit.groups.append((number, []))
                 unit.groups[-1][1].append(parameter)
+        self._members, self._in_line, self.absent = members, None, absent
 
     def _order(self, called: Iterable[str]) -> None:
         """Put units into the order of the last forward pass."""
@@ -547,4 +572,4 @@ class StreamedUnits:
             self._drop_state(unit)
         self._units.clear()
         self._slots.clear()
-        self._members, self._seen = [], None
+        self._members, self._in_line, self.absent, self._seen = [], None, frozenset(), None

@@ -12,7 +12,7 @@ from umem.capture.live import NO_BLOCK, Block
 __all__ = ["UnitNames", "is_outside"]
 
 _PART_BYTES = 64 << 20
-"""Parameters in a unit outside of blocks where no block has any."""
+"""Parameters in a unit outside of blocks where no block has any, or not all of them now."""
 
 _PART = "."
 """Begins the names of further units outside of blocks, and no module's."""
@@ -42,12 +42,15 @@ class UnitNames:
         self._names = WeakIdKeyDictionary()
         self._last_bytes = 0
         sizes = [0]
+        are_whole = True
         for block in blocks:
             parameters = list(block.module.parameters())
             sizes.append(sum(it.nbytes for it in parameters))
+            are_whole &= all(it.numel() for it in parameters)
             for parameter in parameters:
                 self._names.setdefault(parameter, block.name)
-        self.part_bytes = max(sizes) or _PART_BYTES
+        # ZeRO-3 takes the memory of parameters that are not in use: nothing tells a block's size.
+        self.part_bytes = (max(sizes) if are_whole else 0) or _PART_BYTES
         """Parameters in a unit outside of blocks, at most."""
 
     def of(self, parameter: torch.Tensor) -> str:

@@ -132,6 +132,7 @@ def manage_weights(model: nn.Module) -> ModelWeights:
         CudaRoom(state.allocator, index, budget_bytes),
         ActivationStore(device),
         min_bytes=min_bytes,
+        share=rules[TensorClass.WEIGHTS.number].fraction,
     )
     _models[model] = made
     if not _STEP_HOOK:
@@ -170,6 +171,8 @@ class ModelWeights:
         Sees what autograd saves.
     min_bytes
         Smaller weights stay on the device.
+    share
+        The most of all weights that may be on the device, as a share of their bytes.
     """
 
     def __init__(
@@ -181,7 +184,10 @@ class ModelWeights:
         store: ActivationStore,
         *,
         min_bytes: int,
+        share: float = 1.0,
     ) -> None:
+        self.share = share
+        """The most of all weights that may be on the device, as a share of their bytes."""
         self._model = weakref.ref(model)
         self._lanes = lanes
         self._memory = memory
@@ -330,8 +336,14 @@ class ModelWeights:
         return needed_bytes
 
     def _is_over(self, other_bytes: int) -> bool:
-        """Whether weights and everything else do not fit."""
-        return other_bytes + self._weight_bytes > self._budget_bytes
+        """Whether weights and everything else do not fit, or not all weights may stay."""
+        may_stay = self._weight_bytes - self.fixed_bytes <= self._most_resident_bytes
+        return not may_stay or other_bytes + self._weight_bytes > self._budget_bytes
+
+    @property
+    def _most_resident_bytes(self) -> int:
+        """Of what can be streamed."""
+        return max(0, int(self.share * self._weight_bytes) - self.fixed_bytes)
 
     @property
     def _budget_bytes(self) -> int:
@@ -376,6 +388,7 @@ class ModelWeights:
             WEIGHT_SLOTS,
             # A training uses all of them in each pass.
             experts_first=not torch.is_grad_enabled(),
+            most_resident_bytes=self._most_resident_bytes,
         )
         self.apply(plan, other_bytes)
 

@@ -1,0 +1,133 @@
+"""Finds and streams the trainings of scripts, as `umem.enable` does it on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from activation_chain import LazyMover
+from lazy_lanes import HostStateMemory, LazyLanes
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from umem import swap
+from umem.capture.live import WallClock
+from umem.executor import stream_tuning
+from umem.executor.optimizer.separable import refusal
+from umem.executor.phase_measurement import DeviceRoom
+from umem.executor.stream_tuning import StreamTuner
+from umem.executor.streamed_training import StreamedTraining
+from umem.hardware import load_hardware
+from umem.offloading import ActivationStore
+from umem.runtime.model_parts import optimizer_parameters
+
+__all__ = ["Room", "Streams", "streaming"]
+
+_BASE = 10**6
+"""Bytes of all that is not streamed, at any moment."""
+
+_SLACK = 256 << 20
+"""What the tuner keeps free."""
+
+
+class Room(WallClock, DeviceRoom):
+    """A device whose memory is always as full, and a clock that ticks when it is read."""
+
+    def __init__(self, more_bytes: int) -> None:
+        self.budget_bytes = _SLACK + _BASE + more_bytes
+        self._now = 0
+
+    def mark(self) -> int:
+        self._now += 1000
+        return self._now
+
+    def find_homes(self) -> None:
+        pass
+
+    def take_peak_bytes(self) -> int:
+        return _BASE
+
+    def spilled_bytes(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        pass
+
+
+class Streams:
+    """Streams every training of a script.
+
+    Parameters
+    ----------
+    more_bytes
+        Of the budget, for resident state and slots. If negative, all state is streamed, and all
+        activations are copied.
+    in_backward
+        Whether parameters are updated in the backward pass.
+    also
+        Parameters that optimizers will have later.
+    """
+
+    def __init__(
+        self,
+        more_bytes: int = -1,
+        *,
+        in_backward: bool = False,
+        also: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self.trainings: list[StreamedTraining] = []
+        self._more_bytes = more_bytes
+        self._in_backward = in_backward
+        self.also = list(also)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        room = Room(self._more_bytes)
+        store = ActivationStore("cpu", LazyMover(), min_bytes=256)
+        lanes = LazyLanes(model, 0.3, 1, also=[*optimizer_parameters(optimizer), *self.also])
+        training = StreamedTraining(
+            model,
+            optimizer,
+            lanes,
+            HostStateMemory(),
+            StreamTuner(load_hardware("h200-pcie"), room, room, store),
+            streams_state=not refusal(optimizer),
+            step_in_backward=self._in_backward,
+        )
+        self.trainings.append(training)
+
+
+@contextmanager
+def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Find trainings while a script runs; none for a stock run."""
+    if streams is None:
+        yield
+        return
+    called: dict[nn.Module, None] = {}
+    inner: set[nn.Module] = set()
+
+    def see(module: nn.Module, _args: object) -> None:
+        if not torch.compiler.is_compiling() and module not in inner:
+            called.setdefault(module)
+            inner.update(module.modules())
+
+    # Half of it would have room for small models as a whole.
+    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
+    hooks: list[Callable[..., Any]] = []
+    monkeypatch.setattr(swap, "register_optimizer_step_post_hook", hooks.append)
+    monkeypatch.setattr("umem.executor.stream_state", streams.attach)
+    swap.manage_automatically(lambda: list(called), is_planned=False, streams_state=True)
+    handles = [
+        register_module_forward_pre_hook(see),
+        *map(register_optimizer_step_post_hook, hooks),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for training in streams.trainings:
+            training.abandon()

@@ -1,0 +1,187 @@
+"""DeepSpeed itself, on the CPU with two ranks: its state is streamed, and all bits are stock's.
+
+Its optimizers have no parameters of the model: ZeRO puts float32 partitions into them by turns.
+tests/test_partitions_by_turns.py shows the same without DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from found_trainings import Streams, streaming
+from torch import distributed, nn
+
+# DeepSpeed compiles an operator of its own first. It is imported by the ranks alone.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed"),
+]
+
+RANKS, WIDTH, LAYERS, STEPS = 2, 64, 4, 6
+LAYER = WIDTH * WIDTH + WIDTH
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "ZeRO-2": {"stage": 2},
+    "ZeRO-3": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "ZeRO-3, kept biases, sub-groups": {"stage": 3, "sub_group_size": LAYER},
+}
+
+
+class Net(nn.Module):
+    """Layers, of which each has a weight and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+class Lines(logging.Handler):
+    """Collects what umem warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def make_engine(zero: dict[str, Any]) -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = Net()
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [it for name, it in named if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [it for name, it in named if name.endswith("bias")], "weight_decay": 0.0},
+    ]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(groups, lr=1e-2),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 0.5,
+            "zero_optimization": zero,
+        },
+    )
+    return engine
+
+
+def partitions(engine: Any) -> list[nn.Parameter]:
+    """What the optimizer updates."""
+    its = engine.optimizer
+    found = getattr(its, "fp32_partitioned_groups_flat", None)
+    flats: list[nn.Parameter] = its.single_partition_of_fp32_groups if found is None else found
+    return flats
+
+
+def train(zero: dict[str, Any], streams: Streams | None, folder: Path) -> dict[str, Any]:
+    """Train, save, train on, load, and train again."""
+    engine, losses = make_engine(zero), []
+    lines = Lines()
+    logging.getLogger("umem").addHandler(lines)
+    if streams is not None:
+        streams.also += partitions(engine)
+
+    def steps(seed: int) -> None:
+        for number in range(STEPS):
+            generator = torch.Generator().manual_seed(seed + number)
+            batch = torch.randn(4 * RANKS, WIDTH, generator=generator).bfloat16()
+            loss = engine(batch[distributed.get_rank() :: RANKS])
+            losses.append(loss.item().hex())
+            engine.backward(loss)
+            engine.step()
+
+    with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
+        steps(0)
+        engine.save_checkpoint(str(folder))
+        steps(10)
+        engine.load_checkpoint(str(folder))
+        steps(20)
+        weights = [it.detach().clone() for it in partitions(engine)]
+        found: dict[str, Any] = {"losses": losses, "weights": [it.tolist() for it in weights]}
+        if streams is not None:
+            (training,) = streams.trainings
+            status = training.status()
+            assert status.tuning is not None
+            found |= {
+                "warnings": lines.lines,
+                "counts": dataclasses.asdict(status.counts),
+                "partitions": len(partitions(engine)),
+                "state_bytes": status.state_bytes,
+                "expected_bytes": sum(2 * it.nbytes for it in partitions(engine)),
+                "plans": status.tuning.plans,
+                "activations": status.tuning.activations.tensors_out,
+            }
+    logging.getLogger("umem").removeHandler(lines)
+    engine.destroy()
+    return found
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """The main function of a rank's process: all runs, one after the other."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
+    meeting = (folder / "meeting").as_uri()
+    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
+    found = {
+        name: [
+            train(zero, streams, folder / f"{name}{number}")
+            for number, streams in enumerate((None, Streams(), Streams(10**6)))
+        ]
+        for name, zero in PROGRAMS.items()
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+Runs = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
+    """Results of each rank by program: stock, all state streamed, and all state on the device."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    spawning = multiprocessing.get_context("spawn")
+    processes = [spawning.Process(target=run_rank, args=(rank, folder)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * RANKS
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_state_is_streamed_and_all_bits_are_stocks(name: str, ranks: list[Runs]) -> None:
+    for runs in ranks:
+        stock, streamed, resident = runs[name]
+        assert len(set(stock["losses"])) > STEPS
+        for run in (streamed, resident):
+            assert run["losses"] == stock["losses"]
+            assert run["weights"] == stock["weights"]
+            assert run["counts"]["in_line"] == 0
+            assert run["plans"] > 0
+            assert run["state_bytes"] == run["expected_bytes"]
+            assert not any("is not managed" in line for line in run["warnings"])
+        assert streamed["counts"]["streamed"] >= 2 * STEPS * streamed["partitions"]
+        assert streamed["activations"] > 0
+        assert resident["counts"]["resident"] > 0
+    assert ranks[0][name][0]["weights"] != ranks[1][name][0]["weights"]
