@@ -1,11 +1,15 @@
-"""Predictions on the pages are the committed ones, and links lead somewhere."""
+"""Predictions on the pages are what the commands say, links lead somewhere, and the site builds."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from umem.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -17,7 +21,6 @@ STREAMED = (
 PREDICTIONS = [
     ("docs/simulate.md", "--model llama-2-7b", "predicted-llama-2-7b-gh200-96.txt"),
     ("docs/simulate.md", STREAMED, "predicted-streamed.txt"),
-    ("README.md", STREAMED, "predicted-streamed.txt"),
 ]
 """Pages that show what `umem simulate` said, its options, and the file that keeps it.
 
@@ -26,7 +29,7 @@ tests/test_examples.py compares the first one with what the demo says.
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
     missing = [
         f"{page.name}: {target}"
         for page in pages
@@ -45,3 +48,26 @@ def test_predictions_are_the_committed_ones(page: str, options: str, kept: str) 
     )
     assert found, f"{page} shows no such prediction"
     assert f"\n{found.group(1).strip()}\n" in "\n" + (RESULTS / kept).read_text(encoding="utf-8")
+
+
+def test_the_readme_fits_a_screen_and_shows_what_umem_fit_says() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    found = re.search(r"^\$ umem (fit .*?)\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)
+    assert found
+    said = CliRunner(env={"COLUMNS": "80"}).invoke(app, shlex.split(found[1]))
+    assert said.output.strip() == found[2].strip()
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))
+    index = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "pictures/speed-7b.svg" in index
+    assert 'href="out-of-memory.html"' in index
+    assert "umem.swap.enable" in (tmp_path / "api.html").read_text(encoding="utf-8")
