@@ -163,6 +163,23 @@ def test_wrong_offloading_arguments(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_the_notebook_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(REPOSITORY / "examples")
+    cells = json.loads(Path("tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []  # figures of another version would stay in it
+            exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
+    steps = list(names["steps"].values())
+    assert steps == sorted(steps)
+    assert capsys.readouterr().out.count("% of the passes' speed") == 8
+
+
 def test_the_code_in_the_activations_page_runs() -> None:
     text = (REPOSITORY / "docs" / "offload.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
