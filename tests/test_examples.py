@@ -179,7 +179,7 @@ def test_the_notebook_runs(
             exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
     steps = list(names["steps"].values())
     assert steps == sorted(steps)
-    assert capsys.readouterr().out.count("% of the passes' speed") == 8
+    assert capsys.readouterr().out.count("passes' speed") == 7
 
 
 def test_the_code_in_the_activations_page_runs() -> None:
