@@ -102,6 +102,7 @@ def view(figures: Figures, before: Figures | None, seconds: float) -> Group:
     if figures["not_in_use"] is not None:
         reason = plain(figures["not_in_use"])
         parts.append(f"umem is not in use, torch's own allocator stays: {reason}")
+        return Group(*parts)
     for device in figures["devices"]:
         parts += [_device(device), _classes(device)]
     if figures["copied"]:
