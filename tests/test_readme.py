@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
+import umem
 from umem.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +59,20 @@ def test_the_readme_fits_a_screen_and_shows_what_umem_fit_says() -> None:
     assert found
     said = CliRunner(env={"COLUMNS": "80"}).invoke(app, shlex.split(found[1]))
     assert said.output.strip() == found[2].strip()
+
+
+def test_the_page_of_the_interface_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
+    public = {name: getattr(umem, name) for name in umem.__all__ if name != "__version__"}
+    missing = [
+        name
+        for name, it in public.items()
+        if not isinstance(it, ModuleType)
+        and not {it.__module__, f"{it.__module__}.{it.__qualname__}"} & shown
+    ]
+    assert missing == []
+    assert umem.cuda.__name__ in shown
 
 
 @pytest.mark.slow

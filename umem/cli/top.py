@@ -29,8 +29,8 @@ Figures = Mapping[str, Any]
 _ONCE_S = 0.5
 """Time between the two looks of ``--once``, whose difference is the link's rate."""
 
-_ON_DEVICE = ("device", "system")
-"""Kinds of memory that are on the device; ``managed`` pages are on either side."""
+_EITHER = ("managed", "system")
+"""Kinds of memory whose pages are on either side."""
 
 app = output.make_app()
 
@@ -113,10 +113,11 @@ def view(figures: Figures, before: Figures | None, seconds: float) -> Group:
 
 def _device(device: Figures) -> Table:
     kinds = device["kinds"]
-    on_device = sum(kinds[kind]["reserved_bytes"] for kind in _ON_DEVICE if kind in kinds)
+    on_device = kinds["device"]["reserved_bytes"]
     budget_bytes = device["budget_bytes"] or device["total_bytes"]
     words = f"{format_bytes(on_device)} of {format_bytes(budget_bytes)}"
-    for kind, text in (("pinned", "page-locked on the host"), ("managed", "managed")):
+    texts = {"pinned": "page-locked on the host", **{kind: kind for kind in _EITHER}}
+    for kind, text in texts.items():
         if kinds.get(kind, {}).get("reserved_bytes"):
             words += f", {format_bytes(kinds[kind]['reserved_bytes'])} {text}"
     spilled_bytes = sum(kind["spilled_bytes"] for kind in kinds.values())
@@ -129,12 +130,12 @@ def _device(device: Figures) -> Table:
 
 
 def _classes(device: Figures) -> Table:
-    table = output.make_table("class", numbers=("device", "host", "managed"))
+    table = output.make_table("class", numbers=("device", "host", "either"))
     for name in TensorClass:
         kinds = device["classes"].get(name.value)
         if kinds:
-            on_device = sum(kinds.get(kind, 0) for kind in _ON_DEVICE)
-            sizes = (on_device, kinds.get("pinned", 0), kinds.get("managed", 0))
+            either = sum(kinds.get(kind, 0) for kind in _EITHER)
+            sizes = (kinds.get("device", 0), kinds.get("pinned", 0), either)
             table.add_row(name.value.replace("_", " "), *map(format_bytes, sizes))
     return table
 
