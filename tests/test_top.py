@@ -12,11 +12,13 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import Run, umem_command
 
 from umem.core.errors import UnsupportedError
+from umem.runtime import live_socket
 from umem.runtime.live_socket import ask, live_processes, serve
 
 UMEM = str(Path(sys.executable).with_name("umem"))
@@ -123,6 +125,43 @@ def test_a_killed_process_is_gone_though_its_socket_stays(top: Run, runtime_fold
     assert list(runtime_folder.iterdir()) == []
 
 
+def test_a_stopped_process_is_said_to_be_busy(
+    top: Run, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_socket, "_TIMEOUT_S", 0.2)
+    process = start(
+        sys.executable,
+        "-c",
+        "from umem.runtime.live_socket import serve; serve(dict)\n" + WAIT,
+    )
+    process.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    status, _, message = top(process.pid)
+    assert status == 2
+    assert f"process {process.pid} has not answered" in message
+    assert live_processes() == [process.pid]
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_the_view_follows_a_process_to_its_end(
+    top: Run, fallback: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    def look(pid: int) -> dict[str, Any]:
+        looks.append(ask(pid))
+        if len(looks) == 2:
+            fallback.communicate()
+        return looks[-1]
+
+    monkeypatch.setattr("umem.cli.top.ask", look)
+    status, shown, errors = top(fallback.pid, "--interval", "0.25")
+    assert (status, errors, len(looks)) == (0, "", 2)
+    assert shown.splitlines()[-1] == f"process {fallback.pid} has ended"
+
+
 def test_a_forked_child_leaves_the_socket_to_its_parent(runtime_folder: Path) -> None:
     program = (
         "import os, sys; from umem.runtime.live_socket import serve; serve(dict)\n"
@@ -165,8 +204,6 @@ def test_a_folder_that_is_a_link_or_open_to_others_is_not_used(
 def test_a_process_without_a_folder_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from umem.runtime import live_socket
-
     (tmp_path / "umem").write_text("a file")
     monkeypatch.setattr(live_socket, "_folders", lambda: [tmp_path / "umem"])
     caplog.set_level("INFO", "umem")

@@ -20,7 +20,7 @@ from umem.cli.output import format_seconds, plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.units import format_bytes
-from umem.runtime.live_socket import ask, live_processes
+from umem.runtime.live_socket import BusyError, ask, live_processes
 
 __all__ = ["app", "view"]
 
@@ -82,11 +82,15 @@ def _follow(console: Console, number: int, figures: Figures, interval_s: float) 
                 now = ask(number)
             except KeyboardInterrupt:
                 return
+            except BusyError:
+                continue
             except UnsupportedError:
                 break
             now_s = time.monotonic()
             screen.update(view(now, before, now_s - looked_s), refresh=True)
             before, looked_s = now, now_s
+    if not console.is_terminal:  # there the view has ended its line
+        console.line()
     console.print(f"process {number} has ended")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from umem.core.errors import UmemError, UnsupportedError
 
-__all__ = ["ask", "live_processes", "serve"]
+__all__ = ["BusyError", "ask", "live_processes", "serve"]
 
 _LOG = logging.getLogger("umem")
 
@@ -38,6 +38,10 @@ _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 Figures = Callable[[], dict[str, Any]]
 
 _serves = False
+
+
+class BusyError(UmemError):
+    """A process is there, and does not answer now."""
 
 
 # ---- in the training ----
@@ -136,6 +140,8 @@ def ask(pid: int) -> dict[str, Any]:
     ------
     UnsupportedError
         If there is no such process, it is not under umem or is another user's, or it has ended.
+    BusyError
+        If it does not answer now.
     """
     for path in _folders():
         with contextlib.suppress(FileNotFoundError, UnsupportedError), _opened(path) as folder:
@@ -160,7 +166,8 @@ def live_processes() -> list[int]:
             numbers = [int(it.stem) for it in names if it.suffix == ".sock" and it.stem.isdecimal()]
             for number in numbers:
                 with contextlib.suppress(FileNotFoundError):
-                    _read(folder, number)
+                    with contextlib.suppress(BusyError):
+                        _read(folder, number)
                     found.add(number)
     return sorted(found)
 
@@ -174,19 +181,32 @@ def _read(folder: int, pid: int) -> dict[str, Any]:
         caller.settimeout(_TIMEOUT_S)
         try:
             caller.connect(_through(folder, name))
+            text = _received(caller, pid)
+        except TimeoutError:
+            raise BusyError(
+                f"process {pid} has not answered within {_TIMEOUT_S:g} s: it is busy, or stopped. "
+                "Ask again"
+            ) from None
         except ConnectionRefusedError:
             if not Path(f"/proc/{pid}").exists():  # it was killed before it could remove it
                 os.unlink(name, dir_fd=folder)
             raise FileNotFoundError(name) from None
-        text = b""
-        while part := caller.recv(1 << 16):
-            text += part
-            if len(text) > _MOST_BYTES:
-                raise UmemError(f"process {pid} sends more than figures")
-    if not text:
-        raise FileNotFoundError(name)  # it ended meanwhile
-    figures: dict[str, Any] = json.loads(text)
+        except ConnectionError:  # it ended meanwhile
+            raise FileNotFoundError(name) from None
+    try:
+        figures: dict[str, Any] = json.loads(text)
+    except ValueError:  # it ended in the middle of its answer
+        raise FileNotFoundError(name) from None
     return figures
+
+
+def _received(caller: socket.socket, pid: int) -> bytes:
+    text = b""
+    while part := caller.recv(1 << 16):
+        text += part
+        if len(text) > _MOST_BYTES:
+            raise UmemError(f"process {pid} sends more than figures: look what it is")
+    return text
 
 
 # ---- the folder ----
