@@ -31,7 +31,7 @@ def _counts(run: ManagedRun, others: int) -> str:
 
 def _speed(run: ManagedRun) -> str:
     if run.measured_s is None:
-        return "no speed: the last plan ran for less than two steps"
+        return "no speed: too few steps since the last plan"
     words = f"{1 / run.measured_s:.3g} {run.unit}s/s, {run.measured_s:.3g} s each"
     if run.predicted_s is not None:
         words += f"; {run.predicted_s:.3g} s predicted"

@@ -42,13 +42,14 @@ class ManagedRun:
     """Those under a plan."""
     predicted_s: float | None = None
     """Of a step under the present plan."""
+    _is_planned: bool = False
     _timed: int = 0
     _begun_s: float | None = None
     _ended_s: float = 0.0
 
     @property
     def measured_s(self) -> float | None:
-        """Mean time under the present plan on the host's clock; None before the second step."""
+        """Mean time on the host's clock since the last plan began or ended; None at first."""
         if self._begun_s is None or not self._timed:
             return None
         return (self._ended_s - self._begun_s) / self._timed
@@ -58,14 +59,14 @@ class ManagedRun:
         self.count += 1
         self.planned += is_planned
         now_s = time.perf_counter()
-        if not is_planned or predicted_s != self.predicted_s:
+        if (is_planned, predicted_s) != (self._is_planned, self.predicted_s):
             self._timed, self._begun_s = 0, None
         elif self._begun_s is None:
             self._begun_s = now_s
         else:
             self._timed += 1
             self._ended_s = now_s
-        self.predicted_s = predicted_s
+        self._is_planned, self.predicted_s = is_planned, predicted_s
 
 
 _runs: deque[ManagedRun] = deque(maxlen=_MOST_RUNS)
