@@ -8,9 +8,8 @@ light and of a dark page, and takes those that the reader's system asks for.
 from __future__ import annotations
 
 import io
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 CASE: ScaleCase = "llama-2-7b-fp32"
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart, and
-# brighter ones for a dark page. Each is one name, so each light colour occurs once.
+# brighter ones for a dark page. Rules go by the light colour, so no two names have the same.
 _LIGHT = {
     "ink": "#1f2328",
     "muted": "#59636e",
@@ -317,15 +316,15 @@ def _title(figure: Figure, words: str) -> None:
 
 
 def with_both_schemes(svg: str) -> str:
-    """Replace the colours of a light page by names, which a dark page gives other colours."""
-    for name, colour in _LIGHT.items():
-        svg = re.sub(colour, f"var(--{name})", svg, flags=re.IGNORECASE)
-
-    def declared(colours: Mapping[str, str]) -> str:
-        return ":root{" + ";".join(f"--{name}:{it}" for name, it in colours.items()) + "}"
-
-    style = f"{declared(_LIGHT)}@media(prefers-color-scheme:dark){{{declared(_DARK)}}}"
-    return svg.replace("<defs>", f"<defs>\n  <style>{style}</style>", 1)
+    """Add the colours for a dark page. A program that knows no such rules shows the light ones."""
+    rules = [
+        f'[style*="{what}: {light}"]{{{what}:{_DARK[name]} !important}}'
+        for name, light in _LIGHT.items()
+        for what in ("fill", "stroke")
+        if f"{what}: {light}" in svg
+    ]
+    style = f"<style>@media(prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
+    return svg.replace("<defs>", f"<defs>\n  {style}", 1)
 
 
 def main(folder: Path) -> None:
