@@ -61,6 +61,19 @@ def test_the_readme_fits_a_screen_and_shows_what_umem_fit_says() -> None:
     assert said.output.strip() == found[2].strip()
 
 
+@pytest.mark.parametrize("name", ["CITATION.cff", "packaging/conda/recipe.yaml", "CHANGELOG.md"])
+def test_every_file_names_the_present_version(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert re.search(rf"""(?:version: "?|## ){re.escape(umem.__version__)}\b""", text)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")))
+def test_actions_are_pinned_by_hash(path: Path) -> None:
+    used = re.findall(r"uses: \S+?@(\S+)", path.read_text(encoding="utf-8"))
+    assert used
+    assert [it for it in used if not re.fullmatch("[0-9a-f]{40}", it)] == []
+
+
 def test_the_page_of_the_interface_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
