@@ -22,13 +22,15 @@ CUDA_EXTRA := $(if $(filter 13,$(UMEM_CUDA)),cuda13$(COMMA))
 # What builds the extension; constraints.txt holds the versions. CUDA's as in pyproject.toml.
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 BUILD_TOOLS_13 := librmm-cu13 nvidia-cuda-runtime nvidia-cuda-crt
+# As the extra `docs` in pyproject.toml has them.
+DOCS_TOOLS := mkdocs-material mkdocstrings-python
 
 NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
 # Their times change with the set of modules, which an editable install lists when it is made.
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
 NATIVE_TESTS := plain address thread
 
-.PHONY: help demo test check fast-tests lint native native-test planner pytest bench systems wheel clean
+.PHONY: help demo test check fast-tests lint native native-test planner pytest bench systems docs pictures wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +43,8 @@ help:
 	@echo 'make pytest       all Python tests; MARKED="not slow" for the quick ones'
 	@echo 'make bench        benchmarks (needs a GPU)'
 	@echo 'make systems      Trainer, TRL, DeepSpeed, Megatron and others under umem (needs a GPU)'
+	@echo 'make docs         the pages as a site in site/, without a network, links checked'
+	@echo 'make pictures     docs/pictures from committed results'
 	@echo 'make wheel        a wheel in dist/, built in isolation'
 	@echo 'make clean        remove the build folders; the virtual environment stays'
 	@echo 'variables: PYTHON=$(PYTHON) JOBS=$(JOBS) UMEM_CUDA=$(UMEM_CUDA) (13 or none; make clean between)'
@@ -82,6 +86,12 @@ systems: native
 	PYTHONPATH=benchmarks $(BIN)/python tests/systems/matrix.py --size large --deterministic \
 	  --minutes 60 --output benchmarks/results/systems.jsonl
 
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pictures: native
+	PYTHONPATH=benchmarks $(BIN)/python -m umem_bench.pictures docs/pictures
+
 wheel: .venv/tools.stamp
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
@@ -101,6 +111,10 @@ native: .venv/native.stamp
 	$(BIN)/python -m compileall -q umem  # a __pycache__ made later would change a folder's time
 	touch $@
 
+.venv/docs.stamp: .venv/native.stamp
+	$(PIP) install --quiet -c constraints.txt $(DOCS_TOOLS)
+	touch $@
+
 # The core needs no Python; the order-only tools bring CMake.
 native-test: $(NATIVE_TESTS:%=native-test-%)
 
@@ -111,5 +125,5 @@ native-test-%: .venv/tools.stamp
 	$(BIN)/ctest --test-dir build/$* --parallel $(JOBS) --output-on-failure --no-tests=error
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f .venv/*.stamp

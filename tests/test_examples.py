@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import demo
 import finetune_llama
@@ -161,6 +163,23 @@ def test_wrong_offloading_arguments(
     with pytest.raises(SystemExit):
         offload_activations.parse_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(REPOSITORY / "examples")
+    cells = json.loads(Path("tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []  # figures of another version would stay in it
+            exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
+    steps = list(names["steps"].values())
+    assert steps == sorted(steps)
+    assert capsys.readouterr().out.count("passes' speed") == 7
 
 
 def test_the_code_in_the_activations_page_runs() -> None:

@@ -1,11 +1,17 @@
-"""Predictions on the pages are the committed ones, and links lead somewhere."""
+"""Predictions on the pages are what the commands say, links lead somewhere, and the site builds."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
+
+import umem
+from umem.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -17,7 +23,6 @@ STREAMED = (
 PREDICTIONS = [
     ("docs/simulate.md", "--model llama-2-7b", "predicted-llama-2-7b-gh200-96.txt"),
     ("docs/simulate.md", STREAMED, "predicted-streamed.txt"),
-    ("README.md", STREAMED, "predicted-streamed.txt"),
 ]
 """Pages that show what `umem simulate` said, its options, and the file that keeps it.
 
@@ -26,7 +31,7 @@ tests/test_examples.py compares the first one with what the demo says.
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
     missing = [
         f"{page.name}: {target}"
         for page in pages
@@ -45,3 +50,53 @@ def test_predictions_are_the_committed_ones(page: str, options: str, kept: str) 
     )
     assert found, f"{page} shows no such prediction"
     assert f"\n{found.group(1).strip()}\n" in "\n" + (RESULTS / kept).read_text(encoding="utf-8")
+
+
+def test_the_readme_fits_a_screen_and_shows_what_umem_fit_says() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    found = re.search(r"^\$ umem (fit .*?)\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)
+    assert found
+    said = CliRunner(env={"COLUMNS": "80"}).invoke(app, shlex.split(found[1]))
+    assert said.output.strip() == found[2].strip()
+
+
+@pytest.mark.parametrize("name", ["CITATION.cff", "packaging/conda/recipe.yaml", "CHANGELOG.md"])
+def test_every_file_names_the_present_version(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert re.search(rf"""(?:version: "?|## ){re.escape(umem.__version__)}\b""", text)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")))
+def test_actions_are_pinned_by_hash(path: Path) -> None:
+    used = re.findall(r"uses: \S+?@(\S+)", path.read_text(encoding="utf-8"))
+    assert used
+    assert [it for it in used if not re.fullmatch("[0-9a-f]{40}", it)] == []
+
+
+def test_the_page_of_the_interface_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
+    public = {name: getattr(umem, name) for name in umem.__all__ if name != "__version__"}
+    missing = [
+        name
+        for name, it in public.items()
+        if not isinstance(it, ModuleType)
+        and not {it.__module__, f"{it.__module__}.{it.__qualname__}"} & shown
+    ]
+    assert missing == []
+    assert umem.cuda.__name__ in shown
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))
+    index = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "pictures/speed-7b.svg" in index
+    assert 'href="out-of-memory.html"' in index
+    assert "umem.swap.enable" in (tmp_path / "api.html").read_text(encoding="utf-8")

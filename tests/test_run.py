@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from umem.cli import INTERRUPTED_STATUS
 from umem.cli.run import launch
 from umem.core.errors import EnableError, UmemError
 from umem.policy import load_policy
+from umem.runtime import managed_runs
+from umem.runtime.managed_runs import new_run
 
 UMEM = str(Path(sys.executable).with_name("umem"))
 
@@ -76,6 +79,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     """`umem run` in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(umem, "enable", lambda policy, *, fallback: load_policy(policy))
+    monkeypatch.setattr("umem.cli.run.show_log", lambda level: None)  # it is the process's too
+    monkeypatch.setattr(managed_runs, "_runs", deque())  # those of other tests
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("UMEM_POLICY", "")  # so that it is restored
@@ -95,6 +100,20 @@ def test_module_runs_as_under_python_m(run: Run, tmp_path: Path) -> None:
         "main": True,
         "policy": "sft",
     }
+
+
+def test_what_was_managed_is_said_at_the_end(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the script is told of by the test; on a GPU its training is."""
+    write(tmp_path / "train.py", "print('trained')")
+    new_run(object(), "step", lambda: None).ends(None, is_planned=False)
+    said = "umem: 1 steps of object, 0 of them under a plan\n"
+    status, output, errors = run("train.py")
+    assert (status, output) == (0, "trained\n")
+    assert errors.startswith(said)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run("train.py") == (0, "trained\n", "")
 
 
 def test_double_dash_ends_umems_options(run: Run, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
+from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.modules import Guard
 
@@ -486,7 +487,12 @@ def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     assert status.measured_s == pytest.approx(sum(11.0 + 2 * it for it in range(LAYERS)))
     assert status.predicted_s == pytest.approx(status.measured_s, rel=1e-3)
     assert run.training.counts.resident > 0
-    assert len([it for it in caplog.messages if "plan 1: state of 6 of 6 blocks" in it]) == 1
+    (told,) = (it for it in caplog.messages if "plan 1: state of 6 of 6 blocks" in it)
+    assert " 0 B of host memory" in told
+    managed = managed_runs()[-1]
+    assert (managed.model, managed.predicted_s) == ("Net", status.predicted_s)
+    assert 0 < managed.planned < managed.count
+    assert managed.late() == 0
 
 
 def test_what_does_not_fit_is_streamed_and_copied() -> None:

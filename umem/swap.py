@@ -17,11 +17,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
+from umem.core.log import show_log
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import host_memory
 from umem.hardware.load import describe_machine
 from umem.policy import Policy, ResolvedPolicy, check_environment, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
+from umem.runtime.live_figures import live_figures
+from umem.runtime.live_socket import serve
 from umem.runtime.memory_stats import install_memory_stats
 from umem.runtime.native_library import native
 from umem.runtime.state import (
@@ -129,6 +132,7 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
     """
     loaded = load_policy(policy)
     check_environment()
+    show_log()
     if is_enabled():
         raise EnableError(
             f"umem is enabled already, with policy {runtime().policy.name!r}: a process swaps its "
@@ -140,12 +144,14 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
         if not fallback:
             raise
         record_fallback(str(error))
+        serve(live_figures)
         warnings.warn(
             f"umem is not in use, torch's own allocator stays: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
         return False
+    serve(live_figures)
     return True
 
 

@@ -100,3 +100,43 @@ def test_exception_and_exit_status_leave_cleanly(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "RuntimeError: stop"
+
+
+STEPS = """
+import os
+import subprocess
+import sys
+import torch
+
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(30):
+    optimizer.zero_grad()
+    model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+torch.cuda.synchronize()
+subprocess.run([sys.argv[1], "top", str(os.getpid()), "--json"], check=True)
+"""
+
+
+def test_a_training_says_what_it_did(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STEPS)
+
+    done = umem_run(
+        tmp_path, "train.py", UMEM, UMEM_DEVICE_BUDGET="2GiB", XDG_RUNTIME_DIR=str(tmp_path)
+    )
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    (device,) = figures["devices"]
+    assert device["budget_bytes"] == 2 << 30
+    assert device["classes"]["weights"]["device"] >= 8 * 4 * 1024 * 1024
+    (run,) = figures["runs"]
+    assert (run["model"], run["late"]) == ("Sequential", 0)
+    assert 0 < run["planned"] < run["count"] <= 30
+    said = done.stderr.splitlines()
+    assert len([line for line in said if line.startswith("umem: plan 1: ")]) == 1
+    assert said[-3].startswith(f"umem: {run['count']} steps of Sequential, {run['planned']} of")
+    assert "predicted" in said[-2]
+    assert said[-1].startswith("umem: ")
+    assert list((tmp_path / "umem").iterdir()) == []

@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": "Show what works on this machine, what does not, and why.",
     "demo": "Fine-tune a small Llama on the GPU, or predict a large one.",
     "run": "Run a Python program under umem, without changing it.",
+    "top": "Show what a running training has where, copies and does.",
     "fit": "Tell whether a model fits a GPU, and how fast it runs there.",
     "simulate": "Predict a step: time, migrations, and unified memory's share.",
     "trace": "Record a training step as a file, convert a trace, or show one.",

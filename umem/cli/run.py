@@ -15,7 +15,9 @@ import typer
 
 import umem
 from umem.cli import INTERRUPTED_STATUS, output
+from umem.cli.run_end import end_lines
 from umem.core.errors import UmemError
+from umem.core.log import is_first_rank, show_log
 
 __all__ = ["app", "launch"]
 
@@ -80,6 +82,9 @@ def launch(
     themselves. An exception is reported by ``sys.excepthook``, from the program's first frame on,
     and ends in status 1; Ctrl-C likewise, in status 130.
 
+    Plans are logged on standard error, as ``UMEM_LOG`` says, and the last lines there say what was
+    managed, if anything was. Of several ranks, the first one of the host does both.
+
     `program` is the path of a script, or of a folder or archive with a ``__main__.py``; with
     `module` it is a module's name, as for ``python -m``. `policy` and `fallback` are those of
     `umem.enable`.
@@ -88,6 +93,8 @@ def launch(
     nothing has been swapped; or `umem.enable` refused. Otherwise ``SystemExit`` with its status.
     """
     folder = _module_folder(program) if module else _script_folder(program)
+    if is_first_rank():
+        show_log("info")
     umem.enable(policy, fallback=fallback)
     os.environ[POLICY_VARIABLE] = _absolute_policy(policy)
     if not sys.flags.safe_path:
@@ -108,6 +115,10 @@ def launch(
         sys.excepthook(type(error), error, error.__traceback__)
         status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
         raise SystemExit(status) from None
+    finally:
+        if is_first_rank():
+            for line in end_lines():
+                print(f"umem: {line}", file=sys.stderr)
     raise SystemExit(0)
 
 

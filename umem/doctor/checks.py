@@ -10,6 +10,7 @@ from typing import Any
 
 from umem.core.errors import PolicyError
 from umem.core.install import install_command
+from umem.core.log import parse_log_level
 from umem.core.units import format_bytes, parse_bytes
 from umem.doctor.facts import Environment, dotted, version_numbers
 from umem.doctor.features import Feature, features
@@ -411,6 +412,7 @@ _UMEM_VARIABLES = (
     "UMEM_MANAGED_LIMIT",
     "UMEM_DEVICE_BUDGET",
     "UMEM_PLANNER",
+    "UMEM_LOG",
     "UMEM_NVTX",
     "UMEM_COMMIT",
 )
@@ -455,6 +457,8 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
     try:
         if name == "UMEM_POLICY":
             load_policy(value)
+        elif name == "UMEM_LOG":
+            parse_log_level(value)
         else:
             machine = describe_machine(devices[0], None) if devices else load_hardware(_ANY_MACHINE)
             resolve(load_policy("managed"), machine, {name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from umem.executor.status import ManagerState, ManagerStatus
 from umem.offloading import ActivationStore
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
+from umem.runtime.managed_runs import new_run
 from umem.runtime.torch_hooks.modules import Guard
 from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace
@@ -80,6 +82,7 @@ class Manager:
         self._optimizer = weakref.ref(optimizer)
         self._machine = machine
         self._planner = planner
+        self._managed_run = new_run(model, "step", functools.partial(_late, weakref.ref(self)))
         self._state = ManagerState.WARMING_UP
         self._reason = ""
         self._progress = Progress()
@@ -220,6 +223,9 @@ class Manager:
         progress.is_in_step = False
         progress.steps += 1
         self._phase_tracker.optimizer_ends()
+        program = self._runner.program
+        predicted_s = None if program is None else program.plan.candidate.predicted.step_s
+        self._managed_run.ends(predicted_s, is_planned=program is not None)
         if progress.unseen == _MOST_UNSEEN and self._state is ManagerState.WARMING_UP:
             self._give_up(
                 "the optimizer steps, but no call of the model is seen: all of it is compiled, "
@@ -393,3 +399,11 @@ class Manager:
         self._phase_tracker.stop()
         self._runner.load(None)
         self._mapped.hold()
+
+
+def _late(reference: weakref.ref[Manager]) -> int | None:
+    """Hints that were done after the phase that needs them began; None if the manager is gone."""
+    manager = reference()
+    if manager is None:
+        return None
+    return sum(it.late for it in manager.engine.statistics().counts.values())

@@ -272,6 +272,11 @@ class StreamTuner:
             self._state == TuningState.OFF or not self._measures_again
         )
 
+    @property
+    def late_fetches(self) -> int:
+        """Copied activations that were fetched when they were needed, and not before."""
+        return 0 if self._activations is None else self._activations.statistics.late_fetches
+
     def status(self) -> TuningStatus:
         """The state now."""
         return TuningStatus(
@@ -349,6 +354,13 @@ class StreamTuner:
 
     def _copied_bytes(self) -> int:
         return sum(unit.saved_bytes for unit in self._units if unit.name in self._copied)
+
+    def _host_bytes(self) -> int:
+        """Host memory by plan: homes of state and weights, and what is copied out at the most."""
+        state_bytes = sum(sum(pieces) for pieces in self._streamed.sizes().values())
+        weights = 0 if self._weights is None else self._weights.away_bytes
+        copied = self._copied_bytes() + self._gradient_bytes(self._copied_gradients)
+        return state_bytes - self._resident_bytes() + copied + weights
 
     def _gradient_bytes(self, names: Collection[str]) -> int:
         return sum(it.gradient_bytes for it in self._units if it.name in names)
@@ -541,8 +553,8 @@ class StreamTuner:
             peak_bytes += self._weights.device_bytes
         _LOG.info(
             "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s, "
-            "activations of %d blocks (%s) and gradients of %d (%s, and %s back) copied, %.3f s a "
-            "step predicted, %s of %s spare",
+            "activations of %d blocks (%s) and gradients of %d (%s, and %s back) copied, %s of "
+            "host memory, %.3f s a step predicted, %s of %s spare",
             self._plans,
             len(resident),
             len(with_state),
@@ -554,6 +566,7 @@ class StreamTuner:
             len(self._copied_gradients),
             format_bytes(self._gradient_bytes(self._copied_gradients)),
             format_bytes(self._gradient_bytes(self._returning_gradients)),
+            format_bytes(self._host_bytes()),
             plan.predicted.step_s,
             format_bytes(max(0, self._room.budget_bytes - peak_bytes)),
             format_bytes(self._room.budget_bytes),

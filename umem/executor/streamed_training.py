@@ -33,6 +33,7 @@ from umem.executor.weights.model_weights import ModelWeights, weights_of
 from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
 from umem.planning.stream_timing import staged_bytes
+from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import gpu_of, optimizer_parameters
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
@@ -242,6 +243,7 @@ class StreamedTraining:
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
         self._undo: list[Callable[[], None]] = []
+        self._managed_run = new_run(model, "step", functools.partial(_late, weakref.ref(self)))
         if streams_state and optimizer.state:
             self._step.find_state(optimizer)
         if tuner is not None:
@@ -308,6 +310,11 @@ class StreamedTraining:
     def counts(self) -> StepCounts:
         """What became of the steps so far."""
         return self._step.counts
+
+    @property
+    def late_uses(self) -> int:
+        """Uses of parameters before their block's update, and of activations before their copy."""
+        return self.counts.early + (0 if self._tuner is None else self._tuner.late_fetches)
 
     @property
     def step(self) -> StreamedStep:
@@ -462,6 +469,9 @@ class StreamedTraining:
             self._tuner.step_ends()
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
             self._tuner.move_into_backward()
+        plan = None if self._tuner is None or self._tuner.is_measuring else self._tuner.plan
+        predicted_s = None if plan is None else plan.predicted.step_s
+        self._managed_run.ends(predicted_s, is_planned=plan is not None)
 
     def _comes_by_turns(self, optimizer: Optimizer) -> bool:
         """Whether the training step has begun with an earlier call, for other parameters.
@@ -529,6 +539,12 @@ def _computes_anew() -> bool:
         and current_graph_task_id() == -1
         and function_transform_level() is None
     )
+
+
+def _late(reference: weakref.ref[StreamedTraining]) -> int | None:
+    """Uses before an update or a copy was there; None if the training is gone."""
+    training = reference()
+    return None if training is None else training.late_uses
 
 
 def _close(reference: weakref.ref[StreamedTraining]) -> None:

@@ -56,7 +56,7 @@ class UmemCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count from here on."""
-        self._copied, self._step = _copied_bytes(), state.global_step
+        self._copied, self._step = copy_counts.copied_bytes(), state.global_step
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -65,17 +65,13 @@ class UmemCallback(TrainerCallback):
         steps = state.global_step - self._step
         if logs is None or steps <= 0:
             return
-        copied = _copied_bytes()
+        copied = copy_counts.copied_bytes()
         more = {key: size - self._copied.get(key, 0) for key, size in copied.items()}
         self._copied, self._step = copied, state.global_step
         found = _moved_mib(more, steps) | _held_mib() | _predicted()
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)
-
-
-def _copied_bytes() -> _Sums:
-    return {(it.direction, it.tensor_class): it.bytes for it in copy_counts.traffic()}
 
 
 def _moved_mib(copied: _Sums, steps: int) -> dict[str, float]:

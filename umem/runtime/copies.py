@@ -65,6 +65,11 @@ class CopyCounts:
                 seconds = _seconds(begun, _event_on(stream))
                 self._open.append((direction, tensor_class, seconds))
 
+    def copied_bytes(self) -> dict[tuple[Direction, TensorClass], int]:
+        """Bytes so far by direction and class. Waits for no copy."""
+        with self._lock:
+            return {key: it.bytes for key, it in self._sums.items()}
+
     def traffic(self) -> tuple[Traffic, ...]:
         """The sums so far, by direction and class. Waits for copies whose time is taken."""
         with self._lock:

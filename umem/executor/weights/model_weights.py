@@ -7,6 +7,7 @@ there is room for everything else, and as many of them as possible are on the de
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import Counter
@@ -37,6 +38,7 @@ from umem.planning.stream_plan import least_slack_bytes
 from umem.planning.stream_timing import staged_bytes
 from umem.planning.training_plan import WEIGHT_SLOTS
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
+from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import gpu_of, plain_tensors, weight_classes
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
@@ -217,6 +219,7 @@ class ModelWeights:
         """Whether the tuner of a training decides, instead of what calls need."""
         self.spilled_bytes = 0
         """Host memory because of the budget when weights were placed last: what was born there."""
+        self._managed_run = new_run(model, "call", functools.partial(_late, weakref.ref(self)))
         self._undo: list[Undo] = hook_calls(model, self._begin, None, self._fail)
 
     def status(self) -> WeightStatus:
@@ -225,15 +228,19 @@ class ModelWeights:
         return WeightStatus(
             budget_bytes=self._room.budget_bytes,
             plans=self._plans,
-            resident_bytes=self._weight_bytes
-            - self.streamed.streamed_bytes
-            - (0 if plan is None else plan.in_place_bytes),
+            resident_bytes=self._weight_bytes - self.away_bytes,
             streamed_bytes=self.streamed.streamed_bytes,
             in_place_bytes=0 if plan is None else plan.in_place_bytes,
             buffer_bytes=self.streamed.buffer_bytes,
             other_bytes=self._other_bytes,
             counts=self.streamed.counts,
         )
+
+    @property
+    def away_bytes(self) -> int:
+        """Weights that are in host memory, by plan."""
+        in_place_bytes = 0 if self._plan is None else self._plan.in_place_bytes
+        return self.streamed.streamed_bytes + in_place_bytes
 
     @property
     def is_current(self) -> bool:
@@ -307,6 +314,8 @@ class ModelWeights:
         needed_bytes = self._measure()
         if needed_bytes is not None:
             self._place(needed_bytes)
+        if self._plan is not None:
+            self._managed_run.ends(None, is_planned=needed_bytes is None)
 
     def _measure(self) -> int | None:
         """Memory to leave for everything but weights; None to leave the plan as it is."""
@@ -556,3 +565,9 @@ def _without(unit: _Unit, excluded: Container[int]) -> _Unit | None:
     )
     planned = WeightUnit(sizes, gathered, trained, experts)
     return _Unit(unit.block, [unit.tensors[number] for number in left], planned, unit.experts)
+
+
+def _late(reference: weakref.ref[ModelWeights]) -> int | None:
+    """Copies that a pass had to wait for from their start on; None if the model is gone."""
+    weights = reference()
+    return None if weights is None else weights.streamed.counts.late

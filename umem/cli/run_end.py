@@ -1,0 +1,51 @@
+"""The last lines of `umem run`: steps, their speed beside the prediction, and what was copied."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from umem.core.units import format_bytes
+from umem.runtime.copies import copy_counts
+from umem.runtime.managed_runs import ManagedRun, managed_runs
+
+__all__ = ["end_lines"]
+
+
+def end_lines() -> list[str]:
+    """Three lines about what umem managed in this process; none if it managed nothing."""
+    runs = managed_runs()
+    if not runs:
+        return []
+    most = max(runs, key=lambda run: run.count)
+    return [_counts(most, len(runs) - 1), _speed(most), _copied()]
+
+
+def _counts(run: ManagedRun, others: int) -> str:
+    words = f"{run.count:,} {run.unit}s of {run.model}, {run.planned:,} of them under a plan"
+    if late := run.late():
+        words += f"; {late:,} uses were early and waited"
+    if others:
+        words += f"; {others} more managed beside it"
+    return words
+
+
+def _speed(run: ManagedRun) -> str:
+    if run.measured_s is None:
+        return "no speed: too few steps since the last plan"
+    words = f"{1 / run.measured_s:.3g} {run.unit}s/s, {run.measured_s:.3g} s each"
+    if run.predicted_s is not None:
+        words += f"; {run.predicted_s:.3g} s predicted"
+    return words
+
+
+def _copied() -> str:
+    by_class: dict[str, dict[str, int]] = defaultdict(lambda: {"to_device": 0, "to_host": 0})
+    for (direction, tensor_class), size_bytes in copy_counts.copied_bytes().items():
+        by_class[tensor_class.value.replace("_", " ")][direction] += size_bytes
+    if not by_class:
+        return "nothing was copied"
+    parts = (
+        f"{name} {format_bytes(sizes['to_device'])} and {format_bytes(sizes['to_host'])}"
+        for name, sizes in by_class.items()
+    )
+    return f"copied to the device and to the host: {', '.join(parts)}"

@@ -1,0 +1,265 @@
+"""A Unix socket by which `umem top` asks a process for its figures.
+
+A thread waits in ``accept()`` and gathers figures only when somebody asks, so that a training pays
+nothing otherwise. Only the same user gets an answer: the folder has mode 0700 and is no link, the
+socket has mode 0600, and the kernel names the caller's user.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from umem.core.errors import UmemError, UnsupportedError
+
+__all__ = ["BusyError", "ask", "live_processes", "serve"]
+
+_LOG = logging.getLogger("umem")
+
+_LEAST_INTERVAL_S = 0.25
+"""Figures are gathered at most so often, however many ask."""
+
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 16 << 20
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+Figures = Callable[[], dict[str, Any]]
+
+_serves = False
+
+
+class BusyError(UmemError):
+    """A process is there, and does not answer now."""
+
+
+# ---- in the training ----
+
+
+def serve(figures: Figures) -> None:
+    """Answer `umem top` from now on, until the process ends.
+
+    Where no socket can be made, the process goes on without, and the log says why.
+    """
+    global _serves
+    if _serves:
+        return
+    try:
+        server = _Server(figures)
+    except (OSError, UmemError) as error:
+        _LOG.info("umem: umem top will not see this process: %s", error)
+        return
+    _serves = True
+    threading.Thread(target=server.run, name="umem-live", daemon=True).start()
+    atexit.register(server.close)
+    os.register_at_fork(after_in_child=server.leave)
+
+
+class _Server:
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+        self._answer, self._made_s = b"", -_LEAST_INTERVAL_S
+        self._name = f"{os.getpid()}.sock"
+        self._folder = _own_folder()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._remove()  # of an earlier process with this number, that was killed
+            self._socket.bind(_through(self._folder, self._name))
+            os.chmod(self._name, 0o600, dir_fd=self._folder)
+            self._socket.listen(4)
+        except OSError:
+            self.leave()
+            raise
+
+    def run(self) -> None:
+        while True:
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with caller, contextlib.suppress(OSError):
+                caller.settimeout(_TIMEOUT_S)
+                if _user_of(caller) == os.geteuid():
+                    caller.sendall(self._text())
+
+    def _text(self) -> bytes:
+        now_s = time.monotonic()
+        if now_s - self._made_s >= _LEAST_INTERVAL_S:
+            try:
+                figures = self._figures()
+            except Exception as error:  # the training goes on, and the next call asks again
+                figures = {"error": f"{type(error).__name__}: {error}"}
+            self._answer, self._made_s = json.dumps(figures).encode(), now_s
+        return self._answer
+
+    def close(self) -> None:
+        """Remove the socket, at the end of the process."""
+        with contextlib.suppress(OSError):
+            self._remove()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.leave()
+
+    def leave(self) -> None:
+        """Drop the descriptors; in a forked process, the socket stays the parent's."""
+        global _serves
+        _serves = False
+        atexit.unregister(self.close)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+            os.close(self._folder)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._name, dir_fd=self._folder)
+
+
+def _user_of(caller: socket.socket) -> int:
+    peer = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    user: int = _PEER.unpack(peer)[1]
+    return user
+
+
+# ---- for the viewer ----
+
+
+def ask(pid: int) -> dict[str, Any]:
+    """Ask a process for its figures.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no such process, it is not under umem or is another user's, or it has ended.
+    BusyError
+        If it does not answer now.
+    """
+    for path in _folders():
+        with contextlib.suppress(FileNotFoundError, UnsupportedError), _opened(path) as folder:
+            figures = _read(folder, pid)
+            if "error" in figures:
+                raise UmemError(f"process {pid} could not gather its figures: {figures['error']}")
+            return figures
+    if not Path(f"/proc/{pid}").exists():
+        raise UnsupportedError(f"there is no process {pid}: it has ended, or never was")
+    raise UnsupportedError(
+        f"process {pid} is not under umem, or is another user's: start it with `umem run`, or look "
+        "as the user who did"
+    )
+
+
+def live_processes() -> list[int]:
+    """Processes of this user that answer, by number."""
+    found = set()
+    for path in _folders():
+        with contextlib.suppress(FileNotFoundError, UnsupportedError), _opened(path) as folder:
+            names = [Path(name) for name in os.listdir(folder)]
+            numbers = [int(it.stem) for it in names if it.suffix == ".sock" and it.stem.isdecimal()]
+            for number in numbers:
+                with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(BusyError):
+                        _read(folder, number)
+                    found.add(number)
+    return sorted(found)
+
+
+def _read(folder: int, pid: int) -> dict[str, Any]:
+    """The answer of a process; ``FileNotFoundError`` if none listens there."""
+    name = f"{pid}.sock"
+    if not stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        raise FileNotFoundError(name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(_TIMEOUT_S)
+        try:
+            caller.connect(_through(folder, name))
+            text = _received(caller, pid)
+        except TimeoutError:
+            raise BusyError(
+                f"process {pid} has not answered within {_TIMEOUT_S:g} s: it is busy, or stopped. "
+                "Ask again"
+            ) from None
+        except ConnectionRefusedError:
+            if not Path(f"/proc/{pid}").exists():  # it was killed before it could remove it
+                os.unlink(name, dir_fd=folder)
+            raise FileNotFoundError(name) from None
+        except ConnectionError:  # it ended meanwhile
+            raise FileNotFoundError(name) from None
+    try:
+        figures: dict[str, Any] = json.loads(text)
+    except ValueError:  # it ended in the middle of its answer
+        raise FileNotFoundError(name) from None
+    return figures
+
+
+def _received(caller: socket.socket, pid: int) -> bytes:
+    text = b""
+    while part := caller.recv(1 << 16):
+        text += part
+        if len(text) > _MOST_BYTES:
+            raise UmemError(f"process {pid} sends more than figures: look what it is")
+    return text
+
+
+# ---- the folder ----
+
+
+def _folders() -> list[Path]:
+    """Where sockets may be: a training may have had another environment than the viewer."""
+    user = os.geteuid()
+    roots = [os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"]
+    found = [Path(root) / "umem" for root in roots if root.startswith("/")]
+    return list(dict.fromkeys([*found, Path(f"/tmp/umem-{user}")]))
+
+
+def _own_folder() -> int:
+    """Open, and make if it is missing, the first folder that only this user may enter."""
+    *roots, last = _folders()
+    for path in roots[:1] if os.environ.get("XDG_RUNTIME_DIR") else []:
+        with contextlib.suppress(OSError, UnsupportedError):
+            return _make(path)
+    return _make(last)
+
+
+def _make(path: Path) -> int:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    return _open(path)
+
+
+def _open(path: Path) -> int:
+    """Open a folder that is this user's alone, and no link; ``UnsupportedError`` otherwise."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UnsupportedError(f"{path} is not a folder of yours ({reason}): remove it") from error
+    its = os.fstat(folder)
+    if its.st_uid != os.geteuid() or its.st_mode & 0o077:
+        os.close(folder)
+        raise UnsupportedError(f"{path} is open to others: make it yours, with mode 0700")
+    return folder
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    folder = _open(path)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _through(folder: int, name: str) -> str:
+    """The path of a file by its open folder: short, and the folder cannot be exchanged."""
+    return f"/proc/self/fd/{folder}/{name}"
