@@ -799,7 +799,7 @@ def test_docs_name_every_key_value_preset_and_variable() -> None:
         for choices in (MemoryKind, Placement, Mechanism, Eviction)
         for value in get_args(choices)
     }
-    variables = {"UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER"}
+    variables = {"UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_LOG"}
     assert first_cells == fields | values | set(PRESETS) | variables
     assert all(f"`{library}`" in text for library in get_args(ShareLibrary))
 
