@@ -3,9 +3,8 @@
     umem demo
 
 With a GPU, `finetune_llama.py` runs in each mode. Without one, the demo prints what `umem doctor`
-finds; predicts LoRA and SFT of Llama-2-7B on a GH200, with demand paging and with umem's plan,
-beside the shares that NVIDIA published; and replays the allocations of a real SFT step, recorded
-on the CPU, on umem's native allocator.
+finds; says whether Llama-2-7B fits a GPU with 80 GB, and predicts a step of its training there; and
+replays the allocations of a real SFT step, recorded on the CPU, on umem's native allocator.
 """
 
 from __future__ import annotations
@@ -23,19 +22,27 @@ from rich.console import Console
 from rich.table import Table
 
 from umem.cli import app as umem_command
-from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.install import install_command
 from umem.core.units import format_bytes
 from umem.doctor import Report, Status, collect, diagnose
 from umem.hardware import load_hardware
-from umem.policy import ClassRule, Policy, class_rule, load_policy, resolve
+from umem.policy import load_policy, resolve
 from umem.runtime.state import native_config
 
-__all__ = ["explain", "main", "record_example", "run_example"]
+__all__ = ["main", "record_example", "run_example"]
 
 MODES = ("lora", "sft")
-MODEL = "llama-2-7b"
+
+_TRAINING = ("--precision", "fp32-autocast", "--batch", "4", "--checkpoint")
+PREDICTIONS = (
+    ("fit", "llama-2-7b", *_TRAINING, "--gpu", "h100-80"),
+    (
+        *("simulate", "--model", "llama-2-7b", "--mode", "sft", *_TRAINING),
+        *("--policy", "sft", "--hardware", "h100-pcie"),
+    ),
+)
+"""Commands for a training that does not fit a GPU with 80 GB."""
 
 # Stands in for the machine that the policy of the replayed step is resolved for.
 HARDWARE = "h200-pcie"
@@ -50,8 +57,10 @@ def main() -> int:
     if torch.cuda.is_available():
         return show_on_gpu(console)
     show_findings(console, diagnose(collect()))
-    for mode in MODES:
-        show_prediction(console, mode)
+    for words in PREDICTIONS:
+        console.rule(f"umem {' '.join(words[:4])} ...")
+        console.print(f"$ umem {' '.join(words)}", markup=False, soft_wrap=True)
+        umem_command(words, standalone_mode=False)
     show_replay(console)
     return 0
 
@@ -79,22 +88,6 @@ def show_findings(console: Console, report: Report) -> None:
     console.print(f"{good} checks are good; `umem doctor` shows them all.")
     if not report.swap_works:
         console.print("umem.enable() needs an NVIDIA GPU; the rest of the demo does not.")
-
-
-def show_prediction(console: Console, mode: str) -> None:
-    """Predict a step of a large model in managed memory; explain the policy the first time."""
-    words = ("simulate", "--model", MODEL, "--mode", mode, "--planner", "fault,planned")
-    console.rule(f"umem {' '.join(words)}")
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(ratio=1)
-    table.add_column(ratio=3)
-    for classes, sentence in explain(load_policy("managed")):
-        table.add_row(", ".join(classes), sentence)
-    if mode == MODES[0]:
-        console.print("[bold]policy managed[/bold]", table, "", sep="\n")
-    umem_command(words, standalone_mode=False)
-    if mode == MODES[-1]:
-        console.print("Add `--verbose` for what moved and why, or `--plot FOLDER` for pictures.")
 
 
 def show_replay(console: Console) -> None:
@@ -129,48 +122,6 @@ def print_replay(console: Console, result: ReplayResult) -> None:
         f"{result.pair_ns:,.0f} ns per allocation and free, called from Python.",
         style="bold",
     )
-
-
-def explain(policy: Policy) -> list[tuple[list[str], str]]:
-    """Put a policy into words: the names of classes that share a rule, and a sentence."""
-    sentences: dict[str, list[str]] = {}
-    for member in TensorClass:
-        sentences.setdefault(_sentence(class_rule(policy, member)), []).append(member.value)
-    return [(names, sentence) for sentence, names in sentences.items()]
-
-
-_KINDS = {
-    "auto": "what is fastest on the machine: `umem policy show` says it",
-    "managed": "managed memory, whose pages can move between device and host",
-    "device": "plain device memory, which never moves",
-    "system": "the host's own memory, which the device reads through its page tables",
-    "pinned": "page-locked host memory, used in place over the link",
-}
-_PLACEMENTS = {
-    "device": "kept on the device while there is room",
-    "host": "kept on the host",
-    "any": "left wherever it was last used",
-}
-_MECHANISMS = {
-    "auto": "moved as the planner decides",
-    "migrate": "moved page by page, ahead of need",
-    "map": "used in place over the link",
-    "duplicate": "copied to the device on demand, so that leaving it again costs nothing",
-    "copy": "copied to a host block and back",
-    "discard": "dropped once dead instead of written back",
-    "fault": "moved when a page fault asks for it",
-    "keep": "left where it is",
-}
-
-
-def _sentence(rule: ClassRule) -> str:
-    words = [_KINDS[rule.kind]]
-    if rule.kind in ("managed", "system"):
-        words += [_PLACEMENTS[rule.placement], _MECHANISMS[rule.mechanism]]
-    sentence = ", ".join(words)
-    if rule.min_bytes:
-        sentence += f"; below {format_bytes(rule.min_bytes)}, plain device memory"
-    return sentence
 
 
 def run_example(arguments: Sequence[str]) -> int:

@@ -22,9 +22,9 @@ app = output.make_app()
 def demo() -> None:
     """Fine-tune a small Llama under umem on the GPU; without one, show what umem does.
 
-    Without a GPU: the doctor's findings; LoRA and SFT of Llama-2-7B predicted for a GH200, with
-    demand paging and with umem's plan, beside what NVIDIA published; and the native allocator,
-    over host memory, under the allocations of a real SFT step recorded on the CPU.
+    Without a GPU: the doctor's findings; whether Llama-2-7B fits a GPU with 80 GB, and a predicted
+    step of its training there; and the native allocator, over host memory, under the allocations of
+    a real SFT step recorded on the CPU.
     """
     command = [sys.executable, str(examples_folder() / "demo.py")]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
