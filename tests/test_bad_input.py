@@ -23,6 +23,7 @@ import umem
 from umem.cli import INTERRUPTED_STATUS, output
 from umem.core.errors import PolicyError
 from umem.core.install import _origin, install_command
+from umem.policy import resolve
 from umem.telemetry import read_nsys
 
 # A root user enters every folder, unless these are taken away.
@@ -79,7 +80,72 @@ def test_a_folder_that_may_not_be_entered(words: tuple[str, ...], tmp_path: Path
     assert "permission denied" in line
 
 
-@pytest.mark.parametrize("words", [("run", "x.py"), ("run", "-m", "x")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("trace", "--show", "locked"),
+        ("report", "locked"),
+        ("plan", "--trace", "locked"),
+        ("fit", "./locked"),
+        ("policy", "show", "./locked"),
+        ("policy", "validate", "locked"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_file_that_may_not_be_read(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "locked").touch(mode=0)
+    done = umem_process(*words, prefix=WITHOUT_PRIVILEGES, cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "locked: cannot be read (permission denied): allow it" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("trace", "--show"),
+        ("report",),
+        ("plan", "--trace"),
+        ("fit",),
+        ("policy", "validate"),
+        ("simulate", "--model", "llama-tiny", "--hardware"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize("kind", ["empty", "text", "noise", "huge", "folder", "pipe", "missing"])
+def test_a_file_of_another_kind(
+    run: Run, words: tuple[str, ...], kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "given"
+    match kind:
+        case "empty" | "huge":
+            path.touch()
+            os.truncate(path, 2**28 if kind == "huge" else 0)
+        case "text":
+            path.write_text("[to: be")
+        case "noise":
+            path.write_bytes(bytes(range(255, -1, -1)))
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+    status, text, errors = run(*words, path)
+    assert (status, text) == (2, "")
+    (line,) = errors.splitlines()
+    assert str(path) in line
+    assert len(line) < len(str(path)) + 200
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "/dev/full"])
+def test_an_output_that_is_no_file_is_refused_before_the_work(run: Run, target: str) -> None:
+    status, _, errors = run("trace", "--model", "llama-tiny", "--output", target)
+    assert status == 2
+    assert errors == f"umem: --output: {target} is a device or a pipe: give the name of a file\n"
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "x.py"), ("run", "-m", "x"), ("doctor",), ("policy", "list"), ("bench",)]
+)
 def test_a_current_folder_that_is_gone(
     run: Run, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +188,26 @@ def test_letters_that_the_encoding_lacks(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ Ctrl-C
+
+
+@pytest.mark.parametrize("place", ["umem.cli", "typer", "umem.cli.policy"])
+def test_ctrl_c_while_a_command_is_imported(place: str) -> None:
+    code = f"""
+import sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {place!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["umem", "policy", "list"]
+from umem.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == INTERRUPTED_STATUS
+    assert (done.stdout, done.stderr) == ("", "umem: interrupted\n")
 
 
 def test_ctrl_c_ends_a_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +400,9 @@ def test_an_nsys_export_that_is_a_named_pipe(run: Run, tmp_path: Path) -> None:
         (lambda: umem.manage(torch.nn.Linear(1, 1), "x"), "optimizer"),  # type: ignore[arg-type]
         (lambda: umem.offload(num_layers="2"), "num_layers"),  # type: ignore[arg-type]
         (lambda: umem.offload(2, "3"), "model_layers"),  # type: ignore[arg-type]
+        (lambda: umem.offload(True), "num_layers"),
+        (lambda: umem.offload(2, min_bytes="3"), "min_bytes"),  # type: ignore[arg-type]
+        (lambda: umem.tensors("0"), "device"),  # type: ignore[arg-type]
         (lambda: umem.load_trace(3), "path"),  # type: ignore[arg-type]
         (lambda: umem.plan(1, 2, 3), "trace"),  # type: ignore[arg-type]
         (lambda: umem.simulate(1, 2, 3, 4), "trace"),  # type: ignore[arg-type]
@@ -321,8 +410,38 @@ def test_an_nsys_export_that_is_a_named_pipe(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_an_argument_of_another_type(call: Any, argument: str) -> None:
-    with pytest.raises(TypeError, match=rf"\b{argument}\b.*(int|str)"):
+    with pytest.raises(TypeError, match=rf"\b{argument}\b.*(int|str|bool)"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("words", "argument"), [({"planner": 3}, "planner"), ({"window": "3"}, "window")]
+)
+def test_a_planner_or_window_of_another_type(
+    words: dict[str, Any], argument: str, make_trace: Any, machine: Any
+) -> None:
+    trace = make_trace({"w": (4096, "weights")}, [(1e-3, ["w"], [])])
+    policy = resolve(umem.load_policy("managed"), machine)
+    with pytest.raises(TypeError, match=argument):
+        umem.plan(trace, machine, policy, **words)
+
+
+def test_a_fallback_that_is_neither_true_nor_false() -> None:
+    with pytest.raises(TypeError, match=r"fallback.*str.*True or False"):
+        umem.enable("sft", fallback="yes")  # type: ignore[arg-type]
+
+
+def test_a_window_beyond_the_step_is_the_step(make_trace: Any, machine: Any) -> None:
+    """Planning takes time in proportion to the window."""
+    phases: list[Any] = [(1e-3, [name], []) for name in "abcab"]
+    trace = make_trace(dict.fromkeys("abc", (2**22, "weights")), phases)
+    policy = resolve(umem.load_policy("managed"), machine)
+    for planner in ("lookahead", "oracle"):
+        whole, beyond = (
+            umem.plan(trace, machine, policy, planner, window=window) for window in (5, 10**30)
+        )
+        for column in ("hint_phase", "hint_op", "hint_tensor"):
+            assert getattr(whole, column).tolist() == getattr(beyond, column).tolist()
 
 
 def test_steps_of_a_profile_that_are_no_number() -> None:

@@ -255,7 +255,8 @@ def test_bad_members_are_named(tmp_path: Path, change: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not an .npz archive, so this is not a trace: give a file of umem-trace/3"),
+        (b"", "/f: the file is empty: give a file of umem-trace/3"),
+        (b"x", "not an .npz archive, so this is not a trace: give a file of umem-trace/3"),
         (b'{"format": "umem-trace/2"}', "not an .npz archive.* older umem"),
         (b"PK\3\4 nothing else", "damaged, or ends too early: copy the file again"),
         (b"x" * 2000, "larger than 1000 B"),
@@ -397,7 +398,8 @@ def test_json_is_read_plain_and_compressed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"/f:1:1: not valid JSON \(Expecting value\): give a file that umem wrote"),
+        (b"", "/f: the file is empty: give a file that umem wrote"),
+        (b"x", r"/f:1:1: not valid JSON \(Expecting value\): give a file that umem wrote"),
         (b'{"a": 1,\n"b" 2}', r"/f:2:5: not valid JSON"),
         (b'{"a": 1} x', "not valid JSON"),
         (b"\x80\x02binary", "neither gzip nor UTF-8 text"),

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
 from umem.hardware.capabilities import Capabilities, detect_all
@@ -90,6 +91,8 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
 
     Raises
     ------
+    TypeError
+        If `policy` or `fallback` is of another type.
     PolicyError
         If the policy, or an environment variable that changes it, is invalid.
     EnableError
@@ -108,6 +111,7 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
     >>> umem.enable("sft")  # doctest: +SKIP
     True
     """
+    check_argument("fallback", fallback, bool, "give True or False")
     loaded = load_policy(policy)
     check_environment()
     if is_enabled():

@@ -79,7 +79,9 @@ Precision = Annotated[
 ]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="A trace, from `umem trace`, instead of a model."),
+    typer.Option(
+        readable=False, metavar="FILE", help="A trace, from `umem trace`, instead of a model."
+    ),
 ]
 HardwareName = Annotated[
     str,
@@ -102,7 +104,8 @@ Window = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Plot = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Draw pictures into this folder.")
+    Path | None,
+    typer.Option(readable=False, metavar="FOLDER", help="Draw pictures into this folder."),
 ]
 PlotFormat = Annotated[str, typer.Option(help="png or svg.")]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from umem.capture.offline.models import SHAPES
 from umem.core.errors import UmemError
-from umem.io.files import read_file
+from umem.io.files import read_file, unreadable
 from umem.io.problems import did_you_mean
 
 __all__ = ["Layer", "Matrix", "ModelShape", "generic_shape", "load_shape", "shape_names"]
@@ -254,8 +254,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_file(file, _MAX_CONFIG_BYTES))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UmemError(f"{file}: cannot be read ({reason}): check the path") from None
+        raise UmemError(f"{file}: {unreadable(error)}") from None
     except (ValueError, RecursionError) as error:
         raise UmemError(f"{file}: not a JSON file ({error}): give a model's config.json") from None
     if not isinstance(config, dict):

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from umem._version import __version__
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
-from umem.io.files import begins_with, read_file, write_file
+from umem.io.files import begins_with, read_file, unreadable, write_file
 from umem.io.problems import did_you_mean, first_problem, shown
 
 __all__ = [
@@ -221,6 +221,8 @@ def read_columns(
     check = Checker(os.fspath(path), error)
     known = header_type.model_fields["format"].default
     content = _content(path, check)
+    if not content:
+        check.refuse("", f"the file is empty: give a file of {known}")
     if not content.startswith(_MAGIC):
         remedy = f"give a file of {known}, or make it again if it is of an older umem"
         check.refuse("", f"not an .npz archive, so this is not {noun}: {remedy}")
@@ -253,8 +255,7 @@ def _content(path: str | os.PathLike[str], check: Checker) -> bytes:
     try:
         return read_file(path, MAX_FILE_BYTES)
     except OSError as problem:
-        reason = (problem.strerror or str(problem)).lower()
-        raise check.error(f"{check.place}: cannot be read ({reason}): check the path") from problem
+        raise check.error(f"{check.place}: {unreadable(problem)}") from problem
     except ValueError as problem:
         raise check.error(f"{check.place}: {problem}") from problem
 
@@ -341,6 +342,8 @@ def read_json(
 
 def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
     """Plain data of JSON text. It is read more strictly than pydantic does, and within bounds."""
+    if not text.strip():
+        check.refuse("", "the file is empty: give a file that umem wrote")
     if len(text) > MAX_FILE_BYTES:
         check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}: no file of umem is")
     if sum(text.count(mark) for mark in b",[{") > MAX_VALUES:

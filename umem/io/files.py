@@ -12,7 +12,7 @@ from pathlib import Path
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 
-__all__ = ["begins_with", "compress", "read_file", "replace_file", "write_file"]
+__all__ = ["begins_with", "compress", "read_file", "replace_file", "unreadable", "write_file"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WBITS = 31  # zlib's number for its largest window in a gzip wrapper
@@ -80,6 +80,15 @@ def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     if content.startswith(_GZIP_MAGIC):
         return _decompress(content, limit_bytes)
     return content
+
+
+def unreadable(problem: OSError) -> str:
+    """Say why a file cannot be read, and what to do."""
+    reason = (problem.strerror or str(problem)).lower()
+    remedy = (
+        "allow it, or choose another file" if problem.errno == errno.EACCES else "check the path"
+    )
+    return f"cannot be read ({reason}): {remedy}"
 
 
 def begins_with(path: str | os.PathLike[str], mark: bytes) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from umem.core.errors import UmemError
-from umem.io.files import read_file
+from umem.io.files import read_file, unreadable
 from umem.io.problems import Document, Entry, KeyPath, Place, did_you_mean, reject, shown
 
 __all__ = ["FileKind", "read", "shipped_names", "stated_keys"]
@@ -204,9 +204,10 @@ def _read_file(path: Path, kind: FileKind) -> Document:
         reject(Place(file), (), "not a file: give the path of a YAML file")
     try:
         content = read_file(path, _MAX_FILE_BYTES)
-    except (OSError, ValueError) as error:  # ValueError: too large, or a null character in the path
-        reason = (getattr(error, "strerror", None) or "").lower() or str(error)
-        reject(Place(file), (), f"cannot be read ({reason}): check the path")
+    except OSError as error:
+        reject(Place(file), (), unreadable(error))
+    except ValueError as error:  # too large, or a null character in the path
+        reject(Place(file), (), str(error))
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
