@@ -311,6 +311,17 @@ def test_a_bomb_that_declares_another_size_is_unpacked_no_further(bomb: Path) ->
         tracemalloc.stop()
 
 
+def test_each_flipped_bit_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "f")
+    content = (tmp_path / "f").read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "f").write_bytes(flipped)
+        with pytest.raises(TraceError):
+            read(tmp_path / "f")
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_damage_anywhere_is_a_trace_error_or_harmless(

@@ -1,13 +1,15 @@
 """Files of NumPy columns with a JSON header, and plain JSON files, checked against models.
 
 A file of columns is an ``.npz`` archive, which ``numpy.load`` reads too. Its member ``header``
-holds JSON in UTF-8, and each other member one column of numbers.
+holds JSON in UTF-8, and each other member one column of numbers. The archive's comment is a checksum of
+all bytes in front of it: the archive's own checksums cover columns, but not names and sizes.
 """
 
 from __future__ import annotations
 
 import codecs
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -63,6 +65,7 @@ Columns = Mapping[str, npt.NDArray[Any]]
 _MAGIC = b"PK"
 _HEADER = "header"
 _SUFFIX = ".npy"
+_CHECKSUM_LENGTH = len("sha256 ") + 64
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile decompresses these within bounds
 
 
@@ -182,9 +185,11 @@ def write_columns(
     content = io.BytesIO()
     members: dict[str, Any] = {_HEADER: np.frombuffer(text, np.uint8), **columns}
     np.savez_compressed(content, **members)
-    if len(content.getbuffer()) > MAX_FILE_BYTES:
+    if len(content.getbuffer()) + _CHECKSUM_LENGTH > MAX_FILE_BYTES:
         check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}")
-    write_file(path, content.getvalue(), error)
+    # An archive ends with its comment and, before it, the comment's length (APPNOTE.TXT, 4.3.16).
+    before = content.getvalue()[:-2] + _CHECKSUM_LENGTH.to_bytes(2, "little")
+    write_file(path, before + _checksum(before), error)
 
 
 def read_columns(
@@ -198,8 +203,8 @@ def read_columns(
 ) -> tuple[_Header, dict[str, npt.NDArray[Any]]]:
     """Read a file of :func:`write_columns`, which may come from a stranger.
 
-    The sizes that members declare are checked before anything is decompressed, and nothing is ever
-    unpickled.
+    The checksum and the sizes that members declare are checked before anything is decompressed, and
+    nothing is ever unpickled. An archive without a comment was packed by another program.
 
     Parameters
     ----------
@@ -230,6 +235,8 @@ def read_columns(
         archive = zipfile.ZipFile(io.BytesIO(content))
     except Exception as problem:
         raise error(f"{path}: damaged, or ends too early: copy the file again") from problem
+    if archive.comment and _checksum(content[:-_CHECKSUM_LENGTH]) != content[-_CHECKSUM_LENGTH:]:
+        check.refuse("", "damaged: its checksum is that of other content: copy the file again")
     members = _members(archive, check)
     text = _column(archive, members.pop(_HEADER, None), _HEADER, np.uint8, check).tobytes()
     data = _parsed(text, Checker(f"{check.place}: {_HEADER}", error))
@@ -244,6 +251,10 @@ def read_columns(
         for name, dtype in dtypes.items()
         if name in members or name not in optional
     }
+
+
+def _checksum(content: bytes) -> bytes:
+    return f"sha256 {hashlib.sha256(content).hexdigest()}".encode()
 
 
 def is_archive(path: str | os.PathLike[str]) -> bool:
