@@ -1,8 +1,9 @@
 """Files of NumPy columns with a JSON header, and plain JSON files, checked against models.
 
 A file of columns is an ``.npz`` archive, which ``numpy.load`` reads too. Its member ``header``
-holds JSON in UTF-8, and each other member one column of numbers. The archive's comment is a checksum of
-all bytes in front of it: the archive's own checksums cover columns, but not names and sizes.
+holds JSON in UTF-8, and each other member one column of numbers. The archive's comment is a
+checksum of all bytes before it: the archive's own checksums cover columns, but not their names and
+sizes.
 """
 
 from __future__ import annotations
