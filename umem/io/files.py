@@ -15,6 +15,7 @@ from umem.core.units import format_bytes
 __all__ = ["begins_with", "compress", "read_file", "replace_file", "unreadable", "write_file"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_PART_BYTES = 2**20
 _GZIP_WBITS = 31  # zlib's number for its largest window in a gzip wrapper
 
 
@@ -74,12 +75,15 @@ def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        content = file.read(limit_bytes + 1)
+        # In parts: for one read, Python takes memory of the size asked for.
+        content = bytearray()
+        while part := file.read(min(_PART_BYTES, limit_bytes + 1 - len(content))):
+            content += part
     if len(content) > limit_bytes:
         raise ValueError(f"larger than {format_bytes(limit_bytes)}: no file of umem is")
     if content.startswith(_GZIP_MAGIC):
         return _decompress(content, limit_bytes)
-    return content
+    return bytes(content)
 
 
 def unreadable(problem: OSError) -> str:
@@ -105,7 +109,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _decompress(content: bytes, limit_bytes: int) -> bytes:
+def _decompress(content: bytearray, limit_bytes: int) -> bytes:
     stream = zlib.decompressobj(wbits=_GZIP_WBITS)
     try:
         plain = stream.decompress(content, limit_bytes + 1)

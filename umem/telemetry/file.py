@@ -113,6 +113,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
     columns = {key: columns[key].astype(dtype) for key, dtype in PROFILE_COLUMNS.items()}
     check = Checker(f"{os.fspath(path)}: not written", UmemError)
     _check_hints(recording.hints, recording.step_count, check)
+    _check_copies(recording.copies, recording.step_count, check)
     _check_phases(recording.phases, check)
     _check_columns(columns, len(recording.tensor_names), check)
     write_columns(path, ProfileHeader, header, columns, error=UmemError)
@@ -131,6 +132,7 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     )
     check = Checker(os.fspath(path), UmemError)
     _check_hints(header.hints, len(columns["step_start_ns"]), check)
+    _check_copies(header.copies, len(columns["step_start_ns"]), check)
     _check_phases(header.phases, check)
     _check_columns(columns, len(header.tensor_names), check)
     fields: dict[str, Any] = {key: columns[key] for key in _OWNER_COLUMNS | _STEP_COLUMNS}
@@ -179,6 +181,20 @@ def _check_hints(hints: Sequence[HintReport | None], steps: int, check: Checker)
         for figure in figures:
             if not 0 <= figure <= _LARGEST_FIGURE:
                 check.refuse(f"hints[{step}]", f"{figure} is not from 0 to {_LARGEST_FIGURE}")
+
+
+def _check_copies(copies: Sequence[Sequence[Traffic]], steps: int, check: Checker) -> None:
+    if len(copies) not in (0, max(steps, 1)):
+        check.refuse("copies", f"{len(copies)} entries for {steps} steps: copy the file again")
+    for step, traffic in enumerate(copies):
+        for it in traffic:
+            for figure, most in (
+                (it.bytes, _LARGEST_FIGURE),
+                (it.count, _LARGEST_FIGURE),
+                (it.seconds, _LONGEST_S),
+            ):
+                if not 0 <= figure <= most:
+                    check.refuse(f"copies[{step}]", f"{figure} is not from 0 to {most}")
 
 
 def _check_phases(phases: Sequence[NamedRange], check: Checker) -> None:

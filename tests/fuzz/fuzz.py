@@ -1,0 +1,120 @@
+"""Tries each reader of files from strangers for some minutes: `make fuzz FUZZ_MINUTES=10`.
+
+Prints a row for each reader; exit status 1 if anything is wrong. What is wrong is printed, and its
+input is kept in a folder of which the name is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from fuzz_readers import FOLDER, READERS, Reader, Tally
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from umem.core.units import format_bytes
+
+_AT_ONCE = 500
+"""Inputs of one search. The next one starts from another seed."""
+
+_MOST_WRONG = 20
+
+
+def try_for(reader: Reader, duration_s: float) -> Tally:
+    """Try a reader for so long, or until much is wrong."""
+    tally = Tally()
+    inputs = reader.inputs()
+    ends = time.monotonic() + duration_s
+    number = 0
+    while time.monotonic() < ends and len(tally.wrong) < _MOST_WRONG:
+        number += 1
+        last = b""
+
+        @seed(number)
+        @settings(
+            max_examples=_AT_ONCE,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(inputs)
+        def search(content: bytes) -> None:
+            nonlocal last
+            if time.monotonic() < ends:
+                last = content
+                reader.try_input(content, tally)
+
+        try:
+            search()
+        except Exception as error:
+            kept = FOLDER / f"wrong-{reader.name.replace(' ', '-')}-{number}{reader.suffix}"
+            kept.write_bytes(last)
+            tally.wrong.append(f"{kept}: {type(error).__name__}: {error!s:.300}")
+    return tally
+
+
+def table(results: Sequence[tuple[str, Tally]], minutes: float) -> str:
+    """The results as text."""
+    columns = ("reader", "inputs", "refused", "accepted", "worst time", "worst memory", "wrong")
+    rows = [columns] + [
+        (
+            name,
+            f"{tally.inputs:,}",
+            f"{tally.refused:,}",
+            f"{tally.accepted:,}",
+            f"{tally.worst_s:.3f} s",
+            format_bytes(tally.worst_bytes),
+            f"{len(tally.wrong)}",
+        )
+        for name, tally in results
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
+    machine = (
+        f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}, "
+        f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    )
+    return "\n".join(
+        [
+            f"{minutes:g} minutes for each reader, one process; {machine}.",
+            "Times and memory are with every allocation of Python traced, which slows it down.",
+            "",
+            *lines,
+        ]
+    )
+
+
+def main() -> None:
+    """Run the readers that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="for each reader")
+    parser.add_argument("--output", help="file to write the table to")
+    parser.add_argument("readers", nargs="*", metavar="READER", help="all by default")
+    options = parser.parse_args()
+    chosen = [it for it in READERS if not options.readers or it.name in options.readers]
+    results = []
+    for reader in chosen:
+        tally = try_for(reader, 60 * options.minutes)
+        results.append((reader.name, tally))
+        print(table(results[-1:], options.minutes).splitlines()[-1], flush=True)
+        for wrong in tally.wrong:
+            print(f"  {wrong}", flush=True)
+    text = table(results, options.minutes)
+    print(f"\n{text}")
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    sys.exit(any(tally.wrong for _, tally in results))
+
+
+if __name__ == "__main__":
+    main()
