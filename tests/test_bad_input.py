@@ -389,6 +389,43 @@ def test_an_nsys_export_that_is_a_named_pipe(run: Run, tmp_path: Path) -> None:
     assert "not a regular file" in errors
 
 
+# ----------------------------------------------------------------------------------- network
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("doctor",),
+        ("fit", "llama-2-7b", "--gpu", "h100-80"),
+        ("simulate", "--model", "llama-tiny", "--mode", "sft", "--batch", "1", "--seq", "64"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_command_uses_the_network(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Python reports each use of a socket, of the libraries' too, to this hook."""
+    code = """
+import os, sys
+
+def watch(event, _):
+    if event in ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto"):
+        os._exit(99)
+
+sys.addaudithook(watch)
+from umem.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stdout
+
+
 # ------------------------------------------------------------------------------------ Python
 
 
