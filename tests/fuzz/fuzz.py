@@ -1,7 +1,7 @@
 """Tries each reader of files from strangers for some minutes: `make fuzz FUZZ_MINUTES=10`.
 
 Prints a row for each reader; exit status 1 if anything is wrong. What is wrong is printed, and its
-input is kept in a folder of which the name is printed.
+input is kept in a file whose name is printed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
-from fuzz_readers import FOLDER, READERS, Reader, Tally
+from fuzz_readers import READERS, Reader, Tally
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from umem.core.units import format_bytes
@@ -53,7 +55,7 @@ def try_for(reader: Reader, duration_s: float) -> Tally:
         try:
             search()
         except Exception as error:
-            kept = FOLDER / f"wrong-{reader.name.replace(' ', '-')}-{number}{reader.suffix}"
+            kept = Path(tempfile.mkdtemp(prefix="umem-fuzz-wrong-")) / f"input{reader.suffix}"
             kept.write_bytes(last)
             tally.wrong.append(f"{kept}: {type(error).__name__}: {error!s:.300}")
     return tally

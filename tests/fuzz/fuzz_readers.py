@@ -37,7 +37,7 @@ from umem.telemetry.comparison import read_predictions
 from umem.telemetry.records import NamedRange, Residency, Shares
 from umem.trace import Trace, load_trace, save_trace, trace_fingerprint
 
-__all__ = ["MOST_BYTES", "MOST_S", "READERS", "Reader", "Tally"]
+__all__ = ["READERS", "Reader", "Tally"]
 
 MOST_S = 5.0
 """Longest time that an input may take: the largest are some ten kilobytes."""
@@ -47,7 +47,8 @@ MOST_BYTES = 64 * 2**20
 
 _LONGEST_MESSAGE = 3000
 
-FOLDER = Path(tempfile.mkdtemp(prefix="umem-fuzz-"))
+_FOLDER = tempfile.TemporaryDirectory(prefix="umem-fuzz-")
+FOLDER = Path(_FOLDER.name)
 
 
 @dataclass
