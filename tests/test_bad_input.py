@@ -20,11 +20,14 @@ from command_line import Run, umem_command
 from rich.console import Console
 
 import umem
+from umem.capture.offline import script_trace
 from umem.cli import INTERRUPTED_STATUS, output
 from umem.core.errors import PolicyError
 from umem.core.install import _origin, install_command
+from umem.planning import load_schedule
 from umem.policy import resolve
-from umem.telemetry import read_nsys
+from umem.telemetry import read_nsys, read_recording
+from umem.trace import save_trace
 
 # A root user enters every folder, unless these are taken away.
 WITHOUT_PRIVILEGES = (
@@ -444,6 +447,14 @@ main()
         (lambda: umem.plan(1, 2, 3), "trace"),  # type: ignore[arg-type]
         (lambda: umem.simulate(1, 2, 3, 4), "trace"),  # type: ignore[arg-type]
         (lambda: umem.load_hardware(3), "hardware"),  # type: ignore[arg-type]
+        (lambda: umem.profile(model="x"), "model"),  # type: ignore[arg-type]
+        (lambda: umem.profile(name=3), "name"),  # type: ignore[arg-type]
+        (lambda: umem.profile(ideal_s="x"), "ideal_s"),  # type: ignore[arg-type]
+        (lambda: resolve("sft", None), "policy"),  # type: ignore[arg-type]
+        (lambda: save_trace(3, "x"), "trace"),  # type: ignore[arg-type]
+        (lambda: script_trace(3), "spec"),  # type: ignore[arg-type]
+        (lambda: read_recording(3), "path"),  # type: ignore[arg-type]
+        (lambda: load_schedule(3, None, key=""), "path"),  # type: ignore[arg-type]
     ],
 )
 def test_an_argument_of_another_type(call: Any, argument: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from umem._version import __version__
+from umem.core.arguments import check_argument
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.io.columns import Checker, Header, read_columns, write_columns
@@ -86,6 +87,7 @@ def load_schedule(path: str | os.PathLike[str], trace: Trace, *, key: str) -> Sc
     Raises PlanError if the file cannot be read, holds no valid schedule, or one for another trace
     or key; the message names file, place and remedy.
     """
+    check_argument("path", path, (str, os.PathLike), "give the path of a plan's file")
     check = Checker(os.fspath(path), PlanError, remedy=": plan again")
     header, columns = read_columns(path, PlanHeader, PLAN_COLUMNS, noun="a plan", error=PlanError)
     if key != header.key:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import HintReport, Source, Traffic
@@ -155,6 +156,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 
     Raises UmemError if it is neither, or cannot be read; the message names file, place and remedy.
     """
+    check_argument("path", path, (str, os.PathLike), "give the path of a profile or an export")
     place = os.fspath(path)
     if place.endswith(_REPORT_ENDINGS):
         raise UmemError(
