@@ -72,6 +72,8 @@ def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     Raises OSError if it cannot be read, or `path` is something else than a regular file. Raises
     ValueError if it is larger, or damaged; the message says which, and what to do.
     """
+    if "\0" in os.fsdecode(path):
+        raise OSError(errno.EINVAL, "A null character in the path", str(path))
     with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))

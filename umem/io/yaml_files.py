@@ -206,7 +206,7 @@ def _read_file(path: Path, kind: FileKind) -> Document:
         content = read_file(path, _MAX_FILE_BYTES)
     except OSError as error:
         reject(Place(file), (), unreadable(error))
-    except ValueError as error:  # too large, or a null character in the path
+    except ValueError as error:  # too large, or damaged
         reject(Place(file), (), str(error))
     try:
         text = content.decode("utf-8-sig")
