@@ -29,7 +29,7 @@ from umem._version import __version__
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 from umem.io.files import begins_with, read_file, unreadable, write_file
-from umem.io.problems import did_you_mean, first_problem, shown
+from umem.io.problems import did_you_mean, first_problem, shown, visible
 
 __all__ = [
     "MAX_VALUES",
@@ -97,9 +97,12 @@ class Checker:
     """End of each message."""
 
     def refuse(self, where: str, message: str) -> NoReturn:
-        """Raise the error for a place in the file, such as ``phases[3].reads``."""
+        """Raise the error for a place in the file, such as ``phases[3].reads``.
+
+        The place may hold a key of a stranger's: what acts on a terminal becomes an escape.
+        """
         parts = (self.place, where, message + self.remedy)
-        raise self.error(": ".join(part for part in parts if part))
+        raise self.error(visible(": ".join(part for part in parts if part)))
 
     def refuse_where(
         self, bad: npt.NDArray[np.bool_], key: str, message: Callable[[Any], str]
