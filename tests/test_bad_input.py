@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -376,12 +375,13 @@ def test_an_nsys_export_whose_rows_share_a_long_string(tmp_path: Path) -> None:
 
 
 def test_an_nsys_export_with_many_strings_of_one_id(tmp_path: Path) -> None:
-    """Time is in proportion to the rows of both tables together."""
+    """Time is in proportion to the rows of both tables together, and not to their product.
+
+    That is 400 million, which would take longer than any test may.
+    """
     strings = [(7, f"umem phase {number}") for number in range(20_000)]
     path = nsys_export(tmp_path / "run.sqlite", strings, 20_000)
-    began = time.monotonic()
     assert len(read_nsys(path).phases) == 20_000
-    assert time.monotonic() - began < 10  # the product of both is 400 million
 
 
 def test_an_nsys_export_that_is_a_named_pipe(run: Run, tmp_path: Path) -> None:

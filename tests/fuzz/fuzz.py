@@ -26,6 +26,9 @@ _AT_ONCE = 500
 
 _MOST_WRONG = 20
 
+_MOST_S = 5.0
+"""Longest time that an input may take: the largest are some ten kilobytes."""
+
 
 def try_for(reader: Reader, duration_s: float) -> Tally:
     """Try a reader for so long, or until much is wrong."""
@@ -50,7 +53,8 @@ def try_for(reader: Reader, duration_s: float) -> Tally:
             nonlocal last
             if time.monotonic() < ends:
                 last = content
-                reader.try_input(content, tally)
+                took_s = reader.try_input(content, tally)
+                assert took_s < _MOST_S, f"{took_s:.1f} s"
 
         try:
             search()
