@@ -45,3 +45,19 @@ def test_predictions_are_the_committed_ones(page: str, options: str, kept: str) 
     )
     assert found, f"{page} shows no such prediction"
     assert f"\n{found.group(1).strip()}\n" in "\n" + (RESULTS / kept).read_text(encoding="utf-8")
+
+
+def test_texts_on_pages_are_the_committed_ones() -> None:
+    """`python benchmarks/fill_pages.py docs/*.md` puts them there."""
+    shown = [
+        (file, text)
+        for page in (ROOT / "docs").glob("*.md")
+        for file, text in re.findall(
+            r"<!-- text (\S+) -->\n(.*?)<!-- end of text -->",
+            page.read_text(encoding="utf-8"),
+            re.DOTALL,
+        )
+    ]
+    assert shown
+    for file, text in shown:
+        assert text == f"```text\n{(ROOT / file).read_text(encoding='utf-8').strip()}\n```\n"
