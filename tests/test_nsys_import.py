@@ -101,6 +101,26 @@ def test_values_outside_of_enumerations_are_unknown(tmp_path: Path) -> None:
     assert records.access.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("column", ["start", "end"])
+def test_times_that_no_profile_holds(column: str, tmp_path: Path) -> None:
+    path = database(tmp_path / "run.sqlite", RUN)
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute(f"UPDATE CUPTI_ACTIVITY_KIND_MEMSET SET end = {2**62}, {column} = {2**62}")
+    with pytest.raises(UmemError, match=rf"run\.sqlite: {column}_ns\[\d+\]: .*nsys export"):
+        read_recording(path)
+
+
+def test_what_sqlite_quotes_has_no_control_characters(tmp_path: Path) -> None:
+    path = database(tmp_path / "run.sqlite", RUN)
+    path.write_bytes(
+        path.read_bytes().replace(b"CREATE TABLE NVTX_EVENTS", b"CREATE TABLE \x14VTX_EVENTS")
+    )
+    with pytest.raises(UmemError) as caught:
+        read_recording(path)
+    assert "\\x14" in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
 def test_reading_does_not_change_the_file(tmp_path: Path) -> None:
     path = database(tmp_path / "a # of % names?.sqlite", RUN)
     path.chmod(0o444)

@@ -15,7 +15,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import HintReport, Source, Traffic
 from umem.io.columns import Checker, Header, Items, read_columns, write_columns
-from umem.telemetry.nsys import is_nsys_export, read_nsys
+from umem.telemetry.nsys import EXPORT_AGAIN, is_nsys_export, read_nsys
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     MAX_RECORDS,
@@ -102,7 +102,13 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
     Raises UmemError if the file cannot be written, would be too large, or could not be loaded
     again; an old file is then as it was.
     """
+    columns = _checked_columns(recording, Checker(f"{os.fspath(path)}: not written", UmemError))
     header = {key: getattr(recording, key) for key in ProfileHeader.model_fields if key != "format"}
+    write_columns(path, ProfileHeader, header, columns, error=UmemError)
+
+
+def _checked_columns(recording: Recording, check: Checker) -> dict[str, npt.NDArray[Any]]:
+    """Columns of a recording that a profile can hold; else the error."""
     residency = recording.residency
     columns = {
         **vars(recording.records),
@@ -112,12 +118,11 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
         "resident_bytes": np.zeros(0) if residency is None else residency.resident_bytes.ravel(),
     }
     columns = {key: columns[key].astype(dtype) for key, dtype in PROFILE_COLUMNS.items()}
-    check = Checker(f"{os.fspath(path)}: not written", UmemError)
     _check_hints(recording.hints, recording.step_count, check)
     _check_copies(recording.copies, recording.step_count, check)
     _check_phases(recording.phases, check)
     _check_columns(columns, len(recording.tensor_names), check)
-    write_columns(path, ProfileHeader, header, columns, error=UmemError)
+    return columns
 
 
 def load_recording(path: str | os.PathLike[str]) -> Recording:
@@ -163,7 +168,12 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
             f"{place}: a report of Nsight Systems, which only it can read: export it with "
             f"`nsys export --type sqlite {os.path.basename(place)}` and give the result"
         )
-    return read_nsys(path) if is_nsys_export(path) else load_recording(path)
+    if not is_nsys_export(path):
+        return load_recording(path)
+    recording = read_nsys(path)
+    # Its times may be years apart, or a transfer may take days: no figure of it would make sense.
+    _checked_columns(recording, Checker(place, UmemError, remedy=f": {EXPORT_AGAIN}"))
+    return recording
 
 
 # Checks that a profile does not contradict itself.
