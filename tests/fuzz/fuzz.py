@@ -27,7 +27,7 @@ _AT_ONCE = 500
 _MOST_WRONG = 20
 
 _MOST_S = 5.0
-"""Longest time that an input may take: the largest are some ten kilobytes."""
+"""Most time of the processor that an input may take: the largest are below a megabyte."""
 
 
 def try_for(reader: Reader, duration_s: float) -> Tally:
@@ -91,8 +91,9 @@ def table(results: Sequence[tuple[str, Tally]], minutes: float) -> str:
     )
     return "\n".join(
         [
-            f"{minutes:g} minutes for each reader, one process; {machine}.",
-            "Times and memory are with every allocation of Python traced, which slows it down.",
+            f"{minutes:g} minutes for each reader; {machine}.",
+            "Time of the processor and memory, with every allocation of Python traced, which is "
+            "slow.",
             "",
             *lines,
         ]
