@@ -301,6 +301,14 @@ def test_a_longer_chain_of_policies(tmp_path: Path) -> None:
         umem.load_policy(chain(tmp_path, 1500, "sft"))
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, f"./{'x' * 5000}.yaml"])
+def test_a_parent_with_an_endless_name(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", f'extends: "{name}"\n')
+    with pytest.raises(PolicyError, match=r"mine\.yaml:1:10: extends: .*xxx") as caught:
+        umem.load_policy(path)
+    assert len(str(caught.value)) < 1200
+
+
 def test_a_cycle_of_policies_is_named(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"a cycle: .*p0.yaml -> .*p1.yaml -> .*p0.yaml"):
         umem.load_policy(chain(tmp_path, 2, "./p0.yaml"))

@@ -24,6 +24,7 @@ __all__ = ["FileKind", "read", "shipped_names", "stated_keys"]
 _MAX_FILE_BYTES = 2**20
 _MAX_DEPTH = 16
 _MAX_FILES = 16  # that extend one another
+_LONGEST_SHOWN = 500  # of a name that is not there
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def _with_parents(
     else:
         path = folder / os.path.expanduser(extends)
         if not os.path.isfile(path):
-            reject(place, ("extends",), f"there is no file {path}: check the path")
+            named = str(path)[:_LONGEST_SHOWN]
+            reject(place, ("extends",), f"there is no file {named}: check the path")
     if path.resolve() in [child.resolve() for child in children]:
         cycle = " -> ".join(map(str, (*children, path)))
         reject(place, ("extends",), f"a cycle: {cycle}; remove one `extends`")
@@ -159,7 +161,7 @@ def _shipped_path(name: str, place: Place, key: KeyPath, kind: FileKind) -> Path
         if os.path.isfile(name):
             hint = f"; to read the file of this name, write './{name}'."
         known = f"{kind.shipped.capitalize()}s: {', '.join(names)}"
-        reject(place, key, f"no {kind.shipped} is called {name!r}{hint} {known}")
+        reject(place, key, f"no {kind.shipped} is called {name[:_LONGEST_SHOWN]!r}{hint} {known}")
     return _shipped_folder(kind) / f"{name}.yaml"
 
 
