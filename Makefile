@@ -6,6 +6,7 @@ JOBS ?= $(shell nproc)
 # One more than cores: tests wait for processes that they start, and for time to pass.
 WORKERS ?= $(shell expr $(JOBS) + 1)
 MARKED ?= slow or not slow
+FUZZ_MINUTES ?= 10
 GPU := $(wildcard /dev/nvidiactl)
 export UMEM_CUDA
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
@@ -30,7 +31,7 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
 NATIVE_TESTS := plain address thread
 
-.PHONY: help demo test check fast-tests lint native native-test planner pytest bench systems docs pictures wheel clean
+.PHONY: help demo test check fast-tests lint native native-test planner pytest fuzz bench systems docs pictures wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +42,7 @@ help:
 	@echo 'make lint         ruff, import contracts and mypy'
 	@echo 'make native-test  the allocator core under no sanitizer, ASan with UBSan, and TSan'
 	@echo 'make pytest       all Python tests; MARKED="not slow" for the quick ones'
+	@echo 'make fuzz         readers of files from strangers, FUZZ_MINUTES=10 for each'
 	@echo 'make bench        benchmarks (needs a GPU)'
 	@echo 'make systems      Trainer, TRL, DeepSpeed, Megatron and others under umem (needs a GPU)'
 	@echo 'make docs         the pages as a site in site/, without a network, links checked'
@@ -78,6 +80,10 @@ planner: native
 pytest: native
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(if $(GPU),not gpu and )($(MARKED))" $(PYTEST_ARGS)
 	$(if $(GPU),$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu))
+
+fuzz: native
+	PYTHONPATH=tests/support:tests/fuzz $(BIN)/python tests/fuzz/fuzz.py \
+	  --minutes $(FUZZ_MINUTES) --output benchmarks/results/fuzz.txt
 
 bench: native
 	$(BIN)/umem bench all

@@ -6,7 +6,11 @@ the project's folder::
     <!-- umem bench report benchmarks/results/FILE.jsonl --markdown -->
     <!-- end of report -->
 
-Results of systems are printed by `python tests/systems/matrix.py --report FILE --markdown`.
+Results of systems are printed by `python tests/systems/matrix.py --report FILE --markdown`. Results
+that are text are shown as they are::
+
+    <!-- text benchmarks/results/FILE.txt -->
+    <!-- end of text -->
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ _REPORT = re.compile(
     r".*?(<!-- end of report -->)",
     re.DOTALL,
 )
+_TEXT = re.compile(r"(<!-- text (\S+) -->\n).*?(<!-- end of text -->)", re.DOTALL)
 _ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
 
 
@@ -35,6 +40,12 @@ def _printed(found: re.Match[str]) -> str:
     return f"{found[1]}{printed.strip()}\n{found[3]}"
 
 
+def _shown(found: re.Match[str]) -> str:
+    text = Path(found[2]).read_text(encoding="utf-8")
+    return f"{found[1]}```text\n{text.strip()}\n```\n{found[3]}"
+
+
 for name in sys.argv[1:]:
     page = Path(name)
-    page.write_text(_REPORT.sub(_printed, page.read_text(encoding="utf-8")), encoding="utf-8")
+    filled = _REPORT.sub(_printed, page.read_text(encoding="utf-8"))
+    page.write_text(_TEXT.sub(_shown, filled), encoding="utf-8")

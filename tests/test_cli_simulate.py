@@ -231,9 +231,10 @@ def test_pictures(run: Run, layers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_modes_of_a_model(run: Run) -> None:
+def test_both_modes_of_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     status, output, errors = run(
         "simulate", "--model", "llama-tiny", "--batch", "1", "--seq", "64", "--planner", "planned",
         "--json",

@@ -135,8 +135,9 @@ def test_import_converts(run: Run, files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_known_model_is_recorded(run: Run, files: Path) -> None:
+def test_a_known_model_is_recorded(run: Run, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files))
     status, output, _ = run("--model", "llama-tiny", "--mode", "sft", "--seq", "64", "--json")
     assert status == 0
     summary = json.loads(output)

@@ -329,7 +329,20 @@ class TestHostMemory:
         """A control group by its file, so that its owner can raise it."""
         found = check(diagnose(self.small), "host memory limit")
         assert found.value == "/sys/fs/cgroup/batch.slice/memory.max: 32 GiB"
+        assert "20 GiB" in found.why
         assert "machine" in check(diagnose(HEALTHY), "host memory limit").value
+
+    @pytest.mark.parametrize(
+        ("processes", "most", "why"),
+        [(None, "17 GiB", "85 % of 20 GiB"), ("8", "2.12 GiB", "8 processes"), ("x", "17 GiB", "")],
+    )
+    def test_page_locked_memory(self, processes: str | None, most: str, why: str) -> None:
+        """The processes of one host share it."""
+        variables = {} if processes is None else {"LOCAL_WORLD_SIZE": processes}
+        found = check(diagnose(replace(self.small, variables=variables)), "page-locked memory")
+        assert found.status is Status.INFO
+        assert most in found.value
+        assert why in found.why
 
     def test_unknown(self) -> None:
         """As on a system without /proc."""

@@ -255,7 +255,8 @@ def test_bad_members_are_named(tmp_path: Path, change: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not an .npz archive, so this is not a trace: give a file of umem-trace/3"),
+        (b"", "/f: the file is empty: give a file of umem-trace/3"),
+        (b"x", "not an .npz archive, so this is not a trace: give a file of umem-trace/3"),
         (b'{"format": "umem-trace/2"}', "not an .npz archive.* older umem"),
         (b"PK\3\4 nothing else", "damaged, or ends too early: copy the file again"),
         (b"x" * 2000, "larger than 1000 B"),
@@ -308,6 +309,17 @@ def test_a_bomb_that_declares_another_size_is_unpacked_no_further(bomb: Path) ->
         assert tracemalloc.get_traced_memory()[1] < 2**23
     finally:
         tracemalloc.stop()
+
+
+def test_each_flipped_bit_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "f")
+    content = (tmp_path / "f").read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "f").write_bytes(flipped)
+        with pytest.raises(TraceError):
+            read(tmp_path / "f")
 
 
 @settings(deadline=None)
@@ -397,7 +409,8 @@ def test_json_is_read_plain_and_compressed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"/f:1:1: not valid JSON \(Expecting value\): give a file that umem wrote"),
+        (b"", "/f: the file is empty: give a file that umem wrote"),
+        (b"x", r"/f:1:1: not valid JSON \(Expecting value\): give a file that umem wrote"),
         (b'{"a": 1,\n"b" 2}', r"/f:2:5: not valid JSON"),
         (b'{"a": 1} x', "not valid JSON"),
         (b"\x80\x02binary", "neither gzip nor UTF-8 text"),

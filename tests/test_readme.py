@@ -100,3 +100,19 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "pictures/speed-7b.svg" in index
     assert 'href="out-of-memory.html"' in index
     assert "umem.swap.enable" in (tmp_path / "api.html").read_text(encoding="utf-8")
+
+
+def test_texts_on_pages_are_the_committed_ones() -> None:
+    """`python benchmarks/fill_pages.py docs/*.md` puts them there."""
+    shown = [
+        (file, text)
+        for page in (ROOT / "docs").glob("*.md")
+        for file, text in re.findall(
+            r"<!-- text (\S+) -->\n(.*?)<!-- end of text -->",
+            page.read_text(encoding="utf-8"),
+            re.DOTALL,
+        )
+    ]
+    assert shown
+    for file, text in shown:
+        assert text == f"```text\n{(ROOT / file).read_text(encoding='utf-8').strip()}\n```\n"

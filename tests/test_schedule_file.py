@@ -104,7 +104,6 @@ def assert_same(one: Schedule, other: Schedule) -> None:
 def test_a_schedule_comes_back_unchanged(tmp_path: Path, changes: dict[str, Any]) -> None:
     schedule = small_schedule(**changes)
     save_schedule(schedule, tmp_path / "plan.npz", key=KEY)
-    assert_same(schedule, load_schedule(tmp_path / "plan.npz", small_trace()))
     assert_same(schedule, load_schedule(tmp_path / "plan.npz", small_trace(), key=KEY))
 
 
@@ -131,7 +130,7 @@ def test_any_schedule_comes_back_unchanged(
         waits=waits,
     )
     save_schedule(schedule, path, key=KEY)
-    assert_same(schedule, load_schedule(path, small_trace()))
+    assert_same(schedule, load_schedule(path, small_trace(), key=KEY))
 
 
 def test_the_same_schedule_gives_the_same_bytes(
@@ -209,7 +208,7 @@ def test_a_bad_file_names_file_and_place(
 ) -> None:
     path = saved(tmp_path, **change)
     with pytest.raises(PlanError, match=message) as info:
-        load_schedule(path, small_trace())
+        load_schedule(path, small_trace(), key=KEY)
     assert str(info.value).startswith(f"{path}: ")
     assert len(str(info.value)) < 400
 
@@ -219,7 +218,7 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
     path = saved(tmp_path)
     rewrite(path, lambda content: content.pop(key))
     with pytest.raises(PlanError, match=rf"plan\.npz: {key}: missing"):
-        load_schedule(path, small_trace())
+        load_schedule(path, small_trace(), key=KEY)
 
 
 def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
@@ -232,11 +231,11 @@ def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_damaged_and_missing_files_are_plan_errors(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="none: cannot be read"):
-        load_schedule(tmp_path / "none", small_trace())
+        load_schedule(tmp_path / "none", small_trace(), key=KEY)
     save_schedule(small_schedule(), tmp_path / "plan", key=KEY)
     (tmp_path / "plan").write_bytes((tmp_path / "plan").read_bytes()[:-4])
-    with pytest.raises(PlanError, match="plan: damaged, or ends too early"):
-        load_schedule(tmp_path / "plan", small_trace())
+    with pytest.raises(PlanError, match="plan: damaged"):
+        load_schedule(tmp_path / "plan", small_trace(), key=KEY)
 
 
 # ----------------------------------------------------------------------------------- keys

@@ -187,6 +187,11 @@ def in_use(key: str, value: Any) -> Change:
     return lambda data: data["hints"][1]["uses"][0].__setitem__(key, value)
 
 
+def copy(**changes: float) -> dict[str, Any]:
+    row = {"direction": "to_host", "cause": "copy", "tensor_class": "weights"}
+    return row | {"bytes": 5, "seconds": 1e-3, "count": 1} | changes
+
+
 def phase(start_ns: int, end_ns: int) -> dict[str, Any]:
     return {"name": "x", "start_ns": start_ns, "end_ns": end_ns}
 
@@ -236,6 +241,10 @@ def phase(start_ns: int, end_ns: int) -> dict[str, Any]:
         (in_use("tensor_class", "weight"), "hints[1].uses[0].tensor_class: 'weight': "),
         (in_use("late", -1), "hints[1]: -1 is not from 0"),
         (in_use("late_s", 1e300), "hints[1]: 1e+300 is not from 0"),
+        (set_to("copies", [[]]), "copies: 1 entries for 2 steps"),
+        (set_to("copies", [[], [copy(bytes=-1)]]), "copies[1]: -1 is not from 0"),
+        (set_to("copies", [[], [copy(count=2**60)]]), f"copies[1]: {2**60} is not from 0"),
+        (set_to("copies", [[copy(seconds=1e300)], []]), "copies[0]: 1e+300 is not from 0"),
         (set_to("residency_ns", [-5]), "residency_ns[0]: -5 is not from 0"),
         (set_to("residency_ns", []), "resident_bytes: 6 entries; it takes 0"),
         (set_to("resident_bytes", [0] * 5 + [-1]), "resident_bytes[5]: -1 is not from 0"),

@@ -344,6 +344,7 @@ def test_a_file_that_was_packed_anew_is_read(tmp_path: Path) -> None:
         ({"access_mode": [1, 2, 1, 2]}, "access_mode: 4 entries; it takes 5"),
         ({"metadata": []}, r"metadata: \[\]: .* object"),
         ({"metadata": {"a": [1]}}, "metadata.a: a list; give text or a number"),
+        ({"metadata": {"\u202e": None}}, r"metadata.\\u202e: a NoneType"),
     ],
 )
 def test_a_bad_file_names_file_and_place(

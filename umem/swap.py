@@ -15,11 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
 from umem.core.log import show_log
 from umem.hardware.capabilities import Capabilities, detect_all
-from umem.hardware.host_memory import host_memory
+from umem.hardware.host_memory import PINNED_SHARE, host_memory, local_processes
 from umem.hardware.load import describe_machine
 from umem.policy import Policy, ResolvedPolicy, check_environment, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
@@ -38,7 +39,6 @@ from umem.runtime.state import (
 from umem.torch_compat import require, set_allocator_functions
 
 __all__ = [
-    "PINNED_SHARE_OF_HOST",
     "check_devices",
     "enable",
     "manage_automatically",
@@ -60,10 +60,6 @@ available host memory. The rest is for data loaders and other programs."""
 _LOADING_SHARE = 1 - 1 / 64
 """Of the budget, while a model is loaded whose weights may be streamed: page tables of the weights
 that find no room take device memory too, 1/512 of their size. Enough for eight times the budget."""
-
-PINNED_SHARE_OF_HOST = 0.85
-"""Cap on page-locked memory, as a share of the host memory that is available when umem starts: it
-cannot be swapped, and a host without any other memory ends programs."""
 
 _STEPS_WITHOUT_MODEL = 8
 """Steps of an optimizer after which umem stops looking for its model."""
@@ -112,6 +108,8 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
 
     Raises
     ------
+    TypeError
+        If `policy` or `fallback` is of another type.
     PolicyError
         If the policy, or an environment variable that changes it, is invalid.
     EnableError
@@ -130,6 +128,7 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
     >>> umem.enable("sft")  # doctest: +SKIP
     True
     """
+    check_argument("fallback", fallback, bool, "give True or False")
     loaded = load_policy(policy)
     check_environment()
     show_log()
@@ -283,19 +282,14 @@ def with_default_limit(
 
 
 def pinned_limit_bytes() -> int:
-    """Cap on page-locked memory of this process: :data:`PINNED_SHARE_OF_HOST`; 0 if unknown."""
-    return int(PINNED_SHARE_OF_HOST * _available_bytes())
+    """Cap on page-locked memory of this process: :data:`PINNED_SHARE`; 0 if unknown."""
+    return int(PINNED_SHARE * _available_bytes())
 
 
 def _available_bytes() -> int:
-    """This process's part of the available host memory, 0 if unknown.
-
-    Launchers such as torchrun start a process for each GPU of a host, and say how many.
-    """
+    """This process's part of the available host memory, 0 if unknown."""
     host = host_memory()
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    count = int(ranks) if ranks.isdecimal() else 1
-    return 0 if host is None else host.available_bytes // max(1, count)
+    return 0 if host is None else host.available_bytes // local_processes()
 
 
 def _stream_weights(model: nn.Module) -> None:

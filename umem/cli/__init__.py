@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from importlib import import_module
 from typing import Any, NoReturn
@@ -83,6 +84,8 @@ def _options(
     ),
 ) -> None:
     """Unified memory for PyTorch: training within a budget of device memory."""
+    # Libraries abort where they look for files beside it: torch's MKL does.
+    os.getcwd()
     # Under another encoding than UTF-8, a letter that it lacks is printed as an escape. A program
     # that umem runs sees its standard output as Python made it.
     if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):

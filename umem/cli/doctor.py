@@ -33,7 +33,9 @@ def doctor(as_json: options.Json = False) -> None:
 
     Exits with 0 if `umem.enable()` would work here, and with 1 if not.
     """
-    report = diagnose(collect())
+    with output.progress() as say:
+        say("Importing torch and looking at the machine")
+        report = diagnose(collect())
     if as_json:
         output.print_json(report.to_dict())
     else:

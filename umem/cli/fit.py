@@ -87,9 +87,10 @@ def fit(
     host_bytes = _host_bytes(host_ram)
     names = hardware_names() if gpu is None else (_SHORT_NAMES.get(gpu, gpu),)
     answers = []
-    for name in names:
-        machine = load_hardware(name)
-        answers.append(_answer(question, machine, budget, host_bytes))
+    with output.progress(), output.interruptible():
+        for name in names:
+            machine = load_hardware(name)
+            answers.append(_answer(question, machine, budget, host_bytes))
     if as_json:
         output.print_json({"results": [_row(question, answer) for answer in answers]})
         return

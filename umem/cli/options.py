@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -79,7 +79,9 @@ Precision = Annotated[
 ]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="A trace, from `umem trace`, instead of a model."),
+    typer.Option(
+        readable=False, metavar="FILE", help="A trace, from `umem trace`, instead of a model."
+    ),
 ]
 HardwareName = Annotated[
     str,
@@ -102,7 +104,8 @@ Window = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Plot = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Draw pictures into this folder.")
+    Path | None,
+    typer.Option(readable=False, metavar="FOLDER", help="Draw pictures into this folder."),
 ]
 PlotFormat = Annotated[str, typer.Option(help="png or svg.")]
 
@@ -151,25 +154,29 @@ def find_workloads(
         return (load,)
     if model is None:
         raise UmemError("nothing to run: give --model, such as llama-2-7b, or --trace FILE")
-    # Imports torch, which a trace does not need.
+    # Not at the top: it takes longer than reading a trace.
     from umem.capture.offline import MODELS, MODES, PRECISIONS, model_trace
+    from umem.capture.offline.trace_cache import cache_trace, cached_trace
 
     chosen = known_name("--mode", modes[0] if mode is None else mode, modes)
-    name = known_name("--model", model, MODELS)
-    made_in = known_name("--precision", precision or PRECISIONS[0], PRECISIONS)
+    arguments: dict[str, Any] = {
+        "model": known_name("--model", model, MODELS),
+        "batch": batch or BATCH,
+        "seq": seq or SEQ,
+        "accumulate": accumulate or ACCUMULATE,
+        "checkpoint": bool(checkpoint),
+        "precision": known_name("--precision", precision or PRECISIONS[0], PRECISIONS),
+    }
 
     def record(of_mode: str, say: Progress) -> Trace:
+        these = {**arguments, "mode": of_mode}
+        found = cached_trace(these)
+        if found is not None:
+            return found
         with interruptible():
-            return model_trace(
-                name,
-                of_mode,
-                batch=batch or BATCH,
-                seq=seq or SEQ,
-                accumulate=accumulate or ACCUMULATE,
-                checkpoint=bool(checkpoint),
-                precision=made_in,
-                progress=recording_progress(f"{name}, {of_mode}", say),
-            )
+            made = model_trace(**these, progress=recording_progress(f"{model}, {of_mode}", say))
+        cache_trace(made, these)
+        return made
 
     wanted = MODES if chosen == "both" else (chosen,)
     return tuple(partial(record, of_mode) for of_mode in wanted)

@@ -94,9 +94,11 @@ def _ignore(_: str) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """End the process at once on Ctrl-C, for work inside torch that writes no files.
+    """End the process at once on Ctrl-C, for work inside torch and numba.
 
-    Python's handler raises an exception, and there is C++ code in torch that aborts then.
+    Python's handler raises an exception. There is C++ code in torch that aborts then, and numba's
+    compiler fails with errors of its own. The work may write no files but numba's cache, which
+    puts each in place when it is whole.
     """
 
     def stop(*_: object) -> None:
@@ -217,6 +219,8 @@ def check_can_write(option: str, path: Path, *, folder: bool = False) -> None:
     """
     if path.is_dir() and not folder:
         raise UmemError(f"{option}: {path} is a folder: give the name of a file")
+    if path.exists() and not path.is_file() and not folder:
+        raise UmemError(f"{option}: {path} is a device or a pipe: give the name of a file")
     nearest = path if folder else path.parent
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

@@ -43,11 +43,13 @@ def plan(
     budget: options.Budget = None,
     window: options.Window = 8,
     target: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan.")
+        Path | None,
+        typer.Option("--output", "-o", readable=False, metavar="FILE", help="Write the plan."),
     ] = None,
     store: Annotated[
         Path | None,
         typer.Option(
+            readable=False,
             metavar="FOLDER",
             help="Keep the plan in this folder, under a key made of all its inputs; reuse it if it "
             "is there.",
@@ -88,11 +90,12 @@ def plan(
         began_s = time.perf_counter()
         if schedule is None:
             say(f"Planning {timed.name} with {planner}")
-            if planner == "planned":
-                made = planning.explained_plan(timed, machine, resolved)
-                schedule = made.schedule
-            else:
-                schedule = planning.plan(timed, machine, resolved, planner, window=window)
+            with output.interruptible():
+                if planner == "planned":
+                    made = planning.explained_plan(timed, machine, resolved)
+                    schedule = made.schedule
+                else:
+                    schedule = planning.plan(timed, machine, resolved, planner, window=window)
         planning_s = time.perf_counter() - began_s
         if target is not None:
             planning.save_schedule(schedule, target, key=key)

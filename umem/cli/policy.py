@@ -97,7 +97,9 @@ def show(
 
 @app.command()
 def validate(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Policy files.")],
+    files: Annotated[
+        list[Path], typer.Argument(readable=False, metavar="FILE...", help="Policy files.")
+    ],
     as_json: options.Json = False,
 ) -> None:
     """Check policy files, and print their problems; exit status 2 if any."""

@@ -37,24 +37,32 @@ def report(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...", help="Saved profiles (run.npz), or SQLite exports of Nsight Systems."
+            readable=False,
+            metavar="FILE...",
+            help="Saved profiles (run.npz), or SQLite exports of Nsight Systems.",
         ),
     ],
     as_json: options.Json = False,
     plot: options.Plot = None,
     plot_format: options.PlotFormat = "png",
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page with tables and pictures.")
+        Path | None,
+        typer.Option(
+            readable=False, metavar="FILE", help="Write one page with tables and pictures."
+        ),
     ] = None,
     perfetto: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write a timeline for ui.perfetto.dev (.json, .json.gz)."
+            readable=False,
+            metavar="FILE",
+            help="Write a timeline for ui.perfetto.dev (.json, .json.gz).",
         ),
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
+            readable=False,
             metavar="FILE",
             help="Compare with predictions, from `umem simulate --json`: those for the same "
             "workload, or all if no name matches.",

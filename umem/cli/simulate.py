@@ -128,17 +128,18 @@ def simulate(
     with output.progress() as say:
         for workload in workloads:
             made = workload(say)
-            reports = predict(
-                made,
-                machine,
-                resolved,
-                planners,
-                addresses="own" if addresses == "own" else "reused",
-                window=window,
-                runnable=runnable,
-                timeline=plot is not None,
-                progress=say,
-            )
+            with output.interruptible():
+                reports = predict(
+                    made,
+                    machine,
+                    resolved,
+                    planners,
+                    addresses="own" if addresses == "own" else "reused",
+                    window=window,
+                    runnable=runnable,
+                    timeline=plot is not None,
+                    progress=say,
+                )
             results.append((made, reports))
         if plot is not None:
             pictures = output.save_figures(_figures(results, machine, plot, plot_format), say)
@@ -166,10 +167,11 @@ def _simulate_streamed(
 ) -> None:
     """Predict and show trainings whose optimizer state is streamed."""
     with output.progress() as say:
-        predictions = [
-            predict_stream(workload(say), hardware, policy, in_backward=in_backward)
-            for workload in workloads
-        ]
+        traces = [workload(say) for workload in workloads]
+        with output.interruptible():
+            predictions = [
+                predict_stream(trace, hardware, policy, in_backward=in_backward) for trace in traces
+            ]
     if as_json:
         output.print_json({"results": [stream_row(prediction) for prediction in predictions]})
         return

@@ -41,14 +41,19 @@ def trace(
     checkpoint: options.Checkpoint = None,
     imported: Annotated[
         Path | None,
-        typer.Option("--import", metavar="FILE", help="Convert this trace; with --output."),
+        typer.Option(
+            "--import", readable=False, metavar="FILE", help="Convert this trace; with --output."
+        ),
     ] = None,
     shown: Annotated[
-        Path | None, typer.Option("--show", metavar="FILE", help="Show what is in this trace.")
+        Path | None,
+        typer.Option("--show", readable=False, metavar="FILE", help="Show what is in this trace."),
     ] = None,
     target: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the trace, as .npz."),
+        typer.Option(
+            "--output", "-o", readable=False, metavar="FILE", help="Write the trace, as .npz."
+        ),
     ] = None,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     as_json: options.Json = False,

@@ -6,6 +6,10 @@ __all__ = ["check_argument"]
 
 
 def check_argument(name: str, value: object, types: type | tuple[type, ...], remedy: str) -> None:
-    """Refuse an argument of another type: ``TypeError`` with its name and the remedy."""
-    if not isinstance(value, types):
+    """Refuse an argument of another type: ``TypeError`` with its name and the remedy.
+
+    True and False, which Python counts as integers, are none here.
+    """
+    allowed = types if isinstance(types, tuple) else (types,)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise TypeError(f"{name}: got {type(value).__name__}; {remedy}")

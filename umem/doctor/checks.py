@@ -16,6 +16,7 @@ from umem.doctor.facts import Environment, dotted, version_numbers
 from umem.doctor.features import Feature, features
 from umem.hardware import load_hardware
 from umem.hardware.capabilities import Capabilities
+from umem.hardware.host_memory import PINNED_SHARE, HostMemory, local_processes
 from umem.hardware.load import describe_machine
 from umem.policy import load_policy, resolve
 from umem.torch_compat import NEWEST, OLDEST, Need
@@ -342,8 +343,12 @@ def _limits(environment: Environment) -> Iterator[Check]:
     yield _host_memory(environment)
     if host.memory is not None:
         limit = host.memory.limit
-        value = f"{limit.path}: {format_bytes(limit.limit_bytes)}" if limit else "the machine's own"
-        yield _info("host memory limit", value)
+        value, why = "the machine's own", ""
+        if limit is not None:
+            value = f"{limit.path}: {format_bytes(limit.limit_bytes)}"
+            why = f"less what its programs use: {format_bytes(limit.available_bytes)}"
+        yield _info("host memory limit", value, why)
+        yield _pinned_memory(host.memory, environment.variables)
     locked = "unlimited" if host.memlock_bytes is None else format_bytes(host.memlock_bytes)
     why = "CUDA's pinned memory is not bound by it; RDMA libraries are"
     yield _info("locked memory (ulimit -l)", locked, why)
@@ -374,6 +379,15 @@ def _device_budgets(environment: Environment) -> Iterator[Check]:
         value = "none" if budget is None else format_bytes(budget)
         why = resolved.budget_reason
         yield _info(f"GPU {device.device_index} device budget, policy {name}", value, why)
+
+
+def _pinned_memory(host: HostMemory, variables: Mapping[str, str]) -> Check:
+    processes = local_processes(variables)
+    limit_bytes = int(PINNED_SHARE * (host.available_bytes // processes))
+    why = f"{100 * PINNED_SHARE:.0f} % of {format_bytes(host.available_bytes)} available"
+    if processes > 1:
+        why += f", shared by {processes} processes (LOCAL_WORLD_SIZE)"
+    return _info("page-locked memory", f"at most {format_bytes(limit_bytes)} for a process", why)
 
 
 def _host_memory(environment: Environment) -> Check:

@@ -149,10 +149,11 @@ class Environment:
         return f"pip install 'torch{versions}' --index-url https://download.pytorch.org/whl/{index}"
 
 
-_CUDA_VARIABLES = (
+_OTHER_VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_MANAGED_FORCE_DEVICE_ALLOC",
     "CUDA_VISIBLE_DEVICES",
+    "LOCAL_WORLD_SIZE",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
@@ -180,7 +181,7 @@ def collect() -> Environment:
         variables={
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith("UMEM_") or name in _CUDA_VARIABLES
+            if name.startswith("UMEM_") or name in _OTHER_VARIABLES
         },
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from types import NoneType
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -73,7 +74,7 @@ def manage(
     EnableError
         If umem is not enabled, or the model is not on a GPU.
     TypeError
-        If `model` is no module or `optimizer` no optimizer.
+        If `model` is no module, `optimizer` no optimizer, or another argument of another type.
     PlanError
         For an unknown planner or ``none``; for `step_in_backward` under a policy whose optimizer
         state is not streamed; and if the optimizer is already managed with other arguments or
@@ -88,6 +89,8 @@ def manage(
         return manage_weights(model)
     optimizer = _innermost(optimizer)
     check_argument("optimizer", optimizer, Optimizer, "give the torch.optim.Optimizer that steps")
+    check_argument("planner", planner, (str, NoneType), "give a planner's name, or None")
+    check_argument("step_in_backward", step_in_backward, bool, "give True or False")
     state = runtime()
     if (
         state.resolved.streams_state

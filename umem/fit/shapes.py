@@ -13,8 +13,8 @@ from typing import Any
 
 from umem.capture.offline.models import SHAPES
 from umem.core.errors import UmemError
-from umem.io.files import read_file
-from umem.io.problems import did_you_mean
+from umem.io.files import read_file, unreadable
+from umem.io.problems import did_you_mean, shown
 
 __all__ = ["Layer", "Matrix", "ModelShape", "generic_shape", "load_shape", "shape_names"]
 
@@ -22,6 +22,8 @@ _CONFIGS = Path(__file__).parent / "configs"
 _MAX_CONFIG_BYTES = 2**20
 _MAX_SIZE = 2**31
 _MAX_LAYERS = 2_000
+_MAX_PARAMETERS = 10**13
+"""Ten times the largest model of today, and an answer still comes in seconds."""
 
 _FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")
 """Families with a norm before and one behind attention and MLP."""
@@ -254,8 +256,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_file(file, _MAX_CONFIG_BYTES))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UmemError(f"{file}: cannot be read ({reason}): check the path") from None
+        raise UmemError(f"{file}: {unreadable(error)}") from None
     except (ValueError, RecursionError) as error:
         raise UmemError(f"{file}: not a JSON file ({error}): give a model's config.json") from None
     if not isinstance(config, dict):
@@ -276,9 +277,11 @@ class _Keys:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise UmemError(f"{self.place}: {name} is {value!r}: give a whole number")
+                raise UmemError(f"{self.place}: {name} is {shown(value)}: give a whole number")
             if not least <= value <= _MAX_SIZE:
-                raise UmemError(f"{self.place}: {name} is {value}: give {least} to {_MAX_SIZE}")
+                raise UmemError(
+                    f"{self.place}: {name} is {shown(value)}: give {least} to {_MAX_SIZE}"
+                )
             return value
         if default is None:
             raise UmemError(
@@ -315,7 +318,7 @@ def _from_config(name: str, config: Mapping[str, Any], place: str) -> ModelShape
             kinds[kind] = _layer(keys, family, hidden, *kind)
         layers.append(kinds[kind])
     tied = config.get("tie_word_embeddings")
-    return ModelShape(
+    shape = ModelShape(
         name=name,
         family=family,
         vocabulary=keys.number("vocab_size"),
@@ -325,6 +328,12 @@ def _from_config(name: str, config: Mapping[str, Any], place: str) -> ModelShape
         experts_per_token=keys.number("num_experts_per_tok") if experts else 0,
         clamped=family == "gpt_oss",
     )
+    if shape.parameters > _MAX_PARAMETERS:
+        raise UmemError(
+            f"{place}: {shape.parameters:.3g} parameters: the estimate is for "
+            f"{_MAX_PARAMETERS:.0e} at most: check the sizes"
+        )
+    return shape
 
 
 def _window(keys: _Keys, family: str, number: int) -> int:

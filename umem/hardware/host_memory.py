@@ -11,13 +11,25 @@ https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (section 5.2, "stat fi
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-__all__ = ["HostMemory", "MemoryLimit", "host_memory", "host_memory_bytes"]
+__all__ = [
+    "PINNED_SHARE",
+    "HostMemory",
+    "MemoryLimit",
+    "host_memory",
+    "host_memory_bytes",
+    "local_processes",
+]
+
+PINNED_SHARE = 0.85
+"""Cap on page-locked memory, as a share of the host memory that is available when umem starts: it
+cannot be swapped, and a host without any other memory ends programs."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,15 @@ def host_memory_bytes(root: Path = Path("/")) -> tuple[int, int] | None:
     """The (total, available) bytes of :func:`host_memory`."""
     memory = host_memory(root)
     return None if memory is None else (memory.total_bytes, memory.available_bytes)
+
+
+def local_processes(variables: Mapping[str, str] = os.environ) -> int:
+    """Processes of one job on this host, which share its memory.
+
+    Launchers such as torchrun start one for each GPU, and say how many in ``LOCAL_WORLD_SIZE``.
+    """
+    count = variables.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(count)) if re.fullmatch("[0-9]{1,6}", count) else 1
 
 
 def _limits(root: Path) -> Iterator[MemoryLimit]:

@@ -1,13 +1,16 @@
 """Files of NumPy columns with a JSON header, and plain JSON files, checked against models.
 
 A file of columns is an ``.npz`` archive, which ``numpy.load`` reads too. Its member ``header``
-holds JSON in UTF-8, and each other member one column of numbers.
+holds JSON in UTF-8, and each other member one column of numbers. The archive's comment is a
+checksum of all bytes before it: the archive's own checksums cover columns, but not their names and
+sizes.
 """
 
 from __future__ import annotations
 
 import codecs
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -25,8 +28,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from umem._version import __version__
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
-from umem.io.files import begins_with, read_file, write_file
-from umem.io.problems import did_you_mean, first_problem, shown
+from umem.io.files import begins_with, read_file, unreadable, write_file
+from umem.io.problems import did_you_mean, first_problem, shown, visible
 
 __all__ = [
     "MAX_VALUES",
@@ -63,6 +66,7 @@ Columns = Mapping[str, npt.NDArray[Any]]
 _MAGIC = b"PK"
 _HEADER = "header"
 _SUFFIX = ".npy"
+_CHECKSUM_LENGTH = len("sha256 ") + 64
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile decompresses these within bounds
 
 
@@ -93,9 +97,12 @@ class Checker:
     """End of each message."""
 
     def refuse(self, where: str, message: str) -> NoReturn:
-        """Raise the error for a place in the file, such as ``phases[3].reads``."""
+        """Raise the error for a place in the file, such as ``phases[3].reads``.
+
+        The place may hold a key of a stranger's: what acts on a terminal becomes an escape.
+        """
         parts = (self.place, where, message + self.remedy)
-        raise self.error(": ".join(part for part in parts if part))
+        raise self.error(visible(": ".join(part for part in parts if part)))
 
     def refuse_where(
         self, bad: npt.NDArray[np.bool_], key: str, message: Callable[[Any], str]
@@ -182,9 +189,11 @@ def write_columns(
     content = io.BytesIO()
     members: dict[str, Any] = {_HEADER: np.frombuffer(text, np.uint8), **columns}
     np.savez_compressed(content, **members)
-    if len(content.getbuffer()) > MAX_FILE_BYTES:
+    if len(content.getbuffer()) + _CHECKSUM_LENGTH > MAX_FILE_BYTES:
         check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}")
-    write_file(path, content.getvalue(), error)
+    # An archive ends with its comment and, before it, the comment's length (APPNOTE.TXT, 4.3.16).
+    before = content.getvalue()[:-2] + _CHECKSUM_LENGTH.to_bytes(2, "little")
+    write_file(path, before + _checksum(before), error)
 
 
 def read_columns(
@@ -198,8 +207,8 @@ def read_columns(
 ) -> tuple[_Header, dict[str, npt.NDArray[Any]]]:
     """Read a file of :func:`write_columns`, which may come from a stranger.
 
-    The sizes that members declare are checked before anything is decompressed, and nothing is ever
-    unpickled.
+    The checksum and the sizes that members declare are checked before anything is decompressed, and
+    nothing is ever unpickled. An archive without a comment was packed by another program.
 
     Parameters
     ----------
@@ -221,6 +230,8 @@ def read_columns(
     check = Checker(os.fspath(path), error)
     known = header_type.model_fields["format"].default
     content = _content(path, check)
+    if not content:
+        check.refuse("", f"the file is empty: give a file of {known}")
     if not content.startswith(_MAGIC):
         remedy = f"give a file of {known}, or make it again if it is of an older umem"
         check.refuse("", f"not an .npz archive, so this is not {noun}: {remedy}")
@@ -228,6 +239,8 @@ def read_columns(
         archive = zipfile.ZipFile(io.BytesIO(content))
     except Exception as problem:
         raise error(f"{path}: damaged, or ends too early: copy the file again") from problem
+    if archive.comment and _checksum(content[:-_CHECKSUM_LENGTH]) != content[-_CHECKSUM_LENGTH:]:
+        check.refuse("", "damaged: its checksum is that of other content: copy the file again")
     members = _members(archive, check)
     text = _column(archive, members.pop(_HEADER, None), _HEADER, np.uint8, check).tobytes()
     data = _parsed(text, Checker(f"{check.place}: {_HEADER}", error))
@@ -244,6 +257,10 @@ def read_columns(
     }
 
 
+def _checksum(content: bytes) -> bytes:
+    return f"sha256 {hashlib.sha256(content).hexdigest()}".encode()
+
+
 def is_archive(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins like an ``.npz`` archive; False if it cannot be read."""
     return begins_with(path, _MAGIC)
@@ -253,8 +270,7 @@ def _content(path: str | os.PathLike[str], check: Checker) -> bytes:
     try:
         return read_file(path, MAX_FILE_BYTES)
     except OSError as problem:
-        reason = (problem.strerror or str(problem)).lower()
-        raise check.error(f"{check.place}: cannot be read ({reason}): check the path") from problem
+        raise check.error(f"{check.place}: {unreadable(problem)}") from problem
     except ValueError as problem:
         raise check.error(f"{check.place}: {problem}") from problem
 
@@ -341,6 +357,8 @@ def read_json(
 
 def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
     """Plain data of JSON text. It is read more strictly than pydantic does, and within bounds."""
+    if not text.strip():
+        check.refuse("", "the file is empty: give a file that umem wrote")
     if len(text) > MAX_FILE_BYTES:
         check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}: no file of umem is")
     if sum(text.count(mark) for mark in b",[{") > MAX_VALUES:

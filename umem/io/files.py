@@ -12,9 +12,10 @@ from pathlib import Path
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 
-__all__ = ["begins_with", "compress", "read_file", "replace_file", "write_file"]
+__all__ = ["begins_with", "compress", "read_file", "replace_file", "unreadable", "write_file"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_PART_BYTES = 2**20
 _GZIP_WBITS = 31  # zlib's number for its largest window in a gzip wrapper
 
 
@@ -71,15 +72,29 @@ def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     Raises OSError if it cannot be read, or `path` is something else than a regular file. Raises
     ValueError if it is larger, or damaged; the message says which, and what to do.
     """
+    if "\0" in os.fsdecode(path):
+        raise OSError(errno.EINVAL, "A null character in the path", str(path))
     with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        content = file.read(limit_bytes + 1)
+        # In parts: for one read, Python takes memory of the size asked for.
+        content = bytearray()
+        while part := file.read(min(_PART_BYTES, limit_bytes + 1 - len(content))):
+            content += part
     if len(content) > limit_bytes:
         raise ValueError(f"larger than {format_bytes(limit_bytes)}: no file of umem is")
     if content.startswith(_GZIP_MAGIC):
         return _decompress(content, limit_bytes)
-    return content
+    return bytes(content)
+
+
+def unreadable(problem: OSError) -> str:
+    """Say why a file cannot be read, and what to do."""
+    reason = (problem.strerror or str(problem)).lower()
+    remedy = (
+        "allow it, or choose another file" if problem.errno == errno.EACCES else "check the path"
+    )
+    return f"cannot be read ({reason}): {remedy}"
 
 
 def begins_with(path: str | os.PathLike[str], mark: bytes) -> bool:
@@ -96,7 +111,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _decompress(content: bytes, limit_bytes: int) -> bytes:
+def _decompress(content: bytearray, limit_bytes: int) -> bytes:
     stream = zlib.decompressobj(wbits=_GZIP_WBITS)
     try:
         plain = stream.decompress(content, limit_bytes + 1)

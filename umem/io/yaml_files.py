@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from umem.core.errors import UmemError
-from umem.io.files import read_file
+from umem.io.files import read_file, unreadable
 from umem.io.problems import Document, Entry, KeyPath, Place, did_you_mean, reject, shown
 
 __all__ = ["FileKind", "read", "shipped_names", "stated_keys"]
@@ -24,6 +24,7 @@ __all__ = ["FileKind", "read", "shipped_names", "stated_keys"]
 _MAX_FILE_BYTES = 2**20
 _MAX_DEPTH = 16
 _MAX_FILES = 16  # that extend one another
+_LONGEST_SHOWN = 500  # of a name that is not there
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def _with_parents(
     else:
         path = folder / os.path.expanduser(extends)
         if not os.path.isfile(path):
-            reject(place, ("extends",), f"there is no file {path}: check the path")
+            named = str(path)[:_LONGEST_SHOWN]
+            reject(place, ("extends",), f"there is no file {named}: check the path")
     if path.resolve() in [child.resolve() for child in children]:
         cycle = " -> ".join(map(str, (*children, path)))
         reject(place, ("extends",), f"a cycle: {cycle}; remove one `extends`")
@@ -159,7 +161,7 @@ def _shipped_path(name: str, place: Place, key: KeyPath, kind: FileKind) -> Path
         if os.path.isfile(name):
             hint = f"; to read the file of this name, write './{name}'."
         known = f"{kind.shipped.capitalize()}s: {', '.join(names)}"
-        reject(place, key, f"no {kind.shipped} is called {name!r}{hint} {known}")
+        reject(place, key, f"no {kind.shipped} is called {name[:_LONGEST_SHOWN]!r}{hint} {known}")
     return _shipped_folder(kind) / f"{name}.yaml"
 
 
@@ -204,9 +206,10 @@ def _read_file(path: Path, kind: FileKind) -> Document:
         reject(Place(file), (), "not a file: give the path of a YAML file")
     try:
         content = read_file(path, _MAX_FILE_BYTES)
-    except (OSError, ValueError) as error:  # ValueError: too large, or a null character in the path
-        reason = (getattr(error, "strerror", None) or "").lower() or str(error)
-        reject(Place(file), (), f"cannot be read ({reason}): check the path")
+    except OSError as error:
+        reject(Place(file), (), unreadable(error))
+    except ValueError as error:  # too large, or damaged
+        reject(Place(file), (), str(error))
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -258,6 +258,11 @@ def offload(
     """
     check_argument("num_layers", num_layers, int, "give a whole number, such as 2")
     check_argument("model_layers", model_layers, (int, NoneType), "give a whole number, or None")
+    check_argument("min_bytes", min_bytes, int, "give a whole number of bytes")
+    check_argument(
+        "host_limit_bytes", host_limit_bytes, (int, NoneType), "give a whole number, or None"
+    )
+    check_argument("enabled", enabled, bool, "give True or False")
     if model_layers is not None and not 1 <= num_layers <= model_layers:
         raise OffloadError(
             f"num_layers is {num_layers}: give 1 to model_layers, which is {model_layers}"

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from umem._version import __version__
+from umem.core.arguments import check_argument
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.io.columns import Checker, Header, read_columns, write_columns
@@ -76,21 +77,20 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str], *, key: str)
     write_columns(path, PlanHeader, header, columns, error=PlanError)
 
 
-def load_schedule(
-    path: str | os.PathLike[str], trace: Trace, *, key: str | None = None
-) -> Schedule:
+def load_schedule(path: str | os.PathLike[str], trace: Trace, *, key: str) -> Schedule:
     """Load a schedule from a file that :func:`save_schedule` wrote.
 
     It may come from a stranger: it is read as data, within bounds of size and count. It has to name
-    tensors and phases of `trace` only, and to be for the problem of `key`. Without a key, nobody
-    checks that the schedule fits the machine and the policy.
+    tensors and phases of `trace` only, and to be for the problem of `key`, which is the
+    :func:`plan_key` of the trace, the machine and the policy that it will run with.
 
     Raises PlanError if the file cannot be read, holds no valid schedule, or one for another trace
     or key; the message names file, place and remedy.
     """
+    check_argument("path", path, (str, os.PathLike), "give the path of a plan's file")
     check = Checker(os.fspath(path), PlanError, remedy=": plan again")
     header, columns = read_columns(path, PlanHeader, PLAN_COLUMNS, noun="a plan", error=PlanError)
-    if key not in (None, header.key):
+    if key != header.key:
         check.refuse(
             "key",
             "planned for another trace, machine, policy, planner or umem (key "

@@ -62,7 +62,7 @@ def plan(
         what is needed last (Belady), ``planned`` looks for the fastest schedule of the whole step
         and takes demand paging where that is none slower.
     window
-        Phases that ``lookahead`` and ``oracle`` look ahead.
+        Phases that ``lookahead`` and ``oracle`` look ahead; all of the step at most.
     fixed
         int8[T]: :class:`ResidencyMode` of tensors that are held so whatever the policy says of
         their class; -1 for the others.
@@ -88,11 +88,14 @@ def plan(
     check_argument("trace", trace, Trace, "give one from umem.load_trace() or umem.record()")
     check_argument("hardware", hardware, Hardware, "give one from umem.load_hardware()")
     check_resolved(policy)
+    check_argument("planner", planner, str, f"give one of {', '.join(PLANNERS)}")
+    check_argument("window", window, int, "give a whole number of phases, such as 8")
     if planner not in PLANNERS:
         hint = did_you_mean(planner, PLANNERS) or "."
         raise PlanError(f"no planner is called {planner!r}{hint} Planners: {', '.join(PLANNERS)}")
     if window < 1:
         raise PlanError(f"a window of {window} phases looks at nothing: give 1 or more")
+    window = min(window, trace.phase_count)
     if planner == "planned":
         return explained_plan(trace, hardware, policy, fixed=fixed, may_fault=may_fault).schedule
     problem = pose_problem(trace, hardware, policy, {}, fixed)

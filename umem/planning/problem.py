@@ -92,7 +92,7 @@ def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
     names = trace.tensor_names
     wanted = [n for n, name in enumerate(names) if name == pattern or fnmatchcase(name, pattern)]
     if not wanted:
-        hint = did_you_mean(pattern, names) or "."
+        hint = did_you_mean(pattern, names) or f": give a name such as {names[0]!r}, or '*'"
         raise PlanError(f"trace {trace.name!r}: no tensor is called {pattern!r}{hint}")
     gaps, needed_by = find_gaps(trace), plan.decisions.needed_by
     rows = np.flatnonzero(np.isin(gaps.tensor, wanted))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PolicyError
 from umem.core.units import format_bytes, parse_budget
@@ -114,10 +115,13 @@ def resolve(
 
     Raises
     ------
+    TypeError
+        If `policy` is no :class:`umem.Policy`.
     PolicyError
         If a variable holds no usable value, or a number does not fit the device. The message names
         the variable or the key.
     """
+    check_argument("policy", policy, Policy, "give one from umem.load_policy()")
     device_bytes = hardware.device_bytes
     chosen = [_on_machine(member, class_rule(policy, member), hardware) for member in TensorClass]
     kinds = {rule.kind for rule, _ in chosen}

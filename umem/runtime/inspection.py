@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 
 import torch
 
@@ -67,6 +68,7 @@ def tensors(device: int | None = None) -> list[LiveTensor]:
     EnableError
         If umem is not enabled.
     """
+    check_argument("device", device, (int, NoneType), "give the number of a GPU, or None for all")
     return [
         LiveTensor(address, requested, block, _CLASSES[number], where, kind)
         for address, requested, block, number, where, kind in runtime().allocator.live_blocks()
@@ -172,7 +174,5 @@ def tensor_class(name: str | TensorClass) -> Iterator[None]:
 
 def device_number(device: int | None) -> int:
     """The number of a GPU that a caller names; None for the current one."""
-    if device is None:
-        return torch.cuda.current_device()
-    check_argument("device", device, int, "give the number of a GPU, such as 0")
-    return device
+    check_argument("device", device, (int, NoneType), "give the number of a GPU, such as 0")
+    return torch.cuda.current_device() if device is None else device

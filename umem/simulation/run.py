@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,10 @@ def simulate(
     check_argument("trace", trace, Trace, "give one from umem.load_trace() or umem.record()")
     check_argument("schedule", schedule, Schedule, "give one from umem.plan()")
     check_argument("hardware", hardware, Hardware, "give one from umem.load_hardware()")
+    check_argument("timeline", timeline, bool, "give True or False")
     check_resolved(policy)
+    if addresses not in get_args(Addresses):
+        raise PlanError(f"addresses: {addresses!r}: give one of {', '.join(get_args(Addresses))}")
     outcome = run(trace, schedule, hardware, policy, addresses=addresses)
     return report(outcome, trace, schedule, hardware, policy, timeline=timeline)
 

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import HintReport, Source, Traffic
 from umem.io.columns import Checker, Header, Items, read_columns, write_columns
-from umem.telemetry.nsys import is_nsys_export, read_nsys
+from umem.telemetry.nsys import EXPORT_AGAIN, is_nsys_export, read_nsys
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     MAX_RECORDS,
@@ -101,7 +102,13 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
     Raises UmemError if the file cannot be written, would be too large, or could not be loaded
     again; an old file is then as it was.
     """
+    columns = _checked_columns(recording, Checker(f"{os.fspath(path)}: not written", UmemError))
     header = {key: getattr(recording, key) for key in ProfileHeader.model_fields if key != "format"}
+    write_columns(path, ProfileHeader, header, columns, error=UmemError)
+
+
+def _checked_columns(recording: Recording, check: Checker) -> dict[str, npt.NDArray[Any]]:
+    """Columns of a recording that a profile can hold; else the error."""
     residency = recording.residency
     columns = {
         **vars(recording.records),
@@ -111,11 +118,11 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
         "resident_bytes": np.zeros(0) if residency is None else residency.resident_bytes.ravel(),
     }
     columns = {key: columns[key].astype(dtype) for key, dtype in PROFILE_COLUMNS.items()}
-    check = Checker(f"{os.fspath(path)}: not written", UmemError)
     _check_hints(recording.hints, recording.step_count, check)
+    _check_copies(recording.copies, recording.step_count, check)
     _check_phases(recording.phases, check)
     _check_columns(columns, len(recording.tensor_names), check)
-    write_columns(path, ProfileHeader, header, columns, error=UmemError)
+    return columns
 
 
 def load_recording(path: str | os.PathLike[str]) -> Recording:
@@ -131,6 +138,7 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     )
     check = Checker(os.fspath(path), UmemError)
     _check_hints(header.hints, len(columns["step_start_ns"]), check)
+    _check_copies(header.copies, len(columns["step_start_ns"]), check)
     _check_phases(header.phases, check)
     _check_columns(columns, len(header.tensor_names), check)
     fields: dict[str, Any] = {key: columns[key] for key in _OWNER_COLUMNS | _STEP_COLUMNS}
@@ -153,13 +161,19 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 
     Raises UmemError if it is neither, or cannot be read; the message names file, place and remedy.
     """
+    check_argument("path", path, (str, os.PathLike), "give the path of a profile or an export")
     place = os.fspath(path)
     if place.endswith(_REPORT_ENDINGS):
         raise UmemError(
             f"{place}: a report of Nsight Systems, which only it can read: export it with "
             f"`nsys export --type sqlite {os.path.basename(place)}` and give the result"
         )
-    return read_nsys(path) if is_nsys_export(path) else load_recording(path)
+    if not is_nsys_export(path):
+        return load_recording(path)
+    recording = read_nsys(path)
+    # Its times may be years apart, or a transfer may take days: no figure of it would make sense.
+    _checked_columns(recording, Checker(place, UmemError, remedy=f": {EXPORT_AGAIN}"))
+    return recording
 
 
 # Checks that a profile does not contradict itself.
@@ -179,6 +193,20 @@ def _check_hints(hints: Sequence[HintReport | None], steps: int, check: Checker)
         for figure in figures:
             if not 0 <= figure <= _LARGEST_FIGURE:
                 check.refuse(f"hints[{step}]", f"{figure} is not from 0 to {_LARGEST_FIGURE}")
+
+
+def _check_copies(copies: Sequence[Sequence[Traffic]], steps: int, check: Checker) -> None:
+    if len(copies) not in (0, max(steps, 1)):
+        check.refuse("copies", f"{len(copies)} entries for {steps} steps: copy the file again")
+    for step, traffic in enumerate(copies):
+        for it in traffic:
+            for figure, most in (
+                (it.bytes, _LARGEST_FIGURE),
+                (it.count, _LARGEST_FIGURE),
+                (it.seconds, _LONGEST_S),
+            ):
+                if not 0 <= figure <= most:
+                    check.refuse(f"copies[{step}]", f"{figure} is not from 0 to {most}")
 
 
 def _check_phases(phases: Sequence[NamedRange], check: Checker) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from umem.core.errors import UmemError
 from umem.io.files import begins_with
+from umem.io.problems import visible
 from umem.telemetry.phases import PHASE_PREFIX, STEP_PREFIX
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
@@ -34,7 +35,7 @@ from umem.telemetry.records import (
     make_records,
 )
 
-__all__ = ["is_nsys_export", "read_nsys"]
+__all__ = ["EXPORT_AGAIN", "is_nsys_export", "read_nsys"]
 
 MAX_RANGES = 2**16
 _ROWS_AT_ONCE = 2**16
@@ -55,7 +56,7 @@ _NVTX = "NVTX_EVENTS"
 _GPUS = "TARGET_INFO_GPU"
 _ANY_OF = (_MEMCPY, _MEMSET, "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME")
 
-_EXPORT_AGAIN = "export it again with `nsys export --type sqlite`"
+EXPORT_AGAIN = "export it again with `nsys export --type sqlite`"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def _errors(place: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise UmemError(f"{place}: cannot be read ({error}): {_EXPORT_AGAIN}") from error
+        reason = visible(str(error))  # it quotes the file
+        raise UmemError(f"{place}: cannot be read ({reason}): {EXPORT_AGAIN}") from error
 
 
 def _chunks(export: _Export, limit: int) -> Iterator[MigrationRecords]:
@@ -150,7 +152,7 @@ def _rows(
     for name in required:
         if name not in there:
             raise export.refuse(
-                table, f"no column {name}: {_EXPORT_AGAIN}, of a newer Nsight Systems"
+                table, f"no column {name}: {EXPORT_AGAIN}, of a newer Nsight Systems"
             )
     wrong = [f"typeof(\"{name}\") <> 'integer'" for name in required]
     wrong += [

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
+from umem.core.arguments import check_argument
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.report import MeasuredReport
 from umem.core.units import format_bytes
@@ -470,6 +472,8 @@ def profile(
 
     Raises
     ------
+    TypeError
+        If `model`, `name` or `ideal_s` is of another type.
     ValueError
         If `steps` is not a whole number above 0, or `ideal_s` is not a time above 0.
 
@@ -482,6 +486,12 @@ def profile(
     >>> profile.report().um_time_share  # doctest: +SKIP
     >>> profile.save("run.npz")  # doctest: +SKIP
     """
+    if model is not None:
+        from torch import nn  # loaded already; not at the top, for reports need no torch
+
+        check_argument("model", model, nn.Module, "give the module that is trained, or None")
+    check_argument("name", name, (str, NoneType), "give a name for the workload, or None")
+    check_argument("ideal_s", ideal_s, (int, float, NoneType), "give a time in seconds, or None")
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"steps={steps!r}: give a whole number above 0, or None for all")
     if ideal_s is not None and not 0 < ideal_s < float("inf"):

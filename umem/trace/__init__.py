@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from umem.trace.check import MAX_TENSORS, check_trace
-from umem.trace.file import load_trace, save_trace, trace_fingerprint
+from umem.trace.file import TRACE_FORMAT, load_trace, save_trace, trace_fingerprint
 from umem.trace.model import (
     OPTIMIZER,
     Access,
@@ -27,6 +27,7 @@ __all__ = [
     "MAX_TENSORS",
     "NO_GAP",
     "OPTIMIZER",
+    "TRACE_FORMAT",
     "Access",
     "Gaps",
     "PhaseKind",

@@ -73,6 +73,8 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     Raises TraceError if the trace is not valid (see :func:`umem.trace.check_trace`) or the file
     cannot be written; an old file is then as it was.
     """
+    check_argument("trace", trace, Trace, "give one from umem.load_trace() or umem.record()")
+    check_argument("path", path, (str, os.PathLike), "give the path of the file to write")
     check_trace(trace, f"{os.fspath(path)}: not written")
     header = {key: getattr(trace, key) for key in TraceHeader.model_fields if key != "format"}
     header["metadata"] = dict(sorted(trace.metadata.items()))

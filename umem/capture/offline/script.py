@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from umem.core.arguments import check_argument
 from umem.core.errors import TraceError
 from umem.io.problems import did_you_mean
 from umem.trace import Trace
@@ -50,6 +51,7 @@ def script_trace(spec: str, *, progress: Progress | None = None) -> Trace:
         If there is no such file or function, if the file cannot be imported, or as for
         :func:`record_step`. The message names the file, and the line if there is one.
     """
+    check_argument("spec", spec, str, _FORM)
     path, function = _parse(spec)
     # Before the recording, which would see the tensors that are made on import.
     import torch
