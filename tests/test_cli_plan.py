@@ -111,7 +111,7 @@ def test_tables(run: Run, layers: str) -> None:
     assert (status, errors) == (0, "")
     assert re.search(r"planner planned, made in [\d.]+ (µs|ms|s)", output)
     assert re.search(r"^prefetch +weights +\d+ +\d", output, re.MULTILINE)
-    assert re.search(r"^migrate +weights +8 +512 MiB$", output, re.MULTILINE)
+    assert re.search(r"^duplicate +weights +8 +512 MiB$", output, re.MULTILINE)
     assert re.search(r"^stored in store as [0-9a-f]{64}$", output, re.MULTILINE)
     _, output, _ = run(*arguments)
     assert "planner planned, taken from the store" in output
