@@ -266,7 +266,8 @@ def _times(
     begin, end = idle_from.copy(), idle_from.copy()
     sent = np.flatnonzero(_carries_copy(gaps, use, chosen))
     if manner.reserved:
-        begin[sent] = (made + found.sent[version])[sent]
+        # A phase may be held up for it before it is ready.
+        begin[sent] = np.maximum(made + found.sent[version], ready)[sent]
         end[sent] = (made + found.there[version])[sent]
         back = found.returns[chosen]
     else:

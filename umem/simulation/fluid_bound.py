@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
-from umem.simulation.lower_bound import fastest_moves
+from umem.simulation.lower_bound import FastestMoves, fastest_moves
 from umem.trace import Access, Trace, phase_of_access, require_durations
 
 __all__ = ["fluid_bound_s"]
@@ -28,7 +28,7 @@ _IGNORED_SHARE = 1e-3
 """The smallest tensors, which have this share of the capacity together, take no memory."""
 
 _TOLERANCE = 1e-6
-"""Relative error of a solution."""
+"""Error of a solution, of a step's time."""
 
 _UNIT_BYTES = 1e9
 
@@ -69,10 +69,13 @@ def fluid_bound_s(
     duration_s = require_durations(trace)
     at = _choose_checkpoints(trace, checkpoints)
     starts_s = np.append(0.0, np.cumsum(duration_s))
+    # Times are in steps, so that the solver's tolerances fit.
+    moves = fastest_moves(hardware)
+    unit_s = max(float(starts_s[-1]), float(trace.tensor_bytes.sum()) / moves.link_bytes_per_s)
     # What comes before the first checkpoint lies behind the last one.
     spans_s = np.diff(np.append(starts_s[at], starts_s[-1] + starts_s[at[0]]))
     program = _Program()
-    link = _Link(program, spans_s, hardware)
+    link = _Link(program, spans_s, moves, unit_s)
     resident: list[list[int]] = [[] for _ in at]
     held_bytes = np.zeros(len(at))
     for life, size_bytes in _lives(trace, at, capacity_bytes):
@@ -86,7 +89,7 @@ def fluid_bound_s(
         if over > 0:
             program.add_row([(variable, 1.0) for variable in variables], low=over)
     link.add_rows()
-    return float(duration_s.sum()) + program.minimum(trace.name) * (1 - _TOLERANCE)
+    return float(starts_s[-1]) + unit_s * max(program.minimum(trace.name) - _TOLERANCE, 0.0)
 
 
 # ---- what a tensor does between checkpoints ----
@@ -241,49 +244,50 @@ class _Program:
                 f"trace {name!r}: no fluid bound: the solver says {status}; raise the budget, or "
                 "ask for another number of checkpoints"
             )
-        return max(float(solver.getInfo().objective_function_value), 0.0)
+        return float(solver.getInfo().objective_function_value)
 
 
 class _Link:
     """What crosses the link between each two checkpoints, and for how long it holds phases up."""
 
     def __init__(
-        self, program: _Program, spans_s: npt.NDArray[np.float64], hardware: Hardware
+        self,
+        program: _Program,
+        spans_s: npt.NDArray[np.float64],
+        moves: FastestMoves,
+        unit_s: float,
     ) -> None:
         self.program = program
-        self.spans_s = spans_s
-        self.moves = fastest_moves(hardware)
+        self.spans = spans_s / unit_s
+        # In units of the program.
+        self.to_device, self.to_host, self.both = (
+            rate * unit_s / _UNIT_BYTES for rate in moves[:3]
+        )
+        self.slowdown = moves.slowdown_s_per_byte * _UNIT_BYTES / unit_s
         count = len(spans_s)
         self.stall = [program.add_variable(cost=1.0) for _ in range(count)]
-        self.beside = [
-            program.add_variable(cost=self.moves.slowdown_s_per_byte * _UNIT_BYTES)
-            for _ in range(count)
-        ]
+        self.beside = [program.add_variable(cost=self.slowdown) for _ in range(count)]
         """Bytes that move beside kernels, and slow them."""
         self.inward: list[list[int]] = [[] for _ in range(count)]
         self.outward: list[list[int]] = [[] for _ in range(count)]
 
     def add_rows(self) -> None:
         """Bound what crosses the link by the time there is."""
-        slowdown = self.moves.slowdown_s_per_byte * _UNIT_BYTES
-        link = self.moves.link_bytes_per_s / _UNIT_BYTES
-        for span, span_s in enumerate(self.spans_s):
+        for span, length in enumerate(self.spans):
             stall, beside = self.stall[span], self.beside[span]
-            both = self.inward[span] + self.outward[span]
-            if not both:
-                continue
-            for variables, bytes_per_s in (
-                (self.inward[span], self.moves.to_device_bytes_per_s),
-                (self.outward[span], self.moves.to_host_bytes_per_s),
-                (both, self.moves.link_bytes_per_s),
+            inward, outward = self.inward[span], self.outward[span]
+            for variables, rate in (
+                (inward, self.to_device),
+                (outward, self.to_host),
+                (inward + outward, self.both),
             ):
-                rate = bytes_per_s / _UNIT_BYTES
-                longer = [(stall, -rate), (beside, -rate * slowdown)]
+                longer = [(stall, -rate), (beside, -rate * self.slowdown)]
                 moved = [(variable, 1.0) for variable in variables]
-                self.program.add_row(moved + longer, high=rate * span_s)
-            if slowdown > 0:
-                aside = [(stall, link), (beside, 1.0 + link * slowdown)]
-                self.program.add_row(aside + [(variable, -1.0) for variable in both], low=0.0)
+                self.program.add_row(moved + longer, high=rate * length)
+            # What slows no kernel moves while phases wait, or while others are slowed.
+            aside = [(stall, self.both), (beside, 1.0 + self.both * self.slowdown)]
+            moved = [(variable, -1.0) for variable in inward + outward]
+            self.program.add_row(aside + moved, low=0.0)
 
 
 def _add_life(
