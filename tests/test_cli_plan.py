@@ -179,3 +179,14 @@ def test_bad_input_ends_with_one_message(
     assert errors.startswith("umem: ")
     assert len(errors.splitlines()) == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_two_bounds_are_told_apart(run: Run, layers: str) -> None:
+    words = ("--trace", layers, "--budget", "256MiB", "--bound")
+    status, output, _ = run(*words)
+    assert status == 0
+    assert re.search(r"regret 1\.\d+ over the quick bound of .*, 1\.\d+ over the fluid", output)
+    bounds = planned(run, *words)["bounds"]
+    assert bounds["ideal_s"] <= bounds["quick_s"] <= bounds["step_s"]
+    assert bounds["ideal_s"] <= bounds["fluid_s"] * (1 + 1e-9) <= bounds["step_s"] * (1 + 1e-6)
+    assert planned(run, "--trace", layers)["bounds"] is None

@@ -18,9 +18,10 @@ from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.core.schedule import HintOp, ResidencyMode
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
-from umem.hardware import load_hardware, with_durations
+from umem.hardware import Hardware, load_hardware, with_durations
+from umem.policy import ResolvedPolicy
 from umem.trace import Trace, find_gaps
 
 __all__ = ["app"]
@@ -60,6 +61,14 @@ def plan(
             help="Say why tensors of this name leave the device or stay; * stands for any text.",
         ),
     ] = None,
+    bound: Annotated[
+        bool,
+        typer.Option(
+            "--bound",
+            help="Predict the step and hold it against two lower bounds: the quick one, and a "
+            "nearer one by linear programming, which takes seconds and needs highspy.",
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Plan a training step: which hints are issued when, and where each tensor lives."""
@@ -89,11 +98,12 @@ def plan(
         if schedule is None:
             say(f"Planning {timed.name} with {planner}")
             if planner == "planned":
-                made = planning.explained_plan(timed, machine, resolved)
+                made = planning.explained_plan(timed, machine, resolved, progress=say)
                 schedule = made.schedule
             else:
                 schedule = planning.plan(timed, machine, resolved, planner, window=window)
         planning_s = time.perf_counter() - began_s
+        bounds = _bounds(timed, schedule, machine, resolved, say) if bound else None
         if target is not None:
             planning.save_schedule(schedule, target, key=key)
         elif store is not None and not reused:
@@ -113,6 +123,7 @@ def plan(
         "hints": _totals(HintOp, schedule.hint_op, timed, schedule.hint_tensor),
         "residency": _totals(ResidencyMode, schedule.residency, timed, slice(None)),
         "reasons": None,
+        "bounds": bounds,
     }
     if made is not None:
         idle = find_gaps(timed).tensor
@@ -129,6 +140,28 @@ def plan(
         _print(console, data)
         if "decisions" in data:
             _print_decisions(console, data["decisions"], timed.phase_names)
+
+
+def _bounds(
+    trace: Trace,
+    schedule: Schedule,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    say: output.Progress,
+) -> dict[str, float]:
+    """The predicted step and the bounds below it, seconds."""
+    from umem.simulation import fluid_bound_s, simulate
+
+    say(f"Simulating {trace.name}")
+    predicted = simulate(trace, schedule, hardware, policy)
+    say(f"Looking for the fluid bound of {trace.name}")
+    capacity_bytes = policy.device_budget_bytes or hardware.device_bytes
+    return {
+        "step_s": predicted.step_s,
+        "ideal_s": predicted.ideal_s,
+        "quick_s": predicted.lower_bound_s,
+        "fluid_s": fluid_bound_s(trace, hardware, capacity_bytes),
+    }
 
 
 def _print_decisions(
@@ -170,6 +203,14 @@ def _print(console: Console, data: dict[str, Any]) -> None:
         f"policy {plain(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
         f"memory\nplanner {data['planner']}, {how}"
     )
+    if data["bounds"] is not None:
+        times = {name: output.format_seconds(it) for name, it in data["bounds"].items()}
+        step_s, quick_s, fluid_s = (data["bounds"][it] for it in ("step_s", "quick_s", "fluid_s"))
+        console.print(
+            f"predicted step {times['step_s']}, all resident {times['ideal_s']}\n"
+            f"regret {step_s / quick_s:.3f} over the quick bound of {times['quick_s']}, "
+            f"{step_s / fluid_s:.3f} over the fluid bound of {times['fluid_s']}"
+        )
     tables = (("hint", "hints", data["hints"]), ("residency", "tensors", data["residency"]))
     for heading, counted, rows in tables:
         console.print()

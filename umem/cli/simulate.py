@@ -280,7 +280,7 @@ def _print_predictions(
         f"[bold]{plain(first.workload)}[/bold] on {plain(first.hardware)}, "
         f"policy {plain(first.policy)}, {format_bytes(budget_bytes)} of device memory\n"
         f"all resident {output.format_seconds(first.ideal_s)}, "
-        f"lower bound {output.format_seconds(first.lower_bound_s)}"
+        f"quick lower bound, to which regret refers, {output.format_seconds(first.lower_bound_s)}"
     )
     moved = ("moved to:\ndevice", "host")
     numbers = ("step", "regret", "stall", "UM, %:\ntime", "ops", "bytes", *moved, "pages\nfaulted")
@@ -299,6 +299,15 @@ def _print_predictions(
             f"{report.fault_pages:,}",
         )
     output.print_table(console, table)
+    for report in reports:
+        if report.faster_s is not None:
+            took = map(output.format_seconds, (report.faster_s, report.step_s))
+            console.print(f"{report.planner}: not settled; steps take {' to '.join(took)}")
+        if report.planned_copies:
+            console.print(
+                f"{report.planner}: {100 * report.copied_bytes_share:.1f} % of the bytes are "
+                "explicit copies, which are no transfers of unified memory"
+            )
     published = published_share(first)
     if published:
         console.print(

@@ -255,9 +255,9 @@ class _Search:
         outcome = run(problem.trace, plan.schedule, problem.hardware, self.policy)
         found = _Found(plan, outcome, mechanisms, manner, rounds)
         self.tried[key] = found
-        if self.best is None or _cost_s(outcome) < _cost_s(self.best.outcome):
+        if self.best is None or outcome.slower_s < self.best.outcome.slower_s:
             self.best = found
-            share = _cost_s(outcome) / self.bound_s
+            share = outcome.slower_s / self.bound_s
             self.progress(f"Planning {problem.trace.name}: {share:.3f} of the lower bound")
         return found
 
@@ -287,7 +287,7 @@ def _planned(
     trace, hardware = problem.trace, problem.hardware
     bound_s = lower_bound_s(trace, hardware, problem.capacity_bytes)
     paging = replace(fault(problem), planner="planned")
-    paged_s = run(trace, paging, hardware, policy).step_s
+    paged_s = run(trace, paging, hardware, policy).slower_s
     if paged_s <= bound_s * (1 + 1e-9):
         return Plan(paging, partial(decide_alike, problem, Reason.ROOM))
     search = _Search(problem, policy, fixed, bound_s, progress)
@@ -295,7 +295,7 @@ def _planned(
     _refine(search)
     best = search.best
     assert best is not None
-    if may_fault and paged_s < best.outcome.step_s:
+    if may_fault and paged_s < best.outcome.slower_s:
         return Plan(paging, partial(decide_alike, problem, Reason.LEFT_TO_DRIVER))
     return best.plan
 
@@ -354,11 +354,6 @@ def _refine(search: _Search) -> None:
 def _clock_of(outcome: Run) -> PhaseClock:
     start_s = outcome.sim.phase_start_s
     return PhaseClock(start_s - start_s[0], outcome.step_s)
-
-
-def _cost_s(outcome: Run) -> float:
-    """The slower of the last two steps, where they differ."""
-    return outcome.step_s if outcome.settled else max(outcome.step_s, outcome.before_s)
 
 
 def _is_good_enough(outcome: Run, bound_s: float) -> bool:

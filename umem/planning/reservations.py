@@ -25,11 +25,14 @@ _STEPS = 4
 """Steps swept. A choice holds until the step comes to it again; the first step begins with an
 invented placement, and holds up no phase."""
 
-_LOOKED_AT = 64
-"""Tensors of one price, for which the link has no time, after which no more of them are tried."""
+_SAME_PRICE = 0.05
+"""Prices that differ by less than this share may count as the same: calls of the driver are not in
+proportion to bytes."""
 
 _FIRST_S = 1e9
 """Added to the time of the next use of a tensor that the policy evicts before others."""
+
+_NEVER = 2**62
 
 _NOTHING_S = 1e-12
 
@@ -116,7 +119,7 @@ def reserve(
     intervals["is_dead"], intervals["allowed"], intervals["first"] = gaps.is_dead, allowed, first
     intervals["needed_by"], intervals["held"] = NOT_NEEDED, _NOBODY
     with_copy, without = use.in_s / size, (use.in_s + out_weight * use.out_s) / size
-    prices, number = np.unique(np.concatenate([with_copy, without]), return_inverse=True)
+    prices, number = _alike(np.concatenate([with_copy, without]))
     intervals["clean_price"], intervals["price"] = np.split(number, 2)
     versions = np.zeros(int(use.version.max(initial=-1)) + 1, _VERSION)
     versions["held"] = _NOBODY
@@ -132,7 +135,7 @@ def reserve(
         intervals,
         versions,
         tensors,
-        np.maximum(prices, 1e-18),
+        prices,
         clock.start_s,
         clock.step_s,
         length_s,
@@ -149,6 +152,15 @@ def reserve(
         intervals["no_time"].copy(),
         PhaseClock(start_s, float(length_s.sum())),
     )
+
+
+def _alike(
+    prices: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Prices that are nearly the same count as one: few of them, and which each is."""
+    steps = np.round(np.log(np.maximum(prices, 1e-18)) / _SAME_PRICE)
+    found, number = np.unique(steps, return_inverse=True)
+    return np.exp(found * _SAME_PRICE), number
 
 
 _NOBODY = -1
@@ -203,8 +215,9 @@ _TENSOR = np.dtype(
 # ---- time on the link ----
 #
 # `free_s` is float64[2, P]: seconds that a direction has left in each phase; `sums` holds its sums
-# as Fenwick trees; `taken_s` is what is reserved. Reservations are entries (phase, seconds, next)
-# of a pool, chained.
+# as Fenwick trees; `taken_s` is what is reserved. These, the lengths of phases, the shares of the
+# link and the clock are the `link`. Reservations are entries (phase, seconds, next) of a
+# pool, chained.
 
 
 @compiled
@@ -254,7 +267,7 @@ def _take(link, pool, way, amount_s, low, high, forward):
 
     What the phases lack is left out; the last value tells how much.
     """
-    free_s, sums, taken_s, length_s, shares = link
+    free_s, sums, taken_s, length_s, shares, _, _ = link
     phases = free_s.shape[1]
     chain = -1
     low = max(low, high - phases)
@@ -310,7 +323,7 @@ def _next_free(free_s, sums, way, at, forward):
 @compiled
 def _give_back(link, pool, way, chain):
     """End reservations."""
-    free_s, sums, taken_s, length_s, shares = link
+    free_s, sums, taken_s, length_s, shares, _, _ = link
     while chain >= 0:
         phase, seconds, following = pool[chain]
         taken_s[way, phase] = max(taken_s[way, phase] - seconds, 0.0)
@@ -321,7 +334,7 @@ def _give_back(link, pool, way, chain):
 @compiled
 def _lengthen(link, phase, seconds):
     """Hold up the phase behind this one."""
-    free_s, sums, taken_s, length_s, shares = link
+    free_s, sums, taken_s, length_s, shares, _, _ = link
     length_s[phase] += seconds
     _set_free(free_s, sums, taken_s, length_s, shares, phase)
 
@@ -347,7 +360,8 @@ def _sweep(
     """Sweep some steps; the result is in the intervals, and in the lengths of phases.
 
     `ready` has a heap for each price, of (minus the time of the next use, tensor, interval);
-    `returns` is a heap of (phase, tensor, interval).
+    `later` is a heap of (phase, tensor, interval), of those for which the link has no time before
+    that phase, and `returns` one of those that are away, by the phase of their return.
     """
     phases = len(access_start) - 1
     link = (
@@ -356,6 +370,8 @@ def _sweep(
         np.zeros((2, phases)),
         length_s,
         shares,
+        time_s,
+        step_s,
     )
     for phase in range(phases):
         _set_free(link[0], link[1], link[2], length_s, shares, phase)
@@ -367,10 +383,9 @@ def _sweep(
     ready = [[(0.0, np.int64(0), np.int64(0))] for _ in range(len(prices))]
     for heap in ready:
         heap.pop()
-    aside = [(0.0, np.int64(0), np.int64(0))]
-    aside.pop()
     returns = [(np.int64(0), np.int64(0), np.int64(0))]
     returns.pop()
+    later = returns.copy()
     for now in range(_STEPS * phases):
         phase = now % phases
         while len(returns) > 0 and returns[0][0] <= now:
@@ -388,7 +403,7 @@ def _sweep(
         now_s = time_s[phase] + step_s * (now // phases)
         if used[0] > capacity_bytes:
             _make_room(
-                link, pool, intervals, versions, tensors, used, ready, aside, returns, prices,
+                link, pool, intervals, versions, tensors, used, ready, later, returns, prices,
                 now, now_s, now >= phases, capacity_bytes,
             )  # fmt: skip
         for access in range(first, last):
@@ -398,15 +413,7 @@ def _sweep(
             if gap < 0 or intervals[gap].is_dead:
                 _set_resident(tensors, used, tensor, False)
             elif intervals[gap].allowed:
-                back = tensors[tensor].base + intervals[gap].back
-                until_s = time_s[back % phases] + step_s * (back // phases)
-                if intervals[gap].first:
-                    until_s += _FIRST_S
-                version = intervals[gap].version
-                own = intervals[gap].needed_by != NOT_NEEDED
-                has_copy = intervals[gap].out_s == 0.0 or versions[version].users > own
-                price = intervals[gap].clean_price if has_copy else intervals[gap].price
-                heapq.heappush(ready[price], (-until_s, np.int64(tensor), np.int64(gap)))
+                _compete(link, intervals, versions, tensors, ready, tensor, gap)
 
 
 @compiled
@@ -440,7 +447,7 @@ def _make_room(
     tensors,
     used,
     ready,
-    aside,
+    later,
     returns,
     prices,
     now,
@@ -449,77 +456,152 @@ def _make_room(
     capacity_bytes,
 ):
     """Let tensors go until what is resident fits."""
-    aside.clear()
-    prices_of = [np.int64(0) for _ in range(0)]  # of what is set aside
+    while len(later) > 0 and later[0][0] <= now:
+        _, tensor, gap = heapq.heappop(later)
+        if _is_idle(intervals, tensors, tensor, gap, now):
+            _compete(link, intervals, versions, tensors, ready, tensor, gap)
     while used[0] > capacity_bytes:
         best = -1
         best_worth = 0.0
         for price in range(len(prices)):
             heap = ready[price]
-            looked_at = 0
-            while len(heap) > 0 and looked_at < _LOOKED_AT:
+            while len(heap) > 0:
                 key, tensor, gap = heap[0]
-                is_idle = (
-                    tensors[tensor].resident
-                    and tensors[tensor].interval == gap
-                    and tensors[tensor].used_at < now
-                    and tensors[tensor].base + intervals[gap].back > now
-                )
-                if not is_idle:
-                    heapq.heappop(heap)
-                    continue
-                if _has_time(link, pool, intervals, versions, tensors, tensor, gap, now):
-                    worth = (-key - now_s) / prices[price]
-                    if best < 0 or worth > best_worth:
-                        best = price
-                        best_worth = worth
-                    break
-                intervals[gap].no_time = True
-                looked_at += 1
-                aside.append(heapq.heappop(heap))
-                prices_of.append(np.int64(price))
+                if _is_idle(intervals, tensors, tensor, gap, now):
+                    again = _in_time(link, pool, intervals, versions, tensors, tensor, gap, now)
+                    if again == now:
+                        worth = (-key - now_s) / prices[price]
+                        if best < 0 or worth > best_worth:
+                            best = price
+                            best_worth = worth
+                        break
+                    intervals[gap].no_time = True
+                    heapq.heappush(later, (again, np.int64(tensor), np.int64(gap)))
+                heapq.heappop(heap)
         if best >= 0:
             _, tensor, gap = heapq.heappop(ready[best])
         else:
-            late = -1
-            for i in range(len(aside)):
-                if aside[i][1] >= 0:
-                    worth = (-aside[i][0] - now_s) / prices[prices_of[i]]
-                    if late < 0 or worth > best_worth:
-                        late = i
-                        best_worth = worth
-            if late < 0:
+            tensor, gap = _most_worth(link, intervals, versions, tensors, later, prices, now, now_s)
+            if tensor < 0:
                 break
-            _, tensor, gap = aside[late]
-            aside[late] = (0.0, np.int64(-1), np.int64(-1))
         _choose(link, pool, intervals, versions, tensors, tensor, gap, now, may_hold_up)
         _set_resident(tensors, used, tensor, False)
         back = tensors[tensor].base + intervals[gap].returns
         heapq.heappush(returns, (back, np.int64(tensor), np.int64(gap)))
-    for i in range(len(aside)):
-        if aside[i][1] >= 0:
-            heapq.heappush(ready[prices_of[i]], aside[i])
 
 
 @compiled
-def _has_time(link, pool, intervals, versions, tensors, tensor, gap, now):
-    """Whether the link has time for an interval, if its memory is needed now.
+def _is_idle(intervals, tensors, tensor, gap, now):
+    """Whether a tensor is in an interval, on the device, and not due."""
+    return (
+        tensors[tensor].resident
+        and tensors[tensor].interval == gap
+        and tensors[tensor].used_at < now
+        and tensors[tensor].base + intervals[gap].back > now
+    )
 
-    What the interval has reserved in the step before counts as free.
+
+@compiled
+def _until_s(link, intervals, tensors, tensor, gap):
+    """Time of the next use; far off where the policy evicts the tensor before others."""
+    time_s, step_s = link[5], link[6]
+    phases = len(time_s)
+    back = tensors[tensor].base + intervals[gap].back
+    until_s = time_s[back % phases] + step_s * (back // phases)
+    return until_s + _FIRST_S if intervals[gap].first else until_s
+
+
+@compiled
+def _price_of(intervals, versions, gap):
+    """Index of the price of an interval."""
+    own = intervals[gap].needed_by != NOT_NEEDED
+    has_copy = intervals[gap].out_s == 0.0 or versions[intervals[gap].version].users > own
+    return intervals[gap].clean_price if has_copy else intervals[gap].price
+
+
+@compiled
+def _compete(link, intervals, versions, tensors, ready, tensor, gap):
+    """Let a tensor compete for leaving."""
+    key = -_until_s(link, intervals, tensors, tensor, gap)
+    price = _price_of(intervals, versions, gap)
+    heapq.heappush(ready[price], (key, np.int64(tensor), np.int64(gap)))
+
+
+@compiled
+def _most_worth(link, intervals, versions, tensors, later, prices, now, now_s):
+    """The tensor whose absence helps longest, of those for which the link has no time; or -1."""
+    best_tensor, best_gap = np.int64(-1), np.int64(-1)
+    best_worth = 0.0
+    kept = 0
+    for i in range(len(later)):
+        _, tensor, gap = later[i]
+        if not _is_idle(intervals, tensors, tensor, gap, now):
+            continue
+        later[kept] = later[i]
+        kept += 1
+        until_s = _until_s(link, intervals, tensors, tensor, gap)
+        worth = (until_s - now_s) / prices[_price_of(intervals, versions, gap)]
+        if best_tensor < 0 or worth > best_worth:
+            best_tensor, best_gap = tensor, gap
+            best_worth = worth
+    while len(later) > kept:
+        later.pop()
+    heapq.heapify(later)
+    return best_tensor, best_gap
+
+
+@compiled
+def _in_time(link, pool, intervals, versions, tensors, tensor, gap, now):
+    """`now` if the link has time for an interval whose memory is needed now.
+
+    Otherwise the first phase at which to ask again: that by which the contents can have left, or
+    never where they could not return. What the interval has reserved in the step before counts as
+    free.
     """
     phases = link[0].shape[1]
     base = tensors[tensor].base
     is_chosen = intervals[gap].needed_by != NOT_NEEDED
     if is_chosen and _holds(intervals, versions, gap, now - base):
-        return True
-    if not _can_be_out(link, pool, intervals, versions, base, gap, now, is_chosen):
-        return False
-    left_s = _left_between(link[1], IN, now, base + intervals[gap].back, phases)
+        return np.int64(now)
+    due = base + intervals[gap].back
+    left_s = _left_between(link[1], IN, now, due, phases)
     if is_chosen:
-        left_s += _reserved_until(
-            pool, intervals[gap].held, now, base + intervals[gap].back, phases
-        )
-    return left_s >= intervals[gap].in_s - _NOTHING_S
+        left_s += _reserved_until(pool, intervals[gap].held, now, due, phases)
+    if left_s < intervals[gap].in_s - _NOTHING_S:
+        return np.int64(_NEVER)
+    lacks_s = _lacks_out(link, pool, intervals, versions, base, gap, now, is_chosen)
+    if lacks_s <= _NOTHING_S:
+        return np.int64(now)
+    return np.int64(max(_passed(link[1], OUT, now, lacks_s, phases), now + 1))
+
+
+@compiled
+def _passed(sums, way, now, seconds, phases):
+    """First phase by which a direction has had so much time left, from `now` on."""
+    phase = now % phases
+    total = _sum_below(sums, way, phases)
+    before = _sum_below(sums, way, phase)
+    if seconds > total:
+        return _NEVER
+    step = now - phase
+    target = before + seconds
+    if target > total:
+        target -= total
+        step += phases
+    # The first phase below which the sum reaches the target.
+    size = sums.shape[1]
+    top = 1
+    while 2 * top < size:
+        top *= 2
+    node = 0
+    passed = 0.0
+    while top > 0:
+        following = node + top
+        if following < size and passed + sums[way, following] < target:
+            node = following
+            passed += sums[way, following]
+        top //= 2
+    return step + node + 1
 
 
 @compiled
@@ -539,20 +621,20 @@ def _is_there(versions, version, phases):
 
 
 @compiled
-def _can_be_out(link, pool, intervals, versions, base, gap, now, is_chosen):
-    """Whether the host can have the contents by now."""
+def _lacks_out(link, pool, intervals, versions, base, gap, now, is_chosen):
+    """Seconds that the way to the host lacks for the contents to be there by now."""
     phases = link[0].shape[1]
     version = intervals[gap].version
     made = base + intervals[gap].made
     if intervals[gap].out_s == 0.0:
-        return True
+        return 0.0
     if versions[version].users > is_chosen and _is_there(versions, version, now - made):
-        return True
+        return 0.0
     ready = base + intervals[gap].ready
     left_s = _left_between(link[1], OUT, ready, now, phases)
     if versions[version].users > 0:
         left_s += _reserved_until(pool, versions[version].held, ready, now, phases)
-    return left_s >= intervals[gap].out_s - _NOTHING_S
+    return intervals[gap].out_s - left_s
 
 
 @compiled

@@ -60,6 +60,11 @@ class Run:
         return abs(self.step_s - self.before_s) <= _SETTLED * self.step_s
 
     @property
+    def slower_s(self) -> float:
+        """Time of the step; of the slower of the last two where they differ."""
+        return self.step_s if self.settled else max(self.step_s, self.before_s)
+
+    @property
     def page_slowdown_s(self) -> float:
         """Time that moving pages added to the kernels beside them."""
         return float(self.sim.stall_s[_engine.STALL_PAGES])
@@ -277,7 +282,8 @@ def report(
         hardware=hardware.name,
         policy=policy.name,
         planner=schedule.planner,
-        step_s=outcome.step_s,
+        step_s=outcome.slower_s,
+        faster_s=None if outcome.settled else min(outcome.step_s, outcome.before_s),
         ideal_s=float(sim.duration_s.sum()),
         lower_bound_s=lower_bound_s(trace, hardware, int(machine["capacity_bytes"])),
         traffic=_traffic(sim),
