@@ -178,7 +178,7 @@ def test_markdown_table() -> None:
     assert "| to device | 64 MiB | 68 MiB | +4 MiB | +6.2 % |" in lines
     assert "| hinted to host | 8 MiB | 0 B | -8 MiB | -100.0 % |" in lines
     assert "| fault batches | 0 | 100 | +100 |  |" in lines
-    assert "| UM ops share | 40.00 % | 96.43 % | +56.43 % | +141.1 % |" in lines
+    assert "| UM ops share | 50.00 % | 96.43 % | +46.43 % | +92.9 % |" in lines
     assert "| exposed stall | 20 ms | unknown |  |  |" in second
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 

@@ -315,6 +315,16 @@ def test_a_plan_says_why_a_tensor_leaves_or_stays(machine: Hardware, training: T
             assert it.short_in is not None
             assert it.last_use < it.short_in <= it.next_use
     assert {it.reason for it in explain(made, training, "frozen *")} == {Reason.HELD}
+    of_class = explain(made, training, "frozen_weights")
+    assert of_class == explain(made, training, "frozen *")
+    # Who leaves for a phase is said where a plan lets anything leave for it.
+    every = explain(made, training, "*")
+    short_in = {it.short_in for it in every if it.short_in is not None}
+    for phase in short_in:
+        name = training.phase_names[phase % training.phase_count]
+        found = explain(made, training, name)
+        assert {it for it in every if it.short_in == phase} <= set(found)
+        assert all(it.leaves for it in found)
     with pytest.raises(PlanError, match=r"'gradient 1'.* 'gradients 1'"):
         explain(made, training, "gradient 1")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,8 @@ from umem.trace import Trace, find_gaps
 __all__ = ["app"]
 
 app = output.make_app()
+
+_MORE_BYTES = 2**30
 
 
 @app.command(no_args_is_help=True)
@@ -57,8 +59,10 @@ def plan(
     explain: Annotated[
         str | None,
         typer.Option(
-            metavar="TENSOR",
-            help="Say why tensors of this name leave the device or stay; * stands for any text.",
+            metavar="NAME",
+            help="Say why tensors of this name, or of this class, leave the device or stay, or who "
+            "leaves for a phase of this name; * stands for any text. Says also what the step waits "
+            "for, and what 1 GiB more of budget would gain.",
         ),
     ] = None,
     bound: Annotated[
@@ -104,6 +108,9 @@ def plan(
                 schedule = planning.plan(timed, machine, resolved, planner, window=window)
         planning_s = time.perf_counter() - began_s
         bounds = _bounds(timed, schedule, machine, resolved, say) if bound else None
+        limits = None
+        if explain is not None:
+            limits = _limits(timed, schedule, machine, resolved, say)
         if target is not None:
             planning.save_schedule(schedule, target, key=key)
         elif store is not None and not reused:
@@ -124,6 +131,7 @@ def plan(
         "residency": _totals(ResidencyMode, schedule.residency, timed, slice(None)),
         "reasons": None,
         "bounds": bounds,
+        "limits": limits,
     }
     if made is not None:
         idle = find_gaps(timed).tensor
@@ -140,6 +148,7 @@ def plan(
         _print(console, data)
         if "decisions" in data:
             _print_decisions(console, data["decisions"], timed.phase_names)
+            _print_limits(console, data["limits"])
 
 
 def _bounds(
@@ -162,6 +171,40 @@ def _bounds(
         "quick_s": predicted.lower_bound_s,
         "fluid_s": fluid_bound_s(trace, hardware, capacity_bytes),
     }
+
+
+def _limits(
+    trace: Trace,
+    schedule: Schedule,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    say: output.Progress,
+) -> dict[str, Any]:
+    """What holds the step up, and the step with more budget."""
+    from umem.simulation import simulate
+
+    predicted = simulate(trace, schedule, hardware, policy)
+    budget_bytes = (policy.device_budget_bytes or hardware.device_bytes) + _MORE_BYTES
+    more = replace(policy, device_budget_bytes=budget_bytes)
+    say(f"Planning {trace.name} with {format_bytes(_MORE_BYTES)} more")
+    richer = simulate(trace, planning.plan(trace, hardware, more), hardware, more)
+    return {
+        "step_s": predicted.step_s,
+        "ideal_s": predicted.ideal_s,
+        "stall_s": dict(predicted.stall_s),
+        "step_with_1_gib_more_s": richer.step_s,
+    }
+
+
+def _print_limits(console: Console, limits: Mapping[str, Any]) -> None:
+    step_s, richer_s = limits["step_s"], limits["step_with_1_gib_more_s"]
+    gain = output.format_seconds(max(step_s - richer_s, 0.0))
+    console.print(
+        f"\npredicted step {output.format_seconds(step_s)}, all resident "
+        f"{output.format_seconds(limits['ideal_s'])}; above that: "
+        f"{output.stall_words(limits['stall_s'])}\n"
+        f"with 1 GiB more of budget: {output.format_seconds(richer_s)}, {gain} less"
+    )
 
 
 def _print_decisions(

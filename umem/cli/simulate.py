@@ -33,15 +33,6 @@ __all__ = ["app"]
 
 _MODES = ("both", "lora", "sft")
 
-_STALLS = {
-    "fault": "page faults",
-    "prefetch": "late prefetches",
-    "room": "waiting for evictions",
-    "mapped": "host memory used in place",
-    "copy": "computing beside copies",
-    "pages": "computing beside migration",
-}
-
 app = output.make_app()
 
 
@@ -303,10 +294,10 @@ def _print_predictions(
         if report.faster_s is not None:
             took = map(output.format_seconds, (report.faster_s, report.step_s))
             console.print(f"{report.planner}: not settled; steps take {' to '.join(took)}")
-        if report.planned_copies:
+        if report.copied_bytes_share > 0:
             console.print(
-                f"{report.planner}: {100 * report.copied_bytes_share:.1f} % of the bytes are "
-                "explicit copies, which are no transfers of unified memory"
+                f"{report.planner}: {100 * report.copied_bytes_share:.1f} % of what moved are "
+                "explicit copies, which UM does not count"
             )
     published = published_share(first)
     if published:
@@ -335,9 +326,4 @@ def _print_details(console: Console, report: MigrationReport) -> None:
         f"{report.hints_wasted:,} with nothing to do. "
         f"{report.fault_pages:,} pages faulted, in {report.fault_batches:,} batches."
     )
-    stalls = {cause: time_s for cause, time_s in report.stall_s.items() if time_s > 0}
-    words = [
-        f"{output.format_seconds(time_s)} {_STALLS.get(cause, cause)}"
-        for cause, time_s in sorted(stalls.items(), key=lambda stall: -stall[1])
-    ]
-    console.print(f"stalls: {'; '.join(words) or 'none'}")
+    console.print(f"stalls: {output.stall_words(report.stall_s)}")

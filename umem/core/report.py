@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,17 +120,17 @@ class StepReport:
     @property
     def um_time_share(self) -> float:
         """Unified-memory transfers' share of the time of all memory operations."""
-        return self._share(lambda entry: entry.seconds, self.memory_ops_s)
+        return self._share([entry.seconds for entry in self._um()], self.memory_ops_s)
 
     @property
     def um_ops_share(self) -> float:
         """Unified-memory transfers' share of the number of all memory operations."""
-        return self._share(lambda entry: entry.count, self.memory_ops_count)
+        return self._share([entry.count for entry in self._um()], self.memory_ops_count)
 
     @property
     def um_bytes_share(self) -> float:
         """Unified-memory transfers' share of the bytes of all memory operations."""
-        return self._share(lambda entry: entry.bytes, self.memory_ops_bytes)
+        return self._share([entry.bytes for entry in self._um()], self.memory_ops_bytes)
 
     def moved_bytes(self, direction: Direction | None = None, cause: Cause | None = None) -> int:
         """Bytes that moved, in one direction or for one cause if given."""
@@ -148,16 +148,13 @@ class StepReport:
             by_class[entry.tensor_class.value] = entry.bytes
         return moved
 
-    @property
-    def planned_copies(self) -> tuple[Traffic, ...]:
-        """Explicit copies that a plan asks for, where they are not among the step's own."""
-        return ()
+    def _um(self) -> list[Traffic]:
+        return [entry for entry in self.traffic if entry.cause in UM_CAUSES]
 
-    def _share(self, size_of: Callable[[Traffic], float], rest: float) -> float:
+    def _share(self, parts: list[int] | list[float], rest: float) -> float:
         if not self.has_copies:
             return math.nan
-        part = sum(size_of(entry) for entry in self.traffic if entry.cause in UM_CAUSES)
-        rest += sum(size_of(entry) for entry in self.planned_copies)
+        part = sum(parts)
         return part / (part + rest) if part else 0.0
 
 
@@ -190,16 +187,13 @@ class MigrationReport(StepReport):
         return self.faster_s is None
 
     @property
-    def planned_copies(self) -> tuple[Traffic, ...]:
-        """Explicit copies, which a profiler shows among the step's own."""
-        return tuple(entry for entry in self.traffic if entry.cause == "copy")
-
-    @property
     def copied_bytes_share(self) -> float:
-        """Share that the plan's explicit copies have in the bytes of all memory operations."""
-        copied = sum(entry.bytes for entry in self.planned_copies)
-        moved = sum(entry.bytes for entry in self.traffic if entry.cause in UM_CAUSES)
-        return copied / (copied + moved + self.memory_ops_bytes) if copied else 0.0
+        """Share that the plan's explicit copies have in the bytes that moved.
+
+        They are no transfers of unified memory, so that the other shares do not count them.
+        """
+        copied = self.moved_bytes(cause="copy")
+        return copied / self.moved_bytes() if copied else 0.0
 
     @property
     def regret(self) -> float:

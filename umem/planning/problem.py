@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
@@ -103,21 +104,38 @@ class Decision:
 def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
     """Why tensors leave or stay: a decision for each idle interval, in the order of the step.
 
+    Parameters
+    ----------
+    plan, trace
+        From :func:`umem.planning.explained_plan`, and what it is for.
+    pattern
+        The first of these that there is: tensors of this name; all tensors of a class of this name;
+        the intervals of tensors that leave because a phase of this name needs their memory. ``*``
+        stands for any text in the names of tensors and phases.
+
     Raises
     ------
     PlanError
-        If no tensor's name is `pattern`, or matches it (``*`` stands for anything).
+        If neither tensors nor a class nor phases are called so.
     """
-    names = trace.tensor_names
-    wanted = [n for n, name in enumerate(names) if name == pattern or fnmatchcase(name, pattern)]
-    if not wanted:
-        hint = did_you_mean(pattern, names) or "."
-        raise PlanError(f"trace {trace.name!r}: no tensor is called {pattern!r}{hint}")
     gaps, needed_by = find_gaps(trace), plan.decisions.needed_by
-    rows = np.flatnonzero(np.isin(gaps.tensor, wanted))
+    if (tensors := _matching(pattern, trace.tensor_names)).any():
+        rows = np.flatnonzero(tensors[gaps.tensor])
+    elif pattern in list(TensorClass):
+        of_class = trace.tensor_class == TensorClass(pattern).number
+        rows = np.flatnonzero(of_class[gaps.tensor])
+    elif (phases := _matching(pattern, trace.phase_names)).any():
+        leaves = needed_by != NOT_NEEDED
+        rows = np.flatnonzero(leaves & phases[needed_by % trace.phase_count])
+    else:
+        names = (*trace.tensor_names, *TensorClass, *trace.phase_names)
+        raise PlanError(
+            f"trace {trace.name!r}: no tensor, class or phase is called {pattern!r}"
+            f"{did_you_mean(pattern, names) or '.'}"
+        )
     return tuple(
         Decision(
-            names[gaps.tensor[row]],
+            trace.tensor_names[gaps.tensor[row]],
             int(gaps.last_use[row]),
             int(gaps.next_use[row]),
             reason in (Reason.PRESSURE, Reason.PRESSURE_LATE, Reason.PRESSURE_FREE),
@@ -127,6 +145,10 @@ def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
         for row in rows[np.argsort(gaps.last_use[rows], kind="stable")]
         for reason in [Reason(plan.decisions.reason[row])]
     )
+
+
+def _matching(pattern: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:
+    return np.array([name == pattern or fnmatchcase(name, pattern) for name in names], np.bool_)
 
 
 def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, manner: Manner) -> Plan:
