@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from training_runs import made_up_header
 from typer.testing import CliRunner
-from umem_bench import planning
+from umem_bench import bounds, planning
 from umem_bench.cli import app
 from umem_bench.results import Measurement, Run, read_results
 from umem_bench.tables import markdown
@@ -166,3 +167,25 @@ def test_the_pages_way_of_sharing_plans_once(
     assert made.hint_count == read.hint_count > 0
     assert [it.stat().st_mtime_ns for it in (tmp_path / "here").iterdir()] == [made_at_ns]
     assert (tmp_path / "elsewhere" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.slow
+def test_plans_are_held_against_bounds(tmp_path: Path) -> None:
+    document = {
+        "format": "umem-trace/1",
+        "name": "small",
+        "tensors": [{"id": 1, "bytes": MIB, "class": "weights", "persistent": True}],
+        "phases": [{"name": "forward", "duration_us": 1000, "reads": [1], "writes": [1]}],
+    }
+    (tmp_path / "small.json.gz").write_text(json.dumps(document), encoding="utf-8")
+    results = tmp_path / "bounds.jsonl"
+    words = ["bounds", str(tmp_path), "--models", "none", "--output", str(results), "--check"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    found = [it for it in read_results(results).results if isinstance(it, Measurement)]
+    assert [it.benchmark for it in found] == [
+        f"{percent} % of a100-g10" for percent in bounds.BUDGETS_PERCENT
+    ]
+    for it in found:
+        assert it.figures["step_s"] == pytest.approx(1e-3)
+        assert it.figures["fluid_s"] == pytest.approx(1e-3, rel=1e-5)

@@ -22,7 +22,7 @@ from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.planning import PLANNERS, plan
 from umem.planning.planners import explained_plan, ideal_clock, pose_problem
-from umem.planning.problem import explain, plan_step
+from umem.planning.problem import Manner, explain, plan_step
 from umem.planning.selection import Reason
 from umem.policy import (
     ClassRule,
@@ -190,9 +190,13 @@ def check_form(schedule: Schedule, trace: Trace) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(problem=problems(), slowness=st.sampled_from([1, 4, 16]))
+@given(
+    problem=problems(),
+    slowness=st.sampled_from([1, 4, 16]),
+    manner=st.builds(Manner, ahead=st.booleans(), reserved=st.booleans()),
+)
 def test_a_plan_moves_what_is_alive_and_discards_what_is_dead(
-    random_trace: MakeTrace, machine: Hardware, problem: Any, slowness: int
+    random_trace: MakeTrace, machine: Hardware, problem: Any, slowness: int, manner: Manner
 ) -> None:
     made_of, spare = problem
     trace = random_trace(*made_of)
@@ -203,9 +207,15 @@ def test_a_plan_moves_what_is_alive_and_discards_what_is_dead(
     policy = policy_of(machine, working_set(trace) + spare)
     check_moves(trace, plan(trace, machine, policy))
     # A candidate, too, which need not be what is fastest in the end.
-    problem = pose_problem(trace, machine, policy, {})
-    candidate = plan_step(problem, ideal_clock(trace), name="candidate", slack=1.0)
-    check_moves(trace, candidate.schedule)
+    for may_write_back in (False, True):
+        posed = pose_problem(trace, machine, policy, {}, may_write_back=may_write_back)
+        candidate = plan_step(posed, ideal_clock(trace), name="candidate", manner=manner)
+        check_moves(trace, candidate.schedule)
+        written_back = np.isin(candidate.schedule.hint_op, WRITE_BACKS).any()
+        assert may_write_back or not written_back
+
+
+WRITE_BACKS = (HintOp.WRITE_BACK, HintOp.COPY_BACK)
 
 
 def check_moves(trace: Trace, schedule: Schedule) -> None:
@@ -278,27 +288,43 @@ def test_planned_is_ahead_of_the_yardsticks(machine: Hardware, training: Trace) 
         ).step_s
         for planner in PLANNERS
     }
-    assert step_s["planned"] < step_s["oracle"] < step_s["lookahead"] < step_s["fault"]
+    assert step_s["planned"] < step_s["oracle"] <= step_s["lookahead"] < step_s["fault"]
 
 
 # ------------------------------------------------------------------------- reasons
 
 
+LEAVING = (Reason.PRESSURE, Reason.PRESSURE_LATE, Reason.PRESSURE_FREE)
+
+
 def test_a_plan_says_why_a_tensor_leaves_or_stays(machine: Hardware, training: Trace) -> None:
     kept = {"mechanism": "keep"}
-    policy = policy_of(machine, TIGHT, frozen_weights=kept)
+    moved = {"mechanism": "migrate"}
+    others = dict.fromkeys(("weights", "gradients", "optimizer_state", "activations"), moved)
+    policy = policy_of(machine, TIGHT, frozen_weights=kept, **others)
     made = explained_plan(training, machine, policy)
-    evicted = made.schedule.hint_tensor[made.schedule.hint_op == HintOp.EVICT]
+    leaves = np.isin(made.schedule.hint_op, (HintOp.EVICT, HintOp.COPY_OUT))
+    evicted = made.schedule.hint_tensor[leaves]
     assert len(evicted)
     for tensor in set(evicted.tolist()):
         decisions = explain(made, training, training.tensor_names[tensor])
         why = [it for it in decisions if it.leaves]
         assert len(why) == (evicted == tensor).sum()
         for it in why:
-            assert it.reason in (Reason.PRESSURE, Reason.PRESSURE_LATE)
+            assert it.reason in LEAVING
             assert it.short_in is not None
             assert it.last_use < it.short_in <= it.next_use
     assert {it.reason for it in explain(made, training, "frozen *")} == {Reason.HELD}
+    of_class = explain(made, training, "frozen_weights")
+    assert of_class == explain(made, training, "frozen *")
+    # Who leaves for a phase is said where a plan lets anything leave for it.
+    every = explain(made, training, "*")
+    short_in = {it.short_in for it in every if it.short_in is not None}
+    for phase in short_in:
+        name = training.phase_names[phase % training.phase_count]
+        found = explain(made, training, name)
+        assert {it for it in every if it.short_in == phase} <= set(found)
+        assert all(it.leaves for it in found)
     with pytest.raises(PlanError, match=r"'gradient 1'.* 'gradients 1'"):
         explain(made, training, "gradient 1")
 
@@ -325,7 +351,7 @@ def test_a_slow_link_keeps_tensors_on_the_device(machine: Hardware, make_trace: 
         machine, to_device_bytes_per_s=8e3 * BLOCK, to_host_bytes_per_s=8e3 * BLOCK
     )
     problem = pose_problem(trace, slow, policy_of(slow, 12 * BLOCK), {})
-    found = plan_step(problem, ideal_clock(trace), name="candidate", slack=1.0)
+    found = plan_step(problem, ideal_clock(trace), name="candidate", manner=Manner(slack=1.0))
     short, long = explain(found, trace, "a")
     assert (short.last_use, short.reason, short.leaves) == (0, Reason.TOO_SHORT, False)
     assert (long.last_use, long.leaves) == (2, True)

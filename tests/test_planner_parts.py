@@ -11,20 +11,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
+from umem.planning.reservations import LinkUse, Reservations, reserve
 from umem.planning.residency_modes import TensorRules, apply_policy, open_classes
-from umem.planning.selection import NOT_NEEDED, PhaseClock, Reason, select
-from umem.planning.timing import earliest_issue, latest_starts, leave_times, phases_at, spare_ends
+from umem.planning.selection import NOT_NEEDED, PhaseClock
+from umem.planning.timing import earliest_issue, latest_starts, leave_times, phases_at
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.simulation import engine as _engine
 from umem.simulation import unavoidable_bytes
 from umem.simulation.lower_bound import _STEPS
 from umem.simulation.run import build
-from umem.trace import NO_GAP, Access, Trace, find_gaps
+from umem.trace import NEVER_MADE, NO_GAP, Access, Gaps, Trace, find_gaps
 
 BLOCK = 2**21
 
@@ -258,36 +260,6 @@ def left_in_turn(rows: Sequence[tuple[int, int, int]], step: int) -> list[float]
     return starts
 
 
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(
-    taken=st.lists(st.booleans(), min_size=2, max_size=20),
-    others=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 30)), min_size=1, max_size=5),
-)
-def test_spare_time_is_what_others_leave(taken: list[bool], others: list[tuple[int, int]]) -> None:
-    """Units of time that are taken, in a circle; a transfer uses those that are not."""
-    step = len(taken)
-    starts = np.flatnonzero(taken).astype(np.float64)
-    others = [(ready % step, takes) for ready, takes in others]
-    ready, takes = (np.array(column, np.float64) for column in zip(*others, strict=True))
-    ends = spare_ends(ready, takes, starts, starts + 1, float(step))
-    for (begin, length), end in zip(others, ends, strict=True):
-        now, left = begin, length
-        while left and now < 3 * step:
-            left -= not taken[now % step]
-            now += 1
-        if all(taken) or left:
-            assert np.isinf(end)
-        elif length:
-            assert end == now
-
-
-def test_what_the_step_before_has_left_over_is_taken() -> None:
-    # Taken from 8 to 12 of a step of 10, so from 0 to 2 as well.
-    (end,) = spare_ends(np.array([0.0]), np.array([1.0]), np.array([8.0]), np.array([12.0]), 10.0)
-    assert end == 3.0
-
-
 # ------------------------------------------------------------------------- room
 
 
@@ -330,34 +302,70 @@ def test_returns_are_brought_forward_while_there_is_room(
 # ------------------------------------------------------------------------- the choice
 
 
-def chosen(
-    trace: Trace, capacity: int, first: Sequence[str] = (), costs: dict[str, float] | None = None
-) -> set[tuple[str, int]]:
-    """Names and last uses of the intervals spent on the host, where moving takes no time."""
+NO_TIME = 1e-13
+"""Seconds that a transfer takes where moving takes no time."""
+
+
+def reserved(
+    trace: Trace,
+    capacity: int,
+    first: Sequence[str] = (),
+    costs: dict[str, float] | None = None,
+    out_s: float = NO_TIME,
+    keeps: bool = False,
+) -> Reservations:
+    """What is chosen where the way back takes no time, or next to none by `costs`.
+
+    With `keeps` the host keeps what was copied there, which may happen while it is in use.
+    """
     gaps = find_gaps(trace)
     names = [trace.tensor_names[tensor] for tensor in gaps.tensor]
-    duration_s = trace.duration_s
-    assert duration_s is not None
-    barred = np.full(len(names), -1, np.int8)
-    barred[gaps.next_use == gaps.last_use + 1] = Reason.TOO_SHORT
-    barred[gaps.is_dead] = Reason.DEAD
-    prices, price = np.unique([(costs or {}).get(name, 1.0) for name in names], return_inverse=True)
-    found = select(
+    clock = clock_of(trace)
+    made, version = versions_of(gaps, keeps)
+    use = LinkUse(
+        made=made + 1,
+        ready=made + 1,
+        version=version,
+        out_s=np.where(keeps & (gaps.made == NEVER_MADE), 0.0, out_s),
+        in_s=np.array([(costs or {}).get(name, 1.0) * NO_TIME for name in names]),
+        shares=(0.5, 0.5),
+    )
+    return reserve(
         trace,
         gaps,
-        PhaseClock(np.cumsum(duration_s) - duration_s, float(duration_s.sum())),
+        clock,
         capacity,
-        gone=gaps.last_use + 1,
-        back=gaps.next_use,
-        prices=prices,
-        price=price,
-        barred=barred,
+        use,
+        allowed=~gaps.is_dead & (gaps.next_use > gaps.last_use + 1),
         first=np.array([name in first for name in names], np.bool_),
         on_device=np.ones(trace.tensor_count, np.bool_),
+        out_weight=0.0 if costs else 1.0,
     )
-    leaves = (found.reason == Reason.PRESSURE) | (found.reason == Reason.PRESSURE_LATE)
-    assert (leaves == (found.needed_by != NOT_NEEDED)).all()
-    return {(names[gap], int(gaps.last_use[gap])) for gap in np.flatnonzero(leaves)}
+
+
+def versions_of(gaps: Gaps, keeps: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Phase that made the contents of each interval, or the last before it; number of contents."""
+    made = np.where(keeps & (gaps.made != NEVER_MADE), gaps.made, gaps.last_use)
+    return made, np.unique(np.stack([gaps.tensor, made]), axis=1, return_inverse=True)[1]
+
+
+def clock_of(trace: Trace) -> PhaseClock:
+    duration_s = trace.duration_s
+    assert duration_s is not None
+    return PhaseClock(np.cumsum(duration_s) - duration_s, float(duration_s.sum()))
+
+
+def away(trace: Trace, found: Reservations) -> set[tuple[str, int]]:
+    """Names and last uses of the intervals spent on the host."""
+    gaps = find_gaps(trace)
+    return {
+        (trace.tensor_names[gaps.tensor[gap]], int(gaps.last_use[gap]))
+        for gap in np.flatnonzero(found.needed_by != NOT_NEEDED)
+    }
+
+
+def chosen(trace: Trace, capacity: int, **how: Any) -> set[tuple[str, int]]:
+    return away(trace, reserved(trace, capacity, **how))
 
 
 @pytest.fixture
@@ -409,11 +417,11 @@ def test_what_is_left_fits(random_trace: RandomTrace, workload: Any, spare: int)
     trace = random_trace(*workload)
     gaps = find_gaps(trace)
     capacity = working_set(trace) + spare
-    away = chosen(trace, capacity)
+    found = chosen(trace, capacity)
     resident = np.zeros(trace.phase_count, np.int64)
     for gap, tensor in enumerate(gaps.tensor):
         between = range(gaps.last_use[gap] + 1, gaps.next_use[gap])
-        is_away = (trace.tensor_names[tensor], int(gaps.last_use[gap])) in away
+        is_away = (trace.tensor_names[tensor], int(gaps.last_use[gap])) in found
         if not gaps.is_dead[gap] and not is_away:
             resident[[phase % trace.phase_count for phase in between]] += trace.tensor_bytes[tensor]
     for phase in range(trace.phase_count):
@@ -427,6 +435,56 @@ def working_set(trace: Trace) -> int:
         sum(int(trace.tensor_bytes[tensor]) for tensor, _ in uses(trace, phase))
         for phase in range(trace.phase_count)
     )
+
+
+def test_phases_wait_for_what_has_no_time_to_leave(in_and_out: Trace) -> None:
+    """One unit of time to the host, and room for one of three."""
+    found = reserved(in_and_out, 2, out_s=1.0)
+    assert away(in_and_out, found) == {("a", 0), ("b", 1)}
+    # Neither has time to leave between its own phase and the next, which waits.
+    assert found.clock.step_s == pytest.approx(6.0 + 2.0)
+    assert found.is_late.sum() == 2
+
+
+def test_one_copy_serves_all_departures_until_the_next_write(make_trace: MakeTrace) -> None:
+    """Written at 0, and away twice: written back once, before the first departure, while read."""
+    quiet: list[Any] = [(1.0, [], [])] * 2
+    full: Any = (1.0, ["x"], [])
+    trace = make_trace(
+        {"w": (3, "weights"), "x": (3, "weights")},
+        [(1.0, ["w"], ["w"]), *quiet, (1.0, ["w"], []), full, (1.0, ["w"], []), full, *quiet],
+    )
+    found = reserved(trace, 3, out_s=2.0, keeps=True)
+    gaps = find_gaps(trace)
+    mine = [("w", 3), ("w", 5)]
+    assert set(mine) <= away(trace, found)
+    _, number = versions_of(gaps, keeps=True)
+    (version,) = set(number[(gaps.tensor == 0) & np.isin(gaps.last_use, (3, 5))])
+    assert (found.sent[version], found.there[version]) == (0, 2)  # from phase 1 on
+    assert found.clock.step_s == pytest.approx(trace.phase_count, rel=1e-6)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(
+    workload=workloads(),
+    spare=st.integers(0, 6 * BLOCK),
+    out_s=st.floats(0.1, 5.0),
+    keeps=st.booleans(),
+)
+def test_the_link_carries_no_more_than_its_time(
+    random_trace: RandomTrace, workload: Any, spare: int, out_s: float, keeps: bool
+) -> None:
+    trace = random_trace(*workload)
+    gaps = find_gaps(trace)
+    found = reserved(trace, working_set(trace) + spare, out_s=out_s, keeps=keeps)
+    leaves = np.flatnonzero(found.needed_by != NOT_NEEDED)
+    _, version = versions_of(gaps, keeps)
+    moved = leaves[(gaps.made[leaves] != NEVER_MADE) | (not keeps)]
+    assert out_s * len(set(version[moved])) <= found.clock.step_s * (1 + 1e-6)
+    assert found.clock.step_s >= clock_of(trace).step_s * (1 - 1e-9)
+    assert (found.needed_by[leaves] > gaps.last_use[leaves]).all()
+    assert (found.returns[leaves] <= gaps.next_use[leaves]).all()
 
 
 # ------------------------------------------------------------------------- residencies

@@ -29,7 +29,7 @@ from umem.core.errors import TraceError, UmemError
 from umem.core.schedule import HintOp
 from umem.hardware import load_hardware
 from umem.planning.planners import ideal_clock, pose_problem
-from umem.planning.problem import plan_step
+from umem.planning.problem import Manner, plan_step
 from umem.policy import load_policy, resolve
 from umem.trace import find_gaps, load_trace
 
@@ -108,7 +108,7 @@ def test_what_leaves_comes_back_before_its_next_use(folder: Path, name: str) -> 
     trace = load_trace(folder / f"{name}.json.gz")
     policy = resolve(load_policy({"extends": "managed-all", "device_budget": "25%"}), hardware, {})
     problem = pose_problem(trace, hardware, policy, {})
-    schedule = plan_step(problem, ideal_clock(trace), name="candidate", slack=1.05).schedule
+    schedule = plan_step(problem, ideal_clock(trace), name="candidate", manner=Manner()).schedule
     gaps = find_gaps(trace)
 
     def interval(tensor: int, phase: int) -> int:

@@ -328,6 +328,65 @@ def test_a_copy_is_kept_on_the_host_for_what_is_not_written(
     assert report.moved_bytes("to_host") == 0
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_was_written_back_leaves_for_nothing(
+    machine: Hardware, make_trace: MakeTrace, copies: bool
+) -> None:
+    """Ten blocks, written at 0 and read at 2, are copied to the host in between."""
+    phases = [(1e-3, ["a"], ["a"]), (1e-3, [], []), (1e-3, ["a"], []), *[(1e-3, [], [])] * 2]
+    trace = make_trace({"a": (10 * BLOCK, "weights")}, phases)
+    back, out, come = (
+        (HintOp.COPY_BACK, HintOp.COPY_OUT, HintOp.COPY_IN)
+        if copies
+        else (HintOp.WRITE_BACK, HintOp.EVICT, HintOp.PREFETCH)
+    )
+    hints = [(1, back, "a"), (3, out, "a"), (4, come, "a")]
+    held = {"a": ResidencyMode.DUPLICATE}
+    report = simulate(trace, schedule_of(trace, hints, held), machine, policy_of(machine, 10))
+    cause = "copy" if copies else "hint"
+    assert bytes_of(report, "to_host", cause) == 10 * BLOCK
+    assert bytes_of(report, "to_device", cause) == 10 * BLOCK
+    assert report.moved_bytes() == 20 * BLOCK
+    assert report.hints_wasted == 0
+    assert report.step_s == pytest.approx(5e-3)
+
+
+def test_a_write_ends_what_was_written_back(machine: Hardware, make_trace: MakeTrace) -> None:
+    """The copy is made before the write, so that the tensor moves once more when it leaves."""
+    phases = [(1e-3, [], []), (1e-3, ["a"], ["a"]), *[(1e-3, [], [])] * 2]
+    trace = make_trace({"a": (10 * BLOCK, "weights")}, phases)
+    hints = [(0, HintOp.WRITE_BACK, "a"), (2, HintOp.EVICT, "a"), (3, HintOp.PREFETCH, "a")]
+    report = simulate(trace, schedule_of(trace, hints), machine, policy_of(machine, 10))
+    assert bytes_of(report, "to_host", "hint") == 20 * BLOCK
+    # One that has not begun is called off, and the block under way is of no use.
+    phases[0] = (0.05e-3, [], [])
+    quick = make_trace({"a": (10 * BLOCK, "weights")}, phases)
+    report = simulate(quick, schedule_of(quick, hints), machine, policy_of(machine, 10))
+    assert bytes_of(report, "to_host", "hint") == 11 * BLOCK
+
+
+def test_copies_both_ways_share_a_link_of_their_own(
+    machine: Hardware, make_trace: MakeTrace
+) -> None:
+    """Ten blocks each way at once, at 20 and 20 a millisecond alone."""
+    trace = make_trace(
+        {"a": (10 * BLOCK, "weights"), "b": (10 * BLOCK, "weights")},
+        [(1e-3, ["a"], ["a"]), (1e-3, ["b"], ["b"])],
+    )
+    hints = [(0, HintOp.COPY_OUT, "b"), (0, HintOp.COPY_IN, "a")]
+    hints += [(1, HintOp.COPY_OUT, "a"), (1, HintOp.COPY_IN, "b")]
+    step_s = []
+    for share in (1.0, 0.5):
+        slower = dataclasses.replace(
+            machine,
+            link_bytes_per_s=1e15,
+            copy_link_bytes_per_s=share * 2 * machine.copy_to_host_bytes_per_s,
+        )
+        report = simulate(trace, schedule_of(trace, hints), slower, policy_of(slower, 15))
+        step_s.append(report.step_s)
+    assert step_s[1] > step_s[0]
+
+
 @pytest.mark.parametrize(("order", "evicted"), [("access", "b"), ("migration", "a")])
 def test_the_driver_evicts_in_its_order(
     machine: Hardware, make_trace: MakeTrace, order: Any, evicted: str

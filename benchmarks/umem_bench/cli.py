@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from umem.core.units import parse_bytes
-from umem_bench import allocators, planning, published
+from umem_bench import allocators, bounds, planning, published
 from umem_bench.before_after import run_against
 from umem_bench.generate import run as generations
 from umem_bench.generate import tables as generate_tables
@@ -45,6 +45,7 @@ _SHOWN_BY: dict[str, Any] = {
     "generate": generate_tables,
     "planning": planning,
     "published": published,
+    "bounds": bounds,
     "against": allocators,
 }
 _Name = TypeVar("_Name", bound=str)
@@ -349,6 +350,21 @@ def published_traces(
     """Published traces: what umem's planners make of them, beside the published times. No GPU."""
     found = published.compare(folder, _say)
     _finish(Run(header("published", published.SETTINGS), tuple(found)), output, check=False)
+
+
+@app.command("bounds")
+def against_bounds(
+    folder: Annotated[Path, typer.Argument(help="Traces that came with published times.")],
+    models: Annotated[str, typer.Option(help="Llama models, too; none for none.")] = ",".join(
+        bounds.MODELS
+    ),
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    """Planned steps of published traces and Llama models over lower bounds. No GPU."""
+    names = () if models == "none" else tuple(models.split(","))
+    found = bounds.run_bounds(folder, names, _say)
+    _finish(Run(header("bounds", bounds.SETTINGS), tuple(found)), output, check)
 
 
 @app.command()

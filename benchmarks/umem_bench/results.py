@@ -395,7 +395,15 @@ class Header(Record):
 
     format: Literal["umem-bench-2"] = "umem-bench-2"
     benchmark: Literal[
-        "allocators", "training", "scale", "generate", "planning", "published", "against", "systems"
+        "allocators",
+        "training",
+        "scale",
+        "generate",
+        "planning",
+        "published",
+        "bounds",
+        "against",
+        "systems",
     ]
     date: str | None
     commit: str | None

@@ -46,6 +46,7 @@ __all__ = [
     "print_written",
     "progress",
     "save_figures",
+    "stall_words",
 ]
 
 Progress = Callable[[str], None]
@@ -187,6 +188,26 @@ def print_traffic(console: Console, traffic: Sequence[Traffic]) -> None:
             format_seconds(entry.seconds),
         )
     print_table(console, table)
+
+
+_STALLS = {
+    "fault": "page faults",
+    "prefetch": "late prefetches",
+    "room": "waiting for evictions",
+    "mapped": "host memory used in place",
+    "copy": "computing beside copies",
+    "pages": "computing beside migration",
+}
+
+
+def stall_words(stall_s: Mapping[str, float]) -> str:
+    """Causes of a step's stalls in words, the longest first."""
+    stalls = {cause: time_s for cause, time_s in stall_s.items() if time_s > 0}
+    words = [
+        f"{format_seconds(time_s)} {_STALLS[cause]}"
+        for cause, time_s in sorted(stalls.items(), key=lambda stall: -stall[1])
+    ]
+    return "; ".join(words) or "none"
 
 
 def format_seconds(time_s: float) -> str:

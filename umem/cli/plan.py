@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,14 +18,17 @@ from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.core.schedule import HintOp, ResidencyMode
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
-from umem.hardware import load_hardware, with_durations
+from umem.hardware import Hardware, load_hardware, with_durations
+from umem.policy import ResolvedPolicy
 from umem.trace import Trace, find_gaps
 
 __all__ = ["app"]
 
 app = output.make_app()
+
+_MORE_BYTES = 2**30
 
 
 @app.command(no_args_is_help=True)
@@ -58,10 +61,20 @@ def plan(
     explain: Annotated[
         str | None,
         typer.Option(
-            metavar="TENSOR",
-            help="Say why tensors of this name leave the device or stay; * stands for any text.",
+            metavar="NAME",
+            help="Say why tensors of this name, or of this class, leave the device or stay, or who "
+            "leaves for a phase of this name; * stands for any text. Says also what the step waits "
+            "for, and what 1 GiB more of budget would gain.",
         ),
     ] = None,
+    bound: Annotated[
+        bool,
+        typer.Option(
+            "--bound",
+            help="Predict the step and hold it against two lower bounds: the quick one, and a "
+            "nearer one by linear programming, which takes seconds and needs highspy.",
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Plan a training step: which hints are issued when, and where each tensor lives."""
@@ -92,11 +105,15 @@ def plan(
             say(f"Planning {timed.name} with {planner}")
             with output.interruptible():
                 if planner == "planned":
-                    made = planning.explained_plan(timed, machine, resolved)
+                    made = planning.explained_plan(timed, machine, resolved, progress=say)
                     schedule = made.schedule
                 else:
                     schedule = planning.plan(timed, machine, resolved, planner, window=window)
         planning_s = time.perf_counter() - began_s
+        bounds = _bounds(timed, schedule, machine, resolved, say) if bound else None
+        limits = None
+        if explain is not None:
+            limits = _limits(timed, schedule, machine, resolved, say)
         if target is not None:
             planning.save_schedule(schedule, target, key=key)
         elif store is not None and not reused:
@@ -116,6 +133,8 @@ def plan(
         "hints": _totals(HintOp, schedule.hint_op, timed, schedule.hint_tensor),
         "residency": _totals(ResidencyMode, schedule.residency, timed, slice(None)),
         "reasons": None,
+        "bounds": bounds,
+        "limits": limits,
     }
     if made is not None:
         idle = find_gaps(timed).tensor
@@ -132,6 +151,63 @@ def plan(
         _print(console, data)
         if "decisions" in data:
             _print_decisions(console, data["decisions"], timed.phase_names)
+            _print_limits(console, data["limits"])
+
+
+def _bounds(
+    trace: Trace,
+    schedule: Schedule,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    say: output.Progress,
+) -> dict[str, float]:
+    """The predicted step and the bounds below it, seconds."""
+    from umem.simulation import fluid_bound_s, simulate
+
+    say(f"Simulating {trace.name}")
+    predicted = simulate(trace, schedule, hardware, policy)
+    say(f"Looking for the fluid bound of {trace.name}")
+    capacity_bytes = policy.device_budget_bytes or hardware.device_bytes
+    return {
+        "step_s": predicted.step_s,
+        "ideal_s": predicted.ideal_s,
+        "quick_s": predicted.lower_bound_s,
+        "fluid_s": fluid_bound_s(trace, hardware, capacity_bytes),
+    }
+
+
+def _limits(
+    trace: Trace,
+    schedule: Schedule,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    say: output.Progress,
+) -> dict[str, Any]:
+    """What holds the step up, and the step with more budget."""
+    from umem.simulation import simulate
+
+    predicted = simulate(trace, schedule, hardware, policy)
+    budget_bytes = (policy.device_budget_bytes or hardware.device_bytes) + _MORE_BYTES
+    more = replace(policy, device_budget_bytes=budget_bytes)
+    say(f"Planning {trace.name} with {format_bytes(_MORE_BYTES)} more")
+    richer = simulate(trace, planning.plan(trace, hardware, more), hardware, more)
+    return {
+        "step_s": predicted.step_s,
+        "ideal_s": predicted.ideal_s,
+        "stall_s": dict(predicted.stall_s),
+        "step_with_1_gib_more_s": richer.step_s,
+    }
+
+
+def _print_limits(console: Console, limits: Mapping[str, Any]) -> None:
+    step_s, richer_s = limits["step_s"], limits["step_with_1_gib_more_s"]
+    gain = output.format_seconds(max(step_s - richer_s, 0.0))
+    console.print(
+        f"\npredicted step {output.format_seconds(step_s)}, all resident "
+        f"{output.format_seconds(limits['ideal_s'])}; above that: "
+        f"{output.stall_words(limits['stall_s'])}\n"
+        f"with 1 GiB more of budget: {output.format_seconds(richer_s)}, {gain} less"
+    )
 
 
 def _print_decisions(
@@ -173,6 +249,14 @@ def _print(console: Console, data: dict[str, Any]) -> None:
         f"policy {plain(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
         f"memory\nplanner {data['planner']}, {how}"
     )
+    if data["bounds"] is not None:
+        times = {name: output.format_seconds(it) for name, it in data["bounds"].items()}
+        step_s, quick_s, fluid_s = (data["bounds"][it] for it in ("step_s", "quick_s", "fluid_s"))
+        console.print(
+            f"predicted step {times['step_s']}, all resident {times['ideal_s']}\n"
+            f"regret {step_s / quick_s:.3f} over the quick bound of {times['quick_s']}, "
+            f"{step_s / fluid_s:.3f} over the fluid bound of {times['fluid_s']}"
+        )
     tables = (("hint", "hints", data["hints"]), ("residency", "tensors", data["residency"]))
     for heading, counted, rows in tables:
         console.print()

@@ -33,15 +33,6 @@ __all__ = ["app"]
 
 _MODES = ("both", "lora", "sft")
 
-_STALLS = {
-    "fault": "page faults",
-    "prefetch": "late prefetches",
-    "room": "waiting for evictions",
-    "mapped": "host memory used in place",
-    "copy": "computing beside copies",
-    "pages": "computing beside migration",
-}
-
 app = output.make_app()
 
 
@@ -282,7 +273,7 @@ def _print_predictions(
         f"[bold]{plain(first.workload)}[/bold] on {plain(first.hardware)}, "
         f"policy {plain(first.policy)}, {format_bytes(budget_bytes)} of device memory\n"
         f"all resident {output.format_seconds(first.ideal_s)}, "
-        f"lower bound {output.format_seconds(first.lower_bound_s)}"
+        f"quick lower bound, to which regret refers, {output.format_seconds(first.lower_bound_s)}"
     )
     moved = ("moved to:\ndevice", "host")
     numbers = ("step", "regret", "stall", "UM, %:\ntime", "ops", "bytes", *moved, "pages\nfaulted")
@@ -301,6 +292,15 @@ def _print_predictions(
             f"{report.fault_pages:,}",
         )
     output.print_table(console, table)
+    for report in reports:
+        if report.faster_s is not None:
+            took = map(output.format_seconds, (report.faster_s, report.step_s))
+            console.print(f"{report.planner}: not settled; steps take {' to '.join(took)}")
+        if report.copied_bytes_share > 0:
+            console.print(
+                f"{report.planner}: {100 * report.copied_bytes_share:.1f} % of what moved are "
+                "explicit copies, which UM does not count"
+            )
     published = published_share(first)
     if published:
         console.print(
@@ -328,9 +328,4 @@ def _print_details(console: Console, report: MigrationReport) -> None:
         f"{report.hints_wasted:,} with nothing to do. "
         f"{report.fault_pages:,} pages faulted, in {report.fault_batches:,} batches."
     )
-    stalls = {cause: time_s for cause, time_s in report.stall_s.items() if time_s > 0}
-    words = [
-        f"{output.format_seconds(time_s)} {_STALLS.get(cause, cause)}"
-        for cause, time_s in sorted(stalls.items(), key=lambda stall: -stall[1])
-    ]
-    console.print(f"stalls: {'; '.join(words) or 'none'}")
+    console.print(f"stalls: {output.stall_words(report.stall_s)}")

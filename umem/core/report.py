@@ -165,7 +165,7 @@ class MigrationReport(StepReport):
     ideal_s: float
     """Time with everything resident."""
     lower_bound_s: float
-    """max(ideal, unavoidable traffic / link bandwidth): no schedule is faster."""
+    """No schedule is faster: the quick bound, :func:`umem.simulation.lower_bound_s`."""
     fault_pages: int
     """Pages that faulted on the device."""
     hint_count: int
@@ -178,10 +178,26 @@ class MigrationReport(StepReport):
     """Time above `ideal_s`, by cause: ``fault``, ``prefetch`` (waiting for memory that was asked
     for), ``room`` (waiting for evictions), ``mapped``, ``copy`` (computing beside transfers)."""
     timeline: Timeline | None = None
+    faster_s: float | None = None
+    """Time of the faster of the last two steps, where they differ; `step_s` is the slower one's."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last two steps that were simulated took the same time."""
+        return self.faster_s is None
+
+    @property
+    def copied_bytes_share(self) -> float:
+        """Share that the plan's explicit copies have in the bytes that moved.
+
+        They are no transfers of unified memory, so that the other shares do not count them.
+        """
+        copied = self.moved_bytes(cause="copy")
+        return copied / self.moved_bytes() if copied else 0.0
 
     @property
     def regret(self) -> float:
-        """Step time over the lower bound, at least 1."""
+        """Step time over the quick lower bound, at least 1."""
         longer = _beyond(self.step_s, self.lower_bound_s)
         return self.step_s / self.lower_bound_s if longer else 1.0
 

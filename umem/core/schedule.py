@@ -21,7 +21,8 @@ class ResidencyMode(IntEnum):
     MAP = 2
     """On the host throughout, read and written in place over the link."""
     DUPLICATE = 3
-    """Managed pages with a copy on the host: leaving the device moves nothing until a write."""
+    """Managed pages with a copy on the host: leaving the device moves nothing until a write. What
+    comes back keeps the copy."""
     SYSTEM = 4
     """The host's own memory, used in place until access counters move it (ATS machines)."""
 
@@ -38,7 +39,14 @@ class HintOp(IntEnum):
     COPY_IN = 3
     """Copy the contents from a host block by an explicit copy."""
     COPY_OUT = 4
-    """Copy the contents to a host block by an explicit copy, and free the device pages."""
+    """Copy the contents to a host block by an explicit copy, and free the device pages; contents
+    that were not written since the last copy are only freed."""
+    WRITE_BACK = 5
+    """Copy the tensor's pages to the host and keep both, so that a later ``EVICT`` moves nothing,
+    unless a phase has written the tensor meanwhile. For predictions: no training carries it out,
+    and the executor's ``EVICT`` moves the pages when it comes."""
+    COPY_BACK = 6
+    """The same by an explicit copy, for a later ``COPY_OUT``."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,7 +106,15 @@ def search_plan(
             if planner == "fault":
                 schedule = page_out(trace, hardware, rules, fixed=fixed)
             else:
-                schedule = plan(trace, hardware, rules, planner, fixed=fixed, may_fault=False)
+                schedule = plan(
+                    trace,
+                    hardware,
+                    rules,
+                    planner,
+                    fixed=fixed,
+                    may_fault=False,
+                    may_write_back=False,
+                )
             predicted = simulate(trace, schedule, hardware, rules, timeline=True)
         except PlanError as error:
             first_error = first_error or error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.io.problems import did_you_mean
 from umem.planning.baselines import fault, lookahead, oracle, paging
-from umem.planning.problem import Plan, PlanningProblem, decide_alike, plan_step
+from umem.planning.problem import Manner, Plan, PlanningProblem, decide_alike, plan_step
 from umem.planning.residency_modes import MECHANISMS, apply_policy, open_classes
 from umem.planning.selection import PhaseClock, Reason
 from umem.policy import ResolvedPolicy, check_resolved
@@ -32,8 +33,17 @@ PLANNERS = ("fault", "lookahead", "planned", "oracle")
 _GOOD_ENOUGH = 1.002
 """Multiple of the lower bound at which the search ends."""
 
-_SLACKS = (1.05, 1.5)
-"""How much longer than alone a transfer may take: hints and other traffic share the link."""
+_MANNERS = (Manner(), Manner(ahead=False, reserved=False))
+"""Tried with every choice of mechanisms."""
+
+_WAYS = ((True, True), (True, False), (False, False), (False, True))
+_SLACKS = (1.0, 1.1, 1.25, 1.5)
+_OUT_WEIGHTS = (1.0, 0.3, 0.1)
+"""Tried with the best mechanisms."""
+
+_LEAST_TRIALS, _MOST_TRIALS = 16, 48
+_TRIED_ACCESSES = 600_000
+"""Uses of tensors in all trials together, so that large steps are not planned for minutes."""
 
 
 def plan(
@@ -45,6 +55,8 @@ def plan(
     window: int = 8,
     fixed: npt.NDArray[np.int8] | None = None,
     may_fault: bool = True,
+    may_write_back: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """Decide where every tensor is at every moment of a step.
 
@@ -69,6 +81,11 @@ def plan(
     may_fault
         Whether it may be left to the driver to keep the budget: not where the driver knows nothing
         of it.
+    may_write_back
+        Whether ``planned`` may copy contents to the host while they stay on the device, and keep
+        copies of what is written: not where a training is going to carry it out.
+    progress
+        Called with a few words while ``planned`` looks for better plans.
 
     Returns
     -------
@@ -97,7 +114,15 @@ def plan(
         raise PlanError(f"a window of {window} phases looks at nothing: give 1 or more")
     window = min(window, trace.phase_count)
     if planner == "planned":
-        return explained_plan(trace, hardware, policy, fixed=fixed, may_fault=may_fault).schedule
+        return explained_plan(
+            trace,
+            hardware,
+            policy,
+            fixed=fixed,
+            may_fault=may_fault,
+            may_write_back=may_write_back,
+            progress=progress,
+        ).schedule
     problem = pose_problem(trace, hardware, policy, {}, fixed)
     if planner == "fault":
         return fault(problem)
@@ -113,14 +138,18 @@ def explained_plan(
     *,
     fixed: npt.NDArray[np.int8] | None = None,
     may_fault: bool = True,
+    may_write_back: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The plan of the planner ``planned``, with the reason of each decision.
 
     Arguments and errors as :func:`plan`; :func:`umem.planning.problem.explain` reads the reasons.
     """
     check_resolved(policy)
-    problem = pose_problem(trace, hardware, policy, {}, fixed)
-    return _planned(problem, policy, fixed, may_fault=may_fault)
+    problem = pose_problem(trace, hardware, policy, {}, fixed, may_write_back=may_write_back)
+    return _planned(
+        problem, policy, fixed, may_fault=may_fault, progress=progress or (lambda words: None)
+    )
 
 
 def page_out(
@@ -145,19 +174,108 @@ def pose_problem(
     policy: ResolvedPolicy,
     mechanisms: Mapping[TensorClass, str],
     fixed: npt.NDArray[np.int8] | None = None,
+    *,
+    may_write_back: bool = False,
 ) -> PlanningProblem:
     """Apply a policy to a trace, with mechanisms for classes that it leaves open."""
     budget = policy.device_budget_bytes
     problem = PlanningProblem(
         trace,
         hardware,
-        apply_policy(trace, hardware, policy, mechanisms, fixed),
+        apply_policy(trace, hardware, policy, mechanisms, fixed, keeps_copies=may_write_back),
         find_gaps(trace),
         hardware.device_bytes if budget is None else budget,
+        may_write_back,
     )
     _check_working_sets(problem)
     _check_host(problem)
     return problem
+
+
+class _Found(NamedTuple):
+    """A plan and its simulation."""
+
+    plan: Plan
+    outcome: Run
+    mechanisms: Mapping[TensorClass, str]
+    manner: Manner
+    rounds: int
+    """Clocks that simulations gave before this plan."""
+
+
+class _Search:
+    """Looks for the fastest plan by simulation, with a limited number of trials.
+
+    The limit is a number and no time, so that planning is deterministic.
+    """
+
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        policy: ResolvedPolicy,
+        fixed: npt.NDArray[np.int8] | None,
+        bound_s: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.problem, self.policy, self.fixed = problem, policy, fixed
+        self.bound_s = bound_s
+        self.progress = progress
+        self.posed: dict[tuple[tuple[TensorClass, str], ...], PlanningProblem | None] = {
+            (): problem
+        }
+        accesses = max(len(problem.trace.access_tensor), 1)
+        self.left = max(_LEAST_TRIALS, min(_MOST_TRIALS, _TRIED_ACCESSES // accesses))
+        self.tried: dict[Any, _Found | None] = {}
+        self.best: _Found | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to gain, or no trial left."""
+        return self.left <= 0 or (
+            self.best is not None and _is_good_enough(self.best.outcome, self.bound_s)
+        )
+
+    def try_out(
+        self,
+        mechanisms: Mapping[TensorClass, str],
+        manner: Manner,
+        earlier: _Found | None = None,
+    ) -> _Found | None:
+        """Plan and simulate once, against the clock of an earlier plan if one is given.
+
+        None if the policy or the machine cannot have it so, or the search is over.
+        """
+        rounds = 0 if earlier is None else earlier.rounds + 1
+        key = (tuple(sorted(mechanisms.items())), manner, rounds)
+        if key in self.tried:
+            return self.tried[key]
+        problem = self._pose(mechanisms)
+        if problem is None or self.is_over:
+            return None
+        self.left -= 1
+        clock = ideal_clock(problem.trace) if earlier is None else _clock_of(earlier.outcome)
+        plan = plan_step(problem, clock, name="planned", manner=manner)
+        outcome = run(problem.trace, plan.schedule, problem.hardware, self.policy)
+        found = _Found(plan, outcome, mechanisms, manner, rounds)
+        self.tried[key] = found
+        if self.best is None or outcome.slower_s < self.best.outcome.slower_s:
+            self.best = found
+            share = outcome.slower_s / self.bound_s
+            self.progress(f"Planning {problem.trace.name}: {share:.3f} of the lower bound")
+        return found
+
+    def _pose(self, mechanisms: Mapping[TensorClass, str]) -> PlanningProblem | None:
+        key = tuple(sorted(mechanisms.items()))
+        if key not in self.posed:
+            first = self.problem
+            try:
+                self.posed[key] = pose_problem(
+                    first.trace, first.hardware, self.policy, mechanisms, self.fixed,
+                    may_write_back=first.writes_back,
+                )  # fmt: skip
+            except PlanError:  # what is mapped takes host memory even where the device has room
+                self.posed[key] = None
+        return self.posed[key]
 
 
 def _planned(
@@ -166,61 +284,84 @@ def _planned(
     fixed: npt.NDArray[np.int8] | None,
     *,
     may_fault: bool,
+    progress: Callable[[str], None],
 ) -> Plan:
-    """The fastest of what page migration gives, of other mechanisms by class, and of faults."""
+    """The fastest of plans with several mechanisms and in several manners, and of demand paging."""
     trace, hardware = problem.trace, problem.hardware
     bound_s = lower_bound_s(trace, hardware, problem.capacity_bytes)
     paging = replace(fault(problem), planner="planned")
-    paged_s = run(trace, paging, hardware, policy).step_s
+    paged_s = run(trace, paging, hardware, policy).slower_s
     if paged_s <= bound_s * (1 + 1e-9):
         return Plan(paging, partial(decide_alike, problem, Reason.ROOM))
-    best, best_run = _best(problem, policy, bound_s)
-    moves = best.schedule.hint_op != HintOp.DISCARD
-    moved = set(trace.tensor_class[best.schedule.hint_tensor[moves]].tolist())
-    mechanisms: dict[TensorClass, str] = {}
-    for tensor_class in open_classes(policy):
-        if tensor_class.number not in moved:
-            continue
-        for mechanism in MECHANISMS[1:]:
-            if _is_good_enough(best_run, bound_s):
-                break
-            trial = mechanisms | {tensor_class: mechanism}
-            try:
-                posed = pose_problem(trace, hardware, policy, trial, fixed)
-            except PlanError:
-                continue  # what is mapped takes host memory even where the device has room
-            candidate, outcome = _best(posed, policy, bound_s)
-            # A change of mechanism has to be worth it.
-            if outcome.step_s < best_run.step_s * 0.998:
-                best, best_run, mechanisms = candidate, outcome, trial
-    if may_fault and paged_s < best_run.step_s:
-        return Plan(paging, partial(decide_alike, problem, Reason.LEFT_TO_DRIVER))
-    return best
-
-
-def _best(problem: PlanningProblem, policy: ResolvedPolicy, bound_s: float) -> tuple[Plan, Run]:
-    """The fastest of a few plans: with different slack, and against the clock that one gave."""
-    trace = problem.trace
-    best: tuple[Plan, Run] | None = None
-    for slack in _SLACKS:
-        clock = ideal_clock(trace)
-        for _ in range(2):
-            plan = plan_step(problem, clock, name="planned", slack=slack)
-            outcome = run(trace, plan.schedule, problem.hardware, policy)
-            if best is None or outcome.step_s < best[1].step_s:
-                best = plan, outcome
-            if _is_good_enough(best[1], bound_s):
-                return best
-            # Where a phase was held up, there is more time for transfers than was thought.
-            start_s = outcome.sim.phase_start_s
-            clock = PhaseClock(start_s - start_s[0], outcome.step_s)
+    search = _Search(problem, policy, fixed, bound_s, progress)
+    _choose_mechanisms(search, open_classes(policy))
+    _refine(search)
+    best = search.best
     assert best is not None
-    return best
+    if may_fault and paged_s < best.outcome.slower_s:
+        return Plan(paging, partial(decide_alike, problem, Reason.LEFT_TO_DRIVER))
+    return best.plan
+
+
+def _choose_mechanisms(search: _Search, classes: Sequence[TensorClass]) -> None:
+    """Try each mechanism for all classes, then others for one class after another."""
+    for mechanism in MECHANISMS:
+        alike = {} if mechanism == MECHANISMS[0] else dict.fromkeys(classes, mechanism)
+        for manner in _MANNERS if mechanism != "map" else _MANNERS[:1]:
+            search.try_out(alike, manner)
+    changed = True
+    while changed and not search.is_over:
+        changed = False
+        for tensor_class in classes:
+            best = search.best
+            assert best is not None
+            if not _moves_of(search.problem.trace, best, tensor_class):
+                continue
+            for mechanism in MECHANISMS:
+                trial = {it: own for it, own in best.mechanisms.items() if it != tensor_class}
+                if mechanism != MECHANISMS[0]:
+                    trial[tensor_class] = mechanism
+                search.try_out(trial, best.manner)
+            changed |= search.best is not best
+
+
+def _moves_of(trace: Trace, found: _Found, tensor_class: TensorClass) -> bool:
+    """Whether a plan moves anything of a class, or uses it in place."""
+    schedule = found.plan.schedule
+    moves = schedule.hint_tensor[schedule.hint_op != HintOp.DISCARD]
+    is_there = trace.tensor_class == tensor_class.number
+    in_place = np.isin(schedule.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
+    return bool(is_there[moves].any() or (is_there & in_place).any())
+
+
+def _refine(search: _Search) -> None:
+    """Look for a better manner and against better clocks, from the best plan on."""
+    best: _Found | None = None
+    while search.best is not best and not search.is_over:
+        best = search.best
+        assert best is not None
+        start = best.manner
+        manners = [
+            *(replace(start, ahead=ahead, reserved=reserved) for ahead, reserved in _WAYS),
+            *(replace(start, slack=slack) for slack in _SLACKS),
+            *(replace(start, out_weight=weight) for weight in _OUT_WEIGHTS),
+        ]
+        search.try_out(best.mechanisms, start, best)
+        for manner in manners:
+            found = search.try_out(best.mechanisms, manner)
+            if found is not None:
+                # Where a phase was held up, there is more time for transfers than was thought.
+                search.try_out(best.mechanisms, manner, found)
+
+
+def _clock_of(outcome: Run) -> PhaseClock:
+    start_s = outcome.sim.phase_start_s
+    return PhaseClock(start_s - start_s[0], outcome.step_s)
 
 
 def _is_good_enough(outcome: Run, bound_s: float) -> bool:
     """Whether nothing is left to hide: pages cost what they slow, wherever they move."""
-    return outcome.step_s - outcome.page_slowdown_s <= bound_s * _GOOD_ENOUGH
+    return outcome.settled and outcome.step_s - outcome.page_slowdown_s <= bound_s * _GOOD_ENOUGH
 
 
 def ideal_clock(trace: Trace) -> PhaseClock:

@@ -153,10 +153,13 @@ def report_row(report: MigrationReport) -> dict[str, Any]:
         "ideal_s": report.ideal_s,
         "lower_bound_s": report.lower_bound_s,
         "regret": report.regret,
+        "settled": report.settled,
+        "faster_s": report.faster_s,
         "exposed_stall_s": report.exposed_stall_s,
         "um_time_share": report.um_time_share,
         "um_ops_share": report.um_ops_share,
         "um_bytes_share": report.um_bytes_share,
+        "copied_bytes_share": report.copied_bytes_share,
         "moved_bytes": {
             "to_device": report.moved_bytes("to_device"),
             "to_host": report.moved_bytes("to_host"),

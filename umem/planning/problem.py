@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.io.problems import did_you_mean
+from umem.planning.reservations import LinkUse, Reservations, reserve
 from umem.planning.residency_modes import TensorRules
-from umem.planning.selection import NOT_NEEDED, PhaseClock, Reason, Selection, select
-from umem.planning.timing import earliest_issue, latest_starts, leave_times, phases_at, spare_ends
-from umem.trace import Gaps, Trace, find_gaps, first_and_last_use, written_tensors
+from umem.planning.selection import NOT_NEEDED, PhaseClock, Reason, Selection
+from umem.planning.timing import earliest_issue, latest_starts, leave_times, phases_at
+from umem.trace import NEVER_MADE, Gaps, Trace, find_gaps, first_and_last_use
 
 __all__ = [
     "Decision",
+    "Manner",
     "Plan",
     "PlanningProblem",
     "decide_alike",
@@ -29,9 +33,6 @@ __all__ = [
     "make_schedule",
     "plan_step",
 ]
-
-_ROUNDS = 3
-"""Times that intervals are chosen; later ones know when the link lets tensors leave and return."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,24 @@ class PlanningProblem:
     rules: TensorRules
     gaps: Gaps
     capacity_bytes: int
+    writes_back: bool
+    """Whether contents may be copied to the host while they stay in use."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a plan is made. No manner is best for all steps, so that several are tried."""
+
+    slack: float = 1.05
+    """Transfers are given this many times the time that they take alone."""
+    out_weight: float = 0.3
+    """How much a second of the way to the host counts beside one of the way back, where intervals
+    are compared."""
+    ahead: bool = True
+    """Whether the choice of intervals reckons with contents that are written back while in use."""
+    reserved: bool = True
+    """Whether transfers begin when the choice reserved the link for them. Otherwise those to the
+    host begin as early as can be, the most urgent first, and those back as late as can be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +82,8 @@ def decide_alike(problem: PlanningProblem, reason: Reason) -> Selection:
     dead = problem.gaps.is_dead
     found = np.where(dead, Reason.DEAD, reason).astype(np.int8)
     stays, next_use = np.full(len(dead), NOT_NEEDED, np.int64), problem.gaps.next_use
-    return Selection(stays, next_use, next_use, found, problem.trace.phase_count)
+    no = np.zeros(len(dead), np.bool_)
+    return Selection(stays, next_use, next_use, found, no, no, problem.trace.phase_count)
 
 
 @dataclass(frozen=True)
@@ -84,24 +104,41 @@ class Decision:
 def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
     """Why tensors leave or stay: a decision for each idle interval, in the order of the step.
 
+    Parameters
+    ----------
+    plan, trace
+        From :func:`umem.planning.explained_plan`, and what it is for.
+    pattern
+        The first of these that there is: tensors of this name; all tensors of a class of this name;
+        the intervals of tensors that leave because a phase of this name needs their memory. ``*``
+        stands for any text in the names of tensors and phases.
+
     Raises
     ------
     PlanError
-        If no tensor's name is `pattern`, or matches it (``*`` stands for anything).
+        If neither tensors nor a class nor phases are called so.
     """
-    names = trace.tensor_names
-    wanted = [n for n, name in enumerate(names) if name == pattern or fnmatchcase(name, pattern)]
-    if not wanted:
-        hint = did_you_mean(pattern, names) or f": give a name such as {names[0]!r}, or '*'"
-        raise PlanError(f"trace {trace.name!r}: no tensor is called {pattern!r}{hint}")
     gaps, needed_by = find_gaps(trace), plan.decisions.needed_by
-    rows = np.flatnonzero(np.isin(gaps.tensor, wanted))
+    if (tensors := _matching(pattern, trace.tensor_names)).any():
+        rows = np.flatnonzero(tensors[gaps.tensor])
+    elif pattern in list(TensorClass):
+        of_class = trace.tensor_class == TensorClass(pattern).number
+        rows = np.flatnonzero(of_class[gaps.tensor])
+    elif (phases := _matching(pattern, trace.phase_names)).any():
+        leaves = needed_by != NOT_NEEDED
+        rows = np.flatnonzero(leaves & phases[needed_by % trace.phase_count])
+    else:
+        names = (*trace.tensor_names, *TensorClass, *trace.phase_names)
+        raise PlanError(
+            f"trace {trace.name!r}: no tensor, class or phase is called {pattern!r}"
+            f"{did_you_mean(pattern, names) or f': give a name such as {names[0]!r}'}"
+        )
     return tuple(
         Decision(
-            names[gaps.tensor[row]],
+            trace.tensor_names[gaps.tensor[row]],
             int(gaps.last_use[row]),
             int(gaps.next_use[row]),
-            reason in (Reason.PRESSURE, Reason.PRESSURE_LATE),
+            reason in (Reason.PRESSURE, Reason.PRESSURE_LATE, Reason.PRESSURE_FREE),
             None if needed_by[row] == NOT_NEEDED else int(needed_by[row]),
             reason,
         )
@@ -110,7 +147,11 @@ def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
     )
 
 
-def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, slack: float) -> Plan:
+def _matching(pattern: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:
+    return np.array([name == pattern or fnmatchcase(name, pattern) for name in names], np.bool_)
+
+
+def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, manner: Manner) -> Plan:
     """Plan one step: choose intervals, time the transfers, put the hints in order.
 
     Parameters
@@ -121,85 +162,97 @@ def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, slack: 
         When phases begin.
     name
         Of the planner.
-    slack
-        Transfers are given this many times the time that they take alone.
+    manner
+        How to plan.
     """
     gaps = problem.gaps
-    in_s, out_s = _transfer_s(problem, slack)
-    prices, price = np.unique(
-        (in_s + out_s) / problem.trace.tensor_bytes[gaps.tensor], return_inverse=True
+    use = _link_use(problem, manner)
+    found = reserve(
+        problem.trace,
+        gaps,
+        clock,
+        problem.capacity_bytes,
+        use,
+        allowed=problem.rules.movable[gaps.tensor] & ~gaps.is_dead,
+        first=problem.rules.first[gaps.tensor],
+        on_device=_on_device(problem),
+        out_weight=manner.out_weight,
     )
-    held = np.full(len(price), -1, np.int8)
-    held[~problem.rules.movable[gaps.tensor]] = Reason.HELD
-    held[gaps.is_dead] = Reason.DEAD
-    first, on_device = problem.rules.first[gaps.tensor], _on_device(problem)
-    back = gaps.next_use
-    idle_s = clock.at(gaps.last_use + 1)
-    gone_s = idle_s + out_s
-    moves: _Moves | None = None
-    decisions: Selection | None = None
-    for _ in range(_ROUNDS):
-        gone = phases_at(clock.start_s, clock.step_s, np.minimum(gone_s, 3 * clock.step_s), up=True)
-        found = select(
-            problem.trace,
-            gaps,
-            clock,
-            problem.capacity_bytes,
-            gone=gone,
-            back=back,
-            prices=prices,
-            price=price,
-            barred=np.where((back <= gone) & (held < 0), Reason.LINK_BUSY, held).astype(np.int8),
-            first=first,
-            on_device=on_device,
-        )
-        decisions = decisions or found
-        chosen = np.flatnonzero(found.needed_by != NOT_NEEDED)
-        if not len(chosen):
-            break
-        decisions = found
-        moves = _times(problem, clock, chosen, found.needed_by[chosen], in_s, out_s)
-        back = gaps.next_use.copy()
-        back[chosen] = moves.back
-        gone_s = spare_ends(idle_s, out_s, moves.leave_s, moves.gone_s, clock.step_s)
-        gone_s[chosen] = moves.gone_s
-    assert decisions is not None
+    chosen = np.flatnonzero(found.needed_by != NOT_NEEDED)
     hints = [discard_hints(problem)]
-    too_late = np.empty(0, np.int64)
-    if moves is not None:
-        is_late = moves.leave >= moves.due  # such a tensor could leave only after its next use
-        too_late = moves.gap[is_late]
-        kept = {name: column[~is_late] for name, column in vars(moves).items()}
-        hints.append(_move_hints(problem, clock, replace(moves, **kept)))
-    decide = partial(_tell_short_ones, decisions, problem, clock, slack, too_late)
+    if len(chosen):
+        moves, copies = _times(problem, found, chosen, use, manner)
+        hints.append(_move_hints(problem, moves))
+        hints.append(_copy_hints(problem, copies))
+    decide = partial(_decide, problem, found, use)
     return Plan(make_schedule(problem, name, hints), decide)
 
 
-def _tell_short_ones(
-    decisions: Selection,
-    problem: PlanningProblem,
-    clock: PhaseClock,
-    slack: float,
-    too_late: npt.NDArray[np.int64],
-) -> Selection:
-    """Tell intervals that are too short for any link from those that find it busy."""
-    gaps = problem.gaps
-    in_s, out_s = _transfer_s(problem, slack)
+def _link_use(problem: PlanningProblem, manner: Manner) -> LinkUse:
+    gaps, hardware, rules = problem.gaps, problem.hardware, problem.rules
+    in_s, out_s = _transfer_s(problem, manner.slack)
+    keeps = rules.kept_copy[gaps.tensor]
+    is_there = keeps & (gaps.made == NEVER_MADE)
+    # Without a copy on the host each departure takes contents of its own along.
+    made = np.where(keeps & ~is_there, gaps.made, gaps.last_use)
+    _, version = np.unique(np.stack([gaps.tensor, made]), axis=1, return_inverse=True)
+    if rules.copied.any():
+        rates = hardware.copy_to_host_bytes_per_s, hardware.copy_to_device_bytes_per_s
+        link = hardware.copy_link_bytes_per_s
+    else:
+        rates = hardware.to_host_bytes_per_s, hardware.to_device_bytes_per_s
+        link = hardware.link_bytes_per_s
+    return LinkUse(
+        made=made + 1,
+        ready=(made if problem.writes_back and manner.ahead else gaps.last_use) + 1,
+        version=version,
+        out_s=np.where(is_there, 0.0, out_s),
+        in_s=in_s,
+        shares=(rates[0] / link, rates[1] / link),
+    )
+
+
+def _decide(problem: PlanningProblem, found: Reservations, use: LinkUse) -> Selection:
+    """The decision for each interval, from what was recorded where it was made."""
+    gaps, clock = problem.gaps, found.clock
+    chosen = found.needed_by != NOT_NEEDED
+    in_s, out_s = _transfer_s(problem, 1.0)
     idle_s = clock.at(gaps.last_use + 1)
-    gone_alone = phases_at(clock.start_s, clock.step_s, idle_s + out_s, up=True)
+    out_s = np.where(use.out_s > 0, out_s, 0.0)
+    gone = phases_at(clock.start_s, clock.step_s, idle_s + out_s, up=True)
+    barred = np.full(len(chosen), -1, np.int8)
     is_short = clock.at(gaps.next_use) - idle_s < in_s + out_s
-    is_short |= gaps.next_use <= gone_alone
-    barred = decisions.barred.copy()
-    barred[is_short & (barred == Reason.LINK_BUSY)] = Reason.TOO_SHORT
-    barred[too_late] = Reason.LINK_BUSY
-    return replace(decisions, barred=barred)
+    barred[found.no_time & ~chosen] = Reason.LINK_BUSY
+    barred[is_short & ~chosen] = Reason.TOO_SHORT
+    barred[~problem.rules.movable[gaps.tensor]] = Reason.HELD
+    barred[gaps.is_dead] = Reason.DEAD
+    carries = _carries_copy(gaps, use, np.flatnonzero(chosen))
+    is_free = chosen.copy()
+    is_free[chosen] = ~carries
+    return Selection(
+        needed_by=found.needed_by,
+        gone=gone,
+        back=gaps.next_use,
+        barred=barred,
+        is_late=found.is_late,
+        is_free=is_free,
+        phase_count=problem.trace.phase_count,
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class _Moves:
+def _carries_copy(gaps: Gaps, use: LinkUse, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether a chosen interval is the first that needs its contents on the host, bool[N]."""
+    order = np.lexsort((gaps.last_use[chosen] - use.made[chosen], use.version[chosen]))
+    version = use.version[chosen][order]
+    is_first = np.empty(len(chosen), np.bool_)
+    is_first[order] = np.append(True, version[1:] != version[:-1])[: len(chosen)]
+    return is_first & (use.out_s[chosen] > 0)
+
+
+class _Moves(NamedTuple):
     """Intervals spent on the host, N of them, and when."""
 
-    gap: npt.NDArray[np.int64]
+    tensor: npt.NDArray[np.int32]
     leave: npt.NDArray[np.int64]
     """Phase at which to send the tensor away."""
     gone: npt.NDArray[np.int64]
@@ -208,38 +261,57 @@ class _Moves:
     """Phase at which it has to be asked for."""
     due: npt.NDArray[np.int64]
     """Phase that uses it."""
-    leave_s: npt.NDArray[np.float64]
-    gone_s: npt.NDArray[np.float64]
+
+
+class _Copies(NamedTuple):
+    """Contents that are copied to the host while they are in use, N of them, and when."""
+
+    tensor: npt.NDArray[np.int32]
+    begin: npt.NDArray[np.int64]
+    """Phase."""
 
 
 def _times(
     problem: PlanningProblem,
-    clock: PhaseClock,
+    found: Reservations,
     chosen: npt.NDArray[np.int64],
-    needed_by: npt.NDArray[np.int64],
-    in_s: npt.NDArray[np.float64],
-    out_s: npt.NDArray[np.float64],
-) -> _Moves:
-    """Time the transfers of chosen intervals against the bandwidth of both directions."""
-    gaps = problem.gaps
+    use: LinkUse,
+    manner: Manner,
+) -> tuple[_Moves, _Copies]:
+    """Time the transfers of chosen intervals."""
+    gaps, clock = problem.gaps, found.clock
+    tensor = gaps.tensor[chosen]
     idle_from, due = gaps.last_use[chosen] + 1, gaps.next_use[chosen]
-    leave_s, gone_s = leave_times(
-        clock.at(idle_from), clock.at(needed_by), out_s[chosen], clock.step_s
-    )
-    leave = np.maximum(phases_at(clock.start_s, clock.step_s, leave_s), idle_from)
-    gone = phases_at(clock.start_s, clock.step_s, gone_s, up=True)
-    begin_s = latest_starts(clock.at(due), in_s[chosen], clock.step_s)
-    back = phases_at(clock.start_s, clock.step_s, begin_s)
-    return _Moves(
-        chosen, leave, gone, np.clip(back, np.minimum(gone, due), due), due, leave_s, gone_s
-    )
+    made, version = use.made[chosen], use.version[chosen]
+    ready = np.where(problem.writes_back, made, idle_from)
+    # Until when the link is at it; at once where the host has the contents.
+    begin, end = idle_from.copy(), idle_from.copy()
+    sent = np.flatnonzero(_carries_copy(gaps, use, chosen))
+    if manner.reserved:
+        # A phase may be held up for it before it is ready.
+        begin[sent] = np.maximum(made + found.sent[version], ready)[sent]
+        end[sent] = (made + found.there[version])[sent]
+        back = found.returns[chosen]
+    else:
+        needed_s = clock.at(found.needed_by[chosen[sent]])
+        begin_s, end_s = leave_times(
+            clock.at(ready[sent]), needed_s, use.out_s[chosen[sent]], clock.step_s
+        )
+        begin[sent] = np.maximum(phases_at(clock.start_s, clock.step_s, begin_s), ready[sent])
+        end[sent] = phases_at(clock.start_s, clock.step_s, end_s, up=True)
+        back_s = latest_starts(clock.at(due), use.in_s[chosen], clock.step_s)
+        back = phases_at(clock.start_s, clock.step_s, back_s)
+    leave, gone = np.maximum(begin, idle_from), np.maximum(end, idle_from)
+    back = np.clip(back, np.minimum(gone, due), due)
+    in_time = leave < due  # what could leave only after its next use stays
+    early = (begin < idle_from) & in_time
+    leaving = tensor[in_time], leave[in_time], gone[in_time], back[in_time], due[in_time]
+    return _Moves(*leaving), _Copies(tensor[early], begin[early])
 
 
-def _move_hints(
-    problem: PlanningProblem, clock: PhaseClock, moves: _Moves
-) -> npt.NDArray[np.float64]:
+def _move_hints(problem: PlanningProblem, moves: _Moves) -> npt.NDArray[np.float64]:
     trace, count = problem.trace, problem.trace.phase_count
-    tensor = problem.gaps.tensor[moves.gap]
+    tensor = moves.tensor
     resident = _resident_bytes(problem, tensor, np.minimum(moves.gone, moves.back), moves.back)
     # Phases before 0 lie in the step before the one that a return is due in.
     due = moves.due % count
@@ -255,19 +327,21 @@ def _move_hints(
     copied = problem.rules.copied[tensor]
     out = np.where(copied, HintOp.COPY_OUT, HintOp.EVICT)
     back = np.where(copied, HintOp.COPY_IN, HintOp.PREFETCH)
+    # Of one phase, what can be gone first leaves first.
     return np.concatenate(
         [
-            _hints(
-                problem,
-                moves.leave,
-                out,
-                tensor,
-                moves.leave_s - moves.leave // count * clock.step_s,
-            ),
+            _hints(problem, moves.leave, out, tensor, moves.gone - moves.leave // count * count),
             # As seen from the step that the hint is issued in.
             _hints(problem, issue, back, tensor, due - issue // count * count),
         ]
     )
+
+
+def _copy_hints(problem: PlanningProblem, copies: _Copies) -> npt.NDArray[np.float64]:
+    op = np.where(problem.rules.copied[copies.tensor], HintOp.COPY_BACK, HintOp.WRITE_BACK)
+    # Behind what leaves in the same phase: that makes room.
+    urgency = np.full(len(op), 2 * problem.trace.phase_count)
+    return _hints(problem, copies.begin, op, copies.tensor, urgency)
 
 
 def discard_hints(problem: PlanningProblem) -> npt.NDArray[np.float64]:
@@ -320,9 +394,8 @@ def _transfer_s(
     calls_s = -(-size // hardware.call_bytes) * hardware.call_s
     in_rate = np.where(copied, hardware.copy_to_device_bytes_per_s, hardware.to_device_bytes_per_s)
     out_rate = np.where(copied, hardware.copy_to_host_bytes_per_s, hardware.to_host_bytes_per_s)
-    free = rules.kept_copy[gaps.tensor] & ~written_tensors(problem.trace)[gaps.tensor]
     in_s = (size / in_rate + calls_s) * slack
-    return in_s, np.where(free, 0.0, (size / out_rate + calls_s) * slack)
+    return in_s, (size / out_rate + calls_s) * slack
 
 
 def _on_device(problem: PlanningProblem) -> npt.NDArray[np.bool_]:

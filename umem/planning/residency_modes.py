@@ -61,6 +61,8 @@ def apply_policy(
     policy: ResolvedPolicy,
     mechanisms: Mapping[TensorClass, str],
     fixed: npt.NDArray[np.int8] | None = None,
+    *,
+    keeps_copies: bool = False,
 ) -> TensorRules:
     """Apply a policy's rules to a trace.
 
@@ -73,6 +75,9 @@ def apply_policy(
     fixed
         int8[T]: :class:`ResidencyMode` of tensors that are held so whatever the policy says;
         -1 for the others.
+    keeps_copies
+        Whether pages of classes whose mechanism is open keep a copy on the host, also those of
+        tensors that are written, until they are. Otherwise those of unwritten ones do.
 
     Raises
     ------
@@ -92,7 +97,8 @@ def apply_policy(
             rule = replace_mechanism(rule, mechanisms[tensor_class])
         here = trace.tensor_class == tensor_class.number
         if here.any():
-            _apply(columns, here, rule, trace, hardware, written, tensor_class)
+            moves_out = written & (rule.mechanism != "auto" or not keeps_copies)
+            _apply(columns, here, rule, hardware, trace, moves_out, tensor_class)
     if fixed is not None:
         is_fixed = fixed >= 0
         columns.residency[is_fixed] = fixed[is_fixed]
@@ -110,9 +116,9 @@ def _apply(
     columns: TensorRules,
     here: npt.NDArray[np.bool_],
     rule: ClassRule,
-    trace: Trace,
     hardware: Hardware,
-    written: npt.NDArray[np.bool_],
+    trace: Trace,
+    moves_out: npt.NDArray[np.bool_],
     tensor_class: TensorClass,
 ) -> None:
     if rule.kind == "system" and not hardware.ats:
@@ -135,7 +141,7 @@ def _apply(
         columns.residency[moves] = ResidencyMode.DUPLICATE
     elif rule.mechanism in ("auto", "migrate"):
         # A copy on the host costs nothing where the contents never change.
-        columns.residency[moves & ~written] = ResidencyMode.DUPLICATE
+        columns.residency[moves & ~moves_out] = ResidencyMode.DUPLICATE
     columns.copied[moves] = rule.mechanism == "copy"
     columns.kept_copy[moves] = columns.copied[moves] | (
         columns.residency[moves] == ResidencyMode.DUPLICATE

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from umem.core.compiled import compiled
 
-__all__ = ["earliest_issue", "latest_starts", "leave_times", "phases_at", "spare_ends"]
+__all__ = ["earliest_issue", "latest_starts", "leave_times", "phases_at"]
 
 _Seconds = npt.NDArray[np.float64]
 
@@ -116,46 +116,6 @@ def leave_times(ready_s, needed_s, transfer_s, step_s):
             free_s += transfer_s[item]
             ends[item] = free_s - own_s
     return starts, ends
-
-
-def spare_ends(
-    ready_s: _Seconds, transfer_s: _Seconds, starts_s: _Seconds, ends_s: _Seconds, step_s: float
-) -> _Seconds:
-    """End of transfers that have only the time that others leave.
-
-    Parameters
-    ----------
-    ready_s, transfer_s : float64[G]
-        When each may begin, in this step, and how long it takes.
-    starts_s, ends_s : float64[N]
-        When the direction is taken, from :func:`leave_times`.
-    step_s : float
-
-    Returns
-    -------
-    float64[G]
-        Infinite where a step has no time left.
-    """
-    order = np.argsort(starts_s % step_s)
-    starts = (starts_s % step_s)[order]
-    ends = starts + (ends_s - starts_s)[order]
-    busy_s = float((ends - starts).sum())
-    if busy_s >= step_s:
-        return np.full(len(ready_s), np.inf)
-    # Edges of busy times in three steps, and what the step before has left over; spare time grows
-    # in between.
-    knots = np.concatenate(
-        [np.stack([starts, ends], axis=1).ravel() + k * step_s for k in range(-1, 3)]
-    )
-    knots = np.maximum.accumulate(np.concatenate(([0.0], knots, [3 * step_s])))
-    grows = np.arange(len(knots) - 1) % 2 == 0
-    spare = np.concatenate(([0.0], np.cumsum(np.where(grows, np.diff(knots), 0.0))))
-    wanted = np.interp(ready_s, knots, spare) + transfer_s
-    # Of knots with the same spare time, a transfer ends at the first.
-    knot = np.searchsorted(spare, wanted)
-    too_long = knot == len(spare)
-    knot[too_long] = 0
-    return np.where(too_long, np.inf, knots[knot] - np.maximum(spare[knot] - wanted, 0.0))
 
 
 @compiled

@@ -44,7 +44,7 @@ _OP_NAMES: dict[int, OpName] = {
     HintOp.DISCARD: "discard",
     HintOp.COPY_IN: "copy_in",
     HintOp.COPY_OUT: "copy_out",
-    len(HintOp): "advise",  # moves nothing, and so is no `HintOp`
+    5: "advise",  # moves nothing, and so is no `HintOp`; native requests have no write-backs
 }
 _CLASSES = tuple(TensorClass)
 

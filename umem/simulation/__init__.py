@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from umem.simulation.fluid_bound import fluid_bound_s
 from umem.simulation.lower_bound import lower_bound_s, unavoidable_bytes
 from umem.simulation.run import Addresses, Run, report, run, simulate
 
-__all__ = ["Addresses", "Run", "lower_bound_s", "report", "run", "simulate", "unavoidable_bytes"]
+__all__ = [
+    "Addresses",
+    "Run",
+    "fluid_bound_s",
+    "lower_bound_s",
+    "report",
+    "run",
+    "simulate",
+    "unavoidable_bytes",
+]

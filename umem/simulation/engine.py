@@ -45,7 +45,7 @@ STALL_FAULT, STALL_PREFETCH, STALL_ROOM, STALL_MAPPED, STALL_COPY, STALL_PAGES =
 
 READ, WRITE = int(Access.READ), int(Access.WRITE)
 _, KEEP, MAP, DUPLICATE, SYSTEM = map(int, ResidencyMode)
-PREFETCH, EVICT, DISCARD, COPY_IN, COPY_OUT = map(int, HintOp)
+PREFETCH, EVICT, DISCARD, COPY_IN, COPY_OUT, WRITE_BACK, COPY_BACK = map(int, HintOp)
 
 
 # --- the driver's list of blocks that it may evict, oldest first ---
@@ -160,6 +160,12 @@ def _count_traffic(sim, way, cause, tensor, size, seconds, count):
 
 
 @compiled_in_place
+def _keeps_both(op):
+    """Whether a hint copies to the host what stays on the device."""
+    return op in (WRITE_BACK, COPY_BACK)
+
+
+@compiled_in_place
 def _next_block(sim, way):
     """Next block of the hints for a direction, and its hint; -1 where no hint is left.
 
@@ -169,7 +175,10 @@ def _next_block(sim, way):
     while direction.head < direction.tail:
         hint = sim.queue[way, direction.head, 0]
         tensor = sim.hint_tensor[hint]
-        superseded = sim.queue[way, direction.head, 1] != sim.tensors[tensor].generation
+        latest = sim.tensors[tensor].generation
+        if _keeps_both(sim.hint_op[hint]):
+            latest = sim.tensors[tensor].writes
+        superseded = sim.queue[way, direction.head, 1] != latest
         block = sim.tensors[tensor].first + direction.cursor
         if not superseded and block < sim.tensors[tensor].end:
             return block, hint
@@ -185,15 +194,18 @@ def _next_block(sim, way):
 
 
 @compiled_in_place
-def _start(sim, way, block, cause, rate):
-    """Give an idle direction a block."""
+def _start(sim, way, block, cause, rate, keeps):
+    """Give an idle direction a block, which stays on the device if `keeps`."""
     direction = sim.directions[way]
     direction.block = block
     direction.left_bytes = sim.blocks[block].bytes
     direction.cause = cause
     direction.rate = rate
     direction.call_s = 0.0
-    if way == TO_DEVICE:
+    direction.keeps = keeps
+    if keeps:
+        direction.writes = sim.tensors[sim.blocks[block].tensor].writes
+    elif way == TO_DEVICE:
         sim.blocks[block].state = ARRIVING
         _allocate(sim.machine[0], sim.blocks, sim.tensors, block)
     else:
@@ -202,9 +214,9 @@ def _start(sim, way, block, cause, rate):
 
 
 @compiled_in_place
-def _start_hinted(sim, way, block, copies, copy_rate, page_rate):
+def _start_hinted(sim, way, block, copies, copy_rate, page_rate, keeps):
     """Give an idle direction the next block of a hint, in the driver call at hand or a new one."""
-    _start(sim, way, block, COPY if copies else HINT, copy_rate if copies else page_rate)
+    _start(sim, way, block, COPY if copies else HINT, copy_rate if copies else page_rate, keeps)
     m, direction = sim.machine[0], sim.directions[way]
     size = sim.blocks[block].bytes
     if direction.call_left < size:
@@ -232,7 +244,7 @@ def _start_in(sim):
                 return
             copies = sim.hint_op[hint] == COPY_IN
             rates = m.copy_to_device_bytes_per_s, m.to_device_bytes_per_s
-            _start_hinted(sim, TO_DEVICE, block, copies, rates[0], rates[1])
+            _start_hinted(sim, TO_DEVICE, block, copies, rates[0], rates[1], False)
         elif blocks[block].state == LEAVING:
             return
         else:
@@ -244,7 +256,7 @@ def _start_in(sim):
         blocks[block].queued = False
         # Access counters move what there is room for; they evict nothing.
         if blocks[block].state == HOST and blocks[block].bytes <= room_bytes:
-            _start(sim, TO_DEVICE, block, COUNTER, m.to_device_bytes_per_s)
+            _start(sim, TO_DEVICE, block, COUNTER, m.to_device_bytes_per_s, False)
 
 
 @compiled_in_place
@@ -255,13 +267,14 @@ def _start_out(sim):
         block, hint = _next_block(sim, TO_HOST)
         if block < 0:
             return
+        keeps = _keeps_both(sim.hint_op[hint])
         if sim.blocks[block].state == DEVICE:
-            copies = sim.hint_op[hint] == COPY_OUT
+            copies = sim.hint_op[hint] in (COPY_OUT, COPY_BACK)
             rates = m.copy_to_host_bytes_per_s, m.to_host_bytes_per_s
-            _start_hinted(sim, TO_HOST, block, copies, rates[0], rates[1])
+            _start_hinted(sim, TO_HOST, block, copies, rates[0], rates[1], keeps)
         else:
             direction.cursor += 1
-            if sim.blocks[block].state == BOTH:
+            if sim.blocks[block].state == BOTH and not keeps:
                 direction.moved = True
                 _drop(m, sim.blocks, sim.tensors, block)
 
@@ -282,7 +295,12 @@ def _finish(sim, way):
         m.paged_bytes += size
     if way == TO_DEVICE:
         m.in_bytes += size
-    if blocks[block].dead:
+    if direction.keeps:
+        # Unless it was written, evicted or dropped meanwhile.
+        if blocks[block].state == DEVICE and tensors[tensor].writes == direction.writes:
+            blocks[block].state = BOTH
+            tensors[tensor].clean_blocks += 1
+    elif blocks[block].dead:
         _free(m, blocks, tensors, block)
         m.freed_bytes += size
         blocks[block].state = NONE
@@ -344,8 +362,16 @@ def _event(sim, until_s):
     _start_in(sim)
     in_activity, in_rate, in_left = _activity(sim.directions[TO_DEVICE])
     out_activity, out_rate, out_left = _activity(sim.directions[TO_HOST])
-    if in_rate > 0 and out_rate > 0 and in_rate + out_rate > m.link_bytes_per_s:
-        share = m.link_bytes_per_s / (in_rate + out_rate)
+    both_rate = m.link_bytes_per_s
+    if (
+        in_activity == MOVING
+        and out_activity == MOVING
+        and sim.directions[TO_DEVICE].cause == COPY
+        and sim.directions[TO_HOST].cause == COPY
+    ):
+        both_rate = m.copy_link_bytes_per_s
+    if in_rate > 0 and out_rate > 0 and in_rate + out_rate > both_rate:
+        share = both_rate / (in_rate + out_rate)
         in_rate *= share
         out_rate *= share
     in_s = _time_left(in_activity, in_rate, in_left)
@@ -593,14 +619,24 @@ def _issue(sim, phase):
     for hint in range(sim.hint_start[phase], sim.hint_start[phase + 1]):
         tensor = sim.hint_tensor[hint]
         op = sim.hint_op[hint]
+        if _keeps_both(op):
+            _enqueue(sim, TO_HOST, hint, tensors[tensor].writes)
+            continue
         tensors[tensor].generation += 1
         tensors[tensor].awaited = 0
         if op == DISCARD:
+            tensors[tensor].writes += 1
             for block in range(tensors[tensor].first, tensors[tensor].end):
                 _discard(m, blocks, tensors, block)
         elif op in (PREFETCH, COPY_IN):
             tensors[tensor].awaited = tensors[tensor].generation
             _enqueue(sim, TO_DEVICE, hint, tensors[tensor].generation)
+        elif _is_whole(tensors, tensor) and (
+            tensors[tensor].clean_blocks == tensors[tensor].resident_blocks
+        ):
+            # The host has it all: dropping it waits for no transfer.
+            for block in range(tensors[tensor].first, tensors[tensor].end):
+                _drop(m, blocks, tensors, block)
         else:
             _enqueue(sim, TO_HOST, hint, tensors[tensor].generation)
 
@@ -616,6 +652,8 @@ def _claim(sim, first, last):
         tensors[tensor].used_at = m.stamp
         if tensors[tensor].awaited == 0:
             tensors[tensor].generation += 1
+        if sim.access_mode[access] & WRITE:
+            tensors[tensor].writes += 1
         if m.by_access:
             for block in range(tensors[tensor].first, tensors[tensor].end):
                 if blocks[block].listed:
@@ -754,6 +792,7 @@ def run_step(sim):
                 tensor = sim.death_tensor[death]
                 tensors[tensor].generation += 1
                 tensors[tensor].awaited = 0
+                tensors[tensor].writes += 1
                 for block in range(tensors[tensor].first, tensors[tensor].end):
                     _discard(m, blocks, tensors, block)
     return True

@@ -1,25 +1,71 @@
-"""What no schedule can beat: compute, and the traffic that no placement avoids."""
+"""Quick lower bounds: compute, the traffic that no placement avoids, and when it has to happen."""
 
 from __future__ import annotations
 
 import heapq
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from umem.core.compiled import compiled
 from umem.hardware import Hardware
 from umem.trace import NO_GAP, Access, Trace, find_gaps, require_durations
 
-__all__ = ["lower_bound_s", "unavoidable_bytes"]
+__all__ = ["FastestMoves", "fastest_moves", "lower_bound_s", "unavoidable_bytes"]
 
 _STEPS = 8
-"""Steps that the bound looks at together. A bound from more steps is never lower, since idle
-intervals that cross the first and the last step's edge count in fewer of them."""
+"""Steps that the traffic of a step is averaged over. A bound from more steps is never lower, since
+idle intervals that cross the first and the last step's edge count in fewer of them."""
+
+_MOMENTS = 256
+"""Moments between which windows of time are looked at."""
+
+
+class FastestMoves(NamedTuple):
+    """Of a machine's ways to move bytes the fastest, each way and both at once."""
+
+    to_device_bytes_per_s: float
+    to_host_bytes_per_s: float
+    link_bytes_per_s: float
+    slowdown_s_per_byte: float
+    """The least by which a byte slows a kernel beside it."""
+
+
+def fastest_moves(hardware: Hardware) -> FastestMoves:
+    """The fastest of pages, copies and use in place."""
+    return FastestMoves(
+        max(
+            hardware.to_device_bytes_per_s,
+            hardware.copy_to_device_bytes_per_s,
+            hardware.mapped_read_bytes_per_s,
+        ),
+        max(
+            hardware.to_host_bytes_per_s,
+            hardware.copy_to_host_bytes_per_s,
+            hardware.mapped_write_bytes_per_s,
+        ),
+        max(
+            hardware.link_bytes_per_s,
+            hardware.copy_link_bytes_per_s,
+            hardware.mapped_bytes_per_s,
+        ),
+        min(
+            hardware.page_slowdown_s_per_byte,
+            hardware.copy_slowdown_s_per_byte,
+            hardware.mapped_slowdown_s_per_byte,
+        ),
+    )
 
 
 def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> float:
-    """Time that no schedule can beat: max(compute, unavoidable traffic / link bandwidth).
+    """Time that no schedule can beat, found quickly.
+
+    The most of: compute; unavoidable traffic over the link's bandwidth; compute, and what that
+    traffic slows it beside; and compute, and the time by which stretches of the step are too short
+    for what has to cross the link in them. :func:`umem.simulation.fluid_bound_s` is nearer, and
+    takes longer.
 
     Parameters
     ----------
@@ -36,21 +82,91 @@ def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> floa
         Seconds per step.
     """
     compute_s = float(require_durations(trace).sum())
+    moves = fastest_moves(hardware)
     in_bytes, out_bytes = unavoidable_bytes(trace, capacity_bytes)
-    in_rate = max(
-        hardware.to_device_bytes_per_s,
-        hardware.copy_to_device_bytes_per_s,
-        hardware.mapped_read_bytes_per_s,
-    )
-    out_rate = max(
-        hardware.to_host_bytes_per_s,
-        hardware.copy_to_host_bytes_per_s,
-        hardware.mapped_write_bytes_per_s,
-    )
-    both_rate = max(hardware.link_bytes_per_s, hardware.mapped_bytes_per_s)
+    both_bytes = in_bytes + out_bytes
+    # A byte slows the kernel beside it, or moves while no kernel runs.
+    slowed_s = min(moves.slowdown_s_per_byte, 1 / moves.link_bytes_per_s) * both_bytes
     return max(
-        compute_s, in_bytes / in_rate, out_bytes / out_rate, (in_bytes + out_bytes) / both_rate
+        compute_s + max(slowed_s, _held_up_s(trace, moves, capacity_bytes)),
+        in_bytes / moves.to_device_bytes_per_s,
+        out_bytes / moves.to_host_bytes_per_s,
+        both_bytes / moves.link_bytes_per_s,
     )
+
+
+def _held_up_s(trace: Trace, moves: FastestMoves, capacity_bytes: int) -> float:
+    """Time by which stretches of the step that do not overlap are too short for their traffic.
+
+    Of contents that wait at a stretch's end, those made in it have to be written to the host within
+    it, but for what fits on the device. Of contents that wait at its begin, those used in it have
+    to come in within it, but for what was on the device.
+    """
+    count = min(_MOMENTS, trace.phase_count)
+    at = np.linspace(0, trace.phase_count, count + 1).astype(np.int64)[:-1]
+    starts_s = np.append(0.0, np.cumsum(require_durations(trace)))
+    time_s = np.concatenate([starts_s[at], starts_s[-1] + starts_s[at], [2 * starts_s[-1]]])
+    out_bytes, in_bytes = _window_bytes(trace, at)
+    beyond = [np.maximum(moved - float(capacity_bytes), 0.0) for moved in (out_bytes, in_bytes)]
+    need_s = np.maximum(
+        np.maximum(beyond[0] / moves.to_host_bytes_per_s, beyond[1] / moves.to_device_bytes_per_s),
+        (beyond[0] + beyond[1]) / moves.link_bytes_per_s,
+    )
+    over_s = need_s - (time_s[None, : 2 * count] - time_s[:count, None])
+    # Stretches of at most a step.
+    ahead = np.arange(2 * count)[None, :] - np.arange(count)[:, None]
+    over_s[(ahead <= 0) | (ahead > count)] = 0.0
+    np.maximum(over_s, 0.0, out=over_s)
+    # A step that begins where the worst stretch begins, so that this one is whole.
+    first = int(np.argmax(over_s.max(axis=1)))
+    most_s = np.zeros(count + 1)
+    for end in range(1, count + 1):
+        begins = first + np.arange(end)
+        ends = np.where(begins < count, first + end, first + end - count)
+        with_window = most_s[:end] + over_s[begins % count, ends]
+        most_s[end] = max(most_s[end - 1], float(with_window.max()))
+    return float(most_s[-1])
+
+
+def _window_bytes(
+    trace: Trace, at: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Contents made between two moments that wait at the second; and waiting at the first and used.
+
+    Parameters
+    ----------
+    trace
+        The step.
+    at : int64[K]
+        Phases; the moments are just before these begin.
+
+    Returns
+    -------
+    float64[K, 2K], float64[K, 2K]
+        Bytes by the first moment and the second, which is of the next step from column K on.
+    """
+    count, phases = len(at), trace.phase_count
+    gaps = find_gaps(trace)
+    size = trace.tensor_bytes[gaps.tensor].astype(np.float64)
+    moments = np.concatenate([at, at + phases])
+    out_bytes, in_bytes = np.zeros((count + 1, 2 * count + 1)), np.zeros((count + 1, 2 * count + 1))
+    for shift in (-phases, 0, phases):
+        last_use, next_use, made = (it + shift for it in (gaps.last_use, gaps.next_use, gaps.made))
+        # Moments at which the contents wait: [low, high).
+        low = np.searchsorted(moments, last_use, side="right")
+        high = np.searchsorted(moments, next_use, side="right")
+        # Made at or after a moment of index up to `since`.
+        since = np.searchsorted(at, made, side="right") - 1
+        chosen = ~gaps.is_dead & (since >= 0) & (low < high)
+        np.add.at(out_bytes, (since[chosen], low[chosen]), size[chosen])
+        np.add.at(out_bytes, (since[chosen], high[chosen]), -size[chosen])
+        first, last = np.minimum(low, count), np.minimum(high, count)
+        chosen = ~gaps.is_dead & (first < last)
+        np.add.at(in_bytes, (first[chosen], high[chosen]), size[chosen])
+        np.add.at(in_bytes, (last[chosen], high[chosen]), -size[chosen])
+    out_bytes = np.cumsum(np.cumsum(out_bytes, axis=1)[::-1], axis=0)[::-1]
+    in_bytes = np.cumsum(np.cumsum(in_bytes, axis=0), axis=1)
+    return out_bytes[:count, : 2 * count], in_bytes[:count, : 2 * count]
 
 
 @lru_cache(maxsize=1)

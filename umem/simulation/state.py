@@ -16,6 +16,7 @@ HARDWARE = (
     ("to_host_bytes_per_s", "f8"),
     ("copy_to_device_bytes_per_s", "f8"),
     ("copy_to_host_bytes_per_s", "f8"),
+    ("copy_link_bytes_per_s", "f8"),
     ("copy_slowdown_s_per_byte", "f8"),
     ("page_slowdown_s_per_byte", "f8"),
     ("call_s", "f8"),
@@ -93,6 +94,10 @@ DIRECTION = np.dtype(
         ("cursor", "i8"),  # its next block, from the tensor's first
         ("call_left", "i8"),  # bytes that the driver call at hand still moves
         ("moved", "?"),  # it has moved anything
+        # Of the block that moves: whether it stays on the device too, and its tensor's writes when
+        # it began.
+        ("keeps", "?"),
+        ("writes", "i8"),
     ],
     align=True,
 )
@@ -121,6 +126,7 @@ TENSOR = np.dtype(
         ("used_at", "i8"),  # stamp of the phase that used it last
         ("generation", "i8"),  # of its latest hint; older ones are superseded
         ("awaited", "i8"),  # generation of a prefetch on its way; 0 for none
+        ("writes", "i8"),  # times that its contents have changed or ended
         ("resident_blocks", "i4"),  # on the device and not in flight
         ("clean_blocks", "i4"),  # of those, blocks with a valid copy on the host
         ("class_number", "u1"),
@@ -148,7 +154,7 @@ Sim = namedtuple(
         "hint_start",  # int64[P + 1]
         "hint_op",  # uint8[H]
         "hint_tensor",  # int32[H]
-        "queue",  # int64[2, Q, 2]: by direction, hint and generation
+        "queue",  # int64[2, Q, 2]: by direction, hint and generation; writes for `_keeps_both`
         "counter_queue",  # int32[B]: a ring of blocks, each at most once
         "batch",  # int32[faults_per_batch]: blocks of a batch of faults
         # What is counted.

@@ -119,7 +119,8 @@ def measured_row(recording: Recording) -> dict[str, Any]:
     step.
     """
     report = report_of(recording)
-    unknown = dict.fromkeys(("lower_bound_s", "regret", "fault_pages", "stall_s"))
+    predicted = ("lower_bound_s", "regret", "settled", "faster_s", "fault_pages", "stall_s")
+    unknown = dict.fromkeys((*predicted, "copied_bytes_share"))
     return {
         **{key: getattr(report, key) for key in ("workload", "planner", "hardware", "policy")},
         **unknown,

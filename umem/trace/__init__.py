@@ -14,6 +14,7 @@ from umem.trace.model import (
     require_durations,
 )
 from umem.trace.uses import (
+    NEVER_MADE,
     NO_GAP,
     Gaps,
     find_gaps,
@@ -25,6 +26,7 @@ from umem.trace.uses import (
 
 __all__ = [
     "MAX_TENSORS",
+    "NEVER_MADE",
     "NO_GAP",
     "OPTIMIZER",
     "TRACE_FORMAT",

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from umem.trace.model import Access, Trace
 
 __all__ = [
+    "NEVER_MADE",
     "NO_GAP",
     "Gaps",
     "find_gaps",
@@ -66,6 +67,9 @@ def written_tensors(trace: Trace) -> npt.NDArray[np.bool_]:
 
 NO_GAP = -1
 
+NEVER_MADE = -(2**40)
+"""A phase before all steps."""
+
 
 @dataclass(frozen=True, eq=False)
 class Gaps:
@@ -78,6 +82,9 @@ class Gaps:
     """Phase after it; P or more where it lies in the next step."""
     is_dead: npt.NDArray[np.bool_]
     """The next use overwrites the tensor as a whole, so that its contents are dead until then."""
+    made: npt.NDArray[np.int64]
+    """Phase that wrote the contents last; below 0 where it lies in the step before, and
+    :data:`NEVER_MADE` where no phase writes them."""
     after_access: npt.NDArray[np.int32]
     """Interval that follows each access of the trace; :data:`NO_GAP` after the last use of a tensor
     that dies."""
@@ -110,5 +117,26 @@ def find_gaps(trace: Trace) -> Gaps:
         last_use=phase[has_gap],
         next_use=(phase[following] + np.where(is_last, trace.phase_count, 0))[has_gap],
         is_dead=overwrites[following][has_gap],
+        made=_last_writes(trace, phase, order, is_first, is_last)[has_gap],
         after_access=after_access,
     )
+
+
+def _last_writes(
+    trace: Trace,
+    phase: npt.NDArray[np.int64],
+    order: npt.NDArray[np.int64],
+    is_first: npt.NDArray[np.bool_],
+    is_last: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int64]:
+    """Phase of the last write up to each access, in the order of tensors and time, int64[A]."""
+    index = np.arange(len(order))
+    writes = (trace.access_mode[order] & Access.WRITE) > 0
+    latest = np.maximum.accumulate(np.where(writes, index, -1))
+    number = np.cumsum(is_first) - 1  # of the access's tensor, among those that are used
+    first, last = np.flatnonzero(is_first)[number], np.flatnonzero(is_last)[number]
+    in_step = latest >= first
+    before = latest[last]  # the tensor's last write, which is of the step before
+    lives_on = trace.persistent[trace.access_tensor[order]] & (before >= first)
+    wrapped = np.where(lives_on, phase[before] - trace.phase_count, NEVER_MADE)
+    return np.where(in_step, phase[latest], wrapped)
