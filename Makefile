@@ -82,7 +82,7 @@ pytest: native
 	$(if $(GPU),$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu))
 
 fuzz: native
-	PYTHONPATH=tests/support:tests/fuzz $(BIN)/python tests/fuzz/fuzz.py \
+	PYTHONPATH=tests/support:tests/fuzz:benchmarks $(BIN)/python tests/fuzz/fuzz.py \
 	  --minutes $(FUZZ_MINUTES) --output benchmarks/results/fuzz.txt
 
 bench: native
