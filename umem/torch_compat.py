@@ -204,6 +204,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "clip_grad_norm_ calls them: answered for gradients on the host without reading these",
+        "gradients on the host could not be clipped at their update",
+        {"foreach_multiply": "torch:_foreach_mul_", "foreach_norm": "torch:_foreach_norm"},
+    ),
+    **_names(
         "stands in the place of a gradient that was freed in the backward pass",
         "a use of freed gradients could not be refused",
         {"make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass"},

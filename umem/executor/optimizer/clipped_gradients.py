@@ -23,12 +23,17 @@ import torch
 
 from umem.executor.optimizer.access_guard import Guard, are_plain
 from umem.executor.optimizer.lanes import Lanes, Moment
-from umem.torch_compat import DisableTorchFunctionSubclass, version_counter
+from umem.torch_compat import (
+    DisableTorchFunctionSubclass,
+    foreach_multiply,
+    foreach_norm,
+    version_counter,
+)
 
 __all__ = ["ClippedGradients", "multiply"]
 
-_NORM: Any = torch._foreach_norm
-_MULTIPLY: Any = torch._foreach_mul_
+_NORM: Any = foreach_norm
+_MULTIPLY: Any = foreach_multiply
 _NAME = "_umem_held"
 """The attribute of a held gradient: what is known of it lives as long as the tensor."""
 
