@@ -129,6 +129,38 @@ def drop_gradients(program: Program) -> None:
     program.optimizer.step()
 
 
+def ask_for_another_norm_meanwhile(program: Program) -> None:
+    """Of a gradient that has left, while others are on their way with norms of the usual order."""
+    orders = (float("inf"), 2.0)
+
+    def ask(_: nn.Parameter) -> None:
+        gradient = program.model.head.weight.grad
+        if gradient is not None:
+            program.seen += [it.clone() for it in torch._foreach_norm([gradient], orders[0])]
+
+    if program.is_first("hook"):
+        program.model.layers[0].weight.register_post_accumulate_grad_hook(ask)
+    for order in orders:
+        program.optimizer.zero_grad()
+        program.backward()
+        clip(program, orders[0])
+        program.optimizer.zero_grad()
+        program.backward()
+        clip(program, order)
+        program.optimizer.step()
+
+
+def differentiate_norms(program: Program) -> None:
+    """A list of gradients and of what has a graph."""
+    program.optimizer.zero_grad()
+    program.backward()
+    gradient = program.model.layers[3].weight.grad
+    weight = program.model.layers[2].weight
+    norms = torch._foreach_norm([gradient, weight], 2.0)
+    program.seen.append(torch.autograd.grad(norms[1], weight)[0])
+    program.optimizer.step()
+
+
 def copy_gradients(program: Program) -> None:
     """What a deep copy, a view or another name has is the clipped gradient."""
     import copy
@@ -154,6 +186,8 @@ CHANGES = [
     swap_gradients,
     drop_gradients,
     copy_gradients,
+    ask_for_another_norm_meanwhile,
+    differentiate_norms,
 ]
 
 

@@ -30,7 +30,7 @@ from umem.torch_compat import (
     version_counter,
 )
 
-__all__ = ["ClippedGradients", "multiply"]
+__all__ = ["ClippedGradients", "GradientNorm", "multiply"]
 
 _NORM: Any = foreach_norm
 _MULTIPLY: Any = foreach_multiply
@@ -38,11 +38,11 @@ _NAME = "_umem_held"
 """The attribute of a held gradient: what is known of it lives as long as the tensor."""
 
 
-class _Norm(NamedTuple):
+class GradientNorm(NamedTuple):
+    """A norm of one gradient."""
+
     value: torch.Tensor
     order: float
-    version: int
-    """Of the gradient."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +51,9 @@ class _Held:
 
     moment: Moment
     """Behind the work that made the norm and the factors."""
-    norm: _Norm | None = None
+    version: int
+    """Of the gradient, when it was there."""
+    norm: GradientNorm | None
     factors: list[Any] = field(default_factory=list)
     """Numbers, or tensors of one element, by which it is still to be multiplied, in this order."""
     wait: Callable[[], None] | None = None
@@ -78,12 +80,12 @@ class ClippedGradients(Guard):
 
     # ------------------------------------------------------------------ which are held
 
-    def norms(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def norms(self, gradients: Sequence[torch.Tensor]) -> list[GradientNorm | None]:
         """The norms that the program will ask for, of gradients that are still on the device.
 
         None for each in the first steps, and in a program that does not clip.
         """
-        found: list[torch.Tensor | None] = [None] * len(gradients)
+        found: list[GradientNorm | None] = [None] * len(gradients)
         order = self._order
         if order is None:
             return found
@@ -95,10 +97,10 @@ class ClippedGradients(Guard):
                 alike = [gradients[it] for it in some]
                 if _is_uniform(alike):
                     for number, norm in zip(some, _NORM(alike, order), strict=True):
-                        found[number] = norm
+                        found[number] = GradientNorm(norm, order)
         return found
 
-    def hold(self, gradient: torch.Tensor, norm: torch.Tensor | None, moment: Moment) -> None:
+    def hold(self, gradient: torch.Tensor, norm: GradientNorm | None, moment: Moment) -> None:
         """Guard a gradient that is in host memory from now on.
 
         Parameters
@@ -110,10 +112,7 @@ class ClippedGradients(Guard):
         moment
             Behind the work that made the norm.
         """
-        held = _Held(moment)
-        if norm is not None and self._order is not None:
-            held.norm = _Norm(norm, self._order, version_counter(gradient))
-        gradient.__dict__[_NAME] = held
+        gradient.__dict__[_NAME] = _Held(moment, version_counter(gradient), norm)
         tensor: Any = gradient
         tensor.__class__ = self.kind
 
@@ -220,16 +219,15 @@ class ClippedGradients(Guard):
         self, gradient: torch.Tensor, held: _Held | None, order: float
     ) -> torch.Tensor | None:
         """A norm that is known and right, once: the program may write to it."""
-        norm = None if held is None or held.factors else held.norm
-        with DisableTorchFunctionSubclass():
-            is_known = norm is not None and norm[1:] == (order, version_counter(gradient))
-        if not is_known:
+        if held is None or held.norm is None or held.factors:
             return None
-        assert held is not None
-        assert norm is not None
+        with DisableTorchFunctionSubclass():
+            is_right = (held.norm.order, held.version) == (order, version_counter(gradient))
+        if not is_right:
+            return None
         self._lanes.wait(held.moment)
-        held.norm = None
-        return norm.value
+        value, held.norm = held.norm.value, None
+        return value
 
     def _multiply(self, tensors: Sequence[torch.Tensor], factor: Any) -> None:
         own = factor.clone() if isinstance(factor, torch.Tensor) else factor
@@ -262,7 +260,7 @@ def _is_number(factor: Any) -> bool:
 
 
 def _is_uniform(tensors: Sequence[Any]) -> bool:
-    """Whether torch takes the same kernels for a list as for any part of it."""
+    """Whether torch takes the same kernels for a list as for any part of it, and makes no graph."""
     with DisableTorchFunctionSubclass():
         first = tensors[0]
         return all(
@@ -270,6 +268,7 @@ def _is_uniform(tensors: Sequence[Any]) -> bool:
             and it.layout is torch.strided
             and it.is_contiguous()
             and it.is_floating_point()
+            and not it.requires_grad
             and (it.dtype, it.device) == (first.dtype, first.device)
             for it in tensors
         )

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import TensorGuard, are_plain
-from umem.executor.optimizer.clipped_gradients import ClippedGradients
+from umem.executor.optimizer.clipped_gradients import ClippedGradients, GradientNorm
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
@@ -46,7 +46,7 @@ class _Gradient:
     """When the copy started."""
     copy: torch.Tensor
     """Its memory when the copy has ended."""
-    norm: torch.Tensor | None = None
+    norm: GradientNorm | None = None
     """Of one that leaves, where the program will ask for it."""
 
 
