@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_steps import BLOCK, problems, working_set
 
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
@@ -21,7 +22,6 @@ from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.simulation import fluid_bound_s, lower_bound_s, run
 from umem.trace import Trace
 
-BLOCK = 2**21
 MS = 1e-3
 
 MakeTrace = Callable[..., Trace]
@@ -128,21 +128,10 @@ def test_what_has_to_come_in_a_short_time_counts(machine: Hardware, make_trace: 
 # ------------------------------------------------------------------------- for every step
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Any, int]:
-    """What makes a random trace, and bytes beyond the largest working set."""
-    sizes = draw(
-        st.lists(st.tuples(st.integers(1, 3 * BLOCK), st.booleans()), min_size=1, max_size=8)
-    )
-    access = st.tuples(st.integers(0, len(sizes) - 1), st.integers(1, 3))
-    phases = draw(st.lists(st.lists(access, max_size=3), min_size=1, max_size=12))
-    return (sizes, phases), draw(st.integers(1, 4 * BLOCK))
-
-
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
-    problem=problems(),
+    problem=problems(4 * BLOCK),
     checkpoints=st.integers(1, 12),
     slowdown=st.sampled_from([0.0, 1e-12, 1e-11]),
 )
@@ -157,10 +146,7 @@ def test_no_plan_beats_a_bound(
         copy_slowdown_s_per_byte=slowdown,
         mapped_slowdown_s_per_byte=slowdown / 2,
     )
-    used = np.add.reduceat(
-        np.append(trace.tensor_bytes[trace.access_tensor], 0), trace.access_start[:-1]
-    )
-    budget = int(np.where(np.diff(trace.access_start) > 0, used, 0).max()) + spare
+    budget = working_set(trace) + spare
     policy = policy_of(machine, budget)
     quick_s = lower_bound_s(trace, machine, budget)
     fluid_s = fluid_bound_s(trace, machine, budget, checkpoints=checkpoints)

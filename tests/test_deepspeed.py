@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import multiprocessing
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from found_trainings import Streams, streaming
+from rank_processes import WarningLines, result_file, run_ranks
 from torch import distributed, nn
 
 # DeepSpeed compiles an operator of its own first. It is imported by the ranks alone.
@@ -48,17 +47,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x.float().square().mean()
-
-
-class Lines(logging.Handler):
-    """Collects what umem warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def make_engine(zero: dict[str, Any]) -> Any:
@@ -95,8 +83,6 @@ def partitions(engine: Any) -> list[nn.Parameter]:
 def train(zero: dict[str, Any], streams: Streams | None, folder: Path) -> dict[str, Any]:
     """Train, save, train on, load, and train again."""
     engine, losses = make_engine(zero), []
-    lines = Lines()
-    logging.getLogger("umem").addHandler(lines)
     if streams is not None:
         streams.also += partitions(engine)
 
@@ -109,7 +95,11 @@ def train(zero: dict[str, Any], streams: Streams | None, folder: Path) -> dict[s
             engine.backward(loss)
             engine.step()
 
-    with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
+    with (
+        WarningLines() as lines,
+        pytest.MonkeyPatch.context() as patch,
+        streaming(streams, patch),
+    ):
         steps(0)
         engine.save_checkpoint(str(folder))
         steps(10)
@@ -122,7 +112,7 @@ def train(zero: dict[str, Any], streams: Streams | None, folder: Path) -> dict[s
             status = training.status()
             assert status.tuning is not None
             found |= {
-                "warnings": lines.lines,
+                "warnings": lines,
                 "counts": dataclasses.asdict(status.counts),
                 "partitions": len(partitions(engine)),
                 "state_bytes": status.state_bytes,
@@ -130,7 +120,6 @@ def train(zero: dict[str, Any], streams: Streams | None, folder: Path) -> dict[s
                 "plans": status.tuning.plans,
                 "activations": status.tuning.activations.tensors_out,
             }
-    logging.getLogger("umem").removeHandler(lines)
     engine.destroy()
     return found
 
@@ -148,7 +137,7 @@ def run_rank(rank: int, folder: Path) -> None:
         ]
         for name, zero in PROGRAMS.items()
     }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    result_file(folder, rank).write_text(json.dumps(found))
     distributed.destroy_process_group()
 
 
@@ -159,14 +148,7 @@ Runs = dict[str, list[dict[str, Any]]]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
     """Results of each rank by program: stock, all state streamed, and all state on the device."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    spawning = multiprocessing.get_context("spawn")
-    processes = [spawning.Process(target=run_rank, args=(rank, folder)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * RANKS
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return run_ranks(run_rank, folder, RANKS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from managed_training import MIB, WIDTH, Net, Scale, Training
+from rank_processes import WarningLines, result_file, run_ranks
 from torch import distributed, nn
 
 pytestmark = [
@@ -85,27 +84,14 @@ MAKERS: dict[str, Callable[[], Ranked]] = {
 }
 
 
-class Warnings(logging.Handler):
-    """Collects the warnings of umem."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def train(wrapper: str, way: str) -> dict[str, Any]:
-    warnings = Warnings()
-    logging.getLogger("umem").addHandler(warnings)
-    training = MAKERS[wrapper]()
-    manager = None
-    if way != "alone":
-        manager = training.manage(budget_bytes=BUDGETS[wrapper])
-    training.steps(STEPS)
-    logging.getLogger("umem").removeHandler(warnings)
-    found: dict[str, Any] = {"losses": training.losses, "warnings": warnings.lines}
+    with WarningLines() as warnings:
+        training = MAKERS[wrapper]()
+        manager = None
+        if way != "alone":
+            manager = training.manage(budget_bytes=BUDGETS[wrapper])
+        training.steps(STEPS)
+    found: dict[str, Any] = {"losses": training.losses, "warnings": warnings}
     if manager is not None:
         status, hints = manager.status(), manager.engine.statistics()
         found |= {
@@ -127,7 +113,7 @@ def run_rank(rank: int, folder: Path) -> None:
         "gloo", meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     found = {wrapper: {way: train(wrapper, way) for way in WAYS} for wrapper in MAKERS}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    result_file(folder, rank).write_text(json.dumps(found))
     distributed.destroy_process_group()
 
 
@@ -138,14 +124,7 @@ Runs = dict[str, dict[str, dict[str, Any]]]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, ...]:
     """Results of each rank, by wrapper and way."""
     folder = tmp_path_factory.mktemp("ranks")
-    spawning = multiprocessing.get_context("spawn")
-    processes = [spawning.Process(target=run_rank, args=(rank, folder)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * RANKS
-    return tuple(json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS))
+    return tuple(run_ranks(run_rank, folder, RANKS))
 
 
 @pytest.mark.parametrize("wrapper", MAKERS)

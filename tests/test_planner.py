@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from random_steps import BLOCK, problems, working_set
 from simulation_audit import find_errors
 
 from umem.core.classes import TensorClass
@@ -37,7 +38,6 @@ from umem.policy import (
 from umem.simulation import report, run, simulate
 from umem.trace import Trace, find_gaps
 
-BLOCK = 2**21
 LAYERS = 6
 
 MakeTrace = Callable[..., Trace]
@@ -131,27 +131,9 @@ TIGHT = 50 * BLOCK
 # ------------------------------------------------------------------------- for every plan
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Any, int]:
-    """What makes a random trace, and bytes beyond the largest working set."""
-    sizes = draw(
-        st.lists(st.tuples(st.integers(1, 3 * BLOCK), st.booleans()), min_size=1, max_size=8)
-    )
-    access = st.tuples(st.integers(0, len(sizes) - 1), st.integers(1, 3))
-    phases = draw(st.lists(st.lists(access, max_size=3), min_size=1, max_size=12))
-    return (sizes, phases), draw(st.integers(1, 8 * BLOCK))
-
-
-def working_set(trace: Trace) -> int:
-    return max(
-        int(trace.tensor_bytes[trace.access_tensor[first:last]].sum())
-        for first, last in itertools.pairwise(trace.access_start)
-    )
-
-
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(problem=problems(), order=st.sampled_from(["access", "migration"]))
+@given(problem=problems(8 * BLOCK), order=st.sampled_from(["access", "migration"]))
 def test_every_plan_keeps_the_budget_and_none_beats_the_bound(
     random_trace: MakeTrace, machine: Hardware, problem: Any, order: Any
 ) -> None:
@@ -191,7 +173,7 @@ def check_form(schedule: Schedule, trace: Trace) -> None:
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
-    problem=problems(),
+    problem=problems(8 * BLOCK),
     slowness=st.sampled_from([1, 4, 16]),
     manner=st.builds(Manner, ahead=st.booleans(), reserved=st.booleans()),
 )
@@ -241,7 +223,7 @@ def waits_in(trace: Trace, tensor: int, phase: int) -> int | None:
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(problem=problems(), window=st.integers(1, 30))
+@given(problem=problems(8 * BLOCK), window=st.integers(1, 30))
 def test_a_window_looks_at_what_has_memory(
     random_trace: MakeTrace, machine: Hardware, problem: Any, window: int
 ) -> None:
@@ -260,7 +242,7 @@ def test_a_window_looks_at_what_has_memory(
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
-@given(problem=problems())
+@given(problem=problems(8 * BLOCK))
 def test_planning_is_deterministic(
     random_trace: MakeTrace, machine: Hardware, problem: Any
 ) -> None:

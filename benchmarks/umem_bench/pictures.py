@@ -24,6 +24,7 @@ from umem.capture.offline import model_trace
 from umem.hardware import load_hardware
 from umem.planning import stream_timing
 from umem.planning.lane_simulation import LaneReport, LaneTasks, simulate_lanes
+from umem.planning.stream_plan import simulate_plan
 from umem.planning.stream_prediction import StreamPrediction, predict_stream
 from umem.policy import load_policy, resolve
 from umem_bench.results import Run, ScaleCase, read_results
@@ -166,17 +167,7 @@ def planned_step() -> _Step:
     plan, step = prediction.plan, prediction.step
     # The simulator reports sums; a picture needs each task.
     with mock.patch.object(stream_timing, "simulate_lanes", keep):
-        stream_timing.simulate_stream(
-            step.units,
-            plan.resident,
-            plan.slots,
-            hardware=hardware,
-            other_s=step.other_s,
-            copied=plan.copied,
-            left_before=plan.left_before,
-            fetch_ahead=plan.fetch_ahead,
-            stages_operands=plan.stages_operands,
-        )
+        simulate_plan(step.units, plan, hardware=hardware, other_s=step.other_s)
     ((tasks, report),) = kept
     return _Step(prediction, report.step_s, _intervals(tasks, report))
 

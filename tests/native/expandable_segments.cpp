@@ -9,10 +9,6 @@ namespace {
 
 constexpr PoolId kPool{0, 1};
 constexpr StreamId kCapture = 5, kSide = 7;
-constexpr std::size_t kHandle = 8 * MiB;       // of large blocks
-constexpr std::size_t kSmallHandle = 2 * MiB;  // of small ones
-
-FakeVirtualMemory& mapped(const Machine& machine) { return *machine.driver.virtual_memory(); }
 
 std::size_t runs(const Machine& machine) { return machine.device.segments().size(); }
 

@@ -9,11 +9,7 @@ namespace {
 
 constexpr PoolId kPool{0, 1};
 constexpr StreamId kCapture = 5, kSide = 7;
-constexpr std::size_t kHandle = 8 * MiB;       // of large blocks
-constexpr std::size_t kSmallHandle = 2 * MiB;  // of small ones
-constexpr std::size_t kHost = 64 * GiB;        // available host memory
-
-FakeVirtualMemory& mapped(const Machine& machine) { return *machine.driver.virtual_memory(); }
+constexpr std::size_t kHost = 64 * GiB;  // available host memory
 
 Machine machine_of(std::size_t budget_bytes) {
   return Machine({.config = budget_config(budget_bytes), .virtual_memory = true});

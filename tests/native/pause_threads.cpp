@@ -10,7 +10,6 @@ constexpr StreamId kSide = 7;
 
 void frees_beside_pauses() {
   Machine machine({.config = budget_config(0), .virtual_memory = true});
-  const FakeVirtualMemory& mapped = *machine.driver.virtual_memory();
   std::vector<std::uintptr_t> live;
   for (int i = 0; i < 200; ++i) live.push_back(machine.allocate(MiB * (1 + i % 9), i % 3));
   std::thread other([&] {
@@ -23,12 +22,12 @@ void frees_beside_pauses() {
   });
   for (int i = 0; i < 20; ++i) {
     machine.device.pause(64 * GiB);
-    CHECK_EQUAL(mapped.held_bytes(), 0U);
+    CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
     machine.device.resume();
   }
   other.join();
   machine.device.empty_cache();
-  CHECK_EQUAL(mapped.held_bytes(), 0U);
+  CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
   check_consistent(machine.device);
 }
 

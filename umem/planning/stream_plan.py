@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ from umem.planning.stream_timing import (
     simulate_stream,
 )
 
-__all__ = ["StreamPlan", "least_slack_bytes", "plan_stream"]
+__all__ = ["StreamPlan", "least_slack_bytes", "plan_stream", "simulate_plan"]
 
 _SLACK_SHARE, _LEAST_SLACK_BYTES = 0.03, 256 << 20
 
@@ -205,6 +206,37 @@ def plan_stream(
     plan = _fastest(problem)
     gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
     return plan if gains else best
+
+
+def simulate_plan(
+    units: Sequence[StreamUnit], plan: StreamPlan, *, hardware: Hardware, **options: Any
+) -> StreamTiming:
+    """Predict the step of a plan again.
+
+    Parameters
+    ----------
+    units
+        Those of the plan, in forward order.
+    plan
+        What is where.
+    hardware
+        The machine.
+    **options
+        Of :func:`umem.planning.stream_timing.simulate_stream`, that a plan does not hold.
+    """
+    return simulate_stream(
+        units,
+        plan.resident,
+        plan.slots,
+        hardware=hardware,
+        copied=plan.copied,
+        left_before=plan.left_before,
+        fetch_ahead=plan.fetch_ahead,
+        copied_gradients=plan.copied_gradients,
+        returning_gradients=plan.returning_gradients,
+        stages_operands=plan.stages_operands,
+        **options,
+    )
 
 
 def _fastest(problem: _Problem) -> StreamPlan:

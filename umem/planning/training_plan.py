@@ -13,8 +13,8 @@ from typing import Any
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
-from umem.planning.stream_plan import StreamPlan, plan_stream
-from umem.planning.stream_timing import StreamUnit, simulate_stream
+from umem.planning.stream_plan import StreamPlan, plan_stream, simulate_plan
+from umem.planning.stream_timing import StreamUnit
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 
 __all__ = ["WEIGHT_SLOTS", "TrainingPlan", "plan_training", "with_weights"]
@@ -293,17 +293,10 @@ def _with_extra(plan: TrainingPlan, hardware: Hardware, options: Mapping[str, An
     stream = plan.stream
     assert plan.weights is not None
     names = {"other_s", "is_deferred", "in_backward", "batches"}
-    timing = simulate_stream(
+    timing = simulate_plan(
         plan.units,
-        stream.resident,
-        stream.slots,
+        stream,
         hardware=hardware,
-        copied=stream.copied,
-        left_before=stream.left_before,
-        fetch_ahead=stream.fetch_ahead,
-        copied_gradients=stream.copied_gradients,
-        returning_gradients=stream.returning_gradients,
-        stages_operands=stream.stages_operands,
         weight_slots=plan.weights.slots,
         # As many of the first units' weights as are kept from one pass to the next.
         weights_ahead=min(next(iter(plan.extra.values()))),

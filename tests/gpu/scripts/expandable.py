@@ -12,23 +12,14 @@ import sys
 from typing import Any
 
 import torch
+from card import used_bytes
 from torch import nn
 
 import umem
-from umem.cuda.bindings import device_pci_address, nvml_memory_bytes
 from umem.runtime.state import runtime
 
 MIB = 1 << 20
 MOST_LIVE_BYTES = 1280 * MIB
-
-
-def used_bytes() -> int:
-    """What NVML says is in use on the card; nothing else may use it meanwhile."""
-    torch.cuda.synchronize()
-    memory = nvml_memory_bytes(device_pci_address(0))
-    assert memory is not None, "this test needs NVML"
-    total, free = memory
-    return total - free
 
 
 def counted_bytes() -> int:

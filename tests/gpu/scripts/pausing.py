@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import weights
+from card import used_bytes
 from cuda.bindings import runtime as cudart
 from streaming import Training, crc
 from torch import nn
 
 import umem
-from umem.cuda.bindings import device_pci_address, nvml_memory_bytes
 from umem.executor.streamed_training import streamed_trainings
 from umem.executor.weights.model_weights import weights_of
 
@@ -30,15 +30,6 @@ PAUSES = (3, 9)
 
 LEFT_BYTES = 128 * MIB
 """Free memory that another allocation leaves on the card."""
-
-
-def used_bytes() -> int:
-    """What NVML says is in use on the card."""
-    torch.cuda.synchronize()
-    memory = nvml_memory_bytes(device_pci_address(0))
-    assert memory is not None, "this test needs NVML"
-    total, free = memory
-    return total - free
 
 
 def base_bytes() -> int:

@@ -7,6 +7,14 @@ namespace umem {
 
 inline constexpr StreamId kMain = 0;
 
+// Of expandable segments.
+inline constexpr std::size_t kHandle = 8 * MiB;       // of large blocks
+inline constexpr std::size_t kSmallHandle = 2 * MiB;  // of small ones
+
+inline FakeVirtualMemory& mapped(const Machine& machine) {
+  return *machine.driver.virtual_memory();
+}
+
 inline Config budget_config(std::size_t budget_bytes, MemoryKind kind = MemoryKind::device) {
   Config config = config_of(kind);
   config.device_budget_bytes = budget_bytes;

@@ -1,0 +1,33 @@
+"""Random steps for Hypothesis, and budgets for them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import strategies as st
+
+from umem.trace import Trace
+
+__all__ = ["BLOCK", "problems", "working_set"]
+
+BLOCK = 2**21
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_spare_bytes: int) -> tuple[Any, int]:
+    """What makes a random trace, and bytes beyond the largest working set."""
+    sizes = draw(
+        st.lists(st.tuples(st.integers(1, 3 * BLOCK), st.booleans()), min_size=1, max_size=8)
+    )
+    access = st.tuples(st.integers(0, len(sizes) - 1), st.integers(1, 3))
+    phases = draw(st.lists(st.lists(access, max_size=3), min_size=1, max_size=12))
+    return (sizes, phases), draw(st.integers(1, most_spare_bytes))
+
+
+def working_set(trace: Trace) -> int:
+    """Bytes of the tensors of the phase that uses most."""
+    return max(
+        int(trace.tensor_bytes[trace.access_tensor[first:last]].sum())
+        for first, last in itertools.pairwise(trace.access_start)
+    )

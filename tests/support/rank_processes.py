@@ -1,0 +1,47 @@
+"""Ranks of a test: processes that meet over gloo, and what they report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["WarningLines", "result_file", "run_ranks"]
+
+
+class WarningLines(logging.Handler):
+    """Collects what umem warns of, in a ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("umem").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("umem").removeHandler(self)
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its result, as JSON."""
+    return folder / f"{rank}.json"
+
+
+def run_ranks(main: Callable[[int, Path], None], folder: Path, count: int) -> list[Any]:
+    """Run a function in a process for each rank, with the rank and `folder`; return the results."""
+    spawning = multiprocessing.get_context("spawn")
+    processes = [spawning.Process(target=main, args=(rank, folder)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * count
+    return [json.loads(result_file(folder, rank).read_text()) for rank in range(count)]
