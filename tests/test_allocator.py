@@ -9,13 +9,12 @@ from types import ModuleType
 import pytest
 from cards import GH200, H200
 
-from umem import swap
 from umem.core.errors import UnsupportedError
 from umem.hardware import load_hardware
-from umem.hardware.host_memory import HostMemory, host_memory_bytes
+from umem.hardware.host_share import Booking, HostShare
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries
-from umem.swap import check_devices, pinned_limit_bytes, with_default_limit
+from umem.swap import HostCaps, check_devices, host_caps, managed_bytes_of_device
 
 GIB = 1 << 30
 
@@ -63,37 +62,39 @@ def test_a_library_that_shares_memory_must_be_installed(
 
 
 class TestDefaultLimit:
-    """The cap on managed memory if neither the policy nor the environment sets one."""
+    """Caps if neither the policy nor the environment sets one."""
+
+    share = HostShare(80 * GIB, others=(), ranks=1, source="")
+
+    def caps(self, resolved: ResolvedPolicy, share: HostShare | None = share) -> HostCaps:
+        of_device = managed_bytes_of_device((resolved,), (H200,))
+        return host_caps(resolved, share, has_managed_cap=any(of_device))
 
     def test_named_limits_hold(self) -> None:
         named = policy(limits={"managed_bytes": "7GiB"})
-        assert with_default_limit(named, (H200,)).managed_limit_bytes == 7 * GIB
+        assert managed_bytes_of_device((named,), (H200,)) == ()
+        assert self.caps(named).managed_bytes == 7 * GIB
 
-    def test_a_share_of_the_cards(self) -> None:
-        limit = with_default_limit(policy(), (H200, H200)).managed_limit_bytes
-        assert limit == int(0.9 * 2 * H200.total_bytes)
+    def test_a_share_of_each_card(self) -> None:
+        small = replace(H200, device_index=1, total_bytes=10 * GIB)
+        found = managed_bytes_of_device((policy(), policy()), (H200, small))
+        assert found == (int(0.9 * H200.total_bytes), 9 * GIB)
+        assert self.caps(policy()).managed_bytes == 0
 
     def test_under_a_budget_host_memory_is_added(self) -> None:
-        host = host_memory_bytes()
-        assert host is not None
-        limit = with_default_limit(policy(device_budget="50GiB"), (H200,)).managed_limit_bytes
-        assert limit is not None
-        assert 50 * GIB < limit < 50 * GIB + host[0]
+        budgeted = policy(device_budget="50GiB")
+        assert managed_bytes_of_device((budgeted,), (H200,)) == (50 * GIB,)
+        assert self.caps(budgeted).managed_bytes == 40 * GIB
 
     def test_coherent_cards_have_none(self) -> None:
-        assert with_default_limit(policy(), (GH200,)).managed_limit_bytes is None
+        assert managed_bytes_of_device((policy(),), (GH200,)) == ()
 
-    def test_page_locked_memory_leaves_some_of_the_host(self) -> None:
-        host = host_memory_bytes()
-        assert host is not None
-        assert 0 < pinned_limit_bytes() < host[0]
+    @pytest.mark.parametrize("kind", ["managed", "device", "pinned"])
+    def test_both_kinds_leave_some_of_the_host(self, kind: str) -> None:
+        caps = self.caps(policy(device_budget="50GiB", defaults={"kind": kind}))
+        assert (caps.managed_bytes or 0) + caps.pinned_bytes == int(0.85 * 80 * GIB)
 
-    def test_the_ranks_of_a_host_share_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        host = HostMemory(100 * GIB, 80 * GIB, limit=None)
-        monkeypatch.setattr(swap, "host_memory", lambda: host)
-        budgeted = policy(device_budget="50GiB")
-        alone = pinned_limit_bytes(), with_default_limit(budgeted, (H200,)).managed_limit_bytes
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-        among = pinned_limit_bytes(), with_default_limit(budgeted, (H200,)).managed_limit_bytes
-        assert alone == (int(0.85 * 80 * GIB), 90 * GIB)
-        assert among == (int(0.85 * 10 * GIB), 55 * GIB)
+    def test_a_share_of_nothing_is_a_cap(self) -> None:
+        nothing = HostShare(80 * GIB, (Booking(1, 90 * GIB),), ranks=1, source="")
+        assert self.caps(policy(), nothing).pinned_bytes == 1
+        assert self.caps(policy(), None).pinned_bytes == 0, "unknown: no cap"

@@ -34,6 +34,7 @@ from umem.doctor import (
 )
 from umem.hardware.capabilities import Capabilities
 from umem.hardware.host_memory import HostMemory, MemoryLimit
+from umem.hardware.host_share import Booking
 from umem.torch_compat import PRIVATE_NAMES
 
 GIB = 1 << 30
@@ -45,6 +46,7 @@ HOST = Host(
     cpu_model="Intel(R) Xeon(R) Platinum 8480C",
     cpu_count=16,
     memory=HostMemory(512 * GIB, 500 * GIB, limit=None),
+    others=(),
     memlock_bytes=None,
     shm_bytes=64 * GIB,
     nvcc=None,
@@ -310,7 +312,9 @@ def test_what_the_budget_comes_to(
 class TestHostMemory:
     """Pages evicted from a card need room on the host."""
 
-    limit = MemoryLimit(Path("/sys/fs/cgroup/batch.slice/memory.max"), 32 * GIB, 20 * GIB)
+    limit = MemoryLimit(
+        Path("/sys/fs/cgroup/batch.slice/memory.max"), 32 * GIB, 20 * GIB, 17 * GIB, 5 * GIB
+    )
     small = replace(HEALTHY, host=replace(HOST, memory=HostMemory(32 * GIB, 20 * GIB, limit)))
 
     def test_less_than_the_card(self) -> None:
@@ -329,20 +333,43 @@ class TestHostMemory:
         """A control group by its file, so that its owner can raise it."""
         found = check(diagnose(self.small), "host memory limit")
         assert found.value == "/sys/fs/cgroup/batch.slice/memory.max: 32 GiB"
-        assert "20 GiB" in found.why
+        assert all(part in found.why for part in ("17 GiB", "5 GiB", "20 GiB"))
         assert "machine" in check(diagnose(HEALTHY), "host memory limit").value
 
     @pytest.mark.parametrize(
-        ("processes", "most", "why"),
-        [(None, "17 GiB", "85 % of 20 GiB"), ("8", "2.12 GiB", "8 processes"), ("x", "17 GiB", "")],
+        ("processes", "most", "share", "why"),
+        [
+            (None, "17 GiB", "20 GiB", "20 GiB available"),
+            ("8", "2.12 GiB", "2.5 GiB", "8 processes (LOCAL_WORLD_SIZE)"),
+            ("x", "17 GiB", "20 GiB", "20 GiB available"),
+        ],
     )
-    def test_page_locked_memory(self, processes: str | None, most: str, why: str) -> None:
+    def test_page_locked_memory(
+        self, processes: str | None, most: str, share: str, why: str
+    ) -> None:
         """The processes of one host share it."""
         variables = {} if processes is None else {"LOCAL_WORLD_SIZE": processes}
-        found = check(diagnose(replace(self.small, variables=variables)), "page-locked memory")
-        assert found.status is Status.INFO
-        assert most in found.value
-        assert why in found.why
+        report = diagnose(replace(self.small, variables=variables))
+        found = check(report, "host memory share")
+        assert (found.value, found.status) == (share, Status.INFO)
+        assert found.why.endswith(why)
+        locked = check(report, "page-locked memory")
+        assert most in locked.value
+        assert f"85 % of {share}" in locked.why
+
+    def test_what_others_may_take_is_subtracted(self) -> None:
+        """Each other process by what it has booked and not taken."""
+        others = (Booking(4711, 6 * GIB), Booking(4712, 4 * GIB))
+        shared = replace(self.small, host=replace(self.small.host, others=others))
+        found = check(diagnose(shared), "host memory share")
+        assert found.value == "10 GiB"
+        assert "10 GiB that 2 others may take" in found.why
+
+    def test_memory_of_other_nodes_is_named(self) -> None:
+        """A Grace Hopper's kernel counts the GPU's memory as the host's."""
+        memory = HostMemory(480 * GIB, 450 * GIB, None, other_nodes_bytes=90 * GIB)
+        found = check(diagnose(replace(HEALTHY, host=replace(HOST, memory=memory))), "host memory")
+        assert found.value.startswith("480 GiB, 450 GiB available, without 90 GiB")
 
     def test_unknown(self) -> None:
         """As on a system without /proc."""

@@ -111,7 +111,7 @@ def test_no_plan_fills_a_host_without_room(
     stock: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = host_machine(34 * MIB)
-    full = within_host(machine.hardware, host_bytes=lambda: (16 << 30, 3 * MIB))
+    full = within_host(machine.hardware, host_bytes=lambda: 3 * MIB)
     assert full.host_bytes == 3 * MIB
     training = Training()
     manager = manage_on(
@@ -134,7 +134,7 @@ def test_no_plan_fills_a_host_without_room(
 def test_the_profile_counts_where_host_memory_is_unknown() -> None:
     hardware = host_machine(34 * MIB).hardware
     assert within_host(hardware, host_bytes=lambda: None) is hardware
-    assert within_host(hardware, host_bytes=lambda: (1 << 50, 1 << 50)) == hardware
+    assert within_host(hardware, host_bytes=lambda: 1 << 50) == hardware
 
 
 def test_activations_stay_where_the_host_is_nearly_full(stock: Training) -> None:

@@ -270,6 +270,54 @@ class TestVersion1:
         machine.v1_group("", 5 * GIB, 8 * GIB)
         assert machine.read().limit is None
 
+    def test_a_limit_that_a_container_does_not_see(self, hybrid: Machine) -> None:
+        """Of a group above its mount: the kernel tells the least of all."""
+        hybrid.v1_group("", 20 * GIB, hierarchical_memory_limit=64 * GIB)
+        hybrid.v1_group("jobs/17", 20 * GIB, hierarchical_memory_limit=24 * GIB)
+        found = hybrid.read()
+        assert (found.total_bytes, found.available_bytes) == (24 * GIB, 4 * GIB)
+        assert limit_of(found, hybrid)[0].endswith("jobs/17/memory.limit_in_bytes")
+
+
+class TestNodes:
+    """Memory that the kernel counts and this process may not have."""
+
+    @staticmethod
+    def node(
+        machine: Machine, number: int, total: int, free: int, cpus: str, cache: int = 0
+    ) -> None:
+        directory = machine.root / f"sys/devices/system/node/node{number}"
+        write(directory / "cpulist", cpus)
+        write(
+            directory / "meminfo",
+            f"Node {number} MemTotal:  {total >> 10} kB\nNode {number} MemFree:  {free >> 10} kB\n"
+            f"Node {number} Active(file):  {cache >> 11} kB\n"
+            f"Node {number} Inactive(file):  {cache >> 11} kB\nNode {number} HugePages_Total:  0",
+        )
+
+    def test_the_memory_of_a_gpu(self, machine: Machine) -> None:
+        """A Grace Hopper's is a node without CPUs."""
+        self.node(machine, 0, 100 * GIB, 75 * GIB, "0-71")
+        self.node(machine, 1, 28 * GIB, 20 * GIB, "", cache=2 * GIB)
+        expected = HostMemory(100 * GIB, 78 * GIB, None, other_nodes_bytes=22 * GIB)
+        assert machine.read() == expected
+
+    def test_nodes_that_the_process_is_kept_from(self, machine: Machine) -> None:
+        write(machine.root / "proc/self/status", "Name:\tx\nMems_allowed_list:\t0,2-3")
+        for number in range(4):
+            self.node(machine, number, 32 * GIB, 20 * GIB, f"{number}")
+        assert machine.read() == HostMemory(96 * GIB, 80 * GIB, None, other_nodes_bytes=20 * GIB)
+
+    def test_a_group_may_leave_less_than_its_nodes(self, machine: Machine) -> None:
+        self.node(machine, 0, 100 * GIB, 75 * GIB, "0-71")
+        self.node(machine, 1, 28 * GIB, 20 * GIB, "")
+        machine.mount(V2_MOUNT)
+        machine.process_in("0::/job")
+        machine.v2_group("job", 10 * GIB, max=110 * GIB)
+        assert machine.read().limit is None, "more than all that the CPUs have"
+        machine.v2_group("job", 10 * GIB, max=50 * GIB)
+        assert machine.read().available_bytes == 40 * GIB
+
 
 def test_this_machine() -> None:
     found = host_memory()

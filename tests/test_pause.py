@@ -137,7 +137,8 @@ def test_the_host_must_have_the_memory(
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 99999 kB\nMemAvailable: 9999 kB\n")
     memory = host_memory(tmp_path)
-    monkeypatch.setattr("umem.pausing.host_memory", lambda: memory)
+    assert memory is not None
+    monkeypatch.setattr("umem.pausing.share_bytes", lambda: memory.available_bytes)
     with pytest.raises(umem.PauseError, match=r"48\.00 MiB of host memory"):
         umem.pause(0)
     assert not allocator.is_paused(0)

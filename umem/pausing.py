@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from umem.core.errors import PauseError
-from umem.hardware.host_memory import host_memory
+from umem.hardware.host_share import share_bytes
 from umem.runtime.inspection import device_number
 from umem.runtime.state import runtime
 
@@ -74,8 +74,8 @@ def pause(device: int | None = None) -> PausedMemory:
     """
     state, number = runtime(), device_number(device)
     _finish_hints()
-    memory = host_memory()
-    available_bytes = sys.maxsize if memory is None else memory.available_bytes
+    share = share_bytes()
+    available_bytes = sys.maxsize if share is None else share
     try:
         return PausedMemory(*state.allocator.pause(number, available_bytes))
     except RuntimeError as error:

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
 from umem.core.log import show_log
+from umem.core.units import format_bytes
 from umem.hardware.capabilities import Capabilities, detect_all
-from umem.hardware.host_memory import PINNED_SHARE, host_memory, local_processes
+from umem.hardware.host_memory import PINNED_SHARE, host_memory
+from umem.hardware.host_share import HostShare, book
 from umem.hardware.load import describe_machine
 from umem.policy import Policy, ResolvedPolicy, check_environment, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
@@ -39,23 +41,26 @@ from umem.runtime.state import (
 from umem.torch_compat import require, set_allocator_functions
 
 __all__ = [
+    "HostCaps",
     "check_devices",
     "enable",
+    "host_caps",
     "manage_automatically",
-    "pinned_limit_bytes",
+    "managed_bytes_of_device",
     "resolve_for",
-    "with_default_limit",
 ]
 
 _LOG = logging.getLogger("umem")
 
 MANAGED_SHARE_OF_CARD = 0.9
-"""Cap on a process's managed memory, as a share of its cards' memory, if the policy sets neither a
-cap nor a budget: a card that is oversubscribed far beyond its memory can hang."""
+"""Cap on a process's managed memory, as a share of the memory of the cards that it uses, if the
+policy sets neither a cap nor a budget: a card that is oversubscribed far beyond its memory can
+hang."""
 
 MANAGED_SHARE_OF_HOST = 0.5
 """With a budget, tensors beyond it live on the host: the cap is the budget plus this share of the
-available host memory. The rest is for data loaders and other programs."""
+process's share of host memory, which page-locked memory cannot have then. The rest is for data
+loaders and other programs."""
 
 _LOADING_SHARE = 1 - 1 / 64
 """Of the budget, while a model is loaded whose weights may be streamed: page tables of the weights
@@ -173,7 +178,13 @@ def _enable(policy: Policy) -> Runtime:
     resolved = by_device[0]
     check_devices(resolved, capabilities)
     import_libraries(resolved.share)
-    config = native_config(with_default_limit(resolved, capabilities), pinned_limit_bytes())
+    of_device = managed_bytes_of_device(by_device, capabilities)
+    share = book(PINNED_SHARE)
+    caps = host_caps(resolved, share, has_managed_cap=any(of_device))
+    _warn_of_others(share)
+    config = native_config(
+        replace(resolved, managed_limit_bytes=caps.managed_bytes), caps.pinned_bytes, of_device
+    )
     torch_memory, path = torch.cuda.memory, str(library.__file__)
     pluggable = torch_memory.CUDAPluggableAllocator(path, "umem_malloc", "umem_free")
     set_allocator_functions(pluggable.allocator(), library.torch_entry_points())
@@ -191,8 +202,8 @@ def _enable(policy: Policy) -> Runtime:
             "`import umem; umem.enable(...)` to the top of the script."
         ) from error
     for device, its in enumerate(by_device):
-        share = _LOADING_SHARE if its.streams_weights else 1
-        allocator.set_device_budget(device, int(share * (its.device_budget_bytes or 0)))
+        part = _LOADING_SHARE if its.streams_weights else 1
+        allocator.set_device_budget(device, int(part * (its.device_budget_bytes or 0)))
     install_memory_stats(allocator)
     budgets = tuple(its.device_budget_bytes for its in by_device)
     # Room is given as memory of class `other`.
@@ -261,35 +272,68 @@ def check_devices(resolved: ResolvedPolicy, capabilities: Sequence[Capabilities]
             )
 
 
-def with_default_limit(
-    resolved: ResolvedPolicy, capabilities: Sequence[Capabilities]
-) -> ResolvedPolicy:
-    """Add a cap on managed memory to a policy that names none.
+def managed_bytes_of_device(
+    by_device: Sequence[ResolvedPolicy], capabilities: Sequence[Capabilities]
+) -> tuple[int, ...]:
+    """By GPU, what it adds to the cap on managed memory when the process first uses it.
 
-    :data:`MANAGED_SHARE_OF_CARD` and :data:`MANAGED_SHARE_OF_HOST` say how large it is.
+    Its budget, or :data:`MANAGED_SHARE_OF_CARD`. Nothing where the policy names a cap, and on cards
+    that share the host's page tables (Grace Hopper): they oversubscribe in hardware.
     """
-    # Cards that share the host's page tables (Grace Hopper) oversubscribe in hardware: no default.
     coherent = all(device.pageable_uses_host_page_tables for device in capabilities)
-    if resolved.managed_limit_bytes is not None or coherent:
-        return resolved
-    limit: float
-    if resolved.device_budget_bytes is None:
-        limit = MANAGED_SHARE_OF_CARD * sum(device.total_bytes for device in capabilities)
-    else:
-        limit = resolved.device_budget_bytes * len(capabilities)
-        limit += MANAGED_SHARE_OF_HOST * _available_bytes()
-    return replace(resolved, managed_limit_bytes=int(limit))
+    if coherent or by_device[0].managed_limit_bytes is not None:
+        return ()
+    return tuple(
+        its.device_budget_bytes or int(MANAGED_SHARE_OF_CARD * device.total_bytes)
+        for its, device in zip(by_device, capabilities, strict=True)
+    )
 
 
-def pinned_limit_bytes() -> int:
-    """Cap on page-locked memory of this process: :data:`PINNED_SHARE`; 0 if unknown."""
-    return int(PINNED_SHARE * _available_bytes())
+@dataclass(frozen=True)
+class HostCaps:
+    """Caps on what a process takes of the host; together they are less than its share."""
+
+    managed_bytes: int | None
+    """Cap on managed memory, beside what :func:`managed_bytes_of_device` adds. None for none."""
+    pinned_bytes: int
+    """Cap on page-locked memory; 0 where host memory is unknown."""
 
 
-def _available_bytes() -> int:
-    """This process's part of the available host memory, 0 if unknown."""
-    host = host_memory()
-    return 0 if host is None else host.available_bytes // local_processes()
+def host_caps(
+    resolved: ResolvedPolicy, share: HostShare | None, *, has_managed_cap: bool
+) -> HostCaps:
+    """Divide a process's share of host memory between managed and page-locked memory.
+
+    With `has_managed_cap` managed memory gets :data:`MANAGED_SHARE_OF_HOST` beside the devices'
+    budgets, where there are budgets and managed memory; page-locked memory gets the rest of
+    :data:`PINNED_SHARE`. A cap that the policy names stays as it is.
+    """
+    share_bytes = 0 if share is None else share.share_bytes
+    managed_share = 0.0
+    has_managed = any(rule.kind == "managed" for rule in resolved.rules)
+    if has_managed_cap and has_managed and resolved.device_budget_bytes is not None:
+        managed_share = MANAGED_SHARE_OF_HOST
+    pinned_bytes = int((PINNED_SHARE - managed_share) * share_bytes)
+    return HostCaps(
+        managed_bytes=resolved.managed_limit_bytes
+        if not has_managed_cap
+        else int(managed_share * share_bytes),
+        # A share of nothing is no reason for no cap.
+        pinned_bytes=0 if share is None else max(pinned_bytes, 1),
+    )
+
+
+def _warn_of_others(share: HostShare | None) -> None:
+    if share is not None and share.booked_bytes > share.available_bytes / 2:
+        _LOG.warning(
+            "umem: %d other processes of this user may take %s of the %s of host memory that is "
+            "available: this one takes %s at most. Where they belong together, start them by "
+            "torchrun, or set LOCAL_WORLD_SIZE to their number in each: then they share it equally",
+            len(share.others),
+            format_bytes(share.booked_bytes),
+            format_bytes(share.available_bytes),
+            format_bytes(share.share_bytes),
+        )
 
 
 def _stream_weights(model: nn.Module) -> None:

@@ -248,11 +248,13 @@ NB_MODULE(_native, module) {
           "__init__",
           [](Config* self, const std::vector<ClassSetting>& classes,
              std::size_t managed_limit_bytes, std::size_t device_budget_bytes,
-             std::size_t system_headroom_bytes, bool caching, std::size_t pinned_limit_bytes) {
+             std::size_t system_headroom_bytes, bool caching, std::size_t pinned_limit_bytes,
+             const std::vector<std::size_t>& managed_bytes_of_device) {
             if (classes.size() != kClasses)
               throw nb::value_error("classes: one ClassSetting for each of the six classes");
             new (self) Config{.classes = {},
                               .managed_limit_bytes = managed_limit_bytes,
+                              .managed_bytes_of_device = managed_bytes_of_device,
                               .pinned_limit_bytes = pinned_limit_bytes,
                               .device_budget_bytes = device_budget_bytes,
                               .system_headroom_bytes = system_headroom_bytes,
@@ -260,7 +262,8 @@ NB_MODULE(_native, module) {
             std::copy(classes.begin(), classes.end(), self->classes.begin());
           },
           "classes"_a, "managed_limit_bytes"_a = 0, "device_budget_bytes"_a = 0,
-          "system_headroom_bytes"_a = 0, "caching"_a = true, "pinned_limit_bytes"_a = 0);
+          "system_headroom_bytes"_a = 0, "caching"_a = true, "pinned_limit_bytes"_a = 0,
+          "managed_bytes_of_device"_a = std::vector<std::size_t>());
 
   // malloc, free and empty_cache may wait for the GPU and for hints: they release the interpreter
   // lock.

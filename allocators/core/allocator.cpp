@@ -1,5 +1,7 @@
 #include "core/allocator.hpp"
 
+#include <cstdio>
+
 namespace umem {
 
 Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source,
@@ -8,6 +10,7 @@ Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source
       driver_(std::move(driver)),
       limits_{.managed = SharedLimit(config.managed_limit_bytes),
               .pinned = SharedLimit(config.pinned_limit_bytes)},
+      managed_bytes_of_device_(config.managed_bytes_of_device),
       used_(static_cast<std::size_t>(devices)) {
   for (int device = 0; device < devices; ++device)
     devices_.push_back(
@@ -36,21 +39,41 @@ void* Allocator::allocate_on(DeviceAllocator& device, std::size_t bytes, StreamI
   return device.allocate(bytes, stream, tensor_class);
 }
 
-// Mapped memory is accessible to the GPUs that it is mapped for: those that this process uses, from
-// their first allocation on. Mapping for GPUs that other processes use would cost time for each.
+// A rank of several sees all GPUs of the host and uses one: caps go by those that it uses. Mapped
+// memory is accessible to the GPUs that it is mapped for: those that this process uses, from their
+// first allocation on. Mapping for GPUs that other processes use would cost time for each.
 void Allocator::introduce(int device_number) {
   const std::lock_guard lock(used_mutex_);
-  if (used_[static_cast<std::size_t>(device_number)].exchange(true)) return;
+  const auto number = static_cast<std::size_t>(device_number);
+  if (used_[number].load()) return;
+  if (number < managed_bytes_of_device_.size())
+    limits_.managed.raise(managed_bytes_of_device_[number]);
   for (int other = 0; other < device_count(); ++other) {
     if (other == device_number || !used_[static_cast<std::size_t>(other)].load()) continue;
-    devices_[static_cast<std::size_t>(other)]->add_peer(device_number);
-    devices_[static_cast<std::size_t>(device_number)]->add_peer(other);
+    DeviceAllocator& first = *devices_[static_cast<std::size_t>(other)];
+    DeviceAllocator& second = *devices_[number];
+    if (first.add_peer(device_number) && second.add_peer(other)) continue;
+    first.stop_mapping();
+    second.stop_mapping();
+    std::fprintf(stderr,
+                 "umem: GPUs %d and %d may not access each other's mapped memory: new tensors "
+                 "there are cudaMalloc's, as torch's own are. Copies of older ones may fail: use "
+                 "both GPUs before the first tensor.\n",
+                 other, device_number);
   }
+  used_[number].store(true);
 }
 
+// torch names the default stream of another device as it names the block's own: any may be meant.
 bool Allocator::record_stream(std::uintptr_t address, StreamId stream) {
-  for (const auto& device : devices_)
-    if (device->record_stream(address, stream)) return true;
+  for (int holder = 0; holder < device_count(); ++holder) {
+    DeviceAllocator& device = *devices_[static_cast<std::size_t>(holder)];
+    if (!device.record_stream(address, {holder, stream})) continue;
+    for (int other = 0; stream == 0 && other < device_count(); ++other)
+      if (other != holder && used_[static_cast<std::size_t>(other)].load())
+        device.record_stream(address, {other, stream});
+    return true;
+  }
   return false;
 }
 

@@ -49,6 +49,7 @@ class Allocator {
   std::unique_ptr<SegmentSource> source_;
   std::unique_ptr<Driver> driver_;
   SharedLimits limits_;
+  const std::vector<std::size_t> managed_bytes_of_device_;
   ClassContext classes_;
   std::mutex used_mutex_;
   std::vector<std::atomic<bool>> used_;  // devices with an allocation so far

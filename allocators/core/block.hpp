@@ -43,7 +43,7 @@ struct Block {
   TensorClass tensor_class = TensorClass::other;
   std::uint8_t advice = 0;               // profile whose advice its pages carry, or kMixedAdvice
   std::uint32_t pending_events = 0;
-  std::vector<StreamId> other_streams;   // recorded by record_stream since its birth
+  std::vector<DeviceStream> other_streams;  // recorded by record_stream since its birth
 
   bool is_split() const { return previous != nullptr || next != nullptr; }
 };

@@ -295,12 +295,12 @@ void DeviceAllocator::settle(Block* block) {
     release_spares({{block, spare_bytes(*block)}});
 }
 
-bool DeviceAllocator::record_stream(std::uintptr_t address, StreamId stream) {
+bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream) {
   const std::lock_guard lock(mutex_);
   Block* block = live_block(address);
   if (block == nullptr) return false;
-  std::vector<StreamId>& streams = block->other_streams;
-  if (stream != block->segment->heap->stream &&
+  std::vector<DeviceStream>& streams = block->other_streams;
+  if (stream != DeviceStream{device_, block->segment->heap->stream} &&
       std::find(streams.begin(), streams.end(), stream) == streams.end())
     streams.push_back(stream);
   return true;
@@ -310,19 +310,19 @@ void DeviceAllocator::wait_for_streams(Block* block) {
   block->state = BlockState::pending;
   if (!active_pools_.empty()) {
     bool capturing = driver_.capturing(block->segment->heap->stream);
-    for (const StreamId stream : block->other_streams)
-      capturing = capturing || driver_.capturing(stream);
+    for (const DeviceStream& other : block->other_streams)
+      capturing = capturing || driver_.capturing(other.stream);
     if (capturing) {  // an event recorded now would be a node of the graph, never to be queried
       deferred_.push_back(block);
       return;
     }
   }
-  for (const StreamId stream : std::exchange(block->other_streams, {})) {
-    const EventId event = driver_.record(device_, stream);
+  for (const DeviceStream& other : std::exchange(block->other_streams, {})) {
+    const EventId event = driver_.record(other.device, other.stream);
     ++block->pending_events;
     // No event: the driver or the stream is gone, and the end of the work is unknown, so the block
     // is never reused.
-    if (event != 0) pending_events_[stream].push_back({event, block});
+    if (event != 0) pending_events_[other].push_back({event, block});
   }
 }
 

@@ -28,18 +28,20 @@ class SharedLimit {
   explicit SharedLimit(std::size_t limit_bytes) : limit_bytes_(limit_bytes) {}
 
   bool take(std::size_t bytes) {
+    const std::size_t limit = limit_bytes_.load();
     std::size_t held = held_bytes_.load();
     do {
-      if (limit_bytes_ != 0 && (bytes > limit_bytes_ || held > limit_bytes_ - bytes)) return false;
+      if (limit != 0 && (bytes > limit || held > limit - bytes)) return false;
     } while (!held_bytes_.compare_exchange_weak(held, held + bytes));
     return true;
   }
   void give_back(std::size_t bytes) { held_bytes_.fetch_sub(bytes); }
+  void raise(std::size_t bytes) { limit_bytes_.fetch_add(bytes); }
   std::size_t held_bytes() const { return held_bytes_.load(); }
-  std::size_t limit_bytes() const { return limit_bytes_; }
+  std::size_t limit_bytes() const { return limit_bytes_.load(); }
 
  private:
-  const std::size_t limit_bytes_;
+  std::atomic<std::size_t> limit_bytes_;
   std::atomic<std::size_t> held_bytes_{0};
 };
 
@@ -208,7 +210,10 @@ class DeviceAllocator {
   void* try_allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class);
   // False when no live block starts at `address`.
   bool free(std::uintptr_t address);
-  bool record_stream(std::uintptr_t address, StreamId stream);
+  bool record_stream(std::uintptr_t address, DeviceStream stream);
+  bool record_stream(std::uintptr_t address, StreamId stream) {
+    return record_stream(address, DeviceStream{device_, stream});
+  }
   bool retag(std::uintptr_t address, TensorClass tensor_class);
   void empty_cache();
   // 0: no budget. Gives cached segments back if they exceed it; blocks stay where they are until
@@ -229,8 +234,10 @@ class DeviceAllocator {
   void set_memory_fraction(double fraction);
   double memory_fraction() const;
   std::optional<Range> base_allocation(std::uintptr_t address) const;
-  // Lets another GPU of the process access this one's memory.
-  void add_peer(int peer);
+  // Lets another GPU of the process access this one's memory. False where the driver refuses.
+  bool add_peer(int peer);
+  // Takes later memory from the source, between whose segments GPUs without access copy.
+  void stop_mapping();
 
   // Waits for the device, copies the contents of expandable segments to the host and gives their
   // memory back; addresses stay. Until resume() nothing may use the device's memory: an access is
@@ -276,7 +283,7 @@ class DeviceAllocator {
     EventId event;
     Block* block;
   };
-  using EventQueues = std::map<StreamId, std::deque<PendingEvent>>;  // each in stream order
+  using EventQueues = std::map<DeviceStream, std::deque<PendingEvent>>;  // each in stream order
   // Heaps on the host for what the budget keeps off the device.
   struct SpillRoutes {
     std::uint8_t profile = 0, small = 0, large = 0;  // the latter are numbers into routes_

@@ -218,14 +218,20 @@ void DeviceAllocator::release_moving() {
   if (!moving_.handles.empty()) release(*virtual_memory(), moving_);
 }
 
-void DeviceAllocator::add_peer(int peer) {
+bool DeviceAllocator::add_peer(int peer) {
   const std::lock_guard lock(mutex_);
-  if (virtual_memory() == nullptr) return;
+  if (virtual_memory() == nullptr) return true;
   std::vector<Range> mapped;
   if (paused_ == nullptr)
     for (const auto& [address, segment] : segments_)
       if (segment.is_expandable) mapped.push_back({segment.address, segment.bytes});
-  virtual_memory()->add_peer(device_, peer, mapped);
+  return virtual_memory()->add_peer(device_, peer, mapped);
+}
+
+void DeviceAllocator::stop_mapping() {
+  const std::lock_guard lock(mutex_);
+  virtual_memory_ = nullptr;
+  if (active_pools_.empty()) release_spares(spares());
 }
 
 }  // namespace umem

@@ -40,7 +40,8 @@ class VirtualMemory {
   // Unmaps handles of `handle_bytes`, which stay. No work may use the range any more: the call
   // waits for nothing.
   virtual void unmap(Range range, std::size_t handle_bytes) noexcept = 0;
-  // Lets another GPU access what is mapped for the device: the given ranges, and later ones.
+  // Lets another GPU access what is mapped for the device: the given ranges, and later ones. False
+  // where that is refused; then later ranges can still be mapped for the others.
   virtual bool add_peer(int device, int peer, std::span<const Range> mapped) noexcept = 0;
 };
 
@@ -50,7 +51,8 @@ class Driver {
  public:
   virtual ~Driver() = default;
 
-  // Records an event after the current work of `stream`. 0 on failure.
+  // Records an event after the current work of `stream`, which may be of another device than this
+  // one unless it is the default stream. 0 on failure.
   virtual EventId record(int device, StreamId stream) noexcept = 0;
   // True once the event has completed; the event is then recycled.
   virtual bool finished(EventId event) noexcept = 0;

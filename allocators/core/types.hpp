@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -59,17 +60,27 @@ struct ClassSetting {
 
 struct Config {
   std::array<ClassSetting, kClasses> classes{};
-  std::size_t managed_limit_bytes = 0;    // 0: no cap
+  std::size_t managed_limit_bytes = 0;    // 0: no cap, unless devices have one
+  // By device: added to the cap once the process allocates on it. Empty: devices add nothing.
+  std::vector<std::size_t> managed_bytes_of_device;
   std::size_t pinned_limit_bytes = 0;     // most page-locked host memory; 0: no limit
   std::size_t device_budget_bytes = 0;    // 0: no budget
   std::size_t system_headroom_bytes = 0;  // device bytes that kind `system` leaves free
   bool caching = true;                    // false: every free goes back to the source at once
 };
 
-using StreamId = std::uint64_t;  // a cudaStream_t; 0 is the default stream
+using StreamId = std::uint64_t;  // a cudaStream_t; 0 is the default stream of each device
 using EventId = std::uint64_t;   // 0: no event
 using HandleId = std::uint64_t;  // physical memory that can be mapped; 0: none
 using PoolId = std::pair<unsigned long long, unsigned long long>;  // torch's MempoolId_t
+
+// The device matters for the default stream only: any other has a number of its own.
+struct DeviceStream {
+  int device = 0;
+  StreamId stream = 0;
+
+  auto operator<=>(const DeviceStream&) const = default;
+};
 
 struct Range {
   std::uintptr_t address = 0;

@@ -124,11 +124,11 @@ bool CudaVirtualMemory::add_peer(int device, int peer, std::span<const Range> ma
   const Context context(device);
   const std::lock_guard lock(mutex_);
   const CUmemAccessDesc access = read_and_write(peer);
-  devices_[static_cast<std::size_t>(device)].access.push_back(access);
   bool allowed = true;
   for (const Range& range : mapped)
     allowed =
         cuda_.set_access(range.address, range.bytes, &access, 1) == CUDA_SUCCESS && allowed;
+  if (allowed) devices_[static_cast<std::size_t>(device)].access.push_back(access);
   return allowed;
 }
 

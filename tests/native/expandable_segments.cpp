@@ -339,6 +339,27 @@ void peers_have_access() {
   CHECK(mapped(machine).holds(allocate(0), 20 * MiB, {2}));
 }
 
+// Memory that a GPU without access could not even copy.
+void refused_peers_get_memory_of_the_source() {
+  Machine machine(
+      {.config = config_of(MemoryKind::device), .devices = 2, .virtual_memory = true});
+  mapped(machine).refuse_peers(true);
+  const auto allocate = [&](int device) {
+    return reinterpret_cast<std::uintptr_t>(machine.allocator.allocate(20 * MiB, device, kMain));
+  };
+  const std::uintptr_t before = allocate(0);
+  machine.free(allocate(0));
+  CHECK(mapped(machine).is_mapped(before));
+  for (const int device : {1, 0}) {
+    const std::uintptr_t after = allocate(device);
+    CHECK(machine.source.holds(after, 20 * MiB));
+    CHECK(machine.allocator.device(device).free(after));
+  }
+  CHECK_EQUAL(mapped(machine).held_bytes(), round_up(20 * MiB, kHandle));  // what is in use
+  machine.free(before);
+  check_consistent(machine.device);
+}
+
 // ---- traces ----
 
 // Tensors of changing sizes that live and die in any order. Each hole between them keeps less than
@@ -474,6 +495,7 @@ int main() {
   RUN(memory_of_graphs_is_not_mapped);
   RUN(the_fraction_bounds_what_is_mapped);
   RUN(peers_have_access);
+  RUN(refused_peers_get_memory_of_the_source);
   RUN(fragmentation_is_bounded);
   RUN(a_training_settles);
   RUN(streams_do_not_take_handles_from_each_other_for_ever);

@@ -35,6 +35,28 @@ void waiting_may_serve_without_a_new_segment() {
   CHECK_EQUAL(machine.allocate(30 * MiB), pending);
 }
 
+// A rank sees all GPUs of its host and uses one.
+void the_cap_goes_by_the_devices_in_use() {
+  Config config;
+  config.managed_limit_bytes = 10 * MiB;
+  config.managed_bytes_of_device = {30 * MiB, 50 * MiB, 70 * MiB};
+  Machine machine({.config = config, .devices = 3});
+  const auto fits = [&](std::size_t bytes, int device) {
+    try {
+      void* address = machine.allocator.allocate(bytes, device, kMain);
+      machine.allocator.device(device).free(reinterpret_cast<std::uintptr_t>(address));
+      return true;
+    } catch (const OutOfMemory&) {
+      return false;
+    }
+  };
+  CHECK(!fits(42 * MiB, 0));
+  CHECK(fits(40 * MiB, 0));
+  CHECK(fits(110 * MiB, 2));
+  CHECK(!fits(112 * MiB, 0));
+  CHECK(fits(110 * MiB, 0));
+}
+
 void a_full_source_is_out_of_memory() {
   Machine machine({.config = {}, .capacity_bytes = 40 * MiB});
   const std::uintptr_t held = machine.allocate(30 * MiB);
@@ -298,6 +320,7 @@ int main() {
   using namespace umem;
   RUN(the_source_is_asked_again_after_the_cache);
   RUN(waiting_may_serve_without_a_new_segment);
+  RUN(the_cap_goes_by_the_devices_in_use);
   RUN(a_full_source_is_out_of_memory);
   RUN(the_last_bytes_can_be_had);
   RUN(the_budget_changes_at_run_time);

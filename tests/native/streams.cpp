@@ -173,6 +173,22 @@ void a_device_records_what_any_device_holds() {
   CHECK_EQUAL(machine.driver.events(), 1U);
 }
 
+// Every device has a default stream, and torch gives all of them the same number.
+void the_default_stream_of_another_device_is_waited_for() {
+  Machine machine({.config = {}, .devices = 3});
+  const auto address =
+      reinterpret_cast<std::uintptr_t>(machine.allocator.allocate(12 * MiB, 0, kMain));
+  machine.allocator.allocate(512, 1, kMain);  // the process uses this device, and not the third
+  machine.driver.launch(kMain, 1);
+  CHECK(machine.allocator.record_stream(address, kMain));
+  machine.free(address);
+  CHECK_EQUAL(machine.driver.events(), 1U);
+  CHECK(!is_reused(machine, address, 12 * MiB));
+  machine.driver.finish(kMain, 1);
+  CHECK(is_reused(machine, address, 12 * MiB));
+  check_consistent(machine.device);
+}
+
 }  // namespace
 }  // namespace umem
 
@@ -189,4 +205,5 @@ int main() {
   RUN(empty_cache_waits_for_streams);
   RUN(without_an_event_the_block_is_never_reused);
   RUN(a_device_records_what_any_device_holds);
+  RUN(the_default_stream_of_another_device_is_waited_for);
 }

@@ -16,7 +16,8 @@ from umem.doctor.facts import Environment, dotted, version_numbers
 from umem.doctor.features import Feature, features
 from umem.hardware import load_hardware
 from umem.hardware.capabilities import Capabilities
-from umem.hardware.host_memory import PINNED_SHARE, HostMemory, local_processes
+from umem.hardware.host_memory import PINNED_SHARE, MemoryLimit
+from umem.hardware.host_share import HostShare, local_ranks
 from umem.hardware.load import describe_machine
 from umem.policy import load_policy, resolve
 from umem.torch_compat import NEWEST, OLDEST, Need
@@ -342,13 +343,16 @@ def _limits(environment: Environment) -> Iterator[Check]:
     yield from _device_budgets(environment)
     yield _host_memory(environment)
     if host.memory is not None:
-        limit = host.memory.limit
-        value, why = "the machine's own", ""
-        if limit is not None:
-            value = f"{limit.path}: {format_bytes(limit.limit_bytes)}"
-            why = f"less what its programs use: {format_bytes(limit.available_bytes)}"
-        yield _info("host memory limit", value, why)
-        yield _pinned_memory(host.memory, environment.variables)
+        yield _host_limit(host.memory.limit)
+        ranks, source = local_ranks(environment.variables)
+        share = HostShare(host.memory.available_bytes, host.others, ranks, source)
+        yield _host_share(share)
+        limit_bytes = int(PINNED_SHARE * share.share_bytes)
+        yield _info(
+            "page-locked memory",
+            f"at most {format_bytes(limit_bytes)} for a process",
+            f"{100 * PINNED_SHARE:.0f} % of {format_bytes(share.share_bytes)}, its share",
+        )
     locked = "unlimited" if host.memlock_bytes is None else format_bytes(host.memlock_bytes)
     why = "CUDA's pinned memory is not bound by it; RDMA libraries are"
     yield _info("locked memory (ulimit -l)", locked, why)
@@ -381,13 +385,24 @@ def _device_budgets(environment: Environment) -> Iterator[Check]:
         yield _info(f"GPU {device.device_index} device budget, policy {name}", value, why)
 
 
-def _pinned_memory(host: HostMemory, variables: Mapping[str, str]) -> Check:
-    processes = local_processes(variables)
-    limit_bytes = int(PINNED_SHARE * (host.available_bytes // processes))
-    why = f"{100 * PINNED_SHARE:.0f} % of {format_bytes(host.available_bytes)} available"
-    if processes > 1:
-        why += f", shared by {processes} processes (LOCAL_WORLD_SIZE)"
-    return _info("page-locked memory", f"at most {format_bytes(limit_bytes)} for a process", why)
+def _host_limit(limit: MemoryLimit | None) -> Check:
+    if limit is None:
+        return _info("host memory limit", "the machine's own")
+    return _info(
+        "host memory limit",
+        f"{limit.path}: {format_bytes(limit.limit_bytes)}",
+        f"less {format_bytes(limit.used_bytes)} in use, and {format_bytes(limit.cache_bytes)} of "
+        f"that is files the kernel can drop: {format_bytes(limit.available_bytes)}",
+    )
+
+
+def _host_share(share: HostShare) -> Check:
+    why = f"{format_bytes(share.available_bytes)} available"
+    if share.others:
+        why += f", less {format_bytes(share.booked_bytes)} that {len(share.others)} others may take"
+    if share.source:
+        why += f", divided among {share.ranks} processes ({share.source})"
+    return _info("host memory share", format_bytes(share.share_bytes), why)
 
 
 def _host_memory(environment: Environment) -> Check:
@@ -395,6 +410,9 @@ def _host_memory(environment: Environment) -> Check:
     if host is None:
         return _warn(name, "unknown", "/proc/meminfo cannot be read")
     value = f"{format_bytes(host.total_bytes)}, {format_bytes(host.available_bytes)} available"
+    if host.other_nodes_bytes:
+        other = format_bytes(host.other_nodes_bytes)
+        value += f", without {other} on NUMA nodes of GPUs or closed to this process"
     # On a coherent machine the GPU's own memory is part of the host's: nothing to compare.
     cards = [device.total_bytes for device in environment.devices or () if not device.is_coherent]
     largest_bytes = max(cards, default=0)

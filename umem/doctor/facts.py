@@ -18,6 +18,7 @@ from umem.core.errors import NativeLibraryError, UmemError
 from umem.core.install import install_command
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import HostMemory, host_memory
+from umem.hardware.host_share import RANK_COUNTS, Booking, bookings
 from umem.runtime.native_library import native
 from umem.torch_compat import PrivateName, missing
 
@@ -62,6 +63,8 @@ class Host:
     """CPUs that this process may use."""
     memory: HostMemory | None
     """Of the machine or its control groups, whichever is less; None if unknown."""
+    others: tuple[Booking, ...]
+    """What other processes under umem may take of it."""
     memlock_bytes: int | None
     """Limit on locked memory; None for unlimited."""
     shm_bytes: int | None
@@ -153,10 +156,10 @@ _OTHER_VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_MANAGED_FORCE_DEVICE_ALLOC",
     "CUDA_VISIBLE_DEVICES",
-    "LOCAL_WORLD_SIZE",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    *RANK_COUNTS,
 )
 
 
@@ -235,6 +238,7 @@ def _host() -> Host:
         # Only Linux has sched_getaffinity.
         cpu_count=len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1,
         memory=host_memory(),
+        others=tuple(bookings()),
         memlock_bytes=_memlock_bytes(),
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nvcc=shutil.which("nvcc"),

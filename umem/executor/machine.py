@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.executor.background import Background, run_in_thread
 from umem.hardware import Hardware, detect_hardware
-from umem.hardware.host_memory import host_memory_bytes
+from umem.hardware.host_share import share_bytes
 from umem.offloading import Mover
 from umem.offloading.movers import returning_bytes
 from umem.policy import ResolvedPolicy
@@ -82,9 +82,12 @@ class Machine:
 def within_host(
     hardware: Hardware,
     held_bytes: int = 0,
-    host_bytes: Callable[[], tuple[int, int] | None] = host_memory_bytes,
+    host_bytes: Callable[[], int | None] = share_bytes,
 ) -> Hardware:
     """The hardware with the host memory that a plan may use, so that no plan takes more.
+
+    Ranks of a host divide what is available. The bounds of all of them together are that, and what
+    each holds already: no byte is given twice.
 
     Parameters
     ----------
@@ -93,12 +96,13 @@ def within_host(
     held_bytes
         What the plan's tensors may use beside the memory that is available: `held_host_bytes`.
     host_bytes
-        Returns the host's (total, available) memory in bytes, or None.
+        Returns this process's share of the host memory that is available, in bytes; None where it
+        is unknown.
     """
-    known = host_bytes()
-    if known is None:
+    own_bytes = host_bytes()
+    if own_bytes is None:
         return hardware
-    return replace(hardware, host_bytes=min(hardware.host_bytes, known[1] + held_bytes))
+    return replace(hardware, host_bytes=min(hardware.host_bytes, own_bytes + held_bytes))
 
 
 def held_host_bytes(

@@ -6,12 +6,15 @@ versions of the kernel's interface are read, as they may be mounted side by side
 https://docs.kernel.org/admin-guide/cgroup-v2.html (section "Memory Interface Files") and
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (section 5.2, "stat file").
 
+On a Grace Hopper the kernel counts the GPU's memory as the host's, on a NUMA node without CPUs.
+Only nodes with CPUs count, and of those the ones that this process may allocate on (``cpuset.mems``
+of its control group, as ``Mems_allowed_list`` of ``/proc/self/status`` has it).
+
 ``RLIMIT_MEMLOCK`` is not read: it bounds ``mlock``, and CUDA's driver locks pages without it.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +27,6 @@ __all__ = [
     "MemoryLimit",
     "host_memory",
     "host_memory_bytes",
-    "local_processes",
 ]
 
 PINNED_SHARE = 0.85
@@ -41,6 +43,10 @@ class MemoryLimit:
     limit_bytes: int
     available_bytes: int
     """What the group may still take, page cache that the kernel can drop included."""
+    used_bytes: int = 0
+    """What its programs use, that page cache included."""
+    cache_bytes: int = 0
+    """Of that, page cache that the kernel can drop."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,9 @@ class HostMemory:
     """Can be taken now without swapping."""
     limit: MemoryLimit | None
     """The limit that leaves these available bytes; None where the machine itself has no more."""
+    other_nodes_bytes: int = 0
+    """What else the kernel calls available: memory of GPUs, and of NUMA nodes that this process may
+    not allocate on."""
 
 
 class _Interface(NamedTuple):
@@ -98,8 +107,9 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
     meminfo = _figures(root / "proc/meminfo")
     if "MemTotal:" not in meminfo or "MemAvailable:" not in meminfo:
         return None
-    total_bytes = meminfo["MemTotal:"] * 1024
-    available_bytes = meminfo["MemAvailable:"] * 1024
+    other_total_bytes, other_bytes = _other_nodes(root)
+    total_bytes = meminfo["MemTotal:"] * 1024 - other_total_bytes
+    available_bytes = max(meminfo["MemAvailable:"] * 1024 - other_bytes, 0)
     # A group of version 1 without a limit has one near 2**63. None beyond the machine's memory can
     # be reached.
     limits = [limit for limit in _limits(root) if limit.limit_bytes < total_bytes]
@@ -110,6 +120,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
         total_bytes=min([total_bytes, *(limit.limit_bytes for limit in limits)]),
         available_bytes=available_bytes if tightest is None else tightest.available_bytes,
         limit=tightest,
+        other_nodes_bytes=other_bytes,
     )
 
 
@@ -119,13 +130,31 @@ def host_memory_bytes(root: Path = Path("/")) -> tuple[int, int] | None:
     return None if memory is None else (memory.total_bytes, memory.available_bytes)
 
 
-def local_processes(variables: Mapping[str, str] = os.environ) -> int:
-    """Processes of one job on this host, which share its memory.
+def _other_nodes(root: Path) -> tuple[int, int]:
+    """Bytes of the NUMA nodes that are no host memory for this process: (total, available)."""
+    status = "\n".join(_lines(root / "proc/self/status"))
+    stated = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status, re.MULTILINE)
+    allowed = None if stated is None else _numbers(stated.group(1))
+    total_bytes = available_bytes = 0
+    for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        number = int(node.name.removeprefix("node"))
+        has_cpus = any(line.strip() for line in _lines(node / "cpulist"))
+        if has_cpus and (allowed is None or number in allowed):
+            continue
+        # Lines read "Node 1 MemFree:       24623428 kB".
+        fields = (line.split() for line in _lines(node / "meminfo"))
+        kib = {words[2]: int(words[3]) for words in fields}
+        total_bytes += kib.get("MemTotal:", 0) * 1024
+        available_bytes += 1024 * sum(
+            kib.get(name, 0) for name in ("MemFree:", "Active(file):", "Inactive(file):")
+        )
+    return total_bytes, available_bytes
 
-    Launchers such as torchrun start one for each GPU, and say how many in ``LOCAL_WORLD_SIZE``.
-    """
-    count = variables.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(count)) if re.fullmatch("[0-9]{1,6}", count) else 1
+
+def _numbers(ranges: str) -> set[int]:
+    """Numbers of a list of the kernel's, such as "0-3,8"."""
+    ends = [[int(end) for end in part.split("-")] for part in ranges.split(",")]
+    return {number for part in ends for number in range(part[0], part[-1] + 1)}
 
 
 def _limits(root: Path) -> Iterator[MemoryLimit]:
@@ -196,14 +225,23 @@ def _limits_of(directory: Path, interface: _Interface) -> Iterator[MemoryLimit]:
         limit_bytes = _number(directory / name)
         if limit_bytes is None:
             continue
+        stat = _figures(directory / "memory.stat")
+        # Of version 1: the least limit of this group and of all around it, those too that a
+        # container does not see.
+        limit_bytes = min(limit_bytes, stat.get("hierarchical_memory_limit", limit_bytes))
         used_bytes = _number(directory / interface.usage) or 0
-        unused_bytes = limit_bytes - used_bytes + _reclaimable_bytes(directory, interface)
+        cache_bytes = _reclaimable_bytes(stat, interface)
+        unused_bytes = limit_bytes - used_bytes + cache_bytes
         yield MemoryLimit(
-            directory / name, limit_bytes, available_bytes=min(max(unused_bytes, 0), limit_bytes)
+            directory / name,
+            limit_bytes,
+            available_bytes=min(max(unused_bytes, 0), limit_bytes),
+            used_bytes=used_bytes,
+            cache_bytes=cache_bytes,
         )
 
 
-def _reclaimable_bytes(directory: Path, interface: _Interface) -> int:
+def _reclaimable_bytes(stat: Mapping[str, int], interface: _Interface) -> int:
     """Page cache that a group's processes get memory from at once, without swapping.
 
     The usage of a group counts the files that its processes have read, until there is need of the
@@ -215,7 +253,6 @@ def _reclaimable_bytes(directory: Path, interface: _Interface) -> int:
     kernel's documentation says that it *might* be reclaimed, and locked memory that was promised
     in error cannot be swapped out to mend it.
     """
-    stat = _figures(directory / "memory.stat")
     cache_bytes = sum(stat.get(name, 0) for name in interface.cache)
     return max(cache_bytes - sum(stat.get(name, 0) for name in interface.unwritten), 0)
 

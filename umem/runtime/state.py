@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,11 @@ def fallback_reason() -> str | None:
     return _fallback_reason if _runtime is None else None
 
 
-def native_config(resolved: ResolvedPolicy, pinned_limit_bytes: int = 0) -> _native.Config:
+def native_config(
+    resolved: ResolvedPolicy,
+    pinned_limit_bytes: int = 0,
+    managed_bytes_of_device: Sequence[int] = (),
+) -> _native.Config:
     """The native allocator's configuration.
 
     Parameters
@@ -91,6 +96,8 @@ def native_config(resolved: ResolvedPolicy, pinned_limit_bytes: int = 0) -> _nat
         A policy from :func:`umem.policy.resolve`.
     pinned_limit_bytes
         Most page-locked memory of all GPUs together; 0 for no limit.
+    managed_bytes_of_device
+        By GPU, what its first allocation adds to the policy's cap on managed memory.
     """
     library = native()
     return library.Config(
@@ -105,6 +112,7 @@ def native_config(resolved: ResolvedPolicy, pinned_limit_bytes: int = 0) -> _nat
             for rule in resolved.rules
         ],
         managed_limit_bytes=resolved.managed_limit_bytes or 0,
+        managed_bytes_of_device=list(managed_bytes_of_device),
         device_budget_bytes=resolved.device_budget_bytes or 0,
         system_headroom_bytes=resolved.system_headroom_bytes,
         caching=resolved.caching,

@@ -104,11 +104,11 @@ FakeDriver::~FakeDriver() {
   CHECK_EQUAL(events_.size(), 0U);  // an event that nobody recycled
 }
 
-EventId FakeDriver::record(int, StreamId stream) noexcept {
+EventId FakeDriver::record(int device, StreamId stream) noexcept {
   const std::lock_guard lock(mutex_);
   CHECK(!capturing_.contains(stream));  // it would become a node of the graph
   if (refuses_events_) return 0;
-  events_[++last_event_] = {stream, streams_[stream].launched};
+  events_[++last_event_] = {key(stream, device), streams_[key(stream, device)].launched};
   return last_event_;
 }
 
@@ -168,19 +168,20 @@ bool FakeDriver::evict(int, Range range) noexcept {
   return !refuses_hints_;
 }
 
-std::uint64_t FakeDriver::launch(StreamId stream) {
+std::uint64_t FakeDriver::launch(StreamId stream, int device) {
   const std::lock_guard lock(mutex_);
-  return ++streams_[stream].launched;
+  return ++streams_[key(stream, device)].launched;
 }
 
-void FakeDriver::finish(StreamId stream) {
+void FakeDriver::finish(StreamId stream, int device) {
   const std::lock_guard lock(mutex_);
-  streams_[stream].done = streams_[stream].launched;
+  Stream& of = streams_[key(stream, device)];
+  of.done = of.launched;
 }
 
 std::uint64_t FakeDriver::done(StreamId stream) {
   const std::lock_guard lock(mutex_);
-  return streams_[stream].done;
+  return streams_[key(stream, 0)].done;
 }
 
 void FakeDriver::begin_capture(StreamId stream) {

@@ -72,7 +72,7 @@ class FakeDriver final : public Driver {
   FakeDriver(std::size_t total_bytes, std::unique_ptr<FakeVirtualMemory> virtual_memory);
   ~FakeDriver() override;
 
-  EventId record(int, StreamId stream) noexcept override;
+  EventId record(int device, StreamId stream) noexcept override;
   bool finished(EventId id) noexcept override;
   void wait(EventId id) noexcept override;
   bool capturing(StreamId stream) noexcept override;
@@ -85,9 +85,10 @@ class FakeDriver final : public Driver {
   bool evict(int, Range range) noexcept override;
   FakeVirtualMemory* virtual_memory() noexcept override { return virtual_memory_.get(); }
 
-  // Gives a stream work. Returns the mark that done() reaches when that work is over.
-  std::uint64_t launch(StreamId stream);
-  void finish(StreamId stream);
+  // Gives a stream work. Returns the mark that done() reaches when that work is over. The device is
+  // that of the default stream: other streams have numbers of their own.
+  std::uint64_t launch(StreamId stream, int device = 0);
+  void finish(StreamId stream, int device = 0);
   std::uint64_t done(StreamId stream);
   void begin_capture(StreamId stream);
   void end_capture(StreamId stream);
@@ -106,16 +107,18 @@ class FakeDriver final : public Driver {
     std::uint64_t done = 0;
   };
   struct Event {
-    StreamId stream;
+    DeviceStream stream;
     std::uint64_t mark;
   };
+
+  static DeviceStream key(StreamId stream, int device) { return {stream == 0 ? device : 0, stream}; }
 
   const std::size_t total_bytes_;
   const std::unique_ptr<FakeVirtualMemory> virtual_memory_;
   mutable std::mutex mutex_;
   EventId last_event_ = 0;
   std::map<EventId, Event> events_;
-  std::map<StreamId, Stream> streams_;
+  std::map<DeviceStream, Stream> streams_;
   std::set<StreamId> capturing_;
   bool refuses_hints_ = false;
   bool refuses_events_ = false;

@@ -91,12 +91,18 @@ void FakeVirtualMemory::unmap(Range range, std::size_t handle_bytes) noexcept {
 
 bool FakeVirtualMemory::add_peer(int device, int peer, std::span<const Range> mapped) noexcept {
   const std::lock_guard lock(mutex_);
+  if (refuses_peers_) return false;
   peers_[device].insert(peer);
   for (const Range& range : mapped)
     for (auto at = accessible_.lower_bound(range.address);
          at != accessible_.end() && at->first < range.address + range.bytes; ++at)
       at->second.insert(peer);
   return true;
+}
+
+void FakeVirtualMemory::refuse_peers(bool refuse) {
+  const std::lock_guard lock(mutex_);
+  refuses_peers_ = refuse;
 }
 
 void FakeVirtualMemory::set_capacity(std::size_t bytes) {

@@ -32,6 +32,7 @@ class FakeVirtualMemory final : public VirtualMemory {
   void set_capacity(std::size_t bytes);  // 0: no bound
   void refuse_addresses(bool refuse);
   void refuse_maps(bool refuse);
+  void refuse_peers(bool refuse);
   void on_unmap(std::function<void()> hook) { on_unmap_ = std::move(hook); }
   std::size_t held_bytes() const;  // of all handles, mapped or not
   std::size_t peak_bytes() const;
@@ -58,6 +59,7 @@ class FakeVirtualMemory final : public VirtualMemory {
   std::size_t capacity_bytes_ = 0;
   bool refuses_addresses_ = false;
   bool refuses_maps_ = false;
+  bool refuses_peers_ = false;
   std::size_t held_bytes_ = 0, peak_bytes_ = 0, created_ = 0, maps_ = 0, unmaps_ = 0;
   HandleId last_handle_ = 0;
   std::map<HandleId, Handle> handles_;
