@@ -34,15 +34,20 @@ from umem.policy import (
     Placement,
     Policy,
     PolicyPlanner,
+    Refusable,
     ResolvedPolicy,
     ShareLibrary,
+    check_environment,
     class_rule,
     find_problems,
     load_policy,
     policy_schema,
     preset_names,
     resolve,
+    without,
 )
+from umem.runtime.native_library import native
+from umem.runtime.state import native_config
 
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -55,7 +60,7 @@ CARD = dataclasses.replace(PCIE, device_bytes=80 * GIB)
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER"):
+    for name in ("UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_WITHOUT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -747,6 +752,36 @@ def test_unknown_planners_are_refused() -> None:
             resolve(load_policy("sft"), CARD, {"UMEM_PLANNER": value})
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, ()),
+        ("", ()),
+        ("prefetch", ("prefetch",)),
+        ("discard, advice,discard", ("discard", "advice")),
+        ("second_context,prefetch,advice,discard", get_args(Refusable)),
+    ],
+)
+def test_calls_to_do_without(
+    text: str | None, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {} if text is None else {"UMEM_WITHOUT": text}
+    assert without(environ) == expected
+    check_environment(environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    config = native_config(resolve(load_policy("managed"), CARD))
+    allocator = native().Allocator.on_host(config)
+    allocator.malloc(4 << 20)
+    refused = allocator.stats(0)["num_failed_hints"]
+    assert (refused > 0) == bool({"advice", "prefetch"} & set(expected))
+
+
+def test_an_unknown_call_to_do_without_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"UMEM_WITHOUT: 'prefech'.*'prefetch'.*or unset it"):
+        check_environment({"UMEM_WITHOUT": "discard,prefech"})
+
+
 def test_resolve_refuses_sizes_that_do_not_fit_the_device() -> None:
     tiny = dataclasses.replace(CARD, device_bytes=10)
     with pytest.raises(PolicyError, match="device_budget: 1% of 10 B is less than a byte"):
@@ -799,7 +834,13 @@ def test_docs_name_every_key_value_preset_and_variable() -> None:
         for choices in (MemoryKind, Placement, Mechanism, Eviction)
         for value in get_args(choices)
     }
-    variables = {"UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_LOG"}
+    variables = {
+        "UMEM_MANAGED_LIMIT",
+        "UMEM_DEVICE_BUDGET",
+        "UMEM_PLANNER",
+        "UMEM_WITHOUT",
+        "UMEM_LOG",
+    }
     assert first_cells == fields | values | set(PRESETS) | variables
     assert all(f"`{library}`" in text for library in get_args(ShareLibrary))
 

@@ -115,6 +115,23 @@ HintBatch* make_batch(const std::vector<int>& ops, const std::vector<std::uintpt
   return new HintBatch(device, std::move(requests));
 }
 
+Without without_of(const std::vector<std::string>& names) {
+  Without without;
+  for (const std::string& name : names) {
+    if (name == "second_context")
+      without.second_context = true;
+    else if (name == "prefetch")
+      without.prefetch = true;
+    else if (name == "advice")
+      without.advice = true;
+    else if (name == "discard")
+      without.discard = true;
+    else
+      throw nb::value_error(("without: no such call: " + name).c_str());
+  }
+  return without;
+}
+
 std::unique_ptr<HintDriver> cuda_driver([[maybe_unused]] const HintSettings& settings) {
 #ifdef UMEM_HAS_CUDA
   return std::make_unique<CudaHintDriver>(settings.prefetch_workers + 1);
@@ -130,18 +147,21 @@ void bind_hints(nb::module_& module) {
       .def(
           "__init__",
           [](HintSettings* self, std::size_t chunk_bytes, std::size_t in_flight_bytes,
-             std::size_t capacity, int prefetch_workers, double poll_s) {
+             std::size_t capacity, int prefetch_workers, double poll_s,
+             const std::vector<std::string>& without) {
             new (self) HintSettings{.chunk_bytes = chunk_bytes,
                                     .in_flight_bytes = in_flight_bytes,
                                     .capacity = capacity,
                                     .prefetch_workers = prefetch_workers,
-                                    .poll_ns = nanoseconds(poll_s, "poll_s")};
+                                    .poll_ns = nanoseconds(poll_s, "poll_s"),
+                                    .without = without_of(without)};
           },
           "chunk_bytes"_a = HintSettings{}.chunk_bytes,
           "in_flight_bytes"_a = HintSettings{}.in_flight_bytes,
           "capacity"_a = HintSettings{}.capacity,
           "prefetch_workers"_a = HintSettings{}.prefetch_workers,
-          "poll_s"_a = seconds(HintSettings{}.poll_ns));
+          "poll_s"_a = seconds(HintSettings{}.poll_ns),
+          "without"_a = std::vector<std::string>());
 
   nb::class_<HintBatch>(module, "HintBatch")
       .def("__len__", &HintBatch::size)

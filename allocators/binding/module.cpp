@@ -249,7 +249,8 @@ NB_MODULE(_native, module) {
           [](Config* self, const std::vector<ClassSetting>& classes,
              std::size_t managed_limit_bytes, std::size_t device_budget_bytes,
              std::size_t system_headroom_bytes, bool caching, std::size_t pinned_limit_bytes,
-             const std::vector<std::size_t>& managed_bytes_of_device) {
+             const std::vector<std::size_t>& managed_bytes_of_device, bool advises,
+             bool prefetches) {
             if (classes.size() != kClasses)
               throw nb::value_error("classes: one ClassSetting for each of the six classes");
             new (self) Config{.classes = {},
@@ -258,12 +259,15 @@ NB_MODULE(_native, module) {
                               .pinned_limit_bytes = pinned_limit_bytes,
                               .device_budget_bytes = device_budget_bytes,
                               .system_headroom_bytes = system_headroom_bytes,
-                              .caching = caching};
+                              .caching = caching,
+                              .advises = advises,
+                              .prefetches = prefetches};
             std::copy(classes.begin(), classes.end(), self->classes.begin());
           },
           "classes"_a, "managed_limit_bytes"_a = 0, "device_budget_bytes"_a = 0,
           "system_headroom_bytes"_a = 0, "caching"_a = true, "pinned_limit_bytes"_a = 0,
-          "managed_bytes_of_device"_a = std::vector<std::size_t>());
+          "managed_bytes_of_device"_a = std::vector<std::size_t>(), "advises"_a = true,
+          "prefetches"_a = true);
 
   // malloc, free and empty_cache may wait for the GPU and for hints: they release the interpreter
   // lock.

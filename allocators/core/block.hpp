@@ -20,7 +20,8 @@ struct Segment {
   Heap* heap = nullptr;
   Block* first = nullptr;
   Block* last = nullptr;
-  bool room_was_made = false;  // others were given back for it
+  std::size_t device_bytes = 0;  // kind system: from here on, its pages stay on the host
+  bool room_was_made = false;    // others were given back for it
   bool is_expandable = false;
 };
 

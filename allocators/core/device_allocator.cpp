@@ -1,6 +1,7 @@
 #include "core/device_allocator.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <utility>
 
 namespace umem {
@@ -229,9 +230,37 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
 }
 
 void DeviceAllocator::apply_advice(Block* block, std::uint8_t profile) {
-  const Range range{block->address, block->bytes};
-  if (!driver_.advise(device_, range, profiles_[profile].advice)) ++stats_.num_failed_hints;
+  note_hint(advise(*block->segment, {block->address, block->bytes}, profile),
+            has_warned_of_advice_, "advice");
   block->advice = profile;
+}
+
+// What lies beyond the segment's room on the device keeps its place on the host.
+bool DeviceAllocator::advise(const Segment& segment, Range range, std::uint8_t profile) {
+  if (!config_.advises) return false;
+  const Advice& advice = profiles_[profile].advice;
+  const std::uintptr_t end = range.address + range.bytes;
+  std::uintptr_t border = end;
+  if (profiles_[profile].kind == MemoryKind::system && advice.placement == Placement::device)
+    border = std::clamp(segment.address + segment.device_bytes, range.address, end);
+  const Advice beyond{.placement = Placement::host,
+                      .accessed_by_device = true,
+                      .read_mostly = advice.read_mostly};
+  bool taken = true;
+  if (border != range.address)
+    taken = driver_.advise(device_, {range.address, border - range.address}, advice);
+  if (border != end) taken = driver_.advise(device_, {border, end - border}, beyond) && taken;
+  return taken;
+}
+
+void DeviceAllocator::note_hint(bool taken, bool& has_warned, const char* what) {
+  if (taken) return;
+  ++stats_.num_failed_hints;
+  if (!std::exchange(has_warned, true))
+    std::fprintf(stderr,
+                 "umem: GPU %d takes no %s: memory is used without, where the driver puts it. "
+                 "Further refusals are only counted.\n",
+                 device_, what);
 }
 
 void DeviceAllocator::count_class(const Block& block, bool born) {

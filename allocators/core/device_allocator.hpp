@@ -356,6 +356,9 @@ class DeviceAllocator {
   Block* merge(Block* left, Block* right);
   void* hand_out(Block* block, std::size_t requested_bytes, TensorClass tensor_class);
   void apply_advice(Block* block, std::uint8_t profile);
+  bool advise(const Segment& segment, Range range, std::uint8_t profile);
+  void note_hint(bool taken, bool& has_warned, const char* what);
+  std::size_t room_beside_headroom() const;
   void count_class(const Block& block, bool born);
 
   Block* live_block(std::uintptr_t address);
@@ -408,6 +411,8 @@ class DeviceAllocator {
   std::size_t budget_bytes_;             // 0: no budget
   std::size_t page_table_bytes_ = 0;     // of page-locked memory; the budget counts them
   std::ptrdiff_t others_locked_bytes_ = 0;
+  std::size_t system_bytes_ = 0;         // Segment::device_bytes of all segments
+  bool has_warned_of_advice_ = false, has_warned_of_prefetch_ = false;
   std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()
   double fraction_ = 1.0;
   std::unique_ptr<HostCopy> paused_;     // nullptr: it is not. Expandable segments have no memory

@@ -88,7 +88,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
                      .evicted_bytes = 0,
                      .host_bytes = paused_->bytes()};
   for (const Range& range : managed)
-    (driver_.evict(device_, range) ? report.evicted_bytes : report.kept_bytes) += range.bytes;
+    (config_.prefetches && driver_.evict(device_, range) ? report.evicted_bytes : report.kept_bytes) += range.bytes;
   return report;
 }
 
@@ -149,7 +149,8 @@ void DeviceAllocator::bring_back() {
         ranges);
   }
   for (const Range& range : ranges)
-    if (!driver_.populate(device_, range)) ++stats_.num_failed_hints;
+    note_hint(config_.prefetches && driver_.populate(device_, range), has_warned_of_prefetch_,
+              "prefetch");
 }
 
 bool DeviceAllocator::is_paused() const {

@@ -58,13 +58,15 @@ void DeviceAllocator::release_spares(std::vector<Spare> spares) {
   });
 }
 
-// The source frees memory behind the work of all streams, and unmapping waits for nothing: waits
-// for the streams whose handles are given back, and leaves out those that cannot be waited for.
+// The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
+// system's memory wait for nothing: waits for the streams that used it, and leaves out those that
+// cannot be waited for.
 void DeviceAllocator::finish_streams(std::vector<Spare>& spares) {
   std::map<StreamId, bool> finished;
   std::erase_if(spares, [&](const Spare& spare) {
     const Segment& segment = *spare.block->segment;
-    if (!segment.is_expandable) return false;
+    const bool waits = profiles_[segment.heap->profile].kind != MemoryKind::system;
+    if (!segment.is_expandable && waits) return false;
     const StreamId stream = segment.heap->stream;
     const auto [entry, is_new] = finished.try_emplace(stream, false);
     if (is_new) {
@@ -91,6 +93,7 @@ void DeviceAllocator::release_segment(Block* block) {
   if (is_spill(heap)) kind.spilled_bytes -= segment.bytes;
   if (profile.kind == MemoryKind::pinned) count_page_tables();
   if (resides_on_device(profile)) stats_.budget_bytes.decrease(segment.raw_bytes);
+  system_bytes_ -= segment.device_bytes;
   if (heap.pool != nullptr) {
     --heap.pool->segments;
     heap.pool->reserved_bytes -= segment.bytes;

@@ -375,12 +375,15 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   segment.first = segment.last = &block;
 
   const Range range{address, segment_bytes};
-  bool taken = true;
+  if (profile.kind == MemoryKind::system) {
+    segment.device_bytes = std::min(segment_bytes, room_beside_headroom());
+    system_bytes_ += segment.device_bytes;
+  }
   if (takes_advice(profile.kind) && profile.advice != Advice{})
-    taken = driver_.advise(device_, range, profile.advice);
+    note_hint(advise(segment, range, heap.profile), has_warned_of_advice_, "advice");
   if (profile.kind == MemoryKind::managed && profile.advice.placement == Placement::device)
-    taken = driver_.populate(device_, range) && taken;
-  if (!taken) ++stats_.num_failed_hints;
+    note_hint(config_.prefetches && driver_.populate(device_, range), has_warned_of_prefetch_,
+              "prefetch");
 
   ++stats_.num_device_alloc;
   stats_.segment.increase(heap.tier, 1);
@@ -397,6 +400,16 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   cut(&block, bytes);
   if (profile.kind == MemoryKind::pinned) count_page_tables();
   return &block;
+}
+
+// Device memory that new memory of kind `system` may take, in whole pages. Untouched pages take
+// none yet, so that the driver calls them free: what was advised before counts as taken, too.
+std::size_t DeviceAllocator::room_beside_headroom() const {
+  if (config_.system_headroom_bytes == 0) return SIZE_MAX;
+  const MemoryInfo memory = driver_.memory(device_);
+  const auto less = [](std::size_t bytes, std::size_t by) { return bytes > by ? bytes - by : 0; };
+  const std::size_t room = std::min(memory.free_bytes, less(memory.total_bytes, system_bytes_));
+  return less(room, config_.system_headroom_bytes) / kPageBytes * kPageBytes;
 }
 
 void DeviceAllocator::set_device_budget(std::size_t bytes) {

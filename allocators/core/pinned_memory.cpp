@@ -9,32 +9,13 @@
 #include <exception>
 #include <thread>
 
+#include "core/host_mapping.hpp"
+
 namespace umem {
 namespace {
 
 constexpr std::size_t kMostThreads = 16;
 constexpr std::size_t kLeastTouchedBytes = std::size_t{64} << 20;  // below, threads cost too much
-
-std::size_t mapped_bytes(std::size_t bytes) {
-  static const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  return round_up(bytes, page_bytes);
-}
-
-// An anonymous mapping that begins on a boundary of 2 MiB; {} when there is none.
-Range map(std::size_t bytes) noexcept {
-  const std::size_t wide_bytes = bytes + kPageBytes;
-  void* wide =
-      mmap(nullptr, wide_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (wide == MAP_FAILED) return {};
-  const auto begin = reinterpret_cast<std::uintptr_t>(wide);
-  const std::uintptr_t address = round_up(begin, kPageBytes);
-  const auto cut = [](std::uintptr_t from, std::uintptr_t to) {
-    if (from != to) munmap(reinterpret_cast<void*>(from), to - from);
-  };
-  cut(begin, address);
-  cut(address + bytes, begin + wide_bytes);
-  return {address, bytes};
-}
 
 // Pages of the range come from this node, as long as it has any. The kernel's call, because
 // libnuma may not be installed. A refusal (a container, a node of another set) costs speed only.
@@ -75,20 +56,20 @@ void touch_with_threads(Range range) noexcept {
 }  // namespace
 
 void* PinnedMemory::allocate(std::size_t bytes, int numa_node) noexcept {
-  const Range range = map(mapped_bytes(bytes));
+  const Range range = map_host(bytes);
   if (range.bytes == 0) return nullptr;
   void* address = reinterpret_cast<void*>(range.address);
   // fork must neither copy locked pages into a child, which takes as long as copying all of them,
   // nor mark them for copying, which would part the program's pages from the GPU's.
   if (madvise(address, range.bytes, MADV_DONTFORK) != 0) {
-    munmap(address, range.bytes);
+    unmap_host(range);
     return nullptr;
   }
   madvise(address, range.bytes, MADV_HUGEPAGE);  // refused on hosts without huge pages
   prefer_node(range, numa_node);
   if (range.bytes >= kLeastTouchedBytes) touch_with_threads(range);
   if (!locker_->lock(range)) {
-    munmap(address, range.bytes);
+    unmap_host(range);
     return nullptr;
   }
   return address;
@@ -97,7 +78,7 @@ void* PinnedMemory::allocate(std::size_t bytes, int numa_node) noexcept {
 void PinnedMemory::deallocate(void* address, std::size_t bytes) noexcept {
   const Range range{reinterpret_cast<std::uintptr_t>(address), mapped_bytes(bytes)};
   locker_->unlock(range);
-  munmap(address, range.bytes);
+  unmap_host(range);
 }
 
 }  // namespace umem

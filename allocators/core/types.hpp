@@ -67,6 +67,8 @@ struct Config {
   std::size_t device_budget_bytes = 0;    // 0: no budget
   std::size_t system_headroom_bytes = 0;  // device bytes that kind `system` leaves free
   bool caching = true;                    // false: every free goes back to the source at once
+  bool advises = true;                    // false: as with a driver that takes no advice
+  bool prefetches = true;                 // false: as with one that moves no pages when asked
 };
 
 using StreamId = std::uint64_t;  // a cudaStream_t; 0 is the default stream of each device

@@ -33,6 +33,7 @@ void require(Function& function, const char* name, unsigned version) {
 CudaCalls::CudaCalls() {
   require(device_get, "cuDeviceGet", 2000);
   require(device_attribute, "cuDeviceGetAttribute", 2000);
+  require(primary_state, "cuDevicePrimaryCtxGetState", 7000);
   require(retain_primary, "cuDevicePrimaryCtxRetain", 7000);
   require(release_primary, "cuDevicePrimaryCtxRelease", 11000);
   require(create_context, "cuCtxCreate", 3020);

@@ -19,6 +19,7 @@ struct CudaCalls {
 
   PFN_cuDeviceGet_v2000 device_get;
   PFN_cuDeviceGetAttribute_v2000 device_attribute;
+  PFN_cuDevicePrimaryCtxGetState_v7000 primary_state;
   PFN_cuDevicePrimaryCtxRetain_v7000 retain_primary;
   PFN_cuDevicePrimaryCtxRelease_v11000 release_primary;
   PFN_cuCtxCreate_v3020 create_context;

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "cuda/cuda_calls.hpp"
 #include "cuda/fork.hpp"
 #include "cuda/scopes.hpp"
 #include "cuda/succeeded.hpp"
@@ -30,11 +31,36 @@ cudaError_t prefetch(Range range, int to, cudaStream_t stream) noexcept {
 }
 #endif
 
+// Whether the process uses the device: asking makes no context there.
+bool has_context(int device) noexcept {
+  static const std::unique_ptr<const CudaCalls> cuda = []() -> std::unique_ptr<const CudaCalls> {
+    try {
+      return std::make_unique<const CudaCalls>();
+    } catch (const std::runtime_error&) {  // a driver without these calls
+      return nullptr;
+    }
+  }();
+  unsigned flags = 0;
+  int is_active = 0;
+  CUdevice handle = 0;
+  return cuda != nullptr && cuda->device_get(&handle, device) == CUDA_SUCCESS &&
+         cuda->primary_state(handle, &flags, &is_active) == CUDA_SUCCESS && is_active != 0;
+}
+
 }  // namespace
 
 EventId CudaDriver::record(int device, StreamId stream) noexcept {
   if (in_forked_child()) return 0;
   const RelaxedCaptureMode relaxed;
+  if (const EventId event = record_on(device, stream); event != 0 || stream == 0) return event;
+  // Only an event of the stream's own device can be recorded on it.
+  for (int other = 0; other < static_cast<int>(devices_.size()); ++other)
+    if (other != device && has_context(other))
+      if (const EventId event = record_on(other, stream)) return event;
+  return 0;
+}
+
+EventId CudaDriver::record_on(int device, StreamId stream) noexcept {
   const CurrentDevice current(device);
   Event* event = nullptr;
   {

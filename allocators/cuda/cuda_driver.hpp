@@ -39,6 +39,7 @@ class CudaDriver final : public Driver {
     cudaStream_t stream = nullptr;  // see stream_of()
   };
 
+  EventId record_on(int device, StreamId stream) noexcept;
   void recycle(Event* event) noexcept;
   cudaStream_t stream_of(int device) noexcept;  // nullptr on failure
 

@@ -5,6 +5,7 @@
 
 #include "cuda/scopes.hpp"
 #include "cuda/succeeded.hpp"
+#include "hints/allocations.hpp"
 
 namespace umem {
 namespace {
@@ -94,13 +95,27 @@ int CudaHintDriver::open(Lane lane, int device) noexcept {
   if (device >= devices_) return CUDA_ERROR_INVALID_DEVICE;
   LaneDevice& mine = lane_device(lane, device);
   if (const CUresult error = retain(mine, device)) return error;
-  if (const CUresult error = furnish(mine.primary)) return error;
-  if (lane.direction == Direction::to_device) return CUDA_SUCCESS;
-  if (mine.own.context == nullptr)
-    if (const CUresult error = cuda_.create_context(&mine.own.context, CU_CTX_SCHED_BLOCKING_SYNC,
-                                                    mine.device))
-      return error;
-  return furnish(mine.own);
+  return furnish(mine.primary);
+}
+
+int CudaHintDriver::separate(Lane lane, int device) noexcept {
+  LaneDevice& mine = lane_device(lane, device);
+  if (const CUresult error =
+          cuda_.create_context(&mine.own.context, CU_CTX_SCHED_BLOCKING_SYNC, mine.device)) {
+    mine.own = {};
+    return error;
+  }
+  const CUresult error = furnish(mine.own);
+  if (error != CUDA_SUCCESS) {
+    cuda_.destroy_context(mine.own.context);
+    mine.own = {};
+  }
+  return error;
+}
+
+// Where evictions, discards and advice run.
+CudaHintDriver::LaneStream& CudaHintDriver::beside(LaneDevice& lane_device) noexcept {
+  return lane_device.own.context != nullptr ? lane_device.own : lane_device.primary;
 }
 
 // Without it, copies use cuMemcpyAsync, which is slower.
@@ -148,18 +163,16 @@ int CudaHintDriver::query(Lane lane, int device, EventId id, bool& finished) noe
   return state == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : state;
 }
 
-// Adjacent segments are separate allocations, and no call may span two of them.
+// In pageable memory, which the driver does not know, a range is one part.
 template <class Call>
 CUresult CudaHintDriver::for_each_allocation(Range range, Call call) const noexcept {
-  while (range.bytes != 0) {
+  const auto find = [&](std::uintptr_t address, Range& allocation) {
     CUdeviceptr base = 0;
-    std::size_t bytes = 0;
-    if (const CUresult error = cuda_.address_range(&base, &bytes, range.address)) return error;
-    const Range part = common(range, {base, bytes});
-    if (const CUresult error = call(part)) return error;
-    range = {end_of(part), end_of(range) - end_of(part)};
-  }
-  return CUDA_SUCCESS;
+    const CUresult error = cuda_.address_range(&base, &allocation.bytes, address);
+    allocation.address = base;
+    return error;
+  };
+  return umem::for_each_allocation(range, find, call);
 }
 
 // Each call uses an idle stream: on a busy one the driver would block inside the call, holding the
@@ -185,7 +198,7 @@ int CudaHintDriver::prefetch(Lane lane, int device, Range range) noexcept {
 // read-mostly advice drops them; pages without a copy on the host are moved.
 int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
   LaneDevice& mine = lane_device(lane, device);
-  LaneStream& own = mine.own;
+  LaneStream& own = beside(mine);
   return move(own, range, [&](Range part) {
     int read_mostly = 0;
     if (const CUresult error = cuda_.range_attribute(&read_mostly, sizeof read_mostly,
@@ -208,7 +221,7 @@ int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
 
 int CudaHintDriver::discard(Lane lane, int device, Range range) noexcept {
   if (cuda_.discard == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
-  LaneStream& own = lane_device(lane, device).own;
+  LaneStream& own = beside(lane_device(lane, device));
   return move(own, range, [&](Range part) {
     CUdeviceptr address = part.address;
     std::size_t bytes = part.bytes;
@@ -236,7 +249,7 @@ int CudaHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_
 
 int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) noexcept {
   LaneDevice& mine = lane_device(lane, device);
-  if (const CUresult error = enter(mine.own)) return error;
+  if (const CUresult error = enter(beside(mine))) return error;
   const auto give = [&](CUmem_advise what, CUdevice where) {
     return for_each_allocation(range, [&](Range part) {
       return cuda_.advise(part.address, part.bytes, what, where);

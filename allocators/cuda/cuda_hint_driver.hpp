@@ -15,7 +15,8 @@ namespace umem {
 
 // Prefetches and copies use the primary context, beside torch's work. Evictions and discards use a
 // second context: from the primary one they would block every kernel launch of the process for as
-// long as they run.
+// long as they run. Where none can be had (limits of MPS, confidential computing, a full card), they
+// use the primary one.
 class CudaHintDriver final : public HintDriver {
  public:
   // For `lanes` lanes on all devices. Throws std::runtime_error without a driver or a GPU.
@@ -25,6 +26,7 @@ class CudaHintDriver final : public HintDriver {
   EventId record(int device, StreamId stream) noexcept override;
   void recycle(EventId event) noexcept override;
   int open(Lane lane, int device) noexcept override;
+  int separate(Lane lane, int device) noexcept override;
   int load(Lane lane, int device) noexcept override;
   void close(Lane lane) noexcept override;
   int query(Lane lane, int device, EventId event, bool& finished) noexcept override;
@@ -48,7 +50,8 @@ class CudaHintDriver final : public HintDriver {
   // A lane's streams on one device, used by the lane's thread only.
   struct LaneDevice {
     CUdevice device = 0;
-    LaneStream primary, own;
+    LaneStream primary;
+    LaneStream own;   // in the second context; none where it cannot be had
     LaneStream link;  // in the primary context: the part of a copy that the copy engines do
     std::unique_ptr<StagedCopy> staged;
   };
@@ -61,6 +64,7 @@ class CudaHintDriver final : public HintDriver {
     return lane_devices_[static_cast<std::size_t>(lane.number)][static_cast<std::size_t>(device)];
   }
   CUresult retain(LaneDevice& lane_device, int device) noexcept;
+  LaneStream& beside(LaneDevice& lane_device) noexcept;
   CUresult furnish(LaneStream& lane_stream) noexcept;
   CUresult enter(const LaneStream& lane_stream) noexcept;
   CUresult wait(LaneStream& lane_stream) noexcept;

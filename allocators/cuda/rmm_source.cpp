@@ -1,12 +1,11 @@
 #include "cuda/rmm_source.hpp"
 
-#include <algorithm>
 #include <rmm/aligned.hpp>
 #include <rmm/error.hpp>
 #include <rmm/mr/cuda_memory_resource.hpp>
 #include <rmm/mr/managed_memory_resource.hpp>
-#include <rmm/mr/sam_headroom_memory_resource.hpp>
 
+#include "core/host_mapping.hpp"
 #include "cuda/cuda_page_locker.hpp"
 #include "cuda/fork.hpp"
 #include "cuda/scopes.hpp"
@@ -24,24 +23,19 @@ int nearest_numa_node(int device) noexcept {
 
 }  // namespace
 
-RmmSource::RmmSource(const Config& config) : pinned_(std::make_unique<CudaPageLocker>()) {
+RmmSource::RmmSource() : pinned_(std::make_unique<CudaPageLocker>()) {
   const auto resource = [this](MemoryKind kind) -> std::optional<Resource>& {
     return resources_[static_cast<std::size_t>(kind)];
   };
   resource(MemoryKind::managed) = rmm::mr::managed_memory_resource{};
   resource(MemoryKind::device) = rmm::mr::cuda_memory_resource{};
-  const bool system = std::any_of(
-      config.classes.begin(), config.classes.end(),
-      [](const ClassSetting& setting) { return setting.kind == MemoryKind::system; });
-  if (system)
-    resource(MemoryKind::system) =
-        rmm::mr::sam_headroom_memory_resource{config.system_headroom_bytes};
 }
 
 void* RmmSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
   if (kind == MemoryKind::pinned) return pinned_.allocate(bytes, nearest_numa_node(device));
+  if (kind == MemoryKind::system) return reinterpret_cast<void*>(map_host(bytes).address);
   try {
     return resources_[static_cast<std::size_t>(kind)]->allocate_sync(
         bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
@@ -57,6 +51,8 @@ void RmmSource::deallocate(MemoryKind kind, int device, void* address,
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
   if (kind == MemoryKind::pinned) return pinned_.deallocate(address, bytes);
+  if (kind == MemoryKind::system)
+    return unmap_host({reinterpret_cast<std::uintptr_t>(address), bytes});
   resources_[static_cast<std::size_t>(kind)]->deallocate_sync(
       address, bytes, rmm::CUDA_ALLOCATION_ALIGNMENT);
 }

@@ -1,4 +1,5 @@
-// Segments from RMM's memory resources, and page-locked host memory.
+// Segments from RMM's memory resources, and host memory, page-locked or not. RMM's own host memory
+// begins on boundaries of 256 bytes, where segments need 2 MiB.
 #pragma once
 
 #include <array>
@@ -14,14 +15,13 @@ class RmmSource final : public SegmentSource {
  public:
   using Resource = cuda::mr::any_resource<cuda::mr::device_accessible>;
 
-  // Kind `system` only where the configuration names it: RMM refuses it on most machines.
-  explicit RmmSource(const Config& config);
+  RmmSource();
 
   void* allocate(MemoryKind kind, int device, std::size_t bytes) override;
   void deallocate(MemoryKind kind, int device, void* address, std::size_t bytes) noexcept override;
 
  private:
-  std::array<std::optional<Resource>, kKinds> resources_;  // by MemoryKind; none for `pinned`
+  std::array<std::optional<Resource>, kKinds> resources_;  // by MemoryKind; none for the host's
   PinnedMemory pinned_;
 };
 

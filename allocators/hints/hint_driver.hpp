@@ -27,7 +27,10 @@ class HintDriver {
 
   // Called before the lane's first call for a device, and again after a failure.
   virtual int open(Lane lane, int device) noexcept = 0;
-  // Called after open: prepares the fast copy path. If it fails, copies use the slow path.
+  // Called after open, for lanes to the host: makes a second context, from which evictions do not
+  // hold up kernel launches. If it fails, the lane's calls use the primary context.
+  virtual int separate(Lane lane, int device) noexcept = 0;
+  // Called after that: prepares the fast copy path. If it fails, copies use the slow path.
   virtual int load(Lane lane, int device) noexcept = 0;
   // The lane's last call.
   virtual void close(Lane lane) noexcept = 0;

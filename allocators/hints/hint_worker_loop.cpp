@@ -19,6 +19,9 @@ Range whole_pages(Range range) {
   return {start, end > start ? end - start : 0};
 }
 
+// No error of CUDA's has this number.
+constexpr int kSwitchedOff = -2;
+
 }  // namespace
 
 void HintWorkers::run(Lane lane) noexcept {
@@ -87,7 +90,7 @@ void HintWorkers::open_wanted(WorkerState& worker, std::unique_lock<std::mutex>&
     const int device = wanted_devices_[worker.wanted_seen++];
     lock.unlock();
     const CallResult result = open(worker, device);
-    if (result.error != 0) note_failure(result, driver_->describe(result.error));
+    note(result);
     lock.lock();
   }
 }
@@ -101,7 +104,7 @@ bool HintWorkers::poll_events(const WorkerState& worker, std::unique_lock<std::m
     bool finished = false;
     lock.unlock();
     const int error = driver_->query(worker.lane, polled.device, polled.event, finished);
-    if (error != 0) note_failure({"query", error}, driver_->describe(error));
+    note({"query", error});
     lock.lock();
     if (finished || error != 0) {
       scheduler_.fire(polled.event, error != 0, monotonic_ns());
@@ -119,7 +122,7 @@ void HintWorkers::issue(WorkerState& worker, Chunk first, std::unique_lock<std::
   while (chunk) {
     lock.unlock();
     const CallResult result = perform(worker, *chunk);
-    if (result.error != 0) note_failure(result, driver_->describe(result.error));
+    note(result);
     lock.lock();
     chunk = scheduler_.settle(worker.lane, result, monotonic_ns());
     publish();
@@ -127,13 +130,23 @@ void HintWorkers::issue(WorkerState& worker, Chunk first, std::unique_lock<std::
   }
 }
 
+// Without the lock.
+void HintWorkers::note(const CallResult& result) {
+  if (result.error == 0) return;
+  note_failure(result, result.error == kSwitchedOff ? "switched off by UMEM_WITHOUT"
+                                                    : driver_->describe(result.error));
+}
+
 CallResult HintWorkers::open(WorkerState& worker, int device) {
   if (worker.opened.contains(device)) return {};
   if (const int error = driver_->open(worker.lane, device)) return {"open", error};
   worker.opened.insert(device);
+  if (worker.lane.direction == Direction::to_host)
+    note({"second_context", settings_.without.second_context
+                                ? kSwitchedOff
+                                : driver_->separate(worker.lane, device)});
   // Without the copy kernel the driver uses cuMemcpyAsync.
-  if (const int error = driver_->load(worker.lane, device))
-    note_failure({"load", error}, driver_->describe(error));
+  note({"load", driver_->load(worker.lane, device)});
   return {};
 }
 
@@ -145,26 +158,32 @@ CallResult HintWorkers::perform(WorkerState& worker, const Chunk& chunk) {
   return asked.error != 0 ? asked : CallResult{"synchronize", error};
 }
 
-CallResult HintWorkers::ask(Lane lane, const Chunk& chunk) noexcept {
+CallResult HintWorkers::ask(Lane lane, const Chunk& chunk) {
   const int device = chunk.device;
   const Range range = chunk.range;
+  const Without& without = settings_.without;
+  const auto prefetch = [&]() -> CallResult {
+    return {"prefetch", without.prefetch ? kSwitchedOff : driver_->prefetch(lane, device, range)};
+  };
   switch (chunk.op) {
     case HintOp::prefetch:
-      return {"prefetch", driver_->prefetch(lane, device, range)};
+      return prefetch();
     case HintOp::evict:
-      return {"evict", driver_->evict(lane, device, range)};
+      return {"evict", without.prefetch ? kSwitchedOff : driver_->evict(lane, device, range)};
     case HintOp::discard: {
+      if (without.discard) return {"discard", kSwitchedOff};
       const Range pages = whole_pages(range);
       return {"discard", pages.bytes == 0 ? 0 : driver_->discard(lane, device, pages)};
     }
     case HintOp::copy_in:
-      // Otherwise the copy would fault on pages that are not on the device.
-      if (const int error = driver_->prefetch(lane, device, range)) return {"prefetch", error};
+      // Otherwise the copy faults on pages that are not on the device, which is slow.
+      note(prefetch());
       return {"copy", driver_->copy(lane, device, range.address, chunk.host.address, range.bytes)};
     case HintOp::copy_out:
       return {"copy", driver_->copy(lane, device, chunk.host.address, range.address, range.bytes)};
     case HintOp::advise:
-      return {"advise", driver_->advise(lane, device, range, chunk.advice)};
+      return {"advise",
+              without.advice ? kSwitchedOff : driver_->advise(lane, device, range, chunk.advice)};
   }
   return {};
 }

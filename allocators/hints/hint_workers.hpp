@@ -59,7 +59,8 @@ class HintWorkers final : public ReleaseListener, public std::enable_shared_from
   void leave(Lane lane);
   CallResult open(WorkerState& worker, int device);
   CallResult perform(WorkerState& worker, const Chunk& chunk);
-  CallResult ask(Lane lane, const Chunk& chunk) noexcept;
+  CallResult ask(Lane lane, const Chunk& chunk);
+  void note(const CallResult& result);
 
   std::uint64_t read_inbox(bool& news);
   void read_for_workers();

@@ -40,6 +40,7 @@ class HostHintDriver final : public HintDriver {
   int open(Lane, int device) noexcept override {
     return device < devices_ ? result_of(Call::open) : kNoSuchDevice;
   }
+  int separate(Lane, int) noexcept override { return result_of(Call::second_context); }
   int load(Lane, int) noexcept override { return result_of(Call::load); }
   void close(Lane) noexcept override {}
   int query(Lane, int, EventId, bool& finished) noexcept override {
@@ -70,11 +71,11 @@ class HostHintDriver final : public HintDriver {
   static constexpr int kAskedToFail = 2;
 
   enum class Call : std::uint8_t {
-    record, open, load, query, prefetch, evict, discard, copy, advise, synchronize
+    record, open, second_context, load, query, prefetch, evict, discard, copy, advise, synchronize
   };
-  static constexpr std::array<const char*, 10> kCallNames = {
-      "record", "open",    "load", "query",  "prefetch",
-      "evict",  "discard", "copy", "advise", "synchronize"};
+  static constexpr std::array<const char*, 11> kCallNames = {
+      "record",  "open", "second_context", "load",       "query", "prefetch", "evict",
+      "discard", "copy", "advise",         "synchronize"};
 
   using Clock = std::chrono::steady_clock;
   struct Link {

@@ -74,6 +74,14 @@ struct HintRecord {
   Outcome outcome = Outcome::open;
 };
 
+// Calls to do without, as with a driver that refuses them.
+struct Without {
+  bool second_context = false;
+  bool prefetch = false;  // to either side
+  bool advice = false;
+  bool discard = false;
+};
+
 struct HintSettings {
   // On one H200, prefetches near the link's speed beside an eviction from 128 MiB on.
   std::size_t chunk_bytes = std::size_t{128} << 20;
@@ -81,6 +89,7 @@ struct HintSettings {
   std::size_t capacity = 8192;                           // requests that are open at once
   int prefetch_workers = 2;
   std::int64_t poll_ns = 100'000;  // between two polls of an event
+  Without without{};
 };
 
 constexpr std::uintptr_t end_of(Range range) { return range.address + range.bytes; }

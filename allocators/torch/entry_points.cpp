@@ -25,7 +25,7 @@ Allocator& install(const Config& config) {
   if (const cudaError_t error = cudaGetDeviceCount(&devices); error != cudaSuccess)
     throw std::runtime_error(std::string("cudaGetDeviceCount: ") + cudaGetErrorString(error));
   process_allocator =
-      new Allocator(config, std::make_unique<RmmSource>(config),
+      new Allocator(config, std::make_unique<RmmSource>(),
                     std::make_unique<CudaDriver>(devices), devices);
   guard_forks(*process_allocator);
   return *process_allocator;

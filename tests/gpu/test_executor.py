@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
+
+from umem.policy import Refusable
 
 if TYPE_CHECKING:
     from tests.gpu.conftest import Job
@@ -84,6 +86,30 @@ def test_values_equal_those_of_a_stock_run(job: str, managed: dict[str, Job], st
     assert facts["diverged_steps"] == 0
     assert facts["failures"] == []
     assert facts["moved_bytes"] + facts["copied_bytes"] > 0
+
+
+@pytest.mark.parametrize("words", [*get_args(Refusable), ",".join(get_args(Refusable))])
+def test_values_are_stocks_without_what_a_driver_may_refuse(
+    words: str, start: Callable[..., Job], budget_bytes: int, stock: Any
+) -> None:
+    """Each call is warned of once, and the training goes on without it."""
+    job = start(
+        "managing.py",
+        "sampled",
+        str(STEPS),
+        UMEM_POLICY="managed",
+        UMEM_DEVICE_BUDGET=str(budget_bytes),
+        UMEM_WITHOUT=words,
+        **DETERMINISTIC,
+    )
+    facts, said = job.facts(), job.finish().stderr
+    assert facts["losses"] == stock["losses"]
+    assert facts["checksum"] == stock["checksum"]
+    assert set(facts["failures"]) <= {"switched off by UMEM_WITHOUT"}
+    if "second_context" in words:
+        assert said.count("hint: second_context failed") == 1
+    for call in ("prefetch", "evict", "discard", "advise"):
+        assert said.count(f"hint: {call} failed") <= 1
 
 
 @pytest.mark.parametrize("job", PLANNERS)

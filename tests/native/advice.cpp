@@ -33,6 +33,19 @@ std::map<std::uintptr_t, Advice> advice_by_page(const Machine& machine) {
   return by_page;
 }
 
+// As with a driver that has neither call.
+void advice_and_prefetches_can_be_left_out() {
+  Config config = mixed_config();
+  config.advises = config.prefetches = false;
+  Machine machine({.config = config});
+  machine.allocate(3 * MiB);
+  machine.allocate(3 * MiB, 0, TensorClass::optimizer_state);
+  CHECK_EQUAL(machine.driver.advice().size(), 0U);
+  CHECK_EQUAL(machine.driver.populated().size(), 0U);
+  CHECK_EQUAL(machine.device.stats().num_failed_hints, 3);
+  check_consistent(machine.device);
+}
+
 void a_new_segment_is_advised_and_populated() {
   Machine machine({.config = mixed_config()});
   const std::uintptr_t address = machine.allocate(3 * MiB);
@@ -184,12 +197,12 @@ void refused_hints_are_counted_and_harmless() {
   machine.driver.refuse_hints(true);
   const std::uintptr_t address = machine.allocate(3 * MiB, 0, TensorClass::weights);
   CHECK(address != 0);
-  CHECK_EQUAL(machine.device.stats().num_failed_hints, 1);  // advice and population of one segment
+  CHECK_EQUAL(machine.device.stats().num_failed_hints, 2);  // advice and population of one segment
   CHECK(machine.device.retag(address, TensorClass::frozen_weights));
-  CHECK_EQUAL(machine.device.stats().num_failed_hints, 2);
+  CHECK_EQUAL(machine.device.stats().num_failed_hints, 3);
   machine.driver.refuse_hints(false);
   machine.allocate(3 * MiB, 0, TensorClass::weights);
-  CHECK_EQUAL(machine.device.stats().num_failed_hints, 2);
+  CHECK_EQUAL(machine.device.stats().num_failed_hints, 3);
 }
 
 }  // namespace
@@ -197,6 +210,7 @@ void refused_hints_are_counted_and_harmless() {
 
 int main() {
   using namespace umem;
+  RUN(advice_and_prefetches_can_be_left_out);
   RUN(a_new_segment_is_advised_and_populated);
   RUN(memory_on_the_host_is_not_populated);
   RUN(no_advice_where_the_policy_has_none);

@@ -19,7 +19,7 @@ from umem.hardware.capabilities import Capabilities
 from umem.hardware.host_memory import PINNED_SHARE, MemoryLimit
 from umem.hardware.host_share import HostShare, local_ranks
 from umem.hardware.load import describe_machine
-from umem.policy import load_policy, resolve
+from umem.policy import load_policy, resolve, without
 from umem.torch_compat import NEWEST, OLDEST, Need
 
 __all__ = ["Check", "Report", "Section", "Status", "diagnose"]
@@ -447,6 +447,7 @@ _UMEM_VARIABLES = (
     "UMEM_LOG",
     "UMEM_NVTX",
     "UMEM_COMMIT",
+    "UMEM_WITHOUT",
 )
 
 _ANY_MACHINE = "h200-pcie"
@@ -491,6 +492,8 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
             load_policy(value)
         elif name == "UMEM_LOG":
             parse_log_level(value)
+        elif name == "UMEM_WITHOUT":
+            without({name: value})
         else:
             machine = describe_machine(devices[0], None) if devices else load_hardware(_ANY_MACHINE)
             resolve(load_policy("managed"), machine, {name: value})

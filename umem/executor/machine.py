@@ -16,7 +16,7 @@ from umem.hardware import Hardware, detect_hardware
 from umem.hardware.host_share import share_bytes
 from umem.offloading import Mover
 from umem.offloading.movers import returning_bytes
-from umem.policy import ResolvedPolicy
+from umem.policy import ResolvedPolicy, without
 from umem.runtime.hints import HintEngine, HintSettings
 from umem.runtime.model_parts import optimizer_parameters, storage_addresses, tensors_in
 from umem.runtime.state import runtime
@@ -183,7 +183,7 @@ def _process_engine() -> HintEngine:
     """One engine for all models and devices of the process, with two driver calls each way."""
     call_bytes = detect_hardware(0).call_bytes
     engine = HintEngine.on_cuda(
-        HintSettings(chunk_bytes=call_bytes, in_flight_bytes=2 * call_bytes)
+        HintSettings(chunk_bytes=call_bytes, in_flight_bytes=2 * call_bytes, without=without())
     )
     engine.listen_to_releases(runtime().allocator)
     return engine

@@ -25,10 +25,12 @@ from umem.policy.models import (
 )
 from umem.policy.resolve import (
     RESERVE_BYTES,
+    Refusable,
     ResolvedPolicy,
     check_environment,
     check_resolved,
     resolve,
+    without,
 )
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Placement",
     "Policy",
     "PolicyPlanner",
+    "Refusable",
     "ResolvedPolicy",
     "ShareLibrary",
     "check_environment",
@@ -52,4 +55,5 @@ __all__ = [
     "policy_schema",
     "preset_names",
     "resolve",
+    "without",
 ]

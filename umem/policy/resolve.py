@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
@@ -26,7 +26,18 @@ from umem.policy.models import (
 if TYPE_CHECKING:
     from umem.hardware import Hardware
 
-__all__ = ["RESERVE_BYTES", "ResolvedPolicy", "check_environment", "check_resolved", "resolve"]
+__all__ = [
+    "RESERVE_BYTES",
+    "Refusable",
+    "ResolvedPolicy",
+    "check_environment",
+    "check_resolved",
+    "resolve",
+    "without",
+]
+
+Refusable = Literal["second_context", "prefetch", "advice", "discard"]
+"""Calls that a driver may refuse, and that umem then does without."""
 
 RESERVE_BYTES = 1 << 30
 """Free memory of a card that a policy without a budget leaves: for the process's CUDA context,
@@ -215,12 +226,30 @@ def _planner(environ: Mapping[str, str]) -> PolicyPlanner | None:
     return _from_environment("UMEM_PLANNER", environ, _read_planner)
 
 
+def _read_without(text: str) -> tuple[Refusable, ...]:
+    words: tuple[Refusable, ...] = get_args(Refusable)
+    found: list[Refusable] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        if word not in words:
+            hint = did_you_mean(word, words) or "."
+            raise ValueError(
+                f"{word!r} is nothing that umem can do without{hint} Words: {', '.join(words)}"
+            )
+        found.append(word)
+    return tuple(dict.fromkeys(found))
+
+
+def without(environ: Mapping[str, str] = os.environ) -> tuple[Refusable, ...]:
+    """What ``UMEM_WITHOUT`` tells umem to do without; ``PolicyError`` for an unknown word."""
+    return _from_environment("UMEM_WITHOUT", environ, _read_without) or ()
+
+
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Check the variables that change a policy, where there may be no device to resolve one for.
 
     ``PolicyError`` names the first that holds no usable value.
     """
-    for read in (_managed_limit, _budget, _planner):
+    for read in (_managed_limit, _budget, _planner, without):
         read(environ)
 
 

@@ -39,6 +39,9 @@ class Config:
         system_headroom_bytes: int = 0,
         caching: bool = True,  # False: every free goes back to RMM at once
         pinned_limit_bytes: int = 0,  # most page-locked host memory, of all GPUs; 0: no limit
+        managed_bytes_of_device: list[int] = [],  # added to the cap by each GPU in use
+        advises: bool = True,  # False: as with a driver that takes no advice
+        prefetches: bool = True,  # False: as with one that moves no pages when asked
     ) -> None: ...
 
 class Allocator:
@@ -155,6 +158,7 @@ class HintSettings:
         capacity: int = 8192,  # requests that are open at once
         prefetch_workers: int = 2,
         poll_s: float = 100e-6,  # between two looks at an event
+        without: Sequence[str] = (),  # calls to do without
     ) -> None: ...
 
 class HintBatch:

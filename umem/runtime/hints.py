@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from umem.core.classes import TensorClass
 from umem.core.errors import NativeLibraryError, UnsupportedError
 from umem.core.schedule import HintOp
+from umem.policy import Refusable
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ class HintSettings:
     """Threads for the direction to the device, 1 to 16. The other direction always has one."""
     poll_s: float = 100e-6
     """Seconds between two queries of an event that requests wait for."""
+    without: tuple[Refusable, ...] = ()
+    """Calls that the engine does without, as with a driver that refuses them."""
 
 
 _CALL_TIMEOUT_S = 10.0
@@ -257,9 +260,9 @@ class HintEngine:
         Requests for a device beyond `devices` fail. `bytes_per_s` simulates the link in each
         direction, shared by the direction's workers; 0 for moves that take no time. `fail` names
         calls that fail once: ``{"evict": 2}`` for the second eviction. The names are those of
-        :attr:`HintStatistics.failures`: ``record``, ``open``, ``load``, ``query``, ``prefetch``,
-        ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``. A call that cannot fail and
-        settings out of range raise ValueError.
+        :attr:`HintStatistics.failures`: ``record``, ``open``, ``second_context``, ``load``,
+        ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``. A
+        call that cannot fail and settings out of range raise ValueError.
         """
         return cls(
             native().HintEngine.on_host(

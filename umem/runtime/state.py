@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from umem.core.errors import EnableError
 from umem.hardware.capabilities import Capabilities
-from umem.policy import Policy, ResolvedPolicy
+from umem.policy import Policy, ResolvedPolicy, without
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def native_config(
     managed_bytes_of_device
         By GPU, what its first allocation adds to the policy's cap on managed memory.
     """
-    library = native()
+    library, refused = native(), without()
     return library.Config(
         classes=[
             library.ClassSetting(
@@ -117,4 +117,6 @@ def native_config(
         system_headroom_bytes=resolved.system_headroom_bytes,
         caching=resolved.caching,
         pinned_limit_bytes=pinned_limit_bytes,
+        advises="advice" not in refused,
+        prefetches="prefetch" not in refused,
     )

@@ -33,6 +33,12 @@ int FakeHintDriver::open(Lane lane, int device) noexcept {
   return error;
 }
 
+int FakeHintDriver::separate(Lane lane, int device) noexcept {
+  std::unique_lock lock(mutex_);
+  CHECK(opened_.contains({lane.number, device}));
+  return enter({"second_context", lane, device}, lock);
+}
+
 int FakeHintDriver::load(Lane lane, int device) noexcept {
   std::unique_lock lock(mutex_);
   CHECK(opened_.contains({lane.number, device}));

@@ -48,6 +48,7 @@ class FakeHintDriver final : public HintDriver {
   EventId record(int device, StreamId stream) noexcept override;
   void recycle(EventId event) noexcept override;
   int open(Lane lane, int device) noexcept override;
+  int separate(Lane lane, int device) noexcept override;
   int load(Lane lane, int device) noexcept override;
   void close(Lane lane) noexcept override;
   int query(Lane lane, int device, EventId id, bool& finished) noexcept override;
