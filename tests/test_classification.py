@@ -11,6 +11,7 @@ import copy
 import ctypes
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.core.classes import TensorClass
-from umem.runtime.classification import Classifier, gradient_hook
+from umem.runtime.classification import Classifier, class_override, gradient_hook
 from umem.runtime.native_library import native
 
 WIDTH = 8
@@ -335,14 +336,14 @@ class TestOverride:
     def test_holds_in_every_phase(self, witness: Witness) -> None:
         model = Spy(witness)
         optimizer = WatchedSGD(model.parameters(), witness)
-        with witness.classifier.override(TensorClass.FROZEN_WEIGHTS):
+        with class_override(witness.allocator, TensorClass.FROZEN_WEIGHTS):
             train(model, optimizer, steps=2)
         seen = model.forward_classes + model.backward_classes + optimizer.classes
         assert set(seen) == {TensorClass.FROZEN_WEIGHTS}
         assert witness.born() is TensorClass.ACTIVATIONS
 
     def test_nests_and_ends_with_exceptions(self, witness: Witness) -> None:
-        override, found = witness.classifier.override, []
+        override, found = partial(class_override, witness.allocator), []
 
         def fail() -> None:
             with override(TensorClass.GRADIENTS):
@@ -358,7 +359,7 @@ class TestOverride:
 
     def test_threads(self, witness: Witness) -> None:
         """It holds in other threads, unless they have an override."""
-        override = witness.classifier.override
+        override = partial(class_override, witness.allocator)
         found = []
 
         def work() -> None:

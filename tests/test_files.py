@@ -10,7 +10,10 @@ import json
 import os
 import pickle
 import re
+import signal
 import stat
+import subprocess
+import sys
 import time
 import tracemalloc
 import zipfile
@@ -72,6 +75,20 @@ def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path: Path) -> Non
     replace_file(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_bytes() == b"new"
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    program = (
+        "import os, signal, sys\n"
+        "from umem.io.files import replace_file\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "replace_file(sys.argv[1], b'new')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "file"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert names_in(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])

@@ -61,9 +61,10 @@ class DeviceMemory(HostStateMemory):
     def is_home(self, tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() not in self._addresses
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor:
+    def home_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
         home = super().home_like(tensor, tensor_class)
-        self._addresses.discard(home.data_ptr())  # another weight may have had it
+        if home is not None:
+            self._addresses.discard(home.data_ptr())  # another weight may have had it
         return home
 
     def device_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
@@ -89,7 +90,7 @@ class CountedMemory(DeviceMemory):
         self.home_bytes.append(home_bytes + more_at_home)
         self.device_bytes_seen.append(on_device(self._model, self) + more_on_device)
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor:
+    def home_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
         self._count(more_at_home=tensor.nbytes, more_on_device=0)
         return super().home_like(tensor, tensor_class)
 

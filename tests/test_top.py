@@ -125,6 +125,23 @@ def test_a_killed_process_is_gone_though_its_socket_stays(top: Run, runtime_fold
     assert list(runtime_folder.iterdir()) == []
 
 
+def test_the_next_process_removes_sockets_of_killed_ones_alone(runtime_folder: Path) -> None:
+    serving = "from umem.runtime.live_socket import serve; serve(dict)\n" + WAIT
+    killed, stopped = (start(sys.executable, "-c", serving) for _ in range(2))
+    stopped.send_signal(signal.SIGSTOP)
+    killed.kill()
+    killed.communicate()
+    file = runtime_folder / f"{killed.pid + 1_000_000_000}.sock"  # no process has this number
+    file.write_text("no socket")
+    running = start(sys.executable, "-c", serving)
+    names = {f"{it.pid}.sock" for it in (stopped, running)}
+    assert {it.name for it in runtime_folder.iterdir()} == names | {file.name}
+    assert ask(running.pid) == {}
+    for process in (stopped, running):
+        process.kill()
+        process.communicate()
+
+
 def test_a_stopped_process_is_said_to_be_busy(
     top: Run, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

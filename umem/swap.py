@@ -161,6 +161,10 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
 
 def _enable(policy: Policy) -> Runtime:
     # Everything that can fail comes before `install`, which is the first change to the process.
+    # CUDA reads this when it starts: as many launches in a queue as it offers. With CUDA's own
+    # number `step()` blocked for 1.2 s of a 7B's 2.6, in which the forward pass was not launched
+    # (150 ms with it; one H100, driver 580.159, 2026-11-25).
+    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     library = native()
     _check_torch(library)
     require()

@@ -182,6 +182,7 @@ class HostStateMemory:
     """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere.
 
     The "device" has room for `most_buffers`, or for any number, and gradients of `parameters`.
+    Requests for memory that `refuses` holds for find none.
     """
 
     def __init__(
@@ -200,6 +201,7 @@ class HostStateMemory:
         self._homes: dict[int, bytearray] = {}
         """Memory by address, kept so that nothing else gets an address."""
         self.buffers: list[torch.Tensor] = []
+        self.refuses: Callable[[], bool] = lambda: False
 
     def is_movable(self, tensor: torch.Tensor) -> bool:
         """Large tensors with memory of their own."""
@@ -214,7 +216,7 @@ class HostStateMemory:
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Move to other memory."""
-        if on_device == self.is_home(tensor):
+        if on_device == self.is_home(tensor) and not self.refuses():
             self._on_device.pop(tensor.data_ptr(), None)
             tensor.data = tensor.clone()
             # Memory of an earlier tensor on the device may be anybody's by now.
@@ -227,8 +229,10 @@ class HostStateMemory:
         """Bytes of state on the device."""
         return sum(self._on_device.values())
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Memory that is NaN as any floating point number."""
+        if self.refuses():
+            return None
         memory = bytearray(b"\xff" * tensor.nbytes)
         home = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
         self._homes[home.data_ptr()] = memory
@@ -236,12 +240,16 @@ class HostStateMemory:
 
     def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Memory that is NaN, where the device has room for buffers."""
-        if self._most_buffers is not None and len(self.buffers) >= self._most_buffers:
+        if self._has_no_room():
             return None
         with DisableTorchFunctionSubclass():
             new = torch.empty_like(tensor)
         ctypes.memset(new.data_ptr(), 0xFF, new.nbytes)
         return new
+
+    def _has_no_room(self) -> bool:
+        is_full = self._most_buffers is not None and len(self.buffers) >= self._most_buffers
+        return self.refuses() or is_full
 
     def was_sent_home(self, tensor: torch.Tensor) -> bool:
         """Whether it has memory of :meth:`home_like`."""
@@ -253,7 +261,7 @@ class HostStateMemory:
 
     def buffer(self, size_bytes: int) -> torch.Tensor | None:
         """Bytes that are NaN as any floating point number."""
-        if self._most_buffers is not None and len(self.buffers) >= self._most_buffers:
+        if self._has_no_room():
             return None
         self.buffers.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
         return self.buffers[-1]

@@ -49,6 +49,7 @@ __all__ = [
     "prefetch_batch",
     "range_location",
     "relaxed_capture",
+    "write_word",
 ]
 
 _CUDA_12_2 = 12020
@@ -302,6 +303,11 @@ def copy(to: int, source: int, size_bytes: int, stream: int) -> None:
     kind = _runtime().cudaMemcpyKind.cudaMemcpyDefault
     subject = f"{size_bytes} bytes from {source:#x} to {to:#x}"
     _call("cudaMemcpyAsync", to, source, size_bytes, kind, stream, subject=subject)
+
+
+def write_word(to: int, value: int, stream: int) -> None:
+    """Queue a write of 32 bits to an address of device memory, without a kernel."""
+    _call("cuStreamWriteValue32", stream, to, value, 0, subject=f"the word at {to:#x}")
 
 
 def create_stream(priority: int) -> int:

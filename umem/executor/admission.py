@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,9 @@ HintRow = tuple[HintOp, int]
 
 HintRows = Sequence[Sequence[HintRow]]
 """Page hints of each phase, in order."""
+
+_FREE_PASSES = 4
+"""Passes over a step before prefetches that pass each other by in turns are held back."""
 
 
 class Eviction(NamedTuple):
@@ -61,6 +65,15 @@ class AdmissionPlan:
     fetches: tuple[tuple[int, ...], ...]
     away_at_start: frozenset[int]
 
+    def submitted(self) -> set[tuple[int, int]]:
+        """Phase and tensor of each prefetch and copy."""
+        rows = enumerate(zip(self.coming, self.fetches, strict=True))
+        return {
+            (phase, tensor)
+            for phase, (coming, fetches) in rows
+            for tensor in (*(tensor for _, tensor in coming), *fetches)
+        }
+
 
 def plan_admission(
     candidate: PlanCandidate,
@@ -82,6 +95,11 @@ def plan_admission(
     A prefetch holds memory from its submission on, while a plan may ask early and let it come
     when there is room. So it is submitted in the first phase that has room, or that uses it.
 
+    What a step finds pending and resident depends on the waits and prefetches of the step before.
+    So the walk goes on until a step repeats the one before: this one all later steps repeat.
+    Prefetches may pass each other by in turns, an early one taking the room of another which is
+    then late, and the reverse in the next step. These are submitted where they are used.
+
     Parameters
     ----------
     candidate
@@ -95,23 +113,31 @@ def plan_admission(
     fetched
         Activations that the plan copies back at the start of each phase.
     """
-    phases = range(candidate.trace.phase_count)
     walk = _ResidencyWalk(candidate, budget_bytes)
-    for _ in range(2):  # the second pass starts from the residency at the end of a step
+    before: AdmissionPlan | None = None
+    for number in count():
         steps = [
             walk.go_through(
                 phase, leaving[phase], coming[phase], released.get(phase, set()), fetched[phase]
             )
-            for phase in phases
+            for phase in range(candidate.trace.phase_count)
         ]
         walk.end_step()
-    return AdmissionPlan(
-        waits=tuple(step.wait for step in steps),
-        coming=tuple(tuple(it.row for it in step.prefetches) for step in steps),
-        after=tuple(tuple(it.after for it in step.prefetches) for step in steps),
-        fetches=tuple(tuple(step.fetches) for step in steps),
-        away_at_start=walk.away,
-    )
+        found = AdmissionPlan(
+            waits=tuple(step.wait for step in steps),
+            coming=tuple(tuple(it.row for it in step.prefetches) for step in steps),
+            after=tuple(tuple(it.after for it in step.prefetches) for step in steps),
+            fetches=tuple(tuple(step.fetches) for step in steps),
+            away_at_start=walk.away,
+        )
+        if found == before:
+            break
+        if before is not None and number >= _FREE_PASSES:
+            submitted = found.submitted()
+            changed = submitted ^ before.submitted()
+            walk.late |= {tensor for _, tensor in changed or submitted}
+        before = found
+    return found
 
 
 @dataclass
@@ -198,6 +224,8 @@ class _ResidencyWalk:
     def __init__(self, candidate: PlanCandidate, budget_bytes: int) -> None:
         trace = candidate.trace
         self._trace = trace
+        self.late: set[int] = set()
+        """Tensors that are asked for in the phase that uses them, and not before."""
         self._waits_for_pages = candidate.schedule.waits
         self._budget_bytes = budget_bytes
         self._size = trace.tensor_bytes.tolist()
@@ -243,6 +271,9 @@ class _ResidencyWalk:
         self._waiting += [(tensor, None) for tensor in fetched]
         prefetches, fetches = self._ask()
         needed = [self._unused.pop(tensor) for tensor in used if tensor in self._unused]
+        if not self._waits_for_pages:  # they come by page fault, whatever they were to wait for
+            for prefetch in needed:
+                self._pending.put_behind(prefetch, 0)
         wait = self._pending.wait(self._make_way())
         self._place(prefetches)
         if self._waits_for_pages:  # and thereby for the evictions that make room for them
@@ -264,7 +295,7 @@ class _ResidencyWalk:
         prefetches, fetches, late = [], [], []
         for tensor, row in self._waiting:
             more_bytes = 0 if tensor in self._resident else self._size[tensor]
-            if more_bytes > room_bytes:
+            if more_bytes > room_bytes or (more_bytes and tensor in self.late):
                 late.append((tensor, row))
                 continue
             room_bytes -= more_bytes

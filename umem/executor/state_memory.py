@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from umem.core.classes import TensorClass
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
-from umem.runtime.inspection import tensor_class
+from umem.runtime.classification import class_override
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaRoom", "CudaStateMemory"]
 
+_LOG = logging.getLogger("umem")
+
 _PAGE_LOCKED = TensorClass.OPTIMIZER_STATE
 """The class whose memory is page-locked under a policy that streams."""
+
+_REFUSALS = ("CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory")
+"""What torch's errors say where an allocator has no more: one of a swapped allocator is a plain
+``RuntimeError``."""
 
 
 class CudaStateMemory(StateMemory):
@@ -46,6 +53,7 @@ class CudaStateMemory(StateMemory):
         self._device = device
         self._allocator = allocator
         self._min_bytes = min_bytes
+        self._has_warned = False
 
     def is_movable(self, tensor: torch.Tensor) -> bool:
         """Whether it is on this GPU, whole, and not small."""
@@ -61,36 +69,60 @@ class CudaStateMemory(StateMemory):
         """Copy to new memory, which the tensor then has."""
         if self.is_home(tensor) != on_device:
             return
-        born = TensorClass.OTHER if on_device else _PAGE_LOCKED
-        moved = self._new(tensor, born, TensorClass.OPTIMIZER_STATE)
-        with DisableTorchFunctionSubclass(), torch.no_grad():
-            tensor.data = moved.copy_(tensor)
+        make = self.device_like if on_device else self.home_like
+        moved = make(tensor, TensorClass.OPTIMIZER_STATE)
+        if moved is not None:
+            with DisableTorchFunctionSubclass(), torch.no_grad():
+                tensor.data = moved.copy_(tensor)
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Page-locked memory, which the allocator gives to optimizer state."""
-        return self._new(tensor, _PAGE_LOCKED, tensor_class)
+        new = self._like(tensor, _PAGE_LOCKED, tensor_class)
+        if new is None and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "umem: page-locked host memory was refused: tensors stay on the device that have "
+                "no room on the host"
+            )
+        return new
 
     def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
-        """Plain device memory, unless the budget had it put on the host."""
-        new = self._new(tensor, TensorClass.OTHER, tensor_class)
-        return None if self.is_home(new) else new
+        """Plain device memory, unless it is refused, or the budget had it put on the host."""
+        new = self._like(tensor, TensorClass.OTHER, tensor_class)
+        return None if new is None or self.is_home(new) else new
 
-    def _new(self, tensor: torch.Tensor, born: TensorClass, counted: TensorClass) -> torch.Tensor:
-        """New memory as a class gets it, counted as of another one."""
-        with DisableTorchFunctionSubclass(), tensor_class(born):
-            new = torch.empty_like(tensor)
-        self._allocator.retag(new.data_ptr(), counted.number)
+    def _like(
+        self, tensor: torch.Tensor, born: TensorClass, counted: TensorClass
+    ) -> torch.Tensor | None:
+        """New memory as a class gets it, counted as of another one; None if it is refused."""
+        new = self._new(lambda: torch.empty_like(tensor), born)
+        if new is not None:
+            self._allocator.retag(new.data_ptr(), counted.number)
         return new
+
+    def _new(self, make: Callable[[], torch.Tensor], born: TensorClass) -> torch.Tensor | None:
+        """A new tensor, with memory as a class gets it; None if that is refused."""
+        phase = self._allocator.phase()
+        try:
+            with DisableTorchFunctionSubclass(), class_override(self._allocator, born):
+                return make()
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _REFUSALS):
+                raise
+            self._allocator.set_phase(phase)  # it ends a step by which it lets the error out
+            return None
 
     def block_bytes(self, size_bytes: int) -> int:
         """The allocator's rounding."""
         return int(block_bytes(size_bytes))
 
     def buffer(self, size_bytes: int) -> torch.Tensor | None:
-        """Plain device memory, unless the budget had it put on the host."""
-        with tensor_class(TensorClass.OTHER):
-            buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        return None if self.is_home(buffer) else buffer
+        """Plain device memory, unless it is refused, or the budget had it put on the host."""
+        buffer = self._new(
+            lambda: torch.empty(size_bytes, dtype=torch.uint8, device=self._device),
+            TensorClass.OTHER,
+        )
+        return None if buffer is None or self.is_home(buffer) else buffer
 
 
 class CudaRoom(DeviceRoom):

@@ -258,10 +258,22 @@ class StreamedTraining:
         self._undo.append(model.register_forward_hook(Hook(self._after_model)).remove)
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         self._undo.append(self._handle.remove)
+        ended = optimizer.register_step_post_hook(lambda *_: self._step.step_ended())
+        # Before hooks of the program, which may raise.
+        hooks: Any = ended.hooks_dict_ref()
+        hooks.move_to_end(ended.id, last=False)
+        self._undo.append(ended.remove)
         self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
         self._undo.append(
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join()).remove
         )
+        model_loads = Hook(self._model_loads)
+        self._undo += [
+            model.register_load_state_dict_pre_hook(model_loads).remove,
+            optimizer.register_load_state_dict_post_hook(
+                lambda _: self._step.have_loaded("optimizer")
+            ).remove,
+        ]
         if step_in_backward:
             self.move_into_backward()
         # The model may be trained again, by another optimizer.
@@ -437,6 +449,7 @@ class StreamedTraining:
     def _begin_step(
         self, optimizer: Optimizer, arguments: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._step.check_known()
         self._gradients.step_begins()
         if self._weights is not None:
             self._weights.streamed.step_begins()
@@ -463,6 +476,10 @@ class StreamedTraining:
         return None if empty is None else ((empty,), dict(arguments))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        with self._step.changing():
+            self._end_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
         if not self._is_in_line:
             self._step.find_state(optimizer)
         if self._tuner is not None and not self._is_turn:
@@ -472,6 +489,14 @@ class StreamedTraining:
         plan = None if self._tuner is None or self._tuner.is_measuring else self._tuner.plan
         predicted_s = None if plan is None else plan.predicted.step_s
         self._managed_run.ends(predicted_s, is_planned=plan is not None)
+
+    def _model_loads(
+        self, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
+    ) -> None:
+        """Before the state of the model is loaded."""
+        named = ((p, state.get(f"{prefix}{name}")) for name, p in model.named_parameters())
+        if all(value is not None and value.shape == p.shape for p, value in named):
+            self._step.have_loaded("model")
 
     def _comes_by_turns(self, optimizer: Optimizer) -> bool:
         """Whether the training step has begun with an earlier call, for other parameters.

@@ -37,7 +37,17 @@ from umem.torch_compat import PRIVATE_NAMES, replace
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-__all__ = ["Classifier", "gradient_hook"]
+__all__ = ["Classifier", "class_override", "gradient_hook"]
+
+
+@contextmanager
+def class_override(allocator: Allocator, tensor_class: TensorClass) -> Iterator[None]:
+    """Give every tensor allocated in the block a class, in any phase."""
+    token = allocator.enter_class(tensor_class.number)
+    try:
+        yield
+    finally:
+        allocator.leave_class(token)
 
 
 def gradient_hook(allocator: Allocator) -> Callable[[torch.Tensor], object]:
@@ -141,21 +151,12 @@ class Classifier:
             classifier._watch_calls()
             classifier._moving.inside = True
             try:
-                with classifier.override(TensorClass.WEIGHTS):
+                with class_override(classifier._allocator, TensorClass.WEIGHTS):
                     return apply(module, *args, **kwargs)
             finally:
                 classifier._moving.inside = False
 
         replace("module_apply", _apply)
-
-    @contextmanager
-    def override(self, tensor_class: TensorClass) -> Iterator[None]:
-        """Give every tensor allocated in the block a class, in any phase."""
-        token = self._allocator.enter_class(tensor_class.number)
-        try:
-            yield
-        finally:
-            self._allocator.leave_class(token)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,6 +12,7 @@ import torch
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
+from umem.runtime.classification import class_override
 from umem.runtime.state import fallback_reason, fell_back, runtime
 
 __all__ = [
@@ -168,7 +169,7 @@ def tensor_class(name: str | TensorClass) -> Iterator[None]:
     if fell_back():
         yield
         return
-    with runtime().classifier.override(chosen):
+    with class_override(runtime().allocator, chosen):
         yield
 
 

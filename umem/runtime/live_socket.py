@@ -3,6 +3,8 @@
 A thread waits in ``accept()`` and gathers figures only when somebody asks, so that a training pays
 nothing otherwise. Only the same user gets an answer: the folder has mode 0700 and is no link, the
 socket has mode 0600, and the kernel names the caller's user.
+
+A process that is killed leaves its socket. The next one that serves or asks removes it.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class _Server:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._remove()  # of an earlier process with this number, that was killed
+            _remove_dead(self._folder)
             self._socket.bind(_through(self._folder, self._name))
             os.chmod(self._name, 0o600, dir_fd=self._folder)
             self._socket.listen(4)
@@ -162,9 +165,7 @@ def live_processes() -> list[int]:
     found = set()
     for path in _folders():
         with contextlib.suppress(FileNotFoundError, UnsupportedError), _opened(path) as folder:
-            names = [Path(name) for name in os.listdir(folder)]
-            numbers = [int(it.stem) for it in names if it.suffix == ".sock" and it.stem.isdecimal()]
-            for number in numbers:
+            for number in _numbers(folder):
                 with contextlib.suppress(FileNotFoundError):
                     with contextlib.suppress(BusyError):
                         _read(folder, number)
@@ -172,31 +173,57 @@ def live_processes() -> list[int]:
     return sorted(found)
 
 
-def _read(folder: int, pid: int) -> dict[str, Any]:
-    """The answer of a process; ``FileNotFoundError`` if none listens there."""
+def _numbers(folder: int) -> list[int]:
+    """Processes that have a socket in a folder, or had one when they were killed."""
+    names = [Path(name) for name in os.listdir(folder)]
+    return [int(it.stem) for it in names if it.suffix == ".sock" and it.stem.isdecimal()]
+
+
+def _remove_dead(folder: int) -> None:
+    """Remove the sockets of processes that were killed."""
+    for pid in _numbers(folder):
+        if not Path(f"/proc/{pid}").exists():
+            # In another namespace it may have this number, and live: then nothing waits for it.
+            with contextlib.suppress(OSError):
+                _connected(folder, pid, timeout_s=0).close()
+
+
+def _connected(folder: int, pid: int, timeout_s: float) -> socket.socket:
+    """A connection to a process; ``FileNotFoundError`` if none listens there."""
     name = f"{pid}.sock"
     if not stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         raise FileNotFoundError(name)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        caller.settimeout(_TIMEOUT_S)
-        try:
-            caller.connect(_through(folder, name))
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        caller.settimeout(timeout_s)
+        caller.connect(_through(folder, name))
+    except ConnectionRefusedError:
+        caller.close()
+        if not Path(f"/proc/{pid}").exists():
+            os.unlink(name, dir_fd=folder)
+        raise FileNotFoundError(name) from None
+    except BaseException:
+        caller.close()
+        raise
+    return caller
+
+
+def _read(folder: int, pid: int) -> dict[str, Any]:
+    """The answer of a process; ``FileNotFoundError`` if none listens there."""
+    try:
+        with _connected(folder, pid, _TIMEOUT_S) as caller:
             text = _received(caller, pid)
-        except TimeoutError:
-            raise BusyError(
-                f"process {pid} has not answered within {_TIMEOUT_S:g} s: it is busy, or stopped. "
-                "Ask again"
-            ) from None
-        except ConnectionRefusedError:
-            if not Path(f"/proc/{pid}").exists():  # it was killed before it could remove it
-                os.unlink(name, dir_fd=folder)
-            raise FileNotFoundError(name) from None
-        except ConnectionError:  # it ended meanwhile
-            raise FileNotFoundError(name) from None
+    except TimeoutError:
+        raise BusyError(
+            f"process {pid} has not answered within {_TIMEOUT_S:g} s: it is busy, or stopped. "
+            "Ask again"
+        ) from None
+    except ConnectionError:  # it ended meanwhile
+        raise FileNotFoundError(pid) from None
     try:
         figures: dict[str, Any] = json.loads(text)
     except ValueError:  # it ended in the middle of its answer
-        raise FileNotFoundError(name) from None
+        raise FileNotFoundError(pid) from None
     return figures
 
 

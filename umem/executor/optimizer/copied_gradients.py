@@ -246,19 +246,21 @@ class CopiedGradients:
         """Start the copies of what has arrived."""
         arrived, self._arriving = self._arriving, _Arriving("")
         leaving = [it for it in arrived.gradients.values() if self._can_leave(it)]
+        homes = []
+        for it in leaving:
+            home = self._memory.home_like(it, TensorClass.GRADIENTS)
+            if home is None:
+                self.set_plan(())  # the host has no more, and to ask again takes time
+                return
+            homes.append(home)
         # Later batches change them.
         is_last = self._begun[arrived.name] == self._batches
         norms = self._clipped.norms(leaving) if is_last else [None] * len(leaving)
         self._move(
             Lane.COPY_OUT,
             [
-                _Gradient(
-                    it,
-                    version_counter(it),
-                    self._memory.home_like(it, TensorClass.GRADIENTS),
-                    norm,
-                )
-                for it, norm in zip(leaving, norms, strict=True)
+                _Gradient(it, version_counter(it), home, norm)
+                for it, home, norm in zip(leaving, homes, norms, strict=True)
             ],
         )
 

@@ -14,18 +14,25 @@ numbers, and hyperparameters count as they are when ``step()`` is called.
 A unit may also be updated ahead of ``step()``, in the backward pass (``backward_updates.py``).
 Until ``step()`` nothing can use the unit then: the program would see the result of a step that it
 has not called yet.
+
+An error before the first update leaves all as it was, and ``step()`` may be called again. Behind
+one that comes later some parameters are updated and others are not: a second step would update the
+first ones twice. So all later steps raise PlanError, until the state of the model and of the
+optimizer is loaded.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import (
     ParameterGuard,
     TensorGuard,
@@ -108,6 +115,12 @@ class StreamedStep:
         """Units in the order of their first call since the last step."""
         self._last: Moment = None
         """The moment after the update that was queued last."""
+        self._is_begun = False
+        """Whether updates of a step are queued, and its others are not known to have run."""
+        self._failure = ""
+        """The error that has left some parameters updated and others not; empty if none has."""
+        self._loaded: set[str] = set()
+        """What was loaded since."""
 
     # ------------------------------------------------------------------ the step
 
@@ -128,24 +141,73 @@ class StreamedStep:
             optimizer has to run the step itself.
         """
         with self.lock:
+            self.check_known()
             self.join()
             is_deferred = is_deferred and self.may_defer
-            done = self._end_ahead(is_deferred)
-            self._lay_out(optimizer)
-            queued = self.units.queued
-            if not queued and not done:
-                self.counts.resident += 1
-                return None
-            call = StepCall(optimizer, self._lanes)
-            left_out = done | self.units.absent
+            if any(unit.ahead for unit in self.units):
+                with self.changing():
+                    return self._step(optimizer, self._end_ahead(is_deferred), is_deferred)
+            return self._step(optimizer, frozenset(), is_deferred)
+
+    def _step(
+        self, optimizer: Optimizer, done: frozenset[Any], is_deferred: bool
+    ) -> Optimizer | None:
+        """Queue a step but for the parameters that are updated already."""
+        self._lay_out(optimizer)
+        queued = self.units.queued
+        if not queued and not done:
+            self.counts.resident += 1
+            return None
+        call = StepCall(optimizer, self._lanes)
+        left_out = done | self.units.absent
+        shadow = call.shadow(_without(self.units.in_line, done), optimizer.state)
+        with self.changing():
+            self._is_begun = True
             updates = [self._queue(unit, call, left_out, is_deferred) for unit in queued]
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
             if any(unit.pending is not None for unit in self.units):
                 self._lanes.count_behind(call.ready, self._last)
-            self.counts.streamed += 1
-            return call.shadow(_without(self.units.in_line, done), optimizer.state)
+        self.counts.streamed += 1
+        return shadow
+
+    # ------------------------------------------------------------------ errors in a step
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """For what must run as a whole: behind an exception in the block, later steps raise."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            self._loaded.clear()
+            for lane in (Lane.COPY_IN, Lane.UPDATE, Lane.COPY_OUT):
+                self._lanes.wait(self._lanes.run(lane, lambda: None))
+            raise
+
+    def step_ended(self) -> None:
+        """The optimizer has run its part of a step."""
+        self._is_begun = False
+
+    def check_known(self) -> None:
+        """Raise PlanError if an error has left some parameters updated and others not."""
+        if self._is_begun and not self._failure:
+            self._failure = "the optimizer's own step has raised"
+            self._loaded.clear()
+        if self._failure:
+            raise PlanError(
+                "an earlier step() or backward() has ended with an error when some parameters were "
+                f"updated already ({self._failure}), so weights and optimizer state are no longer "
+                "those of any step. Load the state of the model and of the optimizer, by "
+                "load_state_dict() of both, before the training goes on"
+            )
+
+    def have_loaded(self, what: str) -> None:
+        """Note that the state of the "model" or of the "optimizer" was loaded as a whole."""
+        self._loaded.add(what)
+        if len(self._loaded) == 2:
+            self._failure, self._is_begun = "", False
 
     def _end_ahead(self, is_deferred: bool) -> frozenset[Any]:
         """The program's step has come: what was updated ahead of it may be used."""
@@ -337,6 +399,13 @@ class StreamedStep:
         freed
             Returns what a parameter gets in the place of its gradient.
         """
+        self.check_known()
+        with self.changing():
+            self._update_ahead(unit, call, freed)
+
+    def _update_ahead(
+        self, unit: StreamedUnit, call: StepCall, freed: Callable[[Any], torch.Tensor]
+    ) -> None:
         part = _with_gradients(unit.queued)
         updated = parameters_of(part)
         ready = self._lanes.mark()
@@ -390,11 +459,12 @@ class StreamedStep:
     def settle(self, unit: StreamedUnit, *, is_early: bool = False) -> None:
         """Let the current stream wait for a unit's update, and guard the unit no more."""
         with self.lock:
-            pending, unit.pending = unit.pending, None
+            pending = unit.pending
             if pending is None:
                 return
             self._lanes.wait(unit.updated)
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
+            unit.pending = None  # not before: an interrupt may have come while it waited
             self._clipped.update_begins(pending.kept, None)
             for guard in pending.guards:
                 guard.release()

@@ -327,6 +327,7 @@ class StreamedUnits:
             or (unit.state is not None and not unit.state.is_current(state))
         ]
         if changed:
+            self._seen, self._in_line = None, None  # all of it again, should this one fail
             # What leaves the device makes room for what comes.
             self._take_slots_back()
             changed.sort(key=lambda unit: unit.name in (self._resident or ()))
@@ -334,7 +335,6 @@ class StreamedUnits:
                 self._lay_out_unit(unit, state, piece_bytes)
             self.layouts += 1
             self._seen = (state, len(state))
-            self._in_line = None
 
     def find_units(self, optimizer: Optimizer) -> None:
         """Sort the parameters of an optimizer by unit, which has others than before.
@@ -379,9 +379,14 @@ class StreamedUnits:
             ]
             for parameter, values in every.items()
         }
+        on_device = self._place([it for values in movable.values() for it in values], unit.name)
+        if not on_device:  # but what the host has no room for
+            movable = {
+                parameter: list(filter(self._memory.is_home, values))
+                for parameter, values in movable.items()
+            }
         pieces = self._divide(every, movable, piece_bytes)
         unit.sizes = tuple(piece.size_bytes for piece in pieces)
-        on_device = self._place([it for values in movable.values() for it in values], unit.name)
         unit.device_bytes = sum(unit.sizes) if on_device else 0
         queued = {
             parameter: values

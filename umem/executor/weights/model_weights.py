@@ -433,12 +433,15 @@ class ModelWeights:
             for number, tensor in enumerate(unit.tensors):
                 is_home = number in staged or number in in_place
                 (leaving if is_home else coming).append(tensor)
-            if staged:
-                tensors = [unit.tensors[number] for number in sorted(staged)]
+        coming = self._exchange(leaving, coming)
+        for unit, staged in zip(self._units, plan.streamed, strict=True):
+            tensors = [unit.tensors[number] for number in sorted(staged)]
+            # The host may have no room for some.
+            tensors = [it for it in tensors if self._memory.is_home(it)]
+            if tensors:
                 name, module = unit.block.name, unit.block.module
                 blocks.append(StreamedBlock(name, module, tensors, unit.experts))
                 classes[unit.block.name] = self._class_of(tensors[0])
-        coming = self._exchange(leaving, coming)
         self._room.trim()
         slots = {name: ExtraSlots(*counts) for name, counts in extra.items()}
         self.streamed.set_blocks(blocks, plan.slots, classes, slots)
@@ -477,7 +480,8 @@ class ModelWeights:
             share = min(1.0, into_bytes / max(1, out_bytes))
             balance = 0.0
             for tensor in out:
-                self._move(tensor, to_home=True)
+                if not self._move(tensor, to_home=True):
+                    break  # the host has no more, and to ask again takes time
                 balance += share * tensor.nbytes
                 while into and into[0].nbytes <= balance and self._move(into[0], to_home=False):
                     balance -= into.pop(0).nbytes
@@ -494,7 +498,7 @@ class ModelWeights:
         with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
             data = tensor.data
             if to_home:
-                new: torch.Tensor | None = self._memory.home_like(data, kind)
+                new = self._memory.home_like(data, kind)
             else:
                 new = self._memory.device_like(data, kind)
             if new is None:

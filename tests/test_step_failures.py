@@ -1,0 +1,246 @@
+"""Memory that is refused, and errors, in the middle of a streamed step: never another value.
+
+Lanes run on the CPU, late. A refusal is what the memory of a GPU answers where the card or the host
+has no more. Errors come from the lanes, where a driver's calls would raise them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lazy_lanes import LazyLanes
+from streamed_programs import Net, NetWithFlat, Program, bits, compare
+from torch import nn
+
+import umem
+from umem.core.classes import TensorClass
+from umem.core.errors import PlanError
+from umem.executor.optimizer.lanes import Copy, Lane
+from umem.executor.state_memory import CudaStateMemory
+from umem.runtime._native import Allocator, ClassSetting, Config
+
+EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
+TOO_MUCH = 1 << 60
+
+
+class TestMemoryOfAGpu:
+    """`CudaStateMemory` over torch's allocator of the CPU, which refuses what no machine has."""
+
+    @pytest.fixture
+    def allocator(self) -> Allocator:
+        allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
+        allocator.set_phase(TensorClass.OPTIMIZER_STATE.number)
+        return allocator
+
+    @pytest.fixture
+    def memory(self, allocator: Allocator) -> CudaStateMemory:
+        return CudaStateMemory(torch.device("cpu"), allocator, 1, 1)
+
+    def test_a_refused_buffer_is_none(self, memory: CudaStateMemory) -> None:
+        assert memory.buffer(TOO_MUCH) is None
+
+    def test_a_refused_home_is_none_with_one_notice(
+        self, memory: CudaStateMemory, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        large = torch.empty(1).expand(TOO_MUCH)
+        for _ in range(2):
+            assert memory.home_like(large, TensorClass.GRADIENTS) is None
+            assert memory.device_like(large, TensorClass.GRADIENTS) is None
+        assert len(caplog.records) == 1
+
+    def test_a_refusal_leaves_the_class_of_what_comes(
+        self, memory: CudaStateMemory, allocator: Allocator
+    ) -> None:
+        memory.buffer(TOO_MUCH)
+        assert allocator.phase() == TensorClass.OPTIMIZER_STATE.number
+
+    def test_any_other_error_is_raised(self, memory: CudaStateMemory) -> None:
+        with pytest.raises(RuntimeError):
+            memory.buffer(-1)
+
+
+# ------------------------------------------------------------------ memory is refused
+
+
+def refuse(program: Program, numbers: Callable[[int], bool], asked: list[bool]) -> None:
+    """Refuse the requests of these numbers, from now on. `asked` has what became of each."""
+
+    def refuses() -> bool:
+        asked.append(numbers(len(asked)))
+        return asked[-1]
+
+    if program.memory is not None:
+        program.memory.refuses = refuses
+
+
+def change_plan(program: Program) -> None:
+    """State comes to the device, and leaves it."""
+    if program.training is not None:
+        resident = {"layers.0", "head", ""} if program.steps % 2 else {"stem", "layers.1"}
+        program.training.step.units.set_plan(frozenset(resident), 1 + program.steps % 3)
+        program.training.gradients.set_plan(EVERY, {"head": "layers.0"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_model", [Net, NetWithFlat])
+def test_each_request_may_be_refused(make_model: Callable[[], nn.Module]) -> None:
+    def run(program: Program, number: int, asked: list[bool]) -> None:
+        refuse(program, lambda it: it == number, asked)
+        for _ in range(3):
+            change_plan(program)
+            program.step()
+
+    expected = Program(None, make_model=make_model).run(lambda it: run(it, -1, []), steps=1)
+    number, most = 0, 1
+    while number < most:
+        asked: list[bool] = []
+        program = Program(LazyLanes, make_model=make_model, copied_gradients=EVERY)
+        found = program.run(partial(run, number=number, asked=asked), steps=1)
+        assert bits(found) == bits(expected), number
+        most = len(asked)
+        assert sum(asked) == (number < most)
+        number += 1
+    assert number > 50
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    share=st.floats(0, 1),
+    seed=st.integers(0, 1000),
+    eagerness=st.sampled_from([0.0, 0.8]),
+    streams_weights=st.booleans(),
+    make_model=st.sampled_from([Net, NetWithFlat]),
+)
+def test_any_requests_may_be_refused(
+    share: float,
+    seed: int,
+    eagerness: float,
+    streams_weights: bool,
+    make_model: Callable[[], nn.Module],
+) -> None:
+    chance = random.Random(seed)
+
+    def change(program: Program) -> None:
+        refuse(program, lambda _: chance.random() < share, [])
+        change_plan(program)
+
+    compare(
+        change,
+        eagerness,
+        seed,
+        make_model=make_model,
+        streams_weights=streams_weights,
+        copied_gradients=EVERY,
+    )
+
+
+def test_gradients_stay_if_the_host_has_no_more() -> None:
+    program = Program(LazyLanes, copied_gradients=EVERY)
+    program.step()
+    program.stream()
+    program.memory.refuses = lambda: True
+    program.optimizer.zero_grad()
+    program.backward()
+    training = program.training
+    assert training is not None
+    training.join()
+    assert training.gradients.copied == frozenset()
+    gradients = [it.grad for it in program.model.parameters()]
+    assert not any(map(program.memory.was_sent_home, gradients))
+
+
+# ------------------------------------------------------------------ a step raises
+
+
+class DriverError(RuntimeError):
+    """As of a call of CUDA."""
+
+
+class FailingLanes(LazyLanes):
+    """The call of `run` or `copy` with this number raises, once."""
+
+    fails_at = -1
+    calls = 0
+
+    def _call(self) -> None:
+        self.calls += 1
+        if self.calls - 1 == self.fails_at:
+            raise DriverError("unspecified launch failure")
+
+    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+        self._call()
+        return super().run(lane, work, after)
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
+        self._call()
+        super().copy(lane, copies, tensor_class)
+
+
+def begin(**options: Any) -> tuple[Program, list[FailingLanes]]:
+    """A program behind some streamed steps, and its lanes."""
+    made: list[FailingLanes] = []
+
+    def make(model: nn.Module) -> FailingLanes:
+        made.append(FailingLanes(model, 1.0))  # work runs when it is queued, as on a GPU
+        return made[0]
+
+    program = Program(make, clips=False, **options)
+    program.step()
+    program.stream()
+    for _ in range(4):
+        program.step()
+    return program, made
+
+
+def load(program: Program, checkpoint: tuple[Any, Any]) -> None:
+    program.model.load_state_dict(checkpoint[0])
+    program.optimizer.load_state_dict(checkpoint[1])
+
+
+def values(program: Program) -> Any:
+    return bits([program.model.state_dict(), program.optimizer.state_dict()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_unit_is_updated_twice_behind_an_error(in_backward: bool) -> None:
+    number = refused = whole = 0
+    while True:
+        program, (lanes,) = begin(in_backward=in_backward)
+        umem.join()
+        checkpoint = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict()))
+        lanes.calls, lanes.fails_at = 0, number
+        try:
+            program.optimizer.zero_grad()
+            program.backward()
+            program.optimizer.step()
+        except DriverError:
+            pass
+        else:
+            break
+        before = len(program.seen)
+        try:
+            program.optimizer.step()
+        except PlanError:
+            refused += 1
+            load(program, checkpoint)
+            program.steps -= 1
+            program.step()
+        else:
+            whole += 1
+        del program.seen[before:]
+        expected = Program(None, clips=False)
+        for _ in range(6):
+            expected.step()
+        assert values(program) == values(expected), number
+        number += 1
+    assert refused > 10
+    assert number == refused + whole
