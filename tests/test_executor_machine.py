@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from managed_training import (
     BEFORE_PLANNED,
     MIB,
@@ -26,7 +28,7 @@ from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
 from umem.executor.machine import Machine
-from umem.executor.manage import manage_on
+from umem.executor.manage import manage_on, unpromised_bytes
 from umem.executor.mapped_blocks import AllocatorBudget, bring_back_spilled
 from umem.executor.program import Hints, PhaseWork
 from umem.executor.runner import Runner
@@ -35,6 +37,7 @@ from umem.executor.tensor_addresses import in_blocks
 from umem.offloading import ActivationStore
 from umem.runtime.hints import HintEngine, HintSettings
 from umem.runtime.native_library import native
+from umem.runtime.peak_reader import PeakReader
 
 GIB = 1 << 30
 BUDGET = 48 * MIB
@@ -180,6 +183,55 @@ def test_a_dropped_training_restores_the_budget(allocator: CountingAllocator) ->
     del training, manager
     gc.collect()
     assert allocator.budgets == [0, BUDGET]
+
+
+@pytest.mark.slow
+def test_trainings_of_a_process_leave_each_other_host_memory() -> None:
+    assert unpromised_bytes(600 * MIB) == 600 * MIB
+    first, second = Training(), Training()
+    kept = [managed(first, machine_with(None, 34 * MIB)), managed(second, machine_with(None))]
+    assert unpromised_bytes(600 * MIB) == 200 * MIB, "none has a plan, and one more comes"
+    first.steps(BEFORE_PLANNED + 1)
+    assert kept[0].status().state is ManagerState.RUNNING
+    trace = kept[0].trace
+    assert trace is not None
+    promised_bytes = kept[0].promised_host_bytes()
+    assert 0 < promised_bytes < trace.tensor_bytes.sum() - 34 * MIB
+    assert unpromised_bytes(600 * MIB) == (600 * MIB - promised_bytes) // 2
+    assert unpromised_bytes(promised_bytes // 2) == 0
+    for manager in kept:
+        manager.close()
+    assert unpromised_bytes(600 * MIB) == 600 * MIB
+
+
+def test_many_optimizers_of_one_model_are_warned_of_once(
+    allocator: CountingAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model.children()]
+    optimizers = [*optimizers, *(torch.optim.SGD(model.parameters(), 0.1) for _ in range(3))]
+    with caplog.at_level(logging.WARNING, "umem"):
+        kept = [
+            manage_on(model, it, lambda: machine_with(allocator), "planned") for it in optimizers
+        ]
+        other = managed(Training(), machine_with(allocator))
+    assert len(caplog.records) == 1
+    assert caplog.records[0].args == (2, "Net")
+    for manager in (*kept, other):
+        manager.close()
+
+
+def test_readers_of_a_peak_do_not_hide_it_from_each_other() -> None:
+    config = native().Config([native().ClassSetting()] * len(TensorClass))
+    allocator = native().Allocator.on_host(config, devices=2)
+    first, second, elsewhere = (PeakReader(allocator, device) for device in (0, 0, 1))
+    allocator.free(allocator.malloc(16 * MIB))
+    assert first.take() == 16 * MIB
+    assert second.take() == 16 * MIB
+    assert elsewhere.take() == 0
+    block = allocator.malloc(2 * MIB)
+    assert (first.take(), first.take(), second.take()) == (2 * MIB,) * 3
+    allocator.free(block)
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,7 +26,15 @@ from umem.runtime.state import runtime
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-__all__ = ["Machine", "cuda_machine", "held_host_bytes", "within_host"]
+__all__ = [
+    "Machine",
+    "cuda_machine",
+    "held_host_bytes",
+    "warn_of_whole_budgets",
+    "within_host",
+]
+
+_LOG = logging.getLogger("umem")
 
 
 @dataclass(frozen=True)
@@ -148,8 +158,15 @@ def held_host_bytes(
     return pinned_bytes - others_bytes + returning_bytes()
 
 
-def cuda_machine(device: int, model: nn.Module, optimizer: Optimizer) -> Machine:
+def cuda_machine(
+    device: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    host_bytes: Callable[[], int | None] = share_bytes,
+) -> Machine:
     """A GPU of this process, under the policy that umem was enabled with, for one training.
+
+    `host_bytes` returns what the training may take of the host.
 
     Raises
     ------
@@ -169,6 +186,7 @@ def cuda_machine(device: int, model: nn.Module, optimizer: Optimizer) -> Machine
         hardware=within_host(
             detect_hardware(device),
             held_host_bytes(state.allocator, device, model, optimizer),
+            host_bytes,
         ),
         policy=state.resolved,
         allocator=state.allocator,
@@ -176,6 +194,23 @@ def cuda_machine(device: int, model: nn.Module, optimizer: Optimizer) -> Machine
         stream=lambda: current_raw_stream(device),
         is_capturing=torch.cuda.is_current_stream_capturing,
     )
+
+
+def warn_of_whole_budgets(model: nn.Module, optimizers: int) -> None:
+    """Say once that several optimizers of a model are each planned with the whole budget."""
+    if optimizers < 2 or model in _warned:
+        return
+    _warned.add(model)
+    _LOG.warning(
+        "umem: %d optimizers train one %s, and each is planned with the whole device budget. "
+        "Together they may exceed it: then tensors are used in host memory, which is slow. Use one "
+        "optimizer with parameter groups, or set UMEM_DEVICE_BUDGET to each one's part",
+        optimizers,
+        type(model).__name__,
+    )
+
+
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @functools.cache

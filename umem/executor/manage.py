@@ -13,10 +13,12 @@ from torch.optim.optimizer import Optimizer
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
-from umem.executor.machine import Machine, cuda_machine
+from umem.executor.machine import Machine, cuda_machine, warn_of_whole_budgets
 from umem.executor.manager import Manager
+from umem.executor.status import ManagerState
 from umem.executor.streamed_training import StreamedTraining, stream_state
 from umem.executor.weights.model_weights import ModelWeights, manage_weights
+from umem.hardware.host_share import share_bytes
 from umem.io.problems import did_you_mean
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics
@@ -24,7 +26,15 @@ from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
 from umem.trace import require_durations
 
-__all__ = ["current_statistics", "ideal_step_s", "manage", "manage_on", "managers", "residency"]
+__all__ = [
+    "current_statistics",
+    "ideal_step_s",
+    "manage",
+    "manage_on",
+    "managers",
+    "residency",
+    "unpromised_bytes",
+]
 
 _PLANNERS = ("planned", "lookahead", "fault")
 _managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.WeakKeyDictionary()
@@ -109,7 +119,7 @@ def manage(
     return manage_on(
         model,
         optimizer,
-        lambda: cuda_machine(device.index or 0, model, optimizer),
+        lambda: cuda_machine(device.index or 0, model, optimizer, _unpromised_share),
         planner,
         default_planner=state.resolved.planner,
     )
@@ -146,9 +156,27 @@ def manage_on(
         known.close()
     manager = Manager(model, optimizer, make_machine(), chosen)
     _managers[optimizer] = weakref.ref(manager)
+    warn_of_whole_budgets(model, sum(other.model is model for other in managers()))
     if planner is None:
         _by_default.add(manager)
     return manager
+
+
+def unpromised_bytes(share_bytes: int) -> int:
+    """What one more training may take of this process's share of the host.
+
+    Less what the plans of others may still take, and divided with those that have no plan yet.
+    """
+    others = managers()
+    planless = (ManagerState.OFF, ManagerState.RESIDENT)
+    waiting = sum(it.trace is None and it.status().state not in planless for it in others)
+    promised_bytes = sum(it.promised_host_bytes() for it in others)
+    return max(share_bytes - promised_bytes, 0) // (waiting + 1)
+
+
+def _unpromised_share() -> int | None:
+    own_bytes = share_bytes()
+    return None if own_bytes is None else unpromised_bytes(own_bytes)
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:

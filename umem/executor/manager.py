@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -164,6 +165,19 @@ class Manager:
         if self._runner.program is not None:
             return self._runner.away_bytes()
         return self._mapped.held_bytes()
+
+    def promised_host_bytes(self) -> int:
+        """Host memory that its plan keeps tensors in, less what is there now; 0 without a plan."""
+        trace = self.trace
+        if trace is None:
+            return 0
+        live_bytes = np.zeros(trace.phase_count + 1, np.int64)
+        np.add.at(live_bytes, trace.first_phase, trace.tensor_bytes)
+        np.subtract.at(live_bytes, trace.last_phase + 1, trace.tensor_bytes)
+        budget_bytes = self._machine.policy.device_budget_bytes
+        capacity_bytes = budget_bytes or self._machine.hardware.device_bytes
+        most_bytes = int(np.cumsum(live_bytes).max()) - capacity_bytes
+        return max(most_bytes - sum(self.away_bytes().values()), 0)
 
     def watch(self, look: Callable[[], None] | None) -> None:
         """Call a function before and after the work at each phase's start; None ends it.

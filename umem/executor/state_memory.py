@@ -14,6 +14,7 @@ from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
 from umem.runtime.classification import class_override
+from umem.runtime.peak_reader import PeakReader
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class CudaRoom(DeviceRoom):
         self.budget_bytes = budget_bytes
         self._allocator = allocator
         self._device = device
+        self._peak = PeakReader(allocator, device)
         self._homes = frozenset(it.number for it in homes)
         self._home_bytes = 0
 
@@ -163,7 +165,7 @@ class CudaRoom(DeviceRoom):
 
     def take_peak_bytes(self) -> int:
         """Blocks of all kinds of memory but homes."""
-        return self._allocator.take_peak_bytes(self._device) - self._home_bytes
+        return self._peak.take() - self._home_bytes
 
     def spilled_bytes(self) -> int:
         """Segments, cached ones included."""

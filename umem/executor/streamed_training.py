@@ -18,6 +18,7 @@ from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.copied_activations import is_compiled
+from umem.executor.machine import warn_of_whole_budgets
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.copied_gradients import CopiedGradients
@@ -107,6 +108,7 @@ def stream_state(
             if step_in_backward:
                 training.move_into_backward()
             return training
+    warn_of_whole_budgets(model, 1 + sum(it.model is model for it in streamed_trainings()))
     state = runtime()
     policy, device = state.resolved, gpu_of(model)
     index = device.index or 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from umem.capture.live.timing import Clock, clock_for
 from umem.capture.live.trace_builder import TrackedPhase, build_step_trace, outside_bytes
 from umem.core.errors import TraceError
 from umem.runtime.model_parts import optimizer_parameters, plain_tensors
+from umem.runtime.peak_reader import PeakReader
 from umem.runtime.state import is_enabled, runtime
 from umem.runtime.torch_hooks.modules import Guard, hook_calls
 from umem.torch_compat import current_graph_task_id
@@ -253,7 +254,7 @@ class StepRecording:
         assert self._optimizer is not None
         peak_bytes = self._peak_bytes
         if peak_bytes is None and self._device.type == "cuda" and is_enabled():
-            peak_bytes = partial(runtime().allocator.take_peak_bytes, self._device.index)
+            peak_bytes = PeakReader(runtime().allocator, self._device.index).take
         return MemoryTracker(
             self._parameters,
             self._optimizer,
