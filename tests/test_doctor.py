@@ -32,7 +32,7 @@ from umem.doctor import (
     collect,
     diagnose,
 )
-from umem.hardware.capabilities import Capabilities
+from umem.hardware.capabilities import Capabilities, NumaNode
 from umem.hardware.host_memory import HostMemory, MemoryLimit
 from umem.hardware.host_share import Booking
 from umem.torch_compat import PRIVATE_NAMES
@@ -48,6 +48,7 @@ HOST = Host(
     memory=HostMemory(512 * GIB, 500 * GIB, limit=None),
     others=(),
     memlock_bytes=None,
+    chooses_nodes=True,
     shm_bytes=64 * GIB,
     nvcc=None,
 )
@@ -370,6 +371,20 @@ class TestHostMemory:
         memory = HostMemory(480 * GIB, 450 * GIB, None, other_nodes_bytes=90 * GIB)
         found = check(diagnose(replace(HEALTHY, host=replace(HOST, memory=memory))), "host memory")
         assert found.value.startswith("480 GiB, 450 GiB available, without 90 GiB")
+
+    @pytest.mark.parametrize(("may_choose", "status"), [(True, Status.OK), (False, Status.WARN)])
+    def test_the_node_of_page_locked_memory(self, may_choose: bool, status: Status) -> None:
+        """Named on a host with several, where a sandbox may forbid to choose one."""
+        nodes = tuple(NumaNode(number, 256 * GIB, has_cpus=True) for number in range(2))
+        card = replace(H200, host_numa_node=1, numa_nodes=nodes)
+        host = replace(HOST, chooses_nodes=may_choose)
+        name = "page-locked memory for GPU 0"
+        found = check(diagnose(replace(HEALTHY, devices=(card,), host=host)), name)
+        assert found.status is status
+        assert ("SYS_NICE" in found.remedy) is not may_choose
+        one = replace(card, numa_nodes=nodes[:1])
+        report = diagnose(replace(HEALTHY, devices=(one,), host=host))
+        assert name not in {it.name for part in report.sections for it in part.checks}
 
     def test_unknown(self) -> None:
         """As on a system without /proc."""

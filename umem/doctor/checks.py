@@ -353,6 +353,7 @@ def _limits(environment: Environment) -> Iterator[Check]:
             f"at most {format_bytes(limit_bytes)} for a process",
             f"{100 * PINNED_SHARE:.0f} % of {format_bytes(share.share_bytes)}, its share",
         )
+    yield from _nodes_of_pinned(environment)
     locked = "unlimited" if host.memlock_bytes is None else format_bytes(host.memlock_bytes)
     why = "CUDA's pinned memory is not bound by it; RDMA libraries are"
     yield _info("locked memory (ulimit -l)", locked, why)
@@ -383,6 +384,20 @@ def _device_budgets(environment: Environment) -> Iterator[Check]:
         value = "none" if budget is None else format_bytes(budget)
         why = resolved.budget_reason
         yield _info(f"GPU {device.device_index} device budget, policy {name}", value, why)
+
+
+def _nodes_of_pinned(environment: Environment) -> Iterator[Check]:
+    """Where page-locked memory lies, on a host with several nodes."""
+    for device in environment.devices or ():
+        near, name = device.host_numa_node, f"page-locked memory for GPU {device.device_index}"
+        if near is None or sum(node.has_cpus for node in device.numa_nodes) < 2:
+            continue
+        if environment.host.chooses_nodes:
+            yield _ok(name, f"on NUMA node {near}, nearest to it")
+        else:
+            why = "the kernel forbids choosing a NUMA node (seccomp), and a farther one is slower"
+            remedy = f"docker run --cap-add SYS_NICE, or numactl --membind={near} outside"
+            yield _warn(name, "on any NUMA node", why, remedy)
 
 
 def _host_limit(limit: MemoryLimit | None) -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -67,6 +68,8 @@ class Host:
     """What other processes under umem may take of it."""
     memlock_bytes: int | None
     """Limit on locked memory; None for unlimited."""
+    chooses_nodes: bool
+    """Whether the kernel lets this process choose the NUMA node of its memory."""
     shm_bytes: int | None
     """Size of ``/dev/shm``; None where there is none."""
     nvcc: str | None
@@ -240,6 +243,7 @@ def _host() -> Host:
         memory=host_memory(),
         others=tuple(bookings()),
         memlock_bytes=_memlock_bytes(),
+        chooses_nodes=_chooses_nodes(),
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nvcc=shutil.which("nvcc"),
     )
@@ -258,6 +262,18 @@ def _cpu_model() -> str:
     # Arm kernels do not name the model.
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1) if match else "unknown model"
+
+
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+"""Number of the system call ``get_mempolicy``, by architecture."""
+
+
+def _chooses_nodes() -> bool:
+    """Whether ``get_mempolicy`` is allowed: sandboxes forbid it together with ``mbind``."""
+    number = _GET_MEMPOLICY.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return False
+    return ctypes.CDLL(None).syscall(number, None, None, 0, None, 0) == 0
 
 
 def _memlock_bytes() -> int | None:
