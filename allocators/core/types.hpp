@@ -62,7 +62,7 @@ struct Config {
   std::array<ClassSetting, kClasses> classes{};
   std::size_t managed_limit_bytes = 0;    // 0: no cap, unless devices have one
   // By device: added to the cap once the process allocates on it. Empty: devices add nothing.
-  std::vector<std::size_t> managed_bytes_of_device;
+  std::vector<std::size_t> managed_bytes_of_device{};
   std::size_t pinned_limit_bytes = 0;     // most page-locked host memory; 0: no limit
   std::size_t device_budget_bytes = 0;    // 0: no budget
   std::size_t system_headroom_bytes = 0;  // device bytes that kind `system` leaves free
