@@ -198,6 +198,12 @@ def test_nothing_installed() -> None:
             "unset UMEM_PLANNER",
             id="unknown planner",
         ),
+        pytest.param(
+            {"variables": {"UMEM_WITHOUT": "prefech"}},
+            "UMEM_WITHOUT",
+            "unset UMEM_WITHOUT",
+            id="unknown call to do without",
+        ),
     ],
 )
 def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, remedy: str) -> None:
