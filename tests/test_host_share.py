@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -129,7 +130,7 @@ def _hold(connection: Any, variables: dict[str, str], forks: bool) -> None:
     child = os.fork() if forks else None
     if child == 0:
         connection.close()
-        os.pause() if hasattr(os, "pause") else multiprocessing.Event().wait()
+        signal.pause()
     connection.send((os.getpid(), child))
     held = [connection.recv(), bytearray(b"1") * (40 * MIB)]
     connection.send(len(held[1]))

@@ -126,12 +126,12 @@ _booking: tuple[int, int] | None = None
 """This process's number and the file in memory that others read, open as long as it lives."""
 
 
-def book(share_of_share: float, variables: Mapping[str, str] = os.environ) -> HostShare | None:
+def book(part: float, variables: Mapping[str, str] = os.environ) -> HostShare | None:
     """Read this process's share, and let later processes leave a part of it alone.
 
     Parameters
     ----------
-    share_of_share
+    part
         The part of the share that this process may take.
     variables
         The environment, in which launchers count ranks.
@@ -150,7 +150,7 @@ def book(share_of_share: float, variables: Mapping[str, str] = os.environ) -> Ho
         booking = {
             "process": os.getpid(),
             "job": _job(variables),
-            "bytes": int(share_of_share * share.share_bytes),
+            "bytes": int(part * share.share_bytes),
             "held_bytes": _own_bytes(Path("/proc/self")),
         }
         # Closed in programs that this one starts. A forked child keeps it, and is told by its
