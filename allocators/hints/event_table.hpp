@@ -1,8 +1,8 @@
 // The events that requests wait for, and the requests that wait.
 #pragma once
 
-#include <deque>
 #include <map>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -22,8 +22,7 @@ struct PolledEvent {
 class EventTable {
  public:
   void recorded(EventId event, int device, StreamId stream) {
-    events_[event] = {.stream = {device, stream}};
-    streams_[{device, stream}].push_back(event);
+    events_[event] = {.stream = {device, stream}, .number = ++recorded_};
   }
 
   bool knows(EventId event) const { return events_.contains(event); }
@@ -33,13 +32,14 @@ class EventTable {
   void wait(EventId event, Ticket ticket) {
     Event& of = events_.at(event);
     ++of.holders;
-    of.waiting.push_back(ticket);
-    ++waiting_;
+    of.waiting.insert(ticket);
+    waited_for_[of.stream][of.number] = event;
   }
   // The ticket waits no longer, although the event has not completed.
   void stop_waiting(EventId event, Ticket ticket) {
-    if (std::erase(events_.at(event).waiting, ticket) == 0) return;
-    --waiting_;
+    Event& of = events_.at(event);
+    if (of.waiting.erase(ticket) == 0) return;
+    if (of.waiting.empty()) query_no_more(of);
     let_go(event);
   }
 
@@ -47,27 +47,22 @@ class EventTable {
   // request is queried.
   std::vector<PolledEvent> hold_next() {
     std::vector<PolledEvent> next;
-    if (waiting_ == 0) return next;
-    for (const auto& [stream, events] : streams_)
-      for (const EventId event : events)
-        if (Event& of = events_.at(event); !of.waiting.empty()) {
-          ++of.holders;
-          next.push_back({event, stream.first});
-          break;
-        }
+    for (const auto& [stream, events] : waited_for_) {
+      const EventId event = events.begin()->second;
+      ++events_.at(event).holders;
+      next.push_back({event, stream.first});
+    }
     return next;
   }
 
   // Returns the requests that waited for it. A failed event never completes.
-  std::vector<Ticket> fire(EventId event, bool failed) {
+  std::set<Ticket> fire(EventId event, bool failed) {
     Event& of = events_.at(event);
     if (of.fired) return {};
     of.fired = true;
     of.failed = failed;
-    leave_stream(event, of);
-    std::vector<Ticket> waited = std::move(of.waiting);
-    of.waiting.clear();
-    waiting_ -= waited.size();
+    if (!of.waiting.empty()) query_no_more(of);
+    std::set<Ticket> waited = std::exchange(of.waiting, {});
     of.holders -= waited.size();  // the worker that queried it still holds it
     return waited;
   }
@@ -75,7 +70,6 @@ class EventTable {
   void let_go(EventId event) {
     const auto found = events_.find(event);
     if (found == events_.end() || --found->second.holders != 0) return;
-    if (!found->second.fired) leave_stream(event, found->second);
     events_.erase(found);
     recycled_.push_back(event);
   }
@@ -90,27 +84,30 @@ class EventTable {
   // Events without references, for the driver to reuse.
   std::vector<EventId> take_recycled() { return std::exchange(recycled_, {}); }
 
-  bool anyone_waiting() const { return waiting_ != 0; }
+  bool anyone_waiting() const { return !waited_for_.empty(); }
 
  private:
+  using Stream = std::pair<int, StreamId>;  // device, stream
+
   struct Event {
-    std::pair<int, StreamId> stream;
+    Stream stream;
+    std::uint64_t number = 0;  // in the order of recording
     std::size_t holders = 1;
     bool released = false;
     bool fired = false;
     bool failed = false;
-    std::vector<Ticket> waiting{};
+    std::set<Ticket> waiting{};
   };
 
-  void leave_stream(EventId event, const Event& of) {
-    const auto found = streams_.find(of.stream);
-    std::erase(found->second, event);
-    if (found->second.empty()) streams_.erase(found);
+  void query_no_more(const Event& of) {
+    const auto events = waited_for_.find(of.stream);
+    events->second.erase(of.number);
+    if (events->second.empty()) waited_for_.erase(events);
   }
 
   std::unordered_map<EventId, Event> events_;
-  std::map<std::pair<int, StreamId>, std::deque<EventId>> streams_;  // not fired, oldest first
-  std::size_t waiting_ = 0;
+  std::map<Stream, std::map<std::uint64_t, EventId>> waited_for_;  // by number
+  std::uint64_t recorded_ = 0;
   std::vector<EventId> recycled_;
 };
 

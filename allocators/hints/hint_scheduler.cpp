@@ -3,22 +3,21 @@
 namespace umem {
 namespace {
 
-// Whether `newer` supersedes `older`, which was not issued yet.
-bool replaces(const HintRequest& newer, const HintRequest& older) {
-  const bool same_place = newer.device == older.device;
+// Whether `newer` supersedes an older request that was not issued yet.
+bool replaces(const HintRequest& newer, HintOp older, bool same_place) {
   switch (newer.op) {
     case HintOp::prefetch:
-      return older.op == HintOp::evict || older.op == HintOp::discard ||
-             (older.op == HintOp::prefetch && !same_place);
+      return older == HintOp::evict || older == HintOp::discard ||
+             (older == HintOp::prefetch && !same_place);
     case HintOp::evict:
-      return older.op == HintOp::prefetch;
+      return older == HintOp::prefetch;
     case HintOp::discard:
-      return older.op == HintOp::prefetch || older.op == HintOp::evict;
+      return older == HintOp::prefetch || older == HintOp::evict;
     case HintOp::copy_in:
     case HintOp::copy_out:
-      return !keeps_order(older.op);
+      return !keeps_order(older);
     case HintOp::advise:
-      return older.op == HintOp::advise && same_place;
+      return older == HintOp::advise && same_place;
   }
   return false;
 }
@@ -53,8 +52,10 @@ void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t 
   ++of.requests[static_cast<std::size_t>(Outcome::open)];
   of.asked_bytes += request.range.bytes;
   stats_.peak_open_requests = std::max(stats_.peak_open_requests, open_.size());
-  if (keeps_order(request.op))
-    ordered_[ticket] = {request.range, host_part(request, request.range)};
+  if (keeps_order(request.op)) {
+    ordered_.add(request.range, ticket);
+    hosts_.add(host_part(request, request.range), ticket);
+  }
   Device& device = devices_[request.device];
   if (makes_room(request.op)) device.leaving.insert(ticket);
 
@@ -63,7 +64,8 @@ void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t 
     resolve(ticket, request.range.bytes, Outcome::dropped, asked_ns);
     return;
   }
-  queue_.add({.ticket = ticket, .range = request.range, .direction = direction_of(request.op)});
+  queue_.add(
+      {.ticket = ticket, .range = request.range, .op = request.op, .device = request.device});
   if (event == 0 || events_.fired(event))
     make_ready(record, asked_ns);
   else
@@ -85,13 +87,16 @@ void HintScheduler::make_ready(HintRecord& record, std::int64_t now_ns) {
   record.ready_ns = now_ns;
   // Only when ready: before its own event, a newer request does not supersede older ones.
   supersede_older(record, now_ns);
-  queue_.set_ready(record.ticket, record.request.range);
+  queue_.set_ready(record.ticket);
 }
 
 void HintScheduler::supersede_older(const HintRecord& newer, std::int64_t now_ns) {
-  for (const Piece& piece : queue_.overlapping(newer.request.range))
-    if (piece.ticket < newer.ticket && replaces(newer.request, open_.at(piece.ticket).request))
-      cut(piece, newer.request.range, Outcome::superseded, now_ns);
+  const HintRequest& request = newer.request;
+  const auto superseded = [&](HintOp op, int device) {
+    return replaces(request, op, device == request.device);
+  };
+  for (const Piece& piece : queue_.older_overlapping(request.range, newer.ticket, superseded))
+    cut(piece, request.range, Outcome::superseded, now_ns);
 }
 
 void HintScheduler::cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns) {
@@ -100,8 +105,8 @@ void HintScheduler::cut(const Piece& piece, Range range, Outcome outcome, std::i
 
 // Cuts the pieces of one request only.
 void HintScheduler::cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns) {
-  for (const Piece& piece : queue_.overlapping(range))
-    if (piece.ticket == ticket) cut(piece, range, outcome, now_ns);
+  for (const Piece& piece : queue_.of(ticket))
+    if (overlap(piece.range, range)) cut(piece, range, outcome, now_ns);
 }
 
 void HintScheduler::resolve(Ticket ticket, std::size_t bytes, Outcome outcome,
@@ -118,17 +123,17 @@ void HintScheduler::finish(HintRecord& record, std::int64_t now_ns) {
   record.done_ns = now_ns;
   if (record.ready_ns == 0 && request.event != 0 && events_.knows(request.event))
     events_.stop_waiting(request.event, record.ticket);
-  ordered_.erase(record.ticket);
-  devices_.at(request.device).leaving.erase(record.ticket);
-  if (request.op == HintOp::copy_out && record.outcome == Outcome::done) {
-    drop_kept(request.range);
-  } else if (request.op == HintOp::copy_out && record.outcome != Outcome::forgotten) {
-    // A partial copy was not freed. A released range has no contents to keep.
-    std::erase_if(kept_, [&](const HintRequest& kept) {
-      return lies_in(kept.range, request.range);
-    });
-    kept_.push_back(request);
+  if (keeps_order(request.op)) {
+    ordered_.remove(request.range, record.ticket);
+    hosts_.remove(host_part(request, request.range), record.ticket);
+    queue_.unpark({.ticket = record.ticket});
   }
+  devices_.at(request.device).leaving.erase(record.ticket);
+  if (request.op == HintOp::copy_out && record.outcome == Outcome::done)
+    kept_.drop(request.range);
+  else if (request.op == HintOp::copy_out && record.outcome != Outcome::forgotten)
+    // A partial copy was not freed. A released range has no contents to keep.
+    kept_.add(request.range, request.host_address);
 
   HintCounts& of = counts(record);
   --of.requests[static_cast<std::size_t>(Outcome::open)];
@@ -162,23 +167,6 @@ HintRecord* HintScheduler::on_record(Ticket ticket) {
   return ticket != 0 && record.ticket == ticket ? &record : nullptr;
 }
 
-// The contents of `range` have left the device. The rest of a failed copy_out is still there.
-void HintScheduler::drop_kept(Range range) {
-  std::vector<HintRequest> left;
-  for (const HintRequest& kept : kept_) {
-    const auto keep = [&](std::uintptr_t start, std::uintptr_t end) {
-      if (start >= end) return;
-      HintRequest part = kept;
-      part.range = {start, end - start};
-      part.host_address = host_part(kept, part.range).address;
-      left.push_back(part);
-    };
-    keep(kept.range.address, std::min(range.address, end_of(kept.range)));
-    keep(std::max(end_of(range), kept.range.address), end_of(kept.range));
-  }
-  kept_ = std::move(left);
-}
-
 void HintScheduler::leave_all_devices(Range range) {
   for (auto& [number, device] : devices_) device.resident.erase(range);
 }
@@ -209,20 +197,17 @@ void HintScheduler::count_punctuality(const HintRecord& record) {
 void HintScheduler::forget(Range range, std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping(range))
     cut(piece, range, Outcome::forgotten, now_ns);
-  std::vector<std::pair<Ticket, Range>> without_host;  // parts of copies
-  for (const auto& [ticket, place] : ordered_)
-    if (const Range host = common(place.host, range); host.bytes != 0)
-      without_host.push_back(
-          {ticket, {place.range.address + (host.address - place.host.address), host.bytes}});
-  for (const auto& [ticket, part] : without_host)
-    cut_of(ticket, part, Outcome::forgotten, now_ns);
+  for (const Ticket ticket : hosts_.overlapping(range)) {
+    const HintRequest& request = open_.at(ticket).request;
+    const Range host = common(host_part(request, request.range), range);
+    cut_of(ticket, {request.range.address + (host.address - request.host_address), host.bytes},
+           Outcome::forgotten, now_ns);
+  }
   leave_all_devices(range);
   for (std::optional<Chunk>& chunk : in_flight_)
     if (chunk && overlap(chunk->range, range)) chunk->forgotten.push_back(range);
-  drop_kept(range);
-  std::erase_if(kept_, [&](const HintRequest& kept) {
-    return overlap(host_part(kept, kept.range), range);
-  });
+  kept_.drop(range);
+  kept_.drop_host(range);
 }
 
 bool HintScheduler::in_flight(Range range) const {

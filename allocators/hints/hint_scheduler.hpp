@@ -13,6 +13,7 @@
 #include "hints/event_table.hpp"
 #include "hints/hint_driver.hpp"
 #include "hints/hint_queue.hpp"
+#include "hints/kept_contents.hpp"
 #include "hints/resident_set.hpp"
 #include "hints/statistics.hpp"
 
@@ -87,9 +88,12 @@ class HintScheduler {
     std::size_t reserved_bytes = 0;
     std::set<Ticket> leaving;  // open requests that may free memory
   };
-  // The ranges of an open request that later ones must not overtake.
-  struct Place {
-    Range range{}, host{};
+  // Ready prefetches behind a chunk's first that another would overtake by joining the chunk.
+  struct Overtaken {
+    std::pair<Ticket, std::uintptr_t> until;  // looked at so far
+    std::size_t looked_at = 0;
+    std::size_t needed_bytes = 0;  // the most free memory that one of them needs
+    bool waits = false;            // one of them comes after an eviction
   };
 
   HintCounts& counts(const HintRecord& record);
@@ -102,28 +106,27 @@ class HintScheduler {
   void keep_record(const HintRecord& record);
   HintRecord* on_record(Ticket ticket);
   void count_punctuality(const HintRecord& record);
-  void drop_kept(Range range);
   void leave_all_devices(Range range);
 
-  bool blocked(const Piece& piece) const;
+  std::optional<Blocker> blocker_of(const Piece& piece) const;
   void share_link(Direction direction, std::int64_t now_ns);
   bool copy_in_is_settled(const HintRecord& record, std::int64_t now_ns);
   std::size_t needed_room(const Device& device, Range range) const;
   bool must_wait_for_room(const HintRecord& record, Range range, std::size_t beside_bytes) const;
-  bool overtakes(const Chunk& chunk, Ticket ticket) const;
+  bool overtakes(const Chunk& chunk, Ticket ticket, Overtaken& others) const;
   Range first_chunk(const HintRequest& request, Range range) const;
-  void grow(Chunk& chunk, Direction direction, std::size_t limit_bytes, std::int64_t now_ns);
+  void grow(Chunk& chunk, std::size_t limit_bytes, std::int64_t now_ns);
   void take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns);
 
   const HintSettings settings_;
   HintQueue queue_;
   EventTable events_;
   std::unordered_map<Ticket, HintRecord> open_;
-  std::map<Ticket, Place> ordered_;   // open requests that later ones must not overtake
+  TicketsByRange ordered_, hosts_;    // open requests that later ones must not overtake, hosts too
   std::vector<HintRecord> history_;   // ended requests, a ring by ticket
   std::map<Ticket, HintRecord> late_;  // ended after a newer request took their slot in the ring
   std::vector<std::atomic<std::uint64_t>> ended_;  // the same ring: ticket * kOutcomes + outcome
-  std::vector<HintRequest> kept_;     // copy_outs that never ended: the device has the contents
+  KeptContents kept_;
   std::map<int, Device> devices_;
   std::vector<std::optional<Chunk>> in_flight_;  // by lane
   std::array<std::size_t, kDirections> in_flight_bytes_{};

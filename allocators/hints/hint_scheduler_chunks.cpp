@@ -12,24 +12,24 @@ Range first_part(Range range, std::size_t limit_bytes) {
   return {range.address, end > range.address ? end - range.address : 0};
 }
 
+// A chunk passes at most this many requests to one that joins it: joining saves a call, and looking
+// takes time, in which callers wait.
+constexpr std::size_t kMostOvertaken = 64;
+
 }  // namespace
 
 std::optional<Chunk> HintScheduler::take(Lane lane, std::int64_t now_ns) {
   const std::size_t direction = index_of(lane.direction);
   std::vector<int> full;  // devices whose first prefetch waits for memory: no other may overtake it
-  for (auto next = queue_.ready(lane.direction).begin();
-       next != queue_.ready(lane.direction).end();) {
-    const Piece piece = queue_.piece(next->first, next->second);
-    ++next;
+  while (const std::optional<Piece> first = queue_.first_ready(lane.direction, full)) {
+    const Piece& piece = *first;
     HintRecord& record = open_.at(piece.ticket);
     const HintRequest& request = record.request;
-    if (std::find(full.begin(), full.end(), request.device) != full.end() ||
-        blocked(piece))
-      continue;
-    if (request.op == HintOp::copy_in && copy_in_is_settled(record, now_ns)) {
-      next = queue_.ready(lane.direction).begin();
+    if (const std::optional<Blocker> blocker = blocker_of(piece)) {
+      queue_.park(piece, *blocker);
       continue;
     }
+    if (request.op == HintOp::copy_in && copy_in_is_settled(record, now_ns)) continue;
     const Range range = first_chunk(request, piece.range);
     if (in_flight_bytes_[direction] != 0 &&
         in_flight_bytes_[direction] + range.bytes > settings_.in_flight_bytes)
@@ -37,7 +37,6 @@ std::optional<Chunk> HintScheduler::take(Lane lane, std::int64_t now_ns) {
     if (must_wait_for_room(record, range, 0)) {
       stats_.room_waits += !std::exchange(record.waited_for_room, true);
       full.push_back(request.device);
-      if (full.size() == devices_.size()) return std::nullopt;
       continue;
     }
 
@@ -49,7 +48,7 @@ std::optional<Chunk> HintScheduler::take(Lane lane, std::int64_t now_ns) {
     take_part(chunk, piece, range, now_ns);
     if (!keeps_order(request.op)) {
       const std::size_t free_bytes = settings_.in_flight_bytes - in_flight_bytes_[direction];
-      grow(chunk, lane.direction, std::min(settings_.chunk_bytes, free_bytes), now_ns);
+      grow(chunk, std::min(settings_.chunk_bytes, free_bytes), now_ns);
     }
     share_link(lane.direction, now_ns);
     in_flight_[static_cast<std::size_t>(lane.number)] = chunk;
@@ -61,21 +60,27 @@ std::optional<Chunk> HintScheduler::take(Lane lane, std::int64_t now_ns) {
 }
 
 bool HintScheduler::has_work_beside(Lane lane) const {
-  return !queue_.ready(Direction::to_device).empty() ||
-         (lane.direction == Direction::to_device && !queue_.ready(Direction::to_host).empty());
+  return queue_.any_ready(Direction::to_device) ||
+         (lane.direction == Direction::to_device && queue_.any_ready(Direction::to_host));
 }
 
-// Whether a call on the same bytes is running, or an older ordered request has not ended.
-bool HintScheduler::blocked(const Piece& piece) const {
-  const Range range = piece.range, host = host_part(open_.at(piece.ticket).request, range);
-  if (in_flight(range) || in_flight(host)) return true;
-  for (const auto& [older, place] : ordered_) {
-    if (older >= piece.ticket) break;
-    if (overlap(place.range, range) || overlap(place.range, host) || overlap(place.host, range) ||
-        overlap(place.host, host))
-      return true;
-  }
-  return false;
+// A call on the same bytes that is running, or an older ordered request that has not ended.
+std::optional<Blocker> HintScheduler::blocker_of(const Piece& piece) const {
+  const HintRequest& request = open_.at(piece.ticket).request;
+  const Range range = piece.range, host = host_part(request, range);
+  for (std::size_t lane = 0; lane < in_flight_.size(); ++lane)
+    if (const std::optional<Chunk>& chunk = in_flight_[lane];
+        chunk && (overlap(chunk->range, range) || overlap(chunk->host, range) ||
+                  overlap(chunk->range, host) || overlap(chunk->host, host)))
+      return Blocker{.lane = static_cast<int>(lane)};
+  // The newest one: when it ends, few others are left. Mostly it has the same range.
+  Ticket newest = ordered_.newest_of(request.range, piece.ticket);
+  if (newest == 0)
+    newest = std::max({ordered_.newest_overlapping(range, piece.ticket),
+                       ordered_.newest_overlapping(host, piece.ticket),
+                       hosts_.newest_overlapping(range, piece.ticket),
+                       hosts_.newest_overlapping(host, piece.ticket)});
+  return newest == 0 ? std::nullopt : std::optional(Blocker{.ticket = newest});
 }
 
 // Called whenever a chunk starts or ends: the running chunks of a direction share the time since
@@ -92,14 +97,8 @@ void HintScheduler::share_link(Direction direction, std::int64_t now_ns) {
 // A copy_out that never ended left the contents on the device: copying back would destroy them.
 bool HintScheduler::copy_in_is_settled(const HintRecord& record, std::int64_t now_ns) {
   const HintRequest& request = record.request;
-  const auto any = [&](auto&& is) { return std::any_of(kept_.begin(), kept_.end(), is); };
-  if (record.open_bytes != request.range.bytes ||
-      !any([&](const HintRequest& kept) { return overlap(kept.range, request.range); }))
-    return false;
-  const bool same = any([&](const HintRequest& kept) {
-    return kept.range.address == request.range.address &&
-           kept.range.bytes == request.range.bytes && kept.host_address == request.host_address;
-  });
+  if (record.open_bytes != request.range.bytes || !kept_.overlaps(request.range)) return false;
+  const bool same = kept_.holds(request.range, request.host_address);
   if (!same) count_failure({"copy_in", -1}, "part of the range still holds its contents");
   cut_of(record.ticket, request.range, same ? Outcome::done : Outcome::failed, now_ns);
   return true;
@@ -132,34 +131,37 @@ bool HintScheduler::must_wait_for_room(const HintRecord& record, Range range,
 
 // Whether a request in the chunk would overtake one that waits for memory on its device. Older
 // waiting requests than the chunk's first do not exist: the chunk would not have been chosen.
-bool HintScheduler::overtakes(const Chunk& chunk, Ticket ticket) const {
+bool HintScheduler::overtakes(const Chunk& chunk, Ticket ticket, Overtaken& others) const {
   const Device& device = devices_.at(chunk.device);
   if (direction_of(chunk.op) == Direction::to_host || device.leaving.empty()) return false;
-  const HintQueue::Order& ready = queue_.ready(Direction::to_device);
-  for (auto next = ready.upper_bound({chunk.parts.front().ticket, UINTPTR_MAX});
-       next != ready.end() && next->first < ticket; ++next) {
+  const Ticket first_leaving = *device.leaving.begin();
+  const HintQueue::Order& ready = queue_.ready(Direction::to_device, chunk.device);
+  for (auto next = ready.upper_bound(others.until); next != ready.end() && next->first < ticket;
+       ++next) {
+    if (++others.looked_at > kMostOvertaken) return true;
+    others.until = *next;
     const Piece piece = queue_.piece(next->first, next->second);
-    const HintRecord& record = open_.at(piece.ticket);
-    if (record.request.device == chunk.device &&
-        must_wait_for_room(record, first_chunk(record.request, piece.range),
-                           chunk.reserved_bytes) &&
-        !blocked(piece))
-      return true;
+    const HintRequest& request = open_.at(piece.ticket).request;
+    if (first_leaving > piece.ticket || blocker_of(piece)) continue;
+    others.waits = others.waits || first_leaving <= request.after;
+    others.needed_bytes = std::max(others.needed_bytes,
+                                   needed_room(device, first_chunk(request, piece.range)));
   }
-  return false;
+  const std::size_t used = device.resident.bytes() + device.reserved_bytes + chunk.reserved_bytes;
+  return others.waits || (others.looked_at != 0 && device.budget_bytes != 0 &&
+                          used + others.needed_bytes > device.budget_bytes);
 }
 
 // Adjacent ranges with the same operation join the chunk: one call moves them faster than many.
-void HintScheduler::grow(Chunk& chunk, Direction direction, std::size_t limit_bytes,
-                    std::int64_t now_ns) {
-  const TensorClass tensor_class = open_.at(chunk.parts.front().ticket).request.tensor_class;
+void HintScheduler::grow(Chunk& chunk, std::size_t limit_bytes, std::int64_t now_ns) {
+  const Ticket first = chunk.parts.front().ticket;
+  const TensorClass tensor_class = open_.at(first).request.tensor_class;
+  Overtaken others{.until = {first, UINTPTR_MAX}};
   const auto joins = [&](const Piece& piece) {
-    if (!piece.ready || piece.direction != direction) return false;
-    const HintRequest& request = open_.at(piece.ticket).request;
-    if (request.op != chunk.op || request.device != chunk.device || blocked(piece)) return false;
     // Read-mostly pages are evicted in another way, and belong to whole classes.
-    if (chunk.op == HintOp::evict && request.tensor_class != tensor_class) return false;
-    return !overtakes(chunk, piece.ticket);
+    if (chunk.op == HintOp::evict && open_.at(piece.ticket).request.tensor_class != tensor_class)
+      return false;
+    return !blocker_of(piece) && !overtakes(chunk, piece.ticket, others);
   };
   const auto take_one_of = [&](const std::vector<Piece>& pieces, bool before) {
     for (const Piece& piece : pieces) {
@@ -173,9 +175,10 @@ void HintScheduler::grow(Chunk& chunk, Direction direction, std::size_t limit_by
     }
     return false;
   };
-  while (take_one_of(queue_.starting_at(end_of(chunk.range)), false)) {
+  while (take_one_of(queue_.ready_starting_at(chunk.op, chunk.device, end_of(chunk.range)),
+                     false)) {
   }
-  while (take_one_of(queue_.ending_at(chunk.range.address), true)) {
+  while (take_one_of(queue_.ready_ending_at(chunk.op, chunk.device, chunk.range.address), true)) {
   }
 }
 
@@ -206,6 +209,7 @@ std::optional<Chunk> HintScheduler::settle(Lane lane, CallResult result, std::in
   std::optional<Chunk>& slot = in_flight_[static_cast<std::size_t>(lane.number)];
   const Chunk chunk = std::move(*slot);
   slot.reset();
+  queue_.unpark({.lane = lane.number});
   in_flight_bytes_[index_of(lane.direction)] -= chunk.range.bytes;
   Device& device = devices_[chunk.device];
   device.reserved_bytes -= chunk.reserved_bytes;

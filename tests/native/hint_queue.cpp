@@ -1,9 +1,10 @@
-// The queue and the resident set against plain models of them.
+// The queue, the resident set and kept contents against plain models of them.
 #include <map>
 #include <random>
 
 #include "check.hpp"
 #include "hints/hint_queue.hpp"
+#include "hints/kept_contents.hpp"
 #include "hints/resident_set.hpp"
 
 namespace umem {
@@ -18,7 +19,7 @@ void a_cut_leaves_both_ends() {
   CHECK_EQUAL(queue.bytes(), 70U);
   CHECK_EQUAL(queue.piece(1, 100).range.bytes, 20U);
   CHECK_EQUAL(queue.piece(1, 150).range.bytes, 50U);
-  CHECK_EQUAL(queue.ready(Direction::to_device).size(), 2U);
+  CHECK_EQUAL(queue.ready(Direction::to_device, 0).size(), 2U);
   CHECK_EQUAL(queue.cut(queue.piece(1, 150), {0, 1000}), 50U);
   CHECK_EQUAL(queue.cut(queue.piece(1, 100), {0, 100}), 0U);  // touches it, no more
   CHECK_EQUAL(queue.bytes(), 20U);
@@ -35,17 +36,55 @@ void a_full_queue_gives_up_what_a_cut_splits_off() {
 
 void only_ready_pieces_are_in_order() {
   HintQueue queue(100);
-  queue.add({.ticket = 3, .range = {500, 10}, .direction = Direction::to_host, .ready = true});
-  queue.add({.ticket = 1, .range = {900, 10}, .direction = Direction::to_host, .ready = true});
-  queue.add({.ticket = 2, .range = {100, 10}, .direction = Direction::to_host});
-  CHECK(queue.ready(Direction::to_device).empty());
-  CHECK((queue.ready(Direction::to_host) == HintQueue::Order{{1, 900}, {3, 500}}));
-  queue.set_ready(2, {100, 10});
-  CHECK((queue.ready(Direction::to_host) == HintQueue::Order{{1, 900}, {2, 100}, {3, 500}}));
-  CHECK_EQUAL(queue.starting_at(500).size(), 1U);
-  CHECK_EQUAL(queue.ending_at(510).size(), 1U);
-  CHECK(queue.starting_at(501).empty());
-  CHECK(queue.ending_at(505).empty());
+  const auto add = [&](Ticket ticket, std::uintptr_t address, int device, bool ready) {
+    queue.add({ticket, {address, 10}, HintOp::evict, device, ready});
+  };
+  add(3, 500, 0, true);
+  add(1, 900, 0, true);
+  add(2, 100, 0, false);
+  add(4, 300, 1, true);
+  const auto first = [&](const std::vector<int>& without) {
+    const auto piece = queue.first_ready(Direction::to_host, without);
+    return piece ? piece->ticket : 0;
+  };
+  CHECK(!queue.any_ready(Direction::to_device));
+  CHECK(queue.ready(Direction::to_device, 0).empty());
+  CHECK((queue.ready(Direction::to_host, 0) == HintQueue::Order{{1, 900}, {3, 500}}));
+  CHECK_EQUAL(first({}), 1U);
+  CHECK_EQUAL(first({0}), 4U);
+  CHECK_EQUAL(first({1, 0}), 0U);
+  queue.set_ready(2);
+  CHECK((queue.ready(Direction::to_host, 0) == HintQueue::Order{{1, 900}, {2, 100}, {3, 500}}));
+  CHECK_EQUAL(queue.ready_starting_at(HintOp::evict, 0, 500).size(), 1U);
+  CHECK_EQUAL(queue.ready_ending_at(HintOp::evict, 0, 510).size(), 1U);
+  CHECK(queue.ready_starting_at(HintOp::evict, 0, 501).empty());
+  CHECK(queue.ready_ending_at(HintOp::evict, 0, 505).empty());
+  CHECK(queue.ready_starting_at(HintOp::evict, 1, 500).empty());
+  CHECK(queue.ready_starting_at(HintOp::discard, 0, 500).empty());
+}
+
+void of_one_range_only_the_oldest_is_offered() {
+  HintQueue queue(100);
+  for (const Ticket ticket : {5, 3, 7})
+    queue.add({.ticket = ticket, .range = {100, 10}, .ready = ticket != 3});
+  const auto ready = [&] { return queue.ready(Direction::to_device, 0); };
+  CHECK((ready() == HintQueue::Order{{5, 100}}));
+  queue.park(queue.piece(5, 100), {.lane = 1});
+  CHECK(!queue.any_ready(Direction::to_device));
+  CHECK(queue.ready_starting_at(HintOp::prefetch, 0, 100).empty());
+  queue.unpark({.lane = 0});
+  CHECK(ready().empty());
+  queue.unpark({.lane = 1});
+  CHECK((ready() == HintQueue::Order{{5, 100}}));
+  queue.park(queue.piece(5, 100), {.ticket = 2});
+  queue.set_ready(3);  // an older one may be free
+  CHECK((ready() == HintQueue::Order{{3, 100}}));
+  queue.park(queue.piece(3, 100), {.ticket = 2});
+  queue.cut(queue.piece(3, 100), {100, 10});  // the next in its place
+  CHECK((ready() == HintQueue::Order{{5, 100}}));
+  queue.unpark({.ticket = 2});
+  queue.cut(queue.piece(5, 100), {105, 5});  // its rest is another range
+  CHECK((ready() == HintQueue::Order{{5, 100}, {7, 100}}));
 }
 
 // Ranges of very different lengths: one that starts far below may reach into a small one.
@@ -116,6 +155,37 @@ void the_resident_set_is_as_a_table_of_bytes() {
   }
 }
 
+// Host blocks lie at one distance from their ranges.
+void kept_contents_are_as_a_table_of_bytes() {
+  constexpr std::size_t kEnd = 200, kDistance = 1000;
+  std::mt19937_64 random(11);
+  KeptContents kept;
+  std::vector<bool> table(2 * kEnd);
+  for (int step = 0; step < 3000; ++step) {
+    const Range range = random_range(random, kEnd);
+    const std::uintptr_t host = range.address + kDistance;
+    const std::size_t choice = random() % 3;
+    if (choice == 0) {
+      kept.add(range, host);
+      CHECK(kept.holds(range, host));
+      CHECK(!kept.holds(range, host + 1));
+    } else if (choice == 1) {
+      kept.drop(range);
+    } else {  // whole entries go, so it is asked for with all that it touches
+      kept.drop({0, 2 * kEnd});
+      kept.add(range, host);
+      kept.drop_host({host - 1, 1});
+      CHECK(kept.holds(range, host));
+      kept.drop_host({host, 1});
+      table.assign(table.size(), false);
+    }
+    if (choice != 2)
+      std::fill_n(table.begin() + static_cast<std::ptrdiff_t>(range.address), range.bytes,
+                  choice == 0);
+    for (std::size_t i = 0; i < kEnd; ++i) CHECK_EQUAL(kept.overlaps({i, 1}), table[i]);
+  }
+}
+
 }  // namespace
 }  // namespace umem
 
@@ -124,6 +194,8 @@ int main() {
   RUN(a_cut_leaves_both_ends);
   RUN(a_full_queue_gives_up_what_a_cut_splits_off);
   RUN(only_ready_pieces_are_in_order);
+  RUN(of_one_range_only_the_oldest_is_offered);
   RUN(the_queue_is_as_a_table_of_bytes);
   RUN(the_resident_set_is_as_a_table_of_bytes);
+  RUN(kept_contents_are_as_a_table_of_bytes);
 }

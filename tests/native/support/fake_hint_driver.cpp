@@ -240,6 +240,30 @@ void FakeHintDriver::move(Range range, bool comes) {
   peak_blocks_ = std::max(peak_blocks_, resident_.size());
 }
 
+std::array<std::uint64_t, kOutcomes> expect_balanced(const HintStatistics& stats,
+                                                     std::uint64_t accepted, std::uint64_t refused,
+                                                     std::uint64_t asked_bytes) {
+  std::array<std::uint64_t, kOutcomes> outcomes{};
+  HintCounts sum;
+  for (const auto& of_op : stats.counts)
+    for (const HintCounts& counts : of_op) {
+      for (std::size_t i = 0; i < kOutcomes; ++i) outcomes[i] += counts.requests[i];
+      sum.asked_bytes += counts.asked_bytes;
+      sum.moved_bytes += counts.moved_bytes;
+      sum.wasted_bytes += counts.wasted_bytes;
+    }
+  std::uint64_t ended = 0;
+  for (std::size_t i = 1; i < kOutcomes; ++i) ended += outcomes[i];
+  CHECK_EQUAL(outcomes[0], 0U);
+  CHECK_EQUAL(ended, accepted);
+  CHECK_EQUAL(stats.refused, refused);
+  CHECK_EQUAL(sum.asked_bytes, asked_bytes);
+  CHECK_EQUAL(sum.moved_bytes + sum.wasted_bytes, asked_bytes);
+  CHECK_EQUAL(stats.open_requests, 0U);
+  CHECK_EQUAL(stats.queued_bytes, 0U);
+  return outcomes;
+}
+
 HintMachine::HintMachine(const HintSettings& settings)
     : HintMachine(settings, std::make_unique<FakeHintDriver>()) {}
 

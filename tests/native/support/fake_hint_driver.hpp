@@ -132,6 +132,12 @@ class FakeHintDriver final : public HintDriver {
   std::map<std::pair<int, StreamId>, Stream> streams_;
 };
 
+// The books of an engine at rest: every ticket has an outcome, every byte was moved or wasted, and
+// nothing is queued. Returns the requests by outcome.
+std::array<std::uint64_t, kOutcomes> expect_balanced(const HintStatistics& stats,
+                                                     std::uint64_t accepted, std::uint64_t refused,
+                                                     std::uint64_t asked_bytes);
+
 // An engine over the fake, and shorthand.
 class HintMachine {
  public:
