@@ -334,7 +334,4 @@ def _time(way: Way, instead: str = "does not fit") -> tuple[str, str]:
 
 def _size(size_bytes: int | None) -> str:
     """A size in three digits; empty if there is none."""
-    if size_bytes is None:
-        return ""
-    number, unit = format_bytes(size_bytes).split()
-    return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"
+    return "" if size_bytes is None else output.format_size(size_bytes)

@@ -39,6 +39,7 @@ __all__ = [
     "TraceFile",
     "Window",
     "Workload",
+    "budget_bytes",
     "check_plot",
     "find_policy",
     "find_workloads",
@@ -51,6 +52,8 @@ DEFAULT_POLICY = "managed"
 """Predictions and plans are of pages that migrate; the other presets manage none."""
 DEFAULT_HARDWARE = "gh200-96"
 BATCH, SEQ, ACCUMULATE = 2, 2048, 1
+TRAINING_MODES = ("sft", "lora")
+"""How a model is trained; the first is the default."""
 
 Model = Annotated[
     str | None,
@@ -190,16 +193,23 @@ def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPo
     policy = resolve(load_policy(name), hardware)
     if budget is None:
         return policy
+    return replace(
+        policy, device_budget_bytes=budget_bytes(budget, hardware), budget_reason="--budget"
+    )
+
+
+def budget_bytes(budget: str, hardware: Hardware) -> int:
+    """Read a device budget, a size or a share; ``UmemError`` if the device has no such budget."""
     try:
-        budget_bytes = parse_budget(budget, hardware.device_bytes)
+        found = parse_budget(budget, hardware.device_bytes)
     except ValueError as error:
         raise UmemError(f"--budget: {error}; or a percentage, such as '80%'") from None
-    if not 0 < budget_bytes <= hardware.device_bytes:
+    if not 0 < found <= hardware.device_bytes:
         raise UmemError(
             f"--budget: {budget} is not within the device memory of {hardware.name}, "
             f"{format_bytes(hardware.device_bytes)}: give a size above 0 and at most that"
         )
-    return replace(policy, device_budget_bytes=budget_bytes, budget_reason="--budget")
+    return found
 
 
 def known_name(option: str, name: str, known: Sequence[str]) -> str:

@@ -33,12 +33,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Progress",
     "check_can_write",
+    "end_at_once",
     "file_name",
     "format_seconds",
+    "format_size",
     "interruptible",
     "make_app",
     "make_console",
     "make_table",
+    "on_interrupt",
     "plain",
     "print_json",
     "print_table",
@@ -101,22 +104,32 @@ def interruptible() -> Iterator[None]:
     compiler fails with errors of its own. The work may write no files but numba's cache, which
     puts each in place when it is whole.
     """
+    with on_interrupt(end_at_once):
+        yield
 
-    def stop(*_: object) -> None:
-        Console(stderr=True).show_cursor()
-        os.write(2, b"umem: interrupted\n")
-        os._exit(INTERRUPTED_STATUS)
 
-    # Only the main thread sets handlers; SIGINT may be ignored, as in a job of a shell.
+@contextmanager
+def on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
+    """Call a function on Ctrl-C, in place of Python's handler; an outer one stays.
+
+    Only the main thread sets handlers. SIGINT may be ignored, as in a job of a shell.
+    """
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_at_once(*_: object) -> None:
+    """End the process as interrupted, without Python's exception: a handler of signals."""
+    Console(stderr=True).show_cursor()
+    os.write(2, b"umem: interrupted\n")
+    os._exit(INTERRUPTED_STATUS)
 
 
 def make_console() -> Console:
@@ -216,6 +229,12 @@ def format_seconds(time_s: float) -> str:
     scaled = time_s * factor
     digits = f"{scaled:,.0f}" if abs(scaled) >= 100 else f"{scaled:.3g}"
     return f"{digits} {unit}" if scaled else "0 s"
+
+
+def format_size(size_bytes: int) -> str:
+    """Write a size in three digits, where a column has no room for more."""
+    number, unit = format_bytes(size_bytes).split()
+    return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"
 
 
 def file_name(words: str) -> str:

@@ -84,7 +84,7 @@ def plan(
     if explain is not None and planner != "planned":
         raise UmemError("--explain: only the planner planned has reasons for each decision")
     (workload,) = options.find_workloads(
-        ("sft", "lora"), trace, model, mode, batch, seq, accumulate, checkpoint
+        options.TRAINING_MODES, trace, model, mode, batch, seq, accumulate, checkpoint
     )
     machine = load_hardware(hardware)
     resolved = options.find_policy(policy, machine, budget)

@@ -213,11 +213,11 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
         output.format_seconds(max(round(timing.exposed_s, 9), 0.0)),
         output.format_seconds(max(round(timing.slowed_s, 9), 0.0)),
         *(
-            _brief(timing.to_host_bytes.get(name, 0))
+            output.format_size(timing.to_host_bytes.get(name, 0))
             for name in (TensorClass.OPTIMIZER_STATE, TensorClass.ACTIVATIONS)
         ),
-        _brief(training.device_bytes),
-        _brief(prediction.host_bytes),
+        output.format_size(training.device_bytes),
+        output.format_size(prediction.host_bytes),
     )
     output.print_table(console, table)
 
@@ -287,8 +287,8 @@ def _print_predictions(
             # The difference of two sums of floats may be off zero by a little.
             output.format_seconds(max(round(report.exposed_stall_s, 9), 0.0)),
             *(f"{100 * share:.1f}" for share in shares),
-            _brief(report.moved_bytes("to_device")),
-            _brief(report.moved_bytes("to_host")),
+            output.format_size(report.moved_bytes("to_device")),
+            output.format_size(report.moved_bytes("to_host")),
             f"{report.fault_pages:,}",
         )
     output.print_table(console, table)
@@ -308,12 +308,6 @@ def _print_predictions(
             f"bytes: not said), by\n{published.source}",
             style="dim",
         )
-
-
-def _brief(size_bytes: int) -> str:
-    """A size in three digits: the column has no room for more."""
-    number, unit = format_bytes(size_bytes).split()
-    return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"
 
 
 def _print_details(console: Console, report: MigrationReport) -> None:

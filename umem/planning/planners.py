@@ -23,7 +23,7 @@ from umem.planning.residency_modes import MECHANISMS, apply_policy, open_classes
 from umem.planning.selection import PhaseClock, Reason
 from umem.policy import ResolvedPolicy, check_resolved
 from umem.simulation import Run, lower_bound_s, run
-from umem.trace import Trace, find_gaps, ranges, require_durations
+from umem.trace import Trace, find_gaps, live_bytes, ranges, require_durations
 
 __all__ = ["PLANNERS", "explained_plan", "ideal_clock", "page_out", "plan", "pose_problem"]
 
@@ -377,7 +377,7 @@ def _check_working_sets(problem: PlanningProblem) -> None:
     moving = np.where(
         np.isin(residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE)), trace.tensor_bytes, 0
     )
-    kept_live = _live_bytes(trace, kept)
+    kept_live = live_bytes(trace, kept)
     need = kept_live + _used_bytes(trace, moving)
     worst = int(np.argmax(need))
     if need[worst] > problem.capacity_bytes:
@@ -399,8 +399,8 @@ def _check_host(problem: PlanningProblem) -> None:
     """
     trace, hardware = problem.trace, problem.hardware
     is_mapped = problem.rules.residency == ResidencyMode.MAP
-    mapped = _live_bytes(trace, np.where(is_mapped, trace.tensor_bytes, 0))
-    rest = _live_bytes(trace, np.where(is_mapped, 0, trace.tensor_bytes))
+    mapped = live_bytes(trace, np.where(is_mapped, trace.tensor_bytes, 0))
+    rest = live_bytes(trace, np.where(is_mapped, 0, trace.tensor_bytes))
     off_device = mapped + np.maximum(rest - problem.capacity_bytes, 0)
     worst = int(np.argmax(off_device))
     if off_device[worst] > hardware.host_bytes:
@@ -416,11 +416,3 @@ def _used_bytes(trace: Trace, size: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     """Bytes that each phase uses, given those of each tensor, int64[P]."""
     sums = ranges(size[trace.access_tensor])
     return sums[trace.access_start[1:]] - sums[trace.access_start[:-1]]
-
-
-def _live_bytes(trace: Trace, size: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Bytes allocated in each phase, given those of each tensor, int64[P]."""
-    change = np.zeros(trace.phase_count + 1, np.int64)
-    np.add.at(change, trace.first_phase, size)
-    np.subtract.at(change, trace.last_phase + 1, size)
-    return np.cumsum(change)[:-1]

@@ -34,6 +34,7 @@ from umem.trace import (
     OPTIMIZER,
     Trace,
     first_and_last_use,
+    live_bytes,
     phase_of_access,
     require_durations,
 )
@@ -291,14 +292,14 @@ def streamed_step(
     update_s, unowned_s = _updates(trace, kind == _STEP, tensor_unit, duration_s, count)
     can_leave = _leaving_weights(trace, policy, tensor_unit, unit, kind, in_backward)
     weights = _weight_units(trace, can_leave, tensor_unit, kind, order)
-    live_bytes = _live_bytes(trace, ~(streamed | can_leave))
+    live = live_bytes(trace, np.where(streamed | can_leave, 0, trace.tensor_bytes))
     held, freed = _gradient_lifetimes(np.where(state_bytes > 0, gradient_bytes, 0), in_backward)
     is_first = (kind == _FORWARD) & (np.arange(len(kind)) < ends[0])
-    live_bytes[is_first] += held[unit[is_first]]
-    forward_peak, backward_peak = (_most(unit[it], live_bytes[it], count) for it in in_pass)
+    live[is_first] += held[unit[is_first]]
+    forward_peak, backward_peak = (_most(unit[it], live[it], count) for it in in_pass)
     is_recomputed = np.array([name.startswith("recompute") for name in trace.phase_names])
     is_step = (kind == _STEP) | ((kind == _BETWEEN) & (np.arange(len(kind)) >= ends[-1]))
-    step_peak_bytes = int(live_bytes[is_step].max(initial=0))
+    step_peak_bytes = int(live[is_step].max(initial=0))
     return StreamedStep(
         units=tuple(
             StreamUnit(
@@ -544,14 +545,6 @@ def _updates(
     np.add.at(update_s, tensor_unit[tensor], duration_s[phase] * size / phase_bytes[phase])
     unowned = is_step & (phase_bytes == 0)
     return update_s, float(duration_s[unowned].sum())
-
-
-def _live_bytes(trace: Trace, counted: _Flags) -> _Numbers:
-    """Bytes of these tensors that are allocated in each phase, int64[P]."""
-    change = np.zeros(trace.phase_count + 1, np.int64)
-    np.add.at(change, trace.first_phase[counted], trace.tensor_bytes[counted])
-    np.subtract.at(change, trace.last_phase[counted] + 1, trace.tensor_bytes[counted])
-    return np.cumsum(change)[:-1]
 
 
 def _gradient_lifetimes(gradients: _Numbers, in_backward: bool) -> tuple[_Numbers, _Numbers]:

@@ -16,6 +16,7 @@ __all__ = [
     "Gaps",
     "find_gaps",
     "first_and_last_use",
+    "live_bytes",
     "phase_of_access",
     "with_accesses",
     "written_tensors",
@@ -25,6 +26,14 @@ __all__ = [
 def phase_of_access(trace: Trace) -> npt.NDArray[np.int64]:
     """Phase of each access, int64[A]."""
     return np.repeat(np.arange(trace.phase_count), np.diff(trace.access_start))
+
+
+def live_bytes(trace: Trace, size: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes allocated in each phase, int64[P], given those to count of each tensor, int64[T]."""
+    change = np.zeros(trace.phase_count + 1, np.int64)
+    np.add.at(change, trace.first_phase, size)
+    np.subtract.at(change, trace.last_phase + 1, size)
+    return np.cumsum(change)[:-1]
 
 
 def with_accesses(

@@ -1,0 +1,172 @@
+"""`umem tune`: the front of predicted ways to run a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Run, umem_command
+from hypothesis import given
+from hypothesis import strategies as st
+
+from umem.planning.tuning import Candidate, Point, TunedWorkload, front
+
+TINY = ("tune", "--model", "llama-tiny", "--seq", "64", "--hardware", "h100-pcie")
+WHERE = ("step_s", "device_bytes", "host_bytes")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`umem`."""
+    return umem_command(monkeypatch, capsys)
+
+
+def costs(row: dict[str, Any]) -> tuple[float, int, int]:
+    return -row["tokens_per_s"], row["device_bytes"], row["host_bytes"]
+
+
+def is_dominated(row: tuple[float, int, int], rows: list[tuple[float, int, int]]) -> bool:
+    return any(it != row and all(a <= b for a, b in zip(it, row, strict=True)) for it in rows)
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=30))
+def test_the_front_has_each_point_that_no_other_one_outdoes(
+    figures: list[tuple[int, int, int]],
+) -> None:
+    def load(_: object) -> Any:
+        raise AssertionError
+
+    candidate = Candidate(TunedWorkload({}, load), {}, "plain")
+    points = [Point(candidate, step, 60 / step, device, host) for step, device, host in figures]
+    found = [it.costs for it in front(points)]
+    every = [it.costs for it in points]
+    assert found == sorted({it for it in every if not is_dominated(it, every)})
+
+
+def test_simulate_gives_the_figures_of_each_point(run: Run, tmp_path: Path) -> None:
+    """By the command that comes with it, and the policy that was written."""
+    status, text, errors = run(
+        *TINY, "--batch", "1,2", "--accumulate", "1,2", "--budget", "30MiB,48MiB,50%", "--json",
+        "--policy", "plain,sft,managed", "--limit", 1000, "--output", tmp_path / "policies",
+    )  # fmt: skip
+    assert (status, errors) == (0, "")
+    found = json.loads(text)
+    rows = found["points"]
+    assert found["stopped"] is None
+    assert found["candidates"] == found["predicted"]
+    assert len(rows) >= 3
+    assert not any(is_dominated(costs(it), [costs(row) for row in rows]) for it in rows)
+    for row in rows:
+        assert Path(row["file"]).read_text() == row["policy"]
+        command = shlex.split(row["command"])
+        assert command.pop(0) == "umem"
+        status, text, _ = run(*command, "--json")
+        (predicted,) = json.loads(text)["results"]
+        assert status == 0
+        assert predicted["step_s"] == row["step_s"]
+        if row["step"] in ("backward", "deferred"):
+            assert [predicted[name] for name in WHERE] == [row[name] for name in WHERE]
+
+
+@pytest.mark.parametrize("base", ["plain", "sft", "managed"])
+def test_each_kind_of_policy_can_be_simulated(run: Run, tmp_path: Path, base: str) -> None:
+    """Also those that a front may lack."""
+    _, text, _ = run(
+        *TINY, "--policy", base, "--budget", "100%", "--no-checkpoint", "--json", "-o", tmp_path
+    )
+    for row in json.loads(text)["points"]:
+        status, text, _ = run(*shlex.split(row["command"])[1:], "--json")
+        (predicted,) = json.loads(text)["results"]
+        assert (status, predicted["step_s"]) == (0, row["step_s"])
+        assert row["base"] == base
+
+
+def test_the_table_fits_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, text, _ = run(*TINY, "--budget", "30MiB,100%")
+    assert status == 0
+    assert max(map(len, text.splitlines())) <= 80
+    assert "not measured" in text
+
+
+def test_a_file_to_build_on_is_found_from_anywhere(run: Run, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "extends: sft\ndefaults: {min_bytes: 4096}\nclasses: {optimizer_state: {fraction: 0.5}}\n"
+    )
+    folder = tmp_path / "else" / "where"
+    status, text, _ = run(
+        *TINY, "--no-checkpoint", "--policy", mine, "--budget", "1GiB", "--json", "-o", folder
+    )
+    row = json.loads(text)["points"][0]
+    assert status == 0
+    assert row["host_bytes"] > 0
+    status, text, _ = run(*shlex.split(row["command"])[1:], "--json")
+    assert (status, json.loads(text)["results"][0]["step_s"]) == (0, row["step_s"])
+
+
+def test_nothing_is_tried_after_the_limit(run: Run) -> None:
+    status, text, _ = run(*TINY, "--limit", 0, "--json")
+    found = json.loads(text)
+    assert (status, found["predicted"], found["points"]) == (0, 0, [])
+    assert found["stopped"] == "limit"
+
+
+def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
+    """The first one lets the candidate at hand end."""
+    program = (
+        "import os, signal, umem.planning.tuning as tuning\n"
+        "from umem.cli import main\n"
+        "predicted = tuning._predicted\n"
+        "def interrupted(*arguments):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return predicted(*arguments)\n"
+        "tuning._predicted = interrupted\n"
+        "main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *TINY, "--budget", "100%", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    found = json.loads(result.stdout)
+    assert result.returncode == 130
+    assert (found["predicted"], found["stopped"]) == (1, "interrupted")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (("--batch", "x"), "--batch"),
+        (("--accumulate", "0"), "--accumulate"),
+        (("--budget", "30MiB,nothing"), "--budget"),
+        (("--budget", "900GiB"), "--budget"),
+        (("--policy", "sft,nowhere"), "nowhere"),
+        (("--mode", "both"), "--mode"),
+        (("--output", os.devnull), "--output"),
+        (("--budget", "1MiB", "--no-checkpoint"), "1 MiB"),
+    ],
+)
+def test_bad_input_is_named(run: Run, arguments: tuple[str, ...], place: str) -> None:
+    status, text, errors = run(*TINY, *arguments)
+    assert (status, text) == (2, "")
+    assert place in errors
+
+
+def test_a_trace_has_one_form(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "step.npz"
+    run("trace", "--model", "llama-tiny", "--seq", "64", "--output", file)
+    status, text, _ = run("tune", "--trace", file, "--budget", "50%,100%", "--json")
+    assert status == 0
+    assert "batch" not in json.loads(text)["points"][0]
+    assert run("tune", "--trace", file, "--batch", "2")[0] == 2

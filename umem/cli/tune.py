@@ -1,0 +1,323 @@
+"""`umem tune`: which ways to run a training are worth choosing between, on any machine."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product, takewhile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from umem.cli import INTERRUPTED_STATUS, options, output
+from umem.cli.output import plain
+from umem.core.errors import PlanError, UmemError
+from umem.hardware import load_hardware
+from umem.io.files import write_file
+from umem.planning.tuning import PLAIN, Point, TunedWorkload, candidates, front, tune
+from umem.policy import load_policy
+
+__all__ = ["app"]
+
+_SHARES = "100%,80%,60%,40%"
+
+_LIMIT_S = 30.0
+
+app = output.make_app()
+
+
+@app.command("tune", no_args_is_help=True)
+def tune_training(
+    model: options.Model = None,
+    mode: options.Mode = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help=f"Sequences in a batch; several with commas between (default: {options.BATCH}).",
+        ),
+    ] = None,
+    seq: options.Seq = None,
+    accumulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help=f"Batches in a step; several with commas between (default: {options.ACCUMULATE}).",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        bool | None,
+        typer.Option("--checkpoint/--no-checkpoint", help="Recompute activations (default: both)."),
+    ] = None,
+    precision: options.Precision = None,
+    trace: options.TraceFile = None,
+    hardware: options.HardwareName = options.DEFAULT_HARDWARE,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Presets or YAML files to build on, with commas between; plain leaves everything "
+            "on the device (default: plain, managed, and sft or lora by --mode).",
+        ),
+    ] = None,
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZES", help="Device memory to try, such as 64GiB or 80%, with commas between."
+        ),
+    ] = _SHARES,
+    limit: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="Try nothing more after so many seconds."),
+    ] = _LIMIT_S,
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            readable=False,
+            metavar="FOLDER",
+            help="Write the policy of each point into this folder.",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find the ways to run a training that no other way outdoes, by prediction.
+
+    Tries policies, budgets, checkpointing, batches, and where the optimizer's step runs. Shows what
+    is best in tokens per second, device memory and host memory. Ctrl-C ends the search and shows
+    what it has found; a second one ends the command.
+    """
+    machine = load_hardware(hardware)
+    budgets = tuple(dict.fromkeys(options.budget_bytes(it, machine) for it in _names(budget)))
+    sizes = _numbers("--batch", batch), _numbers("--accumulate", accumulate)
+    given = _given(model, mode, seq, precision, trace)
+    workloads = _workloads(model, mode, seq, precision, trace, *sizes, checkpoint)
+    names = f"{PLAIN},{mode or options.TRAINING_MODES[0]},managed" if policy is None else policy
+    bases = tuple(dict.fromkeys(map(_base, _names(names))))
+    for name in bases:
+        if name != PLAIN:
+            load_policy(name)  # whose errors name the file that was given
+    tried = candidates(workloads, machine, bases, budgets)
+    if target is not None:
+        output.check_can_write("--output", target, folder=True)
+
+    points: list[Point] = []
+    errors: list[PlanError] = []
+    ends_s = time.monotonic() + limit
+    with output.progress() as say, _interrupts() as is_interrupted:
+        until = takewhile(lambda _: time.monotonic() < ends_s and not is_interrupted(), tried)
+        for found in tune(until, machine, say):
+            if isinstance(found, PlanError):
+                errors.append(found)
+            else:
+                points.append(found)
+    count = len(points) + len(errors)
+    if errors and count == len(tried) and not points:
+        raise UmemError(f"none of {count} candidates fits; the last one: {errors[-1]}")
+
+    stopped = "interrupted" if is_interrupted() else "limit" if count < len(tried) else None
+    rows = [
+        _row(number, point, [*given, "--hardware", hardware], target)
+        for number, point in enumerate(front(points), 1)
+    ]
+    data: dict[str, Any] = {
+        "hardware": machine.name,
+        "figures": "predicted, not measured",
+        "candidates": len(tried),
+        "predicted": count,
+        "fit": len(points),
+        "stopped": stopped,
+        "points": rows,
+    }
+    if target is not None:
+        target.mkdir(parents=True, exist_ok=True)
+        for row in rows:
+            write_file(row["file"], row["policy"].encode())
+    if as_json:
+        output.print_json(data)
+    else:
+        _print(output.make_console(), data, target)
+    if is_interrupted():
+        raise typer.Exit(INTERRUPTED_STATUS)
+
+
+# The question.
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _numbers(option: str, text: str | None) -> tuple[int | None, ...]:
+    """Whole numbers above 0; None for an option that is not given."""
+    if text is None:
+        return (None,)
+    found = []
+    for word in _names(text):
+        if not (word.isascii() and word.isdigit() and int(word) > 0):
+            raise UmemError(f"{option}: {word!r} is no whole number above 0: give such as 1,2,4")
+        found.append(int(word))
+    return tuple(dict.fromkeys(found))
+
+
+def _base(name: str) -> str:
+    """A policy to extend; a file by its whole path, as the policy may be written anywhere."""
+    is_file = name.endswith((".yaml", ".yml")) or "/" in name
+    return str(Path(name).resolve()) if is_file else name
+
+
+def _workloads(
+    model: str | None,
+    mode: str | None,
+    seq: int | None,
+    precision: str | None,
+    trace: Path | None,
+    batches: Sequence[int | None],
+    accumulates: Sequence[int | None],
+    checkpoint: bool | None,
+) -> list[TunedWorkload]:
+    """The training in each of its forms; a trace has one."""
+    tries_both = trace is None and checkpoint is None
+    found = []
+    for batch, accumulate, recomputes in product(
+        batches, accumulates, (False, True) if tries_both else (checkpoint,)
+    ):
+        (made,) = options.find_workloads(
+            options.TRAINING_MODES,
+            trace,
+            model,
+            mode,
+            batch,
+            seq,
+            accumulate,
+            recomputes,
+            precision,
+        )
+        form: dict[str, int | bool] = {}
+        if trace is None:
+            form = {
+                "batch": batch or options.BATCH,
+                "accumulate": accumulate or options.ACCUMULATE,
+                "checkpoint": bool(recomputes),
+            }
+        found.append(TunedWorkload(form, made))
+    return found
+
+
+def _given(
+    model: str | None, mode: str | None, seq: int | None, precision: str | None, trace: Path | None
+) -> list[str]:
+    """The options of ``umem simulate`` that all points have in common."""
+    values = {
+        "--model": model,
+        "--mode": mode or (options.TRAINING_MODES[0] if model else None),
+        "--seq": seq,
+        "--precision": precision,
+        "--trace": trace,
+    }
+    return [word for name, it in values.items() if it is not None for word in (name, str(it))]
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Note the first Ctrl-C, for the search to end behind the candidate that it is at.
+
+    The second one ends the process at once, as Python's exception does harm inside torch and numba.
+    """
+    interrupted = threading.Event()
+
+    def stop(*_: object) -> None:
+        if interrupted.is_set():
+            output.end_at_once()
+        interrupted.set()
+        typer.echo("umem: stopping behind this candidate; Ctrl-C again ends at once", err=True)
+
+    with output.on_interrupt(stop):
+        yield interrupted.is_set
+
+
+# The answer.
+
+
+def _row(number: int, point: Point, common: Sequence[str], target: Path | None) -> dict[str, Any]:
+    """A point as plain values, for JSON: seconds and bytes."""
+    candidate = point.candidate
+    form = candidate.workload.options
+    file = f"tuned-{number}.yaml" if target is None else str(target / f"tuned-{number}.yaml")
+    words = ["umem", "simulate", *common]
+    for name, value in form.items():
+        if name == "checkpoint":
+            words.append("--checkpoint" if value else "--no-checkpoint")
+        else:
+            words += [f"--{name}", str(value)]
+    words += ["--policy", file]
+    words += {"backward": ["--step-in-backward"], "deferred": []}.get(
+        candidate.step, ["--planner", "planned"]
+    )
+    return {
+        **form,
+        "base": candidate.policy.get("extends", PLAIN),
+        "step": candidate.step,
+        "device_budget_bytes": candidate.policy["device_budget"],
+        "step_s": point.step_s,
+        "tokens_per_s": point.tokens_per_s,
+        "device_bytes": point.device_bytes,
+        "host_bytes": point.host_bytes,
+        "policy": candidate.policy_text(),
+        "file": None if target is None else file,
+        "command": shlex.join(words),
+    }
+
+
+def _print(console: Console, data: dict[str, Any], target: Path | None) -> None:
+    """Print the points as a table."""
+    ends = {
+        "interrupted": "; interrupted before the others",
+        "limit": "; the time limit left out the others: --limit",
+        None: "",
+    }
+    console.print(
+        f"On {plain(data['hardware'])}: {data['predicted']} of {data['candidates']} candidates "
+        f"predicted, {data['fit']} fit{ends[data['stopped']]}"
+    )
+    rows = data["points"]
+    if not rows:
+        return
+    form = ("batch", "sum", "again") if "batch" in rows[0] else ()
+    numbers = (*form, "step", "tokens/s", "device", "host")
+    table = output.make_table("", "policy", "update", numbers=numbers, narrow=True)
+    for number, row in enumerate(rows, 1):
+        cells = [
+            str(row[name]) if name != "checkpoint" else "yes" if row[name] else "no"
+            for name in ("batch", "accumulate", "checkpoint")[: len(form)]
+        ]
+        speed = row["tokens_per_s"]
+        table.add_row(
+            str(number),
+            plain(Path(row["base"]).name),
+            row["step"],
+            *cells,
+            output.format_seconds(row["step_s"]),
+            "" if speed is None else f"{speed:,.0f}",
+            output.format_size(row["device_bytes"]),
+            output.format_size(row["host_bytes"]),
+        )
+    output.print_table(console, table)
+    if form:
+        console.print(
+            "sum: batches in a step; again: activations are recomputed (checkpoints)", style="dim"
+        )
+    console.print(
+        "Predicted, not measured. None is as good as another in speed and both memories.",
+        style="dim",
+    )
+    if target is not None:
+        output.print_written([Path(row["file"]) for row in rows])
+    else:
+        console.print("--output FOLDER writes the policies, --json shows them.", style="dim")
