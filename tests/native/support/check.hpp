@@ -1,11 +1,18 @@
 // What a native test fails by: the place and the values on stderr, and exit status 1.
 #pragma once
 
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <sstream>
 #include <string>
+
+namespace umem {
+inline constexpr std::size_t KiB = std::size_t{1} << 10;
+inline constexpr std::size_t MiB = std::size_t{1} << 20;
+inline constexpr std::size_t GiB = std::size_t{1} << 30;
+}  // namespace umem
 
 namespace check {
 

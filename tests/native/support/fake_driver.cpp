@@ -9,8 +9,9 @@
 
 namespace umem {
 
-FakeSource::FakeSource(std::size_t capacity_bytes, std::size_t offset_bytes)
-    : capacity_bytes_(capacity_bytes), offset_bytes_(offset_bytes) {}
+FakeSource::FakeSource(std::shared_ptr<Faults> faults, std::size_t capacity_bytes,
+                       std::size_t offset_bytes)
+    : faults_(std::move(faults)), capacity_bytes_(capacity_bytes), offset_bytes_(offset_bytes) {}
 
 FakeSource::~FakeSource() {
   CHECK_EQUAL(held_.size(), 0U);  // a segment that nobody gave back
@@ -19,7 +20,9 @@ FakeSource::~FakeSource() {
 void* FakeSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   ++requests_;
-  if (throws_) throw std::runtime_error("the driver has failed");
+  const bool fails = faults_->fails();
+  if (throws_ || (fails && faults_->throws())) throw std::runtime_error("the driver has failed");
+  if (fails) return nullptr;
   if (capacity_bytes_ != 0 && (bytes > capacity_bytes_ || held_bytes_ > capacity_bytes_ - bytes))
     return nullptr;
   const std::size_t capacity_of_kind = capacity_of_kind_[static_cast<std::size_t>(kind)];
@@ -97,8 +100,11 @@ bool FakeSource::holds(std::uintptr_t address, std::size_t bytes) const {
   return address + bytes <= start + piece.bytes;
 }
 
-FakeDriver::FakeDriver(std::size_t total_bytes, std::unique_ptr<FakeVirtualMemory> virtual_memory)
-    : total_bytes_(total_bytes), virtual_memory_(std::move(virtual_memory)) {}
+FakeDriver::FakeDriver(std::shared_ptr<Faults> faults, std::size_t total_bytes,
+                       std::unique_ptr<FakeVirtualMemory> virtual_memory)
+    : faults_(std::move(faults)),
+      total_bytes_(total_bytes),
+      virtual_memory_(std::move(virtual_memory)) {}
 
 FakeDriver::~FakeDriver() {
   CHECK_EQUAL(events_.size(), 0U);  // an event that nobody recycled
@@ -107,7 +113,7 @@ FakeDriver::~FakeDriver() {
 EventId FakeDriver::record(int device, StreamId stream) noexcept {
   const std::lock_guard lock(mutex_);
   CHECK(!capturing_.contains(stream));  // it would become a node of the graph
-  if (refuses_events_) return 0;
+  if (faults_->fails() || refuses_events_) return 0;
   events_[++last_event_] = {key(stream, device), streams_[key(stream, device)].launched};
   return last_event_;
 }
@@ -138,25 +144,25 @@ bool FakeDriver::capturing(StreamId stream) noexcept {
 bool FakeDriver::advise(int, Range range, Advice advice) noexcept {
   const std::lock_guard lock(mutex_);
   advice_.push_back({range, advice});
-  return !refuses_hints_;
+  return !faults_->fails() && !refuses_hints_;
 }
 
 bool FakeDriver::populate(int, Range range) noexcept {
   const std::lock_guard lock(mutex_);
   populated_.push_back(range);
-  return !refuses_hints_;
+  return !faults_->fails() && !refuses_hints_;
 }
 
 bool FakeDriver::synchronize(int) noexcept {
   const std::lock_guard lock(mutex_);
-  if (!capturing_.empty()) return false;
+  if (faults_->fails() || !capturing_.empty()) return false;
   for (auto& [id, stream] : streams_) stream.done = stream.launched;
   return true;
 }
 
 bool FakeDriver::copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
-  if (refuses_copies_) return false;
+  if (faults_->fails() || refuses_copies_) return false;
   CHECK(virtual_memory_->is_mapped(to) != virtual_memory_->is_mapped(from));
   copied_bytes_ += bytes;
   return true;
@@ -165,7 +171,7 @@ bool FakeDriver::copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t b
 bool FakeDriver::evict(int, Range range) noexcept {
   const std::lock_guard lock(mutex_);
   evicted_.push_back(range);
-  return !refuses_hints_;
+  return !faults_->fails() && !refuses_hints_;
 }
 
 std::uint64_t FakeDriver::launch(StreamId stream, int device) {
@@ -235,15 +241,22 @@ std::vector<Range> FakeDriver::populated() const {
 }
 
 Machine::Machine(const MachineSettings& settings)
-    : Machine(settings,
-              std::make_unique<FakeSource>(settings.capacity_bytes, settings.offset_bytes),
-              std::make_unique<FakeDriver>(
-                  settings.device_bytes,
-                  settings.virtual_memory ? std::make_unique<FakeVirtualMemory>() : nullptr)) {}
+    : Machine(settings, std::make_shared<Faults>()) {}
 
-Machine::Machine(const MachineSettings& settings, std::unique_ptr<FakeSource> source_owner,
+Machine::Machine(const MachineSettings& settings, const std::shared_ptr<Faults>& its_faults)
+    : Machine(settings, its_faults,
+              std::make_unique<FakeSource>(its_faults, settings.capacity_bytes,
+                                           settings.offset_bytes),
+              std::make_unique<FakeDriver>(
+                  its_faults, settings.device_bytes,
+                  settings.virtual_memory ? std::make_unique<FakeVirtualMemory>(its_faults)
+                                          : nullptr)) {}
+
+Machine::Machine(const MachineSettings& settings, const std::shared_ptr<Faults>& its_faults,
+                 std::unique_ptr<FakeSource> source_owner,
                  std::unique_ptr<FakeDriver> driver_owner)
-    : source(*source_owner),
+    : faults(its_faults),
+      source(*source_owner),
       driver(*driver_owner),
       allocator(settings.config, std::move(source_owner), std::move(driver_owner),
                 settings.devices),

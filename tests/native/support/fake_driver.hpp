@@ -16,15 +16,13 @@
 
 namespace umem {
 
-inline constexpr std::size_t KiB = std::size_t{1} << 10;
-inline constexpr std::size_t MiB = std::size_t{1} << 20;
-inline constexpr std::size_t GiB = std::size_t{1} << 30;
 
 // Hands out reserved address space: the core owns addresses and must never touch their contents,
 // so a touch faults, and gigabytes cost nothing. What is given back must be what was given.
 class FakeSource final : public SegmentSource {
  public:
-  explicit FakeSource(std::size_t capacity_bytes = 0, std::size_t offset_bytes = 0);
+  FakeSource(std::shared_ptr<Faults> faults, std::size_t capacity_bytes,
+             std::size_t offset_bytes);
   ~FakeSource() override;
 
   void* allocate(MemoryKind kind, int device, std::size_t bytes) override;
@@ -49,6 +47,7 @@ class FakeSource final : public SegmentSource {
     std::size_t mapped_bytes;
   };
 
+  const std::shared_ptr<Faults> faults_;
   mutable std::mutex mutex_;
   std::size_t capacity_bytes_;
   const std::size_t offset_bytes_;  // from a page boundary
@@ -69,7 +68,8 @@ struct AdviceCall {
 // be asked about until it is done, and never again after that.
 class FakeDriver final : public Driver {
  public:
-  FakeDriver(std::size_t total_bytes, std::unique_ptr<FakeVirtualMemory> virtual_memory);
+  FakeDriver(std::shared_ptr<Faults> faults, std::size_t total_bytes,
+             std::unique_ptr<FakeVirtualMemory> virtual_memory);
   ~FakeDriver() override;
 
   EventId record(int device, StreamId stream) noexcept override;
@@ -113,6 +113,7 @@ class FakeDriver final : public Driver {
 
   static DeviceStream key(StreamId stream, int device) { return {stream == 0 ? device : 0, stream}; }
 
+  const std::shared_ptr<Faults> faults_;
   const std::size_t total_bytes_;
   const std::unique_ptr<FakeVirtualMemory> virtual_memory_;
   mutable std::mutex mutex_;
@@ -148,10 +149,12 @@ class Machine {
   void free(std::uintptr_t address) { CHECK(device.free(address)); }
 
  private:
-  Machine(const MachineSettings& settings, std::unique_ptr<FakeSource> source_owner,
-          std::unique_ptr<FakeDriver> driver_owner);
+  Machine(const MachineSettings& settings, const std::shared_ptr<Faults>& its_faults);
+  Machine(const MachineSettings& settings, const std::shared_ptr<Faults>& its_faults,
+          std::unique_ptr<FakeSource> source_owner, std::unique_ptr<FakeDriver> driver_owner);
 
  public:
+  const std::shared_ptr<Faults> faults;
   FakeSource& source;
   FakeDriver& driver;
   Allocator allocator;

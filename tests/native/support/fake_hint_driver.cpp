@@ -181,6 +181,7 @@ std::size_t FakeHintDriver::peak_blocks() {
 }
 
 int FakeHintDriver::fails(const std::string& name) {
+  if (faults_.fails()) return error_;
   const auto found = failures_.find(name);
   if (found == failures_.end()) return 0;
   const int error = found->second.first;

@@ -13,12 +13,11 @@
 #include <vector>
 
 #include "check.hpp"
+#include "faults.hpp"
 #include "hints/hint_engine.hpp"
 
 namespace umem {
 
-inline constexpr std::size_t MiB = std::size_t{1} << 20;
-inline constexpr std::size_t GiB = std::size_t{1} << 30;
 inline constexpr std::int64_t kSoonNs = 20'000'000;            // what cannot happen has not by then
 inline constexpr std::int64_t kPatienceNs = 20'000'000'000;    // what must happen has by then
 
@@ -71,6 +70,12 @@ class FakeHintDriver final : public HintDriver {
   void wait_until_held(const std::string& name, std::size_t calls = 1);
   // The next `times` calls of this name fail with `error`.
   void fail(const std::string& name, int error, int times = 1);
+  // The call with this number fails with `error`, counted from now over calls of all names.
+  void fail_at(std::int64_t number, int error) {
+    faults_.fail_at(number);
+    error_ = error;
+  }
+  std::int64_t fallible_calls() const { return faults_.calls(); }
   // From now on a worker that describes an error finds no host memory.
   void run_out_of_memory() { no_memory_ = true; }
   // From now on a call on these bytes would be a fault.
@@ -109,6 +114,8 @@ class FakeHintDriver final : public HintDriver {
   int work(const HintCall& call, Range range);
   void move(Range range, bool comes);
 
+  Faults faults_;
+  std::atomic<int> error_{0};
   std::atomic<bool> no_memory_{false};
   std::mutex mutex_;
   std::condition_variable changed_;

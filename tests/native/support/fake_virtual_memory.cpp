@@ -14,7 +14,7 @@ FakeVirtualMemory::~FakeVirtualMemory() {
 
 std::uintptr_t FakeVirtualMemory::reserve(int, std::size_t bytes, std::size_t alignment) noexcept {
   const std::lock_guard lock(mutex_);
-  if (refuses_addresses_) return 0;
+  if (faults_->fails() || refuses_addresses_) return 0;
   const std::size_t mapped_bytes = bytes + alignment;
   void* mapped = mmap(nullptr, mapped_bytes, PROT_NONE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -37,6 +37,7 @@ void FakeVirtualMemory::unreserve(Range range) noexcept {
 
 HandleId FakeVirtualMemory::create(int device, std::size_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
+  if (faults_->fails()) return 0;
   if (capacity_bytes_ != 0 && held_bytes_ + bytes > capacity_bytes_) return 0;
   handles_[++last_handle_] = {device, bytes, 0};
   held_bytes_ += bytes;
@@ -57,7 +58,7 @@ void FakeVirtualMemory::release(HandleId id) noexcept {
 bool FakeVirtualMemory::map(int device, Range range, std::size_t handle_bytes,
                             std::span<const HandleId> handles) noexcept {
   const std::lock_guard lock(mutex_);
-  if (refuses_maps_) return false;
+  if (faults_->fails() || refuses_maps_) return false;
   const auto home = std::prev(reserved_.upper_bound(range.address));
   CHECK(range.address + range.bytes <= home->first + home->second.bytes);
   CHECK_EQUAL(range.address % handle_bytes, 0U);

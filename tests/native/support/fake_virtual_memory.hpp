@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <span>
@@ -10,6 +11,7 @@
 
 #include "check.hpp"
 #include "core/driver.hpp"
+#include "faults.hpp"
 
 namespace umem {
 
@@ -17,6 +19,7 @@ namespace umem {
 // may be mapped over, unmapped, released or given to a peer that is not as the core says.
 class FakeVirtualMemory final : public VirtualMemory {
  public:
+  explicit FakeVirtualMemory(std::shared_ptr<Faults> faults) : faults_(std::move(faults)) {}
   ~FakeVirtualMemory() override;
 
   std::size_t granularity(int) noexcept override { return kPageBytes; }
@@ -55,6 +58,7 @@ class FakeVirtualMemory final : public VirtualMemory {
     std::size_t raw_bytes;
   };
 
+  const std::shared_ptr<Faults> faults_;
   mutable std::mutex mutex_;
   std::size_t capacity_bytes_ = 0;
   bool refuses_addresses_ = false;

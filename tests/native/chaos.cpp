@@ -1,0 +1,259 @@
+// Each call of a driver fails once, at each of its places in a program that makes them all.
+//
+// An operation that has failed changes nothing that can be seen: it succeeds when it is repeated.
+// In the end the statistics agree, nothing leaks (the fakes see to that) and nothing hangs.
+#include <numeric>
+
+#include "fake_hint_driver.hpp"
+#include "steps.hpp"
+
+namespace umem {
+namespace {
+
+constexpr StreamId kSide = 7, kGraph = 9;
+constexpr std::size_t kHost = 64 * GiB;  // available host memory
+constexpr PoolId kPool{0, 1};
+constexpr int kDevices = 2;
+constexpr std::size_t kUsedBeside = 24 * MiB;
+
+MachineSettings settings() {
+  Config config = budget_config(200 * MiB);
+  const auto of_class = [&](TensorClass it) -> ClassSetting& {
+    return config.classes[static_cast<std::size_t>(it)];
+  };
+  of_class(TensorClass::weights) = {.kind = MemoryKind::managed};
+  of_class(TensorClass::frozen_weights) = {
+      .kind = MemoryKind::managed,
+      .advice = {.placement = Placement::host, .accessed_by_device = true, .read_mostly = true}};
+  of_class(TensorClass::optimizer_state) = {.kind = MemoryKind::pinned};
+  return {.config = config, .devices = kDevices, .virtual_memory = true};
+}
+
+class Program {
+ public:
+  Machine machine{settings()};
+  std::int64_t out_of_memory = 0;
+
+  void run() {
+    allocate(30 * MiB, TensorClass::weights);
+    allocate(6 * MiB, TensorClass::frozen_weights);
+    allocate(24 * MiB, TensorClass::optimizer_state);
+    for (const std::size_t bytes : {512 * KiB, 100 * KiB, std::size_t{700}})
+      for (std::size_t number = 0; number < kClasses; ++number)
+        allocate(bytes, static_cast<TensorClass>(number));
+    allocate(4 * MiB, TensorClass::activations, 1);  // the other GPU becomes a peer
+    for (int step = 0; step < 2; ++step) {
+      const std::uintptr_t first = allocate(40 * MiB), second = allocate(kUsedBeside);
+      free(first);
+      allocate(8 * MiB);
+      used_beside(second);
+      allocate(150 * MiB);  // more than the budget
+      machine.device.unspill();
+      in_a_graph();
+      attempt([&] { machine.device.pause(kHost); });
+      attempt([&] { machine.device.resume(); });
+      machine.device.set_device_budget(60 * MiB);
+      allocate(90 * MiB, TensorClass::weights);
+      machine.device.set_device_budget(200 * MiB);
+      machine.driver.finish(kSide);
+      machine.allocator.empty_cache();
+    }
+  }
+
+  void check() {
+    std::size_t found = 0;
+    for (int number = 0; number < kDevices; ++number) {
+      const DeviceAllocator& device = machine.allocator.device(number);
+      check_consistent(device);
+      for (const ClassStats& of : device.stats().by_class)
+        found += static_cast<std::size_t>(of.requested_bytes.current);
+    }
+    CHECK_EQUAL(found, live_bytes_);
+    CHECK_EQUAL(machine.allocator.device(0).stats().num_ooms +
+                    machine.allocator.device(1).stats().num_ooms,
+                out_of_memory);
+  }
+
+  void end() {
+    while (!live_.empty()) free(live_.begin()->first);
+    machine.driver.finish(kSide);
+    machine.allocator.empty_cache();
+    check();
+    CHECK_EQUAL(machine.driver.events(), 0U);
+    std::size_t pending = 0;
+    for (int number = 0; number < kDevices; ++number) {
+      const TieredStat active = machine.allocator.device(number).stats().active_bytes;
+      pending += static_cast<std::size_t>(active.all.current);
+    }
+    // Without an event nobody knows when another stream is done with a block: it is never reused.
+    CHECK(pending == 0 || pending == kUsedBeside);
+    if (pending != 0) return;
+    for (int number = 0; number < kDevices; ++number)
+      CHECK_EQUAL(machine.allocator.device(number).stats().reserved_bytes.all.current, 0);
+    CHECK_EQUAL(machine.source.held_bytes(), 0U);
+    CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
+  }
+
+ private:
+  template <class Operation>
+  void attempt(Operation operation) {
+    try {
+      operation();
+      return;
+    } catch (const OutOfMemory&) {
+      ++out_of_memory;
+    } catch (const std::runtime_error&) {
+    }
+    if (!machine.device.is_paused()) check();  // no segment has memory meanwhile
+    operation();
+  }
+
+  std::uintptr_t allocate(std::size_t bytes, TensorClass tensor_class = TensorClass::activations,
+                          int device = 0, StreamId stream = kMain) {
+    std::uintptr_t address = 0;
+    attempt([&] {
+      void* block = machine.allocator.device(device).allocate(bytes, stream, tensor_class);
+      address = reinterpret_cast<std::uintptr_t>(block);
+    });
+    CHECK(live_.emplace(address, std::pair{device, bytes}).second);
+    live_bytes_ += bytes;
+    return address;
+  }
+
+  void free(std::uintptr_t address) {
+    const auto [device, bytes] = live_.at(address);
+    live_.erase(address);
+    live_bytes_ -= bytes;
+    CHECK(machine.allocator.device(device).free(address));
+  }
+
+  // Freed while another stream still uses it.
+  void used_beside(std::uintptr_t address) {
+    machine.driver.launch(kSide);
+    CHECK(machine.allocator.record_stream(address, kSide));
+    free(address);
+  }
+
+  void in_a_graph() {
+    machine.device.begin_pool(kPool, [](StreamId stream) { return stream == kGraph; });
+    const std::uintptr_t block = allocate(4 * MiB, TensorClass::activations, 0, kGraph);
+    machine.device.end_pool(kPool);
+    free(block);
+    machine.device.release_pool(kPool);
+  }
+
+  std::map<std::uintptr_t, std::pair<int, std::size_t>> live_;  // device and bytes
+  std::size_t live_bytes_ = 0;
+};
+
+void each_call_of_the_allocator_fails_once() {
+  std::int64_t calls = 0, raised = 0;
+  for (const bool throws : {false, true})
+    for (std::int64_t number = -1; number < calls; ++number) {
+      Program program;
+      program.machine.faults->fail_at(number, throws);
+      program.run();
+      if (number < 0) calls = program.machine.faults->calls();
+      program.check();
+      raised += program.out_of_memory;
+      program.machine.faults->fail_at(-1);
+      program.end();
+    }
+  CHECK(calls > 100);
+  CHECK(raised > 0);
+  std::printf("calls of the allocator's drivers, each failed in two ways: %lld\n",
+              static_cast<long long>(calls));
+}
+
+// ---- hints ----
+
+constexpr std::uintptr_t kCopies = std::uintptr_t{1} << 44;
+constexpr int kError = 700;
+
+// All operations, with events and a budget, on two GPUs. Returns how many were submitted.
+std::uint64_t submit_all(HintMachine& machine) {
+  std::vector<Ticket> tickets;
+  for (int device = 0; device < kDevices; ++device)
+    for (std::size_t op = 0; op < kHintOps; ++op) {
+      const std::size_t place = 100 * tickets.size();
+      machine.driver.launch(device, kSide);
+      const EventId event = machine.engine.record(device, kSide);
+      for (const std::size_t part : {std::size_t{0}, std::size_t{4}}) {
+        const Ticket ticket = machine.engine.submit({.op = static_cast<HintOp>(op),
+                                                     .range = blocks(place + part, 4),
+                                                     .device = device,
+                                                     .event = event,
+                                                     .host_address = kCopies + at(place)});
+        CHECK(ticket != 0);
+        tickets.push_back(ticket);
+      }
+      machine.engine.release(event);
+      machine.driver.finish(device, kSide);
+    }
+  for (const Ticket ticket : tickets) {
+    const auto outcome = machine.engine.wait(ticket, kPatienceNs);
+    CHECK(outcome.has_value());
+    CHECK(*outcome != Outcome::open);
+  }
+  return tickets.size();
+}
+
+struct HintTotals {
+  std::uint64_t requests = 0, bad = 0, failures = 0;
+};
+
+HintTotals totals(const HintStatistics& stats) {
+  HintTotals found;
+  for (const auto& of_op : stats.counts)
+    for (const HintCounts& counts : of_op) {
+      found.requests += std::accumulate(counts.requests.begin(), counts.requests.end(),
+                                        std::uint64_t{0});
+      found.bad += counts.requests[static_cast<std::size_t>(Outcome::failed)] +
+                   counts.requests[static_cast<std::size_t>(Outcome::dropped)];
+      CHECK(counts.moved_bytes + counts.wasted_bytes <= counts.asked_bytes);
+    }
+  for (const HintFailure& failure : stats.failures) found.failures += failure.count;
+  CHECK_EQUAL(stats.open_requests, 0U);
+  CHECK_EQUAL(stats.queued_bytes, 0U);
+  for (const std::size_t bytes : stats.in_flight_bytes) CHECK_EQUAL(bytes, 0U);
+  return found;
+}
+
+void each_call_of_the_hint_engine_fails_once() {
+  std::int64_t calls = 0, failed = 0;
+  for (std::int64_t number = -1; number < calls; ++number) {
+    HintMachine machine({.chunk_bytes = 4 * MiB, .in_flight_bytes = 16 * MiB});
+    for (int device = 0; device < kDevices; ++device) machine.engine.set_budget(device, 12 * MiB);
+    machine.driver.fail_at(number, kError);
+    const std::uint64_t submitted = submit_all(machine);
+    if (number < 0) calls = machine.driver.fallible_calls();
+    machine.driver.fail_at(-1, 0);
+    const HintTotals first = totals(machine.engine.statistics());
+    CHECK_EQUAL(first.requests, submitted);
+    CHECK(first.failures <= 1);
+    CHECK(first.bad == 0 || number >= 0);
+    failed += static_cast<std::int64_t>(first.failures);
+    // The engine serves what comes next.
+    const HintTotals second = [&] {
+      submit_all(machine);
+      return totals(machine.engine.statistics());
+    }();
+    CHECK_EQUAL(second.requests, 2 * submitted);
+    CHECK_EQUAL(second.bad, first.bad);
+    CHECK_EQUAL(machine.driver.events(), 0U);
+    CHECK(machine.engine.shutdown(kPatienceNs));
+  }
+  CHECK(calls > 50);
+  CHECK(failed > calls / 2);
+  std::printf("calls of the hint engine's driver, each failed: %lld\n",
+              static_cast<long long>(calls));
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(each_call_of_the_allocator_fails_once);
+  RUN(each_call_of_the_hint_engine_fails_once);
+}
