@@ -36,6 +36,7 @@ class CountingDriver final : public HintDriver {
   }
   void recycle(EventId) noexcept override {}
   int open(Lane, int) noexcept override { return 0; }
+  int separate(Lane, int) noexcept override { return 0; }
   int load(Lane, int) noexcept override { return 0; }
   void close(Lane) noexcept override {}
   int query(Lane, int, EventId event, bool& finished) noexcept override {
