@@ -11,7 +11,7 @@ from cards import GH200, H200
 
 from umem.core.errors import UnsupportedError
 from umem.hardware import load_hardware
-from umem.hardware.host_share import Booking, HostShare
+from umem.hardware.host_share import HostShare
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries
 from umem.swap import HostCaps, check_devices, host_caps, managed_bytes_of_device
@@ -64,7 +64,7 @@ def test_a_library_that_shares_memory_must_be_installed(
 class TestDefaultLimit:
     """Caps if neither the policy nor the environment sets one."""
 
-    share = HostShare(80 * GIB, others=(), ranks=1, source="")
+    share = HostShare(80 * GIB, ranks=1, source="")
 
     def caps(self, resolved: ResolvedPolicy, share: HostShare | None = share) -> HostCaps:
         of_device = managed_bytes_of_device((resolved,), (H200,))
@@ -95,6 +95,6 @@ class TestDefaultLimit:
         assert (caps.managed_bytes or 0) + caps.pinned_bytes == int(0.85 * 80 * GIB)
 
     def test_a_share_of_nothing_is_a_cap(self) -> None:
-        nothing = HostShare(80 * GIB, (Booking(1, 90 * GIB),), ranks=1, source="")
+        nothing = HostShare(0, ranks=1, source="")
         assert self.caps(policy(), nothing).pinned_bytes == 1
         assert self.caps(policy(), None).pinned_bytes == 0, "unknown: no cap"

@@ -34,7 +34,6 @@ from umem.doctor import (
 )
 from umem.hardware.capabilities import Capabilities, NumaNode
 from umem.hardware.host_memory import HostMemory, MemoryLimit
-from umem.hardware.host_share import Booking
 from umem.torch_compat import PRIVATE_NAMES
 
 GIB = 1 << 30
@@ -46,7 +45,6 @@ HOST = Host(
     cpu_model="Intel(R) Xeon(R) Platinum 8480C",
     cpu_count=16,
     memory=HostMemory(512 * GIB, 500 * GIB, limit=None),
-    others=(),
     memlock_bytes=None,
     chooses_nodes=True,
     shm_bytes=64 * GIB,
@@ -363,14 +361,6 @@ class TestHostMemory:
         locked = check(report, "page-locked memory")
         assert most in locked.value
         assert f"85 % of {share}" in locked.why
-
-    def test_what_others_may_take_is_subtracted(self) -> None:
-        """Each other process by what it has booked and not taken."""
-        others = (Booking(4711, 6 * GIB), Booking(4712, 4 * GIB))
-        shared = replace(self.small, host=replace(self.small.host, others=others))
-        found = check(diagnose(shared), "host memory share")
-        assert found.value == "10 GiB"
-        assert "10 GiB that 2 others may take" in found.why
 
     def test_memory_of_other_nodes_is_named(self) -> None:
         """A Grace Hopper's kernel counts the GPU's memory as the host's."""

@@ -19,10 +19,9 @@ from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import CudaError, EnableError, NativeLibraryError, UmemError, UnsupportedError
 from umem.core.log import show_log
-from umem.core.units import format_bytes
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import PINNED_SHARE, host_memory
-from umem.hardware.host_share import HostShare, book
+from umem.hardware.host_share import HostShare, host_share
 from umem.hardware.load import describe_machine
 from umem.policy import Policy, ResolvedPolicy, check_environment, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
@@ -183,9 +182,8 @@ def _enable(policy: Policy) -> Runtime:
     check_devices(resolved, capabilities)
     import_libraries(resolved.share)
     of_device = managed_bytes_of_device(by_device, capabilities)
-    share = book(PINNED_SHARE)
+    share = host_share()
     caps = host_caps(resolved, share, has_managed_cap=any(of_device))
-    _warn_of_others(share)
     config = native_config(
         replace(resolved, managed_limit_bytes=caps.managed_bytes), caps.pinned_bytes, of_device
     )
@@ -325,19 +323,6 @@ def host_caps(
         # A share of nothing is no reason for no cap.
         pinned_bytes=0 if share is None else max(pinned_bytes, 1),
     )
-
-
-def _warn_of_others(share: HostShare | None) -> None:
-    if share is not None and share.booked_bytes > share.available_bytes / 2:
-        _LOG.warning(
-            "umem: %d other processes of this user may take %s of the %s of host memory that is "
-            "available: this one takes %s at most. Where they belong together, start them by "
-            "torchrun, or set LOCAL_WORLD_SIZE to their number in each: then they share it equally",
-            len(share.others),
-            format_bytes(share.booked_bytes),
-            format_bytes(share.available_bytes),
-            format_bytes(share.share_bytes),
-        )
 
 
 def _stream_weights(model: nn.Module) -> None:

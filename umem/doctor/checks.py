@@ -344,8 +344,7 @@ def _limits(environment: Environment) -> Iterator[Check]:
     yield _host_memory(environment)
     if host.memory is not None:
         yield _host_limit(host.memory.limit)
-        ranks, source = local_ranks(environment.variables)
-        share = HostShare(host.memory.available_bytes, host.others, ranks, source)
+        share = HostShare(host.memory.available_bytes, *local_ranks(environment.variables))
         yield _host_share(share)
         limit_bytes = int(PINNED_SHARE * share.share_bytes)
         yield _info(
@@ -413,8 +412,6 @@ def _host_limit(limit: MemoryLimit | None) -> Check:
 
 def _host_share(share: HostShare) -> Check:
     why = f"{format_bytes(share.available_bytes)} available"
-    if share.others:
-        why += f", less {format_bytes(share.booked_bytes)} that {len(share.others)} others may take"
     if share.source:
         why += f", divided among {share.ranks} processes ({share.source})"
     return _info("host memory share", format_bytes(share.share_bytes), why)

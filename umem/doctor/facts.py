@@ -19,7 +19,7 @@ from umem.core.errors import NativeLibraryError, UmemError
 from umem.core.install import install_command
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import HostMemory, host_memory
-from umem.hardware.host_share import RANK_COUNTS, Booking, bookings
+from umem.hardware.host_share import RANK_COUNTS
 from umem.runtime.native_library import native
 from umem.torch_compat import PrivateName, missing
 
@@ -64,8 +64,6 @@ class Host:
     """CPUs that this process may use."""
     memory: HostMemory | None
     """Of the machine or its control groups, whichever is less; None if unknown."""
-    others: tuple[Booking, ...]
-    """What other processes under umem may take of it."""
     memlock_bytes: int | None
     """Limit on locked memory; None for unlimited."""
     chooses_nodes: bool
@@ -241,7 +239,6 @@ def _host() -> Host:
         # Only Linux has sched_getaffinity.
         cpu_count=len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1,
         memory=host_memory(),
-        others=tuple(bookings()),
         memlock_bytes=_memlock_bytes(),
         chooses_nodes=_chooses_nodes(),
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
