@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -38,7 +37,7 @@ from umem.runtime.hints import HintEngine
 from umem.runtime.managed_runs import new_run
 from umem.runtime.torch_hooks.modules import Guard
 from umem.torch_compat import current_graph_task_id
-from umem.trace import Trace
+from umem.trace import Trace, live_bytes
 
 __all__ = ["Manager"]
 
@@ -171,12 +170,9 @@ class Manager:
         trace = self.trace
         if trace is None:
             return 0
-        live_bytes = np.zeros(trace.phase_count + 1, np.int64)
-        np.add.at(live_bytes, trace.first_phase, trace.tensor_bytes)
-        np.subtract.at(live_bytes, trace.last_phase + 1, trace.tensor_bytes)
         budget_bytes = self._machine.policy.device_budget_bytes
         capacity_bytes = budget_bytes or self._machine.hardware.device_bytes
-        most_bytes = int(np.cumsum(live_bytes).max()) - capacity_bytes
+        most_bytes = int(live_bytes(trace, trace.tensor_bytes).max()) - capacity_bytes
         return max(most_bytes - sum(self.away_bytes().values()), 0)
 
     def watch(self, look: Callable[[], None] | None) -> None:
