@@ -260,6 +260,7 @@ class TrainingResult(ProcessResult):
 ScaleCase = Literal[
     "llama-2-7b-fp32",
     "llama-2-7b-fp32-40gib",
+    "tinyllama-1b-fp32-8gib",
     "llama-2-13b-bf16",
     "llama-2-7b-bf16",
     "llama-2-7b-lora",

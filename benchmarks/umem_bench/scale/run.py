@@ -75,6 +75,17 @@ CASES: dict[ScaleCase, LlamaShape] = {
     # Shapes of the published configurations.
     "llama-2-7b-fp32": _LLAMA_2_7B_FP32,
     "llama-2-7b-fp32-40gib": _LLAMA_2_7B_FP32,
+    # As far beyond its budget, and small enough for hosts that hold all of it twice.
+    "tinyllama-1b-fp32-8gib": LlamaShape(
+        hidden=2048,
+        intermediate=5632,
+        layers=22,
+        heads=32,
+        key_value_heads=4,
+        weights="float32",
+        batch=4,
+        tokens=2048,
+    ),
     "llama-2-13b-bf16": _LLAMA_2_13B,
     "llama-2-7b-bf16": _LLAMA_2_7B,
     "llama-2-7b-lora": _LLAMA_2_7B.model_copy(update=_LONG),
@@ -103,6 +114,7 @@ CASES: dict[ScaleCase, LlamaShape] = {
 
 BUDGETS_BYTES: dict[ScaleCase, int] = {
     "llama-2-7b-fp32-40gib": 40 << 30,
+    "tinyllama-1b-fp32-8gib": 8 << 30,
     "llama-2-7b-lora": 8 << 30,
     "llama-2-13b-lora": 16 << 30,
 }
