@@ -229,12 +229,15 @@ class StreamedTraining:
         self._streams_state = streams_state
         self._tuner = tuner
         self._lanes = lanes
+        self._undo: list[Callable[[], None]] = []
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._backward: BackwardUpdates | None = None
         self._weights = weights
         if weights is not None:
-            weights.streamed.update_of = self._step.update_of
+            updates, update_of = weights.streamed.updates, self._step.update_of
+            updates.append(update_of)
+            self._undo.append(lambda: updates.remove(update_of))
             self._step.settled = weights.streamed.settled
         self._step.may_defer = not is_compiled(model)
         self._compilations = 0
@@ -244,7 +247,6 @@ class StreamedTraining:
         """Whether the present call of ``step()`` belongs to the training step of the one before."""
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
-        self._undo: list[Callable[[], None]] = []
         self._managed_run = new_run(model, "step", functools.partial(_late, weakref.ref(self)))
         if streams_state and optimizer.state:
             self._step.find_state(optimizer)
@@ -376,8 +378,6 @@ class StreamedTraining:
     def _release(self) -> None:
         self._gradients.close()
         self._step.forget()
-        if self._weights is not None:
-            self._weights.streamed.update_of = lambda _: None
         for undo in self._undo:
             undo()
         self._undo.clear()

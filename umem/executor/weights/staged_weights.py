@@ -186,9 +186,9 @@ class StagedWeights:
         return [it for it in self._parts if with_experts or not it.is_expert_table]
 
     def fetch(
-        self, buffer: StagingBuffer, updated: Moment = None, *, with_experts: bool = True
+        self, buffer: StagingBuffer, updated: Iterable[Moment] = (), *, with_experts: bool = True
     ) -> None:
-        """Start copying the homes into a buffer that nothing uses, behind an update under way.
+        """Start copying the homes into a buffer that nothing uses, behind updates under way.
 
         From now on a guard sees uses of the weights by the program, and drops the copy: it may be
         about to change them. During an update the optimizer's own guard does.
@@ -206,7 +206,7 @@ class StagedWeights:
         def copy() -> None:
             self._lanes.copy(Lane.WEIGHTS_IN, copies, self._tensor_class)
 
-        after = [*buffer.used, asked, *filter(None, [updated])]
+        after = [*buffer.used, asked, *filter(None, updated)]
         self.arrived = self._lanes.run(Lane.WEIGHTS_IN, copy, after)
         self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
         self.is_whole = len(self._copied) == len(self._parts)
@@ -237,10 +237,8 @@ class StagedWeights:
 
         A frozen weight of another class, such as a quantised one, is told by its version alone.
         """
-        if not self.guard.is_on:
-            self.guard.hold(
-                it.tensor for it in self._copied if type(it.tensor) is torch.nn.Parameter
-            )
+        # Weights that an optimizer's guard has are not plain until their update is over.
+        self.guard.hold(it.tensor for it in self._copied if type(it.tensor) is torch.nn.Parameter)
 
     def drop(self) -> None:
         """Forget the copy: its buffer is free. Not while it is in use."""

@@ -133,8 +133,9 @@ class StreamedWeights:
         store: ActivationStore,
         on_error: Callable[[Exception], None],
     ) -> None:
-        self.update_of: Callable[[str], Moment] = lambda _: None
-        """The moment after a block's update that is under way; None if there is none."""
+        self.updates: list[Callable[[str], Moment]] = []
+        """For each optimizer of the model, what returns the moment after its update of a block that
+        is under way; None if there is none."""
         self.was_captured = False
         """Whether a call was captured into a CUDA graph, so that homes have to stay."""
         self._counts = WeightCounts()
@@ -460,7 +461,8 @@ class StreamedWeights:
     def _fetch(self, staged: StagedWeights, buffer: StagingBuffer, kind: _Pass) -> None:
         if buffer.holder is not None:
             buffer.holder.drop()
-        staged.fetch(buffer, self.update_of(staged.name), with_experts=kind.has_experts)
+        updated = [update_of(staged.name) for update_of in self.updates]
+        staged.fetch(buffer, updated, with_experts=kind.has_experts)
         self._counts.fetched += 1
 
     def _wanted(self, event: _Event, most: int) -> dict[int, _Pass]:
