@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Interrupt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
-from streamed_programs import Net, NetWithFlat, Program, bits, compare
+from streamed_programs import WIDTH, Net, NetWithFlat, Program, bits, compare
 from torch import nn
 
 import umem
@@ -244,3 +245,30 @@ def test_no_unit_is_updated_twice_behind_an_error(in_backward: bool) -> None:
         number += 1
     assert refused > 10
     assert number == refused + whole
+
+
+# ------------------------------------------------------------------ Ctrl-C
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
+    """Wherever it comes while updates are waited for, the program may go on."""
+    make_model = partial(Net, 1)
+    program, _ = begin(make_model=make_model)
+    number, is_interrupted = 0, True
+    while is_interrupted:
+        program.step()
+        try:
+            with Interrupt(number):
+                program.model(torch.ones(1, WIDTH))
+        except KeyboardInterrupt:
+            number += 1
+        else:
+            is_interrupted = False
+    program.seen.clear()
+    program.step()
+    expected = Program(None, make_model=make_model, clips=False)
+    for _ in range(program.steps):
+        expected.step()
+    assert values(program) == values(expected)
+    assert number > 100

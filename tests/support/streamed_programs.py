@@ -17,7 +17,7 @@ from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
 
-__all__ = ["Net", "NetWithFlat", "Program", "bits", "compare"]
+__all__ = ["WIDTH", "Net", "NetWithFlat", "Program", "bits", "compare"]
 
 WIDTH = 16
 

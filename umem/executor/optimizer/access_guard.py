@@ -293,9 +293,10 @@ class TensorGuard(Guard):
             tensor.__class__ = kind
 
     def release(self) -> None:
-        """Guard nothing any more."""
-        tensors, self._tensors, self.is_on = self._tensors, [], False
-        self.give_back(tensors)
+        """Guard nothing any more. What an interrupt cuts short, another call completes."""
+        self.is_on = False
+        self.give_back(self._tensors)
+        self._tensors = []
 
     def give_back(self, tensors: Iterable[Any]) -> None:
         """Guard tensors no more."""
@@ -350,16 +351,21 @@ class ParameterGuard(TensorGuard):
         kind, plain = self.kind, self._plain
         for parameter in tensors:
             if type(parameter) is kind:
-                seen = parameter.__dict__.pop("grad", None)
-                parameter.__class__ = plain
+                seen = parameter.__dict__.get("grad")
                 if seen is not None:
-                    _give_gradient(parameter, seen)
+                    _add_later_gradient(parameter, seen)
+                    # At once: no interrupt comes between two assignments without a call.
+                    parameter.__class__, parameter.grad = plain, seen
+                else:
+                    parameter.__class__ = plain
+                parameter.__dict__.pop("grad", None)
 
 
-def _give_gradient(parameter: torch.Tensor, seen: torch.Tensor) -> None:
-    added = parameter.grad
-    if added is not None:  # by a backward pass meanwhile
+def _add_later_gradient(parameter: torch.Tensor, seen: torch.Tensor) -> None:
+    """Add what a backward pass has made while the gradient was taken off."""
+    with DisableTorchFunctionSubclass():
+        added = _GRADIENT.__get__(parameter)
+    if added is not None:
         _settle(seen)
         with torch.no_grad(), DisableTorchFunctionSubclass():
             seen.add_(added)
-    parameter.grad = seen

@@ -464,10 +464,10 @@ class StreamedStep:
                 return
             self._lanes.wait(unit.updated)
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
-            unit.pending = None  # not before: an interrupt may have come while it waited
             self._clipped.update_begins(pending.kept, None)
             for guard in pending.guards:
                 guard.release()
+            unit.pending = None  # not before: what an interrupt cuts short is done again
             if self.settled is not None:
                 self.settled(unit.name, is_early)
 

@@ -1,0 +1,103 @@
+"""Errors that come at any moment of a ``with`` block: memory that is refused, and Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import umem
+
+__all__ = ["Fault", "Interrupt", "OutOfMemory"]
+
+_UMEM = str(Path(umem.__file__).parent)
+
+
+class Fault(ABC):
+    """Counts moments of a ``with`` block, and raises at one of them.
+
+    Parameters
+    ----------
+    at
+        Number of the moment.
+    """
+
+    error: type[BaseException]
+    may_come_late = False
+    """Whether it may come when all of a step is done, and the program does not know."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self.moments = 0
+
+    def passes(self) -> None:
+        """A moment."""
+        self.moments += 1
+        if self.moments - 1 == self._at:
+            raise self.error("CUDA out of memory. Tried to allocate more than there is")
+
+    @abstractmethod
+    def __enter__(self) -> Fault: ...
+
+    @abstractmethod
+    def __exit__(self, *error: object) -> None: ...
+
+
+class OutOfMemory(Fault):
+    """Each operator finds memory but one, whoever has called it."""
+
+    error = torch.OutOfMemoryError
+
+    def __enter__(self) -> Fault:
+        fault = self
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                fault.passes()
+                return func(*args, **(kwargs or {}))
+
+        self._mode = Mode()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)
+
+
+class Interrupt(Fault):
+    """Ctrl-C where a function of umem begins or returns, as Python looks for signals there.
+
+    It looks for none between lines without a call, nor behind ``__enter__``: not to enter a block
+    whose ``__exit__`` would not be called.
+    """
+
+    error = KeyboardInterrupt
+    may_come_late = True
+
+    def __enter__(self) -> Fault:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, _event: str, _value: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(_UMEM):
+            return None
+        frame.f_trace_lines = False
+        self.passes()
+        return self._returned
+
+    def _returned(self, frame: FrameType, event: str, _value: Any) -> Callable[..., Any]:
+        if event == "return" and frame.f_code.co_name != "__enter__":
+            self.passes()
+        return self._returned
