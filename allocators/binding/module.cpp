@@ -344,15 +344,15 @@ NB_MODULE(_native, module) {
           [](Allocator& self, int device, PoolId pool) {
             self.device(device).begin_pool(pool, [](StreamId) { return true; });
           },
-          "device"_a, "pool"_a)
+          "device"_a, "pool"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "end_pool",
           [](Allocator& self, int device, PoolId pool) { self.device(device).end_pool(pool); },
-          "device"_a, "pool"_a)
+          "device"_a, "pool"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "release_pool",
           [](Allocator& self, int device, PoolId pool) { self.device(device).release_pool(pool); },
-          "device"_a, "pool"_a)
+          "device"_a, "pool"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "retag",
           [](Allocator& self, std::uintptr_t address, int tensor_class) {

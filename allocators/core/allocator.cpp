@@ -117,11 +117,11 @@ void Allocator::set_release_listener(const std::shared_ptr<ReleaseListener>& lis
 void Allocator::lock_all() {
   classes_.mutex().lock();
   used_mutex_.lock();
-  for (const auto& device : devices_) device->mutex().lock();
+  for (const auto& device : devices_) device->lock();
 }
 
 void Allocator::unlock_all() {
-  for (const auto& device : devices_) device->mutex().unlock();
+  for (const auto& device : devices_) device->unlock();
   used_mutex_.unlock();
   classes_.mutex().unlock();
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <tuple>
 #include <utility>
 
 namespace umem {
@@ -53,12 +54,12 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
 }
 
 DeviceAllocator::~DeviceAllocator() {
+  const BothLocks locks(*this);
   synchronize_events();
-  std::vector<Segment*> all;  // but for the runs of expandable segments, whose heaps end them
-  for (auto& [address, segment] : segments_)
-    if (!segment.is_expandable) all.push_back(&segment);
-  announce_release(all);
-  for (const Segment* segment : all) give_back(*segment);
+  LeavingMemory leaving;  // but for the runs of expandable segments, whose heaps end them
+  for (const auto& [address, segment] : segments_)
+    if (!segment.is_expandable) append_piece(segment, leaving);
+  give_back(leaving);
 }
 
 std::uint8_t DeviceAllocator::profile_number(Profile profile) {
@@ -106,33 +107,47 @@ bool DeviceAllocator::take_device_room(TensorClass tensor_class, std::size_t byt
 
 void* DeviceAllocator::allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
   if (bytes == 0) return nullptr;
-  const std::lock_guard lock(mutex_);
   Shortage shortage;
-  void* address = serve(bytes, stream, tensor_class, shortage);
+  void* address = serve({bytes, stream, tensor_class}, shortage);
   if (address == nullptr) throw_out_of_memory(bytes, tensor_class, shortage);
   return address;
 }
 
 void* DeviceAllocator::try_allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
   if (bytes == 0) return nullptr;
-  const std::lock_guard lock(mutex_);
   Shortage shortage;
-  return serve(bytes, stream, tensor_class, shortage);
+  return serve({bytes, stream, tensor_class}, shortage);
 }
 
-void* DeviceAllocator::serve(std::size_t bytes, StreamId stream, TensorClass tensor_class,
-                             Shortage& shortage) {
-  check_not_paused();
-  if (bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding it up would wrap
+void* DeviceAllocator::serve(Request request, Shortage& shortage) {
+  if (request.bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding would wrap
+  Heap* heap = nullptr;
+  std::size_t bytes = 0;
+  const auto from_cache = [&]() -> void* {
+    check_not_paused();
+    std::tie(heap, bytes) = heap_and_bytes_for(request);
+    Block* block = take_cached(*heap, bytes);
+    return block == nullptr ? nullptr : hand_out(block, request.bytes, request.tensor_class);
+  };
+  if (config_.caching) {
+    const std::lock_guard lock(mutex_);
+    if (!cache_closed_)
+      if (void* address = from_cache()) return address;
+  }
+  const BothLocks locks(*this);
+  if (void* address = from_cache()) return address;  // of a thread that this one waited for
+  Block* block = grow(*heap, request.tensor_class, bytes, shortage);
+  return block == nullptr ? nullptr : hand_out(block, request.bytes, request.tensor_class);
+}
+
+std::pair<Heap*, std::size_t> DeviceAllocator::heap_and_bytes_for(Request& request) {
   if (!pending_events_.empty() || !deferred_.empty()) process_events();
-  const bool in_room = take_device_room(tensor_class, bytes);
-  const std::uint8_t route = route_for(in_room ? TensorClass::other : tensor_class, bytes);
-  const std::size_t block_bytes = round_up(bytes, step_bytes(routes_[route].tier));
-  Pool* pool = active_pools_.empty() ? nullptr : pool_for(stream);
-  Heap& heap = heap_for(route, stream, pool);
-  Block* block = take_cached(heap, block_bytes);
-  if (block == nullptr) block = grow(heap, tensor_class, block_bytes, shortage);
-  return block == nullptr ? nullptr : hand_out(block, bytes, tensor_class);
+  if (!request.in_room) request.in_room = take_device_room(request.tensor_class, request.bytes);
+  const std::uint8_t route =
+      route_for(*request.in_room ? TensorClass::other : request.tensor_class, request.bytes);
+  Pool* pool = active_pools_.empty() ? nullptr : pool_for(request.stream);
+  return {&heap_for(route, request.stream, pool),
+          round_up(request.bytes, step_bytes(routes_[route].tier))};
 }
 
 Pool* DeviceAllocator::pool_for(StreamId stream) {
@@ -283,6 +298,9 @@ Block* DeviceAllocator::live_block(std::uintptr_t address) {
 }
 
 bool DeviceAllocator::free(std::uintptr_t address) {
+  // Without a cache, memory is given back here.
+  const auto memory = config_.caching ? std::unique_lock<std::mutex>()
+                                      : std::unique_lock<std::mutex>(memory_mutex_);
   const std::lock_guard lock(mutex_);
   Block* block = live_block(address);
   if (block == nullptr) return false;
@@ -374,7 +392,7 @@ void DeviceAllocator::synchronize_events() {
   ++stats_.num_sync_all_streams;
   for (auto& [stream, events] : std::exchange(pending_events_, {}))
     for (const PendingEvent& pending : events) {
-      driver_.wait(pending.event);
+      unlocked([&] { driver_.wait(pending.event); });
       if (--pending.block->pending_events == 0) settle(pending.block);
     }
 }
@@ -407,8 +425,8 @@ std::uint8_t DeviceAllocator::profile_of_class(const Block& block) const {
 }
 
 void DeviceAllocator::set_release_listener(std::shared_ptr<ReleaseListener> listener) {
-  const std::lock_guard lock(mutex_);
-  // The old listener is destroyed after the lock is released: it may have to end threads.
+  const BothLocks locks(*this);
+  // The old listener is destroyed after the locks are released: it may have to end threads.
   release_listener_.swap(listener);
 }
 
@@ -432,7 +450,7 @@ std::optional<Range> DeviceAllocator::base_allocation(std::uintptr_t address) co
 }
 
 void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   std::unique_ptr<Pool>& pool = pools_[id];
   if (pool == nullptr) {
     pool = std::make_unique<Pool>();
@@ -443,13 +461,13 @@ void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {
 }
 
 void DeviceAllocator::end_pool(PoolId id) {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   std::erase_if(active_pools_, [&](const ActivePool& active) { return active.id == id; });
   if (active_pools_.empty()) finish_deferred();
 }
 
 void DeviceAllocator::release_pool(PoolId id) {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   const auto found = pools_.find(id);
   if (found == pools_.end() || found->second->users == 0) return;
   Pool& pool = *found->second;

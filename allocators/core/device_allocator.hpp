@@ -194,7 +194,10 @@ struct PauseReport {
 
 using StreamFilter = std::function<bool(StreamId)>;
 
-// Thread-safe: every public function takes the device's lock.
+// Thread-safe, by two locks. `mutex_` protects the books. `memory_mutex_` is held, from begin to
+// end, by whatever changes which memory the device has: one thread at a time, and it is taken first.
+// Asking the driver for memory, or giving it back, may take seconds, so `mutex_` is released
+// meanwhile (`unlocked`), and other threads use the cache, free and read statistics.
 class DeviceAllocator {
  public:
   DeviceAllocator(int device, const Config& config, SegmentSource& source, Driver& driver,
@@ -263,10 +266,33 @@ class DeviceAllocator {
   std::vector<SegmentSnapshot> segments() const;
   void append_live_blocks(std::vector<LiveBlock>& to) const;
 
-  // For fork: the child must not inherit a lock that another thread held.
-  std::mutex& mutex() { return mutex_; }
+  // Both locks, for fork: the child must not inherit one that another thread held.
+  void lock() {
+    memory_mutex_.lock();
+    mutex_.lock();
+  }
+  void unlock() {
+    mutex_.unlock();
+    memory_mutex_.unlock();
+  }
 
  private:
+  using BothLocks = std::lock_guard<DeviceAllocator>;
+
+  // Makes a call that may take long, for a thread that holds both locks, without `mutex_`.
+  // Afterwards cached blocks may be used, live ones freed, and neighbours merged: only segments, and
+  // blocks that are neither live nor in a heap, are what they were.
+  template <class Call>
+  auto unlocked(Call&& call) {
+    struct Relock {
+      std::mutex& mutex;
+      ~Relock() { mutex.lock(); }
+    };
+    mutex_.unlock();
+    const Relock relock{mutex_};
+    return call();
+  }
+
   // The route of requests of one class and size range: each stream and pool has a heap per route.
   struct Route {
     std::uint8_t profile;
@@ -299,6 +325,29 @@ class DeviceAllocator {
     Limit limit = Limit::source;  // the last one that was met
     bool over_budget = false;     // the request was to be served from the host
   };
+  struct Request {
+    std::size_t bytes;
+    StreamId stream;
+    TensorClass tensor_class;
+    std::optional<bool> in_room{};  // whether it is served as one of class `other`
+  };
+  // A run of mapped handles.
+  struct Run {
+    Heap* heap;
+    Range range;
+  };
+  // Memory that has left the books and is still to be given back.
+  struct LeavingMemory {
+    struct Piece {
+      MemoryKind kind;
+      void* raw;
+      std::size_t raw_bytes;
+    };
+    std::vector<EventId> work;     // of streams that used it
+    std::vector<Range> announced;  // to the release listener
+    std::vector<Piece> pieces;     // of the source
+    std::vector<Run> mapped;
+  };
 
   std::uint8_t profile_number(Profile profile);
   std::uint8_t route_number(Route route);
@@ -306,7 +355,8 @@ class DeviceAllocator {
   std::uint8_t route_for(TensorClass tensor_class, std::size_t bytes) const;
   bool take_device_room(TensorClass tensor_class, std::size_t bytes);
 
-  void* serve(std::size_t bytes, StreamId stream, TensorClass tensor_class, Shortage& shortage);
+  void* serve(Request request, Shortage& shortage);
+  std::pair<Heap*, std::size_t> heap_and_bytes_for(Request& request);
   Pool* pool_for(StreamId stream);
   Heap& heap_for(std::uint8_t route, StreamId stream, Pool* pool);
 
@@ -318,6 +368,7 @@ class DeviceAllocator {
   std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
   std::size_t used_bytes(const Heap& heap) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
+  void prepare(Segment& segment);
   bool reserve(const Profile& profile, std::size_t bytes, Shortage& shortage);
   void release_reserve(MemoryKind kind, std::size_t bytes);
   std::size_t excess_bytes(std::size_t more_bytes) const;
@@ -327,7 +378,7 @@ class DeviceAllocator {
   bool room_was_in_vain(const Heap& heap, std::size_t bytes) const;
   std::size_t idle_device_bytes() const;
   void trim_to_budget(std::size_t more_bytes);
-  void count_page_tables();
+  void count_page_tables(std::size_t more_locked_bytes = 0);
   std::uint8_t profile_of_class(const Block& block) const;
   bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
@@ -337,14 +388,15 @@ class DeviceAllocator {
   VirtualMemory* virtual_memory();
   bool can_expand(Heap& heap);
   Range growth_for(Heap& heap, std::size_t bytes);
-  Block* expand(Heap& heap, const Range& growth, std::size_t bytes, Shortage& shortage);
+  bool expand(Heap& heap, const Range& growth, Shortage& shortage);
   void add_mapped(Heap& heap, const Range& mapped);
   void join(Segment& left, Segment& right);
-  void unmap(const Spare& spare);
+  void take_out_mapped(const Spare& spare, LeavingMemory& leaving);
   void release_moving();
   void remove_mapped(Block* block, const Range& gone);
   void count_mapped(const Heap& heap, std::size_t bytes);
   void count_unmapped(const Heap& heap, std::size_t bytes);
+  std::vector<Run> mapped_runs() const;
   void check_not_paused() const;
   void bring_back();
   std::size_t spare_bytes(const Segment& segment, const Range& free) const;
@@ -373,10 +425,10 @@ class DeviceAllocator {
   std::vector<Spare> spares() const;
   bool on_device(const Spare& spare) const;
   void release_spares(std::vector<Spare> spares);
-  void release_segment(Block* block);
-  void finish_streams(std::vector<Spare>& spares);
-  void announce_release(const std::vector<Segment*>& segments) const;
-  void give_back(const Segment& segment);
+  void take_out_segment(Block* block, LeavingMemory& leaving);
+  std::vector<EventId> record_work(std::vector<Spare>& spares);
+  void append_piece(const Segment& segment, LeavingMemory& leaving) const;
+  void give_back(const LeavingMemory& leaving);
   std::string budget_use() const;
   [[noreturn]] void throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
                                         Shortage shortage);
@@ -387,7 +439,9 @@ class DeviceAllocator {
   Driver& driver_;
   SharedLimits& limits_;
 
+  std::mutex memory_mutex_;
   mutable std::mutex mutex_;
+  bool cache_closed_ = false;  // the device is being paused or resumed: allocations wait
   std::vector<Profile> profiles_;
   std::vector<Route> routes_;
   std::array<ClassRoutes, kClasses> class_routes_{};

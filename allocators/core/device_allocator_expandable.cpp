@@ -33,9 +33,11 @@ bool DeviceAllocator::can_expand(Heap& heap) {
       virtual_memory() == nullptr)
     return false;
   if (heap.expandable == nullptr)
-    heap.expandable = ExpandableSegment::reserve(
-        *virtual_memory(), device_, kAddressesPerByte * driver_.memory(device_).total_bytes,
-        heap.tier == Tier::small ? kSmallHandleBytes : kLargeHandleBytes);
+    heap.expandable = unlocked([&] {
+      return ExpandableSegment::reserve(
+          *virtual_memory(), device_, kAddressesPerByte * driver_.memory(device_).total_bytes,
+          heap.tier == Tier::small ? kSmallHandleBytes : kLargeHandleBytes);
+    });
   return heap.expandable != nullptr;
 }
 
@@ -76,20 +78,19 @@ Range DeviceAllocator::growth_for(Heap& heap, std::size_t bytes) {
   return best;
 }
 
-// A block for which `growth` is mapped; handles that were given back for it are used first.
-Block* DeviceAllocator::expand(Heap& heap, const Range& growth, std::size_t bytes,
-                               Shortage& shortage) {
+// Maps `growth` as cached memory; handles that were given back for it are used first.
+bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage) {
   if (!reserve(profiles_[heap.profile], growth.bytes, shortage)) {
     release_moving();
-    return nullptr;
+    return false;
   }
-  if (!heap.expandable->map(growth, moving_)) {
+  if (!unlocked([&] { return heap.expandable->map(growth, moving_); })) {
     shortage.limit = Shortage::Limit::source;
-    return nullptr;
+    return false;
   }
   heap.grow_patient();
   add_mapped(heap, growth);
-  return take_cached(heap, bytes);
+  return true;
 }
 
 // Books mapped handles as a cached block, together with what is free on both sides.
@@ -147,10 +148,10 @@ void DeviceAllocator::join(Segment& left, Segment& right) {
 }
 
 // Takes whole handles out of a cached block; from an end of its run, if it is there.
-void DeviceAllocator::unmap(const Spare& spare) {
+void DeviceAllocator::take_out_mapped(const Spare& spare, LeavingMemory& leaving) {
   Block* block = spare.block;
-  ExpandableSegment& expandable = *block->segment->heap->expandable;
-  Range gone = expandable.whole_handles({block->address, block->bytes});
+  Heap& heap = *block->segment->heap;
+  Range gone = heap.expandable->whole_handles({block->address, block->bytes});
   if (block->previous != nullptr || block->next == nullptr)
     gone.address += gone.bytes - spare.bytes;
   gone.bytes = spare.bytes;
@@ -160,12 +161,11 @@ void DeviceAllocator::unmap(const Spare& spare) {
       end < block->address + block->bytes ? split(block, end - block->address) : nullptr;
   Block* const ahead = block->address < gone.address ? block : nullptr;
   if (ahead != nullptr) block = split(ahead, gone.address - ahead->address);
-  Heap& heap = *block->segment->heap;
   remove_mapped(block, gone);
   if (ahead != nullptr) cache(ahead);
   if (behind != nullptr) cache(behind);
   if (paused_ != nullptr) return;  // its memory went back before
-  expandable.unmap(gone, moving_);
+  leaving.mapped.push_back({&heap, gone});
   count_unmapped(heap, gone.bytes);
 }
 
@@ -215,17 +215,17 @@ void DeviceAllocator::remove_mapped(Block* block, const Range& gone) {
 
 // Gives handles back that found no place.
 void DeviceAllocator::release_moving() {
-  if (!moving_.handles.empty()) release(*virtual_memory(), moving_);
+  if (!moving_.handles.empty()) unlocked([&] { release(*virtual_memory(), moving_); });
 }
 
 bool DeviceAllocator::add_peer(int peer) {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   if (virtual_memory() == nullptr) return true;
   std::vector<Range> mapped;
   if (paused_ == nullptr)
     for (const auto& [address, segment] : segments_)
       if (segment.is_expandable) mapped.push_back({segment.address, segment.bytes});
-  return virtual_memory()->add_peer(device_, peer, mapped);
+  return unlocked([&] { return virtual_memory()->add_peer(device_, peer, mapped); });
 }
 
 void DeviceAllocator::stop_mapping() {

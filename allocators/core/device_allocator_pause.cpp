@@ -1,5 +1,6 @@
 // A paused device: plain device memory is with the driver, its contents are on the host, and its
 // addresses stay reserved.
+#include <algorithm>
 #include <utility>
 
 #include "core/device_allocator.hpp"
@@ -28,17 +29,31 @@ std::size_t total_bytes(const std::vector<Range>& ranges) {
   return bytes;
 }
 
+// Sets a flag for a scope.
+class FlagSet {
+ public:
+  explicit FlagSet(bool& flag) : flag_(flag) { flag_ = true; }
+  ~FlagSet() { flag_ = false; }
+  FlagSet(const FlagSet&) = delete;
+  FlagSet& operator=(const FlagSet&) = delete;
+
+ private:
+  bool& flag_;
+};
+
 }  // namespace
 
 PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
-  const std::lock_guard lock(mutex_);
+  std::unique_ptr<HostCopy> copy;  // after a failure it is freed without the locks
+  const BothLocks locks(*this);
   const std::string gpu = "GPU " + std::to_string(device_);
   if (paused_ != nullptr)
     throw PauseError(gpu + " is paused already: call umem.resume() before the next umem.pause()");
   if (!active_pools_.empty())
     throw PauseError("a CUDA graph is being captured on " + gpu +
                      ", or a memory pool is in use: call umem.pause() after that");
-  if (!driver_.synchronize(device_))
+  const FlagSet closed(cache_closed_);
+  if (!unlocked([&] { return driver_.synchronize(device_); }))
     throw PauseError("the work of " + gpu +
                      " cannot be waited for: an earlier CUDA call of the program has failed, or a "
                      "CUDA graph is being captured, or this process is a forked child");
@@ -58,27 +73,27 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
   }
   const std::size_t copy_bytes = total_bytes(live);
   // Of managed memory no more can be on the device.
-  const std::size_t most_evicted_bytes =
-      std::min(total_bytes(managed), driver_.memory(device_).total_bytes);
+  const MemoryInfo memory = unlocked([&] { return driver_.memory(device_); });
+  const std::size_t most_evicted_bytes = std::min(total_bytes(managed), memory.total_bytes);
   if (copy_bytes + most_evicted_bytes > host_available_bytes)
     throw PauseError("umem.pause() needs up to " + format_bytes(copy_bytes + most_evicted_bytes) +
                      " of host memory for what is on " + gpu + ", and " +
                      format_bytes(host_available_bytes) +
                      " are available: free tensors or host memory before");
-  auto copy = std::make_unique<HostCopy>(device_, source_, driver_, limits_.pinned);
-  if (!copy->allocate(copy_bytes))
+  copy = std::make_unique<HostCopy>(device_, source_, driver_, limits_.pinned);
+  if (!unlocked([&] { return copy->allocate(copy_bytes); }))
     throw PauseError("the host has no memory for the " + format_bytes(copy_bytes) +
                      " that are on " + gpu + ": free tensors or host memory before umem.pause()");
-  for (const Range& range : live)
-    if (!copy->save(range))
-      throw PauseError("the memory of " + gpu +
-                       " cannot be copied to the host: an earlier CUDA call of the program has "
-                       "failed");
-  for (const auto& [address, segment] : segments_) {
-    if (!segment.is_expandable) continue;
-    segment.heap->expandable->unmap({segment.address, segment.bytes}, moving_);
-    count_unmapped(*segment.heap, segment.bytes);
-  }
+  const auto save = [&](const Range& range) { return copy->save(range); };
+  if (!unlocked([&] { return std::all_of(live.begin(), live.end(), save); }))
+    throw PauseError("the memory of " + gpu +
+                     " cannot be copied to the host: an earlier CUDA call of the program has "
+                     "failed");
+  const std::vector<Run> runs = mapped_runs();
+  unlocked([&] {
+    for (const Run& run : runs) run.heap->expandable->unmap(run.range, moving_);
+  });
+  for (const Run& run : runs) count_unmapped(*run.heap, run.range.bytes);
   paused_ = std::move(copy);
   others_locked_bytes_ += static_cast<std::ptrdiff_t>(paused_->pinned_bytes());
   count_page_tables();
@@ -87,49 +102,59 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
                      .kept_bytes = held_bytes + page_table_bytes_,
                      .evicted_bytes = 0,
                      .host_bytes = paused_->bytes()};
-  for (const Range& range : managed)
-    (config_.prefetches && driver_.evict(device_, range) ? report.evicted_bytes : report.kept_bytes) += range.bytes;
+  unlocked([&] {
+    for (const Range& range : managed)
+      (config_.prefetches && driver_.evict(device_, range) ? report.evicted_bytes
+                                                           : report.kept_bytes) += range.bytes;
+  });
   return report;
 }
 
+// Of all expandable segments.
+std::vector<DeviceAllocator::Run> DeviceAllocator::mapped_runs() const {
+  std::vector<Run> runs;
+  for (const auto& [address, segment] : segments_)
+    if (segment.is_expandable) runs.push_back({segment.heap, {segment.address, segment.bytes}});
+  return runs;
+}
+
 void DeviceAllocator::resume() {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   const std::string gpu = "GPU " + std::to_string(device_);
   if (paused_ == nullptr)
     throw PauseError(gpu + " is not paused: call umem.pause() before umem.resume()");
+  const FlagSet closed(cache_closed_);
   // What was freed meanwhile is not mapped again.
   synchronize_events();
   std::vector<Spare> freed = spares();
   std::erase_if(freed, [](const Spare& spare) { return !spare.block->segment->is_expandable; });
   release_spares(std::move(freed));
 
-  std::vector<const Segment*> runs;
+  const std::vector<Run> runs = mapped_runs();
   std::size_t bytes = 0;
-  for (const auto& [address, segment] : segments_) {
-    if (!segment.is_expandable) continue;
-    runs.push_back(&segment);
-    bytes += segment.bytes;
-  }
-  std::size_t mapped = 0;
-  const auto stay_paused = [&](const std::string& reason) {
-    for (std::size_t i = 0; i < mapped; ++i)
-      runs[i]->heap->expandable->unmap({runs[i]->address, runs[i]->bytes}, moving_);
-    throw PauseError(reason);
-  };
-  for (; mapped < runs.size(); ++mapped)
-    if (!runs[mapped]->heap->expandable->map({runs[mapped]->address, runs[mapped]->bytes}, moving_))
-      stay_paused(gpu + " has no room for the " + format_bytes(bytes) +
-                  " that umem.pause() gave back, and stays paused: " +
-                  format_bytes(driver_.memory(device_).free_bytes) +
-                  " are free. Free memory on it (nvidia-smi shows whose it is), then call "
-                  "umem.resume() again");
-  for (const Segment* run : runs)
-    if (!paused_->restore({run->address, run->bytes}))
-      stay_paused("memory cannot be copied back to " + gpu +
-                  ", which stays paused: an earlier CUDA call of the program has failed");
-  for (const Segment* run : runs) count_mapped(*run->heap, run->bytes);
+  for (const Run& run : runs) bytes += run.range.bytes;
+  unlocked([&] {
+    std::size_t mapped = 0;
+    const auto stay_paused = [&](const std::string& reason) {
+      for (std::size_t i = 0; i < mapped; ++i)
+        runs[i].heap->expandable->unmap(runs[i].range, moving_);
+      throw PauseError(reason);
+    };
+    for (; mapped < runs.size(); ++mapped)
+      if (!runs[mapped].heap->expandable->map(runs[mapped].range, moving_))
+        stay_paused(gpu + " has no room for the " + format_bytes(bytes) +
+                    " that umem.pause() gave back, and stays paused: " +
+                    format_bytes(driver_.memory(device_).free_bytes) +
+                    " are free. Free memory on it (nvidia-smi shows whose it is), then call "
+                    "umem.resume() again");
+    for (const Run& run : runs)
+      if (!paused_->restore(run.range))
+        stay_paused("memory cannot be copied back to " + gpu +
+                    ", which stays paused: an earlier CUDA call of the program has failed");
+  });
+  for (const Run& run : runs) count_mapped(*run.heap, run.range.bytes);
   others_locked_bytes_ -= static_cast<std::ptrdiff_t>(paused_->pinned_bytes());
-  paused_.reset();
+  unlocked([copy = std::move(paused_)]() mutable { copy.reset(); });
   count_page_tables();
   bring_back();
 }
@@ -149,8 +174,9 @@ void DeviceAllocator::bring_back() {
         ranges);
   }
   for (const Range& range : ranges)
-    note_hint(config_.prefetches && driver_.populate(device_, range), has_warned_of_prefetch_,
-              "prefetch");
+    note_hint(
+        unlocked([&] { return config_.prefetches && driver_.populate(device_, range); }),
+        has_warned_of_prefetch_, "prefetch");
 }
 
 bool DeviceAllocator::is_paused() const {

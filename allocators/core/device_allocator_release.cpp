@@ -35,56 +35,57 @@ bool DeviceAllocator::on_device(const Spare& spare) const {
 }
 
 void DeviceAllocator::empty_cache() {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   if (!active_pools_.empty()) return;  // freeing a segment would break a capture
   synchronize_events();
   release_spares(spares());
 }
 
+// Takes the memory out of the books before any call, so that nobody uses it meanwhile.
 void DeviceAllocator::release_spares(std::vector<Spare> spares) {
-  finish_streams(spares);
-  std::vector<Segment*> segments;
-  for (const Spare& spare : spares)
-    if (!spare.block->segment->is_expandable) segments.push_back(spare.block->segment);
-  announce_release(segments);
+  LeavingMemory leaving;
+  leaving.work = record_work(spares);
   for (const Spare& spare : spares) {
     if (spare.block->segment->is_expandable)
-      unmap(spare);
+      take_out_mapped(spare, leaving);
     else
-      release_segment(spare.block);
+      take_out_segment(spare.block, leaving);
   }
   std::erase_if(pools_, [](const auto& entry) {
     return entry.second->users == 0 && entry.second->segments == 0;
   });
+  unlocked([&] { give_back(leaving); });
 }
 
 // The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
-// system's memory wait for nothing: waits for the streams that used it, and leaves out those that
-// cannot be waited for.
-void DeviceAllocator::finish_streams(std::vector<Spare>& spares) {
-  std::map<StreamId, bool> finished;
+// system's memory wait for nothing: returns the work of the streams that used it, to be waited for,
+// and leaves out those that cannot be waited for.
+std::vector<EventId> DeviceAllocator::record_work(std::vector<Spare>& spares) {
+  std::vector<EventId> work;
+  std::map<StreamId, bool> recorded;
   std::erase_if(spares, [&](const Spare& spare) {
     const Segment& segment = *spare.block->segment;
     const bool waits = profiles_[segment.heap->profile].kind != MemoryKind::system;
     if (!segment.is_expandable && waits) return false;
     const StreamId stream = segment.heap->stream;
-    const auto [entry, is_new] = finished.try_emplace(stream, false);
+    const auto [entry, is_new] = recorded.try_emplace(stream, false);
     if (is_new) {
       const EventId event = driver_.capturing(stream) ? 0 : driver_.record(device_, stream);
-      if (event != 0) driver_.wait(event);
+      if (event != 0) work.push_back(event);
       entry->second = event != 0;
     }
     return !entry->second;
   });
+  return work;
 }
 
 // A segment that is one cached block.
-void DeviceAllocator::release_segment(Block* block) {
+void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
   const Segment& segment = *block->segment;
   Heap& heap = *segment.heap;
   const Profile& profile = profiles_[heap.profile];
   uncache(block);
-  give_back(segment);
+  append_piece(segment, leaving);
   ++stats_.num_device_free;
   stats_.segment.decrease(heap.tier, 1);
   stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
@@ -103,21 +104,24 @@ void DeviceAllocator::release_segment(Block* block) {
   segments_.erase(address);
 }
 
-// Reports all segments at once, so that the listener waits only for the longest call. Device memory
-// is never moved and need not be reported; pinned memory may be the target of copies.
-void DeviceAllocator::announce_release(const std::vector<Segment*>& segments) const {
-  if (release_listener_ == nullptr) return;
-  std::vector<Range> ranges;
-  for (const Segment* segment : segments)
-    if (profiles_[segment->heap->profile].kind != MemoryKind::device)
-      ranges.push_back({segment->address, segment->bytes});
-  if (!ranges.empty()) release_listener_->before_release(ranges);
+// Device memory is never moved and need not be announced; pinned memory may be the target of
+// copies.
+void DeviceAllocator::append_piece(const Segment& segment, LeavingMemory& leaving) const {
+  const MemoryKind kind = profiles_[segment.heap->profile].kind;
+  leaving.pieces.push_back({kind, segment.raw, segment.raw_bytes});
+  if (kind != MemoryKind::device) leaving.announced.push_back({segment.address, segment.bytes});
 }
 
-void DeviceAllocator::give_back(const Segment& segment) {
-  const MemoryKind kind = profiles_[segment.heap->profile].kind;
-  source_.deallocate(kind, device_, segment.raw, segment.raw_bytes);
-  release_reserve(kind, segment.raw_bytes);
+// Announces all segments at once, so that the listener waits only for the longest call.
+void DeviceAllocator::give_back(const LeavingMemory& leaving) {
+  for (const EventId event : leaving.work) driver_.wait(event);
+  if (release_listener_ != nullptr && !leaving.announced.empty())
+    release_listener_->before_release(leaving.announced);
+  for (const auto& [heap, range] : leaving.mapped) heap->expandable->unmap(range, moving_);
+  for (const auto& [kind, raw, raw_bytes] : leaving.pieces) {
+    source_.deallocate(kind, device_, raw, raw_bytes);
+    release_reserve(kind, raw_bytes);
+  }
 }
 
 }  // namespace umem

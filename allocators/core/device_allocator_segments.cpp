@@ -66,8 +66,8 @@ Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t b
   // A card that is full: free handles move, as under a budget that is spent.
   if (const Range growth = growth_for(heap, bytes);
       growth.bytes != 0 && shortage.limit == Shortage::Limit::source &&
-      make_room(heap, bytes, growth.bytes, growth)) {
-    block = expand(heap, growth, bytes, shortage);
+      make_room(heap, bytes, growth.bytes, growth) && expand(heap, growth, shortage)) {
+    block = take_cached(heap, bytes);
     if (block != nullptr) return block;
   }
   release_spares(spares());
@@ -100,9 +100,15 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
                               excess_bytes(more_bytes()), growth);
   }
   if (!over_budget(profile, more_bytes())) {
-    Block* block = growth.bytes != 0 ? expand(heap, growth, bytes, shortage)
-                                     : new_segment(heap, bytes, shortage);
-    if (block != nullptr && growth.bytes == 0) block->segment->room_was_made = room_was_made;
+    Block* block = nullptr;
+    if (growth.bytes == 0) {
+      block = new_segment(heap, bytes, shortage);
+      if (block != nullptr) block->segment->room_was_made = room_was_made;
+    } else if (expand(heap, growth, shortage)) {
+      block = take_cached(heap, bytes);
+      // Meanwhile other threads may have taken the free memory beside it.
+      if (block == nullptr) return place(heap, tensor_class, bytes, shortage);
+    }
     if (block != nullptr || shortage.limit != Shortage::Limit::device_budget) return block;
   }
   release_moving();
@@ -127,7 +133,7 @@ bool DeviceAllocator::is_spill(const Heap& heap) const {
 }
 
 std::vector<LiveBlock> DeviceAllocator::unspill() {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   std::vector<LiveBlock> moved;
   for (auto& [address, segment] : segments_) {
     const Heap& heap = *segment.heap;
@@ -272,8 +278,9 @@ std::size_t DeviceAllocator::idle_device_bytes() const {
 // Counts `bytes` of a profile against every limit, or returns the limit that they would exceed.
 bool DeviceAllocator::reserve(const Profile& profile, std::size_t bytes, Shortage& shortage) {
   if (fraction_ < 1.0) {
-    const auto limit = static_cast<std::size_t>(
-        fraction_ * static_cast<double>(driver_.memory(device_).total_bytes));
+    const MemoryInfo memory = unlocked([&] { return driver_.memory(device_); });
+    const auto limit =
+        static_cast<std::size_t>(fraction_ * static_cast<double>(memory.total_bytes));
     if (static_cast<std::size_t>(stats_.reserved_bytes.all.current) + bytes > limit) {
       shortage.limit = Shortage::Limit::memory_fraction;
       return false;
@@ -329,7 +336,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
     if (!reserve(profile, raw_bytes, shortage)) return nullptr;
     void* raw = nullptr;
     try {
-      raw = source_.allocate(profile.kind, device_, raw_bytes);
+      raw = unlocked([&] { return source_.allocate(profile.kind, device_, raw_bytes); });
     } catch (...) {
       release_reserve(profile.kind, raw_bytes);
       throw;
@@ -347,7 +354,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
     raw_bytes = wanted_bytes;
     void* raw = take(raw_bytes);
     if (raw == nullptr || reinterpret_cast<std::uintptr_t>(raw) % alignment == 0) return raw;
-    source_.deallocate(profile.kind, device_, raw, raw_bytes);
+    unlocked([&] { source_.deallocate(profile.kind, device_, raw, raw_bytes); });
     release_reserve(profile.kind, raw_bytes);
     raw_bytes = wanted_bytes + alignment;
     return take(raw_bytes);
@@ -361,29 +368,22 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   if (raw == nullptr) return nullptr;
 
   const std::uintptr_t address = round_up(reinterpret_cast<std::uintptr_t>(raw), alignment);
-  Segment& segment = segments_[address];
-  segment = {.address = address,
-             .bytes = segment_bytes,
-             .raw = raw,
-             .raw_bytes = raw_bytes,
-             .heap = &heap};
+  Segment fresh{.address = address,
+                .bytes = segment_bytes,
+                .raw = raw,
+                .raw_bytes = raw_bytes,
+                .heap = &heap};
+  prepare(fresh);
+  if (profile.kind == MemoryKind::pinned) count_page_tables(segment_bytes);
+
+  // From here on the lock is held: the block is in no heap until it is handed out.
+  Segment& segment = segments_[address] = fresh;
   Block& block = blocks_[address];
   block.address = address;
   block.bytes = segment_bytes;
   block.segment = &segment;
   block.advice = heap.profile;
   segment.first = segment.last = &block;
-
-  const Range range{address, segment_bytes};
-  if (profile.kind == MemoryKind::system) {
-    segment.device_bytes = std::min(segment_bytes, room_beside_headroom());
-    system_bytes_ += segment.device_bytes;
-  }
-  if (takes_advice(profile.kind) && profile.advice != Advice{})
-    note_hint(advise(segment, range, heap.profile), has_warned_of_advice_, "advice");
-  if (profile.kind == MemoryKind::managed && profile.advice.placement == Placement::device)
-    note_hint(config_.prefetches && driver_.populate(device_, range), has_warned_of_prefetch_,
-              "prefetch");
 
   ++stats_.num_device_alloc;
   stats_.segment.increase(heap.tier, 1);
@@ -392,14 +392,31 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   kind.reserved_bytes += segment_bytes;
   if (is_spill(heap)) kind.spilled_bytes += segment_bytes;
   if (resides_on_device(profile)) stats_.budget_bytes.increase(raw_bytes);
+  system_bytes_ += segment.device_bytes;
   heap.grow_patient();
   if (heap.pool != nullptr) {
     ++heap.pool->segments;
     heap.pool->reserved_bytes += segment_bytes;
   }
   cut(&block, bytes);
-  if (profile.kind == MemoryKind::pinned) count_page_tables();
   return &block;
+}
+
+// Gives the pages of a segment that is not in the books yet their advice and their home.
+void DeviceAllocator::prepare(Segment& segment) {
+  const Profile& profile = profiles_[segment.heap->profile];
+  const Range range{segment.address, segment.bytes};
+  bool is_advised = true, is_populated = true;
+  unlocked([&] {
+    if (profile.kind == MemoryKind::system)
+      segment.device_bytes = std::min(segment.bytes, room_beside_headroom());
+    if (takes_advice(profile.kind) && profile.advice != Advice{})
+      is_advised = advise(segment, range, segment.heap->profile);
+    if (profile.kind == MemoryKind::managed && profile.advice.placement == Placement::device)
+      is_populated = config_.prefetches && driver_.populate(device_, range);
+  });
+  note_hint(is_advised, has_warned_of_advice_, "advice");
+  note_hint(is_populated, has_warned_of_prefetch_, "prefetch");
 }
 
 // Device memory that new memory of kind `system` may take, in whole pages. Untouched pages take
@@ -413,22 +430,22 @@ std::size_t DeviceAllocator::room_beside_headroom() const {
 }
 
 void DeviceAllocator::set_device_budget(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   budget_bytes_ = bytes;
   trim_to_budget(0);
 }
 
 void DeviceAllocator::count_page_locked(std::ptrdiff_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   others_locked_bytes_ += bytes;
   count_page_tables();
 }
 
-// Counts those of page-locked memory as it is now against the budget.
-void DeviceAllocator::count_page_tables() {
+// Counts those of page-locked memory as it is now, and of `more_locked_bytes`, against the budget.
+void DeviceAllocator::count_page_tables(std::size_t more_locked_bytes) {
   const std::size_t mapped_bytes =
       kind_stats_[static_cast<std::size_t>(MemoryKind::pinned)].reserved_bytes +
-      static_cast<std::size_t>(others_locked_bytes_);
+      static_cast<std::size_t>(others_locked_bytes_) + more_locked_bytes;
   const std::size_t bytes = mapped_bytes / kMappedBytesPerTableByte / kPageBytes * kPageBytes;
   if (bytes > page_table_bytes_) {
     trim_to_budget(bytes - page_table_bytes_);

@@ -81,8 +81,8 @@ class ReleaseListener {
  public:
   virtual ~ReleaseListener() = default;
 
-  // Returns when no other thread works on the ranges. Called under the device's lock: it must not
-  // wait for a thread that may allocate. Does nothing in a forked child.
+  // Returns when no other thread works on the ranges. It must not wait for a thread that may need
+  // new memory. Does nothing in a forked child.
   virtual void before_release(std::span<const Range> ranges) noexcept = 0;
 };
 

@@ -25,8 +25,9 @@ std::string DeviceAllocator::budget_use() const {
 
 void DeviceAllocator::throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
                                           Shortage shortage) {
-  ++stats_.num_ooms;
   const MemoryInfo memory = driver_.memory(device_);
+  const std::lock_guard lock(mutex_);
+  ++stats_.num_ooms;
   const auto held = [](const Stat& stat) {
     return format_bytes(static_cast<std::size_t>(stat.current));
   };

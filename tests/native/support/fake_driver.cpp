@@ -18,6 +18,7 @@ FakeSource::~FakeSource() {
 }
 
 void* FakeSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
+  slow.enter("allocate");
   const std::lock_guard lock(mutex_);
   ++requests_;
   const bool fails = faults_->fails();
@@ -44,6 +45,7 @@ void* FakeSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
 
 void FakeSource::deallocate(MemoryKind kind, int device, void* address,
                             std::size_t bytes) noexcept {
+  slow.enter("deallocate");
   const std::lock_guard lock(mutex_);
   const auto found = held_.find(reinterpret_cast<std::uintptr_t>(address));
   CHECK(found != held_.end());
@@ -128,6 +130,7 @@ bool FakeDriver::finished(EventId id) noexcept {
 }
 
 void FakeDriver::wait(EventId id) noexcept {
+  slow.enter("wait");
   const std::lock_guard lock(mutex_);
   const auto event = events_.find(id);
   CHECK(event != events_.end());
@@ -142,18 +145,26 @@ bool FakeDriver::capturing(StreamId stream) noexcept {
 }
 
 bool FakeDriver::advise(int, Range range, Advice advice) noexcept {
+  slow.enter("advise");
   const std::lock_guard lock(mutex_);
   advice_.push_back({range, advice});
   return !faults_->fails() && !refuses_hints_;
 }
 
 bool FakeDriver::populate(int, Range range) noexcept {
+  slow.enter("populate");
   const std::lock_guard lock(mutex_);
   populated_.push_back(range);
   return !faults_->fails() && !refuses_hints_;
 }
 
+MemoryInfo FakeDriver::memory(int) noexcept {
+  slow.enter("memory");
+  return {total_bytes_, total_bytes_};
+}
+
 bool FakeDriver::synchronize(int) noexcept {
+  slow.enter("synchronize");
   const std::lock_guard lock(mutex_);
   if (faults_->fails() || !capturing_.empty()) return false;
   for (auto& [id, stream] : streams_) stream.done = stream.launched;
@@ -161,6 +172,7 @@ bool FakeDriver::synchronize(int) noexcept {
 }
 
 bool FakeDriver::copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) noexcept {
+  slow.enter("copy");
   const std::lock_guard lock(mutex_);
   if (faults_->fails() || refuses_copies_) return false;
   CHECK(virtual_memory_->is_mapped(to) != virtual_memory_->is_mapped(from));
@@ -169,6 +181,7 @@ bool FakeDriver::copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t b
 }
 
 bool FakeDriver::evict(int, Range range) noexcept {
+  slow.enter("evict");
   const std::lock_guard lock(mutex_);
   evicted_.push_back(range);
   return !faults_->fails() && !refuses_hints_;

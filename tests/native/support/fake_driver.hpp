@@ -13,6 +13,7 @@
 #include "check.hpp"
 #include "core/allocator.hpp"
 #include "fake_virtual_memory.hpp"
+#include "slow_calls.hpp"
 
 namespace umem {
 
@@ -37,6 +38,8 @@ class FakeSource final : public SegmentSource {
   std::size_t held_segments() const;
   std::size_t requests() const;
   bool holds(std::uintptr_t address, std::size_t bytes) const;
+
+  SlowCalls slow;  // allocate, deallocate
 
  private:
   struct Piece {
@@ -78,7 +81,7 @@ class FakeDriver final : public Driver {
   bool capturing(StreamId stream) noexcept override;
   bool advise(int, Range range, Advice advice) noexcept override;
   bool populate(int, Range range) noexcept override;
-  MemoryInfo memory(int) noexcept override { return {total_bytes_, total_bytes_}; }
+  MemoryInfo memory(int) noexcept override;
   bool synchronize(int) noexcept override;
   // Counts only: the memory of the fakes cannot be accessed. One side must be mapped.
   bool copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) noexcept override;
@@ -100,6 +103,8 @@ class FakeDriver final : public Driver {
   std::size_t events() const;
   std::vector<AdviceCall> advice() const;
   std::vector<Range> populated() const;
+
+  SlowCalls slow;  // wait, advise, populate, memory, synchronize, copy, evict
 
  private:
   struct Stream {

@@ -13,6 +13,7 @@ FakeVirtualMemory::~FakeVirtualMemory() {
 }
 
 std::uintptr_t FakeVirtualMemory::reserve(int, std::size_t bytes, std::size_t alignment) noexcept {
+  slow.enter("reserve");
   const std::lock_guard lock(mutex_);
   if (faults_->fails() || refuses_addresses_) return 0;
   const std::size_t mapped_bytes = bytes + alignment;
@@ -36,6 +37,7 @@ void FakeVirtualMemory::unreserve(Range range) noexcept {
 }
 
 HandleId FakeVirtualMemory::create(int device, std::size_t bytes) noexcept {
+  slow.enter("create");
   const std::lock_guard lock(mutex_);
   if (faults_->fails()) return 0;
   if (capacity_bytes_ != 0 && held_bytes_ + bytes > capacity_bytes_) return 0;
@@ -47,6 +49,7 @@ HandleId FakeVirtualMemory::create(int device, std::size_t bytes) noexcept {
 }
 
 void FakeVirtualMemory::release(HandleId id) noexcept {
+  slow.enter("release");
   const std::lock_guard lock(mutex_);
   const auto found = handles_.find(id);
   CHECK(found != handles_.end());
@@ -57,6 +60,7 @@ void FakeVirtualMemory::release(HandleId id) noexcept {
 
 bool FakeVirtualMemory::map(int device, Range range, std::size_t handle_bytes,
                             std::span<const HandleId> handles) noexcept {
+  slow.enter("map");
   const std::lock_guard lock(mutex_);
   if (faults_->fails() || refuses_maps_) return false;
   const auto home = std::prev(reserved_.upper_bound(range.address));
@@ -77,6 +81,7 @@ bool FakeVirtualMemory::map(int device, Range range, std::size_t handle_bytes,
 }
 
 void FakeVirtualMemory::unmap(Range range, std::size_t handle_bytes) noexcept {
+  slow.enter("unmap");
   const std::lock_guard lock(mutex_);
   for (std::size_t offset = 0; offset < range.bytes; offset += handle_bytes) {
     const auto found = mapped_.find(range.address + offset);
@@ -91,6 +96,7 @@ void FakeVirtualMemory::unmap(Range range, std::size_t handle_bytes) noexcept {
 }
 
 bool FakeVirtualMemory::add_peer(int device, int peer, std::span<const Range> mapped) noexcept {
+  slow.enter("add_peer");
   const std::lock_guard lock(mutex_);
   if (refuses_peers_) return false;
   peers_[device].insert(peer);

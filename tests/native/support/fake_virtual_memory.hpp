@@ -12,6 +12,7 @@
 #include "check.hpp"
 #include "core/driver.hpp"
 #include "faults.hpp"
+#include "slow_calls.hpp"
 
 namespace umem {
 
@@ -45,6 +46,8 @@ class FakeVirtualMemory final : public VirtualMemory {
   bool is_mapped(std::uintptr_t address) const;
   // Whether each byte is mapped, for the GPU itself and for `peers`.
   bool holds(std::uintptr_t address, std::size_t bytes, const std::set<int>& peers = {}) const;
+
+  SlowCalls slow;  // reserve, create, release, map, unmap, add_peer
 
  private:
   struct Handle {
