@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -272,3 +273,32 @@ def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
         expected.step()
     assert values(program) == values(expected)
     assert number > 100
+
+
+@pytest.mark.slow
+def test_behind_an_interrupt_of_a_step_a_checkpoint_can_be_loaded() -> None:
+    make_model = partial(Net, 1)
+    program, _ = begin(make_model=make_model)
+    number, is_interrupted = 0, True
+    while is_interrupted:
+        checkpoint = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict()))
+        steps = program.steps
+        change_plan(program)
+        program.backward()
+        try:
+            with Interrupt(number):
+                program.optimizer.step()
+        except KeyboardInterrupt:
+            number += 11  # all of them take minutes
+        else:
+            is_interrupted = False
+        with suppress(PlanError):
+            program.optimizer.step()
+        load(program, checkpoint)
+        program.steps = steps
+        program.step()
+    expected = Program(None, make_model=make_model, clips=False)
+    for _ in range(program.steps):
+        expected.step()
+    assert values(program) == values(expected)
+    assert number > 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class Fault(ABC):
         """A moment."""
         self.moments += 1
         if self.moments - 1 == self._at:
-            raise self.error("CUDA out of memory. Tried to allocate more than there is")
+            raise self.error(f"of moment {self._at}")
 
     @abstractmethod
     def __enter__(self) -> Fault: ...
@@ -50,7 +51,7 @@ class Fault(ABC):
 
 
 class OutOfMemory(Fault):
-    """Each operator finds memory but one, whoever has called it."""
+    """Each operator that makes a tensor finds memory but one, whoever has called it."""
 
     error = torch.OutOfMemoryError
 
@@ -61,10 +62,11 @@ class OutOfMemory(Fault):
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
-                fault.passes()
+                if any(it.alias_info is None for it in func._schema.returns):
+                    fault.passes()
                 return func(*args, **(kwargs or {}))
 
-        self._mode = Mode()
+        self._mode: Any = Mode()  # type: ignore[no-untyped-call]
         self._mode.__enter__()
         return self
 
@@ -91,7 +93,9 @@ class Interrupt(Fault):
         sys.settrace(self._before)
 
     def _called(self, frame: FrameType, _event: str, _value: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(_UMEM):
+        code = frame.f_code
+        # Where a generator is dropped, Python only prints what its end raises.
+        if not code.co_filename.startswith(_UMEM) or code.co_flags & inspect.CO_GENERATOR:
             return None
         frame.f_trace_lines = False
         self.passes()

@@ -479,14 +479,15 @@ class StreamedUnits:
         sizes = [unit.state.size_bytes for unit in streamed if unit.state is not None]
         wanted = min(max(self._slot_count, 1), len(streamed))
         buffers = [self._memory.buffer(max(sizes)) for _ in range(wanted)]
-        self._slots = [Slot(memory) for memory in buffers if memory is not None]
-        count = len(self._slots)
+        slots = [Slot(memory) for memory in buffers if memory is not None]
+        count = len(slots)
         for number, unit in enumerate(streamed if count else ()):
-            unit.slot = self._slots[number % count]
+            unit.slot = slots[number % count]
             unit.next_behind = streamed[number - count] if number >= count else None
         for unit in every:
             if unit.state is not None:
                 unit.state.bind(unit.slot)
+        self._slots = slots  # not before: an error leaves them to be given out anew
 
     def operands(
         self,
