@@ -182,3 +182,13 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(UmemError, match=r"run\.sqlite: cannot be read .*nsys export"):
         read_recording(path)
+
+
+def test_what_sqlite_quotes_need_not_be_text(tmp_path: Path) -> None:
+    """An error that quotes bytes of no UTF-8 is a UnicodeDecodeError of Python's."""
+    path = database(tmp_path / "run.sqlite", RUN)
+    content = path.read_bytes()
+    begin = content.index(b"CREATE TABLE")
+    path.write_bytes(content[:begin] + b"CREATE \xb3ABLE" + content[begin + 12 :])
+    with pytest.raises(UmemError, match=r"run\.sqlite: cannot be read .*nsys export"):
+        read_recording(path)

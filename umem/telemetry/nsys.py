@@ -118,7 +118,7 @@ def _open(place: str) -> sqlite3.Connection:
 def _errors(place: str) -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the second: an error quotes such a name
         reason = visible(str(error))  # it quotes the file
         raise UmemError(f"{place}: cannot be read ({reason}): {EXPORT_AGAIN}") from error
 
