@@ -9,7 +9,8 @@ elseif(UMEM_SANITIZE)
   message(FATAL_ERROR "UMEM_SANITIZE is '${UMEM_SANITIZE}'; it may be empty, address or thread.")
 endif()
 
-set(UMEM_TEST_LAUNCHER "")
+# What starts a test: the emulator, where one is needed.
+set(UMEM_TEST_LAUNCHER ${CMAKE_CROSSCOMPILING_EMULATOR})
 if(UMEM_SANITIZE)
   # -g1: functions and lines, which reports name; descriptions of variables take long to compile.
   target_compile_options(umem_sanitizer INTERFACE
