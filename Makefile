@@ -7,6 +7,8 @@ JOBS ?= $(shell nproc)
 WORKERS ?= $(shell expr $(JOBS) + 1)
 MARKED ?= slow or not slow
 FUZZ_MINUTES ?= 10
+# Of `make wheels`: native, x86_64 or aarch64.
+ARCHS ?= native
 GPU := $(wildcard /dev/nvidiactl)
 export UMEM_CUDA
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
@@ -47,7 +49,7 @@ EMULATOR_SKIPS_7 := chaos device_budget expandable_segments hint_fork pause paus
 # a mapping of class_context; hint_order itself supposes pages of 4 KiB.
 EMULATOR_SKIPS_64K := class_context hint_order
 
-.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz bench systems docs pictures lock wheel clean
+.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz bench systems docs pictures lock wheel wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -66,6 +68,7 @@ help:
 	@echo 'make pictures     docs/pictures from committed results'
 	@echo 'make lock         .github/requirements: what CI installs, with hashes'
 	@echo 'make wheel        a wheel in dist/, built in isolation'
+	@echo 'make wheels       manylinux wheels for CUDA 12 and 13, Python 3.11 to 3.13 (needs docker)'
 	@echo 'make clean        remove the build folders; the virtual environment stays'
 	@echo 'variables: PYTHON=$(PYTHON) JOBS=$(JOBS) UMEM_CUDA=$(UMEM_CUDA) (12, 13 or none; make clean and rm -r .venv between)'
 
@@ -129,6 +132,13 @@ lock-%: .venv/tools.stamp
 
 wheel: .venv/tools.stamp
 	$(PIP) wheel --no-deps --wheel-dir dist .
+
+# Wheels for CUDA 12 and 13 have the same names, hence a folder for each.
+wheels: .venv/tools.stamp
+	@docker info >/dev/null 2>&1 || { echo 'make wheels needs a docker daemon: it builds in containers' >&2; exit 1; }
+	$(PIP_INSTALL) cibuildwheel
+	UMEM_CUDA=12 $(BIN)/cibuildwheel --archs $(ARCHS) --output-dir dist/cuda12
+	UMEM_CUDA=13 $(BIN)/cibuildwheel --archs $(ARCHS) --output-dir dist/cuda13
 
 native: .venv/native.stamp
 

@@ -1,0 +1,55 @@
+"""SECURITY.md: umem opens no network connection."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from umem.runtime import _native
+
+# Prints, for each socket, its family, and each name that is looked up.
+WATCHED = """
+import os, sys
+from importlib import import_module
+from pkgutil import walk_packages
+
+def watch(event, arguments):
+    if event == "socket.__new__":
+        print("family", int(arguments[1]))
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        print("name", arguments[0])
+
+sys.addaudithook(watch)
+import umem
+from umem.cli import main
+from umem.runtime.live_socket import ask, serve
+
+for module in walk_packages(umem.__path__, "umem."):
+    if module.name.startswith(("umem.examples", "umem.integrations")):
+        continue  # scripts, and what needs other libraries
+    import_module(module.name)
+serve(dict)
+assert ask(os.getpid()) == {}
+sys.argv = ["umem", "fit", "llama-2-7b", "--gpu", "h100-80"]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_sockets_are_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    seen = {line for line in done.stdout.splitlines() if line.startswith(("family ", "name "))}
+    assert seen == {"family 1"}  # AF_UNIX
+
+
+def test_the_native_library_calls_no_socket() -> None:
+    symbols = Path(_native.__file__).read_bytes().split(b"\0")
+    assert b"mmap" in symbols
+    assert not {b"socket", b"connect", b"bind", b"getaddrinfo"} & set(symbols)
