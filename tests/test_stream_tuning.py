@@ -13,13 +13,25 @@ import pytest
 import torch
 from activation_chain import LazyMover
 from lazy_lanes import HostStateMemory, LazyLanes
+from measured_models import (
+    BASE,
+    LAYER_STATE,
+    LAYERS,
+    ROWS,
+    SAVED,
+    SLACK,
+    WIDTH,
+    Machine,
+    Net,
+    WallClockOf,
+    batch,
+)
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from umem.capture.live import NO_BLOCK, Block, PhaseTracker, WallClock, find_blocks
+from umem.capture.live import NO_BLOCK, Block, PhaseTracker, find_blocks
 from umem.core.classes import TensorClass
 from umem.executor import stream_tuning
-from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
+from umem.executor.phase_measurement import StepFigures, StepMeter
 from umem.executor.state_memory import CudaRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
 from umem.executor.streamed_training import StreamedTraining
@@ -30,111 +42,11 @@ from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.modules import Guard
 
-WIDTH, ROWS, LAYERS = 32, 128, 6
-LAYER_STATE = 2 * 4 * (2 * WIDTH * 2 * WIDTH)
-"""Moments of the matrices: smaller state is not streamed."""
-
-SAVED = 4 * ROWS * (WIDTH + 2 * 2 * WIDTH)
-"""What a layer saves: its input, gelu's input and gelu's output."""
-BASE = 10**6
-"""Weights and gradients, by the room's count."""
-SLACK = 256 << 20
-
 
 @pytest.fixture(autouse=True)
 def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it would have room for these small models as a whole."""
     monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
-
-
-class Machine(WallClock, DeviceRoom):
-    """A clock and a device's memory, which the layers of a model move."""
-
-    def __init__(self, more_bytes: int = 10**9) -> None:
-        self.budget_bytes = SLACK + BASE + more_bytes
-        self.now_s = 0.0
-        self.live = self.peak = BASE
-        self.spilled = 0
-        self.trims = 0
-        self.away: Callable[[], int] = int
-        self.placed: Callable[[], int] = int
-        self.at_home: Callable[[], int] = int
-        """What of it is in host memory."""
-        self.highest = 0
-
-    def mark(self) -> int:
-        return int(self.now_s * 1e9)
-
-    def find_homes(self) -> None:
-        pass
-
-    def take_peak_bytes(self) -> int:
-        peak, self.peak = self.peak, self.live - self.away()
-        return peak + self.placed()
-
-    def spilled_bytes(self) -> int:
-        return self.spilled
-
-    def trim(self) -> None:
-        self.trims += 1
-        self.spilled = 0
-
-    def compute(self, seconds: float, more_bytes: int = 0) -> None:
-        """Something runs, and makes or frees memory at its end."""
-        self.now_s += seconds
-        here = self.live - self.away()
-        self.peak = max(self.peak, here, here + more_bytes)
-        self.live += more_bytes
-        self.highest = max(self.highest, self.peak)
-        over = max(here, here + more_bytes) + self.placed() - (self.budget_bytes - SLACK)
-        over -= self.at_home()
-        self.spilled = max(self.spilled, over)
-
-
-class Compute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
-        ctx.layer = layer
-        ctx.bytes = 5 * x.nbytes // 2
-        layer.machine.compute(layer.forward_s, ctx.bytes)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.layer.machine.compute(ctx.layer.backward_s, -ctx.bytes)
-        return gradients[0], None
-
-
-class Layer(nn.Module):
-    def __init__(self, machine: Machine, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.machine, self.forward_s, self.backward_s = machine, forward_s, backward_s
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        compute: Any = Compute.apply
-        hidden = compute(self.up(x), self)
-        y: torch.Tensor = self.down(nn.functional.gelu(hidden))
-        return y
-
-
-class Net(nn.Module):
-    def __init__(self, machine: Machine, is_checkpointed: bool = False) -> None:
-        super().__init__()
-        self.layers: Any = nn.ModuleList(
-            Layer(machine, 1.0 + number, 10.0 + number) for number in range(LAYERS)
-        )
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            if self.is_checkpointed:
-                called: Any = checkpoint(layer, x, use_reentrant=False)
-                x = x + called
-            else:
-                x = x + layer(x)
-        return x
 
 
 # ------------------------------------------------------------------ one measured step
@@ -165,10 +77,6 @@ class Measured:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def batch(number: int, rows: int = ROWS) -> torch.Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
 @pytest.mark.parametrize("batches", [1, 3])
@@ -406,16 +314,6 @@ def test_a_budget_for_nothing_streams_all_weights(caplog: pytest.LogCaptureFixtu
     assert run.weights is not None
     assert run.weights.status().streamed_bytes == LAYERS * LAYER_WEIGHTS
     assert "raise device_budget" in caplog.text
-
-
-class WallClockOf(WallClock):
-    """The machine's clock."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def mark(self) -> int:
-        return self._machine.mark()
 
 
 def test_a_step_in_the_backward_pass_is_planned_anew() -> None:

@@ -15,7 +15,7 @@ import torch
 from collectors import StandInCollector
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lazy_lanes import HostStateMemory, LazyLanes
+from lazy_lanes import CountedMemory, HostStateMemory, LazyLanes
 from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, bits, compare
 from streamed_uses import USES, norms_of_state
 from torch import nn
@@ -365,30 +365,6 @@ def test_uses_in_any_order(
             compare(change, eagerness=eagerness, seed=seed)
     else:
         compare(change, eagerness=eagerness, seed=seed)
-
-
-class CountedMemory(HostStateMemory):
-    """Counts what is on the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak_bytes = 0
-
-    def _add(self, size_bytes: int) -> None:
-        self.bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
-
-    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
-        if on_device == self.is_home(tensor):
-            self._add(tensor.nbytes if on_device else -tensor.nbytes)
-        super().place(tensor, on_device=on_device)
-
-    def buffer(self, size_bytes: int) -> torch.Tensor | None:
-        memory = super().buffer(size_bytes)
-        self.buffers.clear()
-        self._add(size_bytes)
-        weakref.finalize(memory, self._add, -size_bytes)
-        return memory
 
 
 class FullMemory(HostStateMemory):

@@ -24,7 +24,7 @@ from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.executor.optimizer.state_staging import is_whole
 from umem.torch_compat import DisableTorchFunctionSubclass
 
-__all__ = ["HostStateMemory", "LazyLanes"]
+__all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
 
 
 @dataclass(eq=False)
@@ -265,3 +265,27 @@ class HostStateMemory:
             return None
         self.buffers.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
         return self.buffers[-1]
+
+
+class CountedMemory(HostStateMemory):
+    """Counts what is on the device."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bytes = self.peak_bytes = 0
+
+    def _add(self, size_bytes: int) -> None:
+        self.bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        if on_device == self.is_home(tensor):
+            self._add(tensor.nbytes if on_device else -tensor.nbytes)
+        super().place(tensor, on_device=on_device)
+
+    def buffer(self, size_bytes: int) -> torch.Tensor | None:
+        memory = super().buffer(size_bytes)
+        self.buffers.clear()
+        self._add(size_bytes)
+        weakref.finalize(memory, self._add, -size_bytes)
+        return memory

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,11 +28,8 @@ __all__ = [
     "Machine",
     "cuda_machine",
     "held_host_bytes",
-    "warn_of_whole_budgets",
     "within_host",
 ]
-
-_LOG = logging.getLogger("umem")
 
 
 @dataclass(frozen=True)
@@ -194,23 +189,6 @@ def cuda_machine(
         stream=lambda: current_raw_stream(device),
         is_capturing=torch.cuda.is_current_stream_capturing,
     )
-
-
-def warn_of_whole_budgets(model: nn.Module, optimizers: int) -> None:
-    """Say once that several optimizers of a model are each planned with the whole budget."""
-    if optimizers < 2 or model in _warned:
-        return
-    _warned.add(model)
-    _LOG.warning(
-        "umem: %d optimizers train one %s, and each is planned with the whole device budget. "
-        "Together they may exceed it: then tensors are used in host memory, which is slow. Use one "
-        "optimizer with parameter groups, or set UMEM_DEVICE_BUDGET to each one's part",
-        optimizers,
-        type(model).__name__,
-    )
-
-
-_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
-from umem.executor.machine import Machine, cuda_machine, warn_of_whole_budgets
+from umem.executor.machine import Machine, cuda_machine
 from umem.executor.manager import Manager
 from umem.executor.status import ManagerState
 from umem.executor.streamed_training import StreamedTraining, stream_state
@@ -39,6 +40,8 @@ __all__ = [
 _PLANNERS = ("planned", "lookahead", "fault")
 _managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.WeakKeyDictionary()
 """Managers by optimizer. The hooks on model and optimizer keep a manager alive."""
+_LOG = logging.getLogger("umem")
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _by_default: weakref.WeakSet[Manager] = weakref.WeakSet()
 """Managers made with default arguments, such as those that :func:`umem.enable` makes."""
 
@@ -156,10 +159,26 @@ def manage_on(
         known.close()
     manager = Manager(model, optimizer, make_machine(), chosen)
     _managers[optimizer] = weakref.ref(manager)
-    warn_of_whole_budgets(model, sum(other.model is model for other in managers()))
+    _warn_of_several_plans(model)
     if planner is None:
         _by_default.add(manager)
     return manager
+
+
+def _warn_of_several_plans(model: nn.Module) -> None:
+    """Say once that the plans of a model's optimizers do not know of each other."""
+    optimizers = sum(other.model is model for other in managers())
+    if optimizers < 2 or model in _warned:
+        return
+    _warned.add(model)
+    _LOG.warning(
+        "umem: %d optimizers train one %s, and the pages of each are planned as if nothing else "
+        "moved the model's. Together they may exceed the device budget: then tensors are used in "
+        "host memory, which is slow. Use one optimizer with parameter groups, or a policy that "
+        "streams optimizer state, such as sft",
+        optimizers,
+        type(model).__name__,
+    )
 
 
 def unpromised_bytes(share_bytes: int) -> int:

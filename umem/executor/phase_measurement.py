@@ -80,6 +80,8 @@ class _Phase:
     mark: Any
     away_bytes: int
     """Activations that are on the host only when it begins."""
+    placed_bytes: int
+    """The least that plans have placed meanwhile: those of other trainings may change."""
     peak_bytes: int = 0
     home_bytes: int = 0
     """Activations that are on the host only when it is fullest."""
@@ -99,7 +101,7 @@ class StepMeter(StepListener):
     blocks
         Its blocks.
     placed_bytes
-        Returns the bytes on the device by the plan's choice: resident state and slots.
+        Returns the live bytes that plans have placed: resident state, slots, and weights.
     away_bytes
         Returns the bytes of activations that are on the host only.
     """
@@ -121,7 +123,6 @@ class StepMeter(StepListener):
         self._backward = {it.backward: it.name for it in (root, *blocks)}
         self._backward |= {it.recompute: it.name for it in (root, *blocks)}
         self._phases: list[_Phase] = []
-        self._placed_bytes = 0
         self._is_usable = False
         self._found: StepFigures | None = None
 
@@ -136,7 +137,6 @@ class StepMeter(StepListener):
         """A step begins."""
         self._room.find_homes()
         self._room.take_peak_bytes()
-        self._placed_bytes = self._placed()
         self._phases.clear()
         self._is_usable = True
         self._found = None
@@ -144,15 +144,17 @@ class StepMeter(StepListener):
     def phase_begins(self, label: str) -> None:
         """A phase begins, and the one before it ends."""
         peak_bytes, away_bytes = self._room.take_peak_bytes(), self._away()
+        placed_bytes = self._placed()
         if self._phases:
             last = self._phases[-1]
             last.peak_bytes = peak_bytes
+            last.placed_bytes = min(last.placed_bytes, placed_bytes)
             # Forward, activations leave at the end of a block; backward, they come at the begin.
             is_backward = last.label in self._backward or last.label == BACKWARD_LOSS
             last.home_bytes = away_bytes if is_backward else last.away_bytes
         self._is_usable &= self._clock.is_usable()
         if self._is_usable:
-            self._phases.append(_Phase(label, self._clock.mark(), away_bytes))
+            self._phases.append(_Phase(label, self._clock.mark(), away_bytes, placed_bytes))
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
         """Blocks are phases."""
@@ -186,7 +188,7 @@ class StepMeter(StepListener):
         for phase, behind in pairwise(phases):
             seconds = self._clock.seconds(phase.mark, behind.mark)
             found.peak_bytes = max(found.peak_bytes, phase.peak_bytes)
-            need_bytes = phase.peak_bytes + phase.home_bytes - self._placed_bytes
+            need_bytes = phase.peak_bytes + phase.home_bytes - phase.placed_bytes
             if phase.label == AFTER_BACKWARD:
                 before = NO_BLOCK
                 found.other_s += seconds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,8 +20,10 @@ from umem.core.units import format_bytes
 from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.optimizer.copied_gradients import CopiedGradients
+from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter, StepTimer
+from umem.executor.shared_budget import BudgetPart, SharedBudget
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import Hardware
 from umem.offloading import ActivationStatistics, ActivationStore
@@ -28,8 +32,16 @@ from umem.planning.stream_timing import StreamUnit
 from umem.planning.training_plan import WEIGHT_SLOTS, TrainingPlan, plan_training
 from umem.planning.weight_plan import plan_weights
 from umem.runtime.torch_hooks.modules import Guard
+from umem.torch_compat import current_graph_task_id
 
-__all__ = ["FEWEST_SLOTS", "StreamTuner", "StreamedState", "TuningState", "TuningStatus"]
+__all__ = [
+    "FEWEST_SLOTS",
+    "StreamTuner",
+    "StreamedState",
+    "TunedOptimizer",
+    "TuningState",
+    "TuningStatus",
+]
 
 _LOG = logging.getLogger("umem")
 
@@ -51,17 +63,24 @@ _PATIENCE_STEPS = 4
 _SLACK_SHARES = (1.0, 0.5, 0.25)
 """Of the usual slack, in the order of trying: a plan with little to spare is faster than none."""
 
+_LEAST_GAIN = 128
+"""Part of the budget that a training has to gain for a new plan when others leave it more."""
+
 _UPDATE_TRAFFIC = 3.5
 """Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
 and the weight, and reads the gradient."""
 
 
 class StreamedState(Protocol):
-    """The optimizer state that a plan is about."""
+    """The state of one optimizer, which a plan is about."""
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of state on the device: in slots, or for good."""
+    def pool(self) -> SlotPool:
+        """Its slots, which the optimizers of a model may share."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of state that is on the device for good."""
 
     def sizes(self) -> Mapping[str, tuple[int, ...]]:
         """Bytes of state that can be streamed, by block in the order of the forward pass.
@@ -73,6 +92,21 @@ class StreamedState(Protocol):
         self, resident: frozenset[str], slots: int, *, stages_operands: bool = True
     ) -> None:
         """Set the blocks whose state stays on the device, and the slots for the others."""
+
+
+@dataclass(eq=False)
+class TunedOptimizer:
+    """One of the optimizers of a model."""
+
+    state: StreamedState
+    gradients: CopiedGradients | None
+    join: Callable[[], None]
+    in_backward: bool = False
+    """Whether it updates parameters in the backward pass."""
+    expects_backward: bool = False
+    """Whether it soon will."""
+    planned: tuple[frozenset[str], int, bool] | None = None
+    """Resident units, slots, and whether these are for operands too, by the plan in force."""
 
 
 class TuningState(StrEnum):
@@ -95,6 +129,9 @@ class TuningStatus:
 
     state: TuningState
     budget_bytes: int
+    share_bytes: int | None
+    """What the plan may keep on the device of state, slots, and weights that are streamed; None
+    where no other training or model is on it."""
     plan: StreamPlan | None
     """The plan in force; None before the first one."""
     plans: int
@@ -119,7 +156,11 @@ class TuningStatus:
 
 
 class StreamTuner:
-    """Measures steps and plans; anew when memory runs short.
+    """Measures a model's steps and plans; anew when memory runs short.
+
+    A step may have several calls of ``step()``, of one optimizer or of several: it ends with the
+    first of them, and later ones count by the memory that they need. Calls within the backward pass
+    are over when the model is called next.
 
     Parameters
     ----------
@@ -133,6 +174,8 @@ class StreamTuner:
         Copies activations; None for a training whose activations stay.
     state_share
         The most of the optimizer state that may be on the device, as a share of its bytes.
+    shared
+        The device's budget, where other trainings and models divide it with this one.
     """
 
     def __init__(
@@ -143,6 +186,7 @@ class StreamTuner:
         store: ActivationStore | None = None,
         *,
         state_share: float = 1.0,
+        shared: SharedBudget | None = None,
     ) -> None:
         self.plan: StreamPlan | None = None
         """The present plan; None before the first one."""
@@ -151,7 +195,22 @@ class StreamTuner:
         self._room = room
         self._store = store
         self._state_share = state_share
-        self._in_backward = self._expects_backward = False
+        self._shared = shared or SharedBudget()
+        self._changes = 0
+        """Of the members of the budget, when measurements began."""
+        self._part = BudgetPart(None, 0)
+        """Of the budget, that the plan is made for."""
+        self._optimizers: list[TunedOptimizer] = []
+        self._is_stale = False
+        """Whether the optimizers are other ones than when measurements began."""
+        self._seen_first: set[int] = set()
+        """The first parameter, by ``id``, of each call of ``step()`` in this training step."""
+        self._is_later_call = False
+        """Whether the present call of ``step()`` belongs to the training step of the one before."""
+        self._is_open = False
+        """Whether the backward pass has updated parameters, so that the step ends behind it."""
+        self._later_bytes = 0
+        """The most that later calls have needed."""
         self._state = TuningState.OFF
         self._activations: CopiedActivations | None = None
         self._tracker: PhaseTracker | None = None
@@ -180,8 +239,8 @@ class StreamTuner:
         gradients: CopiedGradients | None = None,
         weights: ModelWeights | None = None,
         join: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begin with a training.
+    ) -> TunedOptimizer:
+        """Begin with an optimizer of the model, which others may follow.
 
         Parameters
         ----------
@@ -190,32 +249,92 @@ class StreamTuner:
         blocks
             Its blocks.
         state
-            Its streamed state.
+            The optimizer's streamed state.
         gradients
             Copies gradients; None for a training whose gradients stay.
         weights
             Streams weights; None for a training whose weights stay where they are.
         join
             Lets the program's stream wait for all updates.
+
+        Returns
+        -------
+        TunedOptimizer
+            For :meth:`detach`.
         """
-        self._join = join
-        self._streamed = state
+        optimizer = TunedOptimizer(state, gradients, join)
+        self._optimizers.append(optimizer)
+        if len(self._optimizers) > 1:
+            self._is_stale = True
+            return optimizer
         if weights is not None:
             self._weights = weights
             weights.is_driven = True
+            self._shared.leave(weights)
             self._spilled_bytes = weights.spilled_bytes
-        self._gradients = gradients
+        self._shared.join(self)
+        self._changes = self._shared.changes
         if self._store is not None:
             self._activations = CopiedActivations(model, blocks, self._store, self._fail)
         root = Block(NO_BLOCK, model)
         self._meter = StepMeter(
-            self._clock, self._room, root, blocks, self._placed_bytes, self.away_bytes
+            self._clock,
+            self._room,
+            root,
+            blocks,
+            lambda: self._shared.placed_bytes,
+            self.away_bytes,
         )
         self._tracker = PhaseTracker(root, blocks, Guard(self._fail), self._meter)
         self._measure(Occasion.BEGIN, _MEASURED_STEPS)
+        return optimizer
 
-    def step_begins(self) -> None:
-        """The optimizer's step begins."""
+    def detach(self, optimizer: TunedOptimizer) -> None:
+        """Go on without an optimizer; close behind the last one."""
+        self._optimizers.remove(optimizer)
+        self._is_stale = True
+        if not self._optimizers:
+            self.close()
+
+    def forward_begins(self) -> None:
+        """The model is called: a step whose updates were made in the backward pass is over."""
+        if self._is_open:
+            self._is_open = False
+            self._seen_first.clear()
+            self._step_begins()
+            self._step_ends()
+
+    def step_begins(self, first: int) -> None:
+        """A call of ``step()`` begins.
+
+        Parameters
+        ----------
+        first
+            ``id`` of its first parameter. Calls for other parameters, one after another, are one
+            training step: those of several optimizers, or of one whose groups have some of its
+            parameters by turns, as DeepSpeed has them.
+        """
+        if current_graph_task_id() != -1:
+            self._is_open = self._is_later_call = True
+            return
+        self._is_later_call = bool(self._seen_first) and first not in self._seen_first
+        if self._is_later_call:
+            self._seen_first.add(first)
+            if self.is_measuring:
+                self._room.take_peak_bytes()
+            return
+        self._seen_first, self._is_open = {first}, False
+        self._step_begins()
+
+    def step_ends(self) -> None:
+        """The call is over, or under way beside what follows: plan for the next step."""
+        if not self._is_later_call:
+            self._step_ends()
+        elif self.is_measuring and not self._is_open:
+            later_bytes = self._room.take_peak_bytes() - self._shared.placed_bytes
+            self._later_bytes = max(self._later_bytes, later_bytes)
+
+    def _step_begins(self) -> None:
         if self._tracker is None or self._state == TuningState.OFF:
             return
         try:
@@ -225,29 +344,41 @@ class StreamTuner:
         except Exception as error:
             self._fail(error)
 
-    def step_ends(self) -> None:
-        """The optimizer's step is over, or under way beside what follows: plan for the next."""
-        if self._tracker is None:
+    def _step_ends(self) -> None:
+        if self._tracker is None or self._state == TuningState.OFF:
             return
         try:
             if self._state == TuningState.MEASURING:
                 self._tracker.optimizer_ends()
-                self._look_at(self._meter.take())
-            elif self._state != TuningState.OFF:
+            figures = self._meter.take()
+            if self._is_stale or self._changes != self._shared.changes:
+                self._start_over()
+            elif self._state == TuningState.MEASURING:
+                self._look_at(figures)
+            else:
                 self._watch()
         except Exception as error:
             self._fail(error)
 
-    def expect_backward(self) -> None:
-        """Make no plan until :meth:`move_into_backward`, whose plan needs less memory."""
-        self._expects_backward = True
+    def _start_over(self) -> None:
+        """Measure and plan anew: optimizers, or what else is on the device, have changed."""
+        self._is_stale, self._changes = False, self._shared.changes
+        self._measured = MeasuredSteps()
+        self._plans = self._later_bytes = 0
+        self._slack = 1
+        self._has_given_up = False
+        self._measure(Occasion.BEGIN, _MEASURED_STEPS)
 
-    def move_into_backward(self) -> None:
+    def expect_backward(self, optimizer: TunedOptimizer) -> None:
+        """Make no plan until :meth:`move_into_backward`, whose plan needs less memory."""
+        optimizer.expects_backward = True
+
+    def move_into_backward(self, optimizer: TunedOptimizer) -> None:
         """Measure and plan anew: from now on, parameters are updated in the backward pass.
 
         It frees their gradients there, so that more state has room.
         """
-        self._in_backward, self._expects_backward = True, False
+        optimizer.in_backward, optimizer.expects_backward = True, False
         if self._tracker is None or self._state == TuningState.OFF:
             return
         self._measured.move_into_backward()
@@ -282,6 +413,7 @@ class StreamTuner:
         return TuningStatus(
             state=self._state,
             budget_bytes=self._room.budget_bytes,
+            share_bytes=self._part.most_bytes,
             plan=self.plan,
             plans=self._plans,
             resident_bytes=self._resident_bytes(),
@@ -300,6 +432,9 @@ class StreamTuner:
     def close(self) -> None:
         """Remove all hooks."""
         self._state = TuningState.OFF
+        self._shared.leave(self)
+        if self._weights is not None:
+            self._shared.join(self._weights)
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
             tracker.stop()
@@ -343,13 +478,64 @@ class StreamTuner:
             is_measuring = self._state == TuningState.MEASURING
             self._activations.set_plan(self._copied, self._fetch_ahead, is_measuring=is_measuring)
 
-    def _placed_bytes(self) -> int:
+    # ------------------------------------------------------------------ what the budget is for
+
+    @property
+    def placed_bytes(self) -> int:
         """What plans have placed: resident state, slots, and weights wherever they are."""
         weights = self._weights
-        return self._streamed.device_bytes + (0 if weights is None else weights.placed_bytes)
+        return self._state_bytes() + (0 if weights is None else weights.placed_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """The part of it that is on the device."""
+        weights = self._weights
+        return self._state_bytes() + (0 if weights is None else weights.device_bytes)
+
+    @property
+    def least_bytes(self) -> int:
+        """The fewest slots, and weights that cannot leave, with their buffers."""
+        pieces = [it for pieces in self._state_sizes().values() for it in pieces]
+        state_bytes = min(sum(pieces), FEWEST_SLOTS * max(pieces, default=0))
+        return state_bytes + (0 if self._weights is None else self._weights.least_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """All state and weights."""
+        state_bytes = sum(map(sum, self._state_sizes().values()))
+        return state_bytes + (0 if self._weights is None else self._weights.most_bytes)
+
+    @property
+    def need_bytes(self) -> int:
+        """The most live tensors of the measured steps that nobody has placed."""
+        figures = self._measured.figures
+        return 0 if figures is None else figures.need_bytes()
+
+    def _state_bytes(self) -> int:
+        """State on the device, and slots."""
+        pools = {id(it.state.pool): it.state.pool for it in self._optimizers}
+        resident_bytes = sum(it.state.resident_bytes for it in self._optimizers)
+        return resident_bytes + sum(it.device_bytes for it in pools.values())
+
+    def _state_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Bytes of state that can be streamed, by unit, of what is staged at a time."""
+        found: dict[str, tuple[int, ...]] = {}
+        for optimizer in self._optimizers:
+            for name, pieces in optimizer.state.sizes().items():
+                found[name] = (*filter(None, found.get(name, ())), *pieces)
+        return found
+
+    def _join(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.join()
+
+    @property
+    def _in_backward(self) -> bool:
+        """Whether all updates are made in the backward pass, so that it frees all gradients."""
+        return all(it.in_backward for it in self._optimizers)
 
     def _resident_bytes(self) -> int:
-        sizes = self._streamed.sizes()
+        sizes = self._state_sizes()
         return sum(sum(sizes.get(name, ())) for name in self._resident_names())
 
     def _copied_bytes(self) -> int:
@@ -357,7 +543,7 @@ class StreamTuner:
 
     def _host_bytes(self) -> int:
         """Host memory by plan: homes of state and weights, and what is copied out at the most."""
-        state_bytes = sum(sum(pieces) for pieces in self._streamed.sizes().values())
+        state_bytes = sum(map(sum, self._state_sizes().values()))
         weights = 0 if self._weights is None else self._weights.away_bytes
         copied = self._copied_bytes() + self._gradient_bytes(self._copied_gradients)
         return state_bytes - self._resident_bytes() + copied + weights
@@ -365,13 +551,16 @@ class StreamTuner:
     def _gradient_bytes(self, names: Collection[str]) -> int:
         return sum(it.gradient_bytes for it in self._units if it.name in names)
 
+    def _gradients(self) -> list[CopiedGradients]:
+        return [it.gradients for it in self._optimizers if it.gradients is not None]
+
     @property
     def _copied_gradients(self) -> frozenset[str]:
-        return frozenset() if self._gradients is None else self._gradients.copied
+        return frozenset(name for it in self._gradients() for name in it.copied)
 
     @property
     def _returning_gradients(self) -> frozenset[str]:
-        return frozenset() if self._gradients is None else self._gradients.returning
+        return frozenset(name for it in self._gradients() for name in it.returning)
 
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
@@ -390,8 +579,10 @@ class StreamTuner:
             return
         measured = self._measured
         saved_bytes = {} if self._activations is None else self._activations.saved_bytes
+        figures.step_peak_bytes = max(figures.step_peak_bytes, self._later_bytes)
         measured.add(figures, saved_bytes)
-        if self._expects_backward or not measured.is_complete:
+        is_expected = any(it.expects_backward for it in self._optimizers)
+        if is_expected or not measured.is_complete:
             return
         assert self._tracker is not None
         self._tracker.stop()
@@ -408,8 +599,8 @@ class StreamTuner:
         assert figures is not None
         self._plans += 1
         self._steps = 0
-        self._sizes = dict(self._streamed.sizes())
-        before = self._state_plan()
+        self._sizes = self._state_sizes()
+        self._part = self._own_part()
         units = self._make_units()
         budget_bytes = self._room.budget_bytes
         whole, error = self._plan_with_slack(units, figures)
@@ -448,15 +639,31 @@ class StreamTuner:
             self._weights.apply(weight_plan, budget_bytes - weight_plan.device_bytes, extra)
             self._spilled_bytes = self._weights.spilled_bytes
         self._set_activations()
-        if self._gradients is not None:
-            self._gradients.set_plan(gradients, returning, figures.batches)
+        order = [unit.name for unit in units]
+        for copied in self._gradients():
+            copied.set_plan(gradients, _triggers(returning, copied, order), figures.batches)
         stages_operands = self.plan is not None and self.plan.stages_operands
-        resident = self._resident_names()
-        if before != (resident, slots, stages_operands):
-            self._streamed.set_plan(resident, slots, stages_operands=stages_operands)
+        planned = self._resident_names(), slots, stages_operands
+        for optimizer in self._optimizers:
+            if optimizer.planned != planned:
+                optimizer.planned = planned
+                optimizer.state.set_plan(planned[0], slots, stages_operands=stages_operands)
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)
+
+    def _own_part(self) -> BudgetPart:
+        budget_bytes = self._room.budget_bytes
+        return self._shared.part_of(self, budget_bytes - least_slack_bytes(budget_bytes))
+
+    def _has_other_part(self) -> bool:
+        """Whether the plan is for another part of the budget than this training has now."""
+        known, now = self._part, self._own_part()
+        if known.most_bytes is None or now.most_bytes is None:
+            return known != now
+        gain_bytes = now.most_bytes - known.most_bytes, known.others_bytes - now.others_bytes
+        worth_bytes = self._room.budget_bytes // _LEAST_GAIN
+        return min(gain_bytes) < 0 or max(gain_bytes) >= worth_bytes
 
     def _plan_with_slack(
         self, units: Sequence[StreamUnit], figures: StepFigures
@@ -473,20 +680,17 @@ class StreamTuner:
                 errors.append(str(error))
         return None, errors[0]
 
-    def _state_plan(self) -> tuple[frozenset[str], int | None, bool]:
-        """Resident units, slots, and whether these are for operands too."""
-        if self.plan is None:
-            return self._resident_names(), None, False
-        return self._resident_names(), self.plan.slots, self.plan.stages_operands
-
     def _plan_training(
         self, units: Sequence[StreamUnit], figures: StepFigures, budget_bytes: int
     ) -> TrainingPlan:
         weights, fixed_bytes = self._weights, 0
+        most_bytes = self._part.most_bytes
+        budget_bytes -= self._part.others_bytes
         if weights is not None and weights.may_place:
             fixed_bytes = weights.fixed_bytes
         elif weights is not None:
             budget_bytes -= weights.device_bytes
+            most_bytes = None if most_bytes is None else most_bytes - weights.device_bytes
             weights = None
         return plan_training(
             units,
@@ -495,6 +699,7 @@ class StreamTuner:
             hardware=self._hardware,
             fixed_bytes=fixed_bytes,
             weight_share=1.0 if weights is None else weights.share,
+            most_placed_bytes=most_bytes,
             state_share=self._state_share,
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
@@ -504,8 +709,9 @@ class StreamTuner:
 
     def _make_units(self) -> list[StreamUnit]:
         sizes, measured = self._sizes, self._measured.blocks()
-        can_leave = None if self._in_backward else self._gradients
-        gradients = {} if can_leave is None else can_leave.sizes()
+        gradients: Counter[str] = Counter()
+        for it in () if self._in_backward else self._gradients():
+            gradients.update(it.sizes())
         rest = measured[NO_BLOCK]
         # All that is outside of blocks is due when the forward pass begins.
         due = replace(rest, forward_s=0.0, backward_s=0.0)
@@ -568,9 +774,16 @@ class StreamTuner:
             format_bytes(self._gradient_bytes(self._returning_gradients)),
             format_bytes(self._host_bytes()),
             plan.predicted.step_s,
-            format_bytes(max(0, self._room.budget_bytes - peak_bytes)),
+            format_bytes(max(0, self._room.budget_bytes - self._part.others_bytes - peak_bytes)),
             format_bytes(self._room.budget_bytes),
         )
+        if self._part.most_bytes is not None:
+            _LOG.info(
+                "umem: of these, %s are the share of this training, and %s are left for %d others",
+                format_bytes(self._part.most_bytes),
+                format_bytes(self._part.others_bytes),
+                len(self._shared.members) - 1,
+            )
 
     # ------------------------------------------------------------------ under a plan
 
@@ -587,9 +800,10 @@ class StreamTuner:
             self._measures_again = False
             self._measure(Occasion.SLOW, 1)
             return
-        if self._streamed.sizes() != self._sizes:
-            if self._plans < _MOST_PLANS:
-                self._make_plan()
+        if self._has_other_part() or (
+            self._plans < _MOST_PLANS and self._state_sizes() != self._sizes
+        ):
+            self._make_plan()
             return
         spilled_bytes = self._room.spilled_bytes()
         patience = _PATIENCE_STEPS * 2 ** (self._plans - 1)
@@ -608,3 +822,20 @@ class StreamTuner:
             )
             return
         self._measure(Occasion.SHORT, _MEASURED_STEPS, peak_bytes)
+
+
+def _triggers(
+    returning: Mapping[str, str], copied: CopiedGradients, order: Sequence[str]
+) -> dict[str, str]:
+    """For an optimizer's gradients that come back, the unit of its own at which they do.
+
+    It is the one that the plan names, or the next one that the backward pass comes to.
+    """
+    places = {name: place for place, name in enumerate(order)}
+    own = sorted(places[name] for name, size in copied.sizes().items() if size and name in places)
+    found = {}
+    for name, trigger in returning.items():
+        place = bisect_right(own, places[trigger])
+        if place:
+            found[name] = order[own[place - 1]]
+    return found

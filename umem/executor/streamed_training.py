@@ -18,16 +18,17 @@ from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.copied_activations import is_compiled
-from umem.executor.machine import warn_of_whole_budgets
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
+from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.unit_names import UnitNames
+from umem.executor.shared_budget import shared_budget
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
 from umem.executor.weights.model_weights import ModelWeights, weights_of
@@ -108,13 +109,10 @@ def stream_state(
             if step_in_backward:
                 training.move_into_backward()
             return training
-    warn_of_whole_budgets(model, 1 + sum(it.model is model for it in streamed_trainings()))
     state = runtime()
     policy, device = state.resolved, gpu_of(model)
     index = device.index or 0
-    hardware = detect_hardware(index)
-    budget_bytes = state.device_budgets[index] or hardware.device_bytes
-    homes = [name for name in TensorClass if policy.rules[name.number].kind == "pinned"]
+    budget_bytes = state.device_budgets[index] or detect_hardware(index).device_bytes
     rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
     streams_state = policy.streams_state
     reason = refusal(optimizer) if streams_state and not step_in_backward else ""
@@ -122,13 +120,18 @@ def stream_state(
         streams_state = False
         _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
     weights = weights_of(model)
-    tuner = StreamTuner(
-        hardware,
-        CudaClock(device),
-        CudaRoom(state.allocator, index, budget_bytes, homes),
-        ActivationStore(device) if policy.copies_activations else None,
-        state_share=rule.fraction,
-    )
+    # The optimizers of a model have one plan, and take turns with the slots.
+    others = [it for it in streamed_trainings() if it.model is model and it.tuner is not None]
+    tuner = others[0].tuner if others else None
+    if tuner is None:
+        tuner = StreamTuner(
+            detect_hardware(index),
+            CudaClock(device),
+            CudaRoom(state.allocator, index, budget_bytes, policy.homes),
+            ActivationStore(device) if policy.copies_activations else None,
+            state_share=rule.fraction,
+            shared=shared_budget(index),
+        )
     return StreamedTraining(
         model,
         optimizer,
@@ -139,6 +142,7 @@ def stream_state(
         copies_gradients=streams_state and policy.copies_gradients,
         step_in_backward=step_in_backward,
         weights=weights,
+        pool=others[0].step.units.pool if others else None,
     )
 
 
@@ -195,6 +199,8 @@ class StreamedTraining:
         Update parameters in the backward pass, as soon as their gradients are complete.
     weights
         Streams weights of the model.
+    pool
+        The slots of another optimizer of the model, to be shared with it.
 
     Raises
     ------
@@ -215,12 +221,13 @@ class StreamedTraining:
         copies_gradients: bool = False,
         step_in_backward: bool = False,
         weights: ModelWeights | None = None,
+        pool: SlotPool | None = None,
     ) -> None:
         if streams_state:
             _check(optimizer)
         blocks = find_blocks(model, None)
         self._names = UnitNames(blocks)
-        units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes)
+        units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes, pool)
         clipped = ClippedGradients(lanes)
         self._step = StreamedStep(units, lanes, clipped)
         self._gradients = CopiedGradients(
@@ -241,10 +248,6 @@ class StreamedTraining:
             self._step.settled = weights.streamed.settled
         self._step.may_defer = not is_compiled(model)
         self._compilations = 0
-        self._seen_first: set[int] = set()
-        """The first parameter, by ``id``, of each call of ``step()`` in this training step."""
-        self._is_turn = False
-        """Whether the present call of ``step()`` belongs to the training step of the one before."""
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
         self._managed_run = new_run(model, "step", functools.partial(_late, weakref.ref(self)))
@@ -252,8 +255,10 @@ class StreamedTraining:
             self._step.find_state(optimizer)
         if tuner is not None:
             gradients = self._gradients if copies_gradients else None
-            tuner.attach(model, blocks, self._step.units, gradients, weights, self._step.join)
-            self._undo.append(tuner.close)
+            self._tuned = tuned = tuner.attach(
+                model, blocks, self._step.units, gradients, weights, self._step.join
+            )
+            self._undo.append(lambda: tuner.detach(tuned))
         for block in blocks:
             wait = Hook(functools.partial(self._before_block, block.name))
             self._undo.append(block.module.register_forward_pre_hook(wait, prepend=True).remove)
@@ -305,7 +310,7 @@ class StreamedTraining:
             self._weights.exclude(optimizer_parameters(optimizer))
         self._backward = BackwardUpdates(self._step, optimizer, self._lanes)
         if self._tuner is not None:
-            self._tuner.expect_backward()
+            self._tuner.expect_backward(self._tuned)
         loads, loaded = Hook(self._backward.model_loads), self._backward.optimizer_loads
         self._undo += [
             model.register_load_state_dict_pre_hook(loads).remove,
@@ -336,6 +341,11 @@ class StreamedTraining:
     def step(self) -> StreamedStep:
         """The step that is streamed."""
         return self._step
+
+    @property
+    def tuner(self) -> StreamTuner | None:
+        """Decides what stays on the device, for all optimizers of the model."""
+        return self._tuner
 
     @property
     def gradients(self) -> CopiedGradients:
@@ -419,6 +429,8 @@ class StreamedTraining:
         if name == NO_BLOCK:
             self._gradients.settle()
             self._move_last()
+            if self._tuner is not None and _computes_anew():
+                self._tuner.forward_begins()
             if self._backward is not None and _computes_anew():
                 self._backward.forward_begins()
             for outside in self._names.outside:
@@ -455,9 +467,8 @@ class StreamedTraining:
         self._gradients.step_begins()
         if self._weights is not None:
             self._weights.streamed.step_begins()
-        self._is_turn = self._comes_by_turns(optimizer)
-        if self._tuner is not None and not self._is_turn:
-            self._tuner.step_begins()
+        if self._tuner is not None:
+            self._tuner.step_begins(id(next(optimizer_parameters(optimizer), None)))
         if not self._streams_state:
             return None
         obstacle, is_last = self._obstacle(optimizer, arguments), self._comes_last()
@@ -484,10 +495,10 @@ class StreamedTraining:
     def _end_step(self, optimizer: Optimizer) -> None:
         if not self._is_in_line:
             self._step.find_state(optimizer)
-        if self._tuner is not None and not self._is_turn:
+        if self._tuner is not None:
             self._tuner.step_ends()
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
-            self._tuner.move_into_backward()
+            self._tuner.move_into_backward(self._tuned)
         plan = None if self._tuner is None or self._tuner.is_measuring else self._tuner.plan
         predicted_s = None if plan is None else plan.predicted.step_s
         self._managed_run.ends(predicted_s, is_planned=plan is not None)
@@ -499,19 +510,6 @@ class StreamedTraining:
         named = ((p, state.get(f"{prefix}{name}")) for name, p in model.named_parameters())
         if all(value is not None and value.shape == p.shape for p, value in named):
             self._step.have_loaded("model")
-
-    def _comes_by_turns(self, optimizer: Optimizer) -> bool:
-        """Whether the training step has begun with an earlier call, for other parameters.
-
-        DeepSpeed calls ``step()`` for each of its sub-groups, which it puts into the optimizer's
-        groups for that call alone.
-        """
-        first = id(next(optimizer_parameters(optimizer), None))
-        if not self._seen_first or first in self._seen_first:
-            self._seen_first = {first}
-            return False
-        self._seen_first.add(first)
-        return True
 
     def _gradient_failed(self, error: Exception) -> None:
         """An error must not end the training, which goes on with gradients where they are."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,6 +120,7 @@ def plan_stream(
     holds_gradients: bool = False,
     weight_slots: int = 0,
     state_share: float = 1.0,
+    most_state_bytes: int | None = None,
 ) -> StreamPlan:
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
@@ -153,12 +155,14 @@ def plan_stream(
         Number of buffers for weights at home, which the budget leaves out.
     state_share
         The most of the units' state that may be resident, as a share of its bytes.
+    most_state_bytes
+        The most that resident state and slots may take; None for as much as has room.
 
     Raises
     ------
     PlanError
-        If the budget is too small for two slots with all activations and gradients copied out. The
-        message says how many bytes are needed.
+        If the budget, or `most_state_bytes`, is too small for two slots with all activations and
+        gradients copied out. The message says how many bytes are needed.
     """
     most_resident_bytes = int(state_share * sum(unit.state_bytes for unit in units))
 
@@ -185,6 +189,7 @@ def plan_stream(
             copied_gradients=count,
             weight_slots=weight_slots,
             most_resident_bytes=most_resident_bytes,
+            most_state_bytes=sys.maxsize if most_state_bytes is None else most_state_bytes,
         )
 
     # In the backward pass, gradients live for a few units only.
@@ -194,14 +199,14 @@ def plan_stream(
         range(most), True, key=lambda count: sum(_least_bytes(in_place(count))) <= budget_bytes
     )
     problem = with_gradients_copied(fewest, stages_operands=True)
-    if sum(_least_bytes(problem)) > budget_bytes:  # slots for them would push more of them out
+    if not _has_room(problem):  # slots for them would push more of them out
         problem = in_place(fewest)
     best = _fastest(problem)
     if not 0 < fewest < most:
         return best
     # The fewest leave room for the fewest slots only. Those of one more unit make room for others.
     problem = with_gradients_copied(fewest + 1, stages_operands=True)
-    if sum(_least_bytes(problem)) > budget_bytes:
+    if not _has_room(problem):
         return best
     plan = _fastest(problem)
     gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
@@ -457,6 +462,8 @@ class _Problem:
     weight_slots: int
     most_resident_bytes: int
     """State that may be resident."""
+    most_state_bytes: int
+    """What that and slots may take."""
 
     @property
     def with_copied_gradients(self) -> frozenset[int]:
@@ -503,9 +510,18 @@ def _least_bytes(problem: _Problem) -> tuple[int, int]:
     return memory.most_bytes(len(memory.can_leave), _FETCH_AHEAD[0]), _least_state_bytes(problem)
 
 
+def _has_room(problem: _Problem) -> bool:
+    """Whether there is any choice."""
+    other_bytes, state_bytes = _least_bytes(problem)
+    fits = other_bytes + state_bytes <= problem.budget_bytes
+    return fits and state_bytes <= problem.most_state_bytes
+
+
 def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
     """Numbers of copied units, and the bytes that they leave for state."""
     memory = problem.memory
+    if not _has_room(problem):
+        return
     room_bytes = problem.budget_bytes - _least_state_bytes(problem)
     for ahead in _FETCH_AHEAD:
         least_bytes = memory.most_bytes(len(memory.can_leave), ahead)
@@ -515,7 +531,8 @@ def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
             memory.fewest_copied(each, ahead) for each in (room_bytes, least_bytes)
         )
         for copied in sorted(set(np.linspace(fewest, most_useful, _COPIED_COUNTS, dtype=int))):
-            yield int(copied), problem.budget_bytes - memory.most_bytes(copied, ahead)
+            state_bytes = problem.budget_bytes - memory.most_bytes(copied, ahead)
+            yield int(copied), min(state_bytes, problem.most_state_bytes)
 
 
 def _state_choices(
@@ -707,6 +724,13 @@ def _with_fewest(
 def _too_small(problem: _Problem) -> PlanError:
     other_bytes, state_bytes = _least_bytes(problem)
     needed = other_bytes + state_bytes
+    if state_bytes > problem.most_state_bytes:
+        return PlanError(
+            f"{_SLOTS[0]} staging buffers for optimizer state and the state of larger units take "
+            f"{format_bytes(state_bytes)} of device memory, and this training may have "
+            f"{format_bytes(max(0, problem.most_state_bytes))} of device_budget: others have the "
+            "rest. Raise device_budget"
+        )
     return PlanError(
         f"training with streamed optimizer state takes at least {format_bytes(needed)} of device "
         f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "

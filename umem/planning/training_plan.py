@@ -90,6 +90,7 @@ def plan_training(
     hardware: Hardware,
     fixed_bytes: int = 0,
     weight_share: float = 1.0,
+    most_placed_bytes: int | None = None,
     **options: Any,
 ) -> TrainingPlan:
     """Choose where weights, state, activations and gradients are, for the shortest predicted step.
@@ -112,6 +113,9 @@ def plan_training(
     weight_share
         The most of all weights that may be on the device, as a share of their bytes. `fixed_bytes`
         count, staging buffers do not.
+    most_placed_bytes
+        The most that state, weights, `fixed_bytes` and staging buffers may take on the device; None
+        for as much as has room.
     **options
         Of :func:`umem.planning.stream_plan.plan_stream`.
 
@@ -121,7 +125,13 @@ def plan_training(
         If the budget is too small for any choice.
     """
     if weights is None:
-        stream = plan_stream(units, budget_bytes=budget_bytes, hardware=hardware, **options)
+        stream = plan_stream(
+            units,
+            budget_bytes=budget_bytes,
+            hardware=hardware,
+            most_state_bytes=most_placed_bytes,
+            **options,
+        )
         return TrainingPlan(tuple(units), stream, None, {}, stream.peak_bytes)
     every = list(weights.values())
     all_bytes = sum(sum(unit.part_bytes) for unit in every)
@@ -138,9 +148,13 @@ def plan_training(
             return None
         tried.add(placed)
         some = with_weights(units, weights, placed)
-        other_bytes = budget_bytes - fixed_bytes - placed.device_bytes
+        placed_bytes = fixed_bytes + placed.device_bytes
+        state_bytes = None if most_placed_bytes is None else most_placed_bytes - placed_bytes
+        other_bytes = budget_bytes - placed_bytes
         try:
-            return _plan_beside(placed, some, other_bytes, fixed_bytes, hardware, options)
+            return _plan_beside(
+                placed, some, other_bytes, fixed_bytes, hardware, state_bytes, options
+            )
         except PlanError as error:
             errors[share] = str(error)
             return None
@@ -175,19 +189,28 @@ def _plan_beside(
     other_bytes: int,
     fixed_bytes: int,
     hardware: Hardware,
+    most_state_bytes: int | None,
     options: Mapping[str, Any],
 ) -> TrainingPlan:
-    """Plan all but weights, which are placed; `other_bytes` are left. PlanError if it is little."""
+    """Plan all but weights, which are placed; `other_bytes` are left. PlanError if it is little.
+
+    Where state may not have all of them, nothing is kept in further buffers either: they would be
+    there while others need the memory.
+    """
     stream = plan_stream(
         units,
         budget_bytes=other_bytes,
         hardware=hardware,
         weight_slots=placed.slots,
+        most_state_bytes=most_state_bytes,
         **options,
     )
-    extra, peak_bytes = _extra_slots(
-        units, stream, placed, other_bytes, options.get("step_peak_bytes", 0)
-    )
+    extra: dict[str, tuple[int, int]] = {}
+    peak_bytes = 0
+    if most_state_bytes is None:
+        extra, peak_bytes = _extra_slots(
+            units, stream, placed, other_bytes, options.get("step_peak_bytes", 0)
+        )
     device_bytes = fixed_bytes + placed.device_bytes + max(stream.peak_bytes, peak_bytes)
     plan = TrainingPlan(tuple(units), stream, placed, extra, device_bytes)
     return _with_extra(plan, hardware, options) if extra else plan

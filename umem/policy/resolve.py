@@ -93,6 +93,11 @@ class ResolvedPolicy:
         """Whether gradients in plain device memory are copied out where a plan says so."""
         return self._copies(TensorClass.GRADIENTS)
 
+    @property
+    def homes(self) -> list[TensorClass]:
+        """Classes that have their home in page-locked host memory."""
+        return [it for it in TensorClass if self.rules[it.number].kind == "pinned"]
+
     def _copies(self, tensor_class: TensorClass) -> bool:
         rule = self.rules[tensor_class.number]
         return (rule.kind, rule.mechanism) == ("device", "copy")

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from umem import torch_compat
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError
+from umem.torch_compat import is_traceable_wrapper_subclass
 
 __all__ = [
     "find_chains",
@@ -187,7 +187,7 @@ def _add_tensors(values: Iterable[object], found: list[torch.Tensor], depth: int
 def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The innermost tensors inside a tensor subclass; the tensor itself if it wraps none."""
     wrapper: Any = tensor
-    if type(tensor) in _PLAIN or not torch_compat.is_traceable_wrapper_subclass(wrapper):
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(wrapper):
         yield tensor
         return
     for name in wrapper.__tensor_flatten__()[0]:
@@ -211,7 +211,10 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
 
 def storage_addresses(tensor: torch.Tensor) -> list[int]:
     """Where the storages of a tensor begin; storages without memory are left out."""
+    # Here, as this module is imported also in a torch without it.
+    from umem.torch_compat import DisableTorchFunctionSubclass
+
     # A guard that orders uses behind updates need not see this: no memory is read.
-    with torch_compat.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         addresses = [part.untyped_storage().data_ptr() for part in plain_tensors(tensor)]
     return [address for address in addresses if address]

@@ -247,7 +247,7 @@ class StagedState:
         return not self.is_shared or self._have_alias()
 
     def unbind(self) -> None:
-        """Let go of the slot, so that its memory can be used for others."""
+        """Let go of the views, by which homes would have aliases; not to be used any more."""
         self._slot, self.views, self._bound = None, {}, {}
 
     def bind(self, slot: Slot | None) -> None:

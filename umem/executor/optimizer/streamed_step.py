@@ -494,6 +494,7 @@ class StreamedStep:
             self._end_ahead(is_deferred=False)
             self.join()
             self.units.clear()
+            self.units.pool.leave(self.units, is_over=True)
 
 
 def _operand_bytes(update: _PieceUpdate) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -21,6 +20,7 @@ from umem.executor.optimizer.access_guard import (
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.separable import is_elementwise
+from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.state_staging import (
     OptimizerState,
@@ -30,7 +30,7 @@ from umem.executor.optimizer.state_staging import (
     find_spans,
 )
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
-from umem.planning.stream_timing import FIRST_SLOTS, divide_state
+from umem.planning.stream_timing import divide_state
 
 __all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits", "UnitGuards"]
 
@@ -157,6 +157,8 @@ class StreamedUnits:
     piece_bytes
         A parameter of more bytes is staged in spans of this size, and also one of much state; None
         for an optimizer that has to have parameters whole.
+    pool
+        The slots, which other optimizers of the model may share; None for slots of its own.
     """
 
     def __init__(
@@ -165,8 +167,10 @@ class StreamedUnits:
         lanes: Lanes,
         memory: StateMemory,
         piece_bytes: int | None,
+        pool: SlotPool | None = None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.pool = pool or SlotPool(memory)
+        self.lock = self.pool.lock
         self.layouts = 0
         """How often units were laid out anew."""
         self.absent: frozenset[Any] = frozenset()
@@ -181,8 +185,10 @@ class StreamedUnits:
         self._piece_bytes = piece_bytes
         self._resident: frozenset[str] | None = None
         """Units whose state is to stay on the device; None to leave all state where it is."""
-        self._slot_count = FIRST_SLOTS
-        self._slots: list[Slot] = []
+        self._taken: list[Slot] | None = None
+        """The slots that units have now; None if they were taken back."""
+        self._first = 0
+        """Place of the first piece among those of all optimizers that share the slots."""
         self.stages_operands = True
         """Whether the plan has weights and gradients at home come beside the slots."""
         self._has_operand_room = True
@@ -193,6 +199,7 @@ class StreamedUnits:
         self._seen: tuple[Any, int] | None = None
         """The optimizer's state, and the number of its parameters, when units were laid out; None
         to look at all of them again."""
+        self.pool.add(self)
 
     def __iter__(self) -> Iterator[StreamedUnit]:
         return iter(self._units.values())
@@ -212,8 +219,8 @@ class StreamedUnits:
         with self.lock:
             if resident != self._resident:
                 self._seen = None
-            self._resident, self._slot_count = resident, slots
-            self._slots.clear()
+            self._resident, self.pool.count = resident, slots
+            self.pool.is_current = False
             self.stages_operands, self._has_operand_room = stages_operands, True
 
     def move_into_backward(self, moves: bool) -> None:
@@ -276,8 +283,8 @@ class StreamedUnits:
 
     @property
     def slots_bytes(self) -> int:
-        """Bytes of all buffers for state."""
-        return sum(slot.memory.nbytes for slot in self._slots)
+        """Bytes of all buffers for state, also of other optimizers of the model."""
+        return self.pool.slots_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -287,9 +294,7 @@ class StreamedUnits:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device: of that state, and of all buffers."""
-        operands = (slot.operands for slot in self._slots)
-        operands_bytes = sum(0 if it is None else it.nbytes for it in operands)
-        return self.resident_bytes + self.slots_bytes + operands_bytes
+        return self.resident_bytes + self.pool.device_bytes
 
     # ------------------------------------------------------------------ before a step
 
@@ -302,8 +307,10 @@ class StreamedUnits:
             As for :meth:`find_state`.
         """
         self.find_state(optimizer, called)
-        if not self._slots:
-            self._give_out_slots()
+        if not self.pool.is_current:
+            self.pool.make()
+        if self._taken is not self.pool.slots:
+            self._take_slots()
 
     def find_state(self, optimizer: Optimizer, called: Iterable[str]) -> None:
         """Find the units' state where the optimizer has other tensors now.
@@ -329,7 +336,7 @@ class StreamedUnits:
         if changed:
             self._seen, self._in_line = None, None  # all of it again, should this one fail
             # What leaves the device makes room for what comes.
-            self._take_slots_back()
+            self.pool.take_back()
             changed.sort(key=lambda unit: unit.name in (self._resident or ()))
             for unit in changed:
                 self._lay_out_unit(unit, state, piece_bytes)
@@ -364,7 +371,7 @@ class StreamedUnits:
         if order and order != list(self._units)[: len(order)]:
             others = [name for name in self._units if name not in order]
             self._units = {name: self._units[name] for name in (*order, *others)}
-            self._slots.clear()  # they are given out anew
+            self.pool.is_current = False
 
     def _lay_out_unit(
         self, unit: StreamedUnit, state: OptimizerState, piece_bytes: int | None
@@ -456,7 +463,8 @@ class StreamedUnits:
 
     # ------------------------------------------------------------------ slots
 
-    def _take_slots_back(self) -> None:
+    def leave_slots(self) -> None:
+        """Wait for all copies from and to slots, and use state at home until slots are taken."""
         every = self._pieces()
         for unit in every:
             self._drop_fetched(unit)
@@ -466,28 +474,31 @@ class StreamedUnits:
         for unit in every:
             unit.slot = None
             if unit.state is not None:
-                unit.state.unbind()
-        self._slots.clear()
+                unit.state.bind(None)
+        self._taken = None
 
     def _pieces(self) -> list[StreamedUnit]:
         return [piece for unit in self._units.values() for piece in unit.pieces]
 
-    def _give_out_slots(self) -> None:
-        self._take_slots_back()
-        every = self._pieces()
-        streamed = [unit for unit in every if unit.state and unit.state.homes]
-        sizes = [unit.state.size_bytes for unit in streamed if unit.state is not None]
-        wanted = min(max(self._slot_count, 1), len(streamed))
-        buffers = [self._memory.buffer(max(sizes)) for _ in range(wanted)]
-        slots = [Slot(memory) for memory in buffers if memory is not None]
-        count = len(slots)
-        for number, unit in enumerate(streamed if count else ()):
-            unit.slot = slots[number % count]
-            unit.next_behind = streamed[number - count] if number >= count else None
-        for unit in every:
+    def _staged(self) -> list[StreamedUnit]:
+        return [it for it in self._pieces() if it.state is not None and it.state.homes]
+
+    def piece_bytes(self) -> list[int]:
+        """Bytes of each piece of state that is staged, in the order of a step."""
+        return [it.state.size_bytes for it in self._staged() if it.state is not None]
+
+    def _take_slots(self) -> None:
+        """Give the pieces slots in turn, behind those of optimizers that step before."""
+        slots = self.pool.slots
+        self._first = self.pool.place_of(self)
+        staged, count = self._staged(), len(slots)
+        for number, unit in enumerate(staged if count else ()):
+            unit.slot = slots[(self._first + number) % count]
+            unit.next_behind = staged[number - count] if number >= count else None
+        for unit in self._pieces():
             if unit.state is not None:
                 unit.state.bind(unit.slot)
-        self._slots = slots  # not before: an error leaves them to be given out anew
+        self._taken = slots  # not before: an error leaves them to be taken anew
 
     def operands(
         self,
@@ -534,13 +545,17 @@ class StreamedUnits:
         unit.fetched = self._lanes.run(Lane.COPY_IN, lambda: state.copy_in(self._lanes), moments)
 
     def fetch_ahead(self) -> None:
-        """Fill the slots for the next step: the state is not used before it."""
+        """Fill the slots for the next step: the state is not used before it.
+
+        They are for the first pieces of all optimizers of the model together.
+        """
         with self.lock:
+            count = max(0, len(self.pool.slots) - self._first)
             streamed = [it for unit in self.queued for it in unit.pieces if it.slot]
             if self.runs_backward:
                 streamed.reverse()
             now = self._lanes.mark()
-            for unit in streamed[: len(self._slots)]:
+            for unit in streamed[:count]:
                 if self.may_fetch(unit):
                     self.fetch(unit, now)
 
@@ -563,6 +578,8 @@ class StreamedUnits:
     def _drop_state(self, unit: StreamedUnit) -> None:
         for piece in unit.pieces:
             self._drop_fetched(piece)
+            if piece.state is not None:
+                piece.state.unbind()
         if unit.returned is not None:
             self._lanes.wait(unit.returned)
         if unit.state_guard is not None:
@@ -577,5 +594,6 @@ class StreamedUnits:
                 self._lanes.finish(unit.returned)
             self._drop_state(unit)
         self._units.clear()
-        self._slots.clear()
+        self._taken = None
+        self.pool.leave(self)
         self._members, self._in_line, self.absent, self._seen = [], None, frozenset(), None

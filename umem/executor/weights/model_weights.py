@@ -24,6 +24,7 @@ from umem.core.errors import EnableError
 from umem.core.units import format_bytes
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.phase_measurement import DeviceRoom
+from umem.executor.shared_budget import BudgetPart, SharedBudget, shared_budget
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.weights.expert_tables import ExpertTables, find_expert_tables
 from umem.executor.weights.staged_weights import WeightMemory, is_movable_weight
@@ -131,10 +132,11 @@ def manage_weights(model: nn.Module) -> ModelWeights:
         model,
         cuda_lanes(device),
         CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes)),
-        CudaRoom(state.allocator, index, budget_bytes),
+        CudaRoom(state.allocator, index, budget_bytes, state.resolved.homes),
         ActivationStore(device),
         min_bytes=min_bytes,
         share=rules[TensorClass.WEIGHTS.number].fraction,
+        shared=shared_budget(index),
     )
     _models[model] = made
     if not _STEP_HOOK:
@@ -175,6 +177,8 @@ class ModelWeights:
         Smaller weights stay on the device.
     share
         The most of all weights that may be on the device, as a share of their bytes.
+    shared
+        The device's budget, where trainings and other models divide it with this one.
     """
 
     def __init__(
@@ -187,6 +191,7 @@ class ModelWeights:
         *,
         min_bytes: int,
         share: float = 1.0,
+        shared: SharedBudget | None = None,
     ) -> None:
         self.share = share
         """The most of all weights that may be on the device, as a share of their bytes."""
@@ -219,8 +224,14 @@ class ModelWeights:
         """Whether the tuner of a training decides, instead of what calls need."""
         self.spilled_bytes = 0
         """Host memory because of the budget when weights were placed last: what was born there."""
+        self._shared = shared or SharedBudget()
+        self._needed_bytes = 0
+        """The most live tensors of its calls that nobody has placed."""
+        self._least_bytes: int | None = None
+        """None until it is asked for, as every call of several models does."""
         self._managed_run = new_run(model, "call", functools.partial(_late, weakref.ref(self)))
         self._undo: list[Undo] = hook_calls(model, self._begin, None, self._fail)
+        self._shared.join(self)
 
     def status(self) -> WeightStatus:
         """Current state, and counts so far."""
@@ -263,6 +274,7 @@ class ModelWeights:
             made for unit in self._units if (made := _without(unit, excluded)) is not None
         ]
         self._weight_bytes = self._count_bytes()
+        self._least_bytes = None
         self.streamed.close()
         self._plan = None
         self._is_measured = False
@@ -273,6 +285,7 @@ class ModelWeights:
             undo()
         self._undo.clear()
         self.streamed.close()
+        self._shared.leave(self)
 
     def _count_bytes(self) -> int:
         with DisableTorchFunctionSubclass():
@@ -319,8 +332,13 @@ class ModelWeights:
 
     def _measure(self) -> int | None:
         """Memory to leave for everything but weights; None to leave the plan as it is."""
-        placed_bytes = self.placed_bytes
+        part = self._part()
+        if part.most_bytes is not None:
+            self._room.find_homes()
+        placed_bytes = self._shared.placed_bytes - part.others_bytes
         peak_bytes = self._room.take_peak_bytes() - placed_bytes
+        if self._is_measured:
+            self._needed_bytes = max(self._needed_bytes, peak_bytes - part.others_bytes)
         if not self._is_measured:
             self._is_measured = True
             now_bytes = self._room.take_peak_bytes() - placed_bytes
@@ -331,7 +349,8 @@ class ModelWeights:
             return needed_bytes if has_homes or self._is_over(needed_bytes) else None
         if self._plan is None:
             return _with_margin(peak_bytes) if self._is_over(peak_bytes) else None
-        if peak_bytes > self._other_bytes:
+        has_too_much = part.most_bytes is not None and self.device_bytes > part.most_bytes
+        if peak_bytes > self._other_bytes or has_too_much:
             self._calm_calls = 0
             return _with_margin(peak_bytes)
         self._calm_calls += 1
@@ -346,13 +365,23 @@ class ModelWeights:
 
     def _is_over(self, other_bytes: int) -> bool:
         """Whether weights and everything else do not fit, or not all weights may stay."""
-        may_stay = self._weight_bytes - self.fixed_bytes <= self._most_resident_bytes
+        may_stay = self._weight_bytes - self.fixed_bytes <= self._most_resident_bytes()
         return not may_stay or other_bytes + self._weight_bytes > self._budget_bytes
 
-    @property
     def _most_resident_bytes(self) -> int:
         """Of what can be streamed."""
-        return max(0, int(self.share * self._weight_bytes) - self.fixed_bytes)
+        most_bytes, part = int(self.share * self._weight_bytes), self._part()
+        if part.most_bytes is not None:
+            # Beside its buffers, if not all of it may stay.
+            buffers_bytes = self.least_bytes if part.most_bytes < self.most_bytes else 0
+            most_bytes = min(most_bytes, max(self.fixed_bytes, part.most_bytes - buffers_bytes))
+        return max(0, most_bytes - self.fixed_bytes)
+
+    def _part(self) -> BudgetPart:
+        """Of the budget; all of it while a training decides."""
+        if self.is_driven:
+            return BudgetPart(None, 0)
+        return self._shared.part_of(self, self._budget_bytes)
 
     @property
     def _budget_bytes(self) -> int:
@@ -388,6 +417,24 @@ class ModelWeights:
         status = self.status()
         return status.resident_bytes + status.buffer_bytes
 
+    @property
+    def least_bytes(self) -> int:
+        """What cannot leave the device, and the fewest buffers for the rest."""
+        if self._least_bytes is None:
+            least = plan_weights(list(self.units.values()), 0, WEIGHT_SLOTS)
+            self._least_bytes = self.fixed_bytes + least.device_bytes
+        return self._least_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """All weights."""
+        return self._weight_bytes
+
+    @property
+    def need_bytes(self) -> int:
+        """The most live tensors of its calls that nobody has placed."""
+        return self._needed_bytes
+
     def _place(self, other_bytes: int) -> None:
         """Move weights so that so much is left for everything else."""
         room_bytes = self._budget_bytes - other_bytes - self.fixed_bytes
@@ -397,7 +444,7 @@ class ModelWeights:
             WEIGHT_SLOTS,
             # A training uses all of them in each pass.
             experts_first=not torch.is_grad_enabled(),
-            most_resident_bytes=self._most_resident_bytes,
+            most_resident_bytes=self._most_resident_bytes(),
         )
         self.apply(plan, other_bytes)
 
