@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from umem import __version__
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -266,3 +272,57 @@ def test_unknown_choices_are_refused(configuration: Configuration) -> None:
     status, said = configuration.run("11")
     assert status != 0
     assert "UMEM_CUDA is '11'; it may be auto, 12, 13 or none" in said
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_conda_recipe_agrees_with_the_project(project: dict[str, Any]) -> None:
+    recipe = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text())
+    versions = recipe["context"]
+    assert versions["version"] == __version__
+    (entry_point,) = recipe["build"]["python"]["entry_points"]
+    name, _, function = entry_point.partition(" = ")
+    assert {name: function} == project["project"]["scripts"]
+    needs = [need.replace(" ", "") for need in recipe["requirements"]["run"]]
+    needs = [need.replace("pytorch", "torch") for need in needs]
+    asked = [*project["project"]["dependencies"], f"python{project['project']['requires-python']}"]
+    extra = project["project"]["optional-dependencies"][f"cuda{versions['cuda'].split('.')[0]}"]
+    assert set(asked) <= set(needs)
+    assert {need for need in extra if need.startswith("cuda-python")} <= set(needs)
+    (rmm,) = [need for need in extra if need.startswith("rmm-")]
+    assert rmm.endswith(f"=={versions['rmm']}.*")
+
+
+def test_the_apptainer_recipe_has_known_sections_of_valid_shell() -> None:
+    header, *sections = re.split(r"^%", (ROOT / "packaging" / "umem.def").read_text(), flags=re.M)
+    assert dict(line.split(": ") for line in header.strip().splitlines()).keys() == {
+        "Bootstrap",
+        "From",
+    }
+    scripts = {}
+    for section in sections:
+        name, _, text = section.partition("\n")
+        scripts[name] = text
+    assert scripts.keys() == {"help", "files", "post", "test", "runscript"}
+    for name in ("post", "test", "runscript"):
+        subprocess.run(["sh", "-n"], input=scripts[name], text=True, check=True)
+
+
+def test_locks_hold_what_make_installs() -> None:
+    for cuda in ("12", "13"):
+        lock = (ROOT / ".github" / "requirements" / f"cuda{cuda}.txt").read_text()
+        locked = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", lock, flags=re.M))
+        pins: dict[str, str] = {}
+        for file in ("constraints.txt", f"constraints-cuda{cuda}.txt"):
+            for line in (ROOT / file).read_text().splitlines():
+                if not line.startswith("#"):
+                    name, _, version = line.partition("==")
+                    pins[name.lower().replace("_", "-")] = version
+        common = pins.keys() & locked.keys()
+        assert {"cuda-python", "numpy", "nanobind"} <= common
+        assert "torch" not in locked
+        assert {name: locked[name] for name in common} == {name: pins[name] for name in common}
+        assert lock.count("--hash=sha256:") >= len(locked)
