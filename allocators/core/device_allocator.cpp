@@ -202,7 +202,13 @@ void DeviceAllocator::cache(Block* block) {
     stats_.inactive_split.increase(heap.tier, 1);
     stats_.inactive_split_bytes.increase(heap.tier, block->bytes);
   }
-  idle_bytes_[heap.profile] += spare_bytes(*block);
+  if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
+    idle_bytes_[heap.profile] += bytes;
+    block->spare_previous = nullptr;
+    block->spare_next = first_spare_;
+    if (first_spare_ != nullptr) first_spare_->spare_previous = block;
+    first_spare_ = block;
+  }
 }
 
 void DeviceAllocator::uncache(Block* block) {
@@ -212,7 +218,12 @@ void DeviceAllocator::uncache(Block* block) {
     stats_.inactive_split.decrease(heap.tier, 1);
     stats_.inactive_split_bytes.decrease(heap.tier, block->bytes);
   }
-  idle_bytes_[heap.profile] -= spare_bytes(*block);
+  if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
+    idle_bytes_[heap.profile] -= bytes;
+    Block* const next = block->spare_next;
+    if (next != nullptr) next->spare_previous = block->spare_previous;
+    (block->spare_previous != nullptr ? block->spare_previous->spare_next : first_spare_) = next;
+  }
 }
 
 // Merges two adjacent blocks that are in no index.

@@ -459,6 +459,7 @@ class DeviceAllocator {
 
   DeviceStats stats_;
   std::array<KindStats, kKinds> kind_stats_{};
+  Block* first_spare_ = nullptr;         // of a list: looking for spares must not take long
   std::vector<std::size_t> idle_bytes_;  // of all spares, by profile
   std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
   MovingHandles moving_;                 // without handles but while room is made

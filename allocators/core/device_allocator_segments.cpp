@@ -1,6 +1,7 @@
 // Segments: how large they are, where they come from within the limits, and what makes room.
 #include <algorithm>
 #include <set>
+#include <unordered_set>
 
 #include "core/device_allocator.hpp"
 
@@ -184,9 +185,10 @@ bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) con
 bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes,
                                     std::size_t more_bytes) const {
   bool serves = false;
-  std::set<std::uintptr_t> runs;
+  std::unordered_set<const Block*> seen;
   std::size_t freed_bytes = 0;
   const auto consider = [&](const Block* block) {
+    if (seen.contains(block)) return;
     const Segment& segment = *block->segment;
     while (block->previous != nullptr && block->previous->state != BlockState::live)
       block = block->previous;
@@ -194,11 +196,11 @@ bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes,
     std::size_t idle_bytes = 0;
     for (; block != nullptr && block->state != BlockState::live; block = block->next) {
       run.bytes += block->bytes;
+      seen.insert(block);
       if (block->state == BlockState::cached) idle_bytes += spare_bytes(*block);
     }
     serves = serves || (segment.heap == &heap && run.bytes >= bytes);
-    if (!pool_in_use(segment) && resides_on_device(profiles_[segment.heap->profile]) &&
-        runs.insert(run.address).second)
+    if (!pool_in_use(segment) && resides_on_device(profiles_[segment.heap->profile]))
       freed_bytes += spare_bytes(segment, run) - idle_bytes;
   };
   for (const auto& [stream, events] : pending_events_)

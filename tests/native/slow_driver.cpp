@@ -167,6 +167,16 @@ void mapped_handles() {
   }
 }
 
+// Handles that were to move, and that a limit leaves without a place.
+void handles_without_a_place() {
+  Busy busy({.config = budget_config(100 * MiB), .virtual_memory = true});
+  busy.machine.free(busy.machine.allocate(64 * MiB, 1));
+  busy.machine.device.set_memory_fraction(1e-3);
+  busy.expect_others_work(mapped(busy.machine).slow, "release", [&] {
+    CHECK_THROWS(OutOfMemory, busy.machine.allocate(80 * MiB));
+  });
+}
+
 // Frees go on; allocations wait, because the cache is about to lose its memory.
 void a_pause() {
   Busy busy({.config = config_of(MemoryKind::device), .virtual_memory = true});
@@ -181,6 +191,18 @@ void a_pause() {
     busy.expect_others_work(mapped(machine).slow, name, pause, false);
   for (const char* name : {"allocate", "deallocate"})
     busy.expect_others_work(machine.source.slow, name, pause, false);
+}
+
+void a_pause_of_managed_memory() {
+  Busy busy({.config = config_of(MemoryKind::managed, kOnDevice)});
+  for (const char* name : {"memory", "evict", "populate"})
+    busy.expect_others_work(
+        busy.machine.driver.slow, name,
+        [&] {
+          busy.machine.device.pause(64 * GiB);
+          busy.machine.device.resume();
+        },
+        false);
 }
 
 void an_allocation_during_a_resume_waits() {
@@ -340,7 +362,9 @@ int main() {
   RUN(peers);
   RUN(the_work_of_other_streams);
   RUN(mapped_handles);
+  RUN(handles_without_a_place);
   RUN(a_pause);
+  RUN(a_pause_of_managed_memory);
   RUN(an_allocation_during_a_resume_waits);
   RUN(a_limit_that_two_devices_would_exceed);
   RUN(a_limit_after_a_refusal);
