@@ -382,6 +382,7 @@ class DeviceAllocator {
   std::uint8_t profile_of_class(const Block& block) const;
   bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
+  bool needs_advice(const Block& block) const;
   void count_unspilled(const Block& block, bool on_device);
   LiveBlock live(const Block& block) const;
 

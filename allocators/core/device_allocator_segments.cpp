@@ -135,19 +135,25 @@ bool DeviceAllocator::is_spill(const Heap& heap) const {
 
 std::vector<LiveBlock> DeviceAllocator::unspill() {
   const BothLocks locks(*this);
-  std::vector<LiveBlock> moved;
-  for (auto& [address, segment] : segments_) {
+  const auto may_move = [this](const Block& block) {
+    const Profile& profile = profiles_[profile_of_class(block)];
+    return block.state == BlockState::live && block.advice == managed_spill_.profile &&
+           profile.kind == MemoryKind::managed && resides_on_device(profile);
+  };
+  std::vector<std::uintptr_t> spilled;
+  for (const auto& [address, segment] : segments_) {
     const Heap& heap = *segment.heap;
     if (heap.profile != managed_spill_.profile || heap.tier != Tier::large) continue;
-    for (Block* block = segment.first; block != nullptr; block = block->next) {
-      const std::uint8_t profile = profile_of_class(*block);
-      if (block->state != BlockState::live || block->advice != managed_spill_.profile ||
-          profiles_[profile].kind != MemoryKind::managed || !resides_on_device(profiles_[profile]))
-        continue;
-      apply_advice(block, profile);
-      count_unspilled(*block, true);
-      moved.push_back(live(*block));
-    }
+    for (const Block* block = segment.first; block != nullptr; block = block->next)
+      if (may_move(*block)) spilled.push_back(block->address);
+  }
+  std::vector<LiveBlock> moved;
+  for (const std::uintptr_t address : spilled) {
+    Block* block = live_block(address);
+    if (block == nullptr || !may_move(*block)) continue;  // freed during an earlier block's call
+    moved.push_back(live(*block));
+    count_unspilled(*block, true);
+    apply_advice(block, profile_of_class(*block));
   }
   return moved;
 }

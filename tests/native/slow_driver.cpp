@@ -116,6 +116,40 @@ void the_memory_of_the_card_is_asked_for() {
       [&] { CHECK_THROWS(OutOfMemory, busy.machine.allocate(100 * MiB)); }, false);
 }
 
+// A block that passes to a class with other advice, and a cached one that carries other advice.
+void advice_anew() {
+  Config config = config_of(MemoryKind::managed, kOnDevice);
+  config.classes[static_cast<std::size_t>(TensorClass::weights)].advice.read_mostly = true;
+  Busy busy({.config = config});
+  Machine& machine = busy.machine;
+  const std::uintptr_t address = machine.allocate(20 * MiB);
+  busy.expect_others_work(machine.driver.slow, "advise",
+                          [&] { machine.device.retag(address, TensorClass::weights); });
+  machine.free(address);
+  busy.expect_others_work(machine.driver.slow, "advise", [&] { machine.allocate(20 * MiB); });
+}
+
+// One of the spilled blocks is freed while another is advised.
+void spilled_blocks_that_return() {
+  Config config = budget_config(20 * MiB, MemoryKind::managed);
+  Machine machine({.config = config});
+  machine.allocate(20 * MiB);
+  const std::uintptr_t first = machine.allocate(20 * MiB), second = machine.allocate(20 * MiB);
+  machine.driver.slow.during("advise", [&] {
+    std::thread([&] {
+      machine.free(first);
+      machine.free(second);
+    }).join();
+  });
+  CHECK_EQUAL(machine.device.unspill().size(), 1U);
+  CHECK_EQUAL(budget_bytes(machine), 20 * MiB);
+  const std::size_t advised = machine.driver.advice().size();
+  machine.allocate(20 * MiB);
+  machine.allocate(20 * MiB);
+  CHECK_EQUAL(machine.driver.advice().size(), advised + 1);  // only one carries other advice
+  check_consistent(machine.device);
+}
+
 // A source that is full gets the cache back, and is asked once more.
 void a_retry() {
   Busy busy({.config = config_of(MemoryKind::managed), .capacity_bytes = 140 * MiB});
@@ -358,6 +392,8 @@ int main() {
   RUN(a_release_listener);
   RUN(system_memory);
   RUN(the_memory_of_the_card_is_asked_for);
+  RUN(advice_anew);
+  RUN(spilled_blocks_that_return);
   RUN(a_retry);
   RUN(peers);
   RUN(the_work_of_other_streams);
