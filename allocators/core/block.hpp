@@ -40,6 +40,8 @@ struct Block {
   Block* next = nullptr;
   Block* bin_previous = nullptr;  // neighbours in the free index's list
   Block* bin_next = nullptr;
+  Block* spare_previous = nullptr;  // neighbours in the allocator's list of spares
+  Block* spare_next = nullptr;
   BlockState state = BlockState::cached;
   TensorClass tensor_class = TensorClass::other;
   std::uint8_t advice = 0;               // profile whose advice its pages carry, or kMixedAdvice

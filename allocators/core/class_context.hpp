@@ -87,6 +87,8 @@ class ClassContext {
   inline static thread_local constinit Overrides overrides_of_this_thread;
 
   std::mutex mutex_;
+  // Read relaxed: nothing else is read by their means. A thread that is started or woken after a
+  // change sees it, as any other value.
   std::atomic<TensorClass> phase_{TensorClass::weights};
   std::atomic<TensorClass> ambient_{TensorClass::weights};
   std::uint64_t last_token_ = 0;

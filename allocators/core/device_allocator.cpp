@@ -123,20 +123,21 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
   if (request.bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding would wrap
   Heap* heap = nullptr;
   std::size_t bytes = 0;
-  const auto from_cache = [&]() -> void* {
+  const auto best_cached = [&] {
     check_not_paused();
     std::tie(heap, bytes) = heap_and_bytes_for(request);
-    Block* block = take_cached(*heap, bytes);
-    return block == nullptr ? nullptr : hand_out(block, request.bytes, request.tensor_class);
+    return heap->index.best_fit(bytes);
   };
   if (config_.caching) {
     const std::lock_guard lock(mutex_);
     if (!cache_closed_)
-      if (void* address = from_cache()) return address;
+      if (const Block* best = best_cached(); best != nullptr && best->advice == heap->profile)
+        return hand_out(take_cached(*heap, bytes), request.bytes, request.tensor_class);
   }
+  // The driver is needed, for advice or for memory, unless the cache was filled in the meantime.
   const BothLocks locks(*this);
-  if (void* address = from_cache()) return address;  // of a thread that this one waited for
-  Block* block = grow(*heap, request.tensor_class, bytes, shortage);
+  Block* block = best_cached() != nullptr ? take_cached(*heap, bytes)
+                                          : grow(*heap, request.tensor_class, bytes, shortage);
   return block == nullptr ? nullptr : hand_out(block, request.bytes, request.tensor_class);
 }
 
@@ -202,7 +203,13 @@ void DeviceAllocator::cache(Block* block) {
     stats_.inactive_split.increase(heap.tier, 1);
     stats_.inactive_split_bytes.increase(heap.tier, block->bytes);
   }
-  idle_bytes_[heap.profile] += spare_bytes(*block);
+  if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
+    idle_bytes_[heap.profile] += bytes;
+    block->spare_previous = nullptr;
+    block->spare_next = first_spare_;
+    if (first_spare_ != nullptr) first_spare_->spare_previous = block;
+    first_spare_ = block;
+  }
 }
 
 void DeviceAllocator::uncache(Block* block) {
@@ -212,7 +219,12 @@ void DeviceAllocator::uncache(Block* block) {
     stats_.inactive_split.decrease(heap.tier, 1);
     stats_.inactive_split_bytes.decrease(heap.tier, block->bytes);
   }
-  idle_bytes_[heap.profile] -= spare_bytes(*block);
+  if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
+    idle_bytes_[heap.profile] -= bytes;
+    Block* const next = block->spare_next;
+    if (next != nullptr) next->spare_previous = block->spare_previous;
+    (block->spare_previous != nullptr ? block->spare_previous->spare_next : first_spare_) = next;
+  }
 }
 
 // Merges two adjacent blocks that are in no index.
@@ -231,7 +243,6 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
   block->state = BlockState::live;
   block->requested_bytes = requested_bytes;
   block->tensor_class = tensor_class;
-  if (block->advice != heap.profile) apply_advice(block, heap.profile);
   stats_.allocation.increase(heap.tier, 1);
   stats_.allocated_bytes.increase(heap.tier, block->bytes);
   peak_bytes_ = std::max(peak_bytes_, stats_.allocated_bytes.all.current);
@@ -241,13 +252,17 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
   stats_.requested_bytes.increase(heap.tier, requested_bytes);
   if (heap.pool != nullptr) heap.pool->allocated_bytes += block->bytes;
   count_class(*block, true);
+  if (block->advice != heap.profile) apply_advice(block, heap.profile);
   return reinterpret_cast<void*>(block->address);
 }
 
+// Another thread may free the block meanwhile.
 void DeviceAllocator::apply_advice(Block* block, std::uint8_t profile) {
-  note_hint(advise(*block->segment, {block->address, block->bytes}, profile),
-            has_warned_of_advice_, "advice");
   block->advice = profile;
+  const Segment& segment = *block->segment;
+  const Range range{block->address, block->bytes};
+  note_hint(unlocked([&] { return advise(segment, range, profile); }), has_warned_of_advice_,
+            "advice");
 }
 
 // What lies beyond the segment's room on the device keeps its place on the host.
@@ -322,10 +337,7 @@ void DeviceAllocator::settle(Block* block) {
   const Heap& heap = *block->segment->heap;
   stats_.active.decrease(heap.tier, 1);
   stats_.active_bytes.decrease(heap.tier, block->bytes);
-  if (unspilled(*block)) {  // the next allocation in its place is spilled again
-    count_unspilled(*block, false);
-    apply_advice(block, managed_spill_.profile);
-  }
+  if (unspilled(*block)) count_unspilled(*block, false);  // what is next in its place is spilled
   if (Block* next = block->next; next != nullptr && next->state == BlockState::cached) {
     uncache(next);
     merge(block, next);
@@ -402,22 +414,30 @@ void DeviceAllocator::finish_deferred() {
 }
 
 bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
-  const std::lock_guard lock(mutex_);
+  {
+    const std::lock_guard lock(mutex_);
+    Block* block = live_block(address);
+    if (block == nullptr) return false;
+    if (block->tensor_class == tensor_class) return true;
+    count_class(*block, false);
+    block->tensor_class = tensor_class;
+    count_class(*block, true);
+    if (!needs_advice(*block)) return true;
+  }
+  const BothLocks locks(*this);
   Block* block = live_block(address);
-  if (block == nullptr) return false;
-  if (block->tensor_class == tensor_class) return true;
-  count_class(*block, false);
-  block->tensor_class = tensor_class;
-  count_class(*block, true);
-
-  // A spilled block stays on the host because of the budget. A block that shares pages stays too.
-  const Heap& heap = *block->segment->heap;
-  const std::uint8_t profile = profile_of_class(*block);
-  if (heap.tier == Tier::large && block->advice != managed_spill_.profile &&
-      profiles_[profile].kind == profiles_[heap.profile].kind &&
-      takes_advice(profiles_[profile].kind) && block->advice != profile)
-    apply_advice(block, profile);
+  if (block != nullptr && needs_advice(*block)) apply_advice(block, profile_of_class(*block));
   return true;
+}
+
+// Whether a live block's class has other advice than its pages carry. A spilled block stays on the
+// host because of the budget. A block that shares pages stays too.
+bool DeviceAllocator::needs_advice(const Block& block) const {
+  const Heap& heap = *block.segment->heap;
+  const std::uint8_t profile = profile_of_class(block);
+  return heap.tier == Tier::large && block.advice != managed_spill_.profile &&
+         profiles_[profile].kind == profiles_[heap.profile].kind &&
+         takes_advice(profiles_[profile].kind) && block.advice != profile;
 }
 
 std::uint8_t DeviceAllocator::profile_of_class(const Block& block) const {

@@ -382,6 +382,7 @@ class DeviceAllocator {
   std::uint8_t profile_of_class(const Block& block) const;
   bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
+  bool needs_advice(const Block& block) const;
   void count_unspilled(const Block& block, bool on_device);
   LiveBlock live(const Block& block) const;
 
@@ -459,6 +460,7 @@ class DeviceAllocator {
 
   DeviceStats stats_;
   std::array<KindStats, kKinds> kind_stats_{};
+  Block* first_spare_ = nullptr;         // of a list: looking for spares must not take long
   std::vector<std::size_t> idle_bytes_;  // of all spares, by profile
   std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
   MovingHandles moving_;                 // without handles but while room is made

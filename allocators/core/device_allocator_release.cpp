@@ -1,4 +1,6 @@
 // Cached memory that goes back to its source: what may go, and how.
+#include <algorithm>
+
 #include "core/device_allocator.hpp"
 
 namespace umem {
@@ -17,16 +19,14 @@ std::size_t DeviceAllocator::spare_bytes(const Segment& segment, const Range& fr
   return free.bytes == segment.bytes ? segment.raw_bytes : 0;
 }
 
-// All cached memory that can go back and that no graph may use.
+// All cached memory that can go back and that no graph may use, by address.
 std::vector<DeviceAllocator::Spare> DeviceAllocator::spares() const {
   std::vector<Spare> all;
-  for (const auto& [address, segment] : segments_) {
-    if (pool_in_use(segment)) continue;
-    for (Block* block = segment.first; block != nullptr; block = block->next) {
-      if (block->state != BlockState::cached) continue;
-      if (const std::size_t bytes = spare_bytes(*block); bytes != 0) all.push_back({block, bytes});
-    }
-  }
+  for (Block* block = first_spare_; block != nullptr; block = block->spare_next)
+    if (!pool_in_use(*block->segment)) all.push_back({block, spare_bytes(*block)});
+  std::sort(all.begin(), all.end(), [](const Spare& left, const Spare& right) {
+    return left.block->address < right.block->address;
+  });
   return all;
 }
 

@@ -1,6 +1,7 @@
 // Segments: how large they are, where they come from within the limits, and what makes room.
 #include <algorithm>
 #include <set>
+#include <unordered_set>
 
 #include "core/device_allocator.hpp"
 
@@ -134,19 +135,25 @@ bool DeviceAllocator::is_spill(const Heap& heap) const {
 
 std::vector<LiveBlock> DeviceAllocator::unspill() {
   const BothLocks locks(*this);
-  std::vector<LiveBlock> moved;
-  for (auto& [address, segment] : segments_) {
+  const auto may_move = [this](const Block& block) {
+    const Profile& profile = profiles_[profile_of_class(block)];
+    return block.state == BlockState::live && block.advice == managed_spill_.profile &&
+           profile.kind == MemoryKind::managed && resides_on_device(profile);
+  };
+  std::vector<std::uintptr_t> spilled;
+  for (const auto& [address, segment] : segments_) {
     const Heap& heap = *segment.heap;
     if (heap.profile != managed_spill_.profile || heap.tier != Tier::large) continue;
-    for (Block* block = segment.first; block != nullptr; block = block->next) {
-      const std::uint8_t profile = profile_of_class(*block);
-      if (block->state != BlockState::live || block->advice != managed_spill_.profile ||
-          profiles_[profile].kind != MemoryKind::managed || !resides_on_device(profiles_[profile]))
-        continue;
-      apply_advice(block, profile);
-      count_unspilled(*block, true);
-      moved.push_back(live(*block));
-    }
+    for (const Block* block = segment.first; block != nullptr; block = block->next)
+      if (may_move(*block)) spilled.push_back(block->address);
+  }
+  std::vector<LiveBlock> moved;
+  for (const std::uintptr_t address : spilled) {
+    Block* block = live_block(address);
+    if (block == nullptr || !may_move(*block)) continue;  // freed during an earlier block's call
+    moved.push_back(live(*block));
+    count_unspilled(*block, true);
+    apply_advice(block, profile_of_class(*block));
   }
   return moved;
 }
@@ -184,9 +191,10 @@ bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) con
 bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes,
                                     std::size_t more_bytes) const {
   bool serves = false;
-  std::set<std::uintptr_t> runs;
+  std::unordered_set<const Block*> seen;
   std::size_t freed_bytes = 0;
   const auto consider = [&](const Block* block) {
+    if (seen.contains(block)) return;
     const Segment& segment = *block->segment;
     while (block->previous != nullptr && block->previous->state != BlockState::live)
       block = block->previous;
@@ -194,11 +202,11 @@ bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes,
     std::size_t idle_bytes = 0;
     for (; block != nullptr && block->state != BlockState::live; block = block->next) {
       run.bytes += block->bytes;
+      seen.insert(block);
       if (block->state == BlockState::cached) idle_bytes += spare_bytes(*block);
     }
     serves = serves || (segment.heap == &heap && run.bytes >= bytes);
-    if (!pool_in_use(segment) && resides_on_device(profiles_[segment.heap->profile]) &&
-        runs.insert(run.address).second)
+    if (!pool_in_use(segment) && resides_on_device(profiles_[segment.heap->profile]))
       freed_bytes += spare_bytes(segment, run) - idle_bytes;
   };
   for (const auto& [stream, events] : pending_events_)

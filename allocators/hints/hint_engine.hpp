@@ -72,6 +72,7 @@ class HintEngine {
   void abandon() noexcept;
 
  private:
+  // Relaxed: it changes in a child that has one thread.
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
 
   std::shared_ptr<HintWorkers> workers_;  // shared with the threads, which may outlive the engine

@@ -157,6 +157,7 @@ void HintScheduler::keep_record(const HintRecord& record) {
     return;
   }
   slot = record;
+  // Whoever sees the outcome sees what the request's calls wrote.
   ended_[ticket % ended_.size()].store(
       ticket * kOutcomes + static_cast<std::uint64_t>(record.outcome), std::memory_order_release);
 }

@@ -214,8 +214,6 @@ void spilled_blocks_follow_their_class_when_they_are_let() {
   // The next block in that memory is a spilled one again.
   machine.free(spilled);
   CHECK_EQUAL(managed_stats(machine).spilled_bytes, 32 * MiB);
-  CHECK(machine.driver.advice().back().advice ==
-        (Advice{.placement = Placement::host, .accessed_by_device = true}));
   CHECK_EQUAL(machine.allocate(30 * MiB), spilled);
   CHECK(machine.driver.advice().back().advice ==
         (Advice{.placement = Placement::host, .accessed_by_device = true}));

@@ -3,35 +3,10 @@
 #include <unistd.h>
 
 #include "core/allocator.hpp"
-#include "core/host.hpp"
-#include "fake_hint_driver.hpp"
+#include "watched_source.hpp"
 
 namespace umem {
 namespace {
-
-// The host's memory; a hint on what has been given back would fail in the fake driver.
-class WatchedSource final : public SegmentSource {
- public:
-  explicit WatchedSource(FakeHintDriver& hints) : hints_(hints) {}
-
-  void* allocate(MemoryKind kind, int device, std::size_t bytes) override {
-    void* const address = host_.allocate(kind, device, bytes);
-    hints_.map_again({reinterpret_cast<std::uintptr_t>(address), bytes});
-    return address;
-  }
-  void deallocate(MemoryKind kind, int device, void* address,
-                  std::size_t bytes) noexcept override {
-    hints_.unmap({reinterpret_cast<std::uintptr_t>(address), bytes});
-    host_.deallocate(kind, device, address, bytes);
-    ++given_back;
-  }
-
-  int given_back = 0;
-
- private:
-  HostSource host_{0};
-  FakeHintDriver& hints_;
-};
 
 struct Both {
   explicit Both(const Config& config = {})
@@ -59,7 +34,7 @@ void queued_hints_are_forgotten() {
   both.allocator.device(0).free(range.address);
   both.hints.expect_open(ticket);  // cached, not given back
   both.allocator.empty_cache();
-  CHECK_EQUAL(both.source->given_back, 1);
+  CHECK_EQUAL(both.source->given_back.load(), 1);
   both.hints.expect(ticket, Outcome::forgotten);
   both.hints.driver.finish(0, 3);
 }
@@ -94,7 +69,7 @@ void a_running_call_ends_first() {
   both.hints.expect(both.hints.prefetch(blocks(0, 1)), Outcome::done);
   both.hints.driver.let_go("evict");
   releasing.join();
-  CHECK_EQUAL(both.source->given_back, 1);
+  CHECK_EQUAL(both.source->given_back.load(), 1);
 }
 
 // Of all that goes: no worker begins with one while another is waited for.
@@ -117,7 +92,7 @@ void all_are_forgotten_at_once() {
   releasing.join();
   both.hints.expect(tickets[0], Outcome::done);
   CHECK_EQUAL(both.hints.driver.count("evict"), 1U);
-  CHECK_EQUAL(both.source->given_back, 8);
+  CHECK_EQUAL(both.source->given_back.load(), 8);
 }
 
 // A copy may be writing to it.

@@ -116,6 +116,40 @@ void the_memory_of_the_card_is_asked_for() {
       [&] { CHECK_THROWS(OutOfMemory, busy.machine.allocate(100 * MiB)); }, false);
 }
 
+// A block that passes to a class with other advice, and a cached one that carries other advice.
+void advice_anew() {
+  Config config = config_of(MemoryKind::managed, kOnDevice);
+  config.classes[static_cast<std::size_t>(TensorClass::weights)].advice.read_mostly = true;
+  Busy busy({.config = config});
+  Machine& machine = busy.machine;
+  const std::uintptr_t address = machine.allocate(20 * MiB);
+  busy.expect_others_work(machine.driver.slow, "advise",
+                          [&] { machine.device.retag(address, TensorClass::weights); });
+  machine.free(address);
+  busy.expect_others_work(machine.driver.slow, "advise", [&] { machine.allocate(20 * MiB); });
+}
+
+// One of the spilled blocks is freed while another is advised.
+void spilled_blocks_that_return() {
+  Config config = budget_config(20 * MiB, MemoryKind::managed);
+  Machine machine({.config = config});
+  machine.allocate(20 * MiB);
+  const std::uintptr_t first = machine.allocate(20 * MiB), second = machine.allocate(20 * MiB);
+  machine.driver.slow.during("advise", [&] {
+    std::thread([&] {
+      machine.free(first);
+      machine.free(second);
+    }).join();
+  });
+  CHECK_EQUAL(machine.device.unspill().size(), 1U);
+  CHECK_EQUAL(budget_bytes(machine), 20 * MiB);
+  const std::size_t advised = machine.driver.advice().size();
+  machine.allocate(20 * MiB);
+  machine.allocate(20 * MiB);
+  CHECK_EQUAL(machine.driver.advice().size(), advised + 1);  // only one carries other advice
+  check_consistent(machine.device);
+}
+
 // A source that is full gets the cache back, and is asked once more.
 void a_retry() {
   Busy busy({.config = config_of(MemoryKind::managed), .capacity_bytes = 140 * MiB});
@@ -167,6 +201,16 @@ void mapped_handles() {
   }
 }
 
+// Handles that were to move, and that a limit leaves without a place.
+void handles_without_a_place() {
+  Busy busy({.config = budget_config(100 * MiB), .virtual_memory = true});
+  busy.machine.free(busy.machine.allocate(64 * MiB, 1));
+  busy.machine.device.set_memory_fraction(1e-3);
+  busy.expect_others_work(mapped(busy.machine).slow, "release", [&] {
+    CHECK_THROWS(OutOfMemory, busy.machine.allocate(80 * MiB));
+  });
+}
+
 // Frees go on; allocations wait, because the cache is about to lose its memory.
 void a_pause() {
   Busy busy({.config = config_of(MemoryKind::device), .virtual_memory = true});
@@ -181,6 +225,18 @@ void a_pause() {
     busy.expect_others_work(mapped(machine).slow, name, pause, false);
   for (const char* name : {"allocate", "deallocate"})
     busy.expect_others_work(machine.source.slow, name, pause, false);
+}
+
+void a_pause_of_managed_memory() {
+  Busy busy({.config = config_of(MemoryKind::managed, kOnDevice)});
+  for (const char* name : {"memory", "evict", "populate"})
+    busy.expect_others_work(
+        busy.machine.driver.slow, name,
+        [&] {
+          busy.machine.device.pause(64 * GiB);
+          busy.machine.device.resume();
+        },
+        false);
 }
 
 void an_allocation_during_a_resume_waits() {
@@ -336,11 +392,15 @@ int main() {
   RUN(a_release_listener);
   RUN(system_memory);
   RUN(the_memory_of_the_card_is_asked_for);
+  RUN(advice_anew);
+  RUN(spilled_blocks_that_return);
   RUN(a_retry);
   RUN(peers);
   RUN(the_work_of_other_streams);
   RUN(mapped_handles);
+  RUN(handles_without_a_place);
   RUN(a_pause);
+  RUN(a_pause_of_managed_memory);
   RUN(an_allocation_during_a_resume_waits);
   RUN(a_limit_that_two_devices_would_exceed);
   RUN(a_limit_after_a_refusal);

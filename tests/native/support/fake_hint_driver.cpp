@@ -136,7 +136,17 @@ void FakeHintDriver::unmap(Range range) {
 
 void FakeHintDriver::map_again(Range range) {
   const std::lock_guard lock(mutex_);
-  std::erase(unmapped_, range);
+  for (const Range gone : std::exchange(unmapped_, {})) {
+    const Range again = common(gone, range);
+    if (again.bytes == 0) {
+      unmapped_.push_back(gone);
+      continue;
+    }
+    if (gone.address != again.address)
+      unmapped_.push_back({gone.address, again.address - gone.address});
+    if (end_of(gone) != end_of(again))
+      unmapped_.push_back({end_of(again), end_of(gone) - end_of(again)});
+  }
 }
 
 void FakeHintDriver::forbid_this_thread() {
