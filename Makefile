@@ -7,6 +7,7 @@ JOBS ?= $(shell nproc)
 WORKERS ?= $(shell expr $(JOBS) + 1)
 MARKED ?= slow or not slow
 FUZZ_MINUTES ?= 10
+CHAOS_MINUTES ?= 20
 GPU := $(wildcard /dev/nvidiactl)
 export UMEM_CUDA
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
@@ -31,7 +32,7 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
 NATIVE_TESTS := plain address thread
 
-.PHONY: help demo test check fast-tests lint native native-test planner pytest fuzz bench systems docs pictures wheel clean
+.PHONY: help demo test check fast-tests lint native native-test planner pytest fuzz chaos bench systems docs pictures wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +44,7 @@ help:
 	@echo 'make native-test  the allocator core under no sanitizer, ASan with UBSan, and TSan'
 	@echo 'make pytest       all Python tests; MARKED="not slow" for the quick ones'
 	@echo 'make fuzz         readers of files from strangers, FUZZ_MINUTES=10 for each'
+	@echo 'make chaos        killed, interrupted, forked and starved trainings, CHAOS_MINUTES=20 in all'
 	@echo 'make bench        benchmarks (needs a GPU)'
 	@echo 'make systems      Trainer, TRL, DeepSpeed, Megatron and others under umem (needs a GPU)'
 	@echo 'make docs         the pages as a site in site/, without a network, links checked'
@@ -84,6 +86,10 @@ pytest: native
 fuzz: native
 	PYTHONPATH=tests/support:tests/fuzz:benchmarks $(BIN)/python tests/fuzz/fuzz.py \
 	  --minutes $(FUZZ_MINUTES) --output benchmarks/results/fuzz.txt
+
+chaos: native
+	PYTHONPATH=tests/support:tests/chaos:benchmarks $(BIN)/python tests/chaos/campaign.py \
+	  --minutes $(CHAOS_MINUTES) --output benchmarks/results/chaos.txt
 
 bench: native
 	$(BIN)/umem bench all
