@@ -7,6 +7,7 @@ JOBS ?= $(shell nproc)
 WORKERS ?= $(shell expr $(JOBS) + 1)
 MARKED ?= slow or not slow
 FUZZ_MINUTES ?= 10
+CHAOS_MINUTES ?= 20
 # Of `make wheels`: native, x86_64 or aarch64.
 ARCHS ?= native
 GPU := $(wildcard /dev/nvidiactl)
@@ -49,7 +50,7 @@ EMULATOR_SKIPS_7 := chaos device_budget expandable_segments hint_fork pause paus
 # a mapping of class_context; hint_order itself supposes pages of 4 KiB.
 EMULATOR_SKIPS_64K := class_context hint_order
 
-.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz bench systems docs pictures lock wheel wheels clean
+.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz chaos bench systems docs pictures lock wheel wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -62,6 +63,7 @@ help:
 	@echo 'make test-aarch64 the allocator core for 64-bit Arm, under QEMU'
 	@echo 'make pytest       all Python tests; MARKED="not slow" for the quick ones'
 	@echo 'make fuzz         readers of files from strangers, FUZZ_MINUTES=10 for each'
+	@echo 'make chaos        killed, interrupted, forked and starved trainings, CHAOS_MINUTES=20 in all'
 	@echo 'make bench        benchmarks (needs a GPU)'
 	@echo 'make systems      Trainer, TRL, DeepSpeed, Megatron and others under umem (needs a GPU)'
 	@echo 'make docs         the pages as a site in site/, without a network, links checked'
@@ -105,6 +107,10 @@ pytest: native
 fuzz: native
 	PYTHONPATH=tests/support:tests/fuzz:benchmarks $(BIN)/python tests/fuzz/fuzz.py \
 	  --minutes $(FUZZ_MINUTES) --output benchmarks/results/fuzz.txt
+
+chaos: native
+	PYTHONPATH=tests/support:tests/chaos:benchmarks $(BIN)/python tests/chaos/campaign.py \
+	  --minutes $(CHAOS_MINUTES) --output benchmarks/results/chaos.txt
 
 bench: native
 	$(BIN)/umem bench all

@@ -66,7 +66,8 @@ class OutOfMemory(Fault):
                     fault.passes()
                 return func(*args, **(kwargs or {}))
 
-        self._mode: Any = Mode()  # type: ignore[no-untyped-call]
+        mode: Any = Mode  # untyped in torch
+        self._mode = mode()
         self._mode.__enter__()
         return self
 

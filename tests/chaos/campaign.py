@@ -1,0 +1,241 @@
+"""Tries what may go wrong around a training, at random, for some minutes: `make chaos`.
+
+Prints a row for each kind of fault; exit status 1 if anything is wrong. What is wrong is printed
+with the seed that shows it again: ``campaign.py --seed SEED ROW``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+# Before torch is loaded: the last bit of a function may depend on how threads share its numbers.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+import torch
+from ended_processes import Processes
+from faults import Interrupt, OutOfMemory
+from faulty_training import train_with_faults
+from forked_training import train_beside_forks, train_beside_loaders
+from random_training import Pair
+from soak import soak_a_managed_training, soak_a_streamed_training, soak_many_trainings
+
+from umem._version import __version__
+
+__all__ = ["ROWS", "Row", "Tally", "try_for"]
+
+_MOST_WRONG = 5
+_FAULTS, _FORKS = 20, 3
+_STEPS, _COMPARED = 100, 25
+_TRAININGS, _MANAGED_STEPS = 48, 48
+_PROGRESS_S = 60.0
+
+Attempt = Callable[[int], tuple[int, int]]
+"""Takes a seed, and returns what was tried, and how much of it umem has refused."""
+
+
+@dataclass
+class Tally:
+    """What became of the attempts of a row."""
+
+    tried: int = 0
+    refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of fault.
+
+    Parameters
+    ----------
+    name
+        What is tried.
+    share
+        Of the campaign's time.
+    make
+        Returns the attempt, for a campaign of some minutes; a context, for what it needs.
+    """
+
+    name: str
+    share: float
+    make: Callable[[float], contextlib.AbstractContextManager[Attempt]]
+
+
+def _row(
+    name: str, share: float, attempt: Callable[..., object], *arguments: object, count: int = 1
+) -> Row:
+    """A row whose attempts need nothing, and try `count` of what is named."""
+
+    @contextlib.contextmanager
+    def make(_minutes: float) -> Iterator[Attempt]:
+        def once(seed: int) -> tuple[int, int]:
+            attempt(seed, *arguments)
+            return count, 0
+
+        yield once
+
+    return Row(name, share, make)
+
+
+def _of_processes(name: str, share: float, method: str) -> Row:
+    @contextlib.contextmanager
+    def make(_minutes: float) -> Iterator[Attempt]:
+        with contextlib.closing(Processes(is_gpu=torch.cuda.is_available())) as processes:
+
+            def once(seed: int) -> tuple[int, int]:
+                getattr(processes, method)(seed)
+                return 1, 0
+
+            yield once
+
+    return Row(name, share, make)
+
+
+def _of_faults(name: str, share: float, kind: type[Interrupt | OutOfMemory]) -> Row:
+    @contextlib.contextmanager
+    def make(_minutes: float) -> Iterator[Attempt]:
+        def once(seed: int) -> tuple[int, int]:
+            met = train_with_faults(seed, kind, _FAULTS)
+            return len(met), sum(it.startswith("refused") for it in met)
+
+        yield once
+
+    return Row(name, share, make)
+
+
+def _random_schedule(seed: int) -> None:
+    pair = Pair(seed)
+    for _ in range(_STEPS // _COMPARED):
+        pair.train(_COMPARED)
+        pair.check()
+
+
+def _refused_memory(seed: int) -> None:
+    """From some step on, memory on host and device is refused now and then, or always."""
+    pair = Pair(seed)
+    pair.train(pair.chance.randint(0, 5))
+    chance, share = random.Random(seed), pair.chance.choice((0.1, 0.5, 1.0))
+    pair.streamed.memory.refuses = lambda: chance.random() < share
+    for _ in range(_COMPARED):
+        pair.train(1)
+        pair.check()
+
+
+@contextlib.contextmanager
+def _soak(minutes: float) -> Iterator[Attempt]:
+    steps = max(120, round(50 * minutes))
+
+    def once(seed: int) -> tuple[int, int]:
+        soak_a_streamed_training(seed, steps)
+        return steps, 0
+
+    yield once
+
+
+ROWS = (
+    _of_processes("training killed, and the next one", 0.16, "kill_a_training"),
+    _of_processes("SIGINT or SIGTERM to a training", 0.18, "end_a_training"),
+    _of_processes("SIGINT or SIGTERM to a command", 0.1, "end_a_command"),
+    _of_faults("Ctrl-C that the program catches", 0.1, Interrupt),
+    _of_faults("out of memory, smaller batch", 0.1, OutOfMemory),
+    _row("step, while memory is refused", 0.06, _refused_memory, count=_COMPARED),
+    _row("fork in a training", 0.04, train_beside_forks, _FORKS, count=_FORKS),
+    _row("DataLoader, forked", 0.03, train_beside_loaders, "fork"),
+    _row("DataLoader, spawned", 0.01, train_beside_loaders, "spawn"),
+    _row("step of a random schedule", 0.12, _random_schedule, count=_STEPS),
+    Row("step of one long training", 0.06, _soak),
+    _row("training, one after the other", 0.02, soak_many_trainings, _TRAININGS, count=_TRAININGS),
+    _row(
+        "step with hints to the host engine",
+        *(0.02, soak_a_managed_training, _MANAGED_STEPS),
+        count=_MANAGED_STEPS,
+    ),
+)
+
+
+def try_for(row: Row, minutes: float, seed: int = 0) -> Tally:
+    """Try a row, at least once, for its share of so many minutes, or until much is wrong."""
+    tally = Tally()
+    with row.make(minutes) as attempt:
+        ends = shown = time.monotonic()
+        ends += 60 * minutes * row.share
+        while True:
+            try:
+                tried, refused = attempt(seed)
+            except Exception as error:
+                tally.tried += 1
+                tally.wrong.append(f"seed {seed}: {type(error).__name__}: {error!s:.2000}")
+            else:
+                tally.tried += tried
+                tally.refused += refused
+            seed += 1
+            if time.monotonic() > ends or len(tally.wrong) == _MOST_WRONG:
+                return tally
+            if time.monotonic() > shown + _PROGRESS_S:
+                shown = time.monotonic()
+                print(f"  {row.name}: {tally.tried:,} so far", flush=True)
+
+
+def table(results: Sequence[tuple[str, Tally]], minutes: float) -> str:
+    """The results as text."""
+    columns = ("what", "tried", "survived", "refused", "wrong")
+    rows = [columns] + [
+        (
+            name,
+            f"{tally.tried:,}",
+            f"{tally.tried - tally.refused - len(tally.wrong):,}",
+            f"{tally.refused:,}",
+            f"{len(tally.wrong)}",
+        )
+        for name, tally in results
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    machine = (
+        f"{platform.machine()}, {os.cpu_count()} cores, {device}, umem {__version__}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    )
+    return "\n".join([f"{minutes:g} minutes; {machine}.", "", *lines])
+
+
+def main() -> None:
+    """Run the rows that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of all rows together")
+    parser.add_argument("--seed", type=int, default=0, help="of the first attempt of each row")
+    parser.add_argument("--output", help="file to write the table to")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="all by default")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # umem says what it does without
+    chosen = [it for it in ROWS if not options.rows or it.name in options.rows]
+    results = []
+    for row in chosen:
+        tally = try_for(row, options.minutes, options.seed)
+        results.append((row.name, tally))
+        print(table(results[-1:], options.minutes).splitlines()[-1], flush=True)
+        for wrong in tally.wrong:
+            print(f"  {wrong}", flush=True)
+    text = table(results, options.minutes)
+    print(f"\n{text}")
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    sys.exit(any(tally.wrong for _, tally in results))
+
+
+if __name__ == "__main__":
+    main()
