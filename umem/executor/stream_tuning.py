@@ -233,6 +233,8 @@ class StreamTuner:
         """Whether the backward pass has updated parameters, so that the step ends behind it."""
         self._later_bytes = 0
         """The most that later calls have needed."""
+        self._takes_peak = False
+        """Whether the present one counts for it."""
         self._state = TuningState.OFF
         self._activations: CopiedActivations | None = None
         self._tracker: PhaseTracker | None = None
@@ -338,11 +340,14 @@ class StreamTuner:
         """
         if current_graph_task_id() != -1:
             self._is_open = self._is_later_call = True
+            self._takes_peak = False
             return
         self._is_later_call = bool(self._seen_first) and first not in self._seen_first
         if self._is_later_call:
             self._seen_first.add(first)
-            if self.is_measuring:
+            # Amid a measured step, its phases have the peak.
+            self._takes_peak = self.is_measuring and not self._meter.is_in_step
+            if self._takes_peak:
                 self._room.take_peak_bytes()
             return
         self._seen_first, self._is_open = {first}, False
@@ -353,7 +358,7 @@ class StreamTuner:
         self._ending = optimizer
         if not self._is_later_call:
             self._step_ends()
-        elif self.is_measuring and not self._is_open:
+        elif self._takes_peak:
             later_bytes = self._room.take_peak_bytes() - self._shared.placed_bytes
             self._later_bytes = max(self._later_bytes, later_bytes)
         self._ending = None
