@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,10 +221,15 @@ class Process:
     """A process that trains models on one device, in turn."""
 
     def __init__(
-        self, more_bytes: int | None, parts: list[Any], *, streams_weights: bool = False
+        self,
+        more_bytes: int | None,
+        parts: list[Any],
+        *,
+        streams_weights: bool = False,
+        in_backward: bool = False,
     ) -> None:
         torch.manual_seed(0)
-        self.streams_weights = streams_weights
+        self.streams_weights, self.in_backward = streams_weights, in_backward
         self.is_stock = more_bytes is None
         self.machine = Machine(more_bytes or 0)
         self.owners = []
@@ -281,6 +287,7 @@ class Process:
             self.lanes,
             self.memory,
             owner.tuner,
+            step_in_backward=self.in_backward,
             weights=owner.weights,
             pool=pool,
         )
@@ -292,7 +299,8 @@ class Process:
         loss = owner.model(inputs(self.steps)).square().mean()
         loss.backward()
         self.seen.append(float(loss.detach()))
-        nn.utils.clip_grad_norm_(owner.model.parameters(), 0.5)
+        if not self.in_backward:
+            nn.utils.clip_grad_norm_(owner.model.parameters(), 0.5)
         for optimizer in owner.optimizers:
             optimizer.step()
 
@@ -430,6 +438,64 @@ def test_an_optimizer_that_begins_later_and_one_that_ends() -> None:
     (owner,) = run.owners
     assert owner.tuner is not None
     assert owner.tuner.status().state == TuningState.PLANNED
+
+
+@pytest.mark.parametrize("parts", [[halves], [halves, one]])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_updates_in_the_backward_pass_keep_the_same_budget(parts: list[Any], share: float) -> None:
+    least_bytes = 2 * LAYER_STATE * len(parts)
+    more_bytes = MODEL_SAVED + least_bytes + int(share * MODEL_STATE * len(parts))
+    run = Process(more_bytes, parts, in_backward=True)
+    stock = Process(None, parts, in_backward=True)
+    for it in (run, stock):
+        it.run(1)
+        for owner in it.owners:
+            it.stream(owner)
+        it.run(8)
+        it.forget_highest()
+        it.run(6)
+    assert run.found() == stock.found()
+    assert run.highest_bytes <= run.limit_bytes
+    trainings = [of for it in run.owners for of in it.trainings]
+    assert all(it.status().step_in_backward and it.counts.ahead > 0 for it in trainings)
+
+
+@dataclass
+class Member:
+    """Of a budget, with the bytes that a test sets."""
+
+    least_bytes: int
+    most_bytes: int
+    need_bytes: int
+    device_bytes: int = 0
+    placed_bytes: int = 0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_shares_are_within_the_budget_and_in_proportion(seed: int) -> None:
+    chance = random.Random(seed)
+    shared, budget_bytes = SharedBudget(), 10_000
+    members = []
+    for _ in range(chance.randint(2, 5)):
+        least_bytes = chance.randint(0, 500)
+        most_bytes = least_bytes + chance.randint(0, 4000)
+        members.append(Member(least_bytes, most_bytes, chance.randint(0, 9000)))
+        shared.join(members[-1])
+    parts = [shared.part_of(it, budget_bytes) for it in members]
+    shares = [it.most_bytes or 0 for it in parts]
+    left_bytes = budget_bytes - max(it.need_bytes for it in members)
+    least_bytes = sum(it.least_bytes for it in members)
+    assert sum(shares) <= max(left_bytes, least_bytes)
+    for share_bytes, member, part in zip(shares, members, parts, strict=True):
+        assert member.least_bytes <= share_bytes <= member.most_bytes
+        assert part.others_bytes == sum(shares) - share_bytes
+    if sum(it.most_bytes for it in members) <= left_bytes:
+        assert shares == [it.most_bytes for it in members]
+    elif least_bytes < left_bytes:
+        assert sum(shares) > left_bytes - len(members)
+    # What one holds beyond its share is not there for others yet.
+    members[0].device_bytes = shares[0] + 100
+    assert shared.part_of(members[1], budget_bytes).others_bytes == parts[1].others_bytes + 100
 
 
 MODEL_WEIGHTS = MODEL_STATE // 2

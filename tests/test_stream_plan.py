@@ -440,6 +440,20 @@ def test_a_share_of_the_state_may_be_resident(
         assert plan == planned(machine, units, spare_mib)
 
 
+@pytest.mark.parametrize("most_mib", [60, 100, 150])
+def test_state_takes_no_more_than_it_may(machine: Hardware, most_mib: int) -> None:
+    """As where others on the device have the rest. What all else needs is not made less for it."""
+    units = [saving(10, 100, state_bytes=30 * MIB)] * 6
+    plan = planned(machine, units, 10_000, most_state_bytes=most_mib * MIB)
+    resident_bytes = sum(units[it].state_bytes for it in plan.resident)
+    state_bytes = resident_bytes + plan.slots * plan.slot_bytes
+    assert state_bytes <= most_mib * MIB
+    assert planned(machine, units, 10_000).resident == frozenset(range(6))
+    assert not plan.copied
+    with pytest.raises(PlanError):
+        planned(machine, units, 10_000, most_state_bytes=60 * MIB - 1)
+
+
 def test_units_without_state_need_no_memory(machine: Hardware) -> None:
     plan = planned(machine, [unit(0), unit(40), unit(40), unit(40), unit(0)], 80)
     assert plan.resident == {0, 4}

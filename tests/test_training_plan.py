@@ -224,6 +224,27 @@ def test_shares_of_weights_and_state_may_be_resident(machine: Hardware, share: f
     assert len(plan.stream.resident) <= share * 8
 
 
+@pytest.mark.parametrize("most_mib", [200, 400, 600])
+def test_weights_and_state_take_no_more_than_they_may(machine: Hardware, most_mib: int) -> None:
+    units, weights = training([([20, 12], True)] * 8, 60, 10)
+    plan = plan_training(
+        units,
+        weights,
+        budget_bytes=2**31,
+        fixed_bytes=7 * MIB,
+        most_placed_bytes=most_mib * MIB,
+        **options_of(units, hardware=machine),
+    )
+    placed, stream = plan.weights, plan.stream
+    assert placed is not None
+    state_bytes = sum(plan.units[it].state_bytes for it in stream.resident)
+    state_bytes += stream.slots * stream.slot_bytes
+    # No further buffers either: they would be there while others need the memory.
+    assert not plan.extra
+    assert 7 * MIB + placed.device_bytes + state_bytes <= most_mib * MIB
+    assert placed.device_bytes + state_bytes > (most_mib - 7 - 60) * MIB
+
+
 def check_plan(plan: TrainingPlan, weights: Mapping[str, WeightUnit], budget_bytes: int) -> None:
     """What holds for every plan."""
     placed, stream = plan.weights, plan.stream

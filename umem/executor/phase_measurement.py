@@ -131,6 +131,11 @@ class StepMeter(StepListener):
         found, self._found = self._found, None
         return found
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is measured now."""
+        return bool(self._phases)
+
     # ------------------------------------------------------------------ the listener
 
     def step_begins(self) -> None:

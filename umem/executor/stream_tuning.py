@@ -94,6 +94,24 @@ class StreamedState(Protocol):
         """Set the blocks whose state stays on the device, and the slots for the others."""
 
 
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """The part of a plan that is for each optimizer of the model."""
+
+    resident: frozenset[str]
+    """Units whose state stays on the device."""
+    slots: int
+    stages_operands: bool
+    """Whether slots are for weights and gradients at home, too."""
+    copied_gradients: frozenset[str]
+    """Units whose gradients are copied out."""
+    returning: Mapping[str, str]
+    """Those of them that come back, each with the unit at which they do."""
+    batches: int
+    order: tuple[str, ...]
+    """All units."""
+
+
 @dataclass(eq=False)
 class TunedOptimizer:
     """One of the optimizers of a model."""
@@ -105,8 +123,8 @@ class TunedOptimizer:
     """Whether it updates parameters in the backward pass."""
     expects_backward: bool = False
     """Whether it soon will."""
-    planned: tuple[frozenset[str], int, bool] | None = None
-    """Resident units, slots, and whether these are for operands too, by the plan in force."""
+    planned: OptimizerPlan | None = None
+    """What it was given."""
 
 
 class TuningState(StrEnum):
@@ -201,6 +219,10 @@ class StreamTuner:
         self._part = BudgetPart(None, 0)
         """Of the budget, that the plan is made for."""
         self._optimizers: list[TunedOptimizer] = []
+        self._optimizer_plan: OptimizerPlan | None = None
+        """Each gets it behind its own next step: amid that nothing of it may move."""
+        self._ending: TunedOptimizer | None = None
+        """The one whose call of ``step()`` ends now."""
         self._is_stale = False
         """Whether the optimizers are other ones than when measurements began."""
         self._seen_first: set[int] = set()
@@ -211,6 +233,8 @@ class StreamTuner:
         """Whether the backward pass has updated parameters, so that the step ends behind it."""
         self._later_bytes = 0
         """The most that later calls have needed."""
+        self._takes_peak = False
+        """Whether the present one counts for it."""
         self._state = TuningState.OFF
         self._activations: CopiedActivations | None = None
         self._tracker: PhaseTracker | None = None
@@ -316,23 +340,47 @@ class StreamTuner:
         """
         if current_graph_task_id() != -1:
             self._is_open = self._is_later_call = True
+            self._takes_peak = False
             return
         self._is_later_call = bool(self._seen_first) and first not in self._seen_first
         if self._is_later_call:
             self._seen_first.add(first)
-            if self.is_measuring:
+            # Amid a measured step, its phases have the peak.
+            self._takes_peak = self.is_measuring and not self._meter.is_in_step
+            if self._takes_peak:
                 self._room.take_peak_bytes()
             return
         self._seen_first, self._is_open = {first}, False
         self._step_begins()
 
-    def step_ends(self) -> None:
+    def step_ends(self, optimizer: TunedOptimizer) -> None:
         """The call is over, or under way beside what follows: plan for the next step."""
+        self._ending = optimizer
         if not self._is_later_call:
             self._step_ends()
-        elif self.is_measuring and not self._is_open:
+        elif self._takes_peak:
             later_bytes = self._room.take_peak_bytes() - self._shared.placed_bytes
             self._later_bytes = max(self._later_bytes, later_bytes)
+        self._ending = None
+        try:
+            self._give(optimizer)
+        except Exception as error:
+            self._fail(error)
+
+    def _give(self, optimizer: TunedOptimizer) -> None:
+        """Give an optimizer the present plan, if it has another one."""
+        plan, known = self._optimizer_plan, optimizer.planned
+        if plan is None or plan is known:
+            return
+        optimizer.planned = plan
+        if optimizer.gradients is not None:
+            triggers = _triggers(plan.returning, optimizer.gradients, plan.order)
+            optimizer.gradients.set_plan(plan.copied_gradients, triggers, plan.batches)
+        places = plan.resident, plan.slots, plan.stages_operands
+        if known is None or places != (known.resident, known.slots, known.stages_operands):
+            optimizer.state.set_plan(
+                plan.resident, plan.slots, stages_operands=plan.stages_operands
+            )
 
     def _step_begins(self) -> None:
         if self._tracker is None or self._state == TuningState.OFF:
@@ -639,15 +687,17 @@ class StreamTuner:
             self._weights.apply(weight_plan, budget_bytes - weight_plan.device_bytes, extra)
             self._spilled_bytes = self._weights.spilled_bytes
         self._set_activations()
-        order = [unit.name for unit in units]
-        for copied in self._gradients():
-            copied.set_plan(gradients, _triggers(returning, copied, order), figures.batches)
-        stages_operands = self.plan is not None and self.plan.stages_operands
-        planned = self._resident_names(), slots, stages_operands
-        for optimizer in self._optimizers:
-            if optimizer.planned != planned:
-                optimizer.planned = planned
-                optimizer.state.set_plan(planned[0], slots, stages_operands=stages_operands)
+        self._optimizer_plan = OptimizerPlan(
+            resident=self._resident_names(),
+            slots=slots,
+            stages_operands=self.plan is not None and self.plan.stages_operands,
+            copied_gradients=gradients,
+            returning=returning,
+            batches=figures.batches,
+            order=tuple(unit.name for unit in units),
+        )
+        if self._ending is not None:
+            self._give(self._ending)
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)

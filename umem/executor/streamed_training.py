@@ -496,7 +496,7 @@ class StreamedTraining:
         if not self._is_in_line:
             self._step.find_state(optimizer)
         if self._tuner is not None:
-            self._tuner.step_ends()
+            self._tuner.step_ends(self._tuned)
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
             self._tuner.move_into_backward(self._tuned)
         plan = None if self._tuner is None or self._tuner.is_measuring else self._tuner.plan

@@ -337,8 +337,10 @@ class ModelWeights:
             self._room.find_homes()
         placed_bytes = self._shared.placed_bytes - part.others_bytes
         peak_bytes = self._room.take_peak_bytes() - placed_bytes
-        if self._is_measured:
-            self._needed_bytes = max(self._needed_bytes, peak_bytes - part.others_bytes)
+        own_bytes = peak_bytes - part.others_bytes
+        if self._is_measured and own_bytes > self._needed_bytes:
+            # Not anew in each call: the others plan anew for it.
+            self._needed_bytes = own_bytes + own_bytes // _MARGIN_SHARE
         if not self._is_measured:
             self._is_measured = True
             now_bytes = self._room.take_peak_bytes() - placed_bytes
