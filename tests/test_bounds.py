@@ -157,22 +157,6 @@ def test_no_plan_beats_a_bound(
             assert fluid_s <= outcome.step_s * (1 + 1e-6), planner
 
 
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(problem=problems(4 * BLOCK))
-def test_write_backs_are_never_a_loss(
-    random_trace: MakeTrace, machine: Hardware, problem: Any
-) -> None:
-    made_of, spare = problem
-    trace = random_trace(*made_of)
-    policy = policy_of(machine, working_set(trace) + spare)
-    free, moved = (
-        run(trace, plan(trace, machine, policy, may_write_back=may), machine, policy).slower_s
-        for may in (True, False)
-    )
-    assert free <= moved * (1 + 1e-9)
-
-
 def test_more_checkpoints_see_more(plain: Hardware, updated_weights: Trace) -> None:
     few = fluid_bound_s(updated_weights, plain, BUDGET, checkpoints=1)
     many = fluid_bound_s(updated_weights, plain, BUDGET, checkpoints=8)

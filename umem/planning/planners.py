@@ -64,7 +64,7 @@ _LEAST_TRIALS, _MOST_TRIALS = 16, 48
 _TRIED_ACCESSES = 600_000
 """Uses of tensors in all trials together, so that large steps are not planned for minutes."""
 
-_WITHOUT_WRITE_BACKS = 2
+_WITHOUT_WRITE_BACKS = 3
 """Plans without write-backs have so many times fewer trials than those with them."""
 
 
