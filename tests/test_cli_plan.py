@@ -134,10 +134,14 @@ def test_a_plan_says_why_a_tensor_was_evicted(run: Run, layers: str) -> None:
     assert re.search(r"^with 1 GiB more of budget: 64 ms", output, re.MULTILINE)
     assert data["limits"]["step_with_1_gib_more_s"] == pytest.approx(data["limits"]["ideal_s"])
 
-    of_class = planned(run, *arguments[:-1], "weights")["decisions"]
-    assert {it["tensor"] for it in of_class} == {f"tensor {layer}" for layer in range(LAYERS)}
+    of_class = planned(run, *arguments[:-1], "weights")
+    assert {it["tensor"] for it in of_class["decisions"]} == {
+        f"tensor {layer}" for layer in range(LAYERS)
+    }
     phase = f"layer {LAYERS - 1}"
-    assert all(it["leaves"] for it in planned(run, *arguments[:-1], phase)["decisions"])
+    for_phase = planned(run, *arguments[:-1], phase)
+    assert all(it["leaves"] for it in for_phase["decisions"])
+    assert for_phase["limits"]["kept"] is None
 
     status, _, errors = run("--trace", layers, "--explain", "tensor 99")
     assert status == 2
@@ -145,6 +149,23 @@ def test_a_plan_says_why_a_tensor_was_evicted(run: Run, layers: str) -> None:
     status, _, errors = run("--trace", layers, "--explain", "tensor 0", "--planner", "lookahead")
     assert status == 2
     assert "--explain" in errors
+
+
+def test_a_plan_says_what_it_would_cost_to_keep_a_tensor(run: Run, layers: str) -> None:
+    arguments = ("--trace", layers, "--hardware", "h100-pcie", "--budget", "128MiB", "--explain")
+    limits = planned(run, *arguments, "tensor 0")["limits"]
+    kept = limits["kept"]
+    assert (kept["tensors"], kept["size_bytes"], kept["refusal"]) == (1, LAYER_BYTES, None)
+    # What is left holds one other layer at a time, so that no transfer hides.
+    assert kept["step_s"] > limits["step_s"]
+    _, output, _ = run(*arguments, "tensor 0")
+    assert re.search(r"^kept on the device \(1, 64 MiB\): .* more$", output, re.MULTILINE)
+
+    kept = planned(run, *arguments, "weights")["limits"]["kept"]
+    assert (kept["tensors"], kept["size_bytes"]) == (LAYERS, LAYERS * LAYER_BYTES)
+    assert kept["step_s"] is None
+    assert "448 MiB" in kept["refusal"]  # beside the one that a phase uses
+    assert "128 MiB" in kept["refusal"]
 
 
 def test_a_plan_without_hints(run: Run, layers: str) -> None:

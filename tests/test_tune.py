@@ -36,18 +36,45 @@ def is_dominated(row: tuple[float, int, int], rows: list[tuple[float, int, int]]
     return any(it != row and all(a <= b for a, b in zip(it, row, strict=True)) for it in rows)
 
 
-@given(st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=30))
-def test_the_front_has_each_point_that_no_other_one_outdoes(
-    figures: list[tuple[int, int, int]],
-) -> None:
+def points_of(figures: list[tuple[int, int, int]]) -> list[Point]:
+    """Points of steps, device bytes and host bytes."""
+
     def load(_: object) -> Any:
         raise AssertionError
 
     candidate = Candidate(TunedWorkload({}, load), {}, "plain")
-    points = [Point(candidate, step, 60 / step, device, host) for step, device, host in figures]
+    return [Point(candidate, step, 60 / step, device, host) for step, device, host in figures]
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=30))
+def test_the_front_has_each_point_that_no_other_one_outdoes(
+    figures: list[tuple[int, int, int]],
+) -> None:
+    points = points_of(figures)
     found = [it.costs for it in front(points)]
     every = [it.costs for it in points]
     assert found == sorted({it for it in every if not is_dominated(it, every)})
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=30),
+    st.floats(0.0, 0.9),
+)
+def test_a_tolerance_leaves_out_what_is_hardly_faster(
+    figures: list[tuple[int, int, int]], tolerance: float
+) -> None:
+    def is_enough(point: Point, other: Point) -> bool:
+        return (
+            point.speed >= other.speed * (1.0 - tolerance)
+            and point.device_bytes <= other.device_bytes
+            and point.host_bytes <= other.host_bytes
+        )
+
+    points = points_of(figures)
+    found = front(points, tolerance)
+    assert all(it in front(points) for it in found)
+    assert all(any(is_enough(it, point) for it in found) for point in points)
+    assert not any(is_enough(a, b) for a in found for b in found if a is not b)
 
 
 def test_simulate_gives_the_figures_of_each_point(run: Run, tmp_path: Path) -> None:

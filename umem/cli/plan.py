@@ -64,7 +64,8 @@ def plan(
             metavar="NAME",
             help="Say why tensors of this name, or of this class, leave the device or stay, or who "
             "leaves for a phase of this name; * stands for any text. Says also what the step waits "
-            "for, and what 1 GiB more of budget would gain.",
+            "for, what it would cost to keep these tensors on the device, and what 1 GiB more of "
+            "budget would gain.",
         ),
     ] = None,
     bound: Annotated[
@@ -113,7 +114,7 @@ def plan(
         bounds = _bounds(timed, schedule, machine, resolved, say) if bound else None
         limits = None
         if explain is not None:
-            limits = _limits(timed, schedule, machine, resolved, say)
+            limits = _limits(timed, schedule, machine, resolved, explain, say)
         if target is not None:
             planning.save_schedule(schedule, target, key=key)
         elif store is not None and not reused:
@@ -181,9 +182,10 @@ def _limits(
     schedule: Schedule,
     hardware: Hardware,
     policy: ResolvedPolicy,
+    name: str,
     say: output.Progress,
 ) -> dict[str, Any]:
-    """What holds the step up, and the step with more budget."""
+    """What holds the step up, the step with these tensors kept, and the step with more budget."""
     from umem.simulation import simulate
 
     predicted = simulate(trace, schedule, hardware, policy)
@@ -191,11 +193,14 @@ def _limits(
     more = replace(policy, device_budget_bytes=budget_bytes)
     say(f"Planning {trace.name} with {format_bytes(_MORE_BYTES)} more")
     richer = simulate(trace, planning.plan(trace, hardware, more), hardware, more)
+    say(f"Planning {trace.name} with {name} kept on the device")
+    kept = planning.step_if_kept(trace, hardware, policy, name)
     return {
         "step_s": predicted.step_s,
         "ideal_s": predicted.ideal_s,
         "stall_s": dict(predicted.stall_s),
         "step_with_1_gib_more_s": richer.step_s,
+        "kept": None if kept is None else asdict(kept),
     }
 
 
@@ -208,6 +213,16 @@ def _print_limits(console: Console, limits: Mapping[str, Any]) -> None:
         f"{output.stall_words(limits['stall_s'])}\n"
         f"with 1 GiB more of budget: {output.format_seconds(richer_s)}, {gain} less"
     )
+    kept = limits["kept"]
+    if kept is None:
+        return
+    what = f"kept on the device ({kept['tensors']:,}, {format_bytes(kept['size_bytes'])})"
+    if kept["step_s"] is None:
+        console.print(f"{what}: not possible: {plain(kept['refusal'])}")
+    else:
+        more_s = kept["step_s"] - step_s
+        change = f"{output.format_seconds(abs(more_s))} {'more' if more_s > 0 else 'less'}"
+        console.print(f"{what}: {output.format_seconds(kept['step_s'])}, {change}")
 
 
 def _print_decisions(

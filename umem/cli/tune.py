@@ -28,6 +28,8 @@ _SHARES = "100%,80%,60%,40%"
 
 _LIMIT_S = 30.0
 
+_TOLERANCE = 0.01
+
 app = output.make_app()
 
 
@@ -75,6 +77,16 @@ def tune_training(
         float,
         typer.Option(min=0.0, metavar="SECONDS", help="Try nothing more after so many seconds."),
     ] = _LIMIT_S,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="List nothing that is faster by no more than this share of its speed than what "
+            "uses no more memory.",
+        ),
+    ] = _TOLERANCE,
     target: Annotated[
         Path | None,
         typer.Option(
@@ -124,7 +136,7 @@ def tune_training(
     stopped = "interrupted" if is_interrupted() else "limit" if count < len(tried) else None
     rows = [
         _row(number, point, [*given, "--hardware", hardware], target)
-        for number, point in enumerate(front(points), 1)
+        for number, point in enumerate(front(points, tolerance), 1)
     ]
     data: dict[str, Any] = {
         "hardware": machine.name,
@@ -132,6 +144,7 @@ def tune_training(
         "candidates": len(tried),
         "predicted": count,
         "fit": len(points),
+        "tolerance": tolerance,
         "stopped": stopped,
         "points": rows,
     }
@@ -314,7 +327,8 @@ def _print(console: Console, data: dict[str, Any], target: Path | None) -> None:
             "sum: batches in a step; again: activations are recomputed (checkpoints)", style="dim"
         )
     console.print(
-        "Predicted, not measured. None is as good as another in speed and both memories.",
+        "Predicted, not measured. None is as good as another in speed and both memories, up to "
+        f"{data['tolerance']:.1%} of the speed.",
         style="dim",
     )
     if target is not None:

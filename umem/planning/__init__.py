@@ -13,13 +13,21 @@ if TYPE_CHECKING:
         store_plan,
         stored_plan,
     )
-    from umem.planning.planners import PLANNERS, explained_plan, page_out, plan
+    from umem.planning.planners import (
+        PLANNERS,
+        KeptStep,
+        explained_plan,
+        page_out,
+        plan,
+        step_if_kept,
+    )
     from umem.planning.problem import explain
     from umem.planning.selection import WHY, Reason
 
 __all__ = [
     "PLANNERS",
     "WHY",
+    "KeptStep",
     "Reason",
     "explain",
     "explained_plan",
@@ -28,12 +36,13 @@ __all__ = [
     "plan",
     "plan_key",
     "save_schedule",
+    "step_if_kept",
     "store_plan",
     "stored_plan",
 ]
 
 _MODULES = {
-    "planners": ("PLANNERS", "explained_plan", "page_out", "plan"),
+    "planners": ("PLANNERS", "KeptStep", "explained_plan", "page_out", "plan", "step_if_kept"),
     "problem": ("explain",),
     "selection": ("WHY", "Reason"),
     "plan_files": ("load_schedule", "plan_key", "save_schedule", "store_plan", "stored_plan"),

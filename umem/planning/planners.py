@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,14 +18,30 @@ from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.io.problems import did_you_mean
 from umem.planning.baselines import fault, lookahead, oracle, paging
-from umem.planning.problem import Manner, Plan, PlanningProblem, decide_alike, plan_step
+from umem.planning.problem import (
+    Manner,
+    Plan,
+    PlanningProblem,
+    decide_alike,
+    named_tensors,
+    plan_step,
+)
 from umem.planning.residency_modes import MECHANISMS, apply_policy, open_classes
 from umem.planning.selection import PhaseClock, Reason
 from umem.policy import ResolvedPolicy, check_resolved
 from umem.simulation import Run, lower_bound_s, run
 from umem.trace import Trace, find_gaps, live_bytes, ranges, require_durations
 
-__all__ = ["PLANNERS", "explained_plan", "ideal_clock", "page_out", "plan", "pose_problem"]
+__all__ = [
+    "PLANNERS",
+    "KeptStep",
+    "explained_plan",
+    "ideal_clock",
+    "page_out",
+    "plan",
+    "pose_problem",
+    "step_if_kept",
+]
 
 PLANNERS = ("fault", "lookahead", "planned", "oracle")
 """Demand paging; a window ahead; umem's own; a window ahead with Belady's eviction."""
@@ -41,9 +57,15 @@ _SLACKS = (1.0, 1.1, 1.25, 1.5)
 _OUT_WEIGHTS = (1.0, 0.3, 0.1)
 """Tried with the best mechanisms."""
 
+_HOPELESS = 1.1
+"""Multiple of a step from which on a mechanism for a class is not tried with others again."""
+
 _LEAST_TRIALS, _MOST_TRIALS = 16, 48
 _TRIED_ACCESSES = 600_000
 """Uses of tensors in all trials together, so that large steps are not planned for minutes."""
+
+_WITHOUT_WRITE_BACKS = 3
+"""Plans without write-backs have so many times fewer trials than those with them."""
 
 
 def plan(
@@ -152,6 +174,61 @@ def explained_plan(
     )
 
 
+@dataclass(frozen=True)
+class KeptStep:
+    """A step in which tensors stay on the device whatever it costs."""
+
+    tensors: int
+    size_bytes: int
+    step_s: float | None
+    """Predicted; None where they cannot stay."""
+    refusal: str | None
+    """Why they cannot."""
+
+
+def step_if_kept(
+    trace: Trace,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    pattern: str,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> KeptStep | None:
+    """Plan again with tensors kept on the device, and predict the step.
+
+    The difference to the step of the plan without this is what it costs to keep them.
+
+    Parameters
+    ----------
+    trace, hardware, policy, progress
+        As for :func:`plan`.
+    pattern
+        The name of tensors or of a class, as for :func:`umem.planning.explain`.
+
+    Returns
+    -------
+    KeptStep
+        None if no tensor and no class is called so.
+
+    Raises
+    ------
+    PlanError, PolicyError, TraceError
+        As :func:`plan`, for what has nothing to do with these tensors.
+    """
+    kept = named_tensors(trace, pattern)
+    if not kept.any():
+        return None
+    count, size_bytes = int(kept.sum()), int(trace.tensor_bytes[kept].sum())
+    fixed = np.where(kept, ResidencyMode.KEEP, -1).astype(np.int8)
+    pose_problem(trace, hardware, policy, {})  # whose errors are not about these tensors
+    try:
+        schedule = plan(trace, hardware, policy, fixed=fixed, progress=progress)
+        step_s = run(trace, schedule, hardware, policy).slower_s
+    except PlanError as error:
+        return KeptStep(count, size_bytes, None, str(error))
+    return KeptStep(count, size_bytes, step_s, None)
+
+
 def page_out(
     trace: Trace,
     hardware: Hardware,
@@ -216,6 +293,7 @@ class _Search:
         fixed: npt.NDArray[np.int8] | None,
         bound_s: float,
         progress: Callable[[str], None],
+        earlier: _Search | None = None,
     ) -> None:
         self.problem, self.policy, self.fixed = problem, policy, fixed
         self.bound_s = bound_s
@@ -223,17 +301,36 @@ class _Search:
         self.posed: dict[tuple[tuple[TensorClass, str], ...], PlanningProblem | None] = {
             (): problem
         }
+        self.classes = open_classes(policy)
+        self.copies_like_pages = _copies_like_pages(problem.hardware)
+        hardware = problem.hardware
+        self.copies_slow_less = bool(self.classes) and (
+            hardware.copy_slowdown_s_per_byte < hardware.page_slowdown_s_per_byte
+        )
         accesses = max(len(problem.trace.access_tensor), 1)
         self.left = max(_LEAST_TRIALS, min(_MOST_TRIALS, _TRIED_ACCESSES // accesses))
-        self.tried: dict[Any, _Found | None] = {}
+        self.tried: dict[Any, _Found] = {}
         self.best: _Found | None = None
+        self.hopeless: set[tuple[TensorClass, str]] = set()
+        """Mechanisms that made a step much slower for a class."""
+        if earlier is not None:
+            self.left //= _WITHOUT_WRITE_BACKS
+            self.hopeless |= earlier.hopeless
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to gain, or no trial left."""
-        return self.left <= 0 or (
-            self.best is not None and _is_good_enough(self.best.outcome, self.bound_s)
-        )
+        return self.left <= 0 or self.is_near
+
+    @property
+    def is_near(self) -> bool:
+        """Whether there is nothing left to gain."""
+        if self.best is None or not self.best.outcome.settled:
+            return False
+        step_s = self.best.outcome.step_s
+        if not self.copies_slow_less:
+            step_s -= self.best.outcome.page_slowdown_s  # it comes with each way to move them
+        return step_s <= self.bound_s * _GOOD_ENOUGH
 
     def try_out(
         self,
@@ -246,6 +343,7 @@ class _Search:
         None if the policy or the machine cannot have it so, or the search is over.
         """
         rounds = 0 if earlier is None else earlier.rounds + 1
+        mechanisms, manner = self._without_difference(mechanisms, manner)
         key = (tuple(sorted(mechanisms.items())), manner, rounds)
         if key in self.tried:
             return self.tried[key]
@@ -263,6 +361,17 @@ class _Search:
             share = outcome.slower_s / self.bound_s
             self.progress(f"Planning {problem.trace.name}: {share:.3f} of the lower bound")
         return found
+
+    def _without_difference(
+        self, mechanisms: Mapping[TensorClass, str], manner: Manner
+    ) -> tuple[Mapping[TensorClass, str], Manner]:
+        """The one form of choices between which there is no difference."""
+        writes_back = self.problem.writes_back
+        if self.copies_like_pages:
+            # Copies stay valid on the host; pages that are written do so only with write-backs.
+            mapped = {it: own for it, own in mechanisms.items() if own == "map"}
+            mechanisms = mapped if writes_back else dict.fromkeys(self.classes, "copy") | mapped
+        return mechanisms, manner if writes_back else replace(manner, ahead=False)
 
     def _pose(self, mechanisms: Mapping[TensorClass, str]) -> PlanningProblem | None:
         key = tuple(sorted(mechanisms.items()))
@@ -294,35 +403,66 @@ def _planned(
     if paged_s <= bound_s * (1 + 1e-9):
         return Plan(paging, partial(decide_alike, problem, Reason.ROOM))
     search = _Search(problem, policy, fixed, bound_s, progress)
-    _choose_mechanisms(search, open_classes(policy))
-    _refine(search)
-    best = search.best
-    assert best is not None
+    best = _searched(search)
+    if problem.writes_back and not search.is_near:
+        # Write-backs may take the link when something has to leave.
+        without = pose_problem(trace, hardware, policy, {}, fixed)
+        found = _searched(_Search(without, policy, fixed, bound_s, progress, search))
+        best = min(best, found, key=lambda it: it.outcome.slower_s)
     if may_fault and paged_s < best.outcome.slower_s:
         return Plan(paging, partial(decide_alike, problem, Reason.LEFT_TO_DRIVER))
     return best.plan
 
 
-def _choose_mechanisms(search: _Search, classes: Sequence[TensorClass]) -> None:
+def _searched(search: _Search) -> _Found:
+    """The best plan that a search finds."""
+    _choose_mechanisms(search)
+    _refine(search)
+    assert search.best is not None
+    return search.best
+
+
+def _choose_mechanisms(search: _Search) -> None:
     """Try each mechanism for all classes, then others for one class after another."""
     for mechanism in MECHANISMS:
-        alike = {} if mechanism == MECHANISMS[0] else dict.fromkeys(classes, mechanism)
+        alike = {} if mechanism == MECHANISMS[0] else dict.fromkeys(search.classes, mechanism)
         for manner in _MANNERS if mechanism != "map" else _MANNERS[:1]:
             search.try_out(alike, manner)
     changed = True
     while changed and not search.is_over:
         changed = False
-        for tensor_class in classes:
+        for tensor_class in search.classes:
             best = search.best
             assert best is not None
             if not _moves_of(search.problem.trace, best, tensor_class):
                 continue
             for mechanism in MECHANISMS:
+                if (tensor_class, mechanism) in search.hopeless:
+                    continue
                 trial = {it: own for it, own in best.mechanisms.items() if it != tensor_class}
                 if mechanism != MECHANISMS[0]:
                     trial[tensor_class] = mechanism
-                search.try_out(trial, best.manner)
+                found = search.try_out(trial, best.manner)
+                if found and found.outcome.slower_s > _HOPELESS * best.outcome.slower_s:
+                    search.hopeless.add((tensor_class, mechanism))
             changed |= search.best is not best
+
+
+def _copies_like_pages(hardware: Hardware) -> bool:
+    """Whether a machine copies at the cost of migrating pages."""
+    pages = (
+        hardware.to_device_bytes_per_s,
+        hardware.to_host_bytes_per_s,
+        hardware.link_bytes_per_s,
+        hardware.page_slowdown_s_per_byte,
+    )
+    copies = (
+        hardware.copy_to_device_bytes_per_s,
+        hardware.copy_to_host_bytes_per_s,
+        hardware.copy_link_bytes_per_s,
+        hardware.copy_slowdown_s_per_byte,
+    )
+    return pages == copies
 
 
 def _moves_of(trace: Trace, found: _Found, tensor_class: TensorClass) -> bool:
@@ -357,11 +497,6 @@ def _refine(search: _Search) -> None:
 def _clock_of(outcome: Run) -> PhaseClock:
     start_s = outcome.sim.phase_start_s
     return PhaseClock(start_s - start_s[0], outcome.step_s)
-
-
-def _is_good_enough(outcome: Run, bound_s: float) -> bool:
-    """Whether nothing is left to hide: pages cost what they slow, wherever they move."""
-    return outcome.settled and outcome.step_s - outcome.page_slowdown_s <= bound_s * _GOOD_ENOUGH
 
 
 def ideal_clock(trace: Trace) -> PhaseClock:

@@ -31,6 +31,7 @@ __all__ = [
     "discard_hints",
     "explain",
     "make_schedule",
+    "named_tensors",
     "plan_step",
 ]
 
@@ -119,11 +120,8 @@ def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
         If neither tensors nor a class nor phases are called so.
     """
     gaps, needed_by = find_gaps(trace), plan.decisions.needed_by
-    if (tensors := _matching(pattern, trace.tensor_names)).any():
+    if (tensors := named_tensors(trace, pattern)).any():
         rows = np.flatnonzero(tensors[gaps.tensor])
-    elif pattern in list(TensorClass):
-        of_class = trace.tensor_class == TensorClass(pattern).number
-        rows = np.flatnonzero(of_class[gaps.tensor])
     elif (phases := _matching(pattern, trace.phase_names)).any():
         leaves = needed_by != NOT_NEEDED
         rows = np.flatnonzero(leaves & phases[needed_by % trace.phase_count])
@@ -145,6 +143,14 @@ def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
         for row in rows[np.argsort(gaps.last_use[rows], kind="stable")]
         for reason in [Reason(plan.decisions.reason[row])]
     )
+
+
+def named_tensors(trace: Trace, pattern: str) -> npt.NDArray[np.bool_]:
+    """Tensors that a pattern means, as :func:`explain` reads it: by name, or by class; bool[T]."""
+    tensors = _matching(pattern, trace.tensor_names)
+    if not tensors.any() and pattern in list(TensorClass):
+        tensors = trace.tensor_class == TensorClass(pattern).number
+    return tensors
 
 
 def _matching(pattern: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from umem.core.compiled import compiled
+from umem.core.compiled import compiled, compiled_in_place
 from umem.planning.selection import NOT_NEEDED, PhaseClock
 from umem.trace import Gaps, Trace
 
@@ -220,7 +220,7 @@ _TENSOR = np.dtype(
 # pool, chained.
 
 
-@compiled
+@compiled_in_place
 def _set_free(free_s, sums, taken_s, length_s, shares, phase):
     """Count what is left of a phase, after `taken_s` or its length has changed."""
     for way in range(2):
@@ -237,7 +237,7 @@ def _set_free(free_s, sums, taken_s, length_s, shares, phase):
             node += node & -node
 
 
-@compiled
+@compiled_in_place
 def _sum_below(sums, way, phase):
     """Seconds left in the phases before this one."""
     total = 0.0
@@ -248,7 +248,7 @@ def _sum_below(sums, way, phase):
     return total
 
 
-@compiled
+@compiled_in_place
 def _left_between(sums, way, low, high, phases):
     """Seconds left in phases [low, high) over all steps, at most a step of them."""
     if high <= low:
@@ -289,7 +289,7 @@ def _take(link, pool, way, amount_s, low, high, forward):
     return chain, reached, max(amount_s, 0.0)
 
 
-@compiled
+@compiled_in_place
 def _next_free(free_s, sums, way, at, forward):
     """The next phase over all steps that has time left; one of the next step if none has."""
     phases = free_s.shape[1]
@@ -331,7 +331,7 @@ def _give_back(link, pool, way, chain):
         chain = following
 
 
-@compiled
+@compiled_in_place
 def _lengthen(link, phase, seconds):
     """Hold up the phase behind this one."""
     free_s, sums, taken_s, length_s, shares, _, _ = link
@@ -416,7 +416,7 @@ def _sweep(
                 _compete(link, intervals, versions, tensors, ready, tensor, gap)
 
 
-@compiled
+@compiled_in_place
 def _set_resident(tensors, used, tensor, resident):
     if tensors[tensor].resident != resident:
         tensors[tensor].resident = resident
@@ -490,7 +490,7 @@ def _make_room(
         heapq.heappush(returns, (back, np.int64(tensor), np.int64(gap)))
 
 
-@compiled
+@compiled_in_place
 def _is_idle(intervals, tensors, tensor, gap, now):
     """Whether a tensor is in an interval, on the device, and not due."""
     return (
@@ -501,7 +501,7 @@ def _is_idle(intervals, tensors, tensor, gap, now):
     )
 
 
-@compiled
+@compiled_in_place
 def _until_s(link, intervals, tensors, tensor, gap):
     """Time of the next use; far off where the policy evicts the tensor before others."""
     time_s, step_s = link[5], link[6]
@@ -511,7 +511,7 @@ def _until_s(link, intervals, tensors, tensor, gap):
     return until_s + _FIRST_S if intervals[gap].first else until_s
 
 
-@compiled
+@compiled_in_place
 def _price_of(intervals, versions, gap):
     """Index of the price of an interval."""
     own = intervals[gap].needed_by != NOT_NEEDED
@@ -575,7 +575,7 @@ def _in_time(link, pool, intervals, versions, tensors, tensor, gap, now):
     return np.int64(max(_passed(link[1], OUT, now, lacks_s, phases), now + 1))
 
 
-@compiled
+@compiled_in_place
 def _passed(sums, way, now, seconds, phases):
     """First phase by which a direction has had so much time left, from `now` on."""
     phase = now % phases
@@ -604,7 +604,7 @@ def _passed(sums, way, now, seconds, phases):
     return step + node + 1
 
 
-@compiled
+@compiled_in_place
 def _holds(intervals, versions, gap, needed_by):
     """Whether the reservations of a chosen interval are whole, and early enough."""
     return (

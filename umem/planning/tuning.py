@@ -171,20 +171,26 @@ def tune(
             yield error
 
 
-def front(points: Iterable[Point]) -> tuple[Point, ...]:
+def front(points: Iterable[Point], tolerance: float = 0.0) -> tuple[Point, ...]:
     """The points that no other one equals or outdoes in all figures, the fastest first.
 
     Of equal points the first stays.
+
+    Parameters
+    ----------
+    points
+        Predicted ways to run a training.
+    tolerance
+        Share of the speed that is no difference: a point is left out, too, if one that stays uses
+        no more of either memory and is slower by no more than this.
     """
     found: list[Point] = []
-    for point in points:
-        if not any(_is_as_good(it, point) for it in found):
-            found = [it for it in found if not _is_as_good(point, it)] + [point]
+    # One that uses no more memory comes first.
+    for point in sorted(points, key=lambda it: (it.device_bytes, it.host_bytes, -it.speed)):
+        least = point.speed * (1.0 - tolerance)
+        if not any(it.host_bytes <= point.host_bytes and it.speed >= least for it in found):
+            found.append(point)
     return tuple(sorted(found, key=lambda it: it.costs))
-
-
-def _is_as_good(point: Point, other: Point) -> bool:
-    return all(a <= b for a, b in zip(point.costs, other.costs, strict=True))
 
 
 def _predicted(candidate: Candidate, trace: Trace, hardware: Hardware) -> Point:
