@@ -251,6 +251,12 @@ class Process:
         """Whatever a program keeps from step to step."""
         self.steps = 0
 
+    def stream_all(self) -> None:
+        """Stream the state of all models' optimizers, behind the first step."""
+        self.run(1)
+        for owner in self.owners:
+            self.stream(owner)
+
     def stream(self, owner: Owner) -> None:
         """Stream the state of a model's optimizers."""
         if self.is_stock:
@@ -349,9 +355,7 @@ def test_trainings_keep_one_budget(parts: list[Any], share: float) -> None:
     more_bytes = MODEL_SAVED + least_bytes + int(share * MODEL_STATE * len(parts))
     run, stock = Process(more_bytes, parts), Process(None, parts)
     for it in (run, stock):
-        it.run(1)
-        for owner in it.owners:
-            it.stream(owner)
+        it.stream_all()
         it.run(4)
         it.forget_highest()  # before there are plans the allocator keeps the budget
         it.run(10)
@@ -375,9 +379,7 @@ def test_a_training_that_ends_leaves_its_share() -> None:
     run, stock = Process(more_bytes, [one, one]), Process(None, [one, one])
     before: dict[bool, list[int]] = {}
     for it in (run, stock):
-        it.run(1)
-        for owner in it.owners:
-            it.stream(owner)
+        it.stream_all()
         it.run(8)
         it.forget_highest()
         before[it.is_stock] = it.resident_bytes()
@@ -448,9 +450,7 @@ def test_updates_in_the_backward_pass_keep_the_same_budget(parts: list[Any], sha
     run = Process(more_bytes, parts, in_backward=True)
     stock = Process(None, parts, in_backward=True)
     for it in (run, stock):
-        it.run(1)
-        for owner in it.owners:
-            it.stream(owner)
+        it.stream_all()
         it.run(8)
         it.forget_highest()
         it.run(6)
@@ -528,9 +528,7 @@ def test_weights_that_are_streamed_keep_the_same_budget(parts: list[Any], share:
     run = Process(more_bytes, parts, streams_weights=True)
     stock = Process(None, parts)
     for it in (run, stock):
-        it.run(1)
-        for owner in it.owners:
-            it.stream(owner)
+        it.stream_all()
         for _ in range(10):
             train(it)
         it.forget_highest()
@@ -652,11 +650,11 @@ def test_no_bit_changes(program: Callable[[Process], None], parts: list[Any], sh
     graphs = 3 if program is adversaries else 1
     more_bytes = graphs * MODEL_SAVED + least_bytes + int(share * MODEL_STATE * len(parts))
     run, stock = Process(more_bytes, parts), Process(None, parts)
+    # In turns, each model has a part of the iterations only.
+    iterations = 14 * (len(parts) if program is in_turns else 1)
     for it in (run, stock):
-        it.run(1)
-        for owner in it.owners:
-            it.stream(owner)
-        for _ in range(14):
+        it.stream_all()
+        for _ in range(iterations):
             program(it)
     assert run.found() == stock.found()
     tuners = [it.tuner for it in run.owners if it.tuner is not None]
