@@ -102,7 +102,7 @@ planner: native
 # Side by side, but for the tests on a GPU, which share its memory. Without one they are skipped.
 pytest: native
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(if $(GPU),not gpu and )($(MARKED))" $(PYTEST_ARGS)
-	$(if $(GPU),$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu))
+	$(if $(GPU),$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu tests/chaos))
 
 fuzz: native
 	PYTHONPATH=tests/support:tests/fuzz:benchmarks $(BIN)/python tests/fuzz/fuzz.py \

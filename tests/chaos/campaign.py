@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from faulty_training import train_with_faults
 from forked_training import train_beside_forks, train_beside_loaders
 from random_training import Pair
 from soak import soak_a_managed_training, soak_a_streamed_training, soak_many_trainings
+from tallies import aligned, report
 
 from umem._version import __version__
 
@@ -199,17 +199,12 @@ def table(results: Sequence[tuple[str, Tally]], minutes: float) -> str:
         )
         for name, tally in results
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     machine = (
         f"{platform.machine()}, {os.cpu_count()} cores, {device}, umem {__version__}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     )
-    return "\n".join([f"{minutes:g} minutes; {machine}.", "", *lines])
+    return "\n".join([f"{minutes:g} minutes; {machine}.", "", *aligned(rows)])
 
 
 def main() -> None:
@@ -222,19 +217,11 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # umem says what it does without
     chosen = [it for it in ROWS if not options.rows or it.name in options.rows]
-    results = []
-    for row in chosen:
-        tally = try_for(row, options.minutes, options.seed)
-        results.append((row.name, tally))
-        print(table(results[-1:], options.minutes).splitlines()[-1], flush=True)
-        for wrong in tally.wrong:
-            print(f"  {wrong}", flush=True)
-    text = table(results, options.minutes)
-    print(f"\n{text}")
-    if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-    sys.exit(any(tally.wrong for _, tally in results))
+    report(
+        ((row.name, try_for(row, options.minutes, options.seed)) for row in chosen),
+        lambda results: table(results, options.minutes),
+        options.output,
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from fuzz_readers import READERS, Reader, Tally
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from tallies import aligned, report
 
 from umem.core.units import format_bytes
 
@@ -88,11 +88,6 @@ def table(results: Sequence[tuple[str, Tally]], minutes: float) -> str:
         )
         for name, tally in results
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
     machine = (
         f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}, "
         f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
@@ -103,7 +98,7 @@ def table(results: Sequence[tuple[str, Tally]], minutes: float) -> str:
             "Time of the processor and memory, with every allocation of Python traced, which is "
             "slow.",
             "",
-            *lines,
+            *aligned(rows),
         ]
     )
 
@@ -116,19 +111,11 @@ def main() -> None:
     parser.add_argument("readers", nargs="*", metavar="READER", help="all by default")
     options = parser.parse_args()
     chosen = [it for it in READERS if not options.readers or it.name in options.readers]
-    results = []
-    for reader in chosen:
-        tally = try_for(reader, 60 * options.minutes)
-        results.append((reader.name, tally))
-        print(table(results[-1:], options.minutes).splitlines()[-1], flush=True)
-        for wrong in tally.wrong:
-            print(f"  {wrong}", flush=True)
-    text = table(results, options.minutes)
-    print(f"\n{text}")
-    if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-    sys.exit(any(tally.wrong for _, tally in results))
+    report(
+        ((reader.name, try_for(reader, 60 * options.minutes)) for reader in chosen),
+        lambda results: table(results, options.minutes),
+        options.output,
+    )
 
 
 if __name__ == "__main__":
