@@ -23,7 +23,8 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.core.classes import TensorClass
-from umem.runtime.classification import Classifier, class_override, gradient_hook
+from umem.runtime.class_override import class_override
+from umem.runtime.classification import Classifier, gradient_hook
 from umem.runtime.native_library import native
 
 WIDTH = 8

@@ -13,7 +13,7 @@ from umem.core.classes import TensorClass
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
-from umem.runtime.classification import class_override
+from umem.runtime.class_override import class_override
 from umem.runtime.peak_reader import PeakReader
 from umem.torch_compat import DisableTorchFunctionSubclass
 

@@ -8,8 +8,7 @@ state that were allocated in another phase are retagged one by one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.classes import TensorClass
+from umem.runtime.class_override import class_override
 from umem.runtime.model_loading import skip_warmup
 from umem.runtime.model_parts import (
     optimizer_parameters,
@@ -37,17 +37,7 @@ from umem.torch_compat import PRIVATE_NAMES, replace
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-__all__ = ["Classifier", "class_override", "gradient_hook"]
-
-
-@contextmanager
-def class_override(allocator: Allocator, tensor_class: TensorClass) -> Iterator[None]:
-    """Give every tensor allocated in the block a class, in any phase."""
-    token = allocator.enter_class(tensor_class.number)
-    try:
-        yield
-    finally:
-        allocator.leave_class(token)
+__all__ = ["Classifier", "gradient_hook"]
 
 
 def gradient_hook(allocator: Allocator) -> Callable[[torch.Tensor], object]:

@@ -12,7 +12,7 @@ import torch
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
-from umem.runtime.classification import class_override
+from umem.runtime.class_override import class_override
 from umem.runtime.state import fallback_reason, fell_back, runtime
 
 __all__ = [

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError
-from umem.torch_compat import is_traceable_wrapper_subclass
+from umem.torch_compat import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 __all__ = [
     "find_chains",
@@ -211,9 +211,6 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
 
 def storage_addresses(tensor: torch.Tensor) -> list[int]:
     """Where the storages of a tensor begin; storages without memory are left out."""
-    # Here, as this module is imported also in a torch without it.
-    from umem.torch_compat import DisableTorchFunctionSubclass
-
     # A guard that orders uses behind updates need not see this: no memory is read.
     with DisableTorchFunctionSubclass():
         addresses = [part.untyped_storage().data_ptr() for part in plain_tensors(tensor)]
