@@ -67,21 +67,14 @@ class CudaStateMemory(StateMemory):
         return bindings.memory_type(tensor.data_ptr()) == "cudaMemoryTypeHost"
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
-        """Copy to new memory, which the tensor then has.
-
-        Tensors in page-locked memory are of the GPU for torch, whose ``copy_`` tells CUDA that it
-        copies from device to device. What CUDA does with a direction that the addresses do not have
-        is undefined, by its manual: here it finds the direction itself.
-        """
+        """Copy to new memory, which the tensor then has."""
         if self.is_home(tensor) != on_device:
             return
         make = self.device_like if on_device else self.home_like
         moved = make(tensor, TensorClass.OPTIMIZER_STATE)
         if moved is not None:
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            with DisableTorchFunctionSubclass():
-                bindings.copy(moved.data_ptr(), tensor.data_ptr(), tensor.nbytes, stream)
-                tensor.data = moved
+            with DisableTorchFunctionSubclass(), torch.no_grad():
+                tensor.data = moved.copy_(tensor)
 
     def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Page-locked memory, which the allocator gives to optimizer state."""
