@@ -74,7 +74,7 @@ class WeightProgram(Program):
     def stream(self) -> None:
         if self.lanes is not None:
             lanes = self.lanes(self.model)
-            self.memory = HostStateMemory(most_buffers=self.most_buffers)
+            self.memory = HostStateMemory(most_buffers=self.most_buffers, lanes=lanes)
             self.streamed = stream_weights(
                 self.model, lanes, self.memory, self.slots, self.extra or {}
             )

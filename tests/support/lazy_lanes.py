@@ -1,7 +1,8 @@
 """Lanes on the CPU whose work runs late, or at random moments: a missing wait shows in the values.
 
-A program under test is its own stream: its operators run when they are called. Queued work waits
-until something waits for it, unless chance lets it run before. Buffers begin as NaN.
+A program under test is its own stream: its operators run when they are called, but for the fill of
+new memory. Queued work waits until something waits for it, unless chance lets it run before.
+Buffers begin as NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ __all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
 
 @dataclass(eq=False)
 class _Task:
-    lane: Lane
+    lane: Lane | None
+    """None for the program's own stream."""
     work: Callable[[], None]
     after: Sequence[_Task]
     gradients: list[tuple[nn.Parameter, torch.Tensor | None]]
@@ -72,7 +74,7 @@ class LazyLanes(Lanes):
         self._parameters()
         self._eagerness = eagerness
         self._random = random.Random(seed)
-        self._queues: dict[Lane, deque[_Task]] = {lane: deque() for lane in Lane}
+        self._queues: dict[Lane | None, deque[_Task]] = {it: deque() for it in (*Lane, None)}
         self.waits = 0
         """Number of waits that found work to do."""
 
@@ -101,13 +103,28 @@ class LazyLanes(Lanes):
         return list(self._known.values())
 
     def mark(self) -> _Task:
-        """The program's own work runs when it is called."""
+        """Behind the program's fills; its other work runs when it is called."""
         self.progress()
-        return _OVER
+        fills = self._queues[None]
+        return fills[-1] if fills else _OVER
+
+    def fill(self, memory: torch.Tensor) -> None:
+        """Have the program's stream fill bytes, as torch does when it is deterministic."""
+        reference = weakref.ref(memory)
+
+        def work() -> None:
+            memory = reference()
+            if memory is not None:
+                memory.fill_(0xFF)
+
+        self._queue(None, work, ())
 
     def run(self, lane: Lane, work: Callable[[], None], after: Sequence[_Task] = ()) -> _Task:
         """Queue the work."""
         assert None not in after, "a GPU's lanes wait for moments alone"
+        return self._queue(lane, work, after)
+
+    def _queue(self, lane: Lane | None, work: Callable[[], None], after: Sequence[_Task]) -> _Task:
         task = _Task(lane, work, list(after), [(it, it.grad) for it in self._parameters()])
         self._queues[lane].append(task)
         self.progress()
@@ -182,7 +199,7 @@ class HostStateMemory:
     """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere.
 
     The "device" has room for `most_buffers`, or for any number, and gradients of `parameters`.
-    Requests for memory that `refuses` holds for find none.
+    Requests for memory that `refuses` holds for find none. With `lanes`, buffers are filled late.
     """
 
     def __init__(
@@ -191,8 +208,10 @@ class HostStateMemory:
         staged_bytes: int = 1 << 30,
         most_buffers: int | None = None,
         parameters: Iterable[nn.Parameter] = (),
+        lanes: Lanes | None = None,
     ) -> None:
         self._parameters = list(parameters)
+        self._lanes = lanes
         self.staged_bytes = staged_bytes
         self._most_buffers = most_buffers
         self._min_bytes = min_bytes
@@ -264,6 +283,8 @@ class HostStateMemory:
         if self._has_no_room():
             return None
         self.buffers.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
+        if isinstance(self._lanes, LazyLanes):
+            self._lanes.fill(self.buffers[-1])
         return self.buffers[-1]
 
 

@@ -169,6 +169,7 @@ class Program:
                 staged_bytes=STAGED_BYTES,
                 most_buffers=self.most_buffers,
                 parameters=self.model.parameters(),
+                lanes=lanes,
             )
             if self.streams_weights:
                 self.weights = ModelWeights(

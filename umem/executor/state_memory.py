@@ -15,6 +15,7 @@ from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
 from umem.runtime.class_override import class_override
 from umem.runtime.peak_reader import PeakReader
+from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class CudaStateMemory(StateMemory):
         self, tensor: torch.Tensor, born: TensorClass, counted: TensorClass
     ) -> torch.Tensor | None:
         """New memory as a class gets it, counted as of another one; None if it is refused."""
-        new = self._new(lambda: torch.empty_like(tensor), born)
+        new = self._new(lambda: unfilled_like(tensor), born)
         if new is not None:
             self._allocator.retag(new.data_ptr(), counted.number)
         return new
@@ -119,10 +120,7 @@ class CudaStateMemory(StateMemory):
 
     def buffer(self, size_bytes: int) -> torch.Tensor | None:
         """Plain device memory, unless it is refused, or the budget had it put on the host."""
-        buffer = self._new(
-            lambda: torch.empty(size_bytes, dtype=torch.uint8, device=self._device),
-            TensorClass.OTHER,
-        )
+        buffer = self._new(lambda: unfilled_bytes(size_bytes, self._device), TensorClass.OTHER)
         return None if buffer is None or self.is_home(buffer) else buffer
 
 

@@ -25,6 +25,7 @@ from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import own_stream
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled, runtime
+from umem.runtime.unfilled_memory import unfilled_bytes
 
 __all__ = [
     "CudaMover",
@@ -352,10 +353,7 @@ class CudaMover(Mover):
     ) -> list[tuple[torch.UntypedStorage, Any]]:
         """Start copying the first bytes of each buffer into new storages of the stream."""
         with torch.cuda.stream(stream):
-            blocks = [
-                torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-                for _, size_bytes in buffers
-            ]
+            blocks = [unfilled_bytes(size_bytes, self._device) for _, size_bytes in buffers]
         # The allocator may return memory that earlier work of the stream still uses.
         self._in.wait_stream(stream)
         moved: list[tuple[torch.UntypedStorage, Any]] = []

@@ -22,6 +22,7 @@ from torch import nn
 import umem
 from umem.cuda import bindings
 from umem.executor.manage import managers
+from umem.executor.state_memory import CudaStateMemory
 from umem.executor.streamed_training import streamed_trainings
 from umem.runtime.state import runtime
 
@@ -217,6 +218,20 @@ def in_backward(training: Training) -> None:
         umem.manage(training.model, training.optimizer, step_in_backward=True)
 
 
+def buffers_filled_late(training: Training) -> None:
+    """The program's stream is late with new memory, as on a card that many share."""
+    if len(training.losses) != 1:
+        return
+    make = CudaStateMemory.buffer
+
+    def late(memory: CudaStateMemory, size_bytes: int) -> torch.Tensor | None:
+        torch.cuda._sleep(20_000_000)  # cycles
+        buffer = make(memory, size_bytes)
+        return None if buffer is None else buffer.fill_(0xFF)
+
+    setattr(CudaStateMemory, "buffer", late)  # noqa: B010, the type checker takes no new method
+
+
 def varied(training: Training) -> None:
     """Batches of three sizes, evaluations, and a checkpoint that is saved and loaded."""
     saved_and_loaded(training)
@@ -232,7 +247,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
-        *(gradients_clipped, varied),
+        *(gradients_clipped, buffers_filled_late, varied),
     )
 }
 

@@ -529,6 +529,9 @@ class StreamedUnits:
             self._lanes.wait(slot.free)  # before the memory is used for anything else
         slot.operands = None
         slot.operands = self._memory.buffer(int(share * size_bytes))
+        # What was asked for before must not come into it yet: where algorithms are deterministic,
+        # torch fills new memory, and other slots may have given it back.
+        slot.free = self._lanes.mark()
         # To ask for what there is not costs page-locked memory.
         self._has_operand_room = slot.operands is not None
         return slot.operands
