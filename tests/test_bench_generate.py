@@ -211,6 +211,7 @@ def status(**changes: Any) -> WeightStatus:
         "buffer_bytes": 1000,
         "other_bytes": 500,
         "counts": WeightCounts(),
+        "moved_outputs": 0,
     }
     return WeightStatus(**(asked | changes))
 

@@ -105,3 +105,17 @@ def test_other_streams_are_as_they_were(training: Stream) -> None:
     event.record(other)  # again, for the other stream
     side.wait_event(event)
     assert side.done == set()
+
+
+def test_listeners_hear_of_streams_that_wait(training: Stream) -> None:
+    order = StreamOrder(Stream, Event, lambda: CURRENT[0])
+    heard: list[Stream] = []
+    end = order.on_wait(heard.append)
+    side, event = Stream(), Event()
+    side.wait_stream(training)
+    event.wait()
+    event.synchronize()
+    assert heard == [side, training]
+    end()
+    side.wait_stream(training)
+    assert len(heard) == 2

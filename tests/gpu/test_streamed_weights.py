@@ -24,6 +24,7 @@ MORE_BYTES = 64 << 20
 BUDGETS = {
     "inference": "640MiB",
     "changed": "640MiB",
+    "kept": "3GiB",
     "trained": "1GiB",
     "adapters": "640MiB",
     "adapters_without_checkpoints": "900MiB",
@@ -85,6 +86,12 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[An
     assert facts["weights"]["streamed_bytes"] > 0
     assert facts["weights"]["fetched"] > 20
     assert facts["weights"]["in_place"] == 0
+
+
+def test_outputs_that_the_program_keeps_move_to_the_host(
+    pairs: Callable[[str], tuple[Any, Any]],
+) -> None:
+    assert pairs("kept")[1]["weights"]["moved_outputs"] > 24
 
 
 @pytest.mark.parametrize("mode", ["inference", "adapters", "trained"])

@@ -81,6 +81,7 @@ SYSTEMS: dict[str, System] = {
     "fsdp2": System(("transformers",), launched=True),
     "ddp": System(("transformers",), launched=True),
     "megatron_core": System(("megatron-core",), launched=True, needs_gpu=True),
+    "transformer_lens_forward": System(("transformer-lens",), policy="inference"),
     "transformer_lens_cache": System(("transformer-lens",), policy="inference"),
     "hf_generate": System(("transformers",), policy="inference"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["CudaRoom", "CudaStateMemory"]
 
 _LOG = logging.getLogger("umem")
+
+_T = TypeVar("_T")
 
 _PAGE_LOCKED = TensorClass.OPTIMIZER_STATE
 """The class whose memory is page-locked under a policy that streams."""
@@ -102,8 +104,8 @@ class CudaStateMemory(StateMemory):
             self._allocator.retag(new.data_ptr(), counted.number)
         return new
 
-    def _new(self, make: Callable[[], torch.Tensor], born: TensorClass) -> torch.Tensor | None:
-        """A new tensor, with memory as a class gets it; None if that is refused."""
+    def _new(self, make: Callable[[], _T], born: TensorClass) -> _T | None:
+        """What a function makes of memory as a class gets it; None if that is refused."""
         phase = self._allocator.phase()
         try:
             with DisableTorchFunctionSubclass(), class_override(self._allocator, born):
@@ -113,6 +115,32 @@ class CudaStateMemory(StateMemory):
                 raise
             self._allocator.set_phase(phase)  # it ends a step by which it lets the error out
             return None
+
+    def reserve(self, size_bytes: int) -> int | None:
+        """The address of new page-locked memory for activations, which no tensor owns."""
+        index, stream = self._device.index or 0, torch.cuda.current_stream(self._device).cuda_stream
+        address = self._new(lambda: self._allocator.malloc(size_bytes, index, stream), _PAGE_LOCKED)
+        if address is None:
+            return None
+        if bindings.memory_type(address) != "cudaMemoryTypeHost":  # by another policy
+            self.give_back(address)
+            return None
+        self._allocator.retag(address, TensorClass.ACTIVATIONS.number)
+        return address
+
+    def give_back(self, address: int) -> None:
+        """Free what :meth:`reserve` gave."""
+        self._allocator.free(address, self._device.index or 0)
+
+    def move(self, storage: torch.UntypedStorage, address: int) -> None:
+        """Have a storage own memory of :meth:`reserve` in place of its own.
+
+        Both have its contents and size. torch asks the allocator for what a storage grows to.
+        """
+        size_bytes = storage.nbytes()
+        storage.resize_(0)
+        self._allocator.hand_over(address, size_bytes)
+        storage.resize_(size_bytes)
 
     def block_bytes(self, size_bytes: int) -> int:
         """The allocator's rounding."""

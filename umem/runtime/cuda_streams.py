@@ -8,7 +8,9 @@ import torch
 
 from umem.cuda import bindings
 
-__all__ = ["own_stream"]
+__all__ = ["is_own_stream", "own_stream"]
+
+_handles: set[int] = set()
 
 
 @functools.cache
@@ -20,4 +22,11 @@ def own_stream(device: torch.device, purpose: str, *, priority: int = 0) -> torc
     training without streams of its own has for itself.
     """
     with torch.cuda.device(device):
-        return torch.cuda.ExternalStream(bindings.create_stream(priority), device)
+        stream = torch.cuda.ExternalStream(bindings.create_stream(priority), device)
+    _handles.add(stream.cuda_stream)
+    return stream
+
+
+def is_own_stream(stream: torch.cuda.Stream) -> bool:
+    """Whether :func:`own_stream` has made it."""
+    return stream.cuda_stream in _handles

@@ -102,6 +102,21 @@ def infer(model: Model) -> list[torch.Tensor]:
     return seen
 
 
+def keep(model: Model) -> list[torch.Tensor]:
+    """Keep every module's output of each call: more than the budget."""
+    cache: list[torch.Tensor] = []
+    for layer in model.layers:
+        for module in layer.modules():
+            module.register_forward_hook(lambda _module, _args, output: cache.append(output))
+    seen = []
+    with torch.no_grad():
+        for seed in range(6):
+            cache.clear()
+            seen.append(model(batch(seed, 8192)))
+            seen += [it.double().sum() for it in cache]
+    return seen
+
+
 def change_between(model: Model) -> list[torch.Tensor]:
     """The program changes weights whose next copies are on their way."""
     seen = []
@@ -167,6 +182,7 @@ def capture(model: Model) -> list[torch.Tensor]:
 
 
 MODES: dict[str, Callable[[Model], list[torch.Tensor]]] = {
+    "kept": keep,
     "inference": infer,
     "changed": change_between,
     "trained": train,
@@ -230,6 +246,7 @@ def main(mode: str) -> None:
             "late": status.counts.late,
             "reused": status.counts.reused,
             "in_place": status.counts.in_place,
+            "moved_outputs": status.moved_outputs,
         }
         facts["page_locked_bytes"] = runtime().allocator.kind_stats(0)["pinned"]["reserved_bytes"]
     print(json.dumps(facts))

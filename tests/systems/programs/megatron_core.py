@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -20,7 +22,7 @@ from torch import distributed
 
 program = Program("megatron-core")
 shape = program.shape
-torch.cuda.set_device(program.device)
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 distributed.init_process_group("nccl")
 parallel_state.initialize_model_parallel()
 model_parallel_cuda_manual_seed(SEED)

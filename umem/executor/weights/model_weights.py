@@ -19,9 +19,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from umem.capture.live import Block, find_blocks
+from umem.core.block_sizes import LARGE_BYTES
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError
 from umem.core.units import format_bytes
+from umem.executor.kept_outputs import KeptOutputs
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.shared_budget import BudgetPart, SharedBudget, shared_budget
@@ -89,6 +91,8 @@ class WeightStatus:
     other_bytes: int
     """Memory that the plan leaves for everything else."""
     counts: WeightCounts
+    moved_outputs: int
+    """Outputs that the program keeps whose memory became the host's."""
 
 
 def weights_of(model: nn.Module) -> ModelWeights | None:
@@ -128,15 +132,27 @@ def manage_weights(model: nn.Module) -> ModelWeights:
             its.close()
     rules = state.resolved.rules
     min_bytes = rules[TensorClass.WEIGHTS.number].min_bytes
+    lanes = cuda_lanes(device)
+    memory = CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes))
+    room = CudaRoom(state.allocator, index, budget_bytes, state.resolved.homes)
     made = ModelWeights(
         model,
-        cuda_lanes(device),
-        CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes)),
-        CudaRoom(state.allocator, index, budget_bytes, state.resolved.homes),
+        lanes,
+        memory,
+        room,
         ActivationStore(device),
         min_bytes=min_bytes,
         share=rules[TensorClass.WEIGHTS.number].fraction,
         shared=shared_budget(index),
+        outputs=KeptOutputs(
+            model,
+            find_blocks(model, None),
+            device,
+            lanes,
+            memory,
+            room,
+            min_bytes=LARGE_BYTES,
+        ),
     )
     _models[model] = made
     if not _STEP_HOOK:
@@ -179,6 +195,8 @@ class ModelWeights:
         The most of all weights that may be on the device, as a share of their bytes.
     shared
         The device's budget, where trainings and other models divide it with this one.
+    outputs
+        What moves outputs that the program keeps; closed with the weights.
     """
 
     def __init__(
@@ -192,6 +210,7 @@ class ModelWeights:
         min_bytes: int,
         share: float = 1.0,
         shared: SharedBudget | None = None,
+        outputs: KeptOutputs | None = None,
     ) -> None:
         self.share = share
         """The most of all weights that may be on the device, as a share of their bytes."""
@@ -231,6 +250,9 @@ class ModelWeights:
         """None until it is asked for, as every call of several models does."""
         self._managed_run = new_run(model, "call", functools.partial(_late, weakref.ref(self)))
         self._undo: list[Undo] = hook_calls(model, self._begin, None, self._fail)
+        self._outputs = outputs
+        if outputs is not None:
+            self._undo.append(outputs.close)
         self._shared.join(self)
 
     def status(self) -> WeightStatus:
@@ -245,6 +267,7 @@ class ModelWeights:
             buffer_bytes=self.streamed.buffer_bytes,
             other_bytes=self._other_bytes,
             counts=self.streamed.counts,
+            moved_outputs=0 if self._outputs is None else self._outputs.moved,
         )
 
     @property

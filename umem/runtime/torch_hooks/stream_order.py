@@ -43,6 +43,13 @@ class StreamOrder:
         self._finish = stream_class.synchronize
         self._is_finished = stream_class.query
         self._is_installed = False
+        self._listeners: list[Callable[[Any], None]] = []
+
+    def on_wait(self, listener: Callable[[Any], None]) -> Callable[[], None]:
+        """Call a function with each stream that waits for an event; the result ends that."""
+        self._listeners.append(listener)
+        self._install()
+        return functools.partial(_remove, self._listeners, listener)
 
     def add(self, stream: Any, event: Any) -> None:
         """Count the work before an event as part of a stream, in place of what was added before.
@@ -68,6 +75,8 @@ class StreamOrder:
             order._wait(event, stream)
             if (behind := _behind(event)) is not None:
                 order._wait(behind, stream)
+            for listener in list(order._listeners):
+                listener(stream or order._current_stream())
 
         @functools.wraps(self._synchronize)
         def synchronize(event: Any) -> None:
@@ -97,6 +106,11 @@ class StreamOrder:
         self._event_class.query = query
         self._stream_class.synchronize = finish
         self._stream_class.query = is_finished
+
+
+def _remove(listeners: list[Callable[[Any], None]], listener: Callable[[Any], None]) -> None:
+    if listener in listeners:
+        listeners.remove(listener)
 
 
 def _behind(event: Any) -> Any:
