@@ -34,6 +34,7 @@ class Room(DeviceRoom):
     """Next peaks; without any, the last one again."""
     last: int = 0
     placed: Any = lambda: 0
+    spilled: int = 0
 
     def take_peak_bytes(self) -> int:
         if self.peaks:
@@ -44,10 +45,10 @@ class Room(DeviceRoom):
         pass
 
     def spilled_bytes(self) -> int:
-        return 0
+        return self.spilled
 
     def trim(self) -> None:
-        pass
+        self.spilled = 0
 
 
 class DeviceMemory(HostStateMemory):
@@ -216,6 +217,23 @@ def test_calls_that_need_more_have_weights_leave() -> None:
     assert status.plans == 1
     assert status.other_bytes > room.last
     assert on_device(model, memory) < WEIGHT_BYTES
+
+
+def test_calls_that_find_holes_alone_have_weights_leave() -> None:
+    """By its size, what they make has room; where it had none, it was made on the host."""
+    model = Net(8)
+    expected = call(model)
+    made, room, _ = make(model, 256 * MIB + SMALL_BYTES + 6 * LAYER_BYTES)
+    call(model)
+    first = made.status()
+    room.spilled = LAYER_BYTES
+    assert torch.equal(call(model), expected)
+    second = made.status()
+    assert second.plans == 2
+    assert second.resident_bytes < first.resident_bytes
+    assert second.other_bytes >= first.other_bytes + LAYER_BYTES
+    call(model)
+    assert made.status().plans == 2
 
 
 def test_weights_come_back_when_calls_need_less_for_long() -> None:

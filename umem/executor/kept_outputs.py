@@ -150,7 +150,8 @@ class KeptOutputs:
         self._made: list[torch.Tensor] = []
         """Outputs of the present block that are kept."""
         self._leaving: deque[_Block] = deque()
-        self._spilled_bytes = room.spilled_bytes()
+        self._spilled_bytes = 0
+        """When the pass began."""
         self._must_trim = False
         self._stream_key = 0
         """The model's stream."""
@@ -207,7 +208,7 @@ class KeptOutputs:
         if self._must_trim:
             self._must_trim = False
             self._room.trim()
-            self._spilled_bytes = self._room.spilled_bytes()
+        self._spilled_bytes = self._room.spilled_bytes()
         self._mode = self._next_mode
         self._stream_key = self._lanes.stream_key()
         self._count = self._last_block = self._next_block = 0
@@ -227,7 +228,6 @@ class KeptOutputs:
             self._arrive(self._leaving.popleft())
         spilled_bytes = self._room.spilled_bytes()
         more_bytes = spilled_bytes - self._spilled_bytes
-        self._spilled_bytes = max(spilled_bytes, self._spilled_bytes)
         if mode is _Mode.OFF and more_bytes > 0:
             self._next_mode = _Mode.LEARN
             self._hook_outputs()

@@ -374,6 +374,12 @@ class ModelWeights:
             return needed_bytes if has_homes or self._is_over(needed_bytes) else None
         if self._plan is None:
             return _with_margin(peak_bytes) if self._is_over(peak_bytes) else None
+        if (spilled_bytes := self._room.spilled_bytes() - self.spilled_bytes) > 0:
+            # Holes between what is live may leave no room where the sizes alone would.
+            self.spilled_bytes += spilled_bytes
+            if self._plan.resident_bytes:
+                self._calm_calls = 0
+                return _with_margin(max(peak_bytes, self._other_bytes + spilled_bytes))
         has_too_much = part.most_bytes is not None and self.device_bytes > part.most_bytes
         if peak_bytes > self._other_bytes or has_too_much:
             self._calm_calls = 0
