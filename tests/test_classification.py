@@ -420,3 +420,17 @@ class TestGradientHook:
         assert table.weight.grad is not None
         assert table.weight.grad.is_sparse
         assert [id(p) for p in witness.gradients] == [id(table.weight)]
+
+
+def test_a_model_whose_forward_the_program_runs_is_one_root(witness: Witness) -> None:
+    class Chain(nn.Sequential):
+        """Its forward is wrapped, that of other chains is not."""
+
+    model: Any = Chain(Spy(witness), Spy(witness))
+    roots: list[nn.Module] = []
+    witness.classifier.on_root = roots.append
+    for _ in range(2):
+        model.forward(torch.ones(2, WIDTH))
+    assert roots == [model]
+    assert witness.classifier.roots() == [model]
+    assert not witness.watches_forward()

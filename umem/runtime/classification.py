@@ -32,6 +32,7 @@ from umem.runtime.model_parts import (
 )
 from umem.runtime.native_library import native
 from umem.runtime.state_room import StateRoom
+from umem.runtime.torch_hooks.modules import enter_running_forward, hook_running_forward
 from umem.torch_compat import PRIVATE_NAMES, replace
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Classifier:
         self._forward_hook: Any = None
         self._seen_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._first_inside: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """What roots call first whose ``forward`` the program calls itself: no hook sees them."""
         self._hooked_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._known_states: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._moving = threading.local()
@@ -94,6 +97,7 @@ class Classifier:
         """Look at the modules that are called next."""
         self._seen_roots.clear()
         self._seen_modules.clear()
+        self._first_inside.clear()
         if self._forward_hook is None:
             self._forward_hook = nn.modules.module.register_module_forward_pre_hook(
                 self._before_forward
@@ -102,7 +106,7 @@ class Classifier:
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
         if torch.compiler.is_compiling():  # keeps the hook out of the compiled graph
             return
-        if module in self._seen_roots:
+        if module in self._seen_roots or module in self._first_inside:
             # Its second call: the whole iteration in between has shown every module.
             if self._forward_hook is not None:
                 self._forward_hook.remove()
@@ -110,6 +114,10 @@ class Classifier:
             return
         if module in self._seen_modules:
             return
+        outer = hook_running_forward(module)
+        if outer is not None:
+            self._first_inside[module] = True
+            module = outer
         self._seen_roots[module] = True
         for part in module.modules():
             self._seen_modules[part] = True
@@ -117,6 +125,8 @@ class Classifier:
         self._tag_parameters(module.parameters())
         self._tag(module.buffers(), TensorClass.OTHER)
         self.on_root(module)
+        if outer is not None:
+            enter_running_forward(outer)
 
     def _on_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None:

@@ -144,15 +144,9 @@ def manage_weights(model: nn.Module) -> ModelWeights:
         min_bytes=min_bytes,
         share=rules[TensorClass.WEIGHTS.number].fraction,
         shared=shared_budget(index),
-        outputs=KeptOutputs(
-            model,
-            find_blocks(model, None),
-            device,
-            lanes,
-            memory,
-            room,
-            min_bytes=LARGE_BYTES,
-        ),
+    )
+    made.outputs = KeptOutputs(
+        model, find_blocks(model, None), device, lanes, memory, room, min_bytes=LARGE_BYTES
     )
     _models[model] = made
     if not _STEP_HOOK:
@@ -195,8 +189,6 @@ class ModelWeights:
         The most of all weights that may be on the device, as a share of their bytes.
     shared
         The device's budget, where trainings and other models divide it with this one.
-    outputs
-        What moves outputs that the program keeps; closed with the weights.
     """
 
     def __init__(
@@ -210,10 +202,11 @@ class ModelWeights:
         min_bytes: int,
         share: float = 1.0,
         shared: SharedBudget | None = None,
-        outputs: KeptOutputs | None = None,
     ) -> None:
         self.share = share
         """The most of all weights that may be on the device, as a share of their bytes."""
+        self.outputs: KeptOutputs | None = None
+        """Moves outputs that the program keeps. Its hooks run behind those that place weights."""
         self._model = weakref.ref(model)
         self._lanes = lanes
         self._memory = memory
@@ -250,9 +243,6 @@ class ModelWeights:
         """None until it is asked for, as every call of several models does."""
         self._managed_run = new_run(model, "call", functools.partial(_late, weakref.ref(self)))
         self._undo: list[Undo] = hook_calls(model, self._begin, None, self._fail)
-        self._outputs = outputs
-        if outputs is not None:
-            self._undo.append(outputs.close)
         self._shared.join(self)
 
     def status(self) -> WeightStatus:
@@ -267,7 +257,7 @@ class ModelWeights:
             buffer_bytes=self.streamed.buffer_bytes,
             other_bytes=self._other_bytes,
             counts=self.streamed.counts,
-            moved_outputs=0 if self._outputs is None else self._outputs.moved,
+            moved_outputs=0 if self.outputs is None else self.outputs.moved,
         )
 
     @property
@@ -307,6 +297,8 @@ class ModelWeights:
         for undo in self._undo:
             undo()
         self._undo.clear()
+        if self.outputs is not None:
+            self.outputs.close()
         self.streamed.close()
         self._shared.leave(self)
 

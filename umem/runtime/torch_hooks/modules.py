@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,7 +16,7 @@ from torch.compiler import is_compiling
 
 from umem.torch_compat import compiled_call, set_compiled_call
 
-__all__ = ["Guard", "Undo", "hook_calls"]
+__all__ = ["Guard", "Undo", "enter_running_forward", "hook_calls", "hook_running_forward"]
 
 Undo = Callable[[], None]
 OnError = Callable[[Exception], None]
@@ -126,6 +130,8 @@ def hook_calls(
     """
     if compiled_call(module) is not None:
         return [_hook_compiled(module, enter, leave, on_error)]
+    if module in _forward_hooks:
+        return [_hook_forward(module, enter, leave, on_error)]
     undo = [module.register_forward_pre_hook(_Before(enter, on_error), with_kwargs=True).remove]
     if leave is not None:
         after = _After(leave, on_error)
@@ -133,32 +139,54 @@ def hook_calls(
     return undo
 
 
+_Pair = tuple[Hook, Hook | None]
+"""Before and after a call."""
+
+
+def _pair(
+    enter: Callable[..., None], leave: Callable[..., None] | None, on_error: OnError
+) -> _Pair:
+    after = None
+    if leave is not None:
+        after = Hook(lambda output, failed: leave(output, failed=failed), on_error)
+    return Hook(enter, on_error), after
+
+
+def _call_with(
+    hooks: list[_Pair],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    own: tuple[Any, ...] = (),
+) -> Any:
+    """Call a function with hooks around; `own` are arguments before those that hooks see."""
+    output, failed = None, True
+    try:
+        for before, _ in hooks:
+            before(args, kwargs)
+        output = function(*own, *args, **kwargs)
+        failed = False
+    finally:
+        for _, after in hooks:
+            if after is not None:
+                after(output, failed)
+    return output
+
+
 class _CompiledCall:
     """The function that ``Module.compile`` has made, with hooks around it.
 
     A module's own hooks are inside of that function, where they run only while it is traced.
-    `hooks` are pairs before and after the call; the second may be missing.
     """
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
         self.compiled = compiled
-        self.hooks: list[tuple[Hook, Hook | None]] = []
+        self.hooks: list[_Pair] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # as a part of a larger graph
             return self.compiled(*args, **kwargs)
-        hooks = list(self.hooks)
-        output, failed = None, True
-        try:
-            for before, _ in hooks:
-                before(args, kwargs)
-            output = self.compiled(*args, **kwargs)
-            failed = False
-        finally:
-            for _, after in hooks:
-                if after is not None:
-                    after(output, failed)
-        return output
+        return _call_with(list(self.hooks), self.compiled, args, kwargs)
 
 
 def _hook_compiled(
@@ -169,10 +197,7 @@ def _hook_compiled(
 ) -> Undo:
     found: Any = compiled_call(module)
     call = found if isinstance(found, _CompiledCall) else _CompiledCall(found)
-    after = None
-    if leave is not None:
-        after = Hook(lambda output, failed: leave(output, failed=failed), on_error)
-    pair = Hook(enter, on_error), after
+    pair = _pair(enter, leave, on_error)
     call.hooks.append(pair)
     set_compiled_call(module, call)
 
@@ -181,5 +206,84 @@ def _hook_compiled(
         # The module may have been compiled again since.
         if not call.hooks and compiled_call(module) is call:
             set_compiled_call(module, call.compiled)
+
+    return undo
+
+
+_forward_hooks: weakref.WeakKeyDictionary[nn.Module, list[_Pair]] = weakref.WeakKeyDictionary()
+"""Of modules whose ``forward`` the program calls past their call."""
+
+_wrapped_classes: set[type[nn.Module]] = set()
+
+
+def hook_running_forward(inner: nn.Module) -> nn.Module | None:
+    """Find the module around one that is called, if the program runs its ``forward`` itself.
+
+    torch runs no hook of a module then. From now on, :func:`hook_calls` puts this module's hooks
+    around its ``forward``. Returns the outermost such module, or None.
+    """
+    found = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = _running(frame)
+        if module is not None and any(it is inner for it in module.modules()):
+            found = module
+        frame = frame.f_back
+    if found is None or found is inner or "forward" in vars(found):
+        return None
+    _forward_hooks.setdefault(found, [])
+    _wrap_forward(type(found))
+    return found
+
+
+def enter_running_forward(module: nn.Module) -> None:
+    """Call what is to be called at the begin of a ``forward`` that began without it."""
+    for before, _ in list(_forward_hooks.get(module, ())):
+        before((), {})
+
+
+def _running(frame: FrameType) -> nn.Module | None:
+    """The module whose class's ``forward`` a frame runs."""
+    code = frame.f_code
+    if code.co_argcount:
+        first = frame.f_locals.get(code.co_varnames[0])
+    elif code.co_flags & inspect.CO_VARARGS:  # a decorated one
+        first = next(iter(frame.f_locals.get(code.co_varnames[code.co_kwonlyargcount], ())), None)
+    else:
+        return None
+    if not isinstance(first, nn.Module):
+        return None
+    return first if getattr(type(first).forward, "__code__", None) is code else None
+
+
+def _wrap_forward(kind: type[nn.Module]) -> None:
+    if kind in _wrapped_classes:
+        return
+    _wrapped_classes.add(kind)
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hooks = None if is_compiling() else _forward_hooks.get(self)
+        if not hooks:
+            return forward(self, *args, **kwargs)
+        return _call_with(list(hooks), forward, args, kwargs, own=(self,))
+
+    kind.forward = hooked
+
+
+def _hook_forward(
+    module: nn.Module,
+    enter: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    leave: Callable[..., None] | None,
+    on_error: OnError,
+) -> Undo:
+    hooks = _forward_hooks[module]
+    pair = _pair(enter, leave, on_error)
+    hooks.append(pair)
+
+    def undo() -> None:
+        if pair in hooks:
+            hooks.remove(pair)
 
     return undo
