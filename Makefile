@@ -47,8 +47,8 @@ EMULATOR_SKIPS := pinned_memory hint_load
 # gigabytes, and fails an assertion of its own where threads start in a forked child.
 EMULATOR_SKIPS_7 := chaos device_budget expandable_segments hint_fork pause pause_threads stress
 # Pages of 64 KiB, as Grace's kernels often have: QEMU before version 9 pretends to have them. It loses
-# a mapping of class_context; hint_order itself supposes pages of 4 KiB.
-EMULATOR_SKIPS_64K := class_context hint_order
+# a mapping of class_context.
+EMULATOR_SKIPS_64K := class_context
 
 .PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz chaos bench systems docs pictures lock wheel wheels clean
 .DEFAULT_GOAL := help
@@ -179,7 +179,7 @@ test-aarch64: QEMU = $(shell qemu-aarch64 --version 2>/dev/null | sed -n 's/.* v
 test-aarch64: SKIPS = $(EMULATOR_SKIPS) $(if $(filter 5 6 7,$(QEMU)),$(EMULATOR_SKIPS_7))
 test-aarch64: CTEST = $(BIN)/ctest --test-dir build/aarch64 --parallel $(JOBS) --output-on-failure --no-tests=error
 test-aarch64: .venv/tools.stamp
-	@command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || \
+	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || \
 	  { echo 'make test-aarch64 needs apt-get install g++-aarch64-linux-gnu qemu-user' >&2; exit 1; }
 	$(BIN)/cmake -S . -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  --toolchain cmake/aarch64-linux-gnu.cmake -DUMEM_PYTHON=OFF -DUMEM_WERROR=ON

@@ -634,6 +634,63 @@ def test_loading_state_is_the_way_out(eagerness: float, optimizer_first: bool) -
     assert updates(run(recover, eagerness)) >= 8
 
 
+def load_behind_an_error(program: Program, *, optimizer_first: bool, is_refused: bool) -> None:
+    """Load the state from before a backward pass that has failed."""
+    saved = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict()))
+    fail_late(program)
+    if is_refused and not program.is_stock:
+        with pytest.raises(PlanError, match="without step_in_backward"):
+            program.step()
+    if optimizer_first:
+        program.optimizer.load_state_dict(saved[1])
+    program.model.load_state_dict(saved[0])
+    if not optimizer_first:
+        program.optimizer.load_state_dict(saved[1])
+    program.seen.clear()
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("optimizer_first", [False, True])
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("watched", [0, 1])
+def test_loading_state_is_the_way_out_of_the_watched_steps(
+    watched: int, is_refused: bool, optimizer_first: bool, eagerness: float
+) -> None:
+    """The training goes on as stock's from there, and its steps are watched again."""
+    stock = Program(None, clips=False)
+    streamed = Program(lambda it: LazyLanes(it, eagerness), in_backward=True, clips=False)
+    for it in (stock, streamed):
+        it.step()
+        it.stream()
+        for _ in range(watched):
+            it.step()
+        load_behind_an_error(it, optimizer_first=optimizer_first, is_refused=is_refused)
+        it.steps = 0
+        for _ in range(2):
+            it.step()
+        assert it.is_stock or updates(it) == 0
+        for _ in range(2):
+            it.step()
+    assert updates(streamed) > 0
+    found, expected = (
+        bits([it.seen, it.model.state_dict(), it.optimizer.state_dict()])
+        for it in (streamed, stock)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_loading_a_part_is_no_way_out_of_the_watched_steps(part: str) -> None:
+    program = Program(LazyLanes, in_backward=True, clips=False)
+    program.step()
+    program.stream()
+    saved = copy.deepcopy(getattr(program, part).state_dict())
+    fail_late(program)
+    getattr(program, part).load_state_dict(saved)
+    with pytest.raises(PlanError, match="without step_in_backward"):
+        program.step()
+
+
 def test_loading_a_part_is_no_way_out() -> None:
     program = streaming()
     saved = copy.deepcopy(program.model.state_dict())

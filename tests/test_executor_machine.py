@@ -217,7 +217,43 @@ def test_many_optimizers_of_one_model_are_warned_of_once(
         other = managed(Training(), machine_with(allocator))
     assert len(caplog.records) == 1
     assert caplog.records[0].args == (2, "Net")
+    assert [it.status().state is ManagerState.OFF for it in kept] == [True] * 4 + [False]
+    assert other.status().state is not ManagerState.OFF
     for manager in (*kept, other):
+        manager.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_larger_first", [False, True])
+def test_many_optimizers_of_one_model_have_one_plan(is_larger_first: bool) -> None:
+    """Two would keep what each likes on the device: more than the budget that each has."""
+
+    def split(model: Any) -> list[torch.optim.Optimizer]:
+        parts = [model.layers, model.head] if is_larger_first else [model.head, model.layers]
+        return [torch.optim.AdamW(it.parameters(), lr=1e-2) for it in parts]
+
+    def steps(training: Training, optimizers: list[torch.optim.Optimizer]) -> None:
+        for _ in range(BEFORE_PLANNED + 4):
+            loss = training.forward()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            training.losses.append(loss.item())
+
+    stock, training = Training(), Training()
+    steps(stock, split(stock.model))
+    optimizers = split(training.model)
+    kept = [
+        manage_on(training.model, it, lambda: host_machine(40 * MIB), "planned")
+        for it in optimizers
+    ]
+    steps(training, optimizers)
+    states = [it.status().state for it in kept]
+    assert states[not is_larger_first] is ManagerState.RUNNING
+    assert states[is_larger_first] is ManagerState.OFF
+    assert training.losses == stock.losses
+    for manager in kept:
         manager.close()
 
 

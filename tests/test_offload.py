@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Interrupt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -97,6 +98,32 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_moment() -> None:
+    """The next pass has the same values, at the latest behind one that is refused."""
+    plain = results(make_layers("linear"), *offload(1, enabled=False), steps=1)
+    layers = make_layers("linear")
+    context, sync = offload(3, LAYERS, min_bytes=MIN_BYTES)
+    number, is_interrupted = 0, True
+    while is_interrupted:
+        try:
+            with Interrupt(number):
+                forward(layers, context, sync).square().mean().backward()
+        except KeyboardInterrupt:
+            number += 1
+        else:
+            is_interrupted = False
+        for layer in layers:
+            layer.zero_grad()
+        try:
+            found = results(layers, context, sync, steps=1)
+        except OffloadError:
+            found = results(layers, context, sync, steps=1)
+        assert_equal(found, plain)
+        assert saved_tensors.innermost() is None
+    assert number > 100
 
 
 class TestOffload:

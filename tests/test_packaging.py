@@ -326,3 +326,23 @@ def test_locks_hold_what_make_installs() -> None:
         assert "torch" not in locked
         assert {name: locked[name] for name in common} == {name: pins[name] for name in common}
         assert lock.count("--hash=sha256:") >= len(locked)
+
+
+@pytest.mark.parametrize("present", [[], ["aarch64-linux-gnu-g++"], ["qemu-aarch64"]])
+def test_aarch64_without_its_tools_says_what_to_install(tmp_path: Path, present: list[str]) -> None:
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name in ("make", "sh", "find", "nproc", "sed", "expr"):
+        (bin_folder / name).symlink_to(shutil.which(name) or name)
+    for name in present:
+        (bin_folder / name).symlink_to("/bin/true")
+    done = subprocess.run(
+        [bin_folder / "make", "test-aarch64", "--old-file=.venv/tools.stamp"],
+        cwd=ROOT,
+        env={"PATH": str(bin_folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "apt-get install g++-aarch64-linux-gnu qemu-user" in done.stderr
+    assert "cmake" not in done.stdout

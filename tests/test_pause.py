@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from cards import H200
-from managed_training import Training
+from managed_training import BEFORE_PLANNED, Training
 
 import umem
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
-from umem.hardware.host_memory import host_memory
+from umem.executor import ManagerState
+from umem.hardware.host_share import HostShare, host_share
 from umem.policy import load_policy
 from umem.runtime import state
 from umem.runtime.classification import Classifier, gradient_hook
@@ -27,6 +28,9 @@ MIB = 1 << 20
 GPUS = 2
 CARD_BYTES = 192 * MIB
 """Of both GPUs together, which is how one of them takes what the other one gave back."""
+
+PINNED_BYTES = 128 * MIB
+"""Cap on page-locked memory."""
 
 TABLE_BYTES = 48 * MIB
 PAGED = TensorClass.ACTIVATIONS
@@ -39,7 +43,8 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Any:
     library, policy = native(), load_policy("sft")
     settings = [library.ClassSetting("device")] * len(TensorClass)
     settings[PAGED.number] = library.ClassSetting("managed")
-    made = library.Allocator.on_host(library.Config(settings), CARD_BYTES, GPUS, expandable=True)
+    config = library.Config(settings, pinned_limit_bytes=PINNED_BYTES)
+    made = library.Allocator.on_host(config, CARD_BYTES, GPUS, expandable=True)
     resolved = resolve_for(policy, [H200])[0]
     classifier = Classifier(made, gradient_hook(made))
     budgets = (None,) * GPUS
@@ -136,13 +141,43 @@ def test_the_host_must_have_the_memory(
     table = Table(allocator, TABLE_BYTES)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 99999 kB\nMemAvailable: 9999 kB\n")
-    memory = host_memory(tmp_path)
-    assert memory is not None
-    monkeypatch.setattr("umem.pausing.share_bytes", lambda: memory.available_bytes)
+    monkeypatch.setattr("umem.pausing.host_share", lambda: host_share({}, tmp_path))
     with pytest.raises(umem.PauseError, match=r"48\.00 MiB of host memory"):
         umem.pause(0)
     assert not allocator.is_paused(0)
     assert table.is_intact()
+
+
+def test_what_other_ranks_have_taken_counts_once(
+    allocator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of eight ranks pauses too: the others' copies are in host memory already."""
+    table, other = Table(allocator, TABLE_BYTES), Table(allocator, TABLE_BYTES, device=1)
+    left_bytes = 2 * TABLE_BYTES
+    monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(left_bytes, 8, "RANKS"))
+    assert umem.pause(0).host_bytes == TABLE_BYTES
+    left_bytes -= TABLE_BYTES
+    assert umem.pause(1).host_bytes == TABLE_BYTES
+    umem.resume(0)
+    umem.resume(1)
+    assert table.is_intact()
+    assert other.is_intact()
+    left_bytes = TABLE_BYTES - 1
+    with pytest.raises(umem.PauseError, match="host memory"):
+        umem.pause(0)
+
+
+def test_a_rank_takes_no_more_than_its_own_part(
+    allocator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = [Table(allocator, TABLE_BYTES) for _ in range(3)]  # more than the cap
+    monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(1 << 30, 8, "RANKS"))
+    with pytest.raises(umem.PauseError, match="host memory"):
+        umem.pause(0)
+    monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(2 << 30, 8, "RANKS"))
+    umem.pause(0)
+    umem.resume(0)
+    assert all(it.is_intact() for it in tables)
 
 
 def test_no_capture_is_broken(allocator: Any) -> None:
@@ -177,6 +212,33 @@ def test_hints_end_before_the_memory_goes(allocator: Any) -> None:
         assert engine.statistics().open_requests == 0
         assert all(engine.wait(ticket, timeout_s=0) == "done" for ticket in tickets)
     manager.close()
+
+
+def test_two_trainings_pause_between_their_steps(allocator: Any) -> None:
+    """Hints of both end before, and both go on exactly behind it."""
+    trainings, stock = [Training(), Training()], [Training(), Training()]
+    managers = [
+        it.manage("lookahead", "40MiB", bytes_per_s=bytes_per_s)
+        for it, bytes_per_s in zip(trainings, (4e9, 100e6), strict=True)
+    ]
+    table = Table(allocator, TABLE_BYTES)
+    for _ in range(2):
+        for it in (*trainings, *stock):
+            it.steps(BEFORE_PLANNED)
+        for manager in managers:
+            for number in range(4):
+                manager.engine.submit(HintOp.PREFETCH, (1 << 40) + number * 8 * MIB, 8 * MIB)
+        assert managers[1].engine.statistics().open_requests
+        with umem.paused(0) as report:
+            assert [it.engine.statistics().open_requests for it in managers] == [0, 0]
+            assert report.host_bytes == TABLE_BYTES
+        assert table.is_intact()
+    for training, its, manager in zip(trainings, stock, managers, strict=True):
+        training.step()
+        its.step()
+        assert manager.status().state is ManagerState.RUNNING
+        assert training.equals(its)
+        manager.close()
 
 
 ENDING = """

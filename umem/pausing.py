@@ -6,11 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from umem.core.errors import PauseError
-from umem.hardware.host_share import share_bytes
+from umem.hardware.host_share import host_share
 from umem.runtime.inspection import device_number
 from umem.runtime.state import runtime
+
+if TYPE_CHECKING:
+    from umem.runtime import _native
 
 __all__ = ["PausedMemory", "pause", "paused", "resume"]
 
@@ -27,8 +31,9 @@ class PausedMemory:
     """Device memory that stays: of captured CUDA graphs and other private pools, all plain device
     memory where the driver maps none by handles, and page tables of page-locked memory."""
     evicted_bytes: int
-    """Managed memory whose pages were moved to the host. NVML goes on counting the emptied pages:
-    the driver keeps them, as the first to take when memory is needed."""
+    """Managed memory whose pages were moved to the host; not what the budget has left there from
+    the start. NVML goes on counting the emptied pages: the driver keeps them, as the first to take
+    when memory is needed."""
     host_bytes: int
     """Host memory that the copy of the live tensors takes."""
 
@@ -74,10 +79,8 @@ def pause(device: int | None = None) -> PausedMemory:
     """
     state, number = runtime(), device_number(device)
     _finish_hints()
-    share = share_bytes()
-    available_bytes = sys.maxsize if share is None else share
     try:
-        return PausedMemory(*state.allocator.pause(number, available_bytes))
+        return PausedMemory(*state.allocator.pause(number, _most_host_bytes(state.allocator)))
     except RuntimeError as error:
         raise PauseError(str(error)) from error
 
@@ -120,6 +123,20 @@ def paused(device: int | None = None) -> Iterator[PausedMemory]:
         yield report
     finally:
         resume(number)
+
+
+def _most_host_bytes(allocator: _native.Allocator) -> int:
+    """Host memory that a pause may take.
+
+    What other ranks have taken for theirs is available no more: a share of the rest would count it
+    twice, and refuse the last ones. The cap on page-locked memory comes from the share that this
+    process had when umem was enabled.
+    """
+    share = host_share()
+    if share is None:
+        return sys.maxsize
+    own_bytes = min(share.available_bytes, allocator.pinned_room_bytes())
+    return max(share.share_bytes, own_bytes)
 
 
 def _finish_hints() -> None:

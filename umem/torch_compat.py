@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch._C import DisableTorchFunctionSubclass
+    from torch._C import _InferenceMode as InferenceMode
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -43,6 +44,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "InferenceMode",
     "Need",
     "PrivateName",
     "TorchDispatchMode",
@@ -193,6 +195,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
             "view_base": "torch:Tensor._base",
             "storage_key": "torch:UntypedStorage._cdata",
         },
+    ),
+    **_names(
+        "gives weights other memory, whatever mode a call is in; an interrupt leaves no other mode",
+        "weights could not be streamed",
+        {"InferenceMode": "torch._C:_InferenceMode"},
     ),
     **_names(
         "orders uses of a tensor behind its update, and finds tensors that share memory",

@@ -40,6 +40,11 @@ class Allocator {
   void set_release_listener(const std::shared_ptr<ReleaseListener>& listener);
 
   std::size_t managed_bytes() const { return limits_.managed.held_bytes(); }
+  // What the cap on page-locked memory leaves; 0 without one.
+  std::size_t pinned_room_bytes() const {
+    const std::size_t limit = limits_.pinned.limit_bytes(), held = limits_.pinned.held_bytes();
+    return limit > held ? limit - held : 0;
+  }
 
   // Around fork(): a child must find every lock free.
   void lock_all();

@@ -142,7 +142,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
 }
 
 std::pair<Heap*, std::size_t> DeviceAllocator::heap_and_bytes_for(Request& request) {
-  if (!pending_events_.empty() || !deferred_.empty()) process_events();
+  if (!pending_events_.empty()) process_events();
   if (!request.in_room) request.in_room = take_device_room(request.tensor_class, request.bytes);
   const std::uint8_t route =
       route_for(*request.in_room ? TensorClass::other : request.tensor_class, request.bytes);
@@ -376,17 +376,27 @@ void DeviceAllocator::wait_for_streams(Block* block) {
       return;
     }
   }
-  for (const DeviceStream& other : std::exchange(block->other_streams, {})) {
-    const EventId event = driver_.record(other.device, other.stream);
-    ++block->pending_events;
-    // No event: the driver or the stream is gone, and the end of the work is unknown, so the block
-    // is never reused.
-    if (event != 0) pending_events_[other].push_back({event, block});
+  const std::vector<DeviceStream> streams = std::exchange(block->other_streams, {});
+  block->pending_events = static_cast<std::uint32_t>(streams.size());
+  std::vector<EventId> events(streams.size());
+  const auto record = [&] {
+    for (std::size_t i = 0; i < streams.size(); ++i)
+      events[i] = driver_.record(streams[i].device, streams[i].stream);
+  };
+  if (awaits_records_) {
+    record();
+  } else {
+    ++recording_;
+    unlocked(record);
+    if (--recording_ == 0 && awaits_records_) recorded_.notify_one();
   }
+  // No event: the driver or the stream is gone, and the end of the work is unknown, so the block is
+  // never reused.
+  for (std::size_t i = 0; i < streams.size(); ++i)
+    if (events[i] != 0) pending_events_[streams[i]].push_back({events[i], block});
 }
 
 void DeviceAllocator::process_events() {
-  if (active_pools_.empty()) finish_deferred();
   for (auto queue = pending_events_.begin(); queue != pending_events_.end();) {
     std::deque<PendingEvent>& events = queue->second;
     while (!events.empty() && driver_.finished(events.front().event)) {
@@ -399,7 +409,6 @@ void DeviceAllocator::process_events() {
 }
 
 void DeviceAllocator::synchronize_events() {
-  if (active_pools_.empty()) finish_deferred();
   if (pending_events_.empty()) return;
   ++stats_.num_sync_all_streams;
   for (auto& [stream, events] : std::exchange(pending_events_, {}))
@@ -409,6 +418,7 @@ void DeviceAllocator::synchronize_events() {
     }
 }
 
+// At the end of the last capture.
 void DeviceAllocator::finish_deferred() {
   for (Block* block : std::exchange(deferred_, {})) wait_for_streams(block);
 }

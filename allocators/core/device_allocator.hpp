@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
@@ -197,7 +198,9 @@ using StreamFilter = std::function<bool(StreamId)>;
 // Thread-safe, by two locks. `mutex_` protects the books. `memory_mutex_` is held, from begin to
 // end, by whatever changes which memory the device has: one thread at a time, and it is taken first.
 // Asking the driver for memory, or giving it back, may take seconds, so `mutex_` is released
-// meanwhile (`unlocked`), and other threads use the cache, free and read statistics.
+// meanwhile (`unlocked`), and other threads use the cache, free and read statistics. So it is while a
+// free records events, which blocks where a stream's queue is full; whoever takes both locks waits
+// until no thread records any.
 class DeviceAllocator {
  public:
   DeviceAllocator(int device, const Config& config, SegmentSource& source, Driver& driver,
@@ -269,7 +272,11 @@ class DeviceAllocator {
   // Both locks, for fork: the child must not inherit one that another thread held.
   void lock() {
     memory_mutex_.lock();
-    mutex_.lock();
+    std::unique_lock lock(mutex_);
+    awaits_records_ = true;
+    recorded_.wait(lock, [this] { return recording_ == 0; });
+    awaits_records_ = false;
+    lock.release();
   }
   void unlock() {
     mutex_.unlock();
@@ -279,7 +286,7 @@ class DeviceAllocator {
  private:
   using BothLocks = std::lock_guard<DeviceAllocator>;
 
-  // Makes a call that may take long, for a thread that holds both locks, without `mutex_`.
+  // Makes a call that may take long, for a thread that holds `mutex_`, without it.
   // Afterwards cached blocks may be used, live ones freed, and neighbours merged: only segments, and
   // blocks that are neither live nor in a heap, are what they were.
   template <class Call>
@@ -442,6 +449,9 @@ class DeviceAllocator {
 
   std::mutex memory_mutex_;
   mutable std::mutex mutex_;
+  std::condition_variable recorded_;
+  std::size_t recording_ = 0;    // threads that record events without `mutex_`
+  bool awaits_records_ = false;  // a thread waits for their end: others record with `mutex_`
   bool cache_closed_ = false;  // the device is being paused or resumed: allocations wait
   std::vector<Profile> profiles_;
   std::vector<Route> routes_;

@@ -69,7 +69,11 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
       append_ranges(
           segment, [](const Block& block) { return block.state != BlockState::cached; }, live);
     else if (takes_advice(profiles_[segment.heap->profile].kind))
-      managed.push_back({segment.address, segment.bytes});
+      // What the budget has left on the host is there already.
+      append_ranges(
+          segment,
+          [&](const Block& block) { return !is_spill(*segment.heap) || unspilled(block); },
+          managed);
   }
   const std::size_t copy_bytes = total_bytes(live);
   // Of managed memory no more can be on the device.

@@ -59,7 +59,8 @@ void DeviceAllocator::release_spares(std::vector<Spare> spares) {
 
 // The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
 // system's memory wait for nothing: returns the work of the streams that used it, to be waited for,
-// and leaves out those that cannot be waited for.
+// and leaves out those that cannot be waited for. With `mutex_`: nobody may take the memory from the
+// cache behind the events that are recorded here, and what cannot be waited for stays there.
 std::vector<EventId> DeviceAllocator::record_work(std::vector<Spare>& spares) {
   std::vector<EventId> work;
   std::map<StreamId, bool> recorded;

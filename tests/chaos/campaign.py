@@ -25,6 +25,7 @@ from ended_processes import Processes
 from faults import Interrupt, OutOfMemory
 from faulty_training import train_with_faults
 from forked_training import train_beside_forks, train_beside_loaders
+from interrupted_weights import interrupt_streamed_weights
 from random_training import Pair
 from soak import soak_a_managed_training, soak_a_streamed_training, soak_many_trainings
 from tallies import aligned, report
@@ -146,13 +147,18 @@ ROWS = (
     _of_processes("training killed, and the next one", 0.16, "kill_a_training"),
     _of_processes("SIGINT or SIGTERM to a training", 0.18, "end_a_training"),
     _of_processes("SIGINT or SIGTERM to a command", 0.1, "end_a_command"),
-    _of_faults("Ctrl-C that the program catches", 0.1, Interrupt),
+    _of_faults("Ctrl-C that the program catches", 0.08, Interrupt),
+    _row(
+        "Ctrl-C, weights and activations streamed",
+        *(0.06, interrupt_streamed_weights, _FAULTS),
+        count=_FAULTS,
+    ),
     _of_faults("out of memory, smaller batch", 0.1, OutOfMemory),
     _row("step, while memory is refused", 0.06, _refused_memory, count=_COMPARED),
     _row("fork in a training", 0.04, train_beside_forks, _FORKS, count=_FORKS),
     _row("DataLoader, forked", 0.03, train_beside_loaders, "fork"),
     _row("DataLoader, spawned", 0.01, train_beside_loaders, "spawn"),
-    _row("step of a random schedule", 0.12, _random_schedule, count=_STEPS),
+    _row("step of a random schedule", 0.08, _random_schedule, count=_STEPS),
     Row("step of one long training", 0.06, _soak),
     _row("training, one after the other", 0.02, soak_many_trainings, _TRAININGS, count=_TRAININGS),
     _row(

@@ -1,7 +1,7 @@
 """A training that writes files: ``training_program.py STEPS TRACE FOLDER``, ended at any time.
 
-On the CPU it streams on :class:`HostLanes`, on a GPU as ``umem run`` does. The last line is a
-checksum.
+On the CPU it streams state and weights on :class:`HostLanes` and offloads activations, on a GPU as
+``umem run`` does. The last line is a checksum.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from streamed_programs import Program, bits
 from umem.capture.offline.trace_cache import cache_trace
 from umem.executor.optimizer.lanes import HostLanes
 from umem.io.files import replace_file
+from umem.offloading import offload_blocks
 from umem.trace import load_trace
 
 CHECKPOINT_BYTES = 1 << 20
@@ -42,13 +43,16 @@ def main(steps: int, trace_file: str, folder: str) -> None:
         program.optimizer = program.make_optimizer(program.model.parameters())
     else:
         program.stream()
+        offload_blocks(program.model, 2, min_bytes=1, enabled=not is_stock)
     for step in range(steps):
         program.step()
+        with torch.no_grad():
+            program.seen.append(program.model(program.batch()))
         if not is_stock and step % 3 == 0:
             replace_file(Path(folder) / "checkpoint", bytes([step % 256]) * CHECKPOINT_BYTES)
             cache_trace(trace, {"step": step % 8})
     weights = [it.detach().cpu() for it in program.model.parameters()]
-    print(zlib.crc32(repr(bits([program.seen[-1].cpu(), *weights])).encode()))
+    print(zlib.crc32(repr(bits([*(it.cpu() for it in program.seen[-2:]), *weights])).encode()))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ void requests_run_in_order_of_submission() {
 
 void long_ranges_go_in_chunks_that_end_on_block_boundaries() {
   HintMachine machine(kOneLane);
-  // Starts 4 KiB before a boundary: 8 MiB chunks would each cut a block in two.
-  const Range range{at(1) - 4096, 20 * MiB};
+  // Starts a page before a boundary: 8 MiB chunks would each cut a block in two.
+  const Range range{at(1) - kHostPageBytes, 20 * MiB};
   machine.expect(machine.prefetch(range), Outcome::done);
   std::uintptr_t next = range.address;
   for (const HintCall& call : machine.driver.calls()) {
@@ -168,10 +168,10 @@ void advice_arrives_whole_and_as_given() {
 
 void discards_touch_whole_pages_only() {
   HintMachine machine(kOneLane);
-  machine.expect(machine.ask(HintOp::discard, {at(0) + 100, 4096}), Outcome::done);
+  machine.expect(machine.ask(HintOp::discard, {at(0) + 100, kHostPageBytes}), Outcome::done);
   CHECK(machine.driver.calls().empty());
-  machine.expect(machine.ask(HintOp::discard, {at(0) + 100, 3 * 4096}), Outcome::done);
-  CHECK(machine.driver.calls().at(0).range == Range(at(0) + 4096, 2 * 4096));
+  machine.expect(machine.ask(HintOp::discard, {at(0) + 100, 3 * kHostPageBytes}), Outcome::done);
+  CHECK(machine.driver.calls().at(0).range == Range(at(0) + kHostPageBytes, 2 * kHostPageBytes));
 }
 
 void workers_are_started_ahead_on_demand() {

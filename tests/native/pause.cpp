@@ -315,6 +315,26 @@ void managed_memory_is_evicted_and_comes_back() {
   check_consistent(machine.device);
 }
 
+// Spilled memory is in host memory already, and is not counted again.
+void spilled_memory_stays_on_the_host() {
+  Machine machine({.config = budget_config(20 * MiB, MemoryKind::managed)});
+  machine.allocate(20 * MiB);
+  machine.allocate(30 * MiB);
+  const std::array<KindStats, kKinds> kinds = machine.device.kind_stats();
+  CHECK_EQUAL(kinds[static_cast<std::size_t>(MemoryKind::managed)].spilled_bytes, 30 * MiB);
+  const PauseReport report = machine.device.pause(25 * MiB);
+  CHECK_EQUAL(report.evicted_bytes, 20 * MiB);
+  CHECK_EQUAL(report.kept_bytes, 0U);
+  machine.device.resume();
+
+  machine.device.set_device_budget(60 * MiB);
+  CHECK_EQUAL(machine.device.unspill().size(), 1U);
+  CHECK_THROWS(PauseError, machine.device.pause(25 * MiB));
+  CHECK_EQUAL(machine.device.pause(kHost).evicted_bytes, 50 * MiB);
+  machine.device.resume();
+  check_consistent(machine.device);
+}
+
 // Without virtual memory management nothing can be given back, and the report says so.
 void plain_segments_are_kept() {
   Machine machine({.config = budget_config(0)});
@@ -353,6 +373,7 @@ int main() {
   RUN(the_copy_is_page_locked_within_the_limit);
   RUN(memory_of_graphs_is_kept);
   RUN(managed_memory_is_evicted_and_comes_back);
+  RUN(spilled_memory_stays_on_the_host);
   RUN(plain_segments_are_kept);
   RUN(an_allocator_may_end_paused);
 }

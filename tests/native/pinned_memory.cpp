@@ -18,10 +18,6 @@
 namespace umem {
 namespace {
 
-constexpr std::size_t KiB = std::size_t{1} << 10;
-constexpr std::size_t MiB = std::size_t{1} << 20;
-constexpr std::size_t kHostPageBytes = 4 * KiB;
-
 // For each page of a range whether it has memory; empty when it is not mapped.
 std::vector<unsigned char> resident_pages(Range range) {
   std::vector<unsigned char> pages(round_up(range.bytes, kHostPageBytes) / kHostPageBytes);
@@ -79,7 +75,8 @@ struct Host {
 
 void memory_is_aligned_and_zeroed() {
   Host host;
-  for (const std::size_t bytes : {std::size_t{1}, 4 * KiB, 5 * KiB, 2 * MiB, 3 * MiB, 80 * MiB}) {
+  for (const std::size_t bytes :
+       {std::size_t{1}, kHostPageBytes, kHostPageBytes + KiB, 2 * MiB, 3 * MiB, 80 * MiB}) {
     auto* address = static_cast<char*>(host.memory.allocate(bytes, PinnedMemory::kAnyNode));
     CHECK(address != nullptr);
     CHECK_EQUAL(reinterpret_cast<std::uintptr_t>(address) % kPageBytes, 0U);
@@ -97,7 +94,7 @@ void memory_is_aligned_and_zeroed() {
 // The locker faults in what is small; large memory is there before, to the last page.
 void large_memory_is_touched_first() {
   Host host;
-  for (const std::size_t bytes : {64 * MiB, 66 * MiB, 101 * MiB + 4 * KiB}) {
+  for (const std::size_t bytes : {64 * MiB, 66 * MiB, 101 * MiB + kHostPageBytes}) {
     void* address = host.memory.allocate(bytes, PinnedMemory::kAnyNode);
     CHECK(host.locker.was_resident());
     host.memory.deallocate(address, bytes);

@@ -1,5 +1,7 @@
 // While a call of the driver takes long, other threads use the cache, free, and read statistics. The
 // slow call returns when they are done, so a test hangs where they have to wait for it.
+#include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "steps.hpp"
@@ -186,6 +188,57 @@ void the_work_of_other_streams() {
   busy.machine.free(address);
   busy.expect_others_work(busy.machine.driver.slow, "wait",
                           [&] { busy.machine.device.empty_cache(); });
+}
+
+// A stream whose queue is full keeps the thread that frees, and no other one.
+void events_of_other_streams() {
+  Busy busy({.config = config_of(MemoryKind::managed)});
+  Machine& machine = busy.machine;
+  const std::uintptr_t address = machine.allocate(20 * MiB);
+  machine.driver.launch(9);
+  machine.device.record_stream(address, 9);
+  busy.expect_others_work(machine.driver.slow, "record", [&] { machine.free(address); });
+  CHECK(machine.allocate(20 * MiB) != address);
+  machine.driver.finish(9);
+  CHECK_EQUAL(machine.allocate(20 * MiB), address);
+}
+
+// The event would be a node of the graph, never to be queried.
+void a_capture_begins_behind_the_events() {
+  Machine machine;
+  const std::uintptr_t address = machine.allocate(MiB), other = machine.allocate(MiB);
+  for (const std::uintptr_t it : {address, other}) machine.device.record_stream(it, 9);
+  std::thread capture;
+  std::atomic<bool> has_begun = false;
+  machine.driver.slow.during("record", [&] {
+    capture = std::thread([&] {
+      machine.device.begin_pool({0, 1}, [](StreamId) { return true; });
+      machine.driver.begin_capture(9);
+      has_begun = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(!has_begun);
+    std::thread([&] { machine.free(other); }).join();  // events go on, beside who waits
+  });
+  machine.free(address);
+  capture.join();
+  machine.driver.end_capture(9);
+  machine.device.end_pool({0, 1});
+  check_consistent(machine.device);
+}
+
+void events_behind_a_capture() {
+  Busy busy({.config = config_of(MemoryKind::managed)});
+  Machine& machine = busy.machine;
+  const std::uintptr_t address = machine.allocate(20 * MiB);
+  machine.device.record_stream(address, 9);
+  machine.device.begin_pool({0, 1}, [](StreamId) { return false; });
+  machine.driver.begin_capture(9);
+  machine.free(address);
+  machine.driver.end_capture(9);
+  busy.expect_others_work(machine.driver.slow, "record",
+                          [&] { machine.device.end_pool({0, 1}); });
+  CHECK_EQUAL(machine.allocate(20 * MiB), address);
 }
 
 void mapped_handles() {
@@ -397,6 +450,9 @@ int main() {
   RUN(a_retry);
   RUN(peers);
   RUN(the_work_of_other_streams);
+  RUN(events_of_other_streams);
+  RUN(a_capture_begins_behind_the_events);
+  RUN(events_behind_a_capture);
   RUN(mapped_handles);
   RUN(handles_without_a_place);
   RUN(a_pause);

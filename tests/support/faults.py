@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import umem
 
-__all__ = ["Fault", "Interrupt", "OutOfMemory"]
+__all__ = ["Fault", "Interrupt", "OutOfMemory", "Signal"]
 
 _UMEM = str(Path(umem.__file__).parent)
 
@@ -95,8 +97,12 @@ class Interrupt(Fault):
 
     def _called(self, frame: FrameType, _event: str, _value: Any) -> Callable[..., Any] | None:
         code = frame.f_code
-        # Where a generator is dropped, Python only prints what its end raises.
-        if not code.co_filename.startswith(_UMEM) or code.co_flags & inspect.CO_GENERATOR:
+        if not code.co_filename.startswith(_UMEM):
+            return None
+        # Where an object is dropped, Python only prints what its end raises.
+        before = frame.f_back
+        is_end = "__del__" in (code.co_name, before.f_code.co_name if before else "")
+        if is_end or code.co_flags & inspect.CO_GENERATOR:
             return None
         frame.f_trace_lines = False
         self.passes()
@@ -106,3 +112,33 @@ class Interrupt(Fault):
         if event == "return" and frame.f_code.co_name != "__enter__":
             self.passes()
         return self._returned
+
+
+class Signal(Fault):
+    """Ctrl-C by a signal, which Python sees wherever it looks; a moment is a microsecond.
+
+    It comes as the alarm of a timer, since another thread would have to wait for this one.
+    """
+
+    error = KeyboardInterrupt
+    may_come_late = True
+    _LONGEST_S = 3600.0
+
+    def __enter__(self) -> Fault:
+        self._before = signal.signal(signal.SIGALRM, self._came)
+        self._began_s = time.monotonic()
+        self._is_over = False
+        self._timer = signal.setitimer(
+            signal.ITIMER_REAL, min(max(self._at, 1) / 1e6, self._LONGEST_S)
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        signal.setitimer(signal.ITIMER_REAL, *self._timer)
+        signal.signal(signal.SIGALRM, self._before)
+        self.moments = round(1e6 * (time.monotonic() - self._began_s))
+
+    def _came(self, *_: object) -> None:
+        if not self._is_over:
+            raise self.error(f"of microsecond {self._at}")

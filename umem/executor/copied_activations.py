@@ -111,7 +111,6 @@ class _Running(threading.local):
 
     forward: _Pass | None = None
     call: _Call | None = None
-    open_groups: int = 0
 
 
 class CopiedActivations:
@@ -209,7 +208,7 @@ class CopiedActivations:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._close_groups()
+        self._store.close_groups()
         self._running.forward = self._running.call = None
 
     # ------------------------------------------------------------------ hooks
@@ -219,14 +218,14 @@ class CopiedActivations:
         if in_backward_or_compiler():
             return
         running = self._running
-        self._close_groups()  # an interrupt ends a call without the hooks behind it
+        self._store.close_groups()  # an interrupt ends a call without the hooks behind it
         running.forward = running.call = None
         model = self._model()
         if model is None or not torch.is_grad_enabled():
             return
         self._store.keep([*model.buffers(), *tensors_in((args, kwargs))])
         running.forward = _Pass(self._store, self._fetch_ahead)
-        self._open_group(running.forward.model_key)
+        self._store.open_group(running.forward.model_key)
 
     def _enter(self, name: str, args: object, kwargs: object) -> None:
         """A block is called."""
@@ -244,7 +243,7 @@ class CopiedActivations:
         if call.is_copied or self._is_measuring:
             key = object()
             call.parts.append((key, None))
-            self._open_group(key)
+            self._store.open_group(key)
 
     def _leave(self, output: object, *, failed: bool) -> None:
         """A block's call ends."""
@@ -254,7 +253,7 @@ class CopiedActivations:
             return
         running.call = None
         if call.parts and call.parts[-1][1] is None:
-            self._close_group()
+            self._store.close_group()
         forward.take_between()  # a block without a group of its own has saved it
         if failed:
             return
@@ -270,7 +269,7 @@ class CopiedActivations:
         forward = running.forward
         if forward is None or in_backward_or_compiler():
             return
-        self._close_groups()
+        self._store.close_groups()
         running.forward = running.call = None
         if failed:
             return
@@ -298,18 +297,6 @@ class CopiedActivations:
             found[call.name] += call.saved_bytes
         for name, size_bytes in found.items():
             self.saved_bytes[name] = max(size_bytes, self.saved_bytes.get(name, 0))
-
-    def _open_group(self, key: object) -> None:
-        self._store.open_group(key)
-        self._running.open_groups += 1
-
-    def _close_group(self) -> None:
-        self._running.open_groups -= 1
-        self._store.close_group()
-
-    def _close_groups(self) -> None:
-        while self._running.open_groups:
-            self._close_group()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -159,24 +159,33 @@ def manage_on(
         known.close()
     manager = Manager(model, optimizer, make_machine(), chosen)
     _managers[optimizer] = weakref.ref(manager)
-    _warn_of_several_plans(model)
+    _plan_once(model)
     if planner is None:
         _by_default.add(manager)
     return manager
 
 
-def _warn_of_several_plans(model: nn.Module) -> None:
-    """Say once that the plans of a model's optimizers do not know of each other."""
-    optimizers = sum(other.model is model for other in managers())
-    if optimizers < 2 or model in _warned:
+def _plan_once(model: nn.Module) -> None:
+    """Leave the plan of a model's pages to the optimizer with most to update, and say so once.
+
+    Two plans would move the same pages, each within the whole budget: together they exceed it.
+    """
+    found = [it for it in managers() if it.model is model]
+    waiting = [it for it in found if it.status().state is not ManagerState.OFF]
+    if len(waiting) < 2:
+        return
+    best = max(reversed(waiting), key=lambda it: it.updated_bytes)  # of equal ones the newest
+    for other in waiting:
+        if other is not best:
+            other.stand_back("another optimizer of the model has the plan")
+    if model in _warned:
         return
     _warned.add(model)
     _LOG.warning(
-        "umem: %d optimizers train one %s, and the pages of each are planned as if nothing else "
-        "moved the model's. Together they may exceed the device budget: then tensors are used in "
-        "host memory, which is slow. Use one optimizer with parameter groups, or a policy that "
-        "streams optimizer state, such as sft",
-        optimizers,
+        "umem: %d optimizers train one %s: its pages are planned for the steps of the one with "
+        "most to update, and the state of others stays where it is. Use one optimizer with "
+        "parameter groups, or a policy that streams optimizer state, such as sft",
+        len(found),
         type(model).__name__,
     )
 

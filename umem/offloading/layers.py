@@ -107,13 +107,15 @@ class _LayerSequence:
         Raises
         ------
         OffloadError
-            If one is running already.
+            If one is running already. The next pass may begin then.
         """
         if in_backward_or_compiler():
             return
         if self._is_inside:
+            self.leave(failed=True)
             raise OffloadError(
-                "the offload context is entered within itself: put it around one layer at a time"
+                "the offload context is entered within itself, or an interrupt has ended a layer "
+                "in it: put it around one layer at a time, and begin the forward pass again"
             )
         self._is_inside = True
         if self._current is None:
@@ -124,8 +126,8 @@ class _LayerSequence:
         if self._current.wants_gradients and len(self._pass.layers) < self._num_layers:
             key = object()
             self._current.groups.append((store, key))
-            store.open_group(key)
             self._opened = store
+            store.open_group(key)
 
     def leave(self, *, failed: bool) -> None:
         """End the layer's call, which has returned or failed with an exception."""
@@ -166,9 +168,9 @@ class _LayerSequence:
 
     def _close(self) -> None:
         self._is_inside = False
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.close_group()
+        if self._opened is not None:
+            self._opened.close_groups()
+        self._opened = None
 
 
 class OffloadContext:

@@ -187,17 +187,13 @@ class HostPool:
         self._sort_returned()
         wanted = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
         # Batch lengths vary: a somewhat larger buffer serves as well as a new one.
-        fitting = [size for size in self._free if wanted <= size <= 2 * wanted]
+        fitting = [it for it, free in self._free.items() if free and wanted <= it <= 2 * wanted]
         if fitting:
-            buffers = self._free[min(fitting)]
-            buffer = buffers.pop()
-            if not buffers:
-                del self._free[buffer.size_bytes]
-            return buffer
+            return self._free[min(fitting)].pop()
         refusal = self._refusal(wanted)
         # Steps repeat. When a size was refused before, the buffers that are unused now are needed
         # later in the step: freed here, they would be pinned anew in every step.
-        if refusal and self._free and wanted not in self._refused:
+        if refusal and any(self._free.values()) and wanted not in self._refused:
             self.trim()
             self._refused.clear()
             refusal = self._refusal(wanted)

@@ -117,6 +117,8 @@ class _Stored:
         return True
 
     def __del__(self) -> None:
+        if not hasattr(self, "released"):  # the last field: an interrupt has ended its making
+            return
         if self.storage is not None and not self.is_settled:
             self.unfinished.append((self.storage, self.event, self.stream))
         if self.buffer is not None:
@@ -228,24 +230,40 @@ class _HookStack(threading.local):
         own = self._pushed[-1] if self._pushed else None
         return top is None or (own is not None and top[0] is own[0])
 
+    # An interrupt may come between any two calls: hooks that are installed are always on a list.
+
+    @property
+    def depth(self) -> int:
+        """How often `push` was called more than `pop`."""
+        return len(self._pushed)
+
     def push(self, hooks: Hooks | None) -> None:
         """Install hooks until the next `pop`; None installs nothing."""
+        self._pushed.append(hooks)
         if hooks is not None:
             push_saved_tensor_hooks(*hooks)
-        self._pushed.append(hooks)
 
     def pop(self) -> None:
         """Undo the last `push`."""
         if not self._pushed:
             raise OffloadError("close_group without an open_group before it in this thread")
-        hooks = self._pushed.pop()
-        if hooks is not None:
-            self._left.append(hooks)
-            self._remove_left()
+        self.pop_to(len(self._pushed) - 1)
+
+    def pop_to(self, depth: int) -> None:
+        """Undo what was pushed last, until `depth` is so much."""
+        while len(self._pushed) > depth:
+            hooks = self._pushed[-1]
+            if hooks is not None:
+                self._left.append(hooks)
+            self._pushed.pop()
+        self._remove_left()
 
     def _remove_left(self) -> None:
-        while self._left and saved_tensor_hooks.pop_if_innermost(self._left[-1]):
-            self._left.pop()
+        for hooks in self._left[::-1]:
+            if saved_tensor_hooks.pop_if_innermost(hooks):
+                self._left.remove(hooks)
+        if self._left and saved_tensor_hooks.innermost() is None:
+            self._left.clear()  # an interrupt came before they were installed
 
 
 def in_backward_or_compiler() -> bool:
@@ -374,6 +392,23 @@ class ActivationStore:
             If none is open.
         """
         self._hooks.pop()
+
+    @property
+    def open_groups(self) -> int:
+        """How many groups this thread has open."""
+        return self._hooks.depth
+
+    def close_groups(self, left_open: int = 0) -> None:
+        """End the groups that this thread has open, but for the first ones.
+
+        Those too whose `close_group` was never called, or cut short, because of an interrupt.
+
+        Parameters
+        ----------
+        left_open
+            How many stay open.
+        """
+        self._hooks.pop_to(left_open)
 
     def _admit(self, group: _Group, tensor: torch.Tensor) -> _Handle | None:
         if tensor.device != self.device or not may_leave(tensor) or is_lent(tensor):

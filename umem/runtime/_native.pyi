@@ -130,6 +130,8 @@ class Allocator:
         """Most bytes of live blocks since the last call, whatever `reset_peak_stats` does."""
     def set_release_listener(self, engine: HintEngine | None) -> None:
         """Forget, in this engine, what is given back to RMM, before it is."""
+    def pinned_room_bytes(self) -> int:
+        """What the cap on page-locked memory leaves; 0 without one."""
     def managed_bytes(self) -> int:
         """Managed bytes held now, cached ones too: what the hard cap counts."""
     def device_count(self) -> int: ...

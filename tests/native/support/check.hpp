@@ -1,6 +1,8 @@
 // What a native test fails by: the place and the values on stderr, and exit status 1.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +14,8 @@ namespace umem {
 inline constexpr std::size_t KiB = std::size_t{1} << 10;
 inline constexpr std::size_t MiB = std::size_t{1} << 20;
 inline constexpr std::size_t GiB = std::size_t{1} << 30;
+// 4 KiB on x86-64; 64 KiB on many kernels for Arm.
+inline const auto kHostPageBytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 }  // namespace umem
 
 namespace check {

@@ -113,6 +113,7 @@ FakeDriver::~FakeDriver() {
 }
 
 EventId FakeDriver::record(int device, StreamId stream) noexcept {
+  slow.enter("record");
   const std::lock_guard lock(mutex_);
   CHECK(!capturing_.contains(stream));  // it would become a node of the graph
   if (faults_->fails() || refuses_events_) return 0;

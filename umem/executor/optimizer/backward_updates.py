@@ -104,6 +104,7 @@ class BackwardUpdates:
         self._is_known: bool | None = None
         """Whether the optimizer is as it was when units were found; None to look."""
         step.gradient_used = self._gradient_used
+        step.loaded = self._observe_anew
         step.units.move_into_backward(True)
 
     @property
@@ -297,7 +298,7 @@ class BackwardUpdates:
             return False
         observer.close()
         self._observer = None
-        self._step.gradient_used = None
+        self._step.gradient_used = self._step.loaded = None
         self._layout = -1  # hooks count from the start
         return True
 
@@ -308,6 +309,13 @@ class BackwardUpdates:
         self._loaded.clear()
 
     # ------------------------------------------------------------------ the way out
+
+    def _observe_anew(self) -> None:
+        """Behind the loading of all state: an error may have ended the step that was watched."""
+        with self._step.lock:
+            if self._observer is not None:
+                self._observer.close()
+                self._observer = StepObserver(self._lanes)
 
     def model_loads(
         self, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
@@ -355,7 +363,7 @@ class BackwardUpdates:
             if self._observer is not None:
                 self._observer.close()
             self._remove_hooks()
-            self._step.gradient_used = None
+            self._step.gradient_used = self._step.loaded = None
             self._step.units.move_into_backward(False)
 
     def _gradient_used(self) -> None:
@@ -368,6 +376,11 @@ class BackwardUpdates:
             text += (
                 "; the backward pass has updated weights already, so load the state of the model "
                 "and of the optimizer before the training goes on"
+            )
+        elif self._observer is not None:
+            text += (
+                "; or, behind an error in a backward pass, load the state of the model and of the "
+                "optimizer"
             )
         return PlanError(text)
 

@@ -105,6 +105,8 @@ class StreamedStep:
         """Whether a step may return before its updates; otherwise the stream waits for them."""
         self.gradient_used: Callable[[], None] | None = None
         """Called when the program uses a gradient behind its step."""
+        self.loaded: Callable[[], None] | None = None
+        """Called when the state of model and optimizer was loaded as a whole."""
         self.settled: Callable[[str, bool], None] | None = None
         """Called with the name of a unit behind its update, and whether a use came early."""
         self.units = units
@@ -208,6 +210,9 @@ class StreamedStep:
         self._loaded.add(what)
         if len(self._loaded) == 2:
             self._failure, self._is_begun = "", False
+            self._loaded.clear()
+            if self.loaded is not None:
+                self.loaded()
 
     def _end_ahead(self, is_deferred: bool) -> frozenset[Any]:
         """The program's step has come: what was updated ahead of it may be used."""

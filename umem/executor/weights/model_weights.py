@@ -47,6 +47,7 @@ from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
+    InferenceMode,
     current_graph_task_id,
     function_transform_level,
 )
@@ -565,7 +566,7 @@ class ModelWeights:
         if self._memory.is_home(tensor) == to_home or not is_movable_weight(tensor):
             return True
         kind = self._class_of(tensor)
-        with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
+        with DisableTorchFunctionSubclass(), InferenceMode(False):
             data = tensor.data
             if to_home:
                 new = self._memory.home_like(data, kind)

@@ -18,6 +18,7 @@ from umem.planning.weight_plan import staged_bytes
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
+    InferenceMode,
     version_counter,
 )
 
@@ -140,7 +141,7 @@ class StagedWeights:
         self.buffer: StagingBuffer | None = None
         """Where the present contents of the homes are, or will be at `arrived`."""
         self.arrived: Moment = None
-        self.uses = 0
+        self.users: set[object] = set()
         """Calls and backward passes under way, all with the copy or all without one."""
         self.was_used = False
         """Whether the present copy has had a use."""
@@ -153,6 +154,8 @@ class StagedWeights:
         self._parts: list[_Part] = []
         self._copied: list[_Part] = []
         """Those that the present copy is of."""
+        self._is_bound = False
+        """Whether any of them may have the buffer's memory."""
         self._stream = 0
         """The stream that has waited for the copy."""
         self.size_bytes = 0
@@ -194,10 +197,11 @@ class StagedWeights:
         about to change them. During an update the optimizer's own guard does.
         """
         self._look_at_homes()
+        self._copied = self._to_copy(with_experts=with_experts)
+        self.hold()  # first: behind an interrupt no copy is without its guard
         asked = self._lanes.mark()  # behind what the program has done to the homes so far
         to = buffer.memory.data_ptr()
         copies = []
-        self._copied = self._to_copy(with_experts=with_experts)
         with DisableTorchFunctionSubclass():
             for part in self._copied:
                 part.version = version_counter(part.tensor)
@@ -210,7 +214,6 @@ class StagedWeights:
         self.arrived = self._lanes.run(Lane.WEIGHTS_IN, copy, after)
         self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
         self.is_whole = len(self._copied) == len(self._parts)
-        self.hold()
 
     def _look_at_homes(self) -> None:
         """Leave alone what the program has given memory that is no home, or that is larger."""
@@ -243,8 +246,9 @@ class StagedWeights:
     def drop(self) -> None:
         """Forget the copy: its buffer is free. Not while it is in use."""
         self.guard.release()
-        if self.uses or self.buffer is None:
+        if self.users or self.buffer is None:
             return
+        self._unbind()  # an interrupt may have cut short the begin of a use
         self.buffer.holder = None
         self.buffer = None
         self.was_used = self.is_whole = False
@@ -269,34 +273,35 @@ class StagedWeights:
 
     # ------------------------------------------------------------------ uses
 
-    def begin_use(self) -> None:
+    def begin_use(self, user: object) -> None:
         """Give the weights the buffer's memory, and let the current stream wait for the copy.
 
-        Without a copy they keep their homes until no use is under way.
+        Without a copy they keep their homes until no use is under way. An error leaves no use.
         """
-        self.uses += 1
-        if self.buffer is None:
-            return
-        self._lanes.wait(self.arrived)
-        if self.uses == 1:
-            self._bind()
+        if self.buffer is not None:
+            self._lanes.wait(self.arrived)
+            if not self.users:
+                self._bind()
+        self.users.add(user)
 
-    def end_use(self) -> None:
-        """Give the weights their homes back behind the last use, which the buffer waits for."""
-        self.uses -= 1
-        if self.buffer is None:
-            return
-        if not self.uses:
-            self._unbind()
-        self.buffer.used.append(self._lanes.mark())
+    def end_use(self, user: object) -> None:
+        """Give the weights their homes back behind the last use, which the buffer waits for.
+
+        What an interrupt cuts short, another call completes.
+        """
+        if self.buffer is not None:
+            if len(self.users) == 1:
+                self._unbind()
+            self.buffer.used.append(self._lanes.mark())
+        self.users.discard(user)
 
     def _bind(self) -> None:
         assert self.buffer is not None
         self.guard.release()
-        self.was_used = True
+        self.was_used = self._is_bound = True
         self._stream = self._lanes.stream_key()
         memory = self.buffer.memory
-        with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
+        with DisableTorchFunctionSubclass(), InferenceMode(False):
             for part in self._copied:
                 tensor: Any = part.tensor
                 part.home = tensor.data
@@ -305,19 +310,22 @@ class StagedWeights:
 
     def _unbind(self) -> None:
         """Give the weights their homes back, with what the block itself has written to them."""
+        if not self._is_bound:
+            return
         assert self.buffer is not None
         memory = self.buffer.memory
-        with DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
+        with DisableTorchFunctionSubclass(), InferenceMode(False):
             for part in self._copied:
                 tensor, home = part.tensor, part.home
+                # The program may have given it other memory.
+                if home is not None and tensor.data_ptr() == memory.data_ptr() + part.offset:
+                    version = version_counter(tensor)
+                    if version != part.version:
+                        home.copy_(tensor.data)
+                        part.version = version
+                    tensor.data = home
                 part.home = None
-                if home is None or tensor.data_ptr() != memory.data_ptr() + part.offset:
-                    continue  # the program has given it other memory
-                version = version_counter(tensor)
-                if version != part.version:
-                    home.copy_(tensor)
-                    part.version = version
-                tensor.data = home
+        self._is_bound = False
 
     def find(self, view: torch.Tensor) -> Callable[[], torch.Tensor]:
         """How to find the contents of a view of the buffer again, wherever they are then."""
@@ -339,7 +347,7 @@ class StagedWeights:
         # Another stream has not waited for the copy; the home has the same contents.
         if home is not None and self._lanes.stream_key() != self._stream:
             tensor = home
-        with DisableTorchFunctionSubclass(), torch.no_grad():
+        with DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
             first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
             return torch.empty(0, dtype=dtype, device=tensor.device).set_(

@@ -32,7 +32,7 @@ from umem.offloading import ActivationStore
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
-from umem.torch_compat import current_graph_task_id, function_transform_level
+from umem.torch_compat import InferenceMode, current_graph_task_id, function_transform_level
 
 __all__ = ["ExtraSlots", "StreamedBlock", "StreamedWeights", "WeightCounts"]
 
@@ -93,15 +93,15 @@ _Event = tuple[_Pass, int]
 """A block's number in a pass."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """A call of a block."""
 
+    open_groups: int
+    """Of the store, around the call."""
     used: StagedWeights | None = None
     """None for a call on homes, and for one within a backward pass."""
     makes_graph: bool = False
-    has_group: bool = False
-    """Whether it opened a group of the store."""
 
 
 class _Running(threading.local):
@@ -182,7 +182,7 @@ class StreamedWeights:
     @property
     def is_in_use(self) -> bool:
         """Whether any block works on staged weights now."""
-        return any(it.uses for it in self._staged)
+        return any(it.users for it in self._staged)
 
     def set_blocks(
         self,
@@ -266,7 +266,7 @@ class StreamedWeights:
         """
         with self._lock:
             for it in self._staged:
-                if it.name == name and not it.uses and it.buffer is not None:
+                if it.name == name and not it.users and it.buffer is not None:
                     if is_early:
                         it.drop()
                     else:
@@ -278,8 +278,8 @@ class StreamedWeights:
         self._undo.clear()
         self.end_backward()
         for staged in self._staged:
-            while staged.uses:  # behind an error, in the middle of a call
-                staged.end_use()
+            for user in list(staged.users):  # behind an error, in the middle of a call
+                staged.end_use(user)
             staged.drop()
         for buffer in self._buffers:
             self._let_go(buffer)
@@ -294,7 +294,7 @@ class StreamedWeights:
             self._lanes.wait(moment)
 
     def _new_buffer(self) -> StagingBuffer | None:
-        with torch.inference_mode(mode=False):
+        with InferenceMode(False):
             memory = self._memory.buffer(self._slot_bytes)
         return None if memory is None else StagingBuffer(memory)
 
@@ -303,11 +303,13 @@ class StreamedWeights:
     def begin_call(self) -> None:
         """The model is called: an interrupt may have ended the call before without its hooks."""
         while self._running.calls:
-            self._end_call(self._running.calls.pop())
+            self._end_call(self._running.calls[-1])
+            self._running.calls.pop()
+        self._store.close_groups()
 
     def _enter(self, staged: StagedWeights, args: object, kwargs: object) -> None:
         """A block is called."""
-        call = _Call()
+        call = _Call(self._store.open_groups)
         self._running.calls.append(call)
         if self._lanes.is_capturing():
             # The graph replays with what it was captured with: homes never change their address.
@@ -319,12 +321,11 @@ class StreamedWeights:
         else:
             self.end_backward()
             call.makes_graph = torch.is_grad_enabled()
-            if self._use(self._kind_of_call((args, kwargs)), staged):
-                call.used = staged
-                if call.makes_graph:
-                    # What autograd saves of the weights is found again by name.
-                    call.has_group = True
-                    self._store.open_group(object(), ())
+            call.used = staged  # an interrupt may come at any time
+            is_used = self._use(self._kind_of_call((args, kwargs)), staged, call)
+            if is_used and call.makes_graph:
+                # What autograd saves of the weights is found again by name.
+                self._store.open_group(object(), ())
 
     def _kind_of_call(self, arguments: object) -> _Pass:
         if torch.is_grad_enabled():
@@ -339,8 +340,9 @@ class StreamedWeights:
         """A block's call ends."""
         if not self._running.calls:
             return
-        call = self._running.calls.pop()
+        call = self._running.calls[-1]
         self._end_call(call)
+        self._running.calls.pop()
         if call.makes_graph and not failed:
             reached = self._guard(partial(self._reach, staged))
             nodes = {id(it.grad_fn): it.grad_fn for it in tensors_in(output)}
@@ -348,10 +350,9 @@ class StreamedWeights:
                 node.register_prehook(reached)
 
     def _end_call(self, call: _Call) -> None:
-        if call.has_group:
-            self._store.close_group()
+        self._store.close_groups(left_open=call.open_groups)
         if call.used is not None:
-            self._end_use(call.used)
+            self._end_use(call.used, call)
 
     def _reach(self, staged: StagedWeights, _gradients: object) -> None:
         """The backward pass comes to a block."""
@@ -363,19 +364,20 @@ class StreamedWeights:
             if self._in_backward is staged or id(staged) not in self._numbers:
                 return
             self.end_backward()
-            if self._use(_Pass.BACKWARD, staged):
-                self._in_backward = staged
+            self._in_backward = staged
+            if not self._use(_Pass.BACKWARD, staged, self):
+                self._in_backward = None
 
     def end_backward(self) -> None:
         """The backward pass has left the block that it was in."""
         with self._lock:
-            staged, self._in_backward = self._in_backward, None
-            if staged is not None:
-                self._end_use(staged)
+            if self._in_backward is not None:
+                self._end_use(self._in_backward, self)
+                self._in_backward = None
 
     # ------------------------------------------------------------------ staging
 
-    def _use(self, kind: _Pass, staged: StagedWeights) -> bool:
+    def _use(self, kind: _Pass, staged: StagedWeights, user: object) -> bool:
         """Begin a use of a block's weights; returns False for want of a buffer."""
         with self._lock:
             event = kind, self._numbers[id(staged)]
@@ -384,7 +386,7 @@ class StreamedWeights:
             if self._last is not None and not (is_prompt and self._last[0] is _Pass.FEW_TOKENS):
                 self._successors[self._last] = event
             self._last = event
-            if staged.uses or staged.has_current_copy(with_experts=kind.has_experts):
+            if staged.users or staged.has_current_copy(with_experts=kind.has_experts):
                 self._counts.reused += staged.was_used
             else:
                 staged.drop()
@@ -396,18 +398,18 @@ class StreamedWeights:
                         return False
                     self._fetch(staged, buffer, kind)
                     self._counts.late += 1
-            staged.begin_use()
+            staged.begin_use(user)
             self._counts.experts_in_place += not (kind.has_experts or staged.is_whole)
             if staged.buffer is not None:
                 self._fetch_ahead(event, self._most_buffers(event))
             self._counts.most_buffers = max(self._counts.most_buffers, len(self._buffers))
             return True
 
-    def _end_use(self, staged: StagedWeights) -> None:
+    def _end_use(self, staged: StagedWeights, user: object) -> None:
         with self._lock:
-            if not staged.uses:  # an error has ended it
+            if user not in staged.users:  # it had no buffer, or an error has ended it
                 return
-            staged.end_use()
+            staged.end_use(user)
             if staged.buffer is None:
                 return  # none is free that was not before
             if self._last is not None and id(staged) in self._numbers:
@@ -415,7 +417,7 @@ class StreamedWeights:
                 following = self._next(self._last)
                 most = min(map(self._most_buffers, (self._last, following)))
                 self._fetch_ahead(self._last, most)
-            if not staged.uses and staged.buffer is not None:
+            if not staged.users and staged.buffer is not None:
                 staged.hold()
 
     def _fetch_ahead(self, event: _Event, most: int) -> None:
@@ -424,7 +426,7 @@ class StreamedWeights:
         self._give_back(wanted, most)
         for number, kind in wanted.items():
             staged, with_experts = self._staged[number], kind.has_experts
-            if staged.uses or staged.has_copy(with_experts=with_experts):
+            if staged.users or staged.has_copy(with_experts=with_experts):
                 continue
             if not staged.has_alias(with_experts=with_experts):
                 staged.drop()
@@ -470,7 +472,7 @@ class StreamedWeights:
         found = {
             number: event[0]
             for number, it in enumerate(self._staged)
-            if it.uses and it.buffer is not None
+            if it.users and it.buffer is not None
         }
         passed = set()
         while len(found) < most and event not in passed:
@@ -505,7 +507,7 @@ class StreamedWeights:
                 return len(ranks) + 1
             return ranks.get(self._numbers[id(buffer.holder)], len(ranks))
 
-        idle = [it for it in self._buffers if it.holder is None or not it.holder.uses]
+        idle = [it for it in self._buffers if it.holder is None or not it.holder.users]
         for buffer in sorted(idle, key=rank, reverse=True):
             if rank(buffer) < len(ranks) and not takes_wanted:
                 return None
