@@ -614,3 +614,16 @@ def test_run_with_libraries_missing() -> None:
         assert found[name]["status"] == "fail"
         assert module in found[name]["why"]
         assert found[name]["remedy"]
+
+
+def test_a_library_of_a_conda_environment_has_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """conda has RMM's library without a Python package."""
+    noted = tmp_path / "conda-meta"
+    noted.mkdir()
+    (noted / "librmm-26.10.00-cuda13_261007_ab12cd34.json").touch()
+    (noted / "librmm-tests-26.12.00-cuda13_261207_ab12cd34.json").touch()
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setattr("umem.doctor.facts.PACKAGES", {"librmm": ("librmm-cu99", "librmm")})
+    assert collect().packages == {"librmm": "26.10.00"}

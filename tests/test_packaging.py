@@ -268,6 +268,28 @@ def test_wheels_are_found_on_the_import_path(configuration: Configuration) -> No
     assert f"CUDA 13 runtime at {configuration.site}/nvidia/cu13/lib/libcudart.so.13" in said
 
 
+def test_a_conda_environment_has_no_python_package_of_rmm(configuration: Configuration) -> None:
+    """Its libraries and headers are in `lib` and `include` of the environment."""
+    prefix = configuration.folder / "venv"
+    cuda = prefix / "targets" / "x86_64-linux"
+    for folder in ("conda-meta", "include", "lib", cuda):
+        (prefix / folder).mkdir(parents=True, exist_ok=True)
+    wheels = [SITE / "librmm", SITE / "rapids_logger", SITE / "nvidia" / "cu13"]
+    if not all(wheel.is_dir() for wheel in wheels):
+        pytest.skip(f"RMM or CUDA's runtime is not installed in {SITE}")
+    for wheel in wheels[:2]:
+        for path in [*(wheel / "include").iterdir(), *(wheel / "lib64").glob("*.so")]:
+            kind = "lib" if path.suffix == ".so" else "include"
+            (prefix / kind / path.name).symlink_to(path)
+    for name in ("include", "lib"):
+        (cuda / name).symlink_to(wheels[2] / name)
+    status, said = configuration.run("auto")
+    assert status == 0, said
+    assert f"at {prefix}/lib/librmm.so" in said
+    assert f"CUDA 13 runtime at {cuda}/lib/libcudart.so.13, headers in " in said
+    assert f"{prefix}/include;{cuda}/include " in said
+
+
 def test_unknown_choices_are_refused(configuration: Configuration) -> None:
     status, said = configuration.run("11")
     assert status != 0
