@@ -184,6 +184,47 @@ def test_letters_that_the_encoding_lacks(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ModuleNotFoundError('No module named torch', name='torch')", "No module named torch"),
+        ("OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13: cannot"),
+    ],
+    ids=["missing", "broken"],
+)
+def test_torch_that_cannot_be_imported(error: str, said: str, tmp_path: Path) -> None:
+    script = write(tmp_path / "train.py", "print('trained')\n")
+    code = f"""
+import sys
+
+class WithoutTorch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise {error}
+
+sys.meta_path.insert(0, WithoutTorch())
+sys.argv = ["umem", "run", {str(script)!r}]
+from umem.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"umem: {said}")
+    assert install_command("cuda13") in line
+
+
+def test_a_part_of_umem_that_is_missing_is_a_fault_of_its_own(tmp_path: Path) -> None:
+    """It keeps its traceback."""
+    code = (
+        "import sys; sys.modules['umem.cli.fit'] = None; sys.argv = ['umem', 'fit', 'llama-2-7b']\n"
+    )
+    code += "from umem.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
 # ------------------------------------------------------------------------------------ Ctrl-C
 
 
