@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -331,6 +332,39 @@ def test_the_apptainer_recipe_has_known_sections_of_valid_shell() -> None:
     assert scripts.keys() == {"help", "files", "post", "test", "runscript"}
     for name in ("post", "test", "runscript"):
         subprocess.run(["sh", "-n"], input=scripts[name], text=True, check=True)
+
+
+def test_the_dockerfile_has_known_instructions_of_valid_shell() -> None:
+    text = (ROOT / "packaging" / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    instructions = [
+        line.split(maxsplit=1) for line in "\n".join(lines).replace("\\\n", "").split("\n")
+    ]
+    instructions = [it for it in instructions if it]
+    assert {name for name, _ in instructions} <= {"FROM", "RUN", "COPY", "SHELL", "WORKDIR", "CMD"}
+    stages = [text.partition(" AS ")[2] for name, text in instructions if name == "FROM"]
+    copied = [text for name, text in instructions if name == "COPY" and text.startswith("--from=")]
+    assert [text.split()[0].removeprefix("--from=") for text in copied] == stages[:-1]
+    for name, script in instructions:
+        if name == "RUN":
+            subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        elif name in ("SHELL", "CMD"):
+            assert all(isinstance(word, str) for word in json.loads(script))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("hadolint", "packaging/Dockerfile"),
+        ("zizmor", "--offline", "--strict-collection", ".github"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_recipes_pass_their_linter(command: tuple[str, ...]) -> None:
+    program = shutil.which(command[0])
+    if program is None:
+        pytest.skip(f"{command[0]} is not installed; .github/requirements has it")
+    run(program, *command[1:], env=clean_environment())
 
 
 def test_locks_hold_what_make_installs() -> None:

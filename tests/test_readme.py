@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import umem
@@ -68,8 +69,12 @@ def test_every_file_names_the_present_version(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")))
-def test_actions_are_pinned_by_hash(path: Path) -> None:
-    used = re.findall(r"uses: \S+?@(\S+)", path.read_text(encoding="utf-8"))
+def test_workflows_are_valid_and_their_actions_pinned_by_hash(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"].values()
+    steps = [step for job in jobs for step in job["steps"]]
+    assert all(step.keys() & {"run", "uses"} for step in steps)
+    used = re.findall(r"uses: \S+?@(\S+)", text)
     assert used
     assert [it for it in used if not re.fullmatch("[0-9a-f]{40}", it)] == []
 
