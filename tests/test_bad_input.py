@@ -342,6 +342,13 @@ def test_a_longer_chain_of_policies(tmp_path: Path) -> None:
         umem.load_policy(chain(tmp_path, 1500, "sft"))
 
 
+def test_a_longer_chain_of_hardware_profiles(run: Run, tmp_path: Path) -> None:
+    status, _, errors = run("hardware", "show", chain(tmp_path, 1500, "h100-pcie"))
+    assert status == 2
+    (line,) = errors.splitlines()
+    assert "p15.yaml:1:10: extends: more than 16 files" in line
+
+
 @pytest.mark.parametrize("name", ["x" * 5000, f"./{'x' * 5000}.yaml"])
 def test_a_parent_with_an_endless_name(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "mine.yaml", f'extends: "{name}"\n')
@@ -392,6 +399,10 @@ def test_many_problems(run: Run, tmp_path: Path) -> None:
         assert lines[-1] == f"{path}: 1,002 more problems"
     status, text, _ = run("policy", "validate", "--json", path)
     assert len(json.loads(text)[0]["problems"]) == 1012
+    profile = write(tmp_path / "machine.yaml", f"extends: h100-pcie\n{keys}")
+    status, _, errors = run("hardware", "show", profile)
+    assert (status, len(errors.splitlines())) == (2, 11)
+    assert "1,002 more problems" in errors.splitlines()[-1]
 
 
 def nsys_export(path: Path, strings: list[tuple[int, str]], ranges: int) -> Path:
