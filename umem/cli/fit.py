@@ -116,8 +116,9 @@ def fit(
     host_bytes = _host_bytes(host_ram)
     names = hardware_names() if gpu is None else (_SHORT_NAMES.get(gpu, gpu),)
     answers = []
-    with output.progress(), output.interruptible(), _without_collector():
-        for name in names:
+    with output.progress() as say, output.interruptible(), _without_collector():
+        for number, name in enumerate(names, 1):
+            say(f"Planning for {name}, {number} of {len(names)}")
             machine = load_hardware(name)
             answers.append(_answer(question, machine, budget, host_bytes))
     is_written = target is not None and answers[0].umem.time_s is not None
