@@ -319,6 +319,13 @@ def test_the_conda_recipe_agrees_with_the_project(project: dict[str, Any]) -> No
     assert rmm.endswith(f"=={versions['rmm']}.*")
 
 
+def test_the_conda_recipe_renders() -> None:
+    rattler_build = pytest.importorskip("rattler_build")
+    recipe = rattler_build.Stage0Recipe.from_file(str(ROOT / "packaging" / "conda" / "recipe.yaml"))
+    (variant,) = recipe.render(rattler_build.VariantConfig())
+    assert f"version='{__version__}'" in repr(variant)
+
+
 def test_the_apptainer_recipe_has_known_sections_of_valid_shell() -> None:
     header, *sections = re.split(r"^%", (ROOT / "packaging" / "umem.def").read_text(), flags=re.M)
     assert dict(line.split(": ") for line in header.strip().splitlines()).keys() == {
