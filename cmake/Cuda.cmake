@@ -1,7 +1,8 @@
 # umem_cuda: RMM and CUDA's runtime as one interface target. Sets UMEM_HAS_CUDA.
 #
 # rmm's own CMake package asks for a CUDA toolkit and links a static runtime, so the target is made
-# from the wheels directly. The runtime is shared, as torch's is: one process, one runtime.
+# directly from the wheels, or from a conda environment. The runtime is shared, as torch's is: one
+# process, one runtime.
 set(UMEM_RMM_MINOR 26.10)  # as in pyproject.toml
 set(UMEM_HAS_CUDA FALSE)
 if(UMEM_CUDA STREQUAL "none")
@@ -22,22 +23,23 @@ macro(umem_without_cuda reason)
 endmacro()
 
 execute_process(
-  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/locate_wheels.py" "${UMEM_CUDA}"
-  OUTPUT_VARIABLE wheels COMMAND_ERROR_IS_FATAL ANY)
-string(JSON major GET "${wheels}" major)
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/locate_rmm.py" "${UMEM_CUDA}"
+  OUTPUT_VARIABLE located COMMAND_ERROR_IS_FATAL ANY)
+string(JSON major GET "${located}" major)
 if(NOT major)
   umem_without_cuda("${Python_EXECUTABLE} has no librmm. Run `pip install librmm-cu13` (or \
-librmm-cu12), or build with isolation, which brings it.")
+librmm-cu12), or build with isolation, which brings it; in a conda environment, install librmm and \
+cuda-cudart-dev.")
 endif()
-foreach(key rmm_version rmm_include rmm_library logger_library cudart_include cudart_library)
-  string(JSON ${key} GET "${wheels}" ${key})
+foreach(key rmm_version rmm_include rmm_library logger_library cudart_include cudart_library run_path)
+  string(JSON ${key} GET "${located}" ${key})
 endforeach()
 if(NOT rmm_version MATCHES "^${UMEM_RMM_MINOR}\\.")
-  umem_without_cuda("librmm-cu${major} is ${rmm_version}, and umem is written for \
+  umem_without_cuda("RMM for CUDA ${major} is ${rmm_version}, and umem is written for \
 ${UMEM_RMM_MINOR}. Run `pip install 'librmm-cu${major}==${UMEM_RMM_MINOR}.*'`.")
 endif()
 if(NOT rmm_library OR NOT logger_library)
-  umem_without_cuda("librmm.so or librapids_logger.so is missing from the installed wheels. Run \
+  umem_without_cuda("librmm.so or librapids_logger.so is missing. Run \
 `pip install --force-reinstall librmm-cu${major} rapids-logger`.")
 endif()
 
@@ -82,15 +84,8 @@ target_compile_definitions(umem_cuda INTERFACE
 target_link_options(umem_cuda INTERFACE "LINKER:--no-as-needed")
 target_link_libraries(umem_cuda INTERFACE umem_rmm umem_logger umem_cudart ${CMAKE_DL_LIBS})
 
-# Beside the package in site-packages: where pip puts RMM and CUDA's runtime.
-if(major EQUAL 12)
-  set(runtime_folder nvidia/cuda_runtime/lib)
-else()
-  set(runtime_folder nvidia/cu${major}/lib)
-endif()
-set(UMEM_INSTALL_RPATH
-  "$ORIGIN/../../librmm/lib64" "$ORIGIN/../../rapids_logger/lib64"
-  "$ORIGIN/../../${runtime_folder}")
+# Where pip, or conda, puts RMM and CUDA's runtime.
+set(UMEM_INSTALL_RPATH ${run_path})
 
 set(UMEM_HAS_CUDA TRUE)
 message(STATUS "umem: RMM ${rmm_version} at ${rmm_library}")

@@ -184,6 +184,47 @@ def test_letters_that_the_encoding_lacks(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ModuleNotFoundError('No module named torch', name='torch')", "No module named torch"),
+        ("OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13: cannot"),
+    ],
+    ids=["missing", "broken"],
+)
+def test_torch_that_cannot_be_imported(error: str, said: str, tmp_path: Path) -> None:
+    script = write(tmp_path / "train.py", "print('trained')\n")
+    code = f"""
+import sys
+
+class WithoutTorch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise {error}
+
+sys.meta_path.insert(0, WithoutTorch())
+sys.argv = ["umem", "run", {str(script)!r}]
+from umem.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"umem: {said}")
+    assert install_command("cuda13") in line
+
+
+def test_a_part_of_umem_that_is_missing_is_a_fault_of_its_own(tmp_path: Path) -> None:
+    """It keeps its traceback."""
+    code = (
+        "import sys; sys.modules['umem.cli.fit'] = None; sys.argv = ['umem', 'fit', 'llama-2-7b']\n"
+    )
+    code += "from umem.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
 # ------------------------------------------------------------------------------------ Ctrl-C
 
 
@@ -301,6 +342,13 @@ def test_a_longer_chain_of_policies(tmp_path: Path) -> None:
         umem.load_policy(chain(tmp_path, 1500, "sft"))
 
 
+def test_a_longer_chain_of_hardware_profiles(run: Run, tmp_path: Path) -> None:
+    status, _, errors = run("hardware", "show", chain(tmp_path, 1500, "h100-pcie"))
+    assert status == 2
+    (line,) = errors.splitlines()
+    assert "p15.yaml:1:10: extends: more than 16 files" in line
+
+
 @pytest.mark.parametrize("name", ["x" * 5000, f"./{'x' * 5000}.yaml"])
 def test_a_parent_with_an_endless_name(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "mine.yaml", f'extends: "{name}"\n')
@@ -351,6 +399,10 @@ def test_many_problems(run: Run, tmp_path: Path) -> None:
         assert lines[-1] == f"{path}: 1,002 more problems"
     status, text, _ = run("policy", "validate", "--json", path)
     assert len(json.loads(text)[0]["problems"]) == 1012
+    profile = write(tmp_path / "machine.yaml", f"extends: h100-pcie\n{keys}")
+    status, _, errors = run("hardware", "show", profile)
+    assert (status, len(errors.splitlines())) == (2, 11)
+    assert "1,002 more problems" in errors.splitlines()[-1]
 
 
 def nsys_export(path: Path, strings: list[tuple[int, str]], ranges: int) -> Path:

@@ -599,6 +599,8 @@ def test_work_beside_the_median_step_is_seen() -> None:
         ([result("umem", losses_hex=((10.5).hex(), (10.0).hex())), result("stock")], {}, "differs"),
         ([result("umem"), OUT, result("umem-waiting")], {}, "same bits"),
         ([result("umem"), OUT], {}, "10.2500"),
+        # Its weights stay as they are, so that later losses are others.
+        ([result("floor"), result("stock")], {}, " first: same bits"),
         # Other arithmetic: no clipping.
         ([result("umem-backward"), result("stock")], {}, "10.2500"),
         ([result("umem-backward"), result("stock")], {"clip": False}, "same bits"),

@@ -540,9 +540,10 @@ def test_exit_status_where_the_swap_works(run: Run, monkeypatch: pytest.MonkeyPa
 def test_table_is_readable_without_colour(
     run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    """Marks are words, and long names are folded, not cut; commands stay on one line."""
+    """Marks are words, text is wrapped between words, and commands stay on one line."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    facts = replace(NO_GPU, packages=without("numba-cuda"))
+    path = f"/home/{'deep' * 30}/umem"
+    facts = replace(NO_GPU, packages=without("numba-cuda"), umem_path=path)
     monkeypatch.setattr("umem.cli.doctor.collect", lambda: facts)
     status, output, errors = run()
     assert (status, errors) == (1, "")
@@ -550,7 +551,10 @@ def test_table_is_readable_without_colour(
     assert "\x1b" not in output
     assert "…" not in output
     lines = output.splitlines()
-    assert max(len(line) for line in lines if "-> " not in line) <= columns
+    for whole in (facts.umem_path, "torch.cuda.memory._record_memory_history"):
+        assert any(whole in line for line in lines)
+    wide = [line for line in lines if len(line.rstrip()) > columns and "-> " not in line]
+    assert columns < 100 or [line.split()[-1] for line in wide] == [facts.umem_path]
     assert f"       -> {install_command('numba')}" in lines
     assert "umem.enable() does not work here: GPU." in output
 
@@ -614,3 +618,16 @@ def test_run_with_libraries_missing() -> None:
         assert found[name]["status"] == "fail"
         assert module in found[name]["why"]
         assert found[name]["remedy"]
+
+
+def test_a_library_of_a_conda_environment_has_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """conda has RMM's library without a Python package."""
+    noted = tmp_path / "conda-meta"
+    noted.mkdir()
+    (noted / "librmm-26.10.00-cuda13_261007_ab12cd34.json").touch()
+    (noted / "librmm-tests-26.12.00-cuda13_261207_ab12cd34.json").touch()
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setattr("umem.doctor.facts.PACKAGES", {"librmm": ("librmm-cu99", "librmm")})
+    assert collect().packages == {"librmm": "26.10.00"}

@@ -48,6 +48,9 @@ overridden()  # does nothing, and says nothing
 import torch
 facts["computes"] = torch.ones(4).sum().item()
 facts["cuda started"] = torch.cuda.is_initialized()
+from umem.doctor import collect, diagnose
+report = diagnose(collect())
+facts["doctor"] = {"swap_works": report.swap_works, "failures": [it.name for it in report.failures]}
 print(json.dumps(facts))
 """
 
@@ -194,6 +197,11 @@ def test_the_summary_after_a_fallback_says_that_umem_is_not_in_use(facts: dict[s
     text = facts["memory_summary, after the fallback"]
     assert text.startswith("umem is not in use")
     assert facts["enable"][1] in text
+
+
+def test_the_doctor_after_a_fallback_names_what_to_mend(facts: dict[str, Any]) -> None:
+    assert not facts["doctor"]["swap_works"]
+    assert "GPU" in facts["doctor"]["failures"]
 
 
 def test_unknown_class_is_an_error_after_a_fallback_too(facts: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from umem.fit import (
     load_shape,
     shape_names,
 )
+from umem.fit.estimate import class_bytes
 from umem.hardware import Hardware, hardware_names, load_hardware
 from umem.policy import ResolvedPolicy, load_policy, resolve
 
@@ -33,8 +34,13 @@ PARAMETERS = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
     "llama-tiny": 3_164_416,
     "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
@@ -89,6 +95,8 @@ def test_known_models_have_as_many_parameters_as_published() -> None:
         ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
         ("meta-llama/Llama-2-13b-chat-hf", "llama-2-13b"),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "llama-3.2-1b"),
         ("google/gemma-3-12b-it", "gemma-3-12b"),
         ("openai/gpt-oss-20b", "gpt-oss-20b"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
@@ -221,6 +229,26 @@ def test_classes_are_all_of_the_bytes_once() -> None:
     assert classes["weights"].host_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "precision", "bytes_each", "update_bytes"),
+    [
+        ("sft", "bf16", 2, 10),
+        ("sft", "fp32-autocast", 4, 20),
+        ("sft", "bf16-master", 8, 32),
+        ("lora", "bf16-master", 4, 20),
+    ],
+)
+def test_sgd_has_one_moment(mode: str, precision: str, bytes_each: int, update_bytes: int) -> None:
+    """Read and written: weight and moment; read: the gradient; beside a master copy two casts."""
+    workload = Workload(load_shape("llama-2-7b"), mode, 1, 64, precision, True, "sgd")
+    assert workload.state_width == bytes_each
+    assert sum(workload.update_bytes) == update_bytes
+    adamw = replace(workload, optimizer="adamw")
+    machine = load_hardware("h100-pcie")
+    state = [class_bytes(it, machine)["optimizer_state"] for it in (workload, adamw)]
+    assert state[0] * adamw.state_width == state[1] * bytes_each
+
+
 def test_stock_says_what_it_lacks() -> None:
     stock = trained("llama-2-7b", precision="fp32-autocast").ways[1]
     assert stock.time_s is None
@@ -329,10 +357,24 @@ def test_json_has_the_figures(run: Run) -> None:
     assert row["classes"]["weights"]["device_bytes"] == 4 * PARAMETERS["llama-2-7b"]
 
 
-def test_what_does_not_fit_gets_advice(run: Run) -> None:
-    status, text, _ = run("fit", "llama-2-70b", "--gpu", "h100-80")
+def test_the_policy_is_one_that_runs(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    status, text, _ = run(*SFT, "--gpu", "h100-80", "--budget", "70GiB", "--output", file)
+    assert status == 0
+    assert f"umem run --policy {file} train.py" in text
+    assert "UMEM_DEVICE_BUDGET" not in text
+    policy = resolve(load_policy(file), load_hardware("h100-pcie"))
+    assert policy.device_budget_bytes == 70 * GIB
+    found = json.loads(run(*SFT, "--gpu", "h100-80", "--budget", "70GiB", "--json")[1])
+    assert found["results"][0]["policy"] == file.read_text()
+
+
+def test_what_does_not_fit_gets_advice(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    status, text, _ = run("fit", "llama-2-70b", "--gpu", "h100-80", "--output", file)
     assert status == 0
     assert "--mode lora" in text
+    assert not file.exists()
     status, text, _ = run("fit", "llama-2-7b", "--gpu", "h100-80", "--batch", 4000)
     assert status == 0
     assert "try: --batch " in text
@@ -351,6 +393,10 @@ def test_what_does_not_fit_gets_advice(run: Run) -> None:
         (["llama-2-7b", "--precision", "fp8"], "--precision"),
         (["gpt-oss-20b", "--precision", "fp32-autocast"], "--precision"),
         (["llama-2-7b", "--mode", "inference", "--checkpoint"], "--checkpoint"),
+        (["llama-2-7b", "--optimizer", "adam"], "--optimizer"),
+        (["llama-2-7b", "--mode", "inference", "--optimizer", "sgd"], "--optimizer"),
+        (["llama-2-7b", "--output", "mine.yaml"], "--output"),
+        (["llama-2-7b", "--gpu", "h100-80", "--output", "mine"], "--output"),
         (["llama-2-7b", "--host-ram", "much"], "--host-ram"),
         (["llama-2-7b", "--gpu", "h100-80", "--budget", "200GiB"], "--budget"),
     ],

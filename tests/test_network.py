@@ -10,7 +10,7 @@ import pytest
 
 from umem.runtime import _native
 
-# Prints, for each socket, its family, and each name that is looked up.
+# Prints each socket's family, each address that is listened on, and each name that is looked up.
 WATCHED = """
 import os, sys
 from importlib import import_module
@@ -19,6 +19,8 @@ from pkgutil import walk_packages
 def watch(event, arguments):
     if event == "socket.__new__":
         print("family", int(arguments[1]))
+    elif event == "socket.bind":
+        print("address", os.path.realpath(arguments[1]))
     elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
         print("name", arguments[0])
 
@@ -32,6 +34,7 @@ for module in walk_packages(umem.__path__, "umem."):
         continue  # scripts, and what needs other libraries
     import_module(module.name)
 serve(dict)
+print("process", os.getpid())
 assert ask(os.getpid()) == {}
 sys.argv = ["umem", "fit", "llama-2-7b", "--gpu", "h100-80"]
 main()
@@ -39,14 +42,20 @@ main()
 
 
 @pytest.mark.slow
-def test_sockets_are_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_only_socket_is_that_of_umem_top(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", WATCHED], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    seen = {line for line in done.stdout.splitlines() if line.startswith(("family ", "name "))}
-    assert seen == {"family 1"}  # AF_UNIX
+    lines = done.stdout.splitlines()
+    seen = {line for line in lines if line.startswith(("family ", "address ", "name "))}
+    (process,) = (line.removeprefix("process ") for line in lines if line.startswith("process "))
+    path = tmp_path / "umem" / f"{process}.sock"
+    assert seen == {"family 1", f"address {path}"}  # AF_UNIX
+    assert not path.exists()
 
 
 def test_the_native_library_calls_no_socket() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -268,6 +269,28 @@ def test_wheels_are_found_on_the_import_path(configuration: Configuration) -> No
     assert f"CUDA 13 runtime at {configuration.site}/nvidia/cu13/lib/libcudart.so.13" in said
 
 
+def test_a_conda_environment_has_no_python_package_of_rmm(configuration: Configuration) -> None:
+    """Its libraries and headers are in `lib` and `include` of the environment."""
+    prefix = configuration.folder / "venv"
+    cuda = prefix / "targets" / "x86_64-linux"
+    for folder in ("conda-meta", "include", "lib", cuda):
+        (prefix / folder).mkdir(parents=True, exist_ok=True)
+    wheels = [SITE / "librmm", SITE / "rapids_logger", SITE / "nvidia" / "cu13"]
+    if not all(wheel.is_dir() for wheel in wheels):
+        pytest.skip(f"RMM or CUDA's runtime is not installed in {SITE}")
+    for wheel in wheels[:2]:
+        for path in [*(wheel / "include").iterdir(), *(wheel / "lib64").glob("*.so")]:
+            kind = "lib" if path.suffix == ".so" else "include"
+            (prefix / kind / path.name).symlink_to(path)
+    for name in ("include", "lib"):
+        (cuda / name).symlink_to(wheels[2] / name)
+    status, said = configuration.run("auto")
+    assert status == 0, said
+    assert f"at {prefix}/lib/librmm.so" in said
+    assert f"CUDA 13 runtime at {cuda}/lib/libcudart.so.13, headers in " in said
+    assert f"{prefix}/include;{cuda}/include " in said
+
+
 def test_unknown_choices_are_refused(configuration: Configuration) -> None:
     status, said = configuration.run("11")
     assert status != 0
@@ -296,6 +319,13 @@ def test_the_conda_recipe_agrees_with_the_project(project: dict[str, Any]) -> No
     assert rmm.endswith(f"=={versions['rmm']}.*")
 
 
+def test_the_conda_recipe_renders() -> None:
+    rattler_build = pytest.importorskip("rattler_build")
+    recipe = rattler_build.Stage0Recipe.from_file(str(ROOT / "packaging" / "conda" / "recipe.yaml"))
+    (variant,) = recipe.render(rattler_build.VariantConfig())
+    assert f"version='{__version__}'" in repr(variant)
+
+
 def test_the_apptainer_recipe_has_known_sections_of_valid_shell() -> None:
     header, *sections = re.split(r"^%", (ROOT / "packaging" / "umem.def").read_text(), flags=re.M)
     assert dict(line.split(": ") for line in header.strip().splitlines()).keys() == {
@@ -309,6 +339,39 @@ def test_the_apptainer_recipe_has_known_sections_of_valid_shell() -> None:
     assert scripts.keys() == {"help", "files", "post", "test", "runscript"}
     for name in ("post", "test", "runscript"):
         subprocess.run(["sh", "-n"], input=scripts[name], text=True, check=True)
+
+
+def test_the_dockerfile_has_known_instructions_of_valid_shell() -> None:
+    text = (ROOT / "packaging" / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    instructions = [
+        line.split(maxsplit=1) for line in "\n".join(lines).replace("\\\n", "").split("\n")
+    ]
+    instructions = [it for it in instructions if it]
+    assert {name for name, _ in instructions} <= {"FROM", "RUN", "COPY", "SHELL", "WORKDIR", "CMD"}
+    stages = [text.partition(" AS ")[2] for name, text in instructions if name == "FROM"]
+    copied = [text for name, text in instructions if name == "COPY" and text.startswith("--from=")]
+    assert [text.split()[0].removeprefix("--from=") for text in copied] == stages[:-1]
+    for name, script in instructions:
+        if name == "RUN":
+            subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        elif name in ("SHELL", "CMD"):
+            assert all(isinstance(word, str) for word in json.loads(script))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("hadolint", "packaging/Dockerfile"),
+        ("zizmor", "--offline", "--strict-collection", ".github"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_recipes_pass_their_linter(command: tuple[str, ...]) -> None:
+    program = shutil.which(command[0])
+    if program is None:
+        pytest.skip(f"{command[0]} is not installed; .github/requirements has it")
+    run(program, *command[1:], env=clean_environment())
 
 
 def test_locks_hold_what_make_installs() -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import umem
-from umem.cli import app
+from umem.cli import app, load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 STREAMED = (
     "--model llama-2-7b --mode sft --precision fp32-autocast --batch 4 --checkpoint --policy sft "
@@ -52,6 +55,36 @@ def test_predictions_are_the_committed_ones(page: str, options: str, kept: str) 
     assert f"\n{found.group(1).strip()}\n" in "\n" + (RESULTS / kept).read_text(encoding="utf-8")
 
 
+def umem_commands(page: Path) -> list[list[str]]:
+    """Words of every `$ umem ...` in the page's console blocks, without variables and comments."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for it in blocks for line in re.findall(r"^\$ (.*)$", it, re.MULTILINE)]
+    parts = [part for line in lines for part in re.split(r"\s(?:\||&&|2?>)\s", line)]
+    found = []
+    for part in parts:
+        words = shlex.split(part, comments=True)
+        while words and "=" in words[0]:
+            words.pop(0)
+        if words[:1] == ["umem"]:
+            found.append(["1" if word == "PID" else word for word in words[1:]])
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{it.name}" for it in DOCS)])
+def test_commands_on_a_page_have_options_that_exist(page: str) -> None:
+    """They are parsed, and not run."""
+    found = umem_commands(ROOT / page)
+    assert found or page != "README.md"
+    for name, *words in found:
+        command = load_command(name)
+        context = command.make_context(name, words)
+        while hasattr(command, "commands"):
+            rest = [*context._protected_args, *context.args]
+            inner, command, rest = command.resolve_command(context, rest)
+            context = command.make_context(inner, rest, parent=context)
+
+
 def test_the_readme_fits_a_screen_and_shows_what_umem_fit_says() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
@@ -68,8 +101,12 @@ def test_every_file_names_the_present_version(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")))
-def test_actions_are_pinned_by_hash(path: Path) -> None:
-    used = re.findall(r"uses: \S+?@(\S+)", path.read_text(encoding="utf-8"))
+def test_workflows_are_valid_and_their_actions_pinned_by_hash(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"].values()
+    steps = [step for job in jobs for step in job["steps"]]
+    assert all(step.keys() & {"run", "uses"} for step in steps)
+    used = re.findall(r"uses: \S+?@(\S+)", text)
     assert used
     assert [it for it in used if not re.fullmatch("[0-9a-f]{40}", it)] == []
 

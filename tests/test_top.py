@@ -84,7 +84,7 @@ def test_a_process_on_the_fallback_is_seen_until_it_ends(
 
     _, errors = fallback.communicate()
     assert fallback.returncode == 0
-    assert errors.count("umem is not in use") == 1
+    assert errors.count("umem: not in use") == 1
     assert list(runtime_folder.iterdir()) == []
     status, _, message = top(fallback.pid)
     assert status == 2

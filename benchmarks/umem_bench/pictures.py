@@ -121,7 +121,7 @@ def speed_figure() -> Figure:
     axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("tokens a second, measured; torchao in another run on a card of the same kind")
-    _title(figure, "Full fine-tuning of Llama-2-7B that needs 108 GB, on an H100 of 85 GB")
+    _title(figure, "Full fine-tuning of Llama-2-7B in float32, over 100 GB, on one 80 GB H100")
     return figure
 
 

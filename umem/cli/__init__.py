@@ -14,6 +14,7 @@ from typer.main import get_command
 
 from umem._version import __version__
 from umem.core.errors import UmemError
+from umem.core.install import install_command
 from umem.io.problems import visible
 
 __all__ = ["COMMANDS", "INTERRUPTED_STATUS", "app", "load_command", "main", "run_app"]
@@ -105,14 +106,20 @@ def main() -> None:
 def run_app(application: typer.Typer, name: str) -> None:
     """Run a command.
 
-    A `UmemError`, and a path or an output that the system refuses, ends it with one message and
-    status 2, without a traceback.
+    A `UmemError`, a library that cannot be loaded, and a path or an output that the system refuses,
+    end it with one message and status 2, without a traceback.
     """
     try:
         application(prog_name=name)
     except UmemError as error:
         _fail(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "umem").partition(".")[0] == "umem":
+            raise
+        _fail(_cannot_load(error))
     except OSError as error:
+        if error.errno is None:  # by the dynamic loader, as of a torch whose libraries are missing
+            _fail(_cannot_load(error))
         if error.filename is None and not isinstance(error, FileNotFoundError):
             sys.stdout = None  # else Python writes the rest when it ends, and fails again
         _fail(_refusal(error))
@@ -122,6 +129,13 @@ def _fail(message: str) -> NoReturn:
     lines = map(visible, message.splitlines())
     typer.echo("umem: " + "\n".join(lines), err=True)
     sys.exit(2)
+
+
+def _cannot_load(error: Exception) -> str:
+    return (
+        f"{error}: install umem with all that it needs, `{install_command('cuda13')}` (or cuda12); "
+        "`umem doctor` shows what is there"
+    )
 
 
 def _refusal(error: OSError) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -74,7 +75,8 @@ class _Row(NamedTuple):
 def _print_rows(console: Console, title: str, rows: Sequence[_Row]) -> None:
     """Print the rows of a section, with each remedy below its row.
 
-    A remedy has a line of its own, however long, so that a command can be copied.
+    A remedy has a line of its own, however long, so that a command can be copied. Names of modules
+    and paths are not broken either: a row that holds a long one has other columns, or is too wide.
     """
     console.print(Text(title, style="italic"))
     mark_width = max(len(row.mark) for row in rows)
@@ -82,14 +84,18 @@ def _print_rows(console: Console, title: str, rows: Sequence[_Row]) -> None:
     for row in rows:
         table = Table(box=None, show_header=False)
         table.add_column(width=mark_width)
-        table.add_column(width=name_width, overflow="fold")
-        table.add_column(overflow="fold")
+        longest = max(map(len, row.name.split()))
+        table.add_column(width=max(name_width, longest))
+        table.add_column(min_width=max(map(len, f"{row.value} {row.why}".split()), default=0))
         # As text: names and values hold brackets, which rich would read as markup.
         value = Text(row.value)
         if row.why:
             value.append(f"\n{row.why}", style="italic")
         table.add_row(Text(row.mark.upper(), style=row.style), Text(row.name), value)
-        console.print(table)
+        least = Measurement.get(console, console.options, table).minimum
+        if least > console.width:
+            table.width = least
+        console.print(table, crop=False)
         if row.remedy:
             indent = " " * (mark_width + 3)
             console.print(Text(f"{indent}-> {row.remedy}", style="bold"), soft_wrap=True)

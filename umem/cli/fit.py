@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +19,7 @@ from umem.cli.output import plain
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes, parse_bytes
 from umem.fit import (
+    MOMENTS,
     TRAINING_PRECISIONS,
     Fit,
     ModelShape,
@@ -24,6 +31,7 @@ from umem.fit import (
     load_shape,
 )
 from umem.hardware import Hardware, hardware_names, load_hardware
+from umem.io.files import write_file
 
 __all__ = ["app"]
 
@@ -69,11 +77,24 @@ def fit(
     seq: options.Seq = None,
     precision: options.Precision = None,
     checkpoint: options.Checkpoint = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="adamw, or sgd, which is SGD with momentum (default: adamw)."),
+    ] = None,
     budget: options.Budget = None,
     host_ram: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE", help="Host memory to use, such as 64GiB (default: the machine's)."
+        ),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            readable=False,
+            metavar="FILE",
+            help="Write the policy to run it with, a YAML file; needs --gpu.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -83,22 +104,50 @@ def fit(
     The answer comes from the model's configuration, the roofline of a hardware profile and
     umem's planner. It is a prediction, takes a second or two, and needs no GPU.
     """
-    question = _question(model, params, mode, batch, seq, precision, checkpoint)
+    question = _question(model, params, mode, batch, seq, precision, checkpoint, optimizer)
+    if target is not None:
+        if gpu is None:
+            raise UmemError("--output: a policy is for one machine: give --gpu")
+        if target.suffix not in (".yaml", ".yml"):
+            raise UmemError(
+                f"--output: {target} is no name of a policy: give one that ends in .yaml"
+            )
+        output.check_can_write("--output", target)
     host_bytes = _host_bytes(host_ram)
     names = hardware_names() if gpu is None else (_SHORT_NAMES.get(gpu, gpu),)
     answers = []
-    with output.progress(), output.interruptible():
-        for name in names:
+    with output.progress() as say, output.interruptible(), _without_collector():
+        for number, name in enumerate(names, 1):
+            say(f"Planning for {name}, {number} of {len(names)}")
             machine = load_hardware(name)
             answers.append(_answer(question, machine, budget, host_bytes))
+    is_written = target is not None and answers[0].umem.time_s is not None
+    if target is not None and is_written:
+        write_file(target, _policy_text(question, answers[0], budget).encode())
     if as_json:
-        output.print_json({"results": [_row(question, answer) for answer in answers]})
+        output.print_json({"results": [_row(question, answer, budget) for answer in answers]})
         return
     console = output.make_console()
     if gpu is None:
         _print_machines(console, question, answers)
     else:
-        _print_one(console, question, answers[0], budget)
+        _print_one(console, question, answers[0], budget, target)
+        if target is not None and is_written:
+            output.print_written([target])
+        elif target is not None:
+            console.print(f"{plain(str(target))} is not written: umem has no plan to run")
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Collect no garbage: plans make many objects and hardly a cycle, and looking takes a third."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # The question.
@@ -114,12 +163,19 @@ class _Question:
     seq: int
     precision: str
     checkpoint: bool
+    optimizer: str
 
     @property
     def workload(self) -> Workload:
         """As a training."""
         return Workload(
-            self.shape, self.mode, self.batch, self.seq, self.precision, self.checkpoint
+            self.shape,
+            self.mode,
+            self.batch,
+            self.seq,
+            self.precision,
+            self.checkpoint,
+            self.optimizer,
         )
 
 
@@ -131,6 +187,7 @@ def _question(
     seq: int | None,
     precision: str | None,
     checkpoint: bool | None,
+    optimizer: str | None,
 ) -> _Question:
     """Check the options of the workload; ``UmemError`` if they contradict each other."""
     options.known_name("--mode", mode, _MODES)
@@ -142,11 +199,25 @@ def _question(
         made_in = options.known_name("--precision", name, TRAINING_PRECISIONS)
         made_batch = batch or options.BATCH
     else:
-        for option, value in {"--precision": precision, "--checkpoint": checkpoint}.items():
+        of_training = {
+            "--precision": precision,
+            "--checkpoint": checkpoint,
+            "--optimizer": optimizer,
+        }
+        for option, value in of_training.items():
             if value is not None:
                 raise UmemError(f"{option}: inference is in bf16 and keeps nothing: leave it out")
         made_in, made_batch = "bf16", batch or 1
-    return _Question(shape, mode, made_batch, seq or options.SEQ, made_in, bool(checkpoint))
+    known = tuple(MOMENTS)
+    return _Question(
+        shape,
+        mode,
+        made_batch,
+        seq or options.SEQ,
+        made_in,
+        bool(checkpoint),
+        options.known_name("--optimizer", optimizer or known[0], known),
+    )
 
 
 def _host_bytes(text: str | None) -> int | None:
@@ -180,7 +251,7 @@ def _answer(
 # The answer.
 
 
-def _row(question: _Question, answer: Fit) -> dict[str, Any]:
+def _row(question: _Question, answer: Fit, budget: str | None) -> dict[str, Any]:
     """Put an answer into plain values, for JSON: seconds and bytes."""
     return {
         "model": question.shape.name,
@@ -190,6 +261,7 @@ def _row(question: _Question, answer: Fit) -> dict[str, Any]:
         "seq": question.seq,
         "precision": question.precision,
         "checkpoint": question.checkpoint,
+        "optimizer": question.optimizer,
         "hardware": answer.hardware,
         "device_budget_bytes": answer.budget_bytes,
         "host_limit_bytes": answer.host_limit_bytes,
@@ -214,7 +286,7 @@ def _row(question: _Question, answer: Fit) -> dict[str, Any]:
         },
         "largest_batch": answer.largest_batch,
         "largest_stock_batch": answer.largest_stock_batch,
-        "policy": question.mode,
+        "policy": _policy_text(question, answer, budget),
         "rests_on": f"roofline of {answer.hardware}: predicted, not measured",
     }
 
@@ -222,7 +294,9 @@ def _row(question: _Question, answer: Fit) -> dict[str, Any]:
 def _heading(question: _Question) -> str:
     words = [question.mode]
     if question.mode != "inference":
-        words += [question.precision, *(["checkpoints"] if question.checkpoint else [])]
+        words.append(question.precision)
+        words += [question.optimizer] if question.optimizer != "adamw" else []
+        words += ["checkpoints"] if question.checkpoint else []
     return (
         f"[bold]{plain(question.shape.name)}[/bold], {', '.join(words)}: "
         f"{question.shape.parameters / 1e9:.3g} B parameters\n"
@@ -230,7 +304,16 @@ def _heading(question: _Question) -> str:
     )
 
 
-def _print_one(console: Console, question: _Question, answer: Fit, budget: str | None) -> None:
+def _policy_text(question: _Question, answer: Fit, budget: str | None) -> str:
+    """The policy to run it with, as YAML."""
+    about = f"{question.shape.name} on {answer.hardware}, by umem fit"
+    text = f"extends: {question.mode}\ndescription: {json.dumps(about)}\n"
+    return text + (f"device_budget: {json.dumps(budget)}\n" if budget else "")
+
+
+def _print_one(
+    console: Console, question: _Question, answer: Fit, budget: str | None, target: Path | None
+) -> None:
     """Print the answer for one machine."""
     console.print(
         f"{_heading(question)} on {plain(answer.hardware)}: {_size(answer.budget_bytes)} of "
@@ -265,12 +348,12 @@ def _print_one(console: Console, question: _Question, answer: Fit, budget: str |
             f"host memory: {format_bytes(answer.umem.host_bytes)} of "
             f"{format_bytes(answer.host_limit_bytes)} needed: {verdict}"
         )
-    console.print(_advice(question, answer, budget))
+    console.print(_advice(question, answer, budget, target), soft_wrap=True)
     console.print(_basis(question, f"the roofline of {answer.hardware}"), style="dim")
 
 
-def _advice(question: _Question, answer: Fit, budget: str | None) -> str:
-    """What to do."""
+def _advice(question: _Question, answer: Fit, budget: str | None, target: Path | None) -> str:
+    """What to do; `target` is the policy's file."""
     if answer.umem.time_s is None:
         if answer.largest_batch:
             return f"try: --batch {answer.largest_batch}"
@@ -281,8 +364,9 @@ def _advice(question: _Question, answer: Fit, budget: str | None) -> str:
         }
         return f"try: {remedies[question.mode]}, a larger --gpu or more host memory"
     script = "generate.py" if question.mode == "inference" else "train.py"
-    limit = f"UMEM_DEVICE_BUDGET={budget} " if budget else ""
-    words = f"run: {plain(limit)}umem run --policy {question.mode} {script}"
+    limit = f"UMEM_DEVICE_BUDGET={budget} " if budget and target is None else ""
+    policy = question.mode if target is None else shlex.quote(str(target))
+    words = f"run: {plain(limit)}umem run --policy {plain(policy)} {script}"
     if answer.ways[1].time_s is not None:
         words += "\nall of it fits the device: plain torch is enough"
     return words

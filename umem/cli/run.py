@@ -6,10 +6,12 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -95,7 +97,8 @@ def launch(
     folder = _module_folder(program) if module else _script_folder(program)
     if is_first_rank():
         show_log("info")
-    umem.enable(policy, fallback=fallback)
+    with _own_warnings_in_one_line():
+        umem.enable(policy, fallback=fallback)
     os.environ[POLICY_VARIABLE] = _absolute_policy(policy)
     if not sys.flags.safe_path:
         # Until now, the folder of the `umem` command.
@@ -120,6 +123,29 @@ def launch(
             for line in end_lines():
                 print(f"umem: {line}", file=sys.stderr)
     raise SystemExit(0)
+
+
+@contextmanager
+def _own_warnings_in_one_line() -> Iterator[None]:
+    """Show what `umem.enable` warns of without this file's name and line, which help nobody."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_own(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if filename == __file__:
+                print(f"umem: {str(message).removeprefix('umem is ')}", file=sys.stderr)
+            else:
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_own
+        yield
 
 
 def _script_folder(program: str) -> str:

@@ -194,6 +194,12 @@ def _installed_version(distributions: tuple[str, ...]) -> str | None:
     for distribution in distributions:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
+    # Libraries without a Python package, as conda has RMM's: NAME-VERSION-BUILD.json.
+    for distribution in distributions:
+        for noted in Path(sys.prefix, "conda-meta").glob(f"{distribution}-*.json"):
+            name, version, _ = noted.stem.rsplit("-", 2)
+            if name == distribution:
+                return version
     return None
 
 

@@ -1,10 +1,11 @@
 """Whether a model fits a machine, and how fast it runs, from its configuration alone."""
 
 from umem.fit.answer import Fit, Place, Way, fit_inference, fit_training
-from umem.fit.estimate import TRAINING_PRECISIONS, Workload, training_step
+from umem.fit.estimate import MOMENTS, TRAINING_PRECISIONS, Workload, training_step
 from umem.fit.shapes import ModelShape, generic_shape, load_shape, shape_names
 
 __all__ = [
+    "MOMENTS",
     "TRAINING_PRECISIONS",
     "Fit",
     "ModelShape",

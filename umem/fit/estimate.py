@@ -21,6 +21,7 @@ from umem.planning.weight_plan import WeightUnit
 
 __all__ = [
     "LEAST_MOVED_BYTES",
+    "MOMENTS",
     "TRAINING_PRECISIONS",
     "Workload",
     "class_bytes",
@@ -30,6 +31,9 @@ __all__ = [
 
 TRAINING_PRECISIONS = ("bf16-master", "bf16", "fp32-autocast")
 """As of ``umem simulate``."""
+
+MOMENTS = {"adamw": 2, "sgd": 1}
+"""Optimizers, SGD with momentum, and the tensors of state that each has for a parameter."""
 
 LORA_RANK = 16
 LORA_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -53,6 +57,7 @@ class Workload:
     seq: int
     precision: str
     checkpoint: bool
+    optimizer: str = "adamw"
 
     @property
     def tokens(self) -> int:
@@ -75,16 +80,32 @@ class Workload:
         return 4 if self.autocasts else 2
 
     @property
+    def moments(self) -> int:
+        """Tensors of the optimizer's own for a trained parameter."""
+        return MOMENTS[self.optimizer]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer has a float32 copy of each trained weight."""
+        return self.trains_all and self.precision == "bf16-master"
+
+    @property
     def state_width(self) -> int:
-        """Bytes of optimizer state for a trained weight of the model."""
-        return {"bf16-master": 12, "bf16": 4, "fp32-autocast": 8}[self.precision]
+        """Bytes of optimizer state for a trained parameter."""
+        return self._number_width * (self.moments + self.has_master)
 
     @property
     def update_bytes(self) -> tuple[int, ...]:
-        """Bytes for a trained weight, by kernel of its update."""
-        # Reads of weight, gradient and both moments; writes of all but the gradient. With a master
-        # copy, the gradient to float32 before it, and the weight from it.
-        return {"bf16-master": (6, 28, 6), "bf16": (14,), "fp32-autocast": (28,)}[self.precision]
+        """Bytes for a trained parameter, by kernel of its update."""
+        # Reads of weight, gradient and moments; writes of all but the gradient. With a master copy,
+        # the gradient to float32 before it, and the weight from it.
+        update = self._number_width * (3 + 2 * self.moments)
+        return (6, update, 6) if self.has_master else (update,)
+
+    @property
+    def _number_width(self) -> int:
+        """Bytes of a number of the state. PEFT makes adapters in float32."""
+        return 2 if self.trains_all and self.precision == "bf16" else 4
 
 
 @dataclass(frozen=True)
@@ -307,17 +328,14 @@ def _part(
     adapters = _adapters(matrices)
     if workload.trains_all:
         sizes = [it.parameters for it in matrices]
-        state_width, grad_width, parameters = workload.state_width, width, all_parameters
-        kernels = workload.update_bytes
+        grad_width, parameters = width, all_parameters
     else:
-        # PEFT makes adapters in float32.
-        sizes, state_width, grad_width, parameters = adapters, 8, 4, sum(adapters)
-        kernels = (28,)
-    moments = 2 if workload.precision != "bf16-master" else 3
-    moved = [it for it in sizes if it * state_width // moments >= LEAST_MOVED_BYTES]
+        sizes, grad_width, parameters = adapters, 4, sum(adapters)
+    state_width, tensors = workload.state_width, workload.moments + workload.has_master
+    moved = [it for it in sizes if it * state_width // tensors >= LEAST_MOVED_BYTES]
     # The many small matrices of adapters are updated by one kernel.
     updated = sizes if workload.trains_all else [parameters]
-    updates = [(0.0, float(size * it)) for size in updated for it in kernels if size]
+    updates = [(0.0, float(size * it)) for size in updated for it in workload.update_bytes if size]
     is_frozen = not workload.trains_all
     return _Part(
         name=name,
@@ -560,7 +578,7 @@ def _peaks(
         behind = later[number] + part.working.saved
         backward.append(fixed + kept[number] + max(early, behind))
     step = fixed + later[0]
-    if workload.trains_all and workload.precision == "bf16-master":
+    if workload.has_master:
         # The gradient of one tensor at a time, in float32.
         step += 4 * max(part.largest for part in parts)
     return forward, backward, step

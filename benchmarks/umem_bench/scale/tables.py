@@ -168,7 +168,8 @@ def _losses(run: Run, result: ScaleResult) -> str:
     same = _same_bits(run, result)
     if same is None:
         return text
-    return f"{text} same bits" if same else f"{text} differs"
+    which = "first: " if result.variant == "floor" else ""
+    return f"{text} {which}{'same bits' if same else 'differs'}"
 
 
 def _same_bits(run: Run, result: ScaleResult) -> bool | None:
