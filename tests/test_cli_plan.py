@@ -194,7 +194,7 @@ def test_a_damaged_stored_plan_is_an_error(run: Run, layers: str, tmp_path: Path
         (["--trace", "layers.json", "-o", "layers.json/x"], "is a file and no folder"),
         (["--trace", "layers.json", "--store", "layers.json"], "is a file and no folder"),
         (["--model", "llama-tiny", "--mode", "both"], "--mode: 'both' is not known"),
-        (["--json"], "give --model, such as llama-2-7b, or --trace FILE"),
+        (["--json"], "--params, such as 7b, --trace FILE, or a script"),
     ],
 )
 def test_bad_input_ends_with_one_message(
@@ -218,3 +218,12 @@ def test_two_bounds_are_told_apart(run: Run, layers: str) -> None:
     assert bounds["ideal_s"] <= bounds["quick_s"] <= bounds["step_s"]
     assert bounds["ideal_s"] <= bounds["fluid_s"] * (1 + 1e-9) <= bounds["step_s"] * (1 + 1e-6)
     assert planned(run, "--trace", layers)["bounds"] is None
+
+
+def test_a_model_by_its_size_and_precision(run: Run) -> None:
+    def state_bytes(*words: str) -> int:
+        data = planned(run, "--params", "10m", "--seq", "64", *words)
+        assert data["workload"] == "llama-10m-sft"
+        return sum(it["optimizer_state"]["bytes"] for it in data["residency"].values())
+
+    assert state_bytes() == pytest.approx(3 * state_bytes("--precision", "bf16"), rel=1e-3)
