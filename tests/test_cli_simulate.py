@@ -106,7 +106,8 @@ def rows_of(output: str) -> list[dict[str, Any]]:
 
 def test_rows_are_the_reports(layers: Path) -> None:
     hardware = load_hardware("gh200-96")
-    policy = resolve(load_policy({"device_budget": "1GiB"}), hardware, {})
+    pages = {"device_budget": "1GiB", "defaults": {"mechanism": "migrate"}}
+    policy = resolve(load_policy(pages), hardware, {})
     told: list[str] = []
     reports = predict(
         load_trace(layers), hardware, policy, ("fault", "planned"), progress=told.append
