@@ -20,6 +20,7 @@ from umem.hardware import Hardware
 from umem.planning import PLANNERS, plan
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.simulation import fluid_bound_s, lower_bound_s, run
+from umem.simulation.lower_bound import fastest_moves
 from umem.trace import Trace
 
 MS = 1e-3
@@ -125,6 +126,19 @@ def test_what_has_to_come_in_a_short_time_counts(machine: Hardware, make_trace: 
     assert fluid_bound_s(trace, machine, 40 * BLOCK) == pytest.approx(expected_s, rel=1e-4)
 
 
+def test_a_direction_has_its_full_rate_only_alone(plain: Hardware) -> None:
+    """A link of 24 blocks a millisecond leaves 16 and 8 of them to directions of 20 and 10."""
+    rate = 24e3 * BLOCK
+    shared = dataclasses.replace(
+        plain, link_bytes_per_s=rate, copy_link_bytes_per_s=rate, mapped_bytes_per_s=rate
+    )
+    least_s = fastest_moves(shared).least_s
+    assert least_s(16 * BLOCK, 8 * BLOCK) == pytest.approx(1 * MS)
+    assert least_s(20 * BLOCK, 0) == least_s(0, 10 * BLOCK) == pytest.approx(1 * MS)
+    # While 14 blocks come in, at 16 a millisecond, seven leave, and the other three leave alone.
+    assert least_s(14 * BLOCK, 10 * BLOCK) == pytest.approx((14 / 16 + 3 / 10) * MS)
+
+
 # ------------------------------------------------------------------------- for every step
 
 
@@ -134,9 +148,15 @@ def test_what_has_to_come_in_a_short_time_counts(machine: Hardware, make_trace: 
     problem=problems(4 * BLOCK),
     checkpoints=st.integers(1, 12),
     slowdown=st.sampled_from([0.0, 1e-12, 1e-11]),
+    links=st.tuples(*[st.sampled_from([40e3, 50e3, 60e3, 80e3])] * 3),
 )
 def test_no_plan_beats_a_bound(
-    random_trace: MakeTrace, machine: Hardware, problem: Any, checkpoints: int, slowdown: float
+    random_trace: MakeTrace,
+    machine: Hardware,
+    problem: Any,
+    checkpoints: int,
+    slowdown: float,
+    links: tuple[float, float, float],
 ) -> None:
     made_of, spare = problem
     trace = random_trace(*made_of)
@@ -145,6 +165,9 @@ def test_no_plan_beats_a_bound(
         page_slowdown_s_per_byte=slowdown,
         copy_slowdown_s_per_byte=slowdown,
         mapped_slowdown_s_per_byte=slowdown / 2,
+        link_bytes_per_s=links[0] * 2**20,
+        copy_link_bytes_per_s=links[1] * 2**20,
+        mapped_bytes_per_s=links[2] * 2**20,
     )
     budget = working_set(trace) + spare
     policy = policy_of(machine, budget)

@@ -19,6 +19,8 @@ from umem.trace import load_trace
 
 MIB = 1 << 20
 LAYERS = 8
+PAGES = ("--budget", "256MiB", "--hardware", "a100-g10")
+"""Half of the layers, on a machine where nothing gains by being used in place."""
 LAYER_BYTES = 64 * MIB
 
 
@@ -57,12 +59,12 @@ def planned(run: Run, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_summary_is_of_the_written_plan(run: Run, layers: str, tmp_path: Path) -> None:
-    data = planned(run, "--trace", layers, "--budget", "256MiB", "-o", "plans/layers.plan")
+    data = planned(run, "--trace", layers, *PAGES, "-o", "plans/layers.plan")
     assert data["file"] == "plans/layers.plan"
     assert data["reused"] is False
     assert data["planning_s"] > 0
     assert data["device_budget_bytes"] == 256 * MIB
-    hardware = load_hardware("gh200-96")
+    hardware = load_hardware("a100-g10")
     trace = with_durations(load_trace(layers), hardware)
     schedule = load_schedule(tmp_path / "plans" / "layers.plan", trace, key=data["key"])
     assert schedule.planner == "planned"
@@ -106,7 +108,7 @@ def test_the_key_is_that_of_plan_key(run: Run, layers: str) -> None:
 
 
 def test_tables(run: Run, layers: str) -> None:
-    arguments = ("--trace", layers, "--budget", "256MiB", "--store", "store")
+    arguments = ("--trace", layers, *PAGES, "--store", "store")
     status, output, errors = run(*arguments)
     assert (status, errors) == (0, "")
     assert re.search(r"planner planned, made in [\d.]+ (µs|ms|s)", output)
@@ -119,7 +121,7 @@ def test_tables(run: Run, layers: str) -> None:
 
 
 def test_a_plan_says_why_a_tensor_was_evicted(run: Run, layers: str) -> None:
-    arguments = ("--trace", layers, "--budget", "256MiB", "--explain", "tensor 0")
+    arguments = ("--trace", layers, *PAGES, "--explain", "tensor 0")
     data = planned(run, *arguments)
     intervals = sum(row["count"] for by in data["reasons"].values() for row in by.values())
     assert intervals == 2 * LAYERS  # each layer waits for its backward pass, and for the next step
@@ -194,7 +196,7 @@ def test_a_damaged_stored_plan_is_an_error(run: Run, layers: str, tmp_path: Path
         (["--trace", "layers.json", "-o", "layers.json/x"], "is a file and no folder"),
         (["--trace", "layers.json", "--store", "layers.json"], "is a file and no folder"),
         (["--model", "llama-tiny", "--mode", "both"], "--mode: 'both' is not known"),
-        (["--json"], "give --model, such as llama-2-7b, or --trace FILE"),
+        (["--json"], "--params, such as 7b, --trace FILE, or a script"),
     ],
 )
 def test_bad_input_ends_with_one_message(
@@ -218,3 +220,12 @@ def test_two_bounds_are_told_apart(run: Run, layers: str) -> None:
     assert bounds["ideal_s"] <= bounds["quick_s"] <= bounds["step_s"]
     assert bounds["ideal_s"] <= bounds["fluid_s"] * (1 + 1e-9) <= bounds["step_s"] * (1 + 1e-6)
     assert planned(run, "--trace", layers)["bounds"] is None
+
+
+def test_a_model_by_its_size_and_precision(run: Run) -> None:
+    def state_bytes(*words: str) -> int:
+        data = planned(run, "--params", "10m", "--seq", "64", *words)
+        assert data["workload"] == "llama-10m-sft"
+        return sum(it["optimizer_state"]["bytes"] for it in data["residency"].values())
+
+    assert state_bytes() == pytest.approx(3 * state_bytes("--precision", "bf16"), rel=1e-3)

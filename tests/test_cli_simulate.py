@@ -106,7 +106,8 @@ def rows_of(output: str) -> list[dict[str, Any]]:
 
 def test_rows_are_the_reports(layers: Path) -> None:
     hardware = load_hardware("gh200-96")
-    policy = resolve(load_policy({"device_budget": "1GiB"}), hardware, {})
+    pages = {"device_budget": "1GiB", "defaults": {"mechanism": "migrate"}}
+    policy = resolve(load_policy(pages), hardware, {})
     told: list[str] = []
     reports = predict(
         load_trace(layers), hardware, policy, ("fault", "planned"), progress=told.append
@@ -262,12 +263,12 @@ def test_both_modes_of_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (["--trace", "{layers}", "--budget", "64MiB"], "uses 128 MiB at once"),
         (["--trace", "{layers}", "--addresses", "mine"], "--addresses: 'mine' is not known"),
         (["--trace", "{layers}", "--plot-format", "pdf"], "--plot-format: 'pdf' is not known"),
-        (["--trace", "{layers}", "--model", "llama-2-7b"], "give --model or --trace"),
+        (["--trace", "{layers}", "--model", "llama-2-7b"], "--trace and --model: give one"),
         (["--trace", "{layers}", "--mode", "sft"], "give --mode or --trace"),
         (["--trace", "{layers}", "--no-checkpoint"], "give --checkpoint or --trace"),
         (["--trace", "nowhere.json"], "umem: nowhere.json: "),
         (["--trace", "{broken}"], "broken.json:1:26: not valid JSON"),
-        (["--json"], "give --model, such as llama-2-7b, or --trace FILE"),
+        (["--json"], "--params, such as 7b, --trace FILE, or a script"),
         (["--trace", "{layers}", "--plot", "{layers}"], "layers.json is a file and no folder"),
         (["--trace", "{layers}", "--plot", "{layers}/p"], "layers.json is a file and no folder"),
     ],

@@ -148,7 +148,7 @@ def test_a_known_model_is_recorded(run: Run, files: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--json"], "give script.py:function, --model, --import or --show"),
+        (["--json"], "give script.py:function, --model, --params, --import or --show"),
         (["train.py", "--show", "three.json"], "a script and --show: give one of them"),
         (["--import", "three.json"], "--import writes a trace: give --output FILE, or --show"),
         (["--show", "three.json", "-o", "x.npz"], "--show writes nothing"),

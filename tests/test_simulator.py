@@ -228,6 +228,19 @@ def test_mapped_memory_is_read_and_written_over_the_link(
     assert report.step_s == pytest.approx(0.1 + report.stall_s["mapped"])
 
 
+def test_what_is_read_in_place_has_the_link_once_nothing_is_written(
+    machine: Hardware, make_trace: MakeTrace
+) -> None:
+    trace = make_trace(
+        {"a": (20 * BLOCK, "weights"), "b": (5 * BLOCK, "weights")}, [(0.0, ["a"], ["b"])]
+    )
+    in_place = dict.fromkeys("ab", ResidencyMode.MAP)
+    schedule = schedule_of(trace, residencies=in_place)
+    report = simulate(trace, schedule, machine, policy_of(machine))
+    # 15 blocks a millisecond each way, then 20 one way.
+    assert report.step_s == pytest.approx((5 / 15 + 15 / 20) * 1e-3)
+
+
 def test_copies_of_what_is_only_read_leave_for_nothing(
     machine: Hardware, make_trace: MakeTrace
 ) -> None:

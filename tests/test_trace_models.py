@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from umem.capture.offline import record_step
-from umem.capture.offline.models import MODELS, MODES, model_trace
+from umem.capture.offline.models import MODELS, MODES, llama_of_size, model_trace
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
 from umem.trace.check import check_trace
@@ -234,6 +234,13 @@ def test_naming_models_imports_no_torch() -> None:
 
 
 @pytest.mark.slow
+def test_a_llama_of_a_size_is_recorded() -> None:
+    name, shape = llama_of_size("100M")
+    made = model_trace(name, "sft", seq=16)
+    assert (name, made.name) == ("llama-100m", "llama-100m-sft")
+    assert made.metadata["parameters"] == shape.parameters == pytest.approx(1e8, rel=0.05)
+
+
 def test_70b_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of its layers are recorded; test_lora_against_sft.py records smaller models whole."""
     from transformers import AutoModelForCausalLM

@@ -197,3 +197,55 @@ def test_a_trace_has_one_form(run: Run, tmp_path: Path) -> None:
     assert status == 0
     assert "batch" not in json.loads(text)["points"][0]
     assert run("tune", "--trace", file, "--batch", "2")[0] == 2
+
+
+SCRIPT = """
+import torch
+
+def make_step():
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    print("made")
+
+    def step():
+        model(torch.ones(32, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+"""
+
+
+@pytest.mark.parametrize("words", [("--params", "10m", "--seq", "64"), ("train.py:make_step",)])
+def test_a_size_and_a_script_are_tuned_and_simulated(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    status, text, _ = run(
+        "tune", *words, "--policy", "sft", "--budget", "100%", "--json", "-o", "."
+    )
+    found = json.loads(text)  # without what the script prints
+    assert status == 0
+    for row in found["points"]:
+        status, text, _ = run(*shlex.split(row["command"])[1:], "--json")
+        (predicted,) = json.loads(text)["results"]
+        assert (status, predicted["step_s"]) == (0, row["step_s"])
+    assert ("batch" in found["points"][0]) == (words[0] == "--params")
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (("--params", "huge"), "--params"),
+        (("--params", "7b", "--model", "llama-tiny"), "--model and --params"),
+        (("train.py", "--trace", "step.npz"), "a script and --trace"),
+        (("train.py", "--seq", "8"), "--seq"),
+        (("nowhere.py:make_step",), "nowhere.py"),
+    ],
+)
+def test_a_workload_that_cannot_be_is_named(run: Run, words: tuple[str, ...], place: str) -> None:
+    for command in ("tune", "simulate", "plan"):
+        status, text, errors = run(command, *words)
+        assert (status, text) == (2, "")
+        assert place in errors

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +33,12 @@ __all__ = [
     "Json",
     "Mode",
     "Model",
+    "Params",
     "Plot",
     "PlotFormat",
     "PolicyName",
     "Precision",
+    "Script",
     "Seq",
     "TraceFile",
     "Window",
@@ -58,6 +62,18 @@ TRAINING_MODES = ("sft", "lora")
 Model = Annotated[
     str | None,
     typer.Option(help="A known model, such as llama-2-7b; no weights are downloaded or made."),
+]
+Params = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="A Llama of about this size instead, such as 7b."),
+]
+Script = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SCRIPT.py:FUNCTION",
+        show_default=False,
+        help="The function of a script that makes the training step, instead of a model.",
+    ),
 ]
 Mode = Annotated[
     str | None, typer.Option(help="How the model is trained: lora or sft (default: sft).")
@@ -119,24 +135,35 @@ Workload = Callable[[Progress], "Trace"]
 
 def find_workloads(
     modes: Sequence[str],
-    trace: Path | None,
-    model: str | None,
-    mode: str | None,
-    batch: int | None,
-    seq: int | None,
-    accumulate: int | None,
-    checkpoint: bool | None,
+    *,
+    script: str | None = None,
+    trace: Path | None = None,
+    model: str | None = None,
+    params: str | None = None,
+    mode: str | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    accumulate: int | None = None,
+    checkpoint: bool | None = None,
     precision: str | None = None,
 ) -> tuple[Workload, ...]:
-    """Find the workloads that the options name: a trace, or a model in one mode or several.
+    """Find the workloads that the options name: a script, a trace, or a model in some modes.
 
     `modes` are the values that ``--mode`` may have; the first is its default, and ``both`` stands
     for LoRA and SFT. The others are the options' values, None if not given. Raises ``UmemError`` if
     they contradict each other, or a name is unknown.
     """
-    if trace is not None:
-        given = {
-            "--model": model,
+    sources = {"a script": script, "--trace": trace, "--model": model, "--params": params}
+    given = [name for name, value in sources.items() if value is not None]
+    if not given:
+        raise UmemError(
+            "nothing to run: give --model, such as llama-2-7b, --params, such as 7b, --trace FILE, "
+            "or a script and its function, such as train.py:make_step"
+        )
+    if len(given) > 1:
+        raise UmemError(f"{' and '.join(given)}: give one of them")
+    if script is not None or trace is not None:
+        of_models = {
             "--mode": mode,
             "--batch": batch,
             "--seq": seq,
@@ -144,26 +171,22 @@ def find_workloads(
             "--checkpoint": checkpoint,
             "--precision": precision,
         }
-        for option, value in given.items():
+        for option, value in of_models.items():
             if value is not None:
-                raise UmemError(f"{option}: a trace has no such option: give {option} or --trace")
-
-        def load(say: Progress) -> Trace:
-            from umem.trace import load_trace
-
-            say(f"Reading {trace}")
-            return load_trace(trace)
-
-        return (load,)
-    if model is None:
-        raise UmemError("nothing to run: give --model, such as llama-2-7b, or --trace FILE")
+                (source,) = given
+                what = "a trace" if script is None else source
+                raise UmemError(f"{option}: {what} has no such option: give {option} or {source}")
+        if trace is not None:
+            return (partial(_load, trace),)
+        return (partial(_record_script, str(script)),)
     # Not at the top: it takes longer than reading a trace.
-    from umem.capture.offline import MODELS, MODES, PRECISIONS, model_trace
+    from umem.capture.offline import MODELS, MODES, PRECISIONS, llama_of_size, model_trace
     from umem.capture.offline.trace_cache import cache_trace, cached_trace
 
     chosen = known_name("--mode", modes[0] if mode is None else mode, modes)
+    name = llama_of_size(params)[0] if params else known_name("--model", model or "", MODELS)
     arguments: dict[str, Any] = {
-        "model": known_name("--model", model, MODELS),
+        "model": name,
         "batch": batch or BATCH,
         "seq": seq or SEQ,
         "accumulate": accumulate or ACCUMULATE,
@@ -177,12 +200,27 @@ def find_workloads(
         if found is not None:
             return found
         with interruptible():
-            made = model_trace(**these, progress=recording_progress(f"{model}, {of_mode}", say))
+            made = model_trace(**these, progress=recording_progress(f"{name}, {of_mode}", say))
         cache_trace(made, these)
         return made
 
     wanted = MODES if chosen == "both" else (chosen,)
     return tuple(partial(record, of_mode) for of_mode in wanted)
+
+
+def _load(path: Path, say: Progress) -> Trace:
+    from umem.trace import load_trace
+
+    say(f"Reading {path}")
+    return load_trace(path)
+
+
+def _record_script(script: str, say: Progress) -> Trace:
+    from umem.capture.offline import script_trace
+
+    # What the script prints is no part of the answer.
+    with redirect_stdout(sys.stderr), interruptible():
+        return script_trace(script, progress=recording_progress(script, say))
 
 
 def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPolicy:

@@ -33,12 +33,15 @@ _MORE_BYTES = 2**30
 
 @app.command(no_args_is_help=True)
 def plan(
+    script: options.Script = None,
     model: options.Model = None,
+    params: options.Params = None,
     mode: options.Mode = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     accumulate: options.Accumulate = None,
     checkpoint: options.Checkpoint = None,
+    precision: options.Precision = None,
     trace: options.TraceFile = None,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: options.PolicyName = options.DEFAULT_POLICY,
@@ -85,7 +88,17 @@ def plan(
     if explain is not None and planner != "planned":
         raise UmemError("--explain: only the planner planned has reasons for each decision")
     (workload,) = options.find_workloads(
-        options.TRAINING_MODES, trace, model, mode, batch, seq, accumulate, checkpoint
+        options.TRAINING_MODES,
+        script=script,
+        trace=trace,
+        model=model,
+        params=params,
+        mode=mode,
+        batch=batch,
+        seq=seq,
+        accumulate=accumulate,
+        checkpoint=checkpoint,
+        precision=precision,
     )
     machine = load_hardware(hardware)
     resolved = options.find_policy(policy, machine, budget)

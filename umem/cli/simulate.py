@@ -38,7 +38,9 @@ app = output.make_app()
 
 @app.command(no_args_is_help=True)
 def simulate(
+    script: options.Script = None,
     model: options.Model = None,
+    params: options.Params = None,
     mode: Annotated[
         str | None,
         typer.Option(help="How the model is trained: lora, sft or both (default: both)."),
@@ -95,7 +97,17 @@ def simulate(
     planners = options.known_names("--planner", planner, PLANNERS)
     options.known_name("--addresses", addresses, ("reused", "own"))
     workloads = options.find_workloads(
-        _MODES, trace, model, mode, batch, seq, accumulate, checkpoint, precision
+        _MODES,
+        script=script,
+        trace=trace,
+        model=model,
+        params=params,
+        mode=mode,
+        batch=batch,
+        seq=seq,
+        accumulate=accumulate,
+        checkpoint=checkpoint,
+        precision=precision,
     )
     machine = load_hardware(hardware)
     # Before the first trace, which may take long.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,11 +32,13 @@ def trace(
         ),
     ] = None,
     model: options.Model = None,
+    params: options.Params = None,
     mode: options.Mode = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     accumulate: options.Accumulate = None,
     checkpoint: options.Checkpoint = None,
+    precision: options.Precision = None,
     imported: Annotated[
         Path | None,
         typer.Option(
@@ -63,27 +63,32 @@ def trace(
     FUNCTION takes no arguments and returns a function that runs one step. Nothing is computed:
     tensors have sizes and no data, so that a model larger than this machine can be recorded.
     """
-    _check_sources(script, model, imported, shown, target)
-    given = (mode, batch, seq, accumulate, checkpoint)
-    if model is None and any(value is not None for value in given):
-        raise UmemError("--mode, --batch, --seq, --accumulate and --checkpoint belong to --model")
-    file = imported or shown
+    _check_sources(script, model, params, imported, shown, target)
+    given = (mode, batch, seq, accumulate, checkpoint, precision)
+    if model is None and params is None and any(value is not None for value in given):
+        raise UmemError(
+            "--mode, --batch, --seq, --accumulate, --checkpoint and --precision belong to --model "
+            "and --params"
+        )
     machine = load_hardware(hardware)
     if target is not None:
         output.check_can_write("--output", target)
 
     with output.progress() as say:
-        if script is not None:
-            from umem.capture.offline import script_trace
-
-            # Standard output is for the summary alone.
-            with redirect_stdout(sys.stderr), output.interruptible():
-                made = script_trace(script, progress=options.recording_progress(script, say))
-        else:
-            (workload,) = options.find_workloads(
-                ("sft", "lora"), file, model, mode, batch, seq, accumulate, checkpoint
-            )
-            made = workload(say)
+        (workload,) = options.find_workloads(
+            options.TRAINING_MODES,
+            script=script,
+            trace=imported or shown,
+            model=model,
+            params=params,
+            mode=mode,
+            batch=batch,
+            seq=seq,
+            accumulate=accumulate,
+            checkpoint=checkpoint,
+            precision=precision,
+        )
+        made = workload(say)
         say(f"Timing {made.name} on {machine.name}")
         summary = _summarise(made, machine)
         if target is not None:
@@ -100,14 +105,23 @@ def trace(
 def _check_sources(
     script: str | None,
     model: str | None,
+    params: str | None,
     imported: Path | None,
     shown: Path | None,
     target: Path | None,
 ) -> None:
-    sources = {"a script": script, "--model": model, "--import": imported, "--show": shown}
+    sources = {
+        "a script": script,
+        "--model": model,
+        "--params": params,
+        "--import": imported,
+        "--show": shown,
+    }
     given = [name for name, value in sources.items() if value is not None]
     if not given:
-        raise UmemError("nothing to trace: give script.py:function, --model, --import or --show")
+        raise UmemError(
+            "nothing to trace: give script.py:function, --model, --params, --import or --show"
+        )
     if len(given) > 1:
         raise UmemError(f"{' and '.join(given)}: give one of them")
     if imported is not None and target is None:

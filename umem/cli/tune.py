@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product, takewhile
 from pathlib import Path
@@ -35,7 +35,9 @@ app = output.make_app()
 
 @app.command("tune", no_args_is_help=True)
 def tune_training(
+    script: options.Script = None,
     model: options.Model = None,
+    params: options.Params = None,
     mode: options.Mode = None,
     batch: Annotated[
         str | None,
@@ -108,8 +110,18 @@ def tune_training(
     machine = load_hardware(hardware)
     budgets = tuple(dict.fromkeys(options.budget_bytes(it, machine) for it in _names(budget)))
     sizes = _numbers("--batch", batch), _numbers("--accumulate", accumulate)
-    given = _given(model, mode, seq, precision, trace)
-    workloads = _workloads(model, mode, seq, precision, trace, *sizes, checkpoint)
+    common = {
+        "script": script,
+        "model": model,
+        "params": params,
+        "mode": mode,
+        "seq": seq,
+        "precision": precision,
+        "trace": trace,
+    }
+    is_model = script is None and trace is None
+    workloads = _workloads(common, is_model, *sizes, checkpoint)
+    given = _given(common, is_model)
     names = f"{PLAIN},{mode or options.TRAINING_MODES[0]},managed" if policy is None else policy
     bases = tuple(dict.fromkeys(map(_base, _names(names))))
     for name in bases:
@@ -186,34 +198,27 @@ def _base(name: str) -> str:
 
 
 def _workloads(
-    model: str | None,
-    mode: str | None,
-    seq: int | None,
-    precision: str | None,
-    trace: Path | None,
+    common: Mapping[str, Any],
+    is_model: bool,
     batches: Sequence[int | None],
     accumulates: Sequence[int | None],
     checkpoint: bool | None,
 ) -> list[TunedWorkload]:
-    """The training in each of its forms; a trace has one."""
-    tries_both = trace is None and checkpoint is None
+    """The training in each of its forms; a trace and a script have one."""
+    tries_both = is_model and checkpoint is None
     found = []
     for batch, accumulate, recomputes in product(
         batches, accumulates, (False, True) if tries_both else (checkpoint,)
     ):
         (made,) = options.find_workloads(
             options.TRAINING_MODES,
-            trace,
-            model,
-            mode,
-            batch,
-            seq,
-            accumulate,
-            recomputes,
-            precision,
+            **common,
+            batch=batch,
+            accumulate=accumulate,
+            checkpoint=recomputes,
         )
         form: dict[str, int | bool] = {}
-        if trace is None:
+        if is_model:
             form = {
                 "batch": batch or options.BATCH,
                 "accumulate": accumulate or options.ACCUMULATE,
@@ -223,18 +228,14 @@ def _workloads(
     return found
 
 
-def _given(
-    model: str | None, mode: str | None, seq: int | None, precision: str | None, trace: Path | None
-) -> list[str]:
-    """The options of ``umem simulate`` that all points have in common."""
-    values = {
-        "--model": model,
-        "--mode": mode or (options.TRAINING_MODES[0] if model else None),
-        "--seq": seq,
-        "--precision": precision,
-        "--trace": trace,
-    }
-    return [word for name, it in values.items() if it is not None for word in (name, str(it))]
+def _given(common: Mapping[str, Any], is_model: bool) -> list[str]:
+    """The words of ``umem simulate`` that all points have in common."""
+    values = dict(common)
+    script = values.pop("script")
+    if is_model:
+        values["mode"] = values["mode"] or options.TRAINING_MODES[0]
+    options_given = ((f"--{name}", str(it)) for name, it in values.items() if it is not None)
+    return [*([] if script is None else [script]), *(word for it in options_given for word in it)]
 
 
 @contextmanager

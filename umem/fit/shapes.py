@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from umem.capture.offline.models import SHAPES
+from umem.capture.offline.models import SHAPES, RecordedShape, llama_of_size
 from umem.core.errors import UmemError
 from umem.io.files import read_file, unreadable
 from umem.io.problems import did_you_mean, shown
@@ -172,7 +172,7 @@ def load_shape(model: str) -> ModelShape:
             f"as 7b, or one of: {', '.join(known)}"
         )
     if name in SHAPES:
-        return _from_config(name, _recorded_config(name), name)
+        return _from_config(name, _recorded_config(SHAPES[name]), name)
     file = _CONFIGS / f"{name}.json"
     return _from_config(name, _read(file), str(file))
 
@@ -180,33 +180,10 @@ def load_shape(model: str) -> ModelShape:
 def generic_shape(size: str) -> ModelShape:
     """Shape of a Llama with about so many parameters, such as ``"7b"`` or ``"500m"``.
 
-    The vocabulary is 32,000, heads are 128 wide, the MLP is 8/3 as wide as the model.
-    ``UmemError`` if `size` is not such a number.
+    That of :func:`umem.capture.offline.llama_of_size`, with its errors.
     """
-    match = re.fullmatch(r"\s*(\d{1,6}(?:\.\d{1,6})?)\s*([bBmM])\s*", size)
-    wanted = float(match[1]) * {"b": 1e9, "m": 1e6}[match[2].lower()] if match else 0.0
-    if not 1e7 <= wanted <= 2e12:
-        raise UmemError(f"--params: {size!r} is no size of a model: give 10m to 2000b, such as 7b")
-
-    def shape(hidden: int, layers: int) -> ModelShape:
-        config = {
-            "model_type": "llama",
-            "vocab_size": 32_000,
-            "hidden_size": hidden,
-            "intermediate_size": -(-hidden * 8 // 3 // 256) * 256,
-            "num_hidden_layers": layers,
-            "num_attention_heads": hidden // 128,
-        }
-        return _from_config(f"llama-{match[1]}{match[2].lower()}" if match else "", config, "")
-
-    # Of Llama 2: 128 times as wide as deep. Then as many layers as come nearest.
-    widths = range(128, 65_536, 128)
-    hidden = next(
-        it for it in widths if shape(it, max(2, it // 128)).parameters >= wanted or it == widths[-1]
-    )
-    ends = shape(hidden, 0).parameters
-    layer = shape(hidden, 1).parameters - ends
-    return shape(hidden, max(1, round((wanted - ends) / layer)))
+    name, shape = llama_of_size(size)
+    return _from_config(name, _recorded_config(shape), name)
 
 
 # Names.
@@ -230,9 +207,8 @@ def _known_names() -> Mapping[str, str]:
     return names
 
 
-def _recorded_config(name: str) -> dict[str, Any]:
+def _recorded_config(shape: RecordedShape) -> dict[str, Any]:
     """Configuration of a model that ``umem simulate`` records."""
-    shape = SHAPES[name]
     windows = {"gpt_oss": {"sliding_window": 128, "sliding_window_pattern": 2}}
     return {
         "model_type": shape.family,

@@ -303,10 +303,6 @@ class _Search:
         }
         self.classes = open_classes(policy)
         self.copies_like_pages = _copies_like_pages(problem.hardware)
-        hardware = problem.hardware
-        self.copies_slow_less = bool(self.classes) and (
-            hardware.copy_slowdown_s_per_byte < hardware.page_slowdown_s_per_byte
-        )
         accesses = max(len(problem.trace.access_tensor), 1)
         self.left = max(_LEAST_TRIALS, min(_MOST_TRIALS, _TRIED_ACCESSES // accesses))
         self.tried: dict[Any, _Found] = {}
@@ -327,10 +323,7 @@ class _Search:
         """Whether there is nothing left to gain."""
         if self.best is None or not self.best.outcome.settled:
             return False
-        step_s = self.best.outcome.step_s
-        if not self.copies_slow_less:
-            step_s -= self.best.outcome.page_slowdown_s  # it comes with each way to move them
-        return step_s <= self.bound_s * _GOOD_ENOUGH
+        return self.best.outcome.step_s <= self.bound_s * _GOOD_ENOUGH
 
     def try_out(
         self,

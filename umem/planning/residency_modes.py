@@ -51,7 +51,10 @@ def open_classes(policy: ResolvedPolicy) -> tuple[TensorClass, ...]:
     return tuple(
         tensor_class
         for tensor_class, rule in zip(TensorClass, policy.rules, strict=True)
-        if rule.kind == "managed" and rule.mechanism == "auto" and rule.placement != "host"
+        if rule.kind == "managed"
+        and rule.mechanism == "auto"
+        and rule.placement != "host"
+        and rule.eviction != "never"  # used in place it would be off the device, too
     )
 
 

@@ -363,7 +363,9 @@ def _event(sim, until_s):
     in_activity, in_rate, in_left = _activity(sim.directions[TO_DEVICE])
     out_activity, out_rate, out_left = _activity(sim.directions[TO_HOST])
     both_rate = m.link_bytes_per_s
-    if (
+    if in_activity == URGENT and out_activity == URGENT:
+        both_rate = m.urgent_link_bytes_per_s
+    elif (
         in_activity == MOVING
         and out_activity == MOVING
         and sim.directions[TO_DEVICE].cause == COPY
@@ -400,8 +402,9 @@ def _run_until(sim, until_s):
 
 
 @compiled_in_place
-def _carry(sim, in_bytes, in_rate, out_bytes, out_rate):
+def _carry(sim, in_bytes, in_rate, out_bytes, out_rate, both_rate):
     """Move urgent bytes, both directions at once; hints have what is left of the link."""
+    sim.machine[0].urgent_link_bytes_per_s = both_rate
     to_device, to_host = sim.directions[TO_DEVICE], sim.directions[TO_HOST]
     to_device.urgent_bytes, to_device.urgent_rate = in_bytes, in_rate
     to_host.urgent_bytes, to_host.urgent_rate = out_bytes, out_rate
@@ -492,11 +495,17 @@ def _serve_faults(sim, count, pages, arrivals_bytes):
     _run_until(sim, m.now_s + m.fault_batch_s + pages * m.fault_service_s)
     if m.overlapped:
         _carry(
-            sim, arrivals_bytes, m.to_device_bytes_per_s, float(out_bytes), m.to_host_bytes_per_s
+            sim,
+            arrivals_bytes,
+            m.to_device_bytes_per_s,
+            float(out_bytes),
+            m.to_host_bytes_per_s,
+            m.link_bytes_per_s,
         )
     else:
-        _carry(sim, 0.0, 0.0, float(out_bytes), m.to_host_bytes_per_s)
-        _carry(sim, arrivals_bytes, m.to_device_bytes_per_s, 0.0, 0.0)
+        link_rate = m.link_bytes_per_s
+        _carry(sim, 0.0, 0.0, float(out_bytes), m.to_host_bytes_per_s, link_rate)
+        _carry(sim, arrivals_bytes, m.to_device_bytes_per_s, 0.0, 0.0, link_rate)
     for i in range(count):
         block = sim.batch[i]
         keeps_copy = tensors[blocks[block].tensor].residency == DUPLICATE
@@ -743,13 +752,14 @@ def _compute(sim, duration_s, read_bytes, written_bytes):
     began_s, copied_bytes, paged_bytes = m.now_s, m.copied_bytes, m.paged_bytes
     slowed_s = 0.0
     if read_bytes > 0 or written_bytes > 0:
-        read_rate = m.mapped_read_bytes_per_s
-        write_rate = m.mapped_write_bytes_per_s
-        if read_bytes > 0 and written_bytes > 0:
-            scale = min(1.0, m.mapped_bytes_per_s / (read_rate + write_rate))
-            read_rate *= scale
-            write_rate *= scale
-        _carry(sim, read_bytes, read_rate, written_bytes, write_rate)
+        _carry(
+            sim,
+            read_bytes,
+            m.mapped_read_bytes_per_s,
+            written_bytes,
+            m.mapped_write_bytes_per_s,
+            min(m.mapped_bytes_per_s, m.link_bytes_per_s),
+        )
         slowed_s = (read_bytes + written_bytes) * m.mapped_slowdown_s_per_byte
         sim.stall_s[STALL_MAPPED] += max(slowed_s, m.now_s - began_s - duration_s)
     _run_until(sim, began_s + duration_s + slowed_s)

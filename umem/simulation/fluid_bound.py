@@ -22,7 +22,7 @@ from umem.trace import Access, Trace, phase_of_access, require_durations
 
 __all__ = ["fluid_bound_s"]
 
-_CHECKPOINTS = 96
+_CHECKPOINTS = 128
 
 _IGNORED_SHARE = 1e-3
 """The smallest tensors, which have this share of the capacity together, take no memory."""
@@ -48,7 +48,7 @@ def fluid_bound_s(
     trace
         With durations.
     hardware
-        The machine; of its ways to move bytes the fastest counts.
+        The machine; of its ways to move bytes the fastest mixture counts.
     capacity_bytes
         Device memory for tensors.
     checkpoints
@@ -260,9 +260,11 @@ class _Link:
         self.program = program
         self.spans = spans_s / unit_s
         # In units of the program.
-        self.to_device, self.to_host, self.both = (
-            rate * unit_s / _UNIT_BYTES for rate in moves[:3]
-        )
+        self.limits = [
+            (inward * _UNIT_BYTES / unit_s, outward * _UNIT_BYTES / unit_s)
+            for inward, outward in moves.limits
+        ]
+        self.both = moves.link_bytes_per_s * unit_s / _UNIT_BYTES
         self.slowdown = moves.slowdown_s_per_byte * _UNIT_BYTES / unit_s
         count = len(spans_s)
         self.stall = [program.add_variable(cost=1.0) for _ in range(count)]
@@ -276,14 +278,11 @@ class _Link:
         for span, length in enumerate(self.spans):
             stall, beside = self.stall[span], self.beside[span]
             inward, outward = self.inward[span], self.outward[span]
-            for variables, rate in (
-                (inward, self.to_device),
-                (outward, self.to_host),
-                (inward + outward, self.both),
-            ):
-                longer = [(stall, -rate), (beside, -rate * self.slowdown)]
-                moved = [(variable, 1.0) for variable in variables]
-                self.program.add_row(moved + longer, high=rate * length)
+            longer = [(stall, -1.0), (beside, -self.slowdown)]
+            for in_share, out_share in self.limits:
+                moved = [(variable, in_share) for variable in inward if in_share]
+                moved += [(variable, out_share) for variable in outward if out_share]
+                self.program.add_row(moved + longer, high=length)
             # What slows no kernel moves while phases wait, or while others are slowed.
             aside = [(stall, self.both), (beside, 1.0 + self.both * self.slowdown)]
             moved = [(variable, -1.0) for variable in inward + outward]

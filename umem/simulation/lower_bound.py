@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,39 +25,71 @@ _MOMENTS = 256
 
 
 class FastestMoves(NamedTuple):
-    """Of a machine's ways to move bytes the fastest, each way and both at once."""
+    """How fast a machine moves bytes at most, whatever ways it mixes."""
 
-    to_device_bytes_per_s: float
-    to_host_bytes_per_s: float
+    limits: tuple[tuple[float, float], ...]
+    """Of bytes to the device and bytes to the host, each times the first and the second number of
+    any row, the sum is at most the time that they take, seconds."""
     link_bytes_per_s: float
+    """Both ways together."""
     slowdown_s_per_byte: float
     """The least by which a byte slows a kernel beside it."""
 
+    def least_s(self, in_bytes: Any, out_bytes: Any) -> Any:
+        """Least time for bytes to the device and to the host; numbers or arrays."""
+        times = [inward * in_bytes + outward * out_bytes for inward, outward in self.limits]
+        return np.max(times, axis=0)
+
 
 def fastest_moves(hardware: Hardware) -> FastestMoves:
-    """The fastest of pages, copies and use in place."""
+    """The fastest mixtures of pages, copies and use in place.
+
+    At each moment a direction is idle or moves bytes in one of these ways. Where both move, and
+    faster than the link, both slow in proportion, so that neither has its full rate then. Rates
+    over a time are means of those at its moments: they lie in the hull of these.
+    """
+    inward = (
+        hardware.to_device_bytes_per_s,
+        hardware.copy_to_device_bytes_per_s,
+        hardware.mapped_read_bytes_per_s,
+    )
+    outward = (
+        hardware.to_host_bytes_per_s,
+        hardware.copy_to_host_bytes_per_s,
+        hardware.mapped_write_bytes_per_s,
+    )
+    # Of a way beside itself; two different ways share the link as pages do.
+    both = (hardware.link_bytes_per_s, hardware.copy_link_bytes_per_s, hardware.mapped_bytes_per_s)
+    rates = [(0.0, max(outward)), (max(inward), 0.0)]
+    for (i, in_rate), (j, out_rate) in product(enumerate(inward), enumerate(outward)):
+        share = min(1.0, (both[i] if i == j else both[0]) / (in_rate + out_rate))
+        rates.append((in_rate * share, out_rate * share))
     return FastestMoves(
-        max(
-            hardware.to_device_bytes_per_s,
-            hardware.copy_to_device_bytes_per_s,
-            hardware.mapped_read_bytes_per_s,
-        ),
-        max(
-            hardware.to_host_bytes_per_s,
-            hardware.copy_to_host_bytes_per_s,
-            hardware.mapped_write_bytes_per_s,
-        ),
-        max(
-            hardware.link_bytes_per_s,
-            hardware.copy_link_bytes_per_s,
-            hardware.mapped_bytes_per_s,
-        ),
+        _limits(rates),
+        max(in_rate + out_rate for in_rate, out_rate in rates),
         min(
             hardware.page_slowdown_s_per_byte,
             hardware.copy_slowdown_s_per_byte,
             hardware.mapped_slowdown_s_per_byte,
         ),
     )
+
+
+def _limits(rates: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Edges of the hull of rates, but for the axes: rows (a, b) with a x + b y <= 1 for each."""
+    corners: list[tuple[float, float]] = []
+    for x, y in sorted(set(rates), key=lambda rate: (rate[0], -rate[1])):
+        while len(corners) > 1:
+            (x0, y0), (x1, y1) = corners[-2:]
+            if (x1 - x0) * (y - y0) < (y1 - y0) * (x - x0):
+                break
+            corners.pop()
+        corners.append((x, y))
+    found = []
+    for (x0, y0), (x1, y1) in pairwise(corners):
+        area = x1 * y0 - x0 * y1
+        found.append(((y0 - y1) / area, (x1 - x0) / area))
+    return tuple(found)
 
 
 def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> float:
@@ -72,7 +105,7 @@ def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> floa
     trace
         With durations.
     hardware
-        The machine; of its ways to move bytes the fastest counts.
+        The machine; of its ways to move bytes the fastest mixture counts.
     capacity_bytes
         Device memory for tensors.
 
@@ -89,9 +122,7 @@ def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> floa
     slowed_s = min(moves.slowdown_s_per_byte, 1 / moves.link_bytes_per_s) * both_bytes
     return max(
         compute_s + max(slowed_s, _held_up_s(trace, moves, capacity_bytes)),
-        in_bytes / moves.to_device_bytes_per_s,
-        out_bytes / moves.to_host_bytes_per_s,
-        both_bytes / moves.link_bytes_per_s,
+        float(moves.least_s(in_bytes, out_bytes)),
     )
 
 
@@ -108,10 +139,7 @@ def _held_up_s(trace: Trace, moves: FastestMoves, capacity_bytes: int) -> float:
     time_s = np.concatenate([starts_s[at], starts_s[-1] + starts_s[at], [2 * starts_s[-1]]])
     out_bytes, in_bytes = _window_bytes(trace, at)
     beyond = [np.maximum(moved - float(capacity_bytes), 0.0) for moved in (out_bytes, in_bytes)]
-    need_s = np.maximum(
-        np.maximum(beyond[0] / moves.to_host_bytes_per_s, beyond[1] / moves.to_device_bytes_per_s),
-        (beyond[0] + beyond[1]) / moves.link_bytes_per_s,
-    )
+    need_s = moves.least_s(beyond[1], beyond[0])
     over_s = need_s - (time_s[None, : 2 * count] - time_s[:count, None])
     # Stretches of at most a step.
     ahead = np.arange(2 * count)[None, :] - np.arange(count)[:, None]

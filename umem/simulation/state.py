@@ -67,6 +67,7 @@ MACHINE = np.dtype(
         ("phase", "i8"),
         ("failed_phase", "i8"),
         ("prefetch_paused", "?"),
+        ("urgent_link_bytes_per_s", "f8"),  # of urgent bytes that cross the link both ways at once
         ("counter_head", "i8"),  # the ring of blocks that access counters move: its first entry
         ("counter_count", "i8"),  # and its length
         ("copied_bytes", "f8"),  # moved so far by explicit copies

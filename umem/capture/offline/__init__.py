@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from umem.capture.offline.models import MODELS, MODES, PRECISIONS, model_trace
+from umem.capture.offline.models import MODELS, MODES, PRECISIONS, llama_of_size, model_trace
 from umem.capture.offline.script import script_trace
 
 if TYPE_CHECKING:
     from umem.capture.offline.record import record_step
 
-__all__ = ["MODELS", "MODES", "PRECISIONS", "model_trace", "record_step", "script_trace"]
+__all__ = [
+    "MODELS",
+    "MODES",
+    "PRECISIONS",
+    "llama_of_size",
+    "model_trace",
+    "record_step",
+    "script_trace",
+]
 
 
 def __getattr__(name: str) -> Any:
