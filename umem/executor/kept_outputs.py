@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -73,18 +73,22 @@ class _Mode(Enum):
 class _Leaving:
     """An output on its way."""
 
-    probe: torch.Tensor
+    probe: torch.Tensor | None
     """Shares the version counter of the output and of whatever else sees its storage."""
     version: int
     from_address: int
     to_address: int
+    """0 once it has another owner. An interrupt may come between any two calls: it may leave memory
+    without an owner, but never with two."""
 
 
-class _Block(NamedTuple):
+@dataclass
+class _Block:
     """The outputs of a block that are on their way."""
 
     outputs: list[_Leaving]
-    moment: Moment
+    moment: Moment | None
+    """None before the copies are queued."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class KeptOutputs:
             return
         self._made.clear()
         while self._leaving:
-            self._arrive(self._leaving.popleft())
+            self._arrive()
         spilled_bytes = self._room.spilled_bytes()
         more_bytes = spilled_bytes - self._spilled_bytes
         if mode is _Mode.OFF and more_bytes > 0:
@@ -274,10 +278,17 @@ class KeptOutputs:
         """Forget what is on its way: it stays where it is."""
         self._made.clear()
         while self._leaving:
-            block = self._leaving.popleft()
-            self._lanes.wait(block.moment)
+            block = self._leaving[0]
+            # An interrupt may have come between the copies and the note of their moment.
+            self._lanes.wait(block.moment or self._lanes.run(Lane.COPY_OUT, _ignore))
             for it in block.outputs:
-                self._memory.give_back(it.to_address)
+                self._give_back(it)
+            self._leaving.popleft()
+
+    def _give_back(self, output: _Leaving) -> None:
+        address, output.to_address = output.to_address, 0
+        if address:
+            self._memory.give_back(address)
 
     # ------------------------------------------------------------------ outputs
 
@@ -328,7 +339,9 @@ class KeptOutputs:
         self._last_block, self._next_block = self._next_block, self._count
         if self._mode is not _Mode.MOVE:
             return
-        outputs: list[_Leaving] = []
+        block = _Block([], None)
+        self._leaving.append(block)
+        copies = []
         for probe in self._made:
             storage = probe.untyped_storage()
             size_bytes = storage.nbytes()
@@ -339,32 +352,34 @@ class KeptOutputs:
             if address is None:
                 break
             self._leaving_bytes += size_bytes
-            outputs.append(_Leaving(probe, version_counter(probe), storage.data_ptr(), address))
+            leaving = _Leaving(probe, version_counter(probe), storage.data_ptr(), address)
+            block.outputs.append(leaving)
+            copies.append(Copy(address, leaving.from_address, size_bytes))
         self._made.clear()
-        copies = [
-            Copy(it.to_address, it.from_address, it.probe.untyped_storage().nbytes())
-            for it in outputs
-        ]
         work = partial(self._lanes.copy, Lane.COPY_OUT, copies, TensorClass.ACTIVATIONS)
-        moment = self._lanes.run(Lane.COPY_OUT, work, after=[self._lanes.mark()])
-        self._leaving.append(_Block(outputs, moment))
+        block.moment = self._lanes.run(Lane.COPY_OUT, work, after=[self._lanes.mark()])
         if len(self._leaving) > _BLOCKS_IN_FLIGHT:
-            self._arrive(self._leaving.popleft())
+            self._arrive()
 
-    def _arrive(self, block: _Block) -> None:
-        """Have what is still in use and unchanged own the copies."""
+    def _arrive(self) -> None:
+        """Have what is still in use and unchanged of the oldest block own the copies."""
+        block = self._leaving[0]
         self._lanes.wait(block.moment)
         for it in block.outputs:
+            if it.probe is None:
+                continue
             storage = it.probe.untyped_storage()
             is_unchanged = version_counter(it.probe) == it.version
             is_in_place = storage.data_ptr() == it.from_address
-            del it.probe
+            it.probe = None
             if is_unchanged and is_in_place and storage_use_count(storage_key(storage)) > 1:
-                self._memory.move(storage, it.to_address)
+                address, it.to_address = it.to_address, 0
+                self._memory.move(storage, address)
                 self.moved += 1
             else:
-                self._memory.give_back(it.to_address)
+                self._give_back(it)
+        self._leaving.popleft()
 
 
-def _ignore(_args: object, _kwargs: object) -> None:
+def _ignore(*_: object) -> None:
     pass

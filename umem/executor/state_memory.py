@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import operator
+from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -138,9 +141,12 @@ class CudaStateMemory(StateMemory):
         Both have its contents and size. torch asks the allocator for what a storage grows to.
         """
         size_bytes = storage.nbytes()
-        storage.resize_(0)
-        self._allocator.hand_over(address, size_bytes)
-        storage.resize_(size_bytes)
+        calls = (
+            partial(self._allocator.hand_over, address, size_bytes),
+            partial(storage.resize_, 0),
+            partial(storage.resize_, size_bytes),
+        )
+        deque(map(operator.call, calls), maxlen=0)  # no interrupt comes between
 
     def block_bytes(self, size_bytes: int) -> int:
         """The allocator's rounding."""
