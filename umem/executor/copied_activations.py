@@ -25,7 +25,7 @@ from torch import nn
 from umem.capture.live import Block
 from umem.offloading import ActivationStatistics, ActivationStore
 from umem.offloading.store import in_backward_or_compiler
-from umem.runtime.model_parts import tensors_in
+from umem.runtime.model_parts import buffers_of, tensors_in
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.torch_compat import compiled_call
 
@@ -223,7 +223,7 @@ class CopiedActivations:
         model = self._model()
         if model is None or not torch.is_grad_enabled():
             return
-        self._store.keep([*model.buffers(), *tensors_in((args, kwargs))])
+        self._store.keep([*buffers_of(model), *tensors_in((args, kwargs))])
         running.forward = _Pass(self._store, self._fetch_ahead)
         self._store.open_group(running.forward.model_key)
 

@@ -28,7 +28,7 @@ from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.phase_measurement import DeviceRoom
-from umem.runtime.model_parts import tensors_in
+from umem.runtime.model_parts import buffers_of, tensors_in
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import (
     current_graph_task_id,
@@ -160,7 +160,7 @@ class KeptOutputs:
         self._stream_key = 0
         """The model's stream."""
         self._undo_outputs: list[Undo] = []
-        parameters = [*model.parameters(), *model.buffers()]
+        parameters = [*model.parameters(), *buffers_of(model)]
         self._weights = {storage_key(it.untyped_storage()) for it in parameters}
         self._undo = hook_calls(model, self._begin, self._end, self._fail)
 

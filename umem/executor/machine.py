@@ -18,7 +18,7 @@ from umem.offloading import Mover
 from umem.offloading.movers import returning_bytes
 from umem.policy import ResolvedPolicy, without
 from umem.runtime.hints import HintEngine, HintSettings
-from umem.runtime.model_parts import optimizer_parameters, storage_addresses, tensors_in
+from umem.runtime.model_parts import buffers_of, optimizer_parameters, storage_addresses, tensors_in
 from umem.runtime.state import runtime
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def held_host_bytes(
     int
         Bytes.
     """
-    tensors = [*optimizer_parameters(optimizer), *model.parameters(), *model.buffers()]
+    tensors = [*optimizer_parameters(optimizer), *model.parameters(), *buffers_of(model)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     tensors += tensors_in(optimizer.state)
     own = {address for tensor in tensors for address in storage_addresses(tensor)}

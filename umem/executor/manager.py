@@ -35,7 +35,7 @@ from umem.offloading import ActivationStore
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
 from umem.runtime.managed_runs import new_run
-from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.model_parts import buffers_of, optimizer_parameters
 from umem.runtime.torch_hooks.modules import Guard
 from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace, live_bytes
@@ -89,7 +89,7 @@ class Manager:
         self._progress = Progress()
         self._recording: StepRecording | None = None
         self._store = ActivationStore(machine.device, machine.mover)
-        self._store.keep([*model.parameters(), *model.buffers()])
+        self._store.keep([*model.parameters(), *buffers_of(model)])
         self._guard = Guard(self._fail)
         root = Block(type(model).__name__, model)
         blocks = find_blocks(model, None)

@@ -20,7 +20,7 @@ from umem.offloading.store import (
     ActivationStore,
     in_backward_or_compiler,
 )
-from umem.runtime.model_parts import main_chain, members
+from umem.runtime.model_parts import buffers_of, main_chain, members
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import tree_leaves
 
@@ -327,7 +327,7 @@ class OffloadedBlocks:
     def _begin(self, *_: object) -> None:
         self._layers.begin_pass()
         for store in self._stores.values():
-            store.keep(self._model.buffers())
+            store.keep(buffers_of(self._model))
 
     def _enter(self, layer: nn.Module, *_: object) -> None:
         device = next(layer.parameters()).device
@@ -338,7 +338,7 @@ class OffloadedBlocks:
             )
             # Parameters are many, and seldom change from pass to pass.
             store.keep(self._model.parameters(), permanent=True)
-            store.keep(self._model.buffers())
+            store.keep(buffers_of(self._model))
         self._layers.enter(store)
 
     def _leave(self, output: object, *, failed: bool) -> None:

@@ -25,6 +25,7 @@ from umem.core.classes import TensorClass
 from umem.runtime.class_override import class_override
 from umem.runtime.model_loading import skip_warmup
 from umem.runtime.model_parts import (
+    buffers_of,
     optimizer_parameters,
     optimizer_state,
     storage_addresses,
@@ -123,7 +124,7 @@ class Classifier:
             self._seen_modules[part] = True
         self._allocator.set_phase(TensorClass.ACTIVATIONS.number)
         self._tag_parameters(module.parameters())
-        self._tag(module.buffers(), TensorClass.OTHER)
+        self._tag(buffers_of(module), TensorClass.OTHER)
         self.on_root(module)
         if outer is not None:
             enter_running_forward(outer)

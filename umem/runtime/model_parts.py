@@ -19,6 +19,7 @@ from umem.core.errors import EnableError
 from umem.torch_compat import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 __all__ = [
+    "buffers_of",
     "find_chains",
     "gpu_of",
     "main_chain",
@@ -159,6 +160,11 @@ def named_tensors(
     for key, part in parts:
         path = f"{name}.{key}" if name else str(key)
         yield from named_tensors(part, path, depth=depth + 1)
+
+
+def buffers_of(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers of a model, whatever `buffers` is there: a list, in Megatron-core's DDP."""
+    return list(nn.Module.buffers(model))
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

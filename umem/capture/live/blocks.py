@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.errors import TraceError
 from umem.io.problems import did_you_mean
 from umem.runtime.model_parts import (
+    buffers_of,
     find_chains,
     main_chain,
     members,
@@ -71,7 +72,7 @@ def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimi
     owner: dict[torch.Tensor, str] = {}
     held: dict[str, list[torch.Tensor]] = {NO_BLOCK: []}
     for block in blocks:
-        held[block.name] = [*block.module.parameters(), *block.module.buffers()]
+        held[block.name] = [*block.module.parameters(), *buffers_of(block.module)]
         for tensor in held[block.name]:
             owner.setdefault(tensor, block.name)
     for tensor in (*buffers, *names):

@@ -42,7 +42,7 @@ from umem.planning.stream_timing import staged_bytes
 from umem.planning.training_plan import WEIGHT_SLOTS
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 from umem.runtime.managed_runs import new_run
-from umem.runtime.model_parts import gpu_of, plain_tensors, weight_classes
+from umem.runtime.model_parts import buffers_of, gpu_of, plain_tensors, weight_classes
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import (
@@ -622,7 +622,7 @@ def _movable(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
     """Weights and buffers on a device whose memory can be moved, each once."""
     every = {
         id(part): part
-        for it in (*model.parameters(), *model.buffers())
+        for it in (*model.parameters(), *buffers_of(model))
         for part in plain_tensors(it)
         if part.device == device
     }
