@@ -85,13 +85,33 @@ def test_commands_on_a_page_have_options_that_exist(page: str) -> None:
             context = command.make_context(inner, rest, parent=context)
 
 
-def test_the_readme_fits_a_screen_and_shows_what_umem_fit_says() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
-    found = re.search(r"^\$ umem (fit .*?)\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)
-    assert found
-    said = CliRunner(env={"COLUMNS": "80"}).invoke(app, shlex.split(found[1]))
-    assert said.output.strip() == found[2].strip()
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/fit.md", marks=pytest.mark.slow)])
+def test_pages_show_what_umem_fit_says(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    shown = re.findall(
+        r"^```console\n\$ umem (fit .*?)\n(.*?)\n```", text, re.DOTALL | re.MULTILINE
+    )
+    assert shown
+    for words, answer in shown:
+        said = CliRunner(env={"COLUMNS": "80"}).invoke(app, shlex.split(words))
+        assert said.output.strip() == answer.strip()
+
+
+@pytest.mark.slow
+def test_the_newcomer_compares_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "newcomer.md"
+    times = re.search(
+        r"Predicted: (\S+ s) a step, and (\S+ s) with", page.read_text(encoding="utf-8")
+    )
+    assert times
+    commands = [words for words in umem_commands(page) if words[:2] == ["simulate", "--trace"]]
+    monkeypatch.chdir(ROOT / "examples" / "recordings")
+    for words, time in zip(commands, times.groups(), strict=False):
+        assert f" {time} " in CliRunner().invoke(app, words).output
 
 
 @pytest.mark.parametrize("name", ["CITATION.cff", "packaging/conda/recipe.yaml", "CHANGELOG.md"])
