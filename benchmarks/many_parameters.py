@@ -77,7 +77,7 @@ class Homes(StateMemory):
         home = torch.frombuffer(self._arena, dtype=tensor.dtype, count=elements, offset=offset)
         tensor.data = home.view(tensor.shape).copy_(tensor)
 
-    def is_movable(self, tensor: torch.Tensor) -> bool:
+    def may_stage(self, tensor: torch.Tensor) -> bool:
         """All but counts of steps."""
         return tensor.dim() > 0 and is_whole(tensor)
 

@@ -120,6 +120,8 @@ class Zero3:
                 it.register_post_accumulate_grad_hook(self._take_gradient)
             self._free(layer)
         self.losses: list[torch.Tensor] = []
+        self.fragments: list[torch.Tensor] | None = None
+        """Views of the state, as DeepSpeed has one of each parameter's part; None without."""
 
     def _gather(self, layer: nn.Module) -> None:
         for it in layer.parameters():
@@ -151,6 +153,17 @@ class Zero3:
                 self._step(self.optimizer, number, flat)
                 weights.copy_(flat.data)
                 flat.grad = None
+            self._use_fragments()
+
+    def _use_fragments(self) -> None:
+        if self.fragments is None:
+            return
+        if not self.fragments:
+            moments = [self.optimizer.state[it]["exp_avg"] for it in self.masters]
+            self.fragments = [it[:WIDTH] for it in moments] + [it[WIDTH:] for it in moments]
+        self.losses += [it.sum() for it in self.fragments]
+        if len(self.losses) % 4 == 0:
+            self.fragments[0].mul_(0.5)
 
     def found(self) -> Any:
         """All that can be compared with another run."""
@@ -205,6 +218,29 @@ def test_state_is_streamed_beside_a_model_without_memory(
         assert counts.early > 0  # by the copy to the model's weights
     if more_bytes < 0:
         assert tuning.activations.tensors_out > 0
+
+
+@pytest.mark.parametrize("more_bytes", [-1, ROOM_FOR_ALL])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_state_that_something_else_sees_is_streamed_where_it_is(
+    name: str, more_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed links each parameter to its part of the partition's state, and reads it there."""
+    stock, run = PROGRAMS[name](), PROGRAMS[name]()
+    stock.fragments, run.fragments = [], []
+    stock.train()
+    monkeypatch.setattr(unit_names, "_PART_BYTES", LAYER)
+    streams = Streams(more_bytes, also=run.masters)
+    with streaming(streams, monkeypatch):
+        run.train()
+        (training,) = streams.trainings
+        status, units = training.status(), training.step.units
+        assert units.fixed_bytes == STATE  # a unit is in one place
+    assert run.found() == stock.found()
+    assert status.tuning is not None
+    assert status.counts.streamed >= len(run.masters) * (STEPS - 3)
+    assert status.counts.waited > 0
+    assert status.slots_bytes > 0
 
 
 def streamed(model: nn.Module, optimizer: torch.optim.Optimizer, also: Any) -> StreamedTraining:

@@ -22,7 +22,7 @@ from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
-from umem.executor.optimizer.state_staging import is_whole
+from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
@@ -195,7 +195,7 @@ class LazyLanes(Lanes):
                     parameter.__class__ = kind
 
 
-class HostStateMemory:
+class HostStateMemory(StateMemory):
     """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere.
 
     The "device" has room for `most_buffers`, or for any number, and gradients of `parameters`.
@@ -222,8 +222,8 @@ class HostStateMemory:
         self.buffers: list[torch.Tensor] = []
         self.refuses: Callable[[], bool] = lambda: False
 
-    def is_movable(self, tensor: torch.Tensor) -> bool:
-        """Large tensors with memory of their own."""
+    def may_stage(self, tensor: torch.Tensor) -> bool:
+        """Large tensors that fill their memory."""
         return is_whole(tensor) and tensor.nbytes >= self._min_bytes
 
     def is_home(self, tensor: torch.Tensor) -> bool:

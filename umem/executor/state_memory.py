@@ -62,7 +62,7 @@ class CudaStateMemory(StateMemory):
         self._min_bytes = min_bytes
         self._has_warned = False
 
-    def is_movable(self, tensor: torch.Tensor) -> bool:
+    def may_stage(self, tensor: torch.Tensor) -> bool:
         """Whether it is on this GPU, whole, and not small."""
         return (
             tensor.device == self._device and tensor.nbytes >= self._min_bytes and is_whole(tensor)

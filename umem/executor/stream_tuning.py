@@ -82,6 +82,10 @@ class StreamedState(Protocol):
     def resident_bytes(self) -> int:
         """Bytes of state that is on the device for good."""
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of state that has to be streamed."""
+
     def sizes(self) -> Mapping[str, tuple[int, ...]]:
         """Bytes of state that can be streamed, by block in the order of the forward pass.
 
@@ -750,12 +754,18 @@ class StreamTuner:
             fixed_bytes=fixed_bytes,
             weight_share=1.0 if weights is None else weights.share,
             most_placed_bytes=most_bytes,
-            state_share=self._state_share,
+            state_share=min(self._state_share, self._movable_share()),
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
             in_backward=self._in_backward,
             batches=figures.batches,
         )
+
+    def _movable_share(self) -> float:
+        """Of all state, what may be on the device."""
+        fixed_bytes = sum(it.state.fixed_bytes for it in self._optimizers)
+        state_bytes = sum(map(sum, self._state_sizes().values()))
+        return 1.0 - fixed_bytes / state_bytes if state_bytes else 1.0
 
     def _make_units(self) -> list[StreamUnit]:
         sizes, measured = self._sizes, self._measured.blocks()

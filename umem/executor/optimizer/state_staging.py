@@ -39,8 +39,12 @@ class StateMemory(Protocol):
     staged_bytes: int
     """State of several parameters, or of a span of a large one, that is staged at a time."""
 
+    def may_stage(self, tensor: torch.Tensor) -> bool:
+        """Whether a state tensor is large enough to be streamed, and fills its memory."""
+
     def is_movable(self, tensor: torch.Tensor) -> bool:
-        """Whether a state tensor is large enough to be streamed, and has memory of its own."""
+        """Whether that holds, and nothing else sees the memory."""
+        return self.may_stage(tensor) and not has_alias((tensor,))
 
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether a state tensor is in host memory, from where it is staged for its use."""
@@ -72,13 +76,12 @@ class _Run:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of torch's own classes and fills memory of its own."""
+    """Whether a tensor is of torch's own classes and fills its memory, which others may see."""
     return (
         can_guard(tensor)
         and tensor.layout is torch.strided
         and tensor.storage_offset() == 0
         and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
-        and not has_alias((tensor,))
     )
 
 
@@ -183,7 +186,7 @@ class StagedState:
             for value in values.values():
                 if not isinstance(value, torch.Tensor):
                     continue
-                is_home = memory.is_movable(value) and memory.is_home(value)
+                is_home = memory.may_stage(value) and memory.is_home(value)
                 found = self.homes if is_home else self.others
                 found.append(value)
         self.homes.sort(key=torch.Tensor.data_ptr)

@@ -114,6 +114,8 @@ class StreamedUnit:
         """Bytes of its state that can be streamed, by piece."""
         self.device_bytes = 0
         """Those of them that are on the device for good."""
+        self.fixed_bytes = 0
+        """Those of them that stay in host memory, whatever a plan says: something else sees it."""
         self.divided: list[StreamedUnit] = []
         """A unit for each piece of a streamed one, with a slot and moments of its own: some of the
         parameters, or a span of a large one."""
@@ -298,6 +300,11 @@ class StreamedUnits:
 
     # ------------------------------------------------------------------ before a step
 
+    @property
+    def fixed_bytes(self) -> int:
+        """State that has to be streamed."""
+        return sum(unit.fixed_bytes for unit in self._units.values())
+
     def lay_out(self, optimizer: Optimizer, called: Iterable[str]) -> None:
         """Find the units' state before a step, and slots for it.
 
@@ -382,7 +389,7 @@ class StreamedUnits:
             parameter: [
                 value
                 for value in values.values()
-                if isinstance(value, torch.Tensor) and self._memory.is_movable(value)
+                if isinstance(value, torch.Tensor) and self._may_stream(value)
             ]
             for parameter, values in every.items()
         }
@@ -395,6 +402,7 @@ class StreamedUnits:
         pieces = self._divide(every, movable, piece_bytes)
         unit.sizes = tuple(piece.size_bytes for piece in pieces)
         unit.device_bytes = sum(unit.sizes) if on_device else 0
+        unit.fixed_bytes = 0
         queued = {
             parameter: values
             for parameter, values in every.items()
@@ -403,6 +411,8 @@ class StreamedUnits:
         unit.queue(queued)
         if queued:
             unit.state = StagedState(queued, self._memory)
+            if unit.state.is_shared:
+                unit.fixed_bytes = sum(it.nbytes for it in unit.state.homes)
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
                 some = {p: queued[p] for p in piece.parameters if p in queued}
                 if some:
@@ -414,18 +424,25 @@ class StreamedUnits:
             unit.state_guard = TensorGuard(functools.partial(self._touch, unit))
             unit.state_guard.hold(unit.state.guarded)
 
+    def _may_stream(self, value: torch.Tensor) -> bool:
+        """Not what has an alias on the device: its memory stays where it is."""
+        memory = self._memory
+        return memory.is_movable(value) or (memory.may_stage(value) and memory.is_home(value))
+
     def _place(self, values: list[torch.Tensor], name: str) -> bool:
         """Put a unit's state where the plan has it. Returns whether that is the device.
 
-        All of it is in one place: on the host where the device has no room for some of it.
+        All of it is in one place: on the host where the device has no room for some of it. What has
+        an alias keeps its memory, from which it is staged if it is the host's.
         """
         is_planned = self._resident is not None and name in self._resident
-        for value in values if is_planned else ():
+        movable = [it for it in values if self._memory.is_movable(it)]
+        for value in movable if is_planned else ():
             self._memory.place(value, on_device=True)
-        may_stay = is_planned or self._resident is None or not values
+        may_stay = is_planned or self._resident is None or not movable
         if may_stay and not any(map(self._memory.is_home, values)):
             return True
-        for value in values:
+        for value in movable:
             self._memory.place(value, on_device=False)
         return False
 
