@@ -23,6 +23,7 @@ from torch import nn
 
 from umem.core.errors import OffloadError
 from umem.offloading import ActivationStore, HostMover
+from umem.runtime.torch_hooks import saved_tensors
 
 
 @pytest.fixture(params=[HostMover, LazyMover])
@@ -358,6 +359,17 @@ class TestErrors:
     def test_close_group_without_open_group(self, store: ActivationStore) -> None:
         with pytest.raises(OffloadError, match="open_group"):
             store.close_group()
+
+    def test_close_groups_ends_what_an_interrupt_has_left(self, store: ActivationStore) -> None:
+        for key in ("a", "b", "c"):
+            assert store.open_group(key)
+        store.close_groups(left_open=1)
+        assert store.open_groups == 1
+        assert saved_tensors.innermost() is not None
+        store.close_groups()
+        assert store.open_groups == 0
+        assert saved_tensors.innermost() is None
+        store.close_groups()
 
     def test_wrong_settings(self) -> None:
         with pytest.raises(OffloadError, match="min_bytes is -1"):

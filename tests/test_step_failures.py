@@ -276,6 +276,29 @@ def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
 
 
 @pytest.mark.slow
+def test_an_interrupt_while_slots_are_taken_changes_nothing() -> None:
+    """A piece of state whose slot is another one now must not be updated in the old one."""
+    program, _ = begin()
+    assert program.training is not None
+    number, is_interrupted = 0, True
+    while is_interrupted:
+        program.training.step.units.set_plan(frozenset(), 1 + program.steps % 3)
+        try:
+            with Interrupt(number):
+                program.training.step.lay_out(program.optimizer)
+        except KeyboardInterrupt:
+            number += 3  # all of them take minutes
+        else:
+            is_interrupted = False
+        program.step()
+    expected = Program(None, clips=False)
+    for _ in range(program.steps):
+        expected.step()
+    assert values(program) == values(expected)
+    assert number > 100
+
+
+@pytest.mark.slow
 def test_behind_an_interrupt_of_a_step_a_checkpoint_can_be_loaded() -> None:
     make_model = partial(Net, 1)
     program, _ = begin(make_model=make_model)

@@ -42,7 +42,8 @@ def train_with_faults(seed: int, make: Callable[[int], Fault], faults: int) -> l
     in_backward = seed % 4 == 3
     # Work runs when it is queued, as on a GPU it is launched then.
     pair = Pair(seed, eagerness=1.0, in_backward=in_backward)
-    pair.train(3)  # until parameters are updated in the backward pass
+    # With or without the steps that are watched before updates in the backward pass.
+    pair.train(pair.chance.randint(0, 3))
     moments, met = 0, list[str]()
     while len(met) < faults:
         pair.train(pair.chance.randint(0, 2))

@@ -257,16 +257,18 @@ class StagedState:
         """Use a slot from now on; None to use homes where they are."""
         if slot is self._slot and self.views:
             return
+        self.views = {}  # behind an interrupt they are made anew
         self._slot = slot
         with DisableTorchFunctionSubclass():
-            views = {id(home): self._view(home) for home in self.homes}
+            made = {id(home): self._view(home) for home in self.homes}
             if not self.is_shared:  # objects that nothing guards
-                views |= {id(value): value.detach() for value in self.others}
-            self.views = {
-                parameter: {name: views.get(id(value), value) for name, value in values.items()}
+                made |= {id(value): value.detach() for value in self.others}
+            views = {
+                parameter: {name: made.get(id(value), value) for name, value in values.items()}
                 for parameter, values in self._known.items()
             }
-        self._bound = {parameter: dict(values) for parameter, values in self.views.items()}
+        self._bound = {parameter: dict(values) for parameter, values in views.items()}
+        self.views = views
 
     def _view(self, home: torch.Tensor) -> torch.Tensor:
         if self._slot is None:

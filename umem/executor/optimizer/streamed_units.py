@@ -483,6 +483,7 @@ class StreamedUnits:
     def leave_slots(self) -> None:
         """Wait for all copies from and to slots, and use state at home until slots are taken."""
         every = self._pieces()
+        self._taken = None  # first: an interrupt leaves them to be taken anew
         for unit in every:
             self._drop_fetched(unit)
             for moment in filter(None, (unit.returned, unit.slot and unit.slot.free)):
@@ -492,7 +493,6 @@ class StreamedUnits:
             unit.slot = None
             if unit.state is not None:
                 unit.state.bind(None)
-        self._taken = None
 
     def _pieces(self) -> list[StreamedUnit]:
         return [piece for unit in self._units.values() for piece in unit.pieces]
@@ -509,12 +509,15 @@ class StreamedUnits:
         slots = self.pool.slots
         self._first = self.pool.place_of(self)
         staged, count = self._staged(), len(slots)
+        taken = {}
         for number, unit in enumerate(staged if count else ()):
-            unit.slot = slots[(self._first + number) % count]
+            taken[id(unit)] = slots[(self._first + number) % count]
             unit.next_behind = staged[number - count] if number >= count else None
         for unit in self._pieces():
+            slot = taken.get(id(unit))
             if unit.state is not None:
-                unit.state.bind(unit.slot)
+                unit.state.bind(slot)
+            unit.slot = slot  # behind an interrupt no piece has one that its state lacks
         self._taken = slots  # not before: an error leaves them to be taken anew
 
     def operands(

@@ -305,7 +305,6 @@ class StreamedWeights:
         while self._running.calls:
             self._end_call(self._running.calls[-1])
             self._running.calls.pop()
-        self._store.close_groups()
 
     def _enter(self, staged: StagedWeights, args: object, kwargs: object) -> None:
         """A block is called."""
@@ -350,7 +349,8 @@ class StreamedWeights:
                 node.register_prehook(reached)
 
     def _end_call(self, call: _Call) -> None:
-        self._store.close_groups(left_open=call.open_groups)
+        # Its own group, if it came so far as to open one.
+        self._store.close_groups(max(call.open_groups, self._store.open_groups - 1))
         if call.used is not None:
             self._end_use(call.used, call)
 
