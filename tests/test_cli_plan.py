@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,12 +147,37 @@ def test_a_plan_says_why_a_tensor_was_evicted(run: Run, layers: str) -> None:
     assert all(it["leaves"] for it in for_phase["decisions"])
     assert for_phase["limits"]["kept"] is None
 
+    status, output, _ = run(*arguments[:-1], "layer 0")  # whose room nothing leaves for
+    assert status == 0
+    assert "no tensor leaves" in output
+
     status, _, errors = run("--trace", layers, "--explain", "tensor 99")
     assert status == 2
     assert "'tensor 99'" in errors
+    _, _, errors = run("--trace", layers, "--explain", "weihgts")
+    assert "did you mean 'weights'?" in errors
     status, _, errors = run("--trace", layers, "--explain", "tensor 0", "--planner", "lookahead")
     assert status == 2
     assert "--explain" in errors
+
+
+def test_what_is_used_in_place_stays_on_the_host(run: Run, layers: str) -> None:
+    Path("mapped.yaml").write_text(
+        "extends: managed\nclasses: {weights: {mechanism: map, placement: host}}\n"
+    )
+    data = planned(run, "--trace", layers, "--policy", "mapped.yaml", "--explain", "weights")
+    assert {it["reason"] for it in data["decisions"]} == {"in_place"}
+
+
+def test_the_reasons_of_a_large_class_are_summed_up(run: Run) -> None:
+    words = ("--model", "llama-tiny", "--seq", "64", "--explain")
+    decisions = planned(run, *words, "weights")["decisions"]
+    _, output, _ = run(*words, "weights")
+    (more,) = re.findall(r"^and ([\d,]+) more", output, re.MULTILINE)
+    assert 0 < int(more.replace(",", "")) < len(decisions)
+    _, summary = output.split("in all")
+    counts = re.findall(r" ([\d,]+)$", summary.split("\n\n")[0].rstrip(), re.MULTILINE)
+    assert sum(int(it.replace(",", "")) for it in counts) == len(decisions)
 
 
 def test_a_plan_says_what_it_would_cost_to_keep_a_tensor(run: Run, layers: str) -> None:
@@ -229,3 +256,13 @@ def test_a_model_by_its_size_and_precision(run: Run) -> None:
         return sum(it["optimizer_state"]["bytes"] for it in data["residency"].values())
 
     assert state_bytes() == pytest.approx(3 * state_bytes("--precision", "bf16"), rel=1e-3)
+
+
+def test_bounds_leave_standard_output_to_json(layers: str, tmp_path: Path) -> None:
+    """The solver prints there by itself, which only a process of its own shows."""
+    words = ("plan", "--trace", layers, "--budget", "256MiB", "--bound", "--json")
+    made = subprocess.run(
+        [sys.executable, "-m", "umem", *words], cwd=tmp_path, capture_output=True, check=True
+    )
+    bounds = json.loads(made.stdout)["bounds"]
+    assert bounds["ideal_s"] <= bounds["fluid_s"] <= bounds["step_s"]

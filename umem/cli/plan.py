@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import IntEnum
@@ -29,6 +30,9 @@ __all__ = ["app"]
 app = output.make_app()
 
 _MORE_BYTES = 2**30
+
+_MOST_ROWS = 32
+"""Idle intervals in a table; a class of a large model has thousands."""
 
 
 @app.command(no_args_is_help=True)
@@ -241,14 +245,26 @@ def _print_limits(console: Console, limits: Mapping[str, Any]) -> None:
 def _print_decisions(
     console: Console, decisions: Sequence[Mapping[str, Any]], phase_names: Sequence[str]
 ) -> None:
-    """Print a row for each idle interval."""
+    """Print a row for each of the first idle intervals, and how many are spent as they are."""
+    if not decisions:
+        console.print("\nno tensor leaves for a phase of this name")
+        return
     table = output.make_table("tensor", "idle after", "until", "why")
-    for it in decisions:
+    for it in decisions[:_MOST_ROWS]:
         words = planning.WHY[planning.Reason[it["reason"].upper()]]
         if it["leaves"]:
             words += f" in {phase_names[it['short_in'] % len(phase_names)]}"
         uses = (phase_names[it[key] % len(phase_names)] for key in ("last_use", "next_use"))
         table.add_row(*map(plain, (it["tensor"], *uses, words)))
+    console.print()
+    output.print_table(console, table)
+    if len(decisions) == 1:
+        return
+    if len(decisions) > _MOST_ROWS:
+        console.print(f"and {len(decisions) - _MOST_ROWS:,} more: --json has all")
+    table = output.make_table("in all", numbers=("intervals",))
+    for name, count in Counter(it["reason"] for it in decisions).most_common():
+        table.add_row(planning.WHY[planning.Reason[name.upper()]], f"{count:,}")
     console.print()
     output.print_table(console, table)
 

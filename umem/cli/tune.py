@@ -328,8 +328,8 @@ def _print(console: Console, data: dict[str, Any], target: Path | None) -> None:
             "sum: batches in a step; again: activations are recomputed (checkpoints)", style="dim"
         )
     console.print(
-        "Predicted, not measured. None is as good as another in speed and both memories, up to "
-        f"{data['tolerance']:.1%} of the speed.",
+        "Predicted, not measured. Each is faster than every one that uses no more of either "
+        f"memory, by more than {data['tolerance']:.1%}.",
         style="dim",
     )
     if target is not None:

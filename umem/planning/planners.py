@@ -60,7 +60,7 @@ _OUT_WEIGHTS = (1.0, 0.3, 0.1)
 _HOPELESS = 1.1
 """Multiple of a step from which on a mechanism for a class is not tried with others again."""
 
-_LEAST_TRIALS, _MOST_TRIALS = 16, 48
+_LEAST_TRIALS, _MOST_TRIALS = 16, 160
 _TRIED_ACCESSES = 600_000
 """Uses of tensors in all trials together, so that large steps are not planned for minutes."""
 
@@ -355,6 +355,12 @@ class _Search:
             self.progress(f"Planning {problem.trace.name}: {share:.3f} of the lower bound")
         return found
 
+    def best_with(self, mechanisms: Mapping[TensorClass, str]) -> _Found | None:
+        """The fastest of the plans with these mechanisms so far."""
+        alike, _ = self._without_difference(mechanisms, Manner())
+        found = [it for it in self.tried.values() if it.mechanisms == alike]
+        return min(found, key=lambda it: it.outcome.slower_s, default=None)
+
     def _without_difference(
         self, mechanisms: Mapping[TensorClass, str], manner: Manner
     ) -> tuple[Mapping[TensorClass, str], Manner]:
@@ -410,17 +416,24 @@ def _planned(
 def _searched(search: _Search) -> _Found:
     """The best plan that a search finds."""
     _choose_mechanisms(search)
-    _refine(search)
     assert search.best is not None
+    _refine(search, search.best.mechanisms)
+    # What is slower at first may be the fastest once refined.
+    for mechanism in MECHANISMS:
+        _refine(search, _alike(search, mechanism))
     return search.best
+
+
+def _alike(search: _Search, mechanism: str) -> Mapping[TensorClass, str]:
+    """The same mechanism for all classes."""
+    return {} if mechanism == MECHANISMS[0] else dict.fromkeys(search.classes, mechanism)
 
 
 def _choose_mechanisms(search: _Search) -> None:
     """Try each mechanism for all classes, then others for one class after another."""
     for mechanism in MECHANISMS:
-        alike = {} if mechanism == MECHANISMS[0] else dict.fromkeys(search.classes, mechanism)
         for manner in _MANNERS if mechanism != "map" else _MANNERS[:1]:
-            search.try_out(alike, manner)
+            search.try_out(_alike(search, mechanism), manner)
     changed = True
     while changed and not search.is_over:
         changed = False
@@ -467,11 +480,11 @@ def _moves_of(trace: Trace, found: _Found, tensor_class: TensorClass) -> bool:
     return bool(is_there[moves].any() or (is_there & in_place).any())
 
 
-def _refine(search: _Search) -> None:
-    """Look for a better manner and against better clocks, from the best plan on."""
+def _refine(search: _Search, mechanisms: Mapping[TensorClass, str]) -> None:
+    """Look for a better manner and against better clocks, with these mechanisms."""
     best: _Found | None = None
-    while search.best is not best and not search.is_over:
-        best = search.best
+    while (found := search.best_with(mechanisms)) is not best and not search.is_over:
+        best = found
         assert best is not None
         start = best.manner
         manners = [
@@ -479,12 +492,12 @@ def _refine(search: _Search) -> None:
             *(replace(start, slack=slack) for slack in _SLACKS),
             *(replace(start, out_weight=weight) for weight in _OUT_WEIGHTS),
         ]
-        search.try_out(best.mechanisms, start, best)
+        search.try_out(mechanisms, start, best)
         for manner in manners:
-            found = search.try_out(best.mechanisms, manner)
+            found = search.try_out(mechanisms, manner)
             if found is not None:
                 # Where a phase was held up, there is more time for transfers than was thought.
-                search.try_out(best.mechanisms, manner, found)
+                search.try_out(mechanisms, manner, found)
 
 
 def _clock_of(outcome: Run) -> PhaseClock:

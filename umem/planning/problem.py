@@ -126,7 +126,7 @@ def explain(plan: Plan, trace: Trace, pattern: str) -> tuple[Decision, ...]:
         leaves = needed_by != NOT_NEEDED
         rows = np.flatnonzero(leaves & phases[needed_by % trace.phase_count])
     else:
-        names = (*trace.tensor_names, *TensorClass, *trace.phase_names)
+        names = (*trace.tensor_names, *map(str, TensorClass), *trace.phase_names)
         raise PlanError(
             f"trace {trace.name!r}: no tensor, class or phase is called {pattern!r}"
             f"{did_you_mean(pattern, names) or f': give a name such as {names[0]!r}'}"
@@ -232,6 +232,7 @@ def _decide(problem: PlanningProblem, found: Reservations, use: LinkUse) -> Sele
     barred[is_short & ~chosen] = Reason.TOO_SHORT
     barred[~problem.rules.movable[gaps.tensor]] = Reason.HELD
     barred[gaps.is_dead] = Reason.DEAD
+    barred[~_on_device(problem)[gaps.tensor]] = Reason.IN_PLACE
     carries = _carries_copy(gaps, use, np.flatnonzero(chosen))
     is_free = chosen.copy()
     is_free[chosen] = ~carries

@@ -30,6 +30,7 @@ class Reason(IntEnum):
     HELD = 7
     LEFT_TO_DRIVER = 8
     PRESSURE_FREE = 9
+    IN_PLACE = 10
 
 
 WHY: Mapping[Reason, str] = {
@@ -42,6 +43,7 @@ WHY: Mapping[Reason, str] = {
     Reason.TOO_SHORT: "stays: its next use comes before it could leave and return",
     Reason.LINK_BUSY: "stays: other transfers leave the link no time for it",
     Reason.HELD: "stays where the policy or its mechanism holds it",
+    Reason.IN_PLACE: "stays on the host, where its uses reach it in place",
     Reason.LEFT_TO_DRIVER: "left to the driver: demand paging is faster than every plan",
 }
 """What each reason means, in words."""

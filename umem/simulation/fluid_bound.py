@@ -7,7 +7,10 @@ gives a solution, so that the optimum is a lower bound for every schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -231,7 +234,8 @@ class _Program:
         program.a_matrix_.start_ = np.searchsorted(columns, np.arange(count + 1))
         program.a_matrix_.index_ = np.array(self.rows)[by_column]
         program.a_matrix_.value_ = np.array(self.values)[by_column]
-        solver = highspy.Highs()
+        with _silence():
+            solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         # Interior points: these programs are large, sparse and degenerate.
         solver.setOptionValue("solver", "ipm")
@@ -245,6 +249,21 @@ class _Program:
                 "ask for another number of checkpoints"
             )
         return float(solver.getInfo().objective_function_value)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what C code prints to standard output: HiGHS 1.16 prints its name when it is made."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class _Link:
