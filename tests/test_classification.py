@@ -434,3 +434,10 @@ def test_a_model_whose_forward_the_program_runs_is_one_root(witness: Witness) ->
     assert roots == [model]
     assert witness.classifier.roots() == [model]
     assert not witness.watches_forward()
+
+
+def test_a_model_with_a_list_named_buffers_is_classified(witness: Witness) -> None:
+    model = nn.Sequential(Spy(witness))
+    model.buffers = []  # type: ignore[assignment]
+    backward(model)
+    assert witness.classifier.roots() == [model]

@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.core.classes import TensorClass
 from umem.runtime.model_parts import (
+    buffers_of,
     named_parts,
     named_tensors,
     optimizer_parameters,
@@ -110,3 +111,11 @@ def test_tensors_are_found_in_nested_containers() -> None:
     found = [name for name, _ in named_tensors(held)]
     assert found[:3] == ["batch.labels", "pair.1", "self.batch.labels"]
     assert len(found) == 14, "a container that holds itself is searched to a limited depth"
+
+
+def test_a_model_with_a_list_named_buffers_has_its_buffers() -> None:
+    """Megatron-core's wrapper for data parallelism has one, of gradients."""
+    inner = nn.BatchNorm1d(4)
+    model = nn.Sequential(inner)
+    model.buffers = [torch.zeros(3)]  # type: ignore[assignment]
+    assert list(map(id, buffers_of(model))) == list(map(id, inner.buffers()))
