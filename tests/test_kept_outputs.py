@@ -18,6 +18,7 @@ from torch import nn
 
 from umem.capture.live import find_blocks
 from umem.executor.kept_outputs import KeptOutputs
+from umem.runtime.torch_hooks.modules import hook_calls
 
 WIDTH, ROWS, LAYERS = 16, 8, 6
 
@@ -117,6 +118,11 @@ class Setting:
             self.memory,
             self.room,
             min_bytes=1,
+        )
+        hook_calls(
+            self.model,
+            lambda *_: self.outputs.begin_call(),
+            lambda _, failed: self.outputs.end_call(failed=failed),
         )
         self.cache: list[torch.Tensor] = []
         for layer in self.model.layers:

@@ -219,6 +219,28 @@ def test_calls_that_need_more_have_weights_leave() -> None:
     assert on_device(model, memory) < WEIGHT_BYTES
 
 
+def test_calls_of_the_forward_itself_are_seen() -> None:
+    """After a call of the model, too."""
+
+    class Called(Net):
+        """Its forward is wrapped, that of other nets is not."""
+
+    model = Called(8)
+    expected = call(model)
+    made, room, memory = make(model, 400 * MIB)
+    call(model)
+    room.last = 400 * MIB - 2 * LAYER_BYTES
+    for _ in range(2):
+        with torch.no_grad():
+            y = model.forward(torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH)
+        assert torch.equal(y, expected)
+    assert made.status().plans == 1
+    assert on_device(model, memory) < WEIGHT_BYTES
+    room.last = 500 * MIB
+    assert torch.equal(call(model), expected)
+    assert made.status().other_bytes > room.last
+
+
 def test_calls_that_find_holes_alone_have_weights_leave() -> None:
     """By its size, what they make has room; where it had none, it was made on the host."""
     model = Net(8)

@@ -98,7 +98,9 @@ class _Seen:
 
 
 class KeptOutputs:
-    """Hooks on a model that move what a program keeps of its outputs, where it has no room.
+    """Moves what a program keeps of a model's outputs, where it has no room.
+
+    :meth:`begin_call` and :meth:`end_call` are to be called at both ends of each of its calls.
 
     Only forward passes without gradients count, and tensors that have a version counter: not those
     of ``torch.inference_mode``. An output that is changed while it is copied stays where it is.
@@ -137,6 +139,7 @@ class KeptOutputs:
         self._device, self._lanes, self._memory, self._room = device, lanes, memory, room
         self._min_bytes = min_bytes
         self._blocks = list(blocks)
+        self._is_closed = False
         self._mode: _Mode | None = None
         """None outside of a pass."""
         self._next_mode = _Mode.OFF
@@ -162,13 +165,11 @@ class KeptOutputs:
         self._undo_outputs: list[Undo] = []
         parameters = [*model.parameters(), *buffers_of(model)]
         self._weights = {storage_key(it.untyped_storage()) for it in parameters}
-        self._undo = hook_calls(model, self._begin, self._end, self._fail)
 
     def close(self) -> None:
-        """Remove the hooks. What was moved stays in host memory."""
-        for undo in (*self._undo, *self._undo_outputs):
-            undo()
-        self._undo, self._undo_outputs = [], []
+        """Move nothing any more. What was moved stays in host memory."""
+        self._undo_hooks_of_outputs()
+        self._is_closed = True
         self._mode = None
         self._drop()
 
@@ -198,12 +199,13 @@ class KeptOutputs:
 
     # ------------------------------------------------------------------ passes
 
-    def _begin(self, _args: object, _kwargs: object) -> None:
+    def begin_call(self) -> None:
         """The model is called."""
         self._drop()  # of a call that an interrupt has ended without its hooks
         self._mode = None
         if (
-            torch.is_grad_enabled()
+            self._is_closed
+            or torch.is_grad_enabled()
             or current_graph_task_id() != -1
             or function_transform_level() is not None
             or self._lanes.is_capturing()
@@ -219,8 +221,8 @@ class KeptOutputs:
         self._kept_bytes = self._leaving_bytes = 0
         self._seen = []
 
-    def _end(self, _output: object, failed: bool) -> None:
-        """The call has ended."""
+    def end_call(self, *, failed: bool) -> None:
+        """The call has ended, or failed with an exception."""
         mode, self._mode = self._mode, None
         if mode is None:
             return

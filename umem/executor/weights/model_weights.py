@@ -44,7 +44,7 @@ from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, gpu_of, plain_tensors, weight_classes
 from umem.runtime.state import runtime
-from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.runtime.torch_hooks.modules import Undo, hook_calls, hook_running_forward
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
     InferenceMode,
@@ -207,7 +207,7 @@ class ModelWeights:
         self.share = share
         """The most of all weights that may be on the device, as a share of their bytes."""
         self.outputs: KeptOutputs | None = None
-        """Moves outputs that the program keeps. Its hooks run behind those that place weights."""
+        """Moves outputs that the program keeps."""
         self._model = weakref.ref(model)
         self._lanes = lanes
         self._memory = memory
@@ -243,7 +243,13 @@ class ModelWeights:
         self._least_bytes: int | None = None
         """None until it is asked for, as every call of several models does."""
         self._managed_run = new_run(model, "call", functools.partial(_late, weakref.ref(self)))
-        self._undo: list[Undo] = hook_calls(model, self._begin, None, self._fail)
+        self._undo: list[Undo] = []
+        self._is_called = False
+        """Between the two hooks on the model's call."""
+        self._hook_model(model)
+        for block in find_blocks(model, None)[:1]:
+            enter = functools.partial(self._enter_first, block)
+            self._undo += hook_calls(block.module, enter, None, self._fail)
         self._shared.join(self)
 
     def status(self) -> WeightStatus:
@@ -324,9 +330,32 @@ class ModelWeights:
 
     # ------------------------------------------------------------------ calls
 
+    def _hook_model(self, model: nn.Module) -> None:
+        self._undo += hook_calls(model, self._begin, self._end, self._fail)
+
     def _begin(self, _args: object, _kwargs: object) -> None:
         """The model is called."""
+        self._is_called = True
         self.begin_call()
+        if self.outputs is not None:
+            self.outputs.begin_call()
+
+    def _end(self, _output: object, failed: bool) -> None:
+        self._is_called = False
+        if self.outputs is not None:
+            self.outputs.end_call(failed=failed)
+
+    def _enter_first(self, first: Block, _args: object, _kwargs: object) -> None:
+        """A pass begins: by a call of the model or, past its hooks, by its ``forward``."""
+        if self._is_called or current_graph_task_id() != -1 or torch.compiler.is_compiling():
+            return
+        model = hook_running_forward(first.module)
+        if model is not None and model is self._model():
+            for undo in self._undo:
+                undo()
+            self._undo.clear()
+            self._hook_model(model)
+            self._begin((), {})
 
     def begin_call(self) -> None:
         """Look at what calls need before the next one, and place weights anew if they have to."""
