@@ -84,7 +84,7 @@ def _step_with(pair: Pair, fault: Fault) -> str:
     found, before = streamed.phase, _state(stock)
     try:
         _make_small_step(streamed, number)
-    except PlanError:
+    except (PlanError, KeyError):  # torch's own where it found no memory for all of new state
         found = f"refused in {found}"
         _load(streamed, before)
         _make_small_step(streamed, number)

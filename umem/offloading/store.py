@@ -256,6 +256,7 @@ class _HookStack(threading.local):
             if hooks is not None:
                 self._left.append(hooks)
             self._pushed.pop()
+            self._remove_left()
         self._remove_left()
 
     def _remove_left(self) -> None:

@@ -323,7 +323,8 @@ class BackwardUpdates:
         """Before the state of the model is loaded: let it overwrite updated weights."""
         with self._step.lock:
             names = {id(p): f"{prefix}{name}" for name, p in model.named_parameters()}
-            for unit in self._ahead:
+            ahead = self._still_ahead()
+            for unit in ahead:
                 for parameter in unit.ahead:
                     value = state.get(names.get(id(parameter), ""))
                     if value is None or value.shape != parameter.shape:
@@ -331,7 +332,7 @@ class BackwardUpdates:
                             f"the state that is loaded lacks weights of {unit.name}, which the "
                             "backward pass has updated"
                         )
-            for unit in self._ahead:
+            for unit in ahead:
                 self._step.settle(unit)
             self._have_loaded("model")
 
@@ -340,12 +341,17 @@ class BackwardUpdates:
         with self._step.lock:
             self._have_loaded("optimizer")
 
+    def _still_ahead(self) -> list[StreamedUnit]:
+        """Units that were updated; those too whose ``step()`` has begun and was interrupted."""
+        return [it for it in self._step.units if it.ahead or it in self._ahead]
+
     def _have_loaded(self, what: str) -> None:
-        if not self._ahead:
+        ahead = self._still_ahead()
+        if not ahead:
             return
         self._loaded.add(what)
         if len(self._loaded) == 2:
-            for unit in self._ahead:
+            for unit in ahead:
                 unit.ahead = []
             self._end()
 
