@@ -6,6 +6,7 @@ block's computation, and a staging buffer is as small as one share.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -153,7 +154,7 @@ def _streamed(
 
     They have `least_bytes` in any case.
     """
-    choices = [_combinations(unit) for unit in units]
+    choices = [_combinations(tuple(unit.items())) for unit in units]
     sizes = sorted({staged for some in choices for staged, _, _ in some})
     # Few units may have less to stream than buffers take.
     nothing: list[frozenset[int]] = [frozenset()] * len(units)
@@ -173,8 +174,10 @@ _Choice = tuple[int, int, frozenset[int]]
 """Bytes in a slot, bytes of weights, and numbers of parts."""
 
 
-def _combinations(unit: dict[int, int]) -> list[_Choice]:
+@functools.lru_cache(maxsize=256)  # layers have parts of the same sizes, and many plans are tried
+def _combinations(parts_and_bytes: tuple[tuple[int, int], ...]) -> tuple[_Choice, ...]:
     """Sets of a unit's parts, by size, each of another size."""
+    unit = dict(parts_and_bytes)
     largest = sorted(unit, key=lambda part: -unit[part])
     some = [frozenset(largest[: count + 1]) for count in range(len(largest))]
     some += [frozenset([part]) for part in unit]
@@ -188,16 +191,18 @@ def _combinations(unit: dict[int, int]) -> list[_Choice]:
         known = found.get(size_bytes)
         if known is None or len(parts) < len(known[2]):
             found[size_bytes] = staged, size_bytes, parts
-    return sorted(found.values(), key=lambda it: it[:2])
+    return tuple(sorted(found.values(), key=lambda it: it[:2]))
 
 
 def _share(
-    choices: Sequence[Sequence[_Choice]], slot_bytes: int, wanted_bytes: int
+    choices: Sequence[tuple[_Choice, ...]], slot_bytes: int, wanted_bytes: int
 ) -> tuple[list[frozenset[int]], int]:
     """Divide bytes among units as evenly as their parts allow, with no unit above a slot."""
-    fits = [[it for it in some if it[0] <= slot_bytes] for some in choices]
+    # Units of the same sizes have the same choices, and a plan has few sizes.
+    fitting = {some: [it for it in some if it[0] <= slot_bytes] for some in set(choices)}
+    largest = {some: max((it[1] for it in fits), default=0) for some, fits in fitting.items()}
     # Units that cannot give a full share give what they have; the others share the rest.
-    most = [max((it[1] for it in some), default=0) for some in fits]
+    most = [largest[some] for some in choices]
     share, open_units, rest = 0, len(most), wanted_bytes
     for size_bytes in sorted(most):
         share = -(-rest // open_units)
@@ -207,7 +212,8 @@ def _share(
         open_units -= 1
     chosen: list[frozenset[int]] = []
     due = given = 0
-    for some, most_bytes in zip(fits, most, strict=True):
+    for unit_choices, most_bytes in zip(choices, most, strict=True):
+        some = fitting[unit_choices]
         due += min(share, most_bytes)
         # The smallest that keeps up, so that what a unit gives too much, the next ones give less.
         parts: frozenset[int] = frozenset()
