@@ -613,6 +613,9 @@ class StreamedUnits:
     def clear(self) -> None:
         """Wait for the last copies, and give the optimizer's tensors free."""
         for unit in self._units.values():
+            for piece in unit.pieces:
+                self._drop_fetched(piece)  # and with it what was fetched into its slot before
+        for unit in self._units.values():
             if unit.returned is not None:
                 self._lanes.finish(unit.returned)
             self._drop_state(unit)
