@@ -357,6 +357,13 @@ def test_json_has_the_figures(run: Run) -> None:
     assert row["classes"]["weights"]["device_bytes"] == 4 * PARAMETERS["llama-2-7b"]
 
 
+def test_options_have_the_names_of_training_scripts_too(run: Run) -> None:
+    words = ["llama-2-7b", "--gpu", "h100-80", "--json"]
+    assert run(*words, "--dtype", "bf16", "--checkpointing") == run(
+        *words, "--precision", "bf16", "--checkpoint"
+    )
+
+
 def test_the_policy_is_one_that_runs(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     status, text, _ = run(*SFT, "--gpu", "h100-80", "--budget", "70GiB", "--output", file)
