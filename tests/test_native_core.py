@@ -289,6 +289,7 @@ def test_a_limit_is_a_memory_error(limits: dict[str, Any], remedy: str) -> None:
     assert allocator.malloc(32 * MIB) != 0
 
 
+@pytest.mark.slow
 def test_accelerate_finds_a_batch_that_fits() -> None:
     """From the error's text. torch raises what the allocator throws as a RuntimeError."""
     memory = pytest.importorskip("accelerate.utils")

@@ -214,6 +214,7 @@ def test_hints_end_before_the_memory_goes(allocator: Any) -> None:
     manager.close()
 
 
+@pytest.mark.slow
 def test_two_trainings_pause_between_their_steps(allocator: Any) -> None:
     """Hints of both end before, and both go on exactly behind it."""
     trainings, stock = [Training(), Training()], [Training(), Training()]

@@ -164,6 +164,7 @@ def write(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
     return write_trace
 
 
+@pytest.mark.slow
 def test_a_small_trace_is_compared(write: Callable[[dict[str, Any]], Path]) -> None:
     said: list[str] = []
     run = Run(made_up_header("published", SETTINGS), tuple(compare(write(document()), said.append)))

@@ -447,6 +447,7 @@ def test_shared_modules_have_a_phase_for_each_call() -> None:
 # ---------------------------------------------------------------------------------- its use
 
 
+@pytest.mark.slow
 def test_a_recorded_trace_can_be_planned_and_simulated(machine: Hardware) -> None:
     trace = recorded(Silent(Language(6)), clock=CountingClock())
     live = live_bytes(trace, *TensorClass).max()

@@ -77,6 +77,7 @@ def test_a_tolerance_leaves_out_what_is_hardly_faster(
     assert not any(is_enough(a, b) for a in found for b in found if a is not b)
 
 
+@pytest.mark.slow
 def test_simulate_gives_the_figures_of_each_point(run: Run, tmp_path: Path) -> None:
     """By the command that comes with it, and the policy that was written."""
     status, text, errors = run(
@@ -146,6 +147,7 @@ def test_nothing_is_tried_after_the_limit(run: Run) -> None:
     assert found["stopped"] == "limit"
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
     """The first one lets the candidate at hand end."""
     program = (

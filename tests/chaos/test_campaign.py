@@ -83,6 +83,7 @@ def test_what_is_wrong_is_told_with_its_seed() -> None:
     assert tally.tried == 1
 
 
+@pytest.mark.slow
 def test_what_grows_is_found() -> None:
     files: list[IO[bytes]] = []
     with pytest.raises(AssertionError, match="descriptors"):

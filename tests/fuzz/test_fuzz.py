@@ -7,6 +7,7 @@ from fuzz_readers import READERS, Reader, Tally
 from hypothesis import HealthCheck, given, settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_a_reader_refuses_or_accepts(reader: Reader) -> None:
     tally = Tally()
