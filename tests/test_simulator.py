@@ -278,6 +278,7 @@ def test_the_copy_kernel_has_its_own_rates_and_slows_compute(
         machine,
         copy_to_host_bytes_per_s=2 * machine.to_host_bytes_per_s,
         copy_slowdown_s_per_byte=1e-3 / BLOCK,
+        call_s=1e-3,  # of a prefetch
     )
     trace = make_trace(
         {"a": (8 * BLOCK, "activations")},

@@ -398,7 +398,7 @@ def _transfer_s(
     hardware, rules, gaps = problem.hardware, problem.rules, problem.gaps
     size = problem.trace.tensor_bytes[gaps.tensor]
     copied = rules.copied[gaps.tensor]
-    calls_s = -(-size // hardware.call_bytes) * hardware.call_s
+    calls_s = np.where(copied, 0.0, -(-size // hardware.call_bytes) * hardware.call_s)
     in_rate = np.where(copied, hardware.copy_to_device_bytes_per_s, hardware.to_device_bytes_per_s)
     out_rate = np.where(copied, hardware.copy_to_host_bytes_per_s, hardware.to_host_bytes_per_s)
     in_s = (size / in_rate + calls_s) * slack

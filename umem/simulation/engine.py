@@ -215,14 +215,18 @@ def _start(sim, way, block, cause, rate, keeps):
 
 @compiled_in_place
 def _start_hinted(sim, way, block, copies, copy_rate, page_rate, keeps):
-    """Give an idle direction the next block of a hint, in the driver call at hand or a new one."""
+    """Give an idle direction the next block of a hint.
+
+    Pages move in the driver call at hand or a new one. Copies are queued one behind the other.
+    """
     _start(sim, way, block, COPY if copies else HINT, copy_rate if copies else page_rate, keeps)
     m, direction = sim.machine[0], sim.directions[way]
     size = sim.blocks[block].bytes
-    if direction.call_left < size:
-        direction.call_s = m.call_s
-        direction.call_left = m.call_bytes
-    direction.call_left -= size
+    if not copies:
+        if direction.call_left < size:
+            direction.call_s = m.call_s
+            direction.call_left = m.call_bytes
+        direction.call_left -= size
     direction.cursor += 1
     direction.moved = True
 
