@@ -182,6 +182,24 @@ def test_each_call_costs_its_overhead(machine: Hardware, make_trace: MakeTrace) 
     assert report.stall_s["prefetch"] == pytest.approx(2 * 1e-3 + transfer_s)
 
 
+def test_copies_cost_no_calls(machine: Hardware, make_trace: MakeTrace) -> None:
+    trace = make_trace(
+        {"a": (8 * BLOCK, "weights")}, [(0.1, ["a"], ["a"]), (0.1, [], []), (0.0, [], [])]
+    )
+    hints = [(1, HintOp.COPY_OUT, "a"), (2, HintOp.COPY_IN, "a")]
+    steps = {
+        simulate(
+            trace,
+            schedule_of(trace, hints),
+            dataclasses.replace(machine, call_s=call_s, call_bytes=4 * BLOCK),
+            policy_of(machine),
+        ).step_s
+        for call_s in (0.0, 1e-3)
+    }
+    (step_s,) = steps
+    assert step_s > 0.2  # it waits for the copy
+
+
 def test_both_directions_share_the_link(machine: Hardware, make_trace: MakeTrace) -> None:
     rate = machine.to_device_bytes_per_s
     machine = dataclasses.replace(machine, to_host_bytes_per_s=rate, link_bytes_per_s=rate)
@@ -278,7 +296,6 @@ def test_the_copy_kernel_has_its_own_rates_and_slows_compute(
         machine,
         copy_to_host_bytes_per_s=2 * machine.to_host_bytes_per_s,
         copy_slowdown_s_per_byte=1e-3 / BLOCK,
-        call_s=1e-3,  # of a prefetch
     )
     trace = make_trace(
         {"a": (8 * BLOCK, "activations")},
