@@ -250,7 +250,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         if interrupted.is_set():
             output.end_at_once()
         interrupted.set()
-        typer.echo("umem: stopping behind this candidate; Ctrl-C again ends at once", err=True)
+        typer.echo("umem: stopping after this candidate; Ctrl-C again ends at once", err=True)
 
     with output.on_interrupt(stop):
         yield interrupted.is_set
