@@ -41,7 +41,7 @@ LIMIT = 1.05
 
 _TRACE_MACHINE = "a100-g10"
 
-_OVER_IDEAL = ("step_s", "without_write_backs_s", "without_calls_s", "quick_s", "fluid_s")
+_OVER_IDEAL = ("step_s", "without_write_backs_s", "quick_s", "fluid_s")
 
 
 def run_bounds(
@@ -88,9 +88,6 @@ def _measure(trace: Trace, hardware: Hardware, percent: int) -> Measurement:
     plan_s = time.process_time() - began_s
     moved = plan(timed, hardware, rules, may_write_back=False)
     report = simulate(timed, schedule, hardware, rules)
-    # A bound cannot count the driver's calls, as use in place has none.
-    uncalled = dataclasses.replace(hardware, call_s=0.0)
-    without_calls = simulate(timed, plan(timed, uncalled, rules), uncalled, rules)
     return Measurement(
         benchmark=f"{percent} % of {hardware.name}",
         case=trace.name,
@@ -102,7 +99,6 @@ def _measure(trace: Trace, hardware: Hardware, percent: int) -> Measurement:
             "quick_s": report.lower_bound_s,
             "fluid_s": fluid_bound_s(timed, hardware, budget_bytes),
             "without_write_backs_s": simulate(timed, moved, hardware, rules).step_s,
-            "without_calls_s": without_calls.step_s,
         },
     )
 
@@ -123,7 +119,7 @@ def tables(run: Run) -> Iterator[Table]:
     """Steps and bounds over the time with everything resident."""
     columns = (
         "step", "device memory", "all resident", "`planned`", "without write-backs",
-        "if driver calls took no time", "quick bound", "fluid bound",
+        "quick bound", "fluid bound",
         "`planned` over the fluid bound", "planning (CPU)",
     )  # fmt: skip
     yield Table(
