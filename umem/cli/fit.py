@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +14,7 @@ from rich.console import Console
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.errors import UmemError
+from umem.core.garbage import no_garbage_collection
 from umem.core.units import format_bytes, parse_bytes
 from umem.fit import (
     MOMENTS,
@@ -116,7 +114,8 @@ def fit(
     host_bytes = _host_bytes(host_ram)
     names = hardware_names() if gpu is None else (_SHORT_NAMES.get(gpu, gpu),)
     answers = []
-    with output.progress() as say, output.interruptible(), _without_collector():
+    # Plans make many objects and hardly a cycle: looking for cycles takes a third of the time.
+    with output.progress() as say, output.interruptible(), no_garbage_collection():
         for number, name in enumerate(names, 1):
             say(f"Planning for {name}, {number} of {len(names)}")
             machine = load_hardware(name)
@@ -136,18 +135,6 @@ def fit(
             output.print_written([target])
         elif target is not None:
             console.print(f"{plain(str(target))} is not written: umem has no plan to run")
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Collect no garbage: plans make many objects and hardly a cycle, and looking takes a third."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # The question.

@@ -19,6 +19,7 @@ from umem.capture.offline.module_scopes import ModuleScopeTracker
 from umem.capture.offline.recorder import Recorder
 from umem.capture.storages import build_trace, lifetime
 from umem.core.errors import TraceError
+from umem.core.garbage import no_garbage_collection
 from umem.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -133,7 +134,8 @@ def record_step(
             recorder.warm_up()
             step()
         warm_operators = recorder.operator_count
-        with stage("record", "the step"), _no_garbage_collection(), recorder.recording():
+        gc.collect()  # it would run at other moments in each recording
+        with stage("record", "the step"), no_garbage_collection(), recorder.recording():
             step()
     if not recorder.phases:
         raise TraceError(f"{name}: the step ran no operator that reads or writes memory")
@@ -142,19 +144,6 @@ def record_step(
     return build_trace(
         storages, lifetimes, phases, name=name, source=source, metadata=metadata or {}
     )[0]
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Pause Python's collector, which runs at other moments in each recording."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # torch without CUDA refuses to move even a tensor without memory to a GPU, and its autograd has no
