@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,14 @@ class TestMemoryOfAGpu:
             assert memory.home_like(large, TensorClass.GRADIENTS) is None
             assert memory.device_like(large, TensorClass.GRADIENTS) is None
         assert len(caplog.records) == 1
+
+    def test_refused_memory_without_a_tensor_is_none(
+        self, memory: CudaStateMemory, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stream = SimpleNamespace(cuda_stream=0)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        assert memory.reserve(TOO_MUCH) is None
+        assert allocator.phase() == TensorClass.OPTIMIZER_STATE.number
 
     def test_a_refusal_leaves_the_class_of_what_comes(
         self, memory: CudaStateMemory, allocator: Allocator

@@ -34,8 +34,8 @@ _PAGE_LOCKED = TensorClass.OPTIMIZER_STATE
 """The class whose memory is page-locked under a policy that streams."""
 
 _REFUSALS = ("CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory")
-"""What torch's errors say where an allocator has no more: one of a swapped allocator is a plain
-``RuntimeError``."""
+"""What errors say where an allocator has no more. One of a swapped allocator is a plain
+``RuntimeError`` from torch, and a ``MemoryError`` where the allocator is asked itself."""
 
 
 class CudaStateMemory(StateMemory):
@@ -113,7 +113,7 @@ class CudaStateMemory(StateMemory):
         try:
             with DisableTorchFunctionSubclass(), class_override(self._allocator, born):
                 return make()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not any(text in str(error) for text in _REFUSALS):
                 raise
             self._allocator.set_phase(phase)  # it ends a step by which it lets the error out
