@@ -1,7 +1,15 @@
 #include "binding/copies.hpp"
 
 #ifdef UMEM_HAS_CUDA
+#include <cuda_runtime_api.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
 #include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "cuda/cuda_calls.hpp"
 #include "cuda/fork.hpp"
@@ -17,6 +25,35 @@ namespace umem {
 
 #ifdef UMEM_HAS_CUDA
 namespace {
+
+const CudaCalls& calls() {
+  static const CudaCalls found;
+  return found;
+}
+
+// The address to copy to, the source's, and bytes.
+using Copy = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>;
+
+// Python takes longer for each of these calls than the driver does.
+void queue_copies(const std::vector<Copy>& copies, std::uintptr_t stream, std::size_t chunk_bytes,
+                  std::uintptr_t word) {
+  const auto queue = reinterpret_cast<cudaStream_t>(stream);
+  for (const auto& [to, source, size_bytes] : copies)
+    for (std::size_t offset = 0; offset < size_bytes; offset += chunk_bytes) {
+      const std::size_t bytes = std::min(chunk_bytes, size_bytes - offset);
+      const cudaError_t error =
+          cudaMemcpyAsync(reinterpret_cast<void*>(to + offset),
+                          reinterpret_cast<const void*>(source + offset), bytes, cudaMemcpyDefault,
+                          queue);
+      if (!succeeded(error))
+        throw std::runtime_error("cudaMemcpyAsync failed for " + std::to_string(bytes) +
+                                 " bytes: " + cudaGetErrorString(error));
+      if (word == 0) continue;
+      const CUresult result = calls().write_word(queue, word, 0, 0);
+      if (result != CUDA_SUCCESS)
+        throw std::runtime_error("cuStreamWriteValue32: " + calls().describe(result));
+    }
+}
 
 // Runs in the device's primary context, to which torch's streams belong.
 class Copier {
@@ -51,10 +88,6 @@ class Copier {
   }
 
  private:
-  static const CudaCalls& calls() {
-    static const CudaCalls found;
-    return found;
-  }
   static void check(CUresult error) {
     if (error != CUDA_SUCCESS) throw std::runtime_error("staged copy: " + calls().describe(error));
   }
@@ -66,6 +99,7 @@ class Copier {
 }  // namespace
 
 void bind_copies(nb::module_& module) {
+  module.def("queue_copies", &queue_copies, "copies"_a, "stream"_a, "chunk_bytes"_a, "word"_a);
   nb::class_<Copier>(module, "StagedCopy")
       .def(nb::init<int, bool>(), "device"_a, "leaves"_a)
       .def("fits", &Copier::fits, "to"_a, "source"_a)

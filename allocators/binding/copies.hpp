@@ -1,4 +1,4 @@
-// The Python side of copies between managed and pinned memory.
+// The Python side of copies.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -68,6 +68,7 @@ CudaCalls::CudaCalls() {
   require(get_function, "cuModuleGetFunction", 2000);
   require(launch, "cuLaunchKernel", 4000);
   require(copy, "cuMemcpyAsync", 4000);
+  require(write_word, "cuStreamWriteValue32", 11070);
   require(error_name, "cuGetErrorName", 6000);
   require(error_string, "cuGetErrorString", 6000);
   if (!find(discard, "cuMemDiscardBatchAsync", 13000)) discard = nullptr;

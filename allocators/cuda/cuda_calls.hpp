@@ -54,6 +54,7 @@ struct CudaCalls {
   PFN_cuModuleGetFunction_v2000 get_function;
   PFN_cuLaunchKernel_v4000 launch;
   PFN_cuMemcpyAsync_v4000 copy;
+  PFN_cuStreamWriteValue32_v11070 write_word;
   PFN_cuGetErrorName_v6000 error_name;
   PFN_cuGetErrorString_v6000 error_string;
   // From CUDA 13 on; nullptr before.

@@ -28,7 +28,6 @@ __all__ = [
     "advise",
     "allocate_managed",
     "bindings_version",
-    "copy",
     "create_stream",
     "device_attribute",
     "device_count",
@@ -49,7 +48,6 @@ __all__ = [
     "prefetch_batch",
     "range_location",
     "relaxed_capture",
-    "write_word",
 ]
 
 _CUDA_12_2 = 12020
@@ -296,18 +294,6 @@ def prefetch(range_: Range, location: Location, stream: int) -> None:
     flags = () if isinstance(where, int) else (0,)
     place = range_.address, range_.size_bytes, where
     _call(name, *place, *flags, stream, subject=f"{range_} to {location}")
-
-
-def copy(to: int, source: int, size_bytes: int, stream: int) -> None:
-    """Queue a copy between two addresses, each of device memory or page-locked host memory."""
-    kind = _runtime().cudaMemcpyKind.cudaMemcpyDefault
-    subject = f"{size_bytes} bytes from {source:#x} to {to:#x}"
-    _call("cudaMemcpyAsync", to, source, size_bytes, kind, stream, subject=subject)
-
-
-def write_word(to: int, value: int, stream: int) -> None:
-    """Queue a write of 32 bits to an address of device memory, without a kernel."""
-    _call("cuStreamWriteValue32", stream, to, value, 0, subject=f"the word at {to:#x}")
 
 
 def create_stream(priority: int) -> int:

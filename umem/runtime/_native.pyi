@@ -239,6 +239,15 @@ class HintEngine:
     def shutdown(self, timeout_s: float) -> bool:
         """False when a call did not end in time. The destructor then waits for it no more."""
 
+def queue_copies(
+    copies: Sequence[tuple[int, int, int]], stream: int, chunk_bytes: int, word: int
+) -> None:
+    """Queue copies, each of (to, source, bytes), in chunks.
+
+    Not in a build without CUDA. Unless `word` is 0, a write of 32 bits to that address of device
+    memory follows each chunk. Raises RuntimeError where CUDA refuses one.
+    """
+
 class StagedCopy:
     """Copies between managed memory of a device and pinned host memory, in one direction.
 

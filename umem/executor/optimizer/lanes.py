@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +16,7 @@ from umem.cuda import bindings
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import is_own_stream, own_stream
+from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
 __all__ = ["Copy", "CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes"]
@@ -153,8 +153,7 @@ class HostLanes(Lanes):
         """Return: all work has run."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
+class _Moment(NamedTuple):
     event: torch.cuda.Event
     stream: torch.cuda.Stream
 
@@ -174,6 +173,9 @@ class CudaLanes(Lanes):
         from umem.torch_compat import current_raw_stream  # not in a torch without CUDA
 
         self._stream_key = functools.partial(current_raw_stream, device.index or 0)
+        self._known_streams: dict[int, torch.cuda.Stream] = {}
+        """torch's objects of them, by handle: torch makes a new one for each question."""
+        self._queue_copies = native().queue_copies
         # An update is short, and copies in both directions wait for it: it goes before the forward
         # pass beside it.
         self._streams = [
@@ -183,20 +185,32 @@ class CudaLanes(Lanes):
 
     def mark(self) -> Moment:
         """An event on the current stream."""
-        stream = torch.cuda.current_stream(self._device)
-        return _Moment(stream.record_event(new_event()), stream)
+        return self._moment_of(self._current_stream())
+
+    def _moment_of(self, stream: torch.cuda.Stream) -> _Moment:
+        event = new_event()
+        event.record(stream)
+        return _Moment(event, stream)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        key = self._stream_key()
+        known = self._known_streams.get(key)
+        if known is None:
+            known = self._known_streams[key] = torch.cuda.current_stream(self._device)
+        return known
 
     def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
         """Launch the work on the lane's stream."""
         stream = self._streams[lane]
         for moment in after:
-            stream.wait_event(moment.event)
+            if moment.stream is not stream:
+                moment.event.wait(stream)
         if lane is Lane.UPDATE:
             with torch.cuda.stream(stream):
                 work()
         else:  # copies name their stream, which takes less time than to change torch's
             work()
-        return _Moment(stream.record_event(new_event()), stream)
+        return self._moment_of(stream)
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy by a copy engine, on the lane's stream.
@@ -208,15 +222,10 @@ class CudaLanes(Lanes):
         instead of 130 (one H100, PCIe 5, driver 580.159, 2026-11-25).
         """
         stream = self._streams[lane]
-        handle = stream.cuda_stream
+        word = self._word.data_ptr() if lane in _LONG_LANES else 0
         all_bytes = sum(it.size_bytes for it in copies)
         with copy_counts.counted(_DIRECTIONS[lane], tensor_class, all_bytes, stream):
-            for to, source, size_bytes in copies:
-                for offset in range(0, size_bytes, _CHUNK_BYTES):
-                    chunk_bytes = min(_CHUNK_BYTES, size_bytes - offset)
-                    bindings.copy(to + offset, source + offset, chunk_bytes, handle)
-                    if lane in _LONG_LANES:
-                        bindings.write_word(self._word.data_ptr(), 0, handle)
+            self._queue_copies(copies, stream.cuda_stream, _CHUNK_BYTES, word)
 
     def wait(self, moment: Moment) -> None:
         """Make the current stream wait; while it is captured into a graph, this thread.
@@ -227,12 +236,12 @@ class CudaLanes(Lanes):
             with bindings.relaxed_capture():
                 moment.event.synchronize()
         else:
-            torch.cuda.current_stream(self._device).wait_event(moment.event)
+            moment.event.wait(self._current_stream())
 
     def wait_on_stream_of(self, marked: Moment, moment: Moment) -> None:
         """Make that stream wait, unless it is the current one, which does already."""
-        if marked.stream != torch.cuda.current_stream(self._device):
-            marked.stream.wait_event(moment.event)
+        if marked.stream != self._current_stream():
+            moment.event.wait(marked.stream)
 
     def count_behind(self, marked: Moment, moment: Moment) -> None:
         """Wrap torch's events."""

@@ -189,9 +189,17 @@ class StagedWeights:
         return [it for it in self._parts if with_experts or not it.is_expert_table]
 
     def fetch(
-        self, buffer: StagingBuffer, updated: Iterable[Moment] = (), *, with_experts: bool = True
+        self,
+        buffer: StagingBuffer,
+        updated: Iterable[Moment] = (),
+        *,
+        asked: Moment = None,
+        with_experts: bool = True,
     ) -> None:
         """Start copying the homes into a buffer that nothing uses, behind updates under way.
+
+        It begins behind what the program has done to the homes so far: behind `asked`, if this
+        stream's last work is marked already.
 
         From now on a guard sees uses of the weights by the program, and drops the copy: it may be
         about to change them. During an update the optimizer's own guard does.
@@ -199,7 +207,8 @@ class StagedWeights:
         self._look_at_homes()
         self._copied = self._to_copy(with_experts=with_experts)
         self.hold()  # first: behind an interrupt no copy is without its guard
-        asked = self._lanes.mark()  # behind what the program has done to the homes so far
+        if asked is None or not buffer.used:  # what had a new buffer's memory may be later
+            asked = self._lanes.mark()
         to = buffer.memory.data_ptr()
         copies = []
         with DisableTorchFunctionSubclass():
@@ -210,7 +219,8 @@ class StagedWeights:
         def copy() -> None:
             self._lanes.copy(Lane.WEIGHTS_IN, copies, self._tensor_class)
 
-        after = [*buffer.used, asked, *filter(None, updated)]
+        used = (it for it in buffer.used if it is not asked)
+        after = [*used, asked, *filter(None, updated)]
         self.arrived = self._lanes.run(Lane.WEIGHTS_IN, copy, after)
         self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
         self.is_whole = len(self._copied) == len(self._parts)
@@ -284,29 +294,36 @@ class StagedWeights:
                 self._bind()
         self.users.add(user)
 
-    def end_use(self, user: object) -> None:
+    def end_use(self, user: object) -> Moment:
         """Give the weights their homes back behind the last use, which the buffer waits for.
 
-        What an interrupt cuts short, another call completes.
+        Returns the moment after the use; None where no buffer has it. What an interrupt cuts short,
+        another call completes.
         """
+        ended: Moment = None
         if self.buffer is not None:
             if len(self.users) == 1:
                 self._unbind()
-            self.buffer.used.append(self._lanes.mark())
+            ended = self._lanes.mark()
+            self.buffer.used.append(ended)
         self.users.discard(user)
+        return ended
 
     def _bind(self) -> None:
         assert self.buffer is not None
         self.guard.release()
         self.was_used = self._is_bound = True
         self._stream = self._lanes.stream_key()
-        memory = self.buffer.memory
+        typed: dict[torch.dtype, torch.Tensor] = {}
         with DisableTorchFunctionSubclass(), InferenceMode(False):
             for part in self._copied:
                 tensor: Any = part.tensor
-                part.home = tensor.data
-                staged = memory[part.offset : part.offset + tensor.nbytes].view(tensor.dtype)
-                tensor.data = staged.as_strided(tensor.size(), tensor.stride())
+                part.home = home = tensor.data
+                memory = typed.get(home.dtype)
+                if memory is None:
+                    memory = typed[home.dtype] = self.buffer.memory.view(home.dtype)
+                first = part.offset // home.itemsize
+                tensor.data = memory.as_strided(home.size(), home.stride(), first)
 
     def _unbind(self) -> None:
         """Give the weights their homes back, with what the block itself has written to them."""

@@ -409,19 +409,22 @@ class StreamedWeights:
         with self._lock:
             if user not in staged.users:  # it had no buffer, or an error has ended it
                 return
-            staged.end_use(user)
+            ended = staged.end_use(user)
             if staged.buffer is None:
                 return  # none is free that was not before
             if self._last is not None and id(staged) in self._numbers:
                 # What comes now must have room in the next pass too.
                 following = self._next(self._last)
                 most = min(map(self._most_buffers, (self._last, following)))
-                self._fetch_ahead(self._last, most)
+                self._fetch_ahead(self._last, most, ended)
             if not staged.users and staged.buffer is not None:
                 staged.hold()
 
-    def _fetch_ahead(self, event: _Event, most: int) -> None:
-        """Fetch what is expected next, as far as there are buffers."""
+    def _fetch_ahead(self, event: _Event, most: int, asked: Moment = None) -> None:
+        """Fetch what is expected next, as far as there are buffers.
+
+        `asked` is the moment after the stream's last work, if there is one.
+        """
         wanted = self._wanted(event, most)
         self._give_back(wanted, most)
         for number, kind in wanted.items():
@@ -433,7 +436,7 @@ class StreamedWeights:
                 buffer = self._free_buffer(wanted) or self._further_buffer(most)
                 if buffer is None:
                     return
-                self._fetch(staged, buffer, kind)
+                self._fetch(staged, buffer, kind, asked)
 
     def _most_buffers(self, event: _Event) -> int:
         """Number of buffers that may exist in a block's pass."""
@@ -460,11 +463,13 @@ class StreamedWeights:
             self._buffers.remove(buffer)
             self._let_go(buffer)
 
-    def _fetch(self, staged: StagedWeights, buffer: StagingBuffer, kind: _Pass) -> None:
+    def _fetch(
+        self, staged: StagedWeights, buffer: StagingBuffer, kind: _Pass, asked: Moment = None
+    ) -> None:
         if buffer.holder is not None:
             buffer.holder.drop()
         updated = [update_of(staged.name) for update_of in self.updates]
-        staged.fetch(buffer, updated, with_experts=kind.has_experts)
+        staged.fetch(buffer, updated, asked=asked, with_experts=kind.has_experts)
         self._counts.fetched += 1
 
     def _wanted(self, event: _Event, most: int) -> dict[int, _Pass]:
