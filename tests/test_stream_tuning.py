@@ -187,7 +187,8 @@ class Training:
         self.machine = machine or Machine()
         made = make_model or (lambda it: Net(it, is_checkpointed))
         self.model: Any = made(self.machine)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        unheld = getattr(self.model, "unheld", ())
+        self.optimizer = torch.optim.AdamW([*self.model.parameters(), *unheld], lr=1e-2)
         self.clips = clips
         self.steps = 0
         self.losses: list[float] = []
@@ -195,7 +196,7 @@ class Training:
         self.step()
         if machine is None:
             return
-        memory = HostStateMemory(1024)
+        self.memory = memory = HostStateMemory(1024)
         for state in list(self.optimizer.state.values())[:born_on_device]:
             memory.place(state["exp_avg"], on_device=True)
             memory.place(state["exp_avg_sq"], on_device=True)
@@ -595,6 +596,43 @@ def test_a_flat_partition_is_on_the_device_as_a_whole_or_not(
     assert status.plan is not None
     assert status.plan.slot_bytes == (0 if resident == 9 else LAYER_STATE)
     assert status.resident_bytes == resident * LAYER_STATE
+
+
+class WithUnheldParameters(Net):
+    """Scales its input by parameters of which only the optimizer knows."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.unheld = tuple(nn.Parameter(torch.ones(16 * WIDTH * WIDTH)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * torch.stack(self.unheld).mean())
+
+
+@pytest.mark.parametrize(("more_bytes", "must_leave"), [(9 * LAYER_STATE, True), (10**9, False)])
+def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
+    more_bytes: int, must_leave: bool
+) -> None:
+    run = Training(Machine(more_bytes), make_model=WithUnheldParameters)
+    for it in (*run.model.parameters(), *run.model.unheld):
+        run.memory.place(it, on_device=True)
+    unheld_bytes = sum(it.nbytes for it in run.model.unheld)
+    run.machine.live += unheld_bytes
+    activations_away = run.machine.away
+
+    def away() -> int:
+        at_home = [it.nbytes for it in run.model.unheld if run.memory.is_home(it)]
+        return activations_away() + sum(at_home)
+
+    run.machine.away = away
+    assert run.run(12) == Training(make_model=WithUnheldParameters).run(12)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.PLANNED
+    assert [run.memory.is_home(it) for it in run.model.unheld] == [must_leave] * 3
+    weights = sum(it.trained_weight_bytes for it in run.tuner._units)
+    assert weights == unheld_bytes * must_leave
+    assert run.machine.spilled == 0
 
 
 def test_a_training_that_is_closed_is_stock() -> None:

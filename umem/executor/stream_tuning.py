@@ -92,6 +92,9 @@ class StreamedState(Protocol):
         Those of a block are of what is staged at a time.
         """
 
+    def home_bytes(self) -> Mapping[str, int]:
+        """Bytes of parameters that were sent to host memory, by block."""
+
     def set_plan(
         self, resident: frozenset[str], slots: int, *, stages_operands: bool = True
     ) -> None:
@@ -123,6 +126,7 @@ class TunedOptimizer:
     state: StreamedState
     gradients: CopiedGradients | None
     join: Callable[[], None]
+    send_home: Callable[[], int]
     in_backward: bool = False
     """Whether it updates parameters in the backward pass."""
     expects_backward: bool = False
@@ -267,6 +271,7 @@ class StreamTuner:
         gradients: CopiedGradients | None = None,
         weights: ModelWeights | None = None,
         join: Callable[[], None] = lambda: None,
+        send_home: Callable[[], int] = lambda: 0,
     ) -> TunedOptimizer:
         """Begin with an optimizer of the model, which others may follow.
 
@@ -284,13 +289,15 @@ class StreamTuner:
             Streams weights; None for a training whose weights stay where they are.
         join
             Lets the program's stream wait for all updates.
+        send_home
+            Moves parameters that no module holds to host memory, and returns their bytes.
 
         Returns
         -------
         TunedOptimizer
             For :meth:`detach`.
         """
-        optimizer = TunedOptimizer(state, gradients, join)
+        optimizer = TunedOptimizer(state, gradients, join, send_home)
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
             self._is_stale = True
@@ -656,6 +663,9 @@ class StreamTuner:
         units = self._make_units()
         budget_bytes = self._room.budget_bytes
         whole, error = self._plan_with_slack(units, figures)
+        if whole is None and self._send_parameters_home():
+            self._start_over()
+            return
         if whole is None:
             self._warn(error)
             self._state = TuningState.OVERFULL
@@ -705,6 +715,19 @@ class StreamTuner:
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)
+
+    def _send_parameters_home(self) -> bool:
+        """Make room by the parameters that no module holds, such as float32 copies of weights."""
+        self._join()
+        moved_bytes = sum(it.send_home() for it in self._optimizers)
+        if moved_bytes:
+            self._room.find_homes()
+            self._room.trim()
+            _LOG.info(
+                "umem: %s of parameters that no module holds are streamed beside their state",
+                format_bytes(moved_bytes),
+            )
+        return moved_bytes > 0
 
     def _own_part(self) -> BudgetPart:
         budget_bytes = self._room.budget_bytes
@@ -772,6 +795,9 @@ class StreamTuner:
         gradients: Counter[str] = Counter()
         for it in () if self._in_backward else self._gradients():
             gradients.update(it.sizes())
+        at_home: Counter[str] = Counter()
+        for optimizer in self._optimizers:
+            at_home.update(optimizer.state.home_bytes())
         rest = measured[NO_BLOCK]
         # All that is outside of blocks is due when the forward pass begins.
         due = replace(rest, forward_s=0.0, backward_s=0.0)
@@ -798,6 +824,7 @@ class StreamTuner:
                 forward_peak_bytes=block.forward_peak_bytes,
                 backward_peak_bytes=block.backward_peak_bytes,
                 gradient_bytes=gradients.get(name, 0),
+                trained_weight_bytes=at_home.get(name, 0),
             )
             for name, block in blocks.items()
             for pieces in (sizes.get(name, ()),)

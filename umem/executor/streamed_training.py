@@ -256,7 +256,13 @@ class StreamedTraining:
         if tuner is not None:
             gradients = self._gradients if copies_gradients else None
             self._tuned = tuned = tuner.attach(
-                model, blocks, self._step.units, gradients, weights, self._step.join
+                model,
+                blocks,
+                self._step.units,
+                gradients,
+                weights,
+                self._step.join,
+                self._send_parameters_home,
             )
             self._undo.append(lambda: tuner.detach(tuned))
         for block in blocks:
@@ -510,6 +516,13 @@ class StreamedTraining:
         named = ((p, state.get(f"{prefix}{name}")) for name, p in model.named_parameters())
         if all(value is not None and value.shape == p.shape for p, value in named):
             self._step.have_loaded("model")
+
+    def _send_parameters_home(self) -> int:
+        """Move parameters that no module holds to host memory; returns their bytes."""
+        model = self._model()
+        if model is None:
+            return 0
+        return self._step.units.send_home(set(map(id, model.parameters())))
 
     def _gradient_failed(self, error: Exception) -> None:
         """An error must not end the training, which goes on with gradients where they are."""

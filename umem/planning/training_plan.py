@@ -76,7 +76,7 @@ def with_weights(
         replace(
             it,
             weight_bytes=staged.get(it.name, 0),
-            trained_weight_bytes=trained.get(it.name, 0),
+            trained_weight_bytes=it.trained_weight_bytes + trained.get(it.name, 0),
         )
         for it in units
     )

@@ -116,6 +116,8 @@ class StreamedUnit:
         """Those of them that are on the device for good."""
         self.fixed_bytes = 0
         """Those of them that stay in host memory, whatever a plan says: something else sees it."""
+        self.home_bytes = 0
+        """Parameters that were moved to host memory."""
         self.divided: list[StreamedUnit] = []
         """A unit for each piece of a streamed one, with a slot and moments of its own: some of the
         parameters, or a span of a large one."""
@@ -246,6 +248,29 @@ class StreamedUnits:
     def parameters(self) -> dict[str, list[Any]]:
         """The optimizer's parameters by unit, in the order of the forward pass."""
         return {name: parameters_of(unit.groups) for name, unit in self._units.items()}
+
+    def send_home(self, held: Collection[int]) -> int:
+        """Move parameters to host memory, but those of these ``id``; returns their bytes.
+
+        Updates of streamed units stage them beside the state. No update is under way.
+        """
+        moved_bytes = 0
+        with self.lock:
+            for unit in self:
+                for parameter in parameters_of(unit.groups):
+                    if id(parameter) in held or not self._memory.is_movable(parameter):
+                        continue
+                    if not self._memory.is_home(parameter):
+                        self._memory.place(parameter, on_device=False)
+                        if not self._memory.is_home(parameter):
+                            return moved_bytes  # the host has no more
+                        unit.home_bytes += parameter.nbytes
+                        moved_bytes += parameter.nbytes
+        return moved_bytes
+
+    def home_bytes(self) -> dict[str, int]:
+        """Bytes of parameters that :meth:`send_home` has moved, by unit."""
+        return {name: unit.home_bytes for name, unit in self._units.items()}
 
     @property
     def queued(self) -> list[StreamedUnit]:
