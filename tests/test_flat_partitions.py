@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from streamed_programs import WIDTH, Net, NetWithFlat, Program, compare
+from lazy_lanes import LazyLanes
+from streamed_programs import WIDTH, Net, NetWithFlat, Program, bits, compare
 from streamed_uses import USES
 from torch import nn
 
 from umem.capture.live import NO_BLOCK
+from umem.core.classes import TensorClass
+from umem.executor.optimizer.lanes import Lane
 from umem.executor.optimizer.state_staging import find_spans
 
 FLAT = WIDTH * WIDTH + WIDTH
@@ -77,6 +80,37 @@ def master_weights(parameters: Any) -> torch.optim.Optimizer:
     optimizer.register_step_pre_hook(take)
     optimizer.register_step_post_hook(give)
     return optimizer
+
+
+def views_of_one_buffer(parameters: Any) -> torch.optim.Optimizer:
+    """The same, with gradients that are views of one buffer, as Megatron-core has them."""
+    optimizer = master_weights(parameters)
+    flats = [it for group in optimizer.param_groups for it in group["params"]]
+    buffer = torch.empty(sum(it.numel() for it in flats))
+
+    def take(*_: object) -> None:
+        torch.cat([it.grad for it in flats], out=buffer)
+        for flat, view in zip(flats, buffer.split([it.numel() for it in flats]), strict=True):
+            flat.grad = view
+
+    optimizer.register_step_pre_hook(take)
+    return optimizer
+
+
+def test_weights_at_home_are_staged_where_gradients_have_aliases() -> None:
+    lanes: list[LazyLanes] = []
+
+    def make_lanes(model: nn.Module) -> LazyLanes:
+        lanes.append(LazyLanes(model, 0.5))
+        return lanes[-1]
+
+    run, stock = (Program(it, make_optimizer=views_of_one_buffer) for it in (make_lanes, None))
+    assert bits(run.run(lambda _: None)) == bits(stock.run(lambda _: None))
+    assert run.training is not None
+    flats = [it for group in run.optimizer.param_groups for it in group["params"]]
+    weight_bytes = sum(it.nbytes for it in flats if run.memory.may_stage(it))
+    counts = run.training.counts
+    assert lanes[0].copied[Lane.COPY_OUT, TensorClass.WEIGHTS] == counts.streamed * weight_bytes
 
 
 def _pairs(weights: list[Any]) -> list[list[Any]]:

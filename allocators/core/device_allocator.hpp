@@ -119,7 +119,8 @@ struct Heap {
 
   // Two heaps that take each other's segments in every step would allocate and free without end.
   // So if a segment is given back for a smaller request of another heap, and this heap then needs
-  // a new one, its segments stay until `patience` such requests have been turned away.
+  // a new one, its segments stay until `patience` such requests have been turned away. Handles pass
+  // between expandable heaps in every step: that takes less time than one use of spilled memory.
   bool lent = false;
   std::uint32_t patience = 0;
   std::uint32_t turned_away = 0;

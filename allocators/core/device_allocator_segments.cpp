@@ -234,9 +234,10 @@ bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t exces
                                                block.address == growth.address + growth.bytes);
     if (is_used || !on_device(spare)) continue;
     Heap& owner = *block.segment->heap;
+    const bool moves_handles = growth.bytes != 0 && block.segment->is_expandable;
     if (block.bytes < bytes)
       ranks[&owner == &heap ? 0 : 1].push_back(spare);
-    else if (owner.turned_away >= owner.patience)
+    else if (moves_handles || owner.turned_away >= owner.patience)
       ranks[2].push_back(spare);
     else
       keeping.insert(&owner);

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +77,8 @@ class LazyLanes(Lanes):
         self._queues: dict[Lane | None, deque[_Task]] = {it: deque() for it in (*Lane, None)}
         self.waits = 0
         """Number of waits that found work to do."""
+        self.copied: Counter[tuple[Lane, TensorClass]] = Counter()
+        """Bytes."""
 
     @property
     def open_tasks(self) -> int:
@@ -132,6 +134,7 @@ class LazyLanes(Lanes):
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy now: the caller is late."""
+        self.copied[lane, tensor_class] += sum(it.size_bytes for it in copies)
         for to, source, size_bytes in copies:
             ctypes.memmove(to, source, size_bytes)
 

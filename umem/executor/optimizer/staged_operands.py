@@ -40,11 +40,14 @@ class _Operand:
 class StagedOperands:
     """Weights and gradients of one update that are at home.
 
+    What has an alias, or was saved by a graph, which would not notice the change, is not among
+    them: it is used where it is.
+
     Parameters
     ----------
     parameters
         Those that are updated. Nothing but the update changes them and their gradients from the
-        step on. No graph has saved them: it would not notice the change.
+        step on.
     span
         The elements of the only one that are updated, from the first to before the second; None
         for all.

@@ -274,16 +274,10 @@ class StreamedStep:
         assert state is not None
         held = [it for it, of in zip(updated, gradients, strict=True) if self._clipped.is_held(of)]
         free = [it for it in gradients if not self._clipped.is_held(it)] if held else gradients
-        is_shared = (
-            state.is_shared
-            or not are_plain(updated)
-            or not are_plain(free)
-            or has_alias(updated)
-            or has_alias(gradients)
-        )
+        is_plain = are_plain(updated) and are_plain(free)
+        is_shared = state.is_shared or not is_plain or has_alias(updated) or has_alias(gradients)
         pieces = self._pieces(unit, part)
-        # What has an alias, or was saved by a graph, is used where it is.
-        if not is_shared:
+        if is_plain:
             self._stage_operands(pieces)
         ready = call.ready
         if held and not _are_staged(held, pieces):
