@@ -268,6 +268,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         is_cuda=True,
     ),
     **_names(
+        "torch.cuda.set_stream calls it; an interrupt does not keep it from being set back",
+        "work could not be launched on another stream than the program's",
+        {"set_stream": "torch._C:_cuda_setStream"},
+        is_cuda=True,
+    ),
+    **_names(
         "runs a model without its memory, and sees every operator and its module",
         "traces could not be recorded",
         {
@@ -381,6 +387,8 @@ push_saved_tensor_hooks: Callable[..., None]
 queue_backward_callback: Callable[[Callable[[], None]], None]
 """Calls a function when the running backward pass ends."""
 saved_tensor_hooks_enabled: Callable[[], bool]
+set_stream: Callable[[int, int, int], None]
+"""Makes a stream the current one, and its device: its id, the device's index and type."""
 storage_address: Callable[[torch.Tensor], int]
 """The address of a tensor's C++ storage, as :func:`storage_key` without an object for it."""
 storage_use_count: Callable[[int], int]

@@ -35,6 +35,7 @@ from umem.executor.weights.model_weights import ModelWeights, weights_of
 from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
 from umem.planning.stream_timing import staged_bytes
+from umem.runtime.grad_mode import kept_grad_mode
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import gpu_of, optimizer_parameters
 from umem.runtime.state import runtime
@@ -455,7 +456,8 @@ class StreamedTraining:
             return self._begin_step(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
-        with torch.enable_grad():
+        with kept_grad_mode():
+            torch.set_grad_enabled(True)
             loss = closure()
         done = self._begin_step(optimizer, named)
         return (optimizer,) if done is None else done[0], {"closure": lambda: loss}

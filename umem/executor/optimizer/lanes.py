@@ -16,7 +16,7 @@ from umem.core.report import Direction
 from umem.cuda import bindings
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
-from umem.runtime.cuda_streams import is_own_stream, own_stream
+from umem.runtime.cuda_streams import is_own_stream, own_stream, run_on
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
 __all__ = ["Copy", "CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes"]
@@ -192,8 +192,7 @@ class CudaLanes(Lanes):
         for moment in after:
             stream.wait_event(moment.event)
         if lane is Lane.UPDATE:
-            with torch.cuda.stream(stream):
-                work()
+            run_on(stream, work)
         else:  # copies name their stream, which takes less time than to change torch's
             work()
         return _Moment(stream.record_event(new_event()), stream)
