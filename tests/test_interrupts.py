@@ -28,8 +28,8 @@ from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.runtime import cuda_streams
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.class_override import class_override
-from umem.runtime.grad_mode import kept_grad_mode
 from umem.runtime.torch_hooks import saved_tensors
+from umem.torch_compat import InferenceMode
 
 INTERRUPTS = 2000
 
@@ -62,7 +62,7 @@ def _has_gradients() -> None:
 
 def test_grad_mode_is_the_programs() -> None:
     def act() -> None:
-        with kept_grad_mode():
+        with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(False)
 
     interrupt(lambda: act, _has_gradients)
@@ -71,7 +71,7 @@ def test_grad_mode_is_the_programs() -> None:
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_inference_mode_stays_in_the_block(is_inference: bool) -> None:
     with torch.inference_mode(is_inference), torch.no_grad():
-        with kept_grad_mode():
+        with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(True)
             assert torch.is_inference_mode_enabled() is is_inference
             assert torch.is_grad_enabled()

@@ -197,8 +197,9 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
-        "gives weights other memory, whatever mode a call is in; an interrupt leaves no other mode",
-        "weights could not be streamed",
+        "keeps grad mode and inference mode for a block that changes them: an interrupt in the "
+        "begin or end of torch.no_grad, which is Python, leaves the program without gradients",
+        "weights and optimizer state could not be streamed",
         {"InferenceMode": "torch._C:_InferenceMode"},
     ),
     **_names(

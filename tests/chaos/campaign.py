@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from ended_processes import Processes
-from faults import Interrupt, OutOfMemory
+from faults import Interrupt, OutOfMemory, Signal
 from faulty_training import train_with_faults
 from forked_training import train_beside_forks, train_beside_loaders
 from interrupted_weights import interrupt_streamed_weights
@@ -118,11 +118,13 @@ def _of_processes(name: str, share: float, method: str, least: int = 1) -> Row:
     return Row(name, share, make, least)
 
 
-def _of_faults(name: str, share: float, kind: type[Interrupt | OutOfMemory]) -> Row:
+def _of_faults(name: str, share: float, *kinds: type[Interrupt | OutOfMemory | Signal]) -> Row:
+    """A row whose attempts take the kinds of fault by turns."""
+
     @contextlib.contextmanager
     def make(_minutes: float) -> Iterator[Attempt]:
         def once(seed: int) -> tuple[int, int]:
-            met = train_with_faults(seed, kind, _FAULTS)
+            met = train_with_faults(seed, kinds[seed // 4 % len(kinds)], _FAULTS)
             return len(met), sum(it.startswith("refused") for it in met)
 
         yield once
@@ -163,7 +165,7 @@ ROWS = (
     _of_processes("training killed, and the next one", 0.09, "kill_a_training"),
     _of_processes("SIGINT or SIGTERM to a training", 0.36, "end_a_training", _SIGNALS),
     _of_processes("SIGINT or SIGTERM to a command", 0.04, "end_a_command"),
-    _of_faults("Ctrl-C that the program catches", 0.04, Interrupt),
+    _of_faults("Ctrl-C that the program catches", 0.04, Interrupt, Signal),
     _row(
         "Ctrl-C, weights and activations streamed",
         *(0.03, interrupt_streamed_weights, _FAULTS),

@@ -16,10 +16,9 @@ from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
 from umem.runtime.class_override import class_override
-from umem.runtime.grad_mode import kept_grad_mode
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
-from umem.torch_compat import DisableTorchFunctionSubclass
+from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -79,7 +78,7 @@ class CudaStateMemory(StateMemory):
         make = self.device_like if on_device else self.home_like
         moved = make(tensor, TensorClass.OPTIMIZER_STATE)
         if moved is not None:
-            with DisableTorchFunctionSubclass(), kept_grad_mode():
+            with DisableTorchFunctionSubclass(), InferenceMode(torch.is_inference_mode_enabled()):
                 torch.set_grad_enabled(False)
                 tensor.data = moved.copy_(tensor)
 

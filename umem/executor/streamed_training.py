@@ -35,12 +35,12 @@ from umem.executor.weights.model_weights import ModelWeights, weights_of
 from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
 from umem.planning.stream_timing import staged_bytes
-from umem.runtime.grad_mode import kept_grad_mode
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import gpu_of, optimizer_parameters
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import (
+    InferenceMode,
     before_compilation,
     current_graph_task_id,
     function_transform_level,
@@ -456,7 +456,7 @@ class StreamedTraining:
             return self._begin_step(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
-        with kept_grad_mode():
+        with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(True)
             loss = closure()
         done = self._begin_step(optimizer, named)

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from umem.core.interrupts import call_all
-from umem.runtime.grad_mode import kept_grad_mode
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
+    InferenceMode,
     storage_address,
     storage_key,
     storage_use_count,
@@ -370,7 +370,7 @@ def _add_later_gradient(parameter: torch.Tensor, seen: torch.Tensor) -> None:
         added = _GRADIENT.__get__(parameter)
     if added is not None:
         _settle(seen)
-        with kept_grad_mode(), DisableTorchFunctionSubclass():
+        with InferenceMode(torch.is_inference_mode_enabled()), DisableTorchFunctionSubclass():
             torch.set_grad_enabled(False)
             # Together: what an interrupt cuts short, another call does again.
             call_all(partial(seen.add_, added), partial(_GRADIENT.__set__, parameter, None))

@@ -23,9 +23,9 @@ import torch
 
 from umem.executor.optimizer.access_guard import Guard, are_plain
 from umem.executor.optimizer.lanes import Lanes, Moment
-from umem.runtime.grad_mode import kept_grad_mode
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
+    InferenceMode,
     foreach_multiply,
     foreach_norm,
     version_counter,
@@ -93,7 +93,7 @@ class ClippedGradients(Guard):
         numbers: dict[torch.dtype, list[int]] = {}
         for number, gradient in enumerate(gradients):
             numbers.setdefault(gradient.dtype, []).append(number)
-        with kept_grad_mode(), DisableTorchFunctionSubclass():
+        with InferenceMode(torch.is_inference_mode_enabled()), DisableTorchFunctionSubclass():
             torch.set_grad_enabled(False)
             for some in numbers.values():
                 alike = [gradients[it] for it in some]
@@ -138,7 +138,10 @@ class ClippedGradients(Guard):
                 return
             if held.factors:
                 self._lanes.wait(held.moment)
-                with kept_grad_mode(), DisableTorchFunctionSubclass():
+                with (
+                    InferenceMode(torch.is_inference_mode_enabled()),
+                    DisableTorchFunctionSubclass(),
+                ):
                     torch.set_grad_enabled(False)
                     multiply([gradient], held.factors)
                 self._lanes.wait_on_stream_of(held.moment, self._lanes.mark())
@@ -183,7 +186,7 @@ class ClippedGradients(Guard):
             and not torch.compiler.is_compiling()
             and _is_uniform(tensors)
         )
-        with kept_grad_mode():
+        with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(False)
             if is_known and function is _NORM and isinstance(others[0], int | float):
                 return self._norms_of(tensors, float(others[0]))
