@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import managed_training
 import pytest
 import torch
+from faults import Interrupt, Signal
 from managed_training import (
     BEFORE_PLANNED,
     MIB,
+    TIGHT,
     WIDTH,
     Checkpointed,
     Net,
@@ -500,6 +504,49 @@ def test_an_error_of_the_executor_does_not_end_the_training() -> None:
     assert hook_count(training) == 3
     stock.steps(BEFORE_PLANNED + 4)
     assert training.equals(stock)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where one is freed
+@pytest.mark.parametrize("kind", [Interrupt, Signal])
+@pytest.mark.parametrize(
+    ("planner", "model", "rows", "budget_bytes", "interrupts"),
+    [("planned", Net, 2, TIGHT, 60), ("fault", Deep, 4, 56 * MIB, 15)],
+)
+def test_an_interrupt_at_any_moment_costs_one_step_of_the_plan(
+    planner: str,
+    model: type[Net],
+    rows: int,
+    budget_bytes: int,
+    interrupts: int,
+    kind: type[Interrupt | Signal],
+) -> None:
+    plain, managed = Training(model), Training(model)
+    manager = managed.manage(planner, budget_bytes)
+    for training in (plain, managed):
+        training.steps(BEFORE_PLANNED + 2, rows)
+    plan = program_of(manager).plan
+    assert plan.copied if planner == "planned" else plan.paged
+    chance, met, moments = random.Random(0), 0, 0
+    while met < interrupts:
+        fault = kind(chance.randrange(1, moments) if moments else sys.maxsize)
+        try:
+            with fault:
+                managed.forward(rows).backward()
+        except KeyboardInterrupt:
+            met += 1
+            torch.set_grad_enabled(True)  # the interrupt may have come in a block of torch's own
+        else:
+            moments = max(moments, fault.moments)
+        managed.optimizer.zero_grad()
+        before = manager.status()
+        for training in (plain, managed):
+            training.steps(2, rows)
+        after = manager.status()
+        assert after.state is ManagerState.RUNNING, after.reason
+        assert after.steps > before.steps
+        assert saved_tensors.innermost() is None
+    assert managed.equals(plain)
 
 
 def test_an_interrupt_leaves_no_saved_tensor_hooks_for_the_next_step() -> None:

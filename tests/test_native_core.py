@@ -78,9 +78,8 @@ class CoreMachine(RuleBasedStateMachine):
         tensor_class=st.sampled_from(TensorClass),
     )
     def malloc(self, size: int, stream: int, tensor_class: TensorClass) -> int:
-        token = self.allocator.enter_class(tensor_class.number)
-        address = self.allocator.malloc(size, stream=stream)
-        self.allocator.leave_class(token)
+        with self.allocator.class_override(tensor_class.number):
+            address = self.allocator.malloc(size, stream=stream)
         assert address % (64 * KIB if size >= LARGE_BYTES else 512) == 0
         tensor = _Tensor(address, size, _block_bytes(size), tensor_class, self.pool_begun)
         for other in self.live.values():
@@ -445,17 +444,25 @@ def test_the_phase_is_the_class_of_new_blocks() -> None:
     allocator = _allocator()
     assert allocator.phase() == TensorClass.WEIGHTS.number
     allocator.set_phase(TensorClass.ACTIVATIONS.number)
-    token = allocator.enter_class(TensorClass.OTHER.number)
-    overridden = allocator.malloc(1000)
-    allocator.leave_class(token)
+    override = allocator.class_override(TensorClass.OTHER.number)
+    with override:
+        overridden = allocator.malloc(1000)
     plain = allocator.malloc(1000)
     classes = {address: number for address, _, _, number, _, _ in allocator.live_blocks()}
     assert classes == {
         overridden: TensorClass.OTHER.number,
         plain: TensorClass.ACTIVATIONS.number,
     }
-    with pytest.raises(ValueError, match="entered no such override"):
-        allocator.leave_class(token)
+    with pytest.raises(ValueError, match="begun no such block"):
+        override.__exit__()
+
+
+def test_an_override_is_for_one_block_at_a_time() -> None:
+    override = _allocator().class_override(TensorClass.OTHER.number)
+    with override, pytest.raises(ValueError, match="begun already"), override:
+        pass
+    with override:
+        pass
 
 
 def test_wrong_names_and_numbers_are_errors() -> None:

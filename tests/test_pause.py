@@ -192,9 +192,8 @@ def test_no_capture_is_broken(allocator: Any) -> None:
 
 
 def test_managed_memory_leaves_the_card(allocator: Any) -> None:
-    token = allocator.enter_class(PAGED.number)
-    table = Table(allocator, 20 * MIB)
-    allocator.leave_class(token)
+    with allocator.class_override(PAGED.number):
+        table = Table(allocator, 20 * MIB)
     report = umem.pause(0)
     assert (report.returned_bytes, report.evicted_bytes) == (0, 20 * MIB)
     assert table.is_intact()  # the pages are on the host

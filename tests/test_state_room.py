@@ -41,9 +41,8 @@ def optimizer(**arguments: Any) -> torch.optim.Optimizer:
 
 def born(memory: Allocator, megabytes: int) -> str:
     """The kind of memory that state gets."""
-    token = memory.enter_class(STATE)
-    address = memory.malloc(megabytes * MIB)
-    memory.leave_class(token)
+    with memory.class_override(STATE):
+        address = memory.malloc(megabytes * MIB)
     return {block[0]: block[-1] for block in memory.live_blocks()}[address]
 
 

@@ -140,10 +140,8 @@ def test_the_room_counts_what_was_spilled_and_no_homes() -> None:
     room = CudaRoom(allocator, 0, budget_bytes, [TensorClass.OPTIMIZER_STATE])
 
     def born(tensor_class: TensorClass, size_bytes: int) -> int:
-        token = allocator.enter_class(tensor_class.number)
-        address: int = allocator.malloc(size_bytes)
-        allocator.leave_class(token)
-        return address
+        with allocator.class_override(tensor_class.number):
+            return allocator.malloc(size_bytes)
 
     born(TensorClass.OPTIMIZER_STATE, 32 << 20)  # at home on the host
     born(TensorClass.WEIGHTS, 40 << 20)

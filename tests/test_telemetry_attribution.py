@@ -25,9 +25,8 @@ def test_allocator_blocks_are_found_by_address() -> None:
     allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)), 0, 1)
     asked = []
     for number, size in enumerate((5 * MIB, 700, 3 * MIB, 100 * KIB, 512, 2 * MIB)):
-        token = allocator.enter_class(number % len(TensorClass))
-        asked.append((allocator.malloc(size), size))
-        allocator.leave_class(token)
+        with allocator.class_override(number % len(TensorClass)):
+            asked.append((allocator.malloc(size), size))
     blocks = [
         LiveTensor(address, requested, size, list(TensorClass)[number], device, kind)
         for address, requested, size, number, device, kind in allocator.live_blocks()

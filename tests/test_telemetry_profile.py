@@ -49,10 +49,8 @@ Profiled = Callable[..., Profile]
 
 
 def allocate(allocator: Allocator, tensor_class: TensorClass, size: int = 64 * KIB) -> int:
-    token = allocator.enter_class(tensor_class.number)
-    address = allocator.malloc(size)
-    allocator.leave_class(token)
-    return address
+    with allocator.class_override(tensor_class.number):
+        return allocator.malloc(size)
 
 
 def test_each_step_has_its_own_records(allocator: Allocator, profiled: Profiled) -> None:

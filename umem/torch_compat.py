@@ -197,8 +197,9 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
-        "gives weights other memory, whatever mode a call is in; an interrupt leaves no other mode",
-        "weights could not be streamed",
+        "keeps grad mode and inference mode for a block that changes them: an interrupt in the "
+        "begin or end of torch.no_grad, which is Python, leaves the program without gradients",
+        "weights and optimizer state could not be streamed",
         {"InferenceMode": "torch._C:_InferenceMode"},
     ),
     **_names(
@@ -265,6 +266,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "the current stream's handle, without an object for it",
         "hints could not be ordered behind the computation",
         {"current_raw_stream": "torch._C:_cuda_getCurrentRawStream"},
+        is_cuda=True,
+    ),
+    **_names(
+        "torch.cuda.set_stream calls it; an interrupt does not keep it from being set back",
+        "work could not be launched on another stream than the program's",
+        {"set_stream": "torch._C:_cuda_setStream"},
         is_cuda=True,
     ),
     **_names(
@@ -381,6 +388,8 @@ push_saved_tensor_hooks: Callable[..., None]
 queue_backward_callback: Callable[[Callable[[], None]], None]
 """Calls a function when the running backward pass ends."""
 saved_tensor_hooks_enabled: Callable[[], bool]
+set_stream: Callable[[int, int, int], None]
+"""Makes a stream the current one, and its device: its id, the device's index and type."""
 storage_address: Callable[[torch.Tensor], int]
 """The address of a tensor's C++ storage, as :func:`storage_key` without an object for it."""
 storage_use_count: Callable[[int], int]

@@ -24,6 +24,32 @@ using namespace nb::literals;
 namespace umem {
 namespace {
 
+// A context manager of C++: with one of Python's, an interrupt may come between its begin and the
+// block, and leave the override to the program.
+class ClassOverride {
+ public:
+  ClassOverride(ClassContext& classes, TensorClass tensor_class)
+      : classes_(&classes), tensor_class_(tensor_class) {}
+
+  void enter() {
+    if (is_entered_) throw nb::value_error("class_override: the block has begun already");
+    token_ = classes_->enter(tensor_class_);
+    is_entered_ = true;
+  }
+
+  void leave() {
+    if (!is_entered_ || !classes_->leave(token_))
+      throw nb::value_error("class_override: this thread has begun no such block");
+    is_entered_ = false;
+  }
+
+ private:
+  ClassContext* classes_;
+  TensorClass tensor_class_;
+  std::uint64_t token_ = 0;
+  bool is_entered_ = false;
+};
+
 constexpr std::array<const char*, 3> kStateNames = {"inactive", "active_allocated",
                                                     "active_awaiting_free"};
 
@@ -232,6 +258,10 @@ NB_MODULE(_native, module) {
   module.attr("CUDA_VERSION") = "";
 #endif
 
+  nb::class_<ClassOverride>(module, "ClassOverride")
+      .def("__enter__", &ClassOverride::enter)
+      .def("__exit__", [](ClassOverride& self, const nb::args&) { self.leave(); });
+
   nb::class_<ClassSetting>(module, "ClassSetting")
       .def(
           "__init__",
@@ -368,18 +398,11 @@ NB_MODULE(_native, module) {
           "tensor_class"_a)
       .def("phase", [](Allocator& self) { return static_cast<int>(self.classes().phase()); })
       .def(
-          "enter_class",
+          "class_override",
           [](Allocator& self, int tensor_class) {
-            return self.classes().enter(class_of(tensor_class));
+            return ClassOverride(self.classes(), class_of(tensor_class));
           },
-          "tensor_class"_a)
-      .def(
-          "leave_class",
-          [](Allocator& self, std::uint64_t token) {
-            if (!self.classes().leave(token))
-              throw nb::value_error("leave_class: this thread has entered no such override");
-          },
-          "token"_a)
+          "tensor_class"_a, nb::keep_alive<0, 1>())
       .def(
           "stats",
           [](Allocator& self, int device) { return to_dict(self.device(device).stats()); },

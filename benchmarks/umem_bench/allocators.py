@@ -68,7 +68,7 @@ SHAPES = {
 }  # fmt: skip
 
 MAX_ALLOC_RATIO = 1.2
-MAX_STEP_RATIO = 1.03
+MAX_STEP_RATIO = 1.01
 MAX_RESERVED_RATIO = 1.1
 """Limits of `--check`, as multiples of torch's own cache."""
 MAX_AFTER_RATIO = 1.1

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from faults import Fault
+import torch
+from faults import Fault, Interrupt, OutOfMemory, Signal
 from random_training import Pair, RandomProgram, Step, values
 
 from umem.core.errors import PlanError
+from umem.executor.optimizer.lanes import HostLanes
 
 __all__ = ["train_with_faults"]
 
@@ -19,7 +20,9 @@ _SMALL = Step(rows=(2,))
 """What the program does where a step has failed."""
 
 
-def train_with_faults(seed: int, make: Callable[[int], Fault], faults: int) -> list[str]:
+def train_with_faults(
+    seed: int, make: type[Interrupt | OutOfMemory | Signal], faults: int
+) -> list[str]:
     """Train two programs, of which the streamed one meets faults, and compare all bits.
 
     The program goes on with a smaller batch, and without the work that has failed. Where umem
@@ -40,8 +43,10 @@ def train_with_faults(seed: int, make: Callable[[int], Fault], faults: int) -> l
         For each fault, what the program did then; behind "refused in " if umem refused to go on.
     """
     in_backward = seed % 4 == 3
-    # Work runs when it is queued, as on a GPU it is launched then.
-    pair = Pair(seed, eagerness=1.0, in_backward=in_backward)
+    # Work runs when it is queued, as on a GPU it is launched then. A driver's calls are not
+    # interrupted, but the code of lazy lanes is.
+    lanes = (lambda _: HostLanes()) if issubclass(make, Signal) else None
+    pair = Pair(seed, eagerness=1.0, lanes=lanes, in_backward=in_backward)
     # With or without the steps that are watched before updates in the backward pass.
     pair.train(pair.chance.randint(0, 3))
     moments, met = 0, list[str]()
@@ -64,6 +69,7 @@ def _load_with(pair: Pair, fault: Fault) -> str:
         with fault:
             _load(pair.streamed, state)
     except fault.error:
+        _mend_grad_mode()
         _load(pair.streamed, state)
         return "load"
     return ""
@@ -77,7 +83,7 @@ def _step_with(pair: Pair, fault: Fault) -> str:
         with fault:
             streamed.step()
     except fault.error:
-        pass
+        _mend_grad_mode()
     else:
         stock.step()
         return ""
@@ -95,6 +101,11 @@ def _step_with(pair: Pair, fault: Fault) -> str:
         stock.step()
         _make_small_step(stock, number)
     return found
+
+
+def _mend_grad_mode() -> None:
+    """As without umem: a signal may have come within the begin or end of a block of torch's own."""
+    torch.set_grad_enabled(True)
 
 
 def _whole(step: Step) -> Step:

@@ -172,11 +172,19 @@ class Pair:
         Chooses model, optimizer and how work is late, and the schedule.
     eagerness
         How soon queued work runs; None for a random one.
+    lanes
+        What runs the streamed one's work; None for lanes of that eagerness.
     program
         Further settings of both programs.
     """
 
-    def __init__(self, seed: int, eagerness: float | None = None, **program: Any) -> None:
+    def __init__(
+        self,
+        seed: int,
+        eagerness: float | None = None,
+        lanes: Callable[[nn.Module], Any] | None = None,
+        **program: Any,
+    ) -> None:
         self.chance = random.Random(seed)
         made = {
             "make_model": self.chance.choice(MODELS),
@@ -188,7 +196,7 @@ class Pair:
         }
         late = self.chance.choice((0.0, 0.3, 0.8, 1.0)) if eagerness is None else eagerness
         self.stock = RandomProgram(None, **made)
-        self.streamed = RandomProgram(lambda it: LazyLanes(it, late, seed), **made)
+        self.streamed = RandomProgram(lanes or (lambda it: LazyLanes(it, late, seed)), **made)
         for it in self.programs:
             it.step()
             it.stream()

@@ -83,6 +83,15 @@ def test_what_is_wrong_is_told_with_its_seed() -> None:
     assert tally.tried == 1
 
 
+def test_a_row_is_tried_as_often_as_it_asks() -> None:
+    @contextlib.contextmanager
+    def make(_minutes: float) -> Iterator[object]:
+        yield lambda _seed: (3, 0)
+
+    row = Row("in no time", 0.0, make, least=200)  # type: ignore[arg-type]
+    assert [try_for(row, minutes).tried for minutes in (0, 2, 20)] == [3, 21, 201]
+
+
 @pytest.mark.slow
 def test_what_grows_is_found() -> None:
     files: list[IO[bytes]] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from faults import Signal
 
 torch = pytest.importorskip("torch")
 
 from umem.cuda import bindings  # noqa: E402
-from umem.runtime.cuda_streams import own_stream  # noqa: E402
+from umem.runtime.cuda_streams import own_stream, run_on  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -41,3 +44,18 @@ def test_a_purpose_has_one_stream() -> None:
     device = torch.device("cuda", 0)
     assert own_stream(device, "test") is own_stream(device, "test")
     assert own_stream(device, "test") != own_stream(device, "test of another")
+
+
+@pytest.mark.parametrize("device", range(max(torch.cuda.device_count(), 1)))
+def test_an_interrupt_leaves_the_program_its_stream_and_device(device: int) -> None:
+    stream = own_stream(torch.device("cuda", device), "test")
+    before = torch.cuda.current_stream(), torch.cuda.current_stream(device)
+    chance, met = random.Random(0), 0
+    while met < 500:
+        try:
+            with Signal(chance.randint(1, 100)):
+                assert run_on(stream, torch.cuda.current_stream) == stream
+        except KeyboardInterrupt:
+            met += 1
+        assert torch.cuda.current_device() == 0
+        assert (torch.cuda.current_stream(), torch.cuda.current_stream(device)) == before

@@ -55,8 +55,14 @@ class _Call:
 
     key: GroupKey | None
     """None if the program moves nothing of this call."""
+    group_depth: int
+    """Groups of the store that were open before the call."""
+    paged_depth: int
+    """Calls whose saved tensors' addresses were noted before."""
     is_copied: bool = False
     """The activation store sees what the call saves."""
+    is_sent: bool = False
+    """What it has copied leaves when the call ends."""
     is_paged: bool = False
     """The addresses of what the call saves are noted."""
     has_hooks: bool = False
@@ -106,8 +112,7 @@ class Runner:
 
     def load(self, program: Program | None) -> None:
         """Run another program from the next step on."""
-        while self._open:  # left over by an interrupt or an error
-            self._leave(self._open.pop())
+        self._leave_all()
         before, self._program = self._program, program
         self._is_on_track = False
         if program is None:
@@ -265,7 +270,9 @@ class Runner:
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
         """Watch what autograd saves in a call, if the program moves some of it."""
-        call = _Call(None)
+        if block is self._root and not is_recomputed:
+            self._leave_all()
+        call = _Call(None, self._store.open_groups, len(self._paged))
         outer = self._open[0] if self._open else None
         self._open.append(call)
         program = self._program
@@ -281,6 +288,7 @@ class Runner:
         call.is_copied = call.key in plan.copied or (outer is not None and outer.is_copied)
         call.is_paged = call.key in plan.paged or (outer is not None and outer.is_paged)
         if call.is_copied:
+            call.is_sent = call.key in plan.copied and call.key[0] != MODEL
             self._store.open_group(call.key, plan.copied.get(call.key, frozenset()))
         if call.is_paged:
             call.has_hooks = outer is None or not outer.has_hooks
@@ -290,19 +298,26 @@ class Runner:
 
     def block_ends(self, _block: Block) -> None:
         """After a block's forward pass, let its saved tensors leave."""
-        if self._open:
-            self._leave(self._open.pop())
+        if not self._open:
+            return
+        call = self._open[-1]
+        self._leave(call)
+        self._open.pop()
+        if call.is_sent:
+            self._store.send(call.key)
+
+    def _leave_all(self) -> None:
+        """Leave the calls that an interrupt or an error has kept from ending."""
+        while self._open:
+            self._leave(self._open[-1])
+            self._open.pop()
 
     def _leave(self, call: _Call) -> None:
-        program = self._program
-        if program is None or call.key is None:
-            return
+        """End what a call has begun. What an interrupt has cut short, another call completes."""
         if call.is_copied:
-            self._store.close_group()
-            if call.key in program.plan.copied and call.key[0] != MODEL:
-                self._store.send(call.key)
+            self._store.close_groups(call.group_depth)
         if call.is_paged:
-            self._paged.pop()
+            del self._paged[call.paged_depth :]
             if call.has_hooks:
                 self._saved.pop()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
-from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -13,13 +11,14 @@ import torch
 
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
+from umem.core.interrupts import call_all
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
 from umem.runtime.class_override import class_override
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
-from umem.torch_compat import DisableTorchFunctionSubclass
+from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -79,7 +78,8 @@ class CudaStateMemory(StateMemory):
         make = self.device_like if on_device else self.home_like
         moved = make(tensor, TensorClass.OPTIMIZER_STATE)
         if moved is not None:
-            with DisableTorchFunctionSubclass(), torch.no_grad():
+            with DisableTorchFunctionSubclass(), InferenceMode(torch.is_inference_mode_enabled()):
+                torch.set_grad_enabled(False)
                 tensor.data = moved.copy_(tensor)
 
     def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
@@ -141,12 +141,11 @@ class CudaStateMemory(StateMemory):
         Both have its contents and size. torch asks the allocator for what a storage grows to.
         """
         size_bytes = storage.nbytes()
-        calls = (
+        call_all(
             partial(self._allocator.hand_over, address, size_bytes),
             partial(storage.resize_, 0),
             partial(storage.resize_, size_bytes),
         )
-        deque(map(operator.call, calls), maxlen=0)  # no interrupt comes between
 
     def block_bytes(self, size_bytes: int) -> int:
         """The allocator's rounding."""

@@ -40,6 +40,7 @@ from umem.runtime.model_parts import gpu_of, optimizer_parameters
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import (
+    InferenceMode,
     before_compilation,
     current_graph_task_id,
     function_transform_level,
@@ -461,7 +462,8 @@ class StreamedTraining:
             return self._begin_step(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
-        with torch.enable_grad():
+        with InferenceMode(torch.is_inference_mode_enabled()):
+            torch.set_grad_enabled(True)
             loss = closure()
         done = self._begin_step(optimizer, named)
         return (optimizer,) if done is None else done[0], {"closure": lambda: loss}

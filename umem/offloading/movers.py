@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from umem.cuda import bindings
 from umem.hardware.host_memory import host_memory_bytes
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
-from umem.runtime.cuda_streams import own_stream
+from umem.runtime.cuda_streams import own_stream, run_on
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled, runtime
 from umem.runtime.unfilled_memory import unfilled_bytes
@@ -348,8 +349,10 @@ class CudaMover(Mover):
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: torch.cuda.Stream
     ) -> list[tuple[torch.UntypedStorage, Any]]:
         """Start copying the first bytes of each buffer into new storages of the stream."""
-        with torch.cuda.stream(stream):
-            blocks = [unfilled_bytes(size_bytes, self._device) for _, size_bytes in buffers]
+        blocks = run_on(
+            stream,
+            lambda: [unfilled_bytes(size_bytes, self._device) for _, size_bytes in buffers],
+        )
         # The allocator may return memory that earlier work of the stream still uses.
         self._in.wait_stream(stream)
         moved: list[tuple[torch.UntypedStorage, Any]] = []
@@ -370,10 +373,11 @@ class CudaMover(Mover):
     def allocate_host(self, size_bytes: int) -> torch.Tensor:
         """Allocate and pin exactly this size; torch's pinned allocator rounds to powers of two."""
         memory = allocate_host_pages(size_bytes)
-        with torch.cuda.device(self._device):
-            status = torch.cuda.cudart().cudaHostRegister(
-                memory.data_ptr(), size_bytes, CUDA_HOST_REGISTER_PORTABLE
-            )
+        register = partial(
+            torch.cuda.cudart().cudaHostRegister,
+            *(memory.data_ptr(), size_bytes, CUDA_HOST_REGISTER_PORTABLE),
+        )
+        status = run_on(torch.cuda.current_stream(self._device), register)
         if int(status) != 0:
             # CUDA keeps the error of a refused call, and the next kernel launch would raise it.
             with contextlib.suppress(RuntimeError):
@@ -436,8 +440,7 @@ class _CopyStreams:
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         """Start copying bytes between device and pinned memory; returns the end of the copy."""
-        with torch.cuda.stream(self._pages):  # makes its device the current one
-            end = self._copy(to, source)
+        end = run_on(self._pages, lambda: self._copy(to, source))
         event = new_event()
         event.record(end)
         return event
@@ -454,8 +457,8 @@ class _CopyStreams:
                 with self._counted(source.nbytes, self._link):
                     self._staged.copy(*addresses, source.nbytes, *streams)
                 return self._link if self._to_host else self._pages
-        with self._counted(source.nbytes, self._link), torch.cuda.stream(self._link):
-            to.copy_(source, non_blocking=True)
+        with self._counted(source.nbytes, self._link):
+            run_on(self._link, lambda: to.copy_(source, non_blocking=True))
         return self._link
 
     def _counted(

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -261,8 +262,7 @@ class _HookStack(threading.local):
 
     def _remove_left(self) -> None:
         for hooks in self._left[::-1]:
-            if saved_tensor_hooks.pop_if_innermost(hooks):
-                self._left.remove(hooks)
+            saved_tensor_hooks.pop_if_innermost(hooks, partial(self._left.remove, hooks))
         if self._left and saved_tensor_hooks.innermost() is None:
             self._left.clear()  # an interrupt came before they were installed
 

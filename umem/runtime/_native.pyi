@@ -44,6 +44,12 @@ class Config:
         prefetches: bool = True,  # False: as with one that moves no pages when asked
     ) -> None: ...
 
+class ClassOverride:
+    """What `Allocator.class_override` returns."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
 class Allocator:
     """A class-aware caching allocator. Thread-safe; every method may be called
     from any thread. Raises MemoryError past a limit when called from Python."""
@@ -85,10 +91,9 @@ class Allocator:
     def set_phase(self, tensor_class: int) -> None:
         """The class of blocks born from now on, in any thread without an override."""
     def phase(self) -> int: ...
-    def enter_class(self, tensor_class: int) -> int:
+    def class_override(self, tensor_class: int) -> ClassOverride:
         """Override the phase: for this thread, and for threads without an override of their own.
-        Returns a token for `leave_class`, which must run in the same thread."""
-    def leave_class(self, token: int) -> None: ...
+        For one ``with`` block, which must end in the thread that began it."""
     def stats(self, device: int) -> dict[str, Any]:
         """What `torch._C._cuda_memoryStats` returns: stat -> pool type -> current/peak/...
 

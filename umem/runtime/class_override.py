@@ -6,23 +6,16 @@ names of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from umem.core.classes import TensorClass
 
 if TYPE_CHECKING:
-    from umem.runtime._native import Allocator
+    from umem.runtime._native import Allocator, ClassOverride
 
 __all__ = ["class_override"]
 
 
-@contextmanager
-def class_override(allocator: Allocator, tensor_class: TensorClass) -> Iterator[None]:
-    """Give every tensor allocated in the block a class, in any phase."""
-    token = allocator.enter_class(tensor_class.number)
-    try:
-        yield
-    finally:
-        allocator.leave_class(token)
+def class_override(allocator: Allocator, tensor_class: TensorClass) -> ClassOverride:
+    """Give every tensor allocated in a ``with`` block a class, in any phase."""
+    return allocator.class_override(tensor_class.number)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from umem.core.interrupts import exhaust
 from umem.cuda import bindings
 
-__all__ = ["is_own_stream", "own_stream"]
+__all__ = ["is_own_stream", "own_stream", "run_on"]
+
+_T = TypeVar("_T")
 
 _handles: set[int] = set()
 
@@ -21,8 +26,9 @@ def own_stream(device: torch.device, purpose: str, *, priority: int = 0) -> torc
     On one H100 (driver 580.159, torch 2.11, 2026-11-23) they took 70 MiB of the card, which a
     training without streams of its own has for itself.
     """
-    with torch.cuda.device(device):
-        stream = torch.cuda.ExternalStream(bindings.create_stream(priority), device)
+    create = functools.partial(bindings.create_stream, priority)
+    handle = run_on(torch.cuda.current_stream(device), create)
+    stream = torch.cuda.ExternalStream(handle, device)
     _handles.add(stream.cuda_stream)
     return stream
 
@@ -30,3 +36,27 @@ def own_stream(device: torch.device, purpose: str, *, priority: int = 0) -> torc
 def is_own_stream(stream: torch.cuda.Stream) -> bool:
     """Whether :func:`own_stream` has made it."""
     return stream.cuda_stream in _handles
+
+
+def run_on(stream: torch.cuda.Stream, work: Callable[[], _T]) -> _T:
+    """Call a function with a stream, and its device, as the current ones; return its result.
+
+    ``torch.cuda.stream`` is written in Python: an interrupt in its begin or end would leave the
+    program on this stream, where its work is in no order with what it has launched before.
+    """
+    from umem.torch_compat import set_stream  # not in a torch without CUDA
+
+    before = [torch.cuda.current_stream()]
+    if before[0].device_index != stream.device_index:
+        before.insert(0, torch.cuda.current_stream(stream.device_index))
+    go_back = map(set_stream, *zip(*map(_numbers, before), strict=True))
+    try:
+        set_stream(*_numbers(stream))
+        return work()
+    finally:
+        exhaust(go_back)
+
+
+def _numbers(stream: torch.cuda.Stream) -> tuple[int, int, int]:
+    """What torch knows a stream by."""
+    return stream.stream_id, stream.device_index, stream.device_type

@@ -188,6 +188,8 @@ class PhaseTracker:
             return
         if block is self._root and self._running:
             self._end_interrupted()
+        if block is self._root and not in_backward:
+            self._passes = 0  # an interrupt may have kept the end of one from being told
         if self._running:
             is_tracked = self._running[-1] is not None
         else:

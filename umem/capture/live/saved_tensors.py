@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import Any
 
 import torch
 
+from umem.core.interrupts import call_all
 from umem.runtime.torch_hooks import saved_tensors as torch_hooks
 from umem.runtime.torch_hooks.saved_tensors import Hooks, Kept, keep, unpack_kept
 from umem.torch_compat import push_saved_tensor_hooks, saved_tensor_hooks_enabled
@@ -61,10 +63,7 @@ class SavedTensorHooks:
         It is not where the program has pushed hooks since; a later call then does it.
         """
         pushed = self._pushed[get_ident()]
-        if not pushed or not torch_hooks.pop_if_innermost(pushed[-1]):
-            return False
-        pushed.pop()
-        return True
+        return bool(pushed) and torch_hooks.pop_if_innermost(pushed[-1], pushed.pop)
 
     def close(self) -> None:
         """See nothing any more, in graphs that are still alive either.
@@ -83,8 +82,8 @@ class SavedTensorHooks:
             self._push((self._pack, self._unpack))
 
     def _push(self, hooks: Hooks) -> None:
-        push_saved_tensor_hooks(*hooks)
-        self._pushed[get_ident()].append(hooks)
+        pushed = self._pushed[get_ident()]
+        call_all(partial(push_saved_tensor_hooks, *hooks), partial(pushed.append, hooks))
 
     def _note_save(self, tensor: torch.Tensor) -> None:
         if self._is_closed:

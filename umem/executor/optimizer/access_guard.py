@@ -17,13 +17,16 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from umem.core.interrupts import call_all
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
+    InferenceMode,
     storage_address,
     storage_key,
     storage_use_count,
@@ -367,5 +370,7 @@ def _add_later_gradient(parameter: torch.Tensor, seen: torch.Tensor) -> None:
         added = _GRADIENT.__get__(parameter)
     if added is not None:
         _settle(seen)
-        with torch.no_grad(), DisableTorchFunctionSubclass():
-            seen.add_(added)
+        with InferenceMode(torch.is_inference_mode_enabled()), DisableTorchFunctionSubclass():
+            torch.set_grad_enabled(False)
+            # Together: what an interrupt cuts short, another call does again.
+            call_all(partial(seen.add_, added), partial(_GRADIENT.__set__, parameter, None))

@@ -25,6 +25,7 @@ from umem.executor.optimizer.access_guard import Guard, are_plain
 from umem.executor.optimizer.lanes import Lanes, Moment
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
+    InferenceMode,
     foreach_multiply,
     foreach_norm,
     version_counter,
@@ -92,7 +93,8 @@ class ClippedGradients(Guard):
         numbers: dict[torch.dtype, list[int]] = {}
         for number, gradient in enumerate(gradients):
             numbers.setdefault(gradient.dtype, []).append(number)
-        with torch.no_grad(), DisableTorchFunctionSubclass():
+        with InferenceMode(torch.is_inference_mode_enabled()), DisableTorchFunctionSubclass():
+            torch.set_grad_enabled(False)
             for some in numbers.values():
                 alike = [gradients[it] for it in some]
                 if _is_uniform(alike):
@@ -136,7 +138,11 @@ class ClippedGradients(Guard):
                 return
             if held.factors:
                 self._lanes.wait(held.moment)
-                with torch.no_grad(), DisableTorchFunctionSubclass():
+                with (
+                    InferenceMode(torch.is_inference_mode_enabled()),
+                    DisableTorchFunctionSubclass(),
+                ):
+                    torch.set_grad_enabled(False)
                     multiply([gradient], held.factors)
                 self._lanes.wait_on_stream_of(held.moment, self._lanes.mark())
             tensor: Any = gradient
@@ -180,7 +186,8 @@ class ClippedGradients(Guard):
             and not torch.compiler.is_compiling()
             and _is_uniform(tensors)
         )
-        with torch.no_grad():
+        with InferenceMode(torch.is_inference_mode_enabled()):
+            torch.set_grad_enabled(False)
             if is_known and function is _NORM and isinstance(others[0], int | float):
                 return self._norms_of(tensors, float(others[0]))
             if is_known and function is _MULTIPLY and _is_number(others[0]):

@@ -32,7 +32,7 @@ from umem.executor.optimizer.clipped_gradients import ClippedGradients, Gradient
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
-from umem.torch_compat import DisableTorchFunctionSubclass, version_counter
+from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode, version_counter
 
 __all__ = ["CopiedGradients"]
 
@@ -300,7 +300,8 @@ class CopiedGradients:
         self._lanes.wait(move.moment)
         self._lanes.wait_on_stream_of(move.asked, move.moment)
         move.guard.release()
-        with DisableTorchFunctionSubclass(), torch.no_grad():
+        with DisableTorchFunctionSubclass(), InferenceMode(torch.is_inference_mode_enabled()):
+            torch.set_grad_enabled(False)
             for it in move.gradients:
                 tensor: Any = it.tensor
                 if version_counter(tensor) == it.version:

@@ -15,7 +15,7 @@ from umem.core.report import Direction
 from umem.cuda import bindings
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
-from umem.runtime.cuda_streams import is_own_stream, own_stream
+from umem.runtime.cuda_streams import is_own_stream, own_stream, run_on
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
@@ -206,8 +206,7 @@ class CudaLanes(Lanes):
             if moment.stream is not stream:
                 moment.event.wait(stream)
         if lane is Lane.UPDATE:
-            with torch.cuda.stream(stream):
-                work()
+            run_on(stream, work)
         else:  # copies name their stream, which takes less time than to change torch's
             work()
         return self._moment_of(stream)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from umem.core.interrupts import call_all
 from umem.torch_compat import (
     pop_saved_tensor_hooks,
     storage_key,
@@ -70,12 +71,15 @@ def innermost() -> Hooks | None:
     return hooks
 
 
-def pop_if_innermost(hooks: Hooks) -> bool:
-    """Take a pair away, unless a program has pushed others since."""
+def pop_if_innermost(hooks: Hooks, forget: Callable[[], object]) -> bool:
+    """Take a pair away, unless a program has pushed others since.
+
+    `forget`, a function of C, is called where that is done: no interrupt comes between.
+    """
     top = innermost()
     if top is None or top[0] is not hooks[0]:
         return False
-    pop_saved_tensor_hooks()
+    call_all(pop_saved_tensor_hooks, forget)
     return True
 
 
