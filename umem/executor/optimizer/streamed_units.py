@@ -179,6 +179,9 @@ class StreamedUnits:
         """Parameters of earlier steps that have state still, and are in no group at the present
         one. Libraries put their partitions into the groups by turns, each for a call of ``step()``.
         """
+        self.has_common_state = False
+        """Whether several parameters have one tensor in their state, which each update changes for
+        all of them: such a step runs as a whole."""
         self.runs_backward = False
         """Whether units are updated in the backward pass."""
         self._owner = owner
@@ -342,6 +345,7 @@ class StreamedUnits:
         ]
         if changed:
             self._seen, self._in_line = None, None  # all of it again, should this one fail
+            self.has_common_state = _has_common(state)
             # What leaves the device makes room for what comes.
             self.pool.take_back()
             changed.sort(key=lambda unit: unit.name in (self._resident or ()))
@@ -623,3 +627,8 @@ class StreamedUnits:
         self._taken = None
         self.pool.leave(self)
         self._members, self._in_line, self.absent, self._seen = [], None, frozenset(), None
+
+
+def _has_common(state: OptimizerState) -> bool:
+    tensors = [it for values in state.values() for it in values.values() if torch.is_tensor(it)]
+    return len(set(map(id, tensors))) < len(tensors)
