@@ -54,6 +54,9 @@ _BITSANDBYTES = frozenset(
 )
 """Those of bitsandbytes, as of 0.50."""
 
+_DEEPSPEED = "deepspeed.ops.adam.fused_adam.FusedAdam"
+"""DeepSpeed's Adam and AdamW, as of 0.19. Its kernel updates each element by itself."""
+
 _TORCHAO = "torchao.optim"
 
 _HARMLESS = frozenset(
@@ -88,11 +91,18 @@ def refusal(optimizer: Optimizer) -> str:
     if known is None:
         return (
             f"{name} may look at several parameters at once. Known to update each by itself are "
-            "torch's own optimizers but LBFGS, bitsandbytes' 32-bit Adam and AdamW, and subclasses "
-            "of these that define __init__ only"
+            "torch's own optimizers but LBFGS, bitsandbytes' 32-bit Adam and AdamW, DeepSpeed's "
+            "FusedAdam, and subclasses of these that define __init__ only"
         )
     if _name(known) in _BITSANDBYTES:
         return _bitsandbytes_refusal(optimizer, name)
+    if _name(known) == _DEEPSPEED:
+        if any(len(group["params"]) > 1 for group in optimizer.param_groups):
+            return (
+                f"{name} counts the steps of a group's last parameter only: use ZeRO, which puts "
+                'one partition into a group, or torch\'s AdamW (`"torch_adam": true`)'
+            )
+        return ""
     if known.__name__ == "Adafactor":
         for group in optimizer.param_groups:
             if group["eps"][0] is None and len({it.dtype for it in group["params"]}) > 1:
@@ -106,6 +116,8 @@ def refusal(optimizer: Optimizer) -> str:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether a parameter may be updated piece by piece."""
     known = _known_class(type(optimizer))
+    if known is None or _name(known) == _DEEPSPEED:
+        return known is not None
     return known in PER_PARAMETER_OPTIMIZERS and known.__name__ in _ELEMENTWISE
 
 
@@ -122,7 +134,7 @@ def _name(kind: type) -> str:
 def _known_class(kind: type) -> type | None:
     """The known class whose step a class has; None if there is other code in between."""
     for base in kind.__mro__:
-        if base in PER_PARAMETER_OPTIMIZERS or _name(base) in _BITSANDBYTES:
+        if base in PER_PARAMETER_OPTIMIZERS or _name(base) in {*_BITSANDBYTES, _DEEPSPEED}:
             # torch itself sets `step` of each class, with its hooks.
             return base if _plain_step(kind) is _plain_step(base) else None
         if not _HARMLESS.issuperset(vars(base).keys() - {"step"}):

@@ -111,11 +111,14 @@ def find_spans(
     elements = parameter.numel()
     keys = {id(value) for value in staged}
     can_divide = parameter.is_contiguous() and all(
-        isinstance(value, torch.Tensor)
-        and (
-            value.shape == parameter.shape and value.is_contiguous()
-            if id(value) in keys
-            else value.numel() == 1
+        isinstance(value, int)
+        or (
+            isinstance(value, torch.Tensor)
+            and (
+                value.shape == parameter.shape and value.is_contiguous()
+                if id(value) in keys
+                else value.numel() == 1
+            )
         )
         for value in values.values()
     )
@@ -151,11 +154,18 @@ class StagedState:
     span
         For one parameter, and homes of its shape, all contiguous: the elements to stage, from the
         first to before the second. None for all.
+    whole
+        All state of the unit, of which this is a part; None for all of it.
     """
 
     def __init__(
-        self, state: OptimizerState, memory: StateMemory, span: tuple[int, int] | None = None
+        self,
+        state: OptimizerState,
+        memory: StateMemory,
+        span: tuple[int, int] | None = None,
+        whole: StagedState | None = None,
     ) -> None:
+        self._whole = whole or self
         self.homes: list[torch.Tensor] = []
         """State tensors that are staged, by address."""
         self.others: list[torch.Tensor] = []
@@ -297,18 +307,42 @@ class StagedState:
         assert self._slot is not None
         return self._slot.memory.data_ptr()
 
-    def own_values(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """State of a parameter for an update that comes before another one of the same step.
+    def values_of_span(
+        self, parameter: torch.Tensor, state: Any, *, is_last: bool
+    ) -> dict[str, Any]:
+        """State of a parameter for the update of its span.
 
-        It has copies of what is not staged, such as a step count.
+        An update that comes before another one of the same step has copies of what is not staged,
+        such as a step count. A count that is a number is the optimizer's present one.
+
+        Parameters
+        ----------
+        parameter
+            The parameter.
+        state
+            The optimizer's own state.
+        is_last
+            Whether no other span of it comes behind in this step.
         """
-        known = self._known[parameter]
+        known, views = self._known[parameter], self.views[parameter]
+        for name, value in known.items():
+            if not isinstance(value, torch.Tensor):
+                views[name] = state[parameter][name]
+        if is_last:
+            return views
         return {
             name: value.clone()
             if isinstance(value, torch.Tensor) and id(known[name]) not in self._offsets
             else value
-            for name, value in self.views[parameter].items()
+            for name, value in views.items()
         }
+
+    def keep_numbers(self, parameter: torch.Tensor, state: Any) -> None:
+        """Behind the last span's update, give the optimizer's own state the numbers in it."""
+        for name, value in self.views[parameter].items():
+            if not isinstance(value, torch.Tensor):
+                state[parameter][name] = self._whole._known[parameter][name] = value
+                self._whole._values = None
 
     def keep(self, parameters: Iterable[torch.Tensor], state: Any) -> None:
         """After an update, give the optimizer's own state what the update has replaced.

@@ -423,7 +423,7 @@ class StreamedUnits:
                     divided = StreamedUnit(unit.name)
                     divided.groups = unit.groups
                     divided.queue(some)
-                    divided.state = StagedState(some, self._memory, piece.span)
+                    divided.state = StagedState(some, self._memory, piece.span, unit.state)
                     unit.divided.append(divided)
             unit.state_guard = TensorGuard(functools.partial(self._touch, unit))
             unit.state_guard.hold(unit.state.guarded)
