@@ -151,7 +151,7 @@ def pieces(run: Program) -> list[int]:
 class FusedAdam(torch.optim.Optimizer):
     """What DeepSpeed's does with parameters, state and settings, in torch's operators."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         with torch.no_grad():
             self._update()
