@@ -70,7 +70,8 @@ class LazyLanes(Lanes):
         also: Iterable[Any] = (),
     ) -> None:
         self._model = weakref.ref(model)
-        self._known = {id(it): it for it in also}
+        self._known: dict[int, Any] = {}
+        self.may_update(also)
         self._parameters()
         self._eagerness = eagerness
         self._random = random.Random(seed)
@@ -94,6 +95,10 @@ class LazyLanes(Lanes):
             if not ready:
                 return
             self._run(self._random.choice(ready).popleft())
+
+    def may_update(self, parameters: Iterable[Any]) -> None:
+        """Note further parameters that the work may update."""
+        self._known |= {id(it): it for it in parameters}
 
     def _parameters(self) -> list[nn.Parameter]:
         """All that the model has or had: an optimizer may keep one that was replaced."""
