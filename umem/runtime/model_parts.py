@@ -79,9 +79,15 @@ def main_chain(model: nn.Module) -> nn.Module | None:
 def gpu_of(model: nn.Module) -> torch.device:
     """The GPU that a model's parameters are on. Raises EnableError if that is not one."""
     devices = {it.device for it in model.parameters() if it.device.type == "cuda"}
-    if len(devices) != 1:
+    if len(devices) > 1:
         raise EnableError(
-            f"the model's parameters are on {len(devices)} GPUs: move it to one GPU before "
+            f"the model is divided among {len(devices)} GPUs of this process (as by n_devices, "
+            "device_map or a pipeline), and umem plans a model of one. Load it onto one GPU, which "
+            "streams what has no room there, or start a process for each GPU"
+        )
+    if not devices:
+        raise EnableError(
+            "the model has no parameters on a GPU: move it to one GPU before "
             "umem.manage(model, optimizer)"
         )
     (device,) = devices
