@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from umem.core.classes import TensorClass
+from umem.executor.optimizer.access_guard import is_guardable
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.torch_compat import DisableTorchFunctionSubclass
@@ -185,7 +186,8 @@ class LazyLanes(Lanes):
             queued = [
                 (it, of, type(it), gradient.__get__(it))
                 for it, of in task.gradients
-                if all(g is None or g.dtype == it.dtype for g in (of, gradient.__get__(it)))
+                if is_guardable(type(it))
+                and all(g is None or g.dtype == it.dtype for g in (of, gradient.__get__(it)))
             ]
             for parameter, of, _, _ in queued:
                 parameter.__class__ = nn.Parameter

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.executor.optimizer.access_guard import is_guardable
 from umem.executor.optimizer.freed_gradient import FreedGradient
+from umem.runtime.model_parts import local_part
 
 __all__ = [
     "PER_PARAMETER_OPTIMIZERS",
@@ -156,6 +157,12 @@ def whole_step_reason(optimizer: Optimizer) -> str:
     """Why the step that comes next has to run as a whole; empty if it may run in parts."""
     reason = refusal(optimizer)
     is_torch = _known_class(type(optimizer)) in PER_PARAMETER_OPTIMIZERS
+    if not is_elementwise(optimizer) and any(
+        local_part(it) is not it for group in optimizer.param_groups for it in group["params"]
+    ):
+        reason = reason or (
+            f"{_name(type(optimizer))} looks at whole parameters, and ranks have parts of them"
+        )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             reason = reason or "a group is differentiable"

@@ -14,6 +14,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
+from umem.runtime.model_parts import local_part, with_local_part
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "find_spans", "is_whole"]
@@ -173,6 +174,8 @@ class StagedState:
         self.views: dict[torch.Tensor, dict[str, Any]] = {}
         """State by parameter and name for the optimizer, with views of the slot for homes."""
         self.span = span
+        self._has_wrapped = False
+        """Whether some are parts of a DTensor, whose uses a guard would not see."""
         self._known = {parameter: dict(values) for parameter, values in state.items()}
         self._by_names: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for parameter, values in state.items():
@@ -196,9 +199,11 @@ class StagedState:
             for value in values.values():
                 if not isinstance(value, torch.Tensor):
                     continue
-                is_home = memory.may_stage(value) and memory.is_home(value)
+                part = local_part(value)
+                self._has_wrapped |= part is not value
+                is_home = memory.may_stage(part) and memory.is_home(part)
                 found = self.homes if is_home else self.others
-                found.append(value)
+                found.append(part)
         self.homes.sort(key=torch.Tensor.data_ptr)
 
     def _lay_out(self, memory: StateMemory) -> None:
@@ -230,12 +235,18 @@ class StagedState:
 
     @property
     def guarded(self) -> list[torch.Tensor]:
-        """The tensors whose uses are seen, from the layout to the next one."""
+        """The tensors whose uses are seen, from the layout to the next one.
+
+        Parts of a DTensor need none: their update is over behind its step, and none is fetched
+        before it.
+        """
+        if self._has_wrapped:
+            return []
         return self.homes if self.is_shared else [*self.homes, *self.others]
 
     def _have_alias(self) -> bool:
         every = (*self.homes, *self.others)
-        return not all(map(can_guard, every)) or has_alias(every)
+        return self._has_wrapped or not all(map(can_guard, every)) or has_alias(every)
 
     def is_current(self, state: OptimizerState) -> bool:
         """Whether an optimizer still has these very values as the state of these parameters.
@@ -274,7 +285,7 @@ class StagedState:
             if not self.is_shared:  # objects that nothing guards
                 made |= {id(value): value.detach() for value in self.others}
             views = {
-                parameter: {name: made.get(id(value), value) for name, value in values.items()}
+                parameter: {name: _in_place_of(value, made) for name, value in values.items()}
                 for parameter, values in self._known.items()
             }
         self._bound = {parameter: dict(values) for parameter, values in views.items()}
@@ -370,6 +381,14 @@ class StagedState:
                 else:
                     known[name] = bound[name] = state[parameter][name] = value
                     self._values = None
+
+
+def _in_place_of(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
+    """What is used in the place of a value, whose part may have another in `made`, by ``id``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    part = made.get(id(local_part(value)))
+    return value if part is None else with_local_part(value, part)
 
 
 def _values_of(names: tuple[str, ...], state: list[dict[str, Any]]) -> Iterator[Any]:

@@ -31,6 +31,7 @@ from umem.executor.optimizer.state_staging import (
 )
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.planning.stream_timing import divide_state
+from umem.runtime.model_parts import local_part
 
 __all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits", "UnitGuards"]
 
@@ -391,9 +392,9 @@ class StreamedUnits:
         every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
         movable: _Movable = {
             parameter: [
-                value
+                part
                 for value in values.values()
-                if isinstance(value, torch.Tensor) and self._may_stream(value)
+                if isinstance(value, torch.Tensor) and self._may_stream(part := local_part(value))
             ]
             for parameter, values in every.items()
         }
@@ -415,7 +416,7 @@ class StreamedUnits:
         unit.queue(queued)
         if queued:
             unit.state = StagedState(queued, self._memory)
-            if unit.state.is_shared:
+            if not all(map(self._memory.is_movable, unit.state.homes)):
                 unit.fixed_bytes = sum(it.nbytes for it in unit.state.homes)
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
                 some = {p: queued[p] for p in piece.parameters if p in queued}
