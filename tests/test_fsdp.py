@@ -129,6 +129,21 @@ def train(name: str, streams: Streams | None, folder: Path) -> dict[str, Any]:
     return found
 
 
+def train_whole_parameters(streams: Streams | None) -> dict[str, Any]:
+    """Steps of Muon, which multiplies whole matrices."""
+    with (
+        WarningLines() as lines,
+        pytest.MonkeyPatch.context() as patch,
+        streaming(streams, patch),
+    ):
+        training = Training("AdamW")
+        weights = [it for it in training.model.parameters() if it.ndim == 2]
+        training.optimizer = torch.optim.Muon(weights, lr=1e-2)
+        training.steps(0, STEPS)
+        counts = [it.counts.in_line for it in streams.trainings] if streams is not None else []
+        return {"losses": training.losses, "in_line": counts, "warnings": lines}
+
+
 def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
     meeting = (folder / "meeting").as_uri()
@@ -140,6 +155,7 @@ def run_rank(rank: int, folder: Path) -> None:
         ]
         for name in OPTIMIZERS
     }
+    found["Muon"] = [train_whole_parameters(streams) for streams in (None, Streams())]
     result_file(folder, rank).write_text(json.dumps(found))
     distributed.destroy_process_group()
 
@@ -170,6 +186,14 @@ def test_state_is_streamed_and_all_bits_are_stocks(name: str, ranks: list[Runs])
         assert [it["streamed"] for it in streamed["counts"]] == [3 * STEPS - 1, STEPS - 1]
         assert all(it > 0 for it in streamed["plans"])
         assert resident["counts"][0]["resident"] > 0
+
+
+def test_an_optimizer_of_whole_parameters_is_left_alone_with_a_warning(ranks: list[Runs]) -> None:
+    for runs in ranks:
+        stock, run = runs["Muon"]
+        assert run["losses"] == stock["losses"]
+        assert run["in_line"] == [STEPS - 1]
+        assert [it for it in run["warnings"] if "Muon looks at whole parameters" in it]
 
 
 # ------------------------------------------------------------------ torchrun
