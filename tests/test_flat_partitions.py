@@ -16,6 +16,7 @@ from torch import nn
 from umem.capture.live import NO_BLOCK
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Lane
+from umem.executor.optimizer.separable import refusal
 from umem.executor.optimizer.state_staging import find_spans
 
 FLAT = WIDTH * WIDTH + WIDTH
@@ -181,6 +182,44 @@ def pieces(run: Program) -> list[int]:
     return [size for pieces in sizes if len(pieces) > 2 for size in pieces]
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """What DeepSpeed's does with parameters, state and settings, in torch's operators."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            state: dict[str, Any] = {}
+            of_group = [it for it in group["params"] if it.grad is not None]
+            for it in of_group:
+                state = self.state[it]
+                if not state:
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(it)}
+                    state["exp_avg_sq"] = torch.zeros_like(it)
+            if not of_group:
+                continue
+            state["step"] += 1  # the last one's alone
+            for it in of_group:
+                average, square = self.state[it]["exp_avg"], self.state[it]["exp_avg_sq"]
+                average.mul_(0.9).add_(it.grad, alpha=0.1)
+                square.mul_(0.99).addcmul_(it.grad, it.grad, value=0.01)
+                corrected = (square / (1 - 0.99 ** state["step"])).sqrt() + 1e-8
+                decayed = average / corrected + group["weight_decay"] * it
+                it.sub_(group["lr"] / (1 - 0.9 ** state["step"]) * decayed)
+
+
+FusedAdam.__module__ = "deepspeed.ops.adam.fused_adam"
+
+
+def one_in_a_group(parameters: Any, lr: float) -> FusedAdam:
+    settings = {"lr": lr, "weight_decay": 0.01}
+    return FusedAdam([{"params": [it]} for it in parameters], settings)
+
+
 OPTIMIZERS = [
     pytest.param(getattr(torch.optim, name), {}, id=name)
     for name in (
@@ -194,6 +233,7 @@ OPTIMIZERS = [
     pytest.param(torch.optim.AdamW, {"foreach": True, "amsgrad": True}, id="foreach"),
     pytest.param(torch.optim.NAdam, {"foreach": True}, id="NAdam-foreach"),
     pytest.param(torch.optim.ASGD, {"foreach": True, "t0": 1.0}, id="ASGD-foreach"),
+    pytest.param(one_in_a_group, {}, id="FusedAdam"),
 ]
 
 
@@ -217,6 +257,21 @@ def test_an_optimizer_that_looks_at_a_whole_parameter_gets_it_whole() -> None:
     assert pieces(run) == []
 
 
+def test_pieces_of_state_with_a_number_are_not_found_anew() -> None:
+    def count_layouts(program: Program) -> None:
+        if program.training is not None:
+            layouts.append(program.training.step.units.layouts)
+
+    layouts: list[int] = []
+    compare(count_layouts, make_model=OneFlat, make_optimizer=lambda ps: one_in_a_group(ps, 1e-2))
+    assert len(set(layouts)) == 1
+
+
+def test_deepspeeds_adam_with_several_parameters_in_a_group_is_refused() -> None:
+    optimizer = FusedAdam(OneFlat().parameters(), {"lr": 1e-2})
+    assert "torch_adam" in refusal(optimizer)
+
+
 @pytest.mark.parametrize("resident", [set(), {NO_BLOCK}])
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
 def test_pieces_under_any_plan(slots: int, resident: set[str]) -> None:
@@ -230,6 +285,24 @@ def test_pieces_under_any_plan(slots: int, resident: set[str]) -> None:
 def test_pieces_whatever_the_program_does(use: Callable[[Program], None]) -> None:
     run = compare(use, make_model=NetWithFlat, eagerness=0.5, seed=3)
     assert len(pieces(run)) == 4
+
+
+OF_ADAMW = {"share_state", "replace_state", "read_counts", "view_of_counts"}
+"""Uses that take a step count for a tensor, or an optimizer of one group."""
+
+
+@pytest.mark.parametrize(
+    "use", [it for it in USES if it.__name__ not in OF_ADAMW], ids=lambda it: it.__name__
+)
+def test_pieces_of_state_with_a_number_whatever_the_program_does(
+    use: Callable[[Program], None],
+) -> None:
+    compare(
+        use,
+        make_model=NetWithFlat,
+        make_optimizer=lambda ps: one_in_a_group(ps, 1e-2),
+        eagerness=1.0,  # numbers are there when a step returns, as with lanes of a GPU
+    )
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])

@@ -230,6 +230,20 @@ def test_calls_with_gradients_and_of_inference_mode_are_left_alone(setting: Sett
     assert setting.outputs.moved == 0
 
 
+def test_outputs_of_inference_mode_get_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    setting = Setting()
+    for seed in range(1, 6):
+        setting.cache = []
+        setting.missing_bytes = 1 << 20
+        with torch.inference_mode():
+            logits = setting.model(batch(seed))
+        assert bits([logits, *setting.cache]) == bits(plain(seed))
+    assert setting.outputs.moved == 0
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "torch.no_grad()" in record.getMessage()
+
+
 def test_an_error_in_the_model_leaves_everything_in_place(setting: Setting) -> None:
     def stop(*_: Any) -> None:
         raise KeyError("stop")

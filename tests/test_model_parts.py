@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.core.classes import TensorClass
+from umem.core.errors import EnableError
 from umem.runtime.model_parts import (
     buffers_of,
+    gpu_of,
     named_parts,
     named_tensors,
     optimizer_parameters,
@@ -119,3 +123,15 @@ def test_a_model_with_a_list_named_buffers_has_its_buffers() -> None:
     model = nn.Sequential(inner)
     model.buffers = [torch.zeros(3)]  # type: ignore[assignment]
     assert list(map(id, buffers_of(model))) == list(map(id, inner.buffers()))
+
+
+def test_a_model_that_is_divided_among_gpus_is_refused_by_name() -> None:
+    def model_on(*devices: str) -> nn.Module:
+        return nn.ParameterList(torch.empty(2, device=it) for it in devices)
+
+    with FakeTensorMode():
+        with pytest.raises(EnableError, match="no parameters on a GPU"):
+            gpu_of(model_on("cpu"))
+        assert gpu_of(model_on("cuda:1", "cpu")) == torch.device("cuda:1")
+        with pytest.raises(EnableError, match=r"among 2 GPUs.*n_devices"):
+            gpu_of(model_on("cuda:0", "cuda:1"))

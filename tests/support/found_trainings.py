@@ -80,24 +80,36 @@ class Streams:
         also: Iterable[torch.Tensor] = (),
     ) -> None:
         self.trainings: list[StreamedTraining] = []
+        self._shared: dict[StreamedTraining, tuple[LazyLanes, HostStateMemory]] = {}
+        """What the optimizers of one model share."""
         self._more_bytes = more_bytes
         self._in_backward = in_backward
         self.also = list(also)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        room = Room(self._more_bytes)
-        store = ActivationStore("cpu", LazyMover(), min_bytes=256)
-        lanes = LazyLanes(model, 0.3, 1, also=[*optimizer_parameters(optimizer), *self.also])
+        updated = [*optimizer_parameters(optimizer), *self.also]
+        others = [it for it in self.trainings if it.model is model and not it.is_closed]
+        if others:
+            lanes, memory = self._shared[others[0]]
+            tuner, pool = others[0].tuner, others[0].step.units.pool
+            lanes.may_update(updated)
+        else:
+            lanes, memory = LazyLanes(model, 0.3, 1, also=updated), HostStateMemory()
+            room = Room(self._more_bytes)
+            store = ActivationStore("cpu", LazyMover(), min_bytes=256)
+            tuner, pool = StreamTuner(load_hardware("h200-pcie"), room, room, store), None
         training = StreamedTraining(
             model,
             optimizer,
             lanes,
-            HostStateMemory(),
-            StreamTuner(load_hardware("h200-pcie"), room, room, store),
+            memory,
+            tuner,
             streams_state=not refusal(optimizer),
             step_in_backward=self._in_backward,
+            pool=pool,
         )
         self.trainings.append(training)
+        self._shared[training] = lanes, memory
 
 
 @contextmanager

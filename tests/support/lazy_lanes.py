@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from umem.core.classes import TensorClass
+from umem.executor.optimizer.access_guard import is_guardable
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.torch_compat import DisableTorchFunctionSubclass
@@ -70,7 +71,8 @@ class LazyLanes(Lanes):
         also: Iterable[Any] = (),
     ) -> None:
         self._model = weakref.ref(model)
-        self._known = {id(it): it for it in also}
+        self._known: dict[int, Any] = {}
+        self.may_update(also)
         self._parameters()
         self._eagerness = eagerness
         self._random = random.Random(seed)
@@ -96,6 +98,10 @@ class LazyLanes(Lanes):
             if not ready:
                 return
             self._run(self._random.choice(ready).popleft())
+
+    def may_update(self, parameters: Iterable[Any]) -> None:
+        """Note further parameters that the work may update."""
+        self._known |= {id(it): it for it in parameters}
 
     def _parameters(self) -> list[nn.Parameter]:
         """All that the model has or had: an optimizer may keep one that was replaced."""
@@ -183,7 +189,8 @@ class LazyLanes(Lanes):
             queued = [
                 (it, of, type(it), gradient.__get__(it))
                 for it, of in task.gradients
-                if all(g is None or g.dtype == it.dtype for g in (of, gradient.__get__(it)))
+                if is_guardable(type(it))
+                and all(g is None or g.dtype == it.dtype for g in (of, gradient.__get__(it)))
             ]
             for parameter, of, _, _ in queued:
                 parameter.__class__ = nn.Parameter

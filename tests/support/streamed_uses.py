@@ -241,6 +241,15 @@ def copy_optimizer(program: Program) -> None:
     program.seen.append(other.state_dict()["state"])
 
 
+def load_one_step_count(program: Program) -> None:
+    """As Megatron-core's distributed optimizer does: each update counts for all parameters."""
+    state = program.optimizer.state_dict()
+    count = torch.tensor(float(program.steps))
+    for values in state["state"].values():
+        values["step"] = count
+    program.optimizer.load_state_dict(state)
+
+
 def share_state(program: Program) -> None:
     other = torch.optim.AdamW(program.model.parameters(), lr=1e-3)
     other.load_state_dict(program.optimizer.state_dict())  # takes the very tensors
@@ -343,5 +352,5 @@ USES: list[Callable[[Program], None]] = [
     *(copy_optimizer, share_state, from_one_vector, new_parameter, functional, averaged_model),
     *(clip_late, hooks_on_gradients, norms_of_state, replace_values_of_state, replace_state),
     *(exchange_names_of_state, read_counts, view_of_counts, delete_gradients),
-    scale_one_gradient,
+    *(scale_one_gradient, load_one_step_count),
 ]

@@ -95,6 +95,8 @@ class _Block:
 class _Seen:
     reference: StorageWeakRef
     size_bytes: int
+    is_inference: bool
+    """Whether no version counter tells of its changes: it cannot move."""
 
 
 class KeptOutputs:
@@ -160,6 +162,7 @@ class KeptOutputs:
         self._spilled_bytes = 0
         """When the pass began."""
         self._must_trim = False
+        self._has_warned = False
         self._stream_key = 0
         """The model's stream."""
         self._undo_outputs: list[Undo] = []
@@ -245,6 +248,7 @@ class KeptOutputs:
     def _learn(self, spilled_bytes: int) -> None:
         self._kept = {}
         known: set[int] = set()
+        staying_bytes = 0
         # An output that a later block hands on is moved behind that one. What the last block makes
         # stays: no block hides the copy, and it is what the program asked for.
         for number, seen in reversed(list(enumerate(self._seen))):
@@ -253,9 +257,21 @@ class KeptOutputs:
             key = seen.reference.cdata
             if key not in known and key not in self._weights:
                 known.add(key)
-                if number < self._last_block:
+                if seen.is_inference:
+                    staying_bytes += seen.size_bytes
+                elif number < self._last_block:
                     self._kept[number] = seen.size_bytes
         self._seen = []
+        if staying_bytes and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "umem: %s of outputs that the program keeps of a call stay where they were made, "
+                "and the device lacked room for %s, which is used in host memory and is slow: "
+                "under torch.inference_mode() nothing tells whether they are changed. Under "
+                "torch.no_grad() they are copied to the host meanwhile",
+                format_bytes(staying_bytes),
+                format_bytes(spilled_bytes),
+            )
         self._next_mode = _Mode.MOVE if self._kept else _Mode.OFF
         if self._kept:
             self._share = 0.0
@@ -317,20 +333,21 @@ class KeptOutputs:
             number = self._count
             self._count += 1
             if mode is _Mode.MOVE:
-                if number in self._kept and self._can_move(tensor):
+                may_move = self._is_movable(tensor) and not tensor.is_inference()
+                if number in self._kept and may_move:
                     self._made.append(tensor.detach())
-            elif self._can_move(tensor):
+            elif self._is_movable(tensor):
                 storage = tensor.untyped_storage()
-                self._seen.append(_Seen(StorageWeakRef(storage), storage.nbytes()))
+                reference, is_inference = StorageWeakRef(storage), tensor.is_inference()
+                self._seen.append(_Seen(reference, storage.nbytes(), is_inference))
             else:
                 self._seen.append(None)
 
-    def _can_move(self, tensor: torch.Tensor) -> bool:
+    def _is_movable(self, tensor: torch.Tensor) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.device == self._device
             and tensor.layout is torch.strided
-            and not tensor.is_inference()
             and tensor.untyped_storage().resizable()
             and tensor.untyped_storage().nbytes() >= self._min_bytes
         )

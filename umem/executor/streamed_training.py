@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,6 +50,10 @@ from umem.torch_compat import (
 __all__ = ["StreamedStatus", "StreamedTraining", "join", "stream_state", "streamed_trainings"]
 
 _LOG = logging.getLogger("umem")
+
+_STEPS_BEFORE_WARNING = 3
+"""Steps that run on state in host memory for the same reason before umem warns: a first step may
+differ from all others."""
 
 _MOST_COMPILATIONS = 4
 """Compilations while updates are under way, after which steps are not deferred any more."""
@@ -251,6 +256,8 @@ class StreamedTraining:
         self._compilations = 0
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
+        self._whole_steps: Counter[str] = Counter()
+        """Steps that ran on state in host memory, by reason."""
         self._managed_run = new_run(model, "step", functools.partial(_late, weakref.ref(self)))
         if streams_state and optimizer.state:
             self._step.find_state(optimizer)
@@ -486,6 +493,7 @@ class StreamedTraining:
         if self._is_in_line:
             self._step.join()
             self._step.counts.in_line += 1
+            self._note_whole_step(obstacle)
             return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives take tensors past the guard.
@@ -493,6 +501,12 @@ class StreamedTraining:
         # Updates would take a part of the time of the forward pass that is measured.
         is_deferred = self._tuner is None or not self._tuner.is_measuring
         empty = self._step.step(optimizer, is_deferred=is_deferred)
+        if self._step.units.has_common_state:
+            self._note_whole_step(
+                "several parameters have one tensor in their state, as in a state_dict that was "
+                "loaded with one step count for all of them; give each its own, as by "
+                "`for values in optimizer.state.values(): values['step'] = values['step'].clone()`"
+            )
         # torch runs the step's own function on what a hook returns: here on no parameters.
         return None if empty is None else ((empty,), dict(arguments))
 
@@ -544,6 +558,14 @@ class StreamedTraining:
         if self._backward is None and not self._step.may_divide(optimizer):
             return ""  # it runs as a whole: nothing to look for in all gradients
         return whole_step_reason(optimizer)
+
+    def _note_whole_step(self, reason: str) -> None:
+        """Warn once of steps that use state where it is, if some of it is in host memory."""
+        if not reason or not self._step.units.queued:
+            return
+        self._whole_steps[reason] += 1
+        if self._whole_steps[reason] == _STEPS_BEFORE_WARNING:
+            _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
 
     def _comes_last(self) -> bool:
         """Whether no later hook of the program can change gradients before the step."""

@@ -7,6 +7,7 @@ weight, has no memory of its own: the tensors inside it do.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -79,9 +80,15 @@ def main_chain(model: nn.Module) -> nn.Module | None:
 def gpu_of(model: nn.Module) -> torch.device:
     """The GPU that a model's parameters are on. Raises EnableError if that is not one."""
     devices = {it.device for it in model.parameters() if it.device.type == "cuda"}
-    if len(devices) != 1:
+    if len(devices) > 1:
         raise EnableError(
-            f"the model's parameters are on {len(devices)} GPUs: move it to one GPU before "
+            f"the model is divided among {len(devices)} GPUs of this process (as by n_devices, "
+            "device_map or a pipeline), and umem plans a model of one. Load it onto one GPU, which "
+            "streams what has no room there, or start a process for each GPU"
+        )
+    if not devices:
+        raise EnableError(
+            "the model has no parameters on a GPU: move it to one GPU before "
             "umem.manage(model, optimizer)"
         )
     (device,) = devices
@@ -200,6 +207,41 @@ def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         part = getattr(wrapper, name)
         if isinstance(part, torch.Tensor):  # a DTensor also names its mesh of devices
             yield from unwrapped(part)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this rank has; another tensor itself.
+
+    Of optimizer state, it is the same object each time. Of a parameter, it is a view.
+    """
+    if type(tensor) in _PLAIN or not _is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, on the memory of a part that takes the place of its own."""
+    value: Any = tensor
+    if not _is_dtensor(tensor):
+        return part
+    with torch.no_grad():
+        made: torch.Tensor = type(value).from_local(
+            part,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return made
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    # A program that has one has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

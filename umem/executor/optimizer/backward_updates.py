@@ -220,7 +220,8 @@ class BackwardUpdates:
                 "a gradient is kept from one step to the next: zero_grad() is not called"
             )
         return (
-            not any(has_numbers(it.state.views) for it in unit.pieces if it.state is not None)
+            not self._step.units.has_common_state
+            and not any(has_numbers(it.state.views) for it in unit.pieces if it.state is not None)
             and are_plain((*parameters, *gradients))
             and not any(it.requires_grad for it in gradients)
             and not any(sys.getrefcount(it) > _references() for it in gradients)

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.executor.optimizer.access_guard import is_guardable
 from umem.executor.optimizer.freed_gradient import FreedGradient
+from umem.runtime.model_parts import local_part
 
 __all__ = [
     "PER_PARAMETER_OPTIMIZERS",
@@ -54,6 +55,9 @@ _BITSANDBYTES = frozenset(
 )
 """Those of bitsandbytes, as of 0.50."""
 
+_DEEPSPEED = "deepspeed.ops.adam.fused_adam.FusedAdam"
+"""DeepSpeed's Adam and AdamW, as of 0.19. Its kernel updates each element by itself."""
+
 _TORCHAO = "torchao.optim"
 
 _HARMLESS = frozenset(
@@ -88,11 +92,18 @@ def refusal(optimizer: Optimizer) -> str:
     if known is None:
         return (
             f"{name} may look at several parameters at once. Known to update each by itself are "
-            "torch's own optimizers but LBFGS, bitsandbytes' 32-bit Adam and AdamW, and subclasses "
-            "of these that define __init__ only"
+            "torch's own optimizers but LBFGS, bitsandbytes' 32-bit Adam and AdamW, DeepSpeed's "
+            "FusedAdam, and subclasses of these that define __init__ only"
         )
     if _name(known) in _BITSANDBYTES:
         return _bitsandbytes_refusal(optimizer, name)
+    if _name(known) == _DEEPSPEED:
+        if any(len(group["params"]) > 1 for group in optimizer.param_groups):
+            return (
+                f"{name} counts the steps of a group's last parameter only: use ZeRO, which puts "
+                'one partition into a group, or torch\'s AdamW (`"torch_adam": true`)'
+            )
+        return ""
     if known.__name__ == "Adafactor":
         for group in optimizer.param_groups:
             if group["eps"][0] is None and len({it.dtype for it in group["params"]}) > 1:
@@ -106,6 +117,8 @@ def refusal(optimizer: Optimizer) -> str:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether a parameter may be updated piece by piece."""
     known = _known_class(type(optimizer))
+    if known is None or _name(known) == _DEEPSPEED:
+        return known is not None
     return known in PER_PARAMETER_OPTIMIZERS and known.__name__ in _ELEMENTWISE
 
 
@@ -122,7 +135,7 @@ def _name(kind: type) -> str:
 def _known_class(kind: type) -> type | None:
     """The known class whose step a class has; None if there is other code in between."""
     for base in kind.__mro__:
-        if base in PER_PARAMETER_OPTIMIZERS or _name(base) in _BITSANDBYTES:
+        if base in PER_PARAMETER_OPTIMIZERS or _name(base) in {*_BITSANDBYTES, _DEEPSPEED}:
             # torch itself sets `step` of each class, with its hooks.
             return base if _plain_step(kind) is _plain_step(base) else None
         if not _HARMLESS.issuperset(vars(base).keys() - {"step"}):
@@ -144,6 +157,12 @@ def whole_step_reason(optimizer: Optimizer) -> str:
     """Why the step that comes next has to run as a whole; empty if it may run in parts."""
     reason = refusal(optimizer)
     is_torch = _known_class(type(optimizer)) in PER_PARAMETER_OPTIMIZERS
+    if not is_elementwise(optimizer) and any(
+        local_part(it) is not it for group in optimizer.param_groups for it in group["params"]
+    ):
+        reason = reason or (
+            f"{_name(type(optimizer))} looks at whole parameters, and ranks have parts of them"
+        )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             reason = reason or "a group is differentiable"

@@ -14,6 +14,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
+from umem.runtime.model_parts import local_part, with_local_part
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "find_spans", "is_whole"]
@@ -111,11 +112,14 @@ def find_spans(
     elements = parameter.numel()
     keys = {id(value) for value in staged}
     can_divide = parameter.is_contiguous() and all(
-        isinstance(value, torch.Tensor)
-        and (
-            value.shape == parameter.shape and value.is_contiguous()
-            if id(value) in keys
-            else value.numel() == 1
+        isinstance(value, int)
+        or (
+            isinstance(value, torch.Tensor)
+            and (
+                value.shape == parameter.shape and value.is_contiguous()
+                if id(value) in keys
+                else value.numel() == 1
+            )
         )
         for value in values.values()
     )
@@ -151,11 +155,18 @@ class StagedState:
     span
         For one parameter, and homes of its shape, all contiguous: the elements to stage, from the
         first to before the second. None for all.
+    whole
+        All state of the unit, of which this is a part; None for all of it.
     """
 
     def __init__(
-        self, state: OptimizerState, memory: StateMemory, span: tuple[int, int] | None = None
+        self,
+        state: OptimizerState,
+        memory: StateMemory,
+        span: tuple[int, int] | None = None,
+        whole: StagedState | None = None,
     ) -> None:
+        self._whole = whole or self
         self.homes: list[torch.Tensor] = []
         """State tensors that are staged, by address."""
         self.others: list[torch.Tensor] = []
@@ -163,6 +174,8 @@ class StagedState:
         self.views: dict[torch.Tensor, dict[str, Any]] = {}
         """State by parameter and name for the optimizer, with views of the slot for homes."""
         self.span = span
+        self._has_wrapped = False
+        """Whether some are parts of a DTensor, whose uses a guard would not see."""
         self._known = {parameter: dict(values) for parameter, values in state.items()}
         self._by_names: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for parameter, values in state.items():
@@ -186,9 +199,11 @@ class StagedState:
             for value in values.values():
                 if not isinstance(value, torch.Tensor):
                     continue
-                is_home = memory.may_stage(value) and memory.is_home(value)
+                part = local_part(value)
+                self._has_wrapped |= part is not value
+                is_home = memory.may_stage(part) and memory.is_home(part)
                 found = self.homes if is_home else self.others
-                found.append(value)
+                found.append(part)
         self.homes.sort(key=torch.Tensor.data_ptr)
 
     def _lay_out(self, memory: StateMemory) -> None:
@@ -220,12 +235,18 @@ class StagedState:
 
     @property
     def guarded(self) -> list[torch.Tensor]:
-        """The tensors whose uses are seen, from the layout to the next one."""
+        """The tensors whose uses are seen, from the layout to the next one.
+
+        Parts of a DTensor need none: their update is over behind its step, and none is fetched
+        before it.
+        """
+        if self._has_wrapped:
+            return []
         return self.homes if self.is_shared else [*self.homes, *self.others]
 
     def _have_alias(self) -> bool:
         every = (*self.homes, *self.others)
-        return not all(map(can_guard, every)) or has_alias(every)
+        return self._has_wrapped or not all(map(can_guard, every)) or has_alias(every)
 
     def is_current(self, state: OptimizerState) -> bool:
         """Whether an optimizer still has these very values as the state of these parameters.
@@ -264,7 +285,7 @@ class StagedState:
             if not self.is_shared:  # objects that nothing guards
                 made |= {id(value): value.detach() for value in self.others}
             views = {
-                parameter: {name: made.get(id(value), value) for name, value in values.items()}
+                parameter: {name: _in_place_of(value, made) for name, value in values.items()}
                 for parameter, values in self._known.items()
             }
         self._bound = {parameter: dict(values) for parameter, values in views.items()}
@@ -297,18 +318,42 @@ class StagedState:
         assert self._slot is not None
         return self._slot.memory.data_ptr()
 
-    def own_values(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """State of a parameter for an update that comes before another one of the same step.
+    def values_of_span(
+        self, parameter: torch.Tensor, state: Any, *, is_last: bool
+    ) -> dict[str, Any]:
+        """State of a parameter for the update of its span.
 
-        It has copies of what is not staged, such as a step count.
+        An update that comes before another one of the same step has copies of what is not staged,
+        such as a step count. A count that is a number is the optimizer's present one.
+
+        Parameters
+        ----------
+        parameter
+            The parameter.
+        state
+            The optimizer's own state.
+        is_last
+            Whether no other span of it comes behind in this step.
         """
-        known = self._known[parameter]
+        known, views = self._known[parameter], self.views[parameter]
+        for name, value in known.items():
+            if not isinstance(value, torch.Tensor):
+                views[name] = state[parameter][name]
+        if is_last:
+            return views
         return {
             name: value.clone()
             if isinstance(value, torch.Tensor) and id(known[name]) not in self._offsets
             else value
-            for name, value in self.views[parameter].items()
+            for name, value in views.items()
         }
+
+    def keep_numbers(self, parameter: torch.Tensor, state: Any) -> None:
+        """Behind the last span's update, give the optimizer's own state the numbers in it."""
+        for name, value in self.views[parameter].items():
+            if not isinstance(value, torch.Tensor):
+                state[parameter][name] = self._whole._known[parameter][name] = value
+                self._whole._values = None
 
     def keep(self, parameters: Iterable[torch.Tensor], state: Any) -> None:
         """After an update, give the optimizer's own state what the update has replaced.
@@ -336,6 +381,14 @@ class StagedState:
                 else:
                     known[name] = bound[name] = state[parameter][name] = value
                     self._values = None
+
+
+def _in_place_of(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
+    """What is used in the place of a value, whose part may have another in `made`, by ``id``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    part = made.get(id(local_part(value)))
+    return value if part is None else with_local_part(value, part)
 
 
 def _values_of(names: tuple[str, ...], state: list[dict[str, Any]]) -> Iterator[Any]:

@@ -119,14 +119,16 @@ class StepCall:
             else:
                 operands.multiply()
                 piece = operands.stand_in(parameter, gradient)
-            values = state.views[parameter] if is_last else state.own_values(parameter)
+            values = state.values_of_span(parameter, self.optimizer.state, is_last=is_last)
             before = dict(values)
             shadow = self.shadow([(number, [piece])], {piece: values})
             plain_step(shadow)(shadow)
             for name, value in values.items():
-                if value is not before[name]:
+                if isinstance(value, Tensor) and value is not before[name]:
                     before[name].copy_(value)
                     values[name] = before[name]
+            if is_last:
+                state.keep_numbers(parameter, self.optimizer.state)
 
         return update
 

@@ -160,6 +160,9 @@ class StreamedStep:
         if not queued and not done:
             self.counts.resident += 1
             return None
+        if self.units.has_common_state:  # and so nothing was updated ahead
+            self.counts.in_line += 1
+            return None
         call = StepCall(optimizer, self._lanes)
         left_out = done | self.units.absent
         shadow = call.shadow(_without(self.units.in_line, done), optimizer.state)

@@ -31,6 +31,7 @@ from umem.executor.optimizer.state_staging import (
 )
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.planning.stream_timing import divide_state
+from umem.runtime.model_parts import local_part
 
 __all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits", "UnitGuards"]
 
@@ -181,6 +182,9 @@ class StreamedUnits:
         """Parameters of earlier steps that have state still, and are in no group at the present
         one. Libraries put their partitions into the groups by turns, each for a call of ``step()``.
         """
+        self.has_common_state = False
+        """Whether several parameters have one tensor in their state, which each update changes for
+        all of them: such a step runs as a whole."""
         self.runs_backward = False
         """Whether units are updated in the backward pass."""
         self._owner = owner
@@ -367,6 +371,7 @@ class StreamedUnits:
         ]
         if changed:
             self._seen, self._in_line = None, None  # all of it again, should this one fail
+            self.has_common_state = _has_common(state)
             # What leaves the device makes room for what comes.
             self.pool.take_back()
             changed.sort(key=lambda unit: unit.name in (self._resident or ()))
@@ -412,9 +417,9 @@ class StreamedUnits:
         every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
         movable: _Movable = {
             parameter: [
-                value
+                part
                 for value in values.values()
-                if isinstance(value, torch.Tensor) and self._may_stream(value)
+                if isinstance(value, torch.Tensor) and self._may_stream(part := local_part(value))
             ]
             for parameter, values in every.items()
         }
@@ -436,7 +441,7 @@ class StreamedUnits:
         unit.queue(queued)
         if queued:
             unit.state = StagedState(queued, self._memory)
-            if unit.state.is_shared:
+            if not all(map(self._memory.is_movable, unit.state.homes)):
                 unit.fixed_bytes = sum(it.nbytes for it in unit.state.homes)
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
                 some = {p: queued[p] for p in piece.parameters if p in queued}
@@ -444,7 +449,7 @@ class StreamedUnits:
                     divided = StreamedUnit(unit.name)
                     divided.groups = unit.groups
                     divided.queue(some)
-                    divided.state = StagedState(some, self._memory, piece.span)
+                    divided.state = StagedState(some, self._memory, piece.span, unit.state)
                     unit.divided.append(divided)
             unit.state_guard = TensorGuard(functools.partial(self._touch, unit))
             unit.state_guard.hold(unit.state.guarded)
@@ -648,3 +653,8 @@ class StreamedUnits:
         self._taken = None
         self.pool.leave(self)
         self._members, self._in_line, self.absent, self._seen = [], None, frozenset(), None
+
+
+def _has_common(state: OptimizerState) -> bool:
+    tensors = [it for values in state.values() for it in values.values() if torch.is_tensor(it)]
+    return len(set(map(id, tensors))) < len(tensors)
