@@ -20,7 +20,14 @@ from umem_bench.timing import no_garbage_collection
 from umem_bench.training.measure import card_figures, outside_figures
 from umem_bench.training.variants import not_installed
 
-__all__ = ["POLICY", "SHORT_TOKENS", "GenerateJob", "measure"]
+__all__ = [
+    "ACCELERATE_LEFT_BYTES",
+    "POLICY",
+    "SHORT_TOKENS",
+    "GenerateJob",
+    "measure",
+    "tensor_hash",
+]
 
 POLICY = "inference"
 """umem's."""
@@ -33,7 +40,7 @@ _FIRST_TOKENS = 2
 _SETTLING_TOKENS = 40
 """umem may place weights anew after 32 calls that need less than the first ones."""
 
-_ACCELERATE_LEFT_BYTES = 512 << 20
+ACCELERATE_LEFT_BYTES = 512 << 20
 """Of accelerate's budget, for caches and activations, which its map of weights does not count."""
 
 _REST_ROUNDS = 1.5
@@ -133,8 +140,8 @@ def _measure(job: GenerateJob, end_s: float) -> dict[str, Any]:
         "built_s": built_s,
         "first_s": first_s,
         "token_s": tuple(rounds_s),
-        "tokens_hash": _hash(tokens),
-        "logits_hash": _hash(logits),
+        "tokens_hash": tensor_hash(tokens),
+        "logits_hash": tensor_hash(logits),
         "notes": tuple(notes),
     }
 
@@ -147,7 +154,7 @@ def _build(job: GenerateJob, device: torch.device) -> Any:
 
     network = build_for_inference(job.model, device, torch.device("cpu"))
     torch.cuda.empty_cache()  # each weight was drawn on the device
-    room_bytes = (job.budget_bytes or 0) - _ACCELERATE_LEFT_BYTES
+    room_bytes = (job.budget_bytes or 0) - ACCELERATE_LEFT_BYTES
     parts = infer_auto_device_map(
         network,
         # More than the model, so that nothing goes to the disk.
@@ -204,7 +211,7 @@ def _notes(before: WeightStatus | None, after: WeightStatus | None) -> list[str]
     return notes
 
 
-def _hash(tensor: torch.Tensor) -> str:
-    """Of a tensor's bits."""
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """BLAKE2 of a tensor's bits."""
     data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
