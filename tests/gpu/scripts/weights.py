@@ -208,7 +208,14 @@ def load() -> tuple[Any, list[torch.Tensor]]:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
-        model: Any = LlamaForCausalLM.from_pretrained(folder, device_map="cuda")
+        from_files: Any = LlamaForCausalLM.from_pretrained
+        half = from_files(folder, device_map="cuda", dtype=torch.bfloat16)
+        saved = load_file(f"{folder}/model.safetensors")
+        for name, weight in half.state_dict().items():
+            assert torch.equal(weight.cpu(), saved[name].bfloat16()), name
+        del half, weight
+        torch.cuda.empty_cache()
+        model: Any = from_files(folder, device_map="cuda")
         model.eval()
         tokens = torch.arange(32, device="cuda")[None]
         answer = model.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)
