@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from umem.runtime.unfilled_memory import unfilled
+
 __all__ = ["HostLoadingMemory"]
 
 
@@ -35,7 +37,7 @@ class HostLoadingMemory:
         self, size: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Memory full of ones."""
-        made = torch.empty(tuple(size), dtype=dtype, device=device)
+        made = unfilled(size, dtype, device)
         made.view(-1).view(torch.uint8).fill_(255)
         with self._lock:
             self.made += 1
