@@ -333,7 +333,7 @@ class ScaleResult(ProcessResult):
 
 GenerateCase = Literal["llama-2-7b", "llama-2-13b", "code-llama-34b", "tiny"]
 
-GenerateVariant = Literal["stock", "umem", "accelerate"]
+GenerateVariant = Literal["stock", "umem", "accelerate", "zero-inference"]
 GENERATE_VARIANTS: tuple[GenerateVariant, ...] = get_args(GenerateVariant)
 """In the order in which they run and in which the tables show them."""
 
