@@ -25,13 +25,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 def no_manager_outlives_its_test() -> Iterator[None]:
     """A test's model may be garbage that is not collected yet, and its manager still at work."""
     yield
-    manage = sys.modules.get("umem.executor.manage")  # most tests need no planner loaded
-    if manage is None:
-        return
-    for manager in manage.managers():
+    managers = sys.modules.get("umem.executor.managers")  # most tests need no planner loaded
+    for manager in [] if managers is None else managers.managers():
         manager.close()
-    for training in sys.modules["umem.executor.streamed_training"].streamed_trainings():
-        training.abandon()
+    training = sys.modules.get("umem.executor.streamed_training")
+    if training is None:
+        return
+    for it in training.streamed_trainings():
+        it.abandon()
     if hasattr(sys.modules["torch"].autograd.backward, "__wrapped__"):  # somebody follows it
         gc.collect()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +82,8 @@ def test_rows_are_named_by_case_and_variant() -> None:
     ]
     whole = parse_rows("")
     assert parse_rows("llama-2-7b") == whole[:3]
-    assert whole == [(case, variant) for case in BUDGETS_BYTES for variant in GENERATE_VARIANTS]
+    assert whole == [(case, variant) for case in BUDGETS_BYTES for variant in GENERATE_VARIANTS[:3]]
+    assert parse_rows("llama-2-7b:zero-inference") == [("llama-2-7b", "zero-inference")]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +239,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return {"": "cpu"}
 
     monkeypatch.setattr("accelerate.infer_auto_device_map", place)
+
+    def initialize(model: torch.nn.Module, config: dict[str, Any]) -> tuple[Any, ...]:
+        found["deepspeed"] = config["zero_optimization"]
+        return SimpleNamespace(module=model), None, None, None
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "another's")
     return found
 
 
@@ -257,8 +268,9 @@ def test_all_variants_generate_by_the_same_script(seen: dict[str, Any]) -> None:
     stock = generated("stock")
     assert "UMEM_DEVICE_BUDGET" not in os.environ
     umem, accelerate = generated("umem"), generated("accelerate")
+    deepspeed = generated("zero-inference")
 
-    for it in (umem, accelerate):
+    for it in (umem, accelerate, deepspeed):
         assert (it["tokens_hash"], it["logits_hash"]) == (
             stock["tokens_hash"], stock["logits_hash"]
         )  # fmt: skip
@@ -267,6 +279,10 @@ def test_all_variants_generate_by_the_same_script(seen: dict[str, Any]) -> None:
     assert seen["umem"] == (str(GIB), "umem", "inference", GIB)
     assert seen["accelerate"][0] == GIB - (512 << 20)
     assert seen["accelerate"]["cpu"] >= CASES["tiny"].weight_bytes
+    assert seen["deepspeed"]["stage"] == 3
+    assert seen["deepspeed"]["offload_param"]["device"] == "cpu"
+    assert 2 * seen["deepspeed"]["stage3_max_live_parameters"] == GIB - (512 << 20)
+    assert os.environ["WORLD_SIZE"] == "1"
     assert os.environ["UMEM_MANAGED_LIMIT"] == str(GIB)
     assert {"UMEM_POLICY", "UMEM_PLANNER", "UMEM_DEVICE_BUDGET"}.isdisjoint(os.environ)
     figures = {"streamed_bytes": 2000, "resident_bytes": 3000, "buffer_bytes": 1000, "plans": 2}

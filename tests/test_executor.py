@@ -41,7 +41,7 @@ from umem.core.errors import PlanError
 from umem.core.schedule import HintOp
 from umem.executor import ManagerState, step_plan
 from umem.executor.admission import plan_admission, used_tensors
-from umem.executor.manage import manage_on, managers
+from umem.executor.managers import manage_on, managers
 from umem.executor.plans import Plans
 from umem.executor.program import Hints, PhaseWork, Program
 from umem.executor.runner import Runner
@@ -348,11 +348,11 @@ def test_planners_that_run_no_training_are_refused() -> None:
 def test_the_step_in_the_backward_pass_needs_streamed_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    manage = sys.modules["umem.executor.manage"]  # `umem.executor.manage` is the function
+    managers = sys.modules["umem.executor.managers"]
     policy = umem.load_policy("managed")
     resolved = resolve(policy, load_hardware("h200-pcie"), {})
     enabled = SimpleNamespace(policy=policy, resolved=resolved)
-    monkeypatch.setattr(manage, "runtime", lambda: enabled)
+    monkeypatch.setattr(managers, "runtime", lambda: enabled)
     training = Training()
     with pytest.raises(PlanError, match=r"'managed' plans pages.* sft"):
         umem.manage(training.model, training.optimizer, step_in_backward=True)
@@ -657,9 +657,9 @@ def test_residency_ignores_managers_of_other_devices(
 
     allocated = {"allocated_bytes": {"current": 100}}
     allocator = SimpleNamespace(class_stats=lambda _device: [allocated] * len(TensorClass))
-    manage = sys.modules["umem.executor.manage"]  # `umem.executor.manage` is the function
-    monkeypatch.setattr(manage, "runtime", lambda: SimpleNamespace(allocator=allocator))
-    monkeypatch.setattr(manage, "managers", lambda: [manager_of(0, 30), manager_of(1, 60)])
+    managers = sys.modules["umem.executor.managers"]
+    monkeypatch.setattr(managers, "runtime", lambda: SimpleNamespace(allocator=allocator))
+    monkeypatch.setattr(managers, "managers", lambda: [manager_of(0, 30), manager_of(1, 60)])
     found = [umem.executor.residency(device)[TensorClass.WEIGHTS] for device in (0, 1, 2)]
     assert found == [70, 40, 100]
 

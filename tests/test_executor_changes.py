@@ -26,7 +26,7 @@ from umem.core.errors import PlanError
 from umem.executor import Manager, ManagerState
 from umem.executor.background import run_in_thread
 from umem.executor.lifecycle import TRANSITIONS
-from umem.executor.manage import manage_on
+from umem.executor.managers import manage_on
 from umem.planning.plan_search import search_plan
 from umem.runtime.hints import HintEngine, HintOutcome
 

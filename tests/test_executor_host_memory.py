@@ -13,7 +13,7 @@ from managed_training import BEFORE_PLANNED, MIB, TIGHT, Training, host_machine
 from umem.core.classes import TensorClass
 from umem.executor import ManagerState
 from umem.executor.machine import Machine, held_host_bytes, within_host
-from umem.executor.manage import manage_on
+from umem.executor.managers import manage_on
 from umem.offloading import HostMover
 from umem.runtime.native_library import native
 

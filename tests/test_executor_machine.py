@@ -28,7 +28,7 @@ from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
 from umem.executor.machine import Machine
-from umem.executor.manage import manage_on, unpromised_bytes
+from umem.executor.managers import manage_on, unpromised_bytes
 from umem.executor.mapped_blocks import AllocatorBudget, bring_back_spilled
 from umem.executor.program import Hints, PhaseWork
 from umem.executor.runner import Runner

@@ -22,7 +22,7 @@ from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState
 from umem.executor.machine import within_host
-from umem.executor.manage import manage_on
+from umem.executor.managers import manage_on
 from umem.offloading import HostMover
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings

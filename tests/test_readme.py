@@ -55,6 +55,32 @@ def test_predictions_are_the_committed_ones(page: str, options: str, kept: str) 
     assert f"\n{found.group(1).strip()}\n" in "\n" + (RESULTS / kept).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+def test_streamed_weights_are_predicted_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the code as it is, and beside committed measurements."""
+    monkeypatch.chdir(ROOT)
+    text = (RESULTS / "predicted-weights.txt").read_text(encoding="utf-8")
+    kept = re.findall(r"^\$ umem (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
+    assert len(kept) == 6
+    for words, answer in kept:
+        said = CliRunner(env={"COLUMNS": "80"}).invoke(app, shlex.split(words))
+        lines = [line.rstrip() for line in said.output.strip().splitlines()]
+        assert lines == answer.strip().splitlines(), words
+
+    page = (ROOT / "docs" / "predicted.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| ([\d.]+) (m?s) \| ([\d.]+) (m?s) \| (-\d+) % \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    measured = "".join(
+        (ROOT / "docs" / "measured-weights.md").read_text(encoding="utf-8").split(",")
+    )
+    for predicted, unit, seen, seen_unit, percent in rows:
+        ratio = float(predicted) / float(seen) * (1000 if unit == "s" else 1)
+        ratio /= 1000 if seen_unit == "s" else 1
+        assert round(100 * ratio - 100) == int(percent)
+        assert f" {predicted} {unit}" in text
+        assert f"| {seen if seen_unit == 'ms' else round(1000 * float(seen))} [" in measured
+
+
 def umem_commands(page: Path) -> list[list[str]]:
     """Words of every `$ umem ...` in the page's console blocks, without variables and comments."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")

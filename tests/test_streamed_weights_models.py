@@ -132,6 +132,51 @@ def test_no_bit_changes(make: Callable[[], Any]) -> None:
     assert counts.late <= counts.fetched // 3
 
 
+def generate_in_many_ways(*, streams: bool) -> tuple[list[torch.Tensor], ModelWeights | None]:
+    """Batches of one, many and one again; a cache of fixed size; beams; a draft by lookup."""
+    torch.manual_seed(0)
+    model = llama().eval()
+    weights = stream(model, LazyLanes(model, 0.5)) if streams else None
+    seen: list[torch.Tensor] = []
+    for batch, options in (
+        (1, {}),
+        (5, {}),
+        (1, {}),
+        (2, {"cache_implementation": "static"}),
+        (3, {"cache_implementation": "static"}),
+        (1, {"prompt_lookup_num_tokens": 3}),
+        (2, {"num_beams": 3}),
+        (2, {"do_sample": True}),
+        (1, {"use_cache": False}),
+    ):
+        torch.manual_seed(1)
+        tokens = torch.arange(7).repeat(batch, 1) + 3 + torch.arange(batch)[:, None]
+        asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9, **options}
+        made: Any = model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **asked,
+        )
+        seen += [made.sequences, *made.logits]
+    return seen, weights
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_no_bit_changes_however_text_is_generated() -> None:
+    stock, _ = generate_in_many_ways(streams=False)
+    streamed, weights = generate_in_many_ways(streams=True)
+    assert len(stock) == len(streamed) > 70
+    assert all(map(torch.equal, stock, streamed))
+    assert weights is not None
+    counts = weights.streamed.counts
+    assert counts.fetched > 200
+    assert counts.in_place == 0
+    assert counts.late <= counts.fetched // 10, "a pass begins with weights that are there"
+
+
 LAYERS, EXPERTS = 3, 8
 """Of each mixture. A token chooses two experts, so that three tokens are few."""
 

@@ -169,6 +169,7 @@ def _enable(policy: Policy) -> Runtime:
     require()
     # They use private names of torch, which `require` has checked.
     from umem.runtime.classification import Classifier, gradient_hook
+    from umem.runtime.model_loading import CudaLoadingMemory
     from umem.runtime.state_room import StateRoom
 
     capabilities = detect_all()
@@ -216,6 +217,7 @@ def _enable(policy: Policy) -> Runtime:
     share_with(resolved.share, allocator)
     if resolved.streams_weights:
         classifier.on_root = _stream_weights
+        classifier.loading_memory = CudaLoadingMemory()
     streams_state = resolved.streams_state or resolved.copies_activations
     if resolved.planner != "none" or streams_state:
         manage_automatically(

@@ -388,6 +388,7 @@ class DeviceAllocator {
   void trim_to_budget(std::size_t more_bytes);
   void count_page_tables(std::size_t more_locked_bytes = 0);
   std::uint8_t profile_of_class(const Block& block) const;
+  Block* take_spilled(const Heap& heap, std::size_t bytes);
   bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
   bool needs_advice(const Block& block) const;

@@ -86,6 +86,7 @@ Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t b
 Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t bytes,
                               Shortage& shortage) {
   const Profile& profile = profiles_[heap.profile];
+  if (Block* block = take_spilled(heap, bytes)) return block;
   Range growth = growth_for(heap, bytes);  // of no bytes: a segment of its own
   const auto more_bytes = [&] {
     return growth.bytes != 0 ? growth.bytes : least_segment_bytes(bytes);
@@ -127,6 +128,15 @@ Block* DeviceAllocator::spill(const Heap& heap, TensorClass tensor_class, std::s
       heap_for(heap.tier == Tier::small ? routes.small : routes.large, heap.stream, heap.pool);
   if (Block* block = take_cached(on_host, bytes)) return block;
   return new_segment(on_host, bytes, shortage);
+}
+
+// Page-locked memory that was spilled and is free now, for a class that the policy page-locks:
+// weights that were loaded beyond the budget leave it when others take their place on the device.
+Block* DeviceAllocator::take_spilled(const Heap& heap, std::size_t bytes) {
+  if (profiles_[heap.profile].kind != MemoryKind::pinned || heap.tier != Tier::large ||
+      is_spill(heap))
+    return nullptr;
+  return take_cached(heap_for(pinned_spill_.large, heap.stream, heap.pool), bytes);
 }
 
 bool DeviceAllocator::is_spill(const Heap& heap) const {

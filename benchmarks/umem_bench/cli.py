@@ -15,12 +15,15 @@ from umem_bench.before_after import run_against
 from umem_bench.generate import run as generations
 from umem_bench.generate import tables as generate_tables
 from umem_bench.generate.measure import SHORT_TOKENS
+from umem_bench.load import run as loads
+from umem_bench.load import tables as load_tables
 from umem_bench.machine import header, managed_limit_bytes
 from umem_bench.native_core import run_core
 from umem_bench.results import (
     METHODS,
     VARIANTS,
     GenerateSettings,
+    LoadSettings,
     Measurement,
     Run,
     ScaleSettings,
@@ -43,6 +46,7 @@ _SHOWN_BY: dict[str, Any] = {
     "training": training_tables,
     "scale": scale_tables,
     "generate": generate_tables,
+    "load": load_tables,
     "planning": planning,
     "published": published,
     "bounds": bounds,
@@ -315,6 +319,47 @@ def generate(
     )
     _finish(run, output, check)
     if any(it.state == "failed" for it in run.generations):
+        raise typer.Exit(1)
+
+
+@app.command()
+def load(
+    rows: Annotated[
+        str, typer.Option(help="Such as llama-2-7b:umem,tiny; default: all but tiny.")
+    ] = "",
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Drop the files from the page cache before each round.")
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the files are written. Default: TMPDIR.")
+    ] = None,
+    rounds: _Rounds = 3,
+    minutes: _Minutes = 9,
+    host: _Host = "",
+    output: _Output = None,
+    continued: _Continued = None,
+    again: _Again = False,
+    check: _Check = False,
+) -> None:
+    """From the start of a process to the first token of a 7B, from files. Needs a GPU of 16 GB."""
+    output = output or continued
+    settings = LoadSettings(
+        cases=loads.CASES, budgets_bytes=loads.BUDGETS_BYTES, rounds=rounds, cold=cold
+    )
+    chosen = _chosen(loads.parse_rows, rows)
+    run = loads.run_load(
+        settings,
+        chosen,
+        _say,
+        lambda so_far: write_results(so_far, output) if output else None,
+        seconds_limit=60 * minutes,
+        folder=folder,
+        earlier=read_results(continued) if continued else None,
+        again=again,
+        host_limit_bytes=_bytes(host),
+    )
+    _finish(run, output, check)
+    if any(it.state == "failed" for it in run.loads):
         raise typer.Exit(1)
 
 

@@ -16,11 +16,18 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from umem_bench.results import LlamaShape, Method
 
-__all__ = ["SEED", "ChunkedLoss", "build_for_inference", "build_llama"]
+__all__ = [
+    "SEED",
+    "WEIGHTS_STD",
+    "ChunkedLoss",
+    "build_for_inference",
+    "build_llama",
+    "llama_config",
+]
 
 SEED = 0
 
-_WEIGHTS_STD = 0.02
+WEIGHTS_STD = 0.02
 """Of random weights for inference: `initializer_range` of published configurations."""
 
 _IGNORED = -100
@@ -36,7 +43,7 @@ def build_llama(shape: LlamaShape, method: Method, device: torch.device) -> Any:
 
     # transformers renames what PEFT still calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    config = _config(shape, max_position_embeddings=shape.tokens, use_cache=False)
+    config = llama_config(shape, max_position_embeddings=shape.tokens, use_cache=False)
     torch.manual_seed(SEED)
     with _default_type(shape.weights), device:
         network: Any = LlamaForCausalLM(config)
@@ -64,7 +71,7 @@ def build_for_inference(shape: LlamaShape, device: torch.device, home: torch.dev
     """
     from transformers import LlamaForCausalLM
 
-    config = _config(shape)
+    config = llama_config(shape)
     with _default_type(shape.weights), home, _no_initial_weights():
         network: Any = LlamaForCausalLM(config)
     generator = torch.Generator(device).manual_seed(SEED)
@@ -73,10 +80,10 @@ def build_for_inference(shape: LlamaShape, device: torch.device, home: torch.dev
             if weight.ndim < 2:
                 weight.fill_(1)
             elif weight.device.type == device.type:
-                weight.normal_(0, _WEIGHTS_STD, generator=generator)
+                weight.normal_(0, WEIGHTS_STD, generator=generator)
             else:
                 drawn = torch.empty_like(weight, device=device)
-                weight.copy_(drawn.normal_(0, _WEIGHTS_STD, generator=generator))
+                weight.copy_(drawn.normal_(0, WEIGHTS_STD, generator=generator))
     if home != device:
         with device:
             rotary = type(network.model.rotary_emb)(config)
@@ -84,7 +91,8 @@ def build_for_inference(shape: LlamaShape, device: torch.device, home: torch.dev
     return network.eval()
 
 
-def _config(shape: LlamaShape, **more: Any) -> Any:
+def llama_config(shape: LlamaShape, **more: Any) -> Any:
+    """The configuration of `transformers`."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

@@ -19,6 +19,7 @@ from umem import UmemError
 __all__ = [
     "BUDGETED",
     "GENERATE_VARIANTS",
+    "LOAD_VARIANTS",
     "LORA_CASES",
     "METHODS",
     "SCALE_VARIANTS",
@@ -29,6 +30,11 @@ __all__ = [
     "GenerateVariant",
     "Header",
     "LlamaShape",
+    "LoadCase",
+    "LoadParts",
+    "LoadResult",
+    "LoadSettings",
+    "LoadVariant",
     "Machine",
     "Measurement",
     "Method",
@@ -327,7 +333,7 @@ class ScaleResult(ProcessResult):
 
 GenerateCase = Literal["llama-2-7b", "llama-2-13b", "code-llama-34b", "tiny"]
 
-GenerateVariant = Literal["stock", "umem", "accelerate"]
+GenerateVariant = Literal["stock", "umem", "accelerate", "zero-inference"]
 GENERATE_VARIANTS: tuple[GenerateVariant, ...] = get_args(GenerateVariant)
 """In the order in which they run and in which the tables show them."""
 
@@ -376,6 +382,76 @@ class GenerateResult(ProcessResult):
     """How often umem placed the weights."""
 
 
+# ---- from the start of a process to the first token ----
+
+LoadCase = Literal["llama-2-7b", "tiny"]
+
+LoadVariant = Literal["read", "stock", "umem", "accelerate"]
+LOAD_VARIANTS: tuple[LoadVariant, ...] = get_args(LoadVariant)
+"""In the order in which they run and in which the tables show them. ``read`` only reads the files:
+what the page cache or the disk gives."""
+
+
+class LoadSettings(Record):
+    """Settings of `umem bench load`."""
+
+    cases: dict[LoadCase, LlamaShape]
+    """Their `batch` and `tokens` are the prompts'."""
+    budgets_bytes: dict[LoadCase, int]
+    """Of device memory, for umem and accelerate."""
+    rounds: int
+    """Processes of each row."""
+    cold: bool = False
+    """Whether the files are dropped from the page cache before each round."""
+
+
+class LoadParts(Record):
+    """The times of one process, one after the other."""
+
+    python_s: float
+    """From the start of the process to its first line."""
+    imports_s: float
+    """torch, and the model's class."""
+    enable_s: float
+    """umem: its import, and `umem.enable`. CUDA starts in it; elsewhere in the next one."""
+    load_s: float
+    """`from_pretrained`."""
+    pass_s: float
+    """The prompt's pass, to the first token."""
+
+    @property
+    def total_s(self) -> float:
+        """From the start of the process to the first token."""
+        return self.python_s + self.imports_s + self.enable_s + self.load_s + self.pass_s
+
+
+class LoadResult(ProcessResult):
+    """One variant of one case."""
+
+    kind: Literal["load"] = "load"
+    case: LoadCase
+    variant: LoadVariant
+    commit: str | None = None
+    """What ran: a file may be continued after a correction of umem."""
+    file_bytes: int | None = None
+    read_s: tuple[float, ...] = ()
+    """Of ``read``: all files, one figure for each round."""
+    parts: tuple[LoadParts, ...] = ()
+    """Of the others, for each round."""
+    tokens_hash: str | None = None
+    """BLAKE2 of the prompt and the token."""
+    logits_hash: str | None = None
+    """BLAKE2 of its logits."""
+    host_process_bytes: int | None = None
+    """VmHWM: mapped pages of the files are in it."""
+    host_locked_bytes: int | None = None
+    """VmLck and VmPin, at the end."""
+    streamed_bytes: int | None = None
+    """Weights that umem stages for each use."""
+    resident_bytes: int | None = None
+    """Weights that umem keeps on the device."""
+
+
 # ---- files ----
 
 
@@ -400,6 +476,7 @@ class Header(Record):
         "training",
         "scale",
         "generate",
+        "load",
         "planning",
         "published",
         "bounds",
@@ -412,10 +489,16 @@ class Header(Record):
     machine: Machine
     packages: dict[str, str]
     """Versions of what is installed."""
-    settings: TrainingSettings | ScaleSettings | GenerateSettings | dict[str, str | int | float]
+    settings: (
+        TrainingSettings
+        | ScaleSettings
+        | GenerateSettings
+        | LoadSettings
+        | dict[str, str | int | float]
+    )
 
 
-_Result = Measurement | TrainingResult | ScaleResult | GenerateResult
+_Result = Measurement | TrainingResult | ScaleResult | GenerateResult | LoadResult
 _Line = Annotated[_Result, Field(discriminator="kind")]
 _LINE: TypeAdapter[Any] = TypeAdapter(_Line)
 _Kind = TypeVar("_Kind", bound=Record)
@@ -449,6 +532,11 @@ class Run:
         return [it for it in self.results if isinstance(it, GenerateResult)]
 
     @property
+    def loads(self) -> list[LoadResult]:
+        """The results of loading."""
+        return [it for it in self.results if isinstance(it, LoadResult)]
+
+    @property
     def training_settings(self) -> TrainingSettings:
         """The settings of a run of trainings."""
         assert isinstance(self.header.settings, TrainingSettings), self.header.benchmark
@@ -464,6 +552,12 @@ class Run:
     def generate_settings(self) -> GenerateSettings:
         """The settings of a run of text generation."""
         assert isinstance(self.header.settings, GenerateSettings), self.header.benchmark
+        return self.header.settings
+
+    @property
+    def load_settings(self) -> LoadSettings:
+        """The settings of a run of loading."""
+        assert isinstance(self.header.settings, LoadSettings), self.header.benchmark
         return self.header.settings
 
 

@@ -155,6 +155,32 @@ Config config_with_homes(std::size_t budget) {
   return config;
 }
 
+// Weights that were loaded beyond the budget are exchanged for others: page-locking takes longer than
+// copying.
+void spilled_memory_serves_page_locked_classes_when_it_is_free() {
+  Machine machine({.config = config_with_homes(32 * MiB)});
+  machine.allocate(30 * MiB);
+  const std::uintptr_t spilled = machine.allocate(20 * MiB);
+  const std::uintptr_t home = machine.allocate(10 * MiB, kMain, TensorClass::optimizer_state);
+  CHECK(home != spilled);
+  CHECK_EQUAL(pinned_stats(machine).reserved_bytes, 30 * MiB);
+
+  machine.free(spilled);
+  machine.allocate(10 * MiB, kSide, TensorClass::optimizer_state);  // its work does not wait
+  CHECK_EQUAL(pinned_stats(machine).reserved_bytes, 40 * MiB);
+  CHECK_EQUAL(machine.allocate(12 * MiB, kMain, TensorClass::optimizer_state), spilled);
+  CHECK_EQUAL(machine.allocate(8 * MiB, kMain, TensorClass::optimizer_state), spilled + 12 * MiB);
+  CHECK_EQUAL(pinned_stats(machine).reserved_bytes, 40 * MiB);
+  CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 20 * MiB);
+  CHECK_EQUAL(budget_bytes(machine), 30 * MiB);
+
+  machine.free(spilled);
+  machine.free(spilled + 12 * MiB);
+  machine.device.empty_cache();
+  CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
+  check_consistent(machine.device);
+}
+
 void page_tables_of_page_locked_memory_count() {
   Machine machine({.config = config_with_homes(40 * MiB)});
   const auto page_lock = [&](std::size_t bytes) {
@@ -419,6 +445,7 @@ int main() {
   RUN(a_pending_block_of_the_heap_is_used);
   RUN(memory_of_graphs_stays);
   RUN(requests_return_to_the_device);
+  RUN(spilled_memory_serves_page_locked_classes_when_it_is_free);
   RUN(page_tables_of_page_locked_memory_count);
   RUN(page_tables_of_others_count);
   RUN(a_class_may_have_room_on_the_device);

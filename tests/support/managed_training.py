@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.executor import Manager
 from umem.executor.machine import Machine
-from umem.executor.manage import manage_on
+from umem.executor.managers import manage_on
 from umem.executor.program import PhaseWork, Program
 from umem.executor.runner import Runner
 from umem.hardware import load_hardware

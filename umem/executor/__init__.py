@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from umem.executor.manage import current_statistics, ideal_step_s, manage, residency
-from umem.executor.manager import Manager
-from umem.executor.status import ManagerState, ManagerStatus
-from umem.executor.streamed_training import StreamedStatus, StreamedTraining, join, stream_state
-from umem.executor.weights.model_weights import ModelWeights, WeightStatus, manage_weights
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from umem.executor.manager import Manager
+    from umem.executor.managers import current_statistics, ideal_step_s, manage, residency
+    from umem.executor.status import ManagerState, ManagerStatus
+    from umem.executor.streamed_training import (
+        StreamedStatus,
+        StreamedTraining,
+        join,
+        stream_state,
+    )
+    from umem.executor.weights.model_weights import ModelWeights, WeightStatus, manage_weights
 
 __all__ = [
     "Manager",
@@ -24,3 +33,19 @@ __all__ = [
     "residency",
     "stream_state",
 ]
+
+_MODULES = {
+    "manager": ("Manager",),
+    "managers": ("current_statistics", "ideal_step_s", "manage", "residency"),
+    "status": ("ManagerState", "ManagerStatus"),
+    "streamed_training": ("StreamedStatus", "StreamedTraining", "join", "stream_state"),
+    "weights.model_weights": ("ModelWeights", "WeightStatus", "manage_weights"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a module at the first use of a name: weights need neither trainings nor planners."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.classes import TensorClass
 from umem.runtime.class_override import class_override
-from umem.runtime.model_loading import skip_warmup
+from umem.runtime.model_loading import LoadingMemory, adapt_transformers
 from umem.runtime.model_parts import (
     buffers_of,
     optimizer_parameters,
@@ -72,7 +72,9 @@ class Classifier:
         self._on_gradient = on_gradient
         self.on_root: Callable[[nn.Module], None] = lambda _: None
         """Called before the first call of a module that the program calls itself."""
-        self._has_settled_warmup = False
+        self.loading_memory: LoadingMemory | None = None
+        """Where weights of files are loaded to; None to leave that to their loader."""
+        self._has_adapted_loader = False
         self._forward_hook: Any = None
         self._seen_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -133,7 +135,9 @@ class Classifier:
         if parameter is None:
             return
         # A loader registers parameters before it allocates their memory.
-        self._has_settled_warmup = self._has_settled_warmup or skip_warmup()
+        self._has_adapted_loader = self._has_adapted_loader or adapt_transformers(
+            self.loading_memory
+        )
         if self._forward_hook is None:
             self._watch_calls()
         self._tag([parameter], TensorClass.WEIGHTS)

@@ -8,15 +8,23 @@ Source: https://docs.pytorch.org/docs/stable/deterministic.html
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["unfilled_bytes", "unfilled_like"]
+__all__ = ["unfilled", "unfilled_bytes", "unfilled_like"]
+
+
+def unfilled(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor."""
+    storage = torch.UntypedStorage(math.prod(size) * dtype.itemsize, device=device)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage).resize_(size)
 
 
 def unfilled_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
     """A tensor of bytes."""
-    storage = torch.UntypedStorage(size_bytes, device=device)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return unfilled((size_bytes,), torch.uint8, device)
 
 
 def unfilled_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,16 @@ from umem_bench.results import GenerateVariant, LlamaShape, Record
 from umem_bench.scale.measure import MANAGED_LIMIT_BYTES, host_figures
 from umem_bench.timing import no_garbage_collection
 from umem_bench.training.measure import card_figures, outside_figures
-from umem_bench.training.variants import not_installed
+from umem_bench.training.variants import deepspeed_inference, not_installed
 
-__all__ = ["POLICY", "SHORT_TOKENS", "GenerateJob", "measure"]
+__all__ = [
+    "ACCELERATE_LEFT_BYTES",
+    "POLICY",
+    "SHORT_TOKENS",
+    "GenerateJob",
+    "measure",
+    "tensor_hash",
+]
 
 POLICY = "inference"
 """umem's."""
@@ -33,8 +40,11 @@ _FIRST_TOKENS = 2
 _SETTLING_TOKENS = 40
 """umem may place weights anew after 32 calls that need less than the first ones."""
 
-_ACCELERATE_LEFT_BYTES = 512 << 20
-"""Of accelerate's budget, for caches and activations, which its map of weights does not count."""
+ACCELERATE_LEFT_BYTES = 512 << 20
+"""Of accelerate's budget, for caches and activations, which its map of weights does not count; and
+of ZeRO-Inference's."""
+
+_PACKAGES: dict[GenerateVariant, str] = {"accelerate": "accelerate", "zero-inference": "deepspeed"}
 
 _REST_ROUNDS = 1.5
 """Rounds that must fit the time before another one begins: one forward pass follows."""
@@ -64,7 +74,7 @@ class GenerateJob(Record):
 def measure(job: GenerateJob) -> Iterator[dict[str, Any]]:
     """Generate as a job says; yields the measured fields of one result."""
     end_s = time.perf_counter() + job.limit_s
-    reason = not_installed("accelerate" if job.variant == "accelerate" else None)
+    reason = not_installed(_PACKAGES.get(job.variant))
     if reason:
         yield reason
         return
@@ -107,7 +117,7 @@ def _measure(job: GenerateJob, end_s: float) -> dict[str, Any]:
         return made
 
     _, first_s = _timed(job, lambda: generate(_FIRST_TOKENS))
-    if job.variant != "accelerate":  # it does not adapt, and takes seconds a token
+    if job.variant not in _PACKAGES:  # they do not adapt, and take seconds a token
         generate(_SETTLING_TOKENS)
     before = _status(job, network)
     rounds_s, tokens = _time_rounds(job, generate, end_s)
@@ -129,25 +139,29 @@ def _measure(job: GenerateJob, end_s: float) -> dict[str, Any]:
         }
     return found | {
         "state": "measured",
-        "parameters": sum(weight.numel() for weight in network.parameters()),
+        "parameters": sum(getattr(it, "ds_numel", it.numel()) for it in network.parameters()),
         "built_s": built_s,
         "first_s": first_s,
         "token_s": tuple(rounds_s),
-        "tokens_hash": _hash(tokens),
-        "logits_hash": _hash(logits),
+        "tokens_hash": tensor_hash(tokens),
+        "logits_hash": tensor_hash(logits),
         "notes": tuple(notes),
     }
 
 
 def _build(job: GenerateJob, device: torch.device) -> Any:
-    """The model where a variant has it: on the device, or on the CPU for accelerate to dispatch."""
-    if job.variant != "accelerate":
+    """The model where a variant has it: on the device, or on the CPU for another's hooks."""
+    if job.variant not in _PACKAGES:
         return build_for_inference(job.model, device, device)
+    room_bytes = (job.budget_bytes or 0) - ACCELERATE_LEFT_BYTES
+    if job.variant == "zero-inference":
+        network = build_for_inference(job.model, device, torch.device("cpu"))
+        torch.cuda.empty_cache()
+        return deepspeed_inference(network, job.model.batch, job.model.hidden, room_bytes)
     from accelerate import dispatch_model, infer_auto_device_map
 
     network = build_for_inference(job.model, device, torch.device("cpu"))
     torch.cuda.empty_cache()  # each weight was drawn on the device
-    room_bytes = (job.budget_bytes or 0) - _ACCELERATE_LEFT_BYTES
     parts = infer_auto_device_map(
         network,
         # More than the model, so that nothing goes to the disk.
@@ -204,7 +218,7 @@ def _notes(before: WeightStatus | None, after: WeightStatus | None) -> list[str]
     return notes
 
 
-def _hash(tensor: torch.Tensor) -> str:
-    """Of a tensor's bits."""
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """BLAKE2 of a tensor's bits."""
     data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()

@@ -29,7 +29,15 @@ from umem_bench.training.run import (
     why_no_time,
 )
 
-__all__ = ["BUDGETS_BYTES", "CASES", "Row", "host_bytes", "parse_rows", "run_generate"]
+__all__ = [
+    "BUDGETS_BYTES",
+    "CASES",
+    "USUAL_VARIANTS",
+    "Row",
+    "host_bytes",
+    "parse_rows",
+    "run_generate",
+]
 
 _PROCESS_LIMIT_S = 480.0
 """accelerate takes seconds for each token of the largest model."""
@@ -73,6 +81,9 @@ BUDGETS_BYTES: dict[GenerateCase, int] = {
 }
 """A case without a budget has the variant stock only."""
 
+USUAL_VARIANTS: tuple[GenerateVariant, ...] = ("stock", "umem", "accelerate")
+"""Those of a case alone; others run where they are named."""
+
 Row = tuple[GenerateCase, GenerateVariant]
 """What one process measures."""
 
@@ -80,7 +91,7 @@ Row = tuple[GenerateCase, GenerateVariant]
 def parse_rows(text: str) -> list[Row]:
     """Rows of a list such as ``llama-2-7b:umem,tiny:stock``, in its order.
 
-    A case alone stands for all of its variants; an empty text for all cases but ``tiny``.
+    A case alone stands for its usual variants; an empty text for all cases but ``tiny``.
 
     Raises ``ValueError`` for a case or a variant that there is not.
     """
@@ -91,7 +102,7 @@ def parse_rows(text: str) -> list[Row]:
         if case is None:
             raise ValueError(f"{name!r} is none of {', '.join(CASES)}")
         known = GENERATE_VARIANTS if case in BUDGETS_BYTES else GENERATE_VARIANTS[:1]
-        variants = [it for it in known if wanted in ("", it)]
+        variants = [it for it in known if wanted == it or (not wanted and it in USUAL_VARIANTS)]
         if not variants:
             raise ValueError(f"{wanted!r} is none of {', '.join(known)}")
         rows += [(case, variant) for variant in variants]

@@ -15,7 +15,7 @@ __all__: list[str] = []
 _START_CUDA = ("bitsandbytes", "torchao", "deepspeed")
 _SHARED = (
     "umem_bench.training.measure",
-    "umem.executor",
+    "umem.executor.managers",
     "umem.capture.live",
     "umem.telemetry",
     "transformers.models.llama.modeling_llama",

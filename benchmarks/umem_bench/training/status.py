@@ -28,7 +28,7 @@ NO_MANAGER = "no manager of umem runs in this training"
 
 def find_manager() -> Any:
     """What umem manages by itself from the training's first step on; None if it does not."""
-    from umem.executor.manage import managers
+    from umem.executor.managers import managers
     from umem.executor.streamed_training import streamed_trainings
 
     return next(iter((*managers(), *streamed_trainings())), None)

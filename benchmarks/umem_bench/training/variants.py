@@ -39,6 +39,7 @@ __all__ = [
     "Training",
     "TrainingJob",
     "deepspeed_engine",
+    "deepspeed_inference",
     "make_deterministic",
     "make_optimizer",
     "make_training",
@@ -355,13 +356,7 @@ def deepspeed_engine(
     Returns the engine and its optimizer.
     """
     on_host = {"device": "cpu", "pin_memory": True}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # Without these DeepSpeed asks MPI for the ranks.
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"
-    )
+    _be_the_only_rank()
     engine, optimizer, _, _ = importlib.import_module("deepspeed").initialize(
         model=model,
         model_parameters=trained_weights(model),
@@ -380,3 +375,39 @@ def deepspeed_engine(
         },
     )
     return engine, optimizer
+
+
+def deepspeed_inference(model: nn.Module, batch: int, hidden: int, kept_bytes: int) -> Any:
+    """ZeRO-Inference: a model in bfloat16 whose weights are on the host; one rank.
+
+    `batch` is the number of sequences of a call, and `hidden` the model's width, by which DeepSpeed
+    sizes what it fetches ahead. Up to `kept_bytes` of weights stay on the device.
+    """
+    _be_the_only_rank()
+    engine, *_ = importlib.import_module("deepspeed").initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": batch,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "pin_memory": True},
+                # As DeepSpeed's examples of ZeRO-Inference have it.
+                "stage3_prefetch_bucket_size": 2 * hidden * hidden,
+                "stage3_param_persistence_threshold": hidden,
+                "stage3_max_live_parameters": kept_bytes // 2,
+                "stage3_max_reuse_distance": kept_bytes // 2,
+            },
+        },
+    )
+    return engine.module.eval()
+
+
+def _be_the_only_rank() -> None:
+    """Without these variables DeepSpeed asks MPI for the ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"
+    )

@@ -21,7 +21,7 @@ import umem
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.executor import Manager, ManagerState, residency
-from umem.executor.manage import managers
+from umem.executor.managers import managers
 from umem.runtime.hints import HintEngine
 
 HIDDEN, WIDE, LAYERS = 512, 2048, 6

@@ -21,7 +21,7 @@ from torch import nn
 
 import umem
 from umem.cuda import bindings
-from umem.executor.manage import managers
+from umem.executor.managers import managers
 from umem.executor.state_memory import CudaStateMemory
 from umem.executor.streamed_training import streamed_trainings
 from umem.runtime.state import runtime

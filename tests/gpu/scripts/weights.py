@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from streaming import CardMemory, crc
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import umem
@@ -208,18 +210,46 @@ def load() -> tuple[Any, list[torch.Tensor]]:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
-        model: Any = LlamaForCausalLM.from_pretrained(folder, device_map="cuda")
+        from_files: Any = LlamaForCausalLM.from_pretrained
+        half = from_files(folder, device_map="cuda", dtype=torch.bfloat16)
+        saved = load_file(f"{folder}/model.safetensors")
+        for name, weight in half.state_dict().items():
+            assert torch.equal(weight.cpu(), saved[name].bfloat16()), name
+        del half, weight
+        torch.cuda.empty_cache()
+        model: Any = from_files(folder, device_map="cuda")
         model.eval()
         tokens = torch.arange(32, device="cuda")[None]
         answer = model.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)
         with torch.no_grad():
             seen = [answer, model(answer).logits]
         with tempfile.TemporaryDirectory() as other:
+            before = on_device(model)
             model.save_pretrained(other)
+            save_checkpoint(model.state_dict(), checkpoint_id=f"{other}/parts", no_dist=True)
+            for now, was in zip(on_device(model), before, strict=True):
+                assert now <= was, "homes are read where they are"
             first, second = (load_file(f"{it}/model.safetensors") for it in (folder, other))
             assert first.keys() == second.keys()
             assert all(torch.equal(it, second[name]) for name, it in first.items())
+            homes = [it.data_ptr() for it in model.parameters()]
+            model.load_state_dict({name: it + 1 for name, it in saved.items()}, strict=False)
+            with torch.no_grad():
+                seen.append(model(answer).logits)
+            load_checkpoint(model.state_dict(), checkpoint_id=f"{other}/parts", no_dist=True)
+            assert [it.data_ptr() for it in model.parameters()] == homes
+            with torch.no_grad():
+                assert torch.equal(model(answer).logits, seen[1])
     return model, seen
+
+
+def on_device(model: Any) -> tuple[int, ...]:
+    """Copies of weights so far, and memory that umem has on the device; empty in a stock run."""
+    its = weights_of(model)
+    if its is None:
+        return ()
+    reserved: int = runtime().allocator.kind_stats(0)["device"]["reserved_bytes"]
+    return its.status().counts.fetched, reserved
 
 
 def main(mode: str) -> None:
