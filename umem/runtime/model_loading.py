@@ -27,6 +27,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.cuda import bindings
 from umem.runtime.class_override import class_override
+from umem.runtime.native_library import native
 from umem.runtime.state import runtime
 from umem.runtime.unfilled_memory import unfilled, unfilled_bytes
 from umem.torch_compat import DisableTorchFunctionSubclass
@@ -112,7 +113,8 @@ class CudaLoadingMemory(LoadingMemory):
         """Copy on the current stream."""
         with torch.cuda.device(to.device):  # whose default stream has no handle of its own
             stream = torch.cuda.current_stream()
-            bindings.copy(to.data_ptr(), source.data_ptr(), to.nbytes, stream.cuda_stream)
+            copy = to.data_ptr(), source.data_ptr(), to.nbytes
+            native().queue_copies([copy], stream.cuda_stream, to.nbytes, 0)
             wait: Callable[[], None] = stream.record_event().synchronize
         return wait
 

@@ -19,7 +19,7 @@ from torch import distributed
 
 import umem
 from umem.executor import residency
-from umem.executor.manage import managers
+from umem.executor.managers import managers
 from umem.executor.streamed_training import streamed_trainings
 from umem.hardware import host_share
 from umem.hardware.host_memory import HostMemory
