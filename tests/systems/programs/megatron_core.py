@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -22,7 +20,6 @@ from torch import distributed
 
 program = Program("megatron-core")
 shape = program.shape
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 distributed.init_process_group("nccl")
 parallel_state.initialize_model_parallel()
 model_parallel_cuda_manual_seed(SEED)

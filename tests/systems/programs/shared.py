@@ -70,6 +70,9 @@ class Program:
         self.steps: int = self.options.steps
         self.on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
+        self.rank = int(os.environ.get("RANK", 0))
+        if self.on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         self._packages = ("torch", *packages)
         self._losses: list[Any] = []
         self._marks: list[Any] = []
@@ -114,8 +117,8 @@ class Program:
         return model.train()
 
     def rows(self) -> list[dict[str, torch.Tensor]]:
-        """A data set: random tokens, enough for all steps."""
-        generator = torch.Generator().manual_seed(SEED + 1)
+        """A data set of the rank: random tokens, enough for all steps."""
+        generator = torch.Generator().manual_seed(SEED + 1 + self.rank)
         size = (self.steps * self.shape.batch, self.shape.tokens)
         tokens = torch.randint(1, self.shape.vocabulary, size, generator=generator)
         return [{"input_ids": row, "labels": row} for row in tokens]
@@ -137,7 +140,12 @@ class Program:
         self._marks.append(mark)
 
     def write(self, model: Any) -> None:
-        """Write losses as hexadecimal, seconds from each step's end to the next, and memory."""
+        """Write losses as hexadecimal, seconds from each step's end to the next, and memory.
+
+        Of the first rank.
+        """
+        if self.rank:
+            return
         found: dict[str, Any] = {}
         if self.on_gpu:
             torch.cuda.synchronize()
