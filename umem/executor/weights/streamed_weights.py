@@ -475,9 +475,9 @@ class StreamedWeights:
     def _wanted(self, event: _Event, most: int) -> dict[int, _Pass]:
         """Blocks in use, and those expected next, with their passes: as many as buffers may be."""
         found = {
-            number: event[0]
-            for number, it in enumerate(self._staged)
-            if it.users and it.buffer is not None
+            self._numbers[id(holder)]: event[0]
+            for it in self._buffers
+            if (holder := it.holder) is not None and holder.users
         }
         passed = set()
         while len(found) < most and event not in passed:
