@@ -35,6 +35,28 @@ def no_manager_outlives_its_test() -> Iterator[None]:
         it.abandon()
     if hasattr(sys.modules["torch"].autograd.backward, "__wrapped__"):  # somebody follows it
         gc.collect()
+        leave_modules_out()
+
+
+_MANY_MODULES = 100
+_known_modules = 0
+
+
+def leave_modules_out() -> None:
+    """Leave what modules have made out of later collections, of which there are thousands.
+
+    Behind a collection, where many modules have been imported since the last time.
+    """
+    global _known_modules
+    if len(sys.modules) >= _known_modules + _MANY_MODULES:
+        _known_modules = len(sys.modules)
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """All test modules have been imported."""
+    gc.collect()
+    leave_modules_out()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
