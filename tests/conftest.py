@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,16 @@ def no_manager_outlives_its_test() -> Iterator[None]:
     if hasattr(sys.modules["torch"].autograd.backward, "__wrapped__"):  # somebody follows it
         gc.collect()
         leave_modules_out()
+
+
+@pytest.fixture(autouse=True)
+def the_log_is_as_before() -> Iterator[None]:
+    """A command that a test runs in this process sets it up, and later tests would see no INFO."""
+    log = logging.getLogger("umem")
+    level, handlers, filters = log.level, log.handlers[:], log.filters[:]
+    yield
+    log.setLevel(level)
+    log.handlers[:], log.filters[:] = handlers, filters
 
 
 _MANY_MODULES = 100
