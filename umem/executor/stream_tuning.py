@@ -604,6 +604,7 @@ class StreamTuner:
         """Host memory by plan: homes of state and weights, and what is copied out at the most."""
         state_bytes = sum(map(sum, self._state_sizes().values()))
         weights = 0 if self._weights is None else self._weights.away_bytes
+        weights += sum(self._parameters_at_home().values())
         copied = self._copied_bytes() + self._gradient_bytes(self._copied_gradients)
         return state_bytes - self._resident_bytes() + copied + weights
 
@@ -729,6 +730,13 @@ class StreamTuner:
             )
         return moved_bytes > 0
 
+    def _parameters_at_home(self) -> Counter[str]:
+        """Their bytes by unit."""
+        found: Counter[str] = Counter()
+        for optimizer in self._optimizers:
+            found.update(optimizer.state.home_bytes())
+        return found
+
     def _own_part(self) -> BudgetPart:
         budget_bytes = self._room.budget_bytes
         return self._shared.part_of(self, budget_bytes - least_slack_bytes(budget_bytes))
@@ -795,9 +803,7 @@ class StreamTuner:
         gradients: Counter[str] = Counter()
         for it in () if self._in_backward else self._gradients():
             gradients.update(it.sizes())
-        at_home: Counter[str] = Counter()
-        for optimizer in self._optimizers:
-            at_home.update(optimizer.state.home_bytes())
+        at_home = self._parameters_at_home()
         rest = measured[NO_BLOCK]
         # All that is outside of blocks is due when the forward pass begins.
         due = replace(rest, forward_s=0.0, backward_s=0.0)
