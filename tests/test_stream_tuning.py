@@ -616,13 +616,15 @@ def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
         run.memory.place(it, on_device=True)
     unheld_bytes = sum(it.nbytes for it in run.model.unheld)
     run.machine.live += unheld_bytes
-    activations_away = run.machine.away
+    machine, activations_away, placed = run.machine, run.machine.away, run.machine.placed
 
-    def away() -> int:
-        at_home = [it.nbytes for it in run.model.unheld if run.memory.is_home(it)]
-        return activations_away() + sum(at_home)
+    def at_home() -> int:
+        return sum(it.nbytes for it in run.model.unheld if run.memory.is_home(it))
 
-    run.machine.away = away
+    # At home they count as placed.
+    machine.away = lambda: activations_away() + at_home()
+    machine.placed = lambda: placed() + at_home()
+    machine.at_home = at_home
     assert run.run(12) == Training(make_model=WithUnheldParameters).run(12)
     status = run.training.status().tuning
     assert status is not None

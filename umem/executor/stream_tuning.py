@@ -542,8 +542,8 @@ class StreamTuner:
     @property
     def placed_bytes(self) -> int:
         """What plans have placed: resident state, slots, and weights wherever they are."""
-        weights = self._weights
-        return self._state_bytes() + (0 if weights is None else weights.placed_bytes)
+        weights = 0 if self._weights is None else self._weights.placed_bytes
+        return self._state_bytes() + weights + sum(self._parameters_at_home().values())
 
     @property
     def device_bytes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import (
     ParameterGuard,
@@ -265,7 +266,9 @@ class StreamedUnits:
                     if id(parameter) in held or not self._memory.is_movable(parameter):
                         continue
                     if not self._memory.is_home(parameter):
-                        self._memory.place(parameter, on_device=False)
+                        self._memory.place(
+                            parameter, on_device=False, tensor_class=TensorClass.WEIGHTS
+                        )
                         if not self._memory.is_home(parameter):
                             return moved_bytes  # the host has no more
                         unit.home_bytes += parameter.nbytes
