@@ -85,13 +85,7 @@ class Homes(StateMemory):
         """Whether it lies here."""
         return 0 <= tensor.data_ptr() - self._address < len(self._arena)
 
-    def place(
-        self,
-        tensor: torch.Tensor,
-        *,
-        on_device: bool,
-        tensor_class: TensorClass = TensorClass.OPTIMIZER_STATE,
-    ) -> None:
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Give a tensor other memory."""
         if on_device and self.is_home(tensor):
             tensor.data = tensor.clone()

@@ -370,15 +370,9 @@ def test_uses_in_any_order(
 class FullMemory(HostStateMemory):
     """A device without room for more state than it has."""
 
-    def place(
-        self,
-        tensor: torch.Tensor,
-        *,
-        on_device: bool,
-        tensor_class: TensorClass = TensorClass.OPTIMIZER_STATE,
-    ) -> None:
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         if not on_device:
-            super().place(tensor, on_device=False, tensor_class=tensor_class)
+            super().place(tensor, on_device=False)
 
     def take(self, tensors: Iterable[torch.Tensor]) -> None:
         """State that is on the device from its birth on."""

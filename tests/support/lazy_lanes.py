@@ -243,13 +243,7 @@ class HostStateMemory(StateMemory):
         is_gradient = any(it.grad is tensor for it in self._parameters)
         return not is_gradient and tensor.data_ptr() not in self._on_device
 
-    def place(
-        self,
-        tensor: torch.Tensor,
-        *,
-        on_device: bool,
-        tensor_class: TensorClass = TensorClass.OPTIMIZER_STATE,
-    ) -> None:
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Move to other memory."""
         if on_device == self.is_home(tensor) and not self.refuses():
             self._on_device.pop(tensor.data_ptr(), None)
@@ -315,16 +309,10 @@ class CountedMemory(HostStateMemory):
         self.bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
-    def place(
-        self,
-        tensor: torch.Tensor,
-        *,
-        on_device: bool,
-        tensor_class: TensorClass = TensorClass.OPTIMIZER_STATE,
-    ) -> None:
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         if on_device == self.is_home(tensor):
             self._add(tensor.nbytes if on_device else -tensor.nbytes)
-        super().place(tensor, on_device=on_device, tensor_class=tensor_class)
+        super().place(tensor, on_device=on_device)
 
     def buffer(self, size_bytes: int) -> torch.Tensor | None:
         memory = super().buffer(size_bytes)

@@ -71,18 +71,12 @@ class CudaStateMemory(StateMemory):
         """Whether CUDA knows its memory as the host's."""
         return bindings.memory_type(tensor.data_ptr()) == "cudaMemoryTypeHost"
 
-    def place(
-        self,
-        tensor: torch.Tensor,
-        *,
-        on_device: bool,
-        tensor_class: TensorClass = TensorClass.OPTIMIZER_STATE,
-    ) -> None:
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Copy to new memory, which the tensor then has."""
         if self.is_home(tensor) != on_device:
             return
         make = self.device_like if on_device else self.home_like
-        moved = make(tensor, tensor_class)
+        moved = make(tensor, TensorClass.OPTIMIZER_STATE)
         if moved is not None:
             with DisableTorchFunctionSubclass(), InferenceMode(torch.is_inference_mode_enabled()):
                 torch.set_grad_enabled(False)

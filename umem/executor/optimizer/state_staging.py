@@ -50,17 +50,8 @@ class StateMemory(Protocol):
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether a state tensor is in host memory, from where it is staged for its use."""
 
-    def place(
-        self,
-        tensor: torch.Tensor,
-        *,
-        on_device: bool,
-        tensor_class: TensorClass = TensorClass.OPTIMIZER_STATE,
-    ) -> None:
-        """Move a tensor's memory to the device or to the host, if it is not there, and has room.
-
-        It counts as of a class from then on.
-        """
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        """Move a tensor's memory to the device or to the host, if it is not there, and has room."""
 
     def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """New host memory for a tensor's contents, counted as of a class; None if there is none."""

@@ -33,6 +33,7 @@ from umem.executor.optimizer.state_staging import (
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.planning.stream_timing import divide_state
 from umem.runtime.model_parts import local_part
+from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
 
 __all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits", "UnitGuards"]
 
@@ -263,16 +264,20 @@ class StreamedUnits:
         with self.lock:
             for unit in self:
                 for parameter in parameters_of(unit.groups):
-                    if id(parameter) in held or not self._memory.is_movable(parameter):
+                    if (
+                        id(parameter) in held
+                        or not self._memory.is_movable(parameter)
+                        or self._memory.is_home(parameter)
+                    ):
                         continue
-                    if not self._memory.is_home(parameter):
-                        self._memory.place(
-                            parameter, on_device=False, tensor_class=TensorClass.WEIGHTS
-                        )
-                        if not self._memory.is_home(parameter):
+                    with DisableTorchFunctionSubclass(), InferenceMode(False):
+                        data = parameter.data
+                        home = self._memory.home_like(data, TensorClass.WEIGHTS)
+                        if home is None:
                             return moved_bytes  # the host has no more
-                        unit.home_bytes += parameter.nbytes
-                        moved_bytes += parameter.nbytes
+                        parameter.data = home.copy_(data)
+                    unit.home_bytes += data.nbytes
+                    moved_bytes += data.nbytes
         return moved_bytes
 
     def home_bytes(self) -> dict[str, int]:
