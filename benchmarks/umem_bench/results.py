@@ -350,32 +350,38 @@ class GenerateSettings(Record):
     rounds: int
 
 
-class GenerateResult(ProcessResult):
+class TextResult(ProcessResult):
+    """What a process that makes text with streamed weights says of them."""
+
+    commit: str | None = None
+    """What ran: a file may be continued after a correction of umem."""
+    tokens_hash: str | None = None
+    """BLAKE2 of the prompt and the new tokens."""
+    logits_hash: str | None = None
+    """BLAKE2 of the logits of one forward pass over them, or of the new token."""
+    host_process_bytes: int | None = None
+    """VmHWM. Page-locked memory that the driver allocates is not in it, and mapped pages of files
+    are."""
+    host_locked_bytes: int | None = None
+    """VmLck and VmPin, at the end."""
+    streamed_bytes: int | None = None
+    """Weights that umem stages for each use, at the end."""
+    resident_bytes: int | None = None
+    """Weights that umem keeps on the device."""
+
+
+class GenerateResult(TextResult):
     """One variant of one case."""
 
     kind: Literal["generate"] = "generate"
     case: GenerateCase
     variant: GenerateVariant
-    commit: str | None = None
-    """What ran: a file may be continued after a correction of umem."""
     built_s: float | None = None
     """Until the weights are where the variant has them."""
     first_s: float | None = None
     """The first generation, of two tokens."""
     token_s: tuple[float, ...] = ()
     """Seconds a token, one figure for each round."""
-    tokens_hash: str | None = None
-    """BLAKE2 of the prompt and the new tokens."""
-    logits_hash: str | None = None
-    """BLAKE2 of the logits of one forward pass over these tokens."""
-    host_process_bytes: int | None = None
-    """VmHWM. Page-locked memory that the driver allocates is not in it."""
-    host_locked_bytes: int | None = None
-    """VmLck and VmPin, at the end."""
-    streamed_bytes: int | None = None
-    """Weights that umem stages for each use, after the last round."""
-    resident_bytes: int | None = None
-    """Weights that umem keeps on the device."""
     buffer_bytes: int | None = None
     """umem's staging buffers."""
     plans: int | None = None
@@ -425,31 +431,17 @@ class LoadParts(Record):
         return self.python_s + self.imports_s + self.enable_s + self.load_s + self.pass_s
 
 
-class LoadResult(ProcessResult):
+class LoadResult(TextResult):
     """One variant of one case."""
 
     kind: Literal["load"] = "load"
     case: LoadCase
     variant: LoadVariant
-    commit: str | None = None
-    """What ran: a file may be continued after a correction of umem."""
     file_bytes: int | None = None
     read_s: tuple[float, ...] = ()
     """Of ``read``: all files, one figure for each round."""
     parts: tuple[LoadParts, ...] = ()
     """Of the others, for each round."""
-    tokens_hash: str | None = None
-    """BLAKE2 of the prompt and the token."""
-    logits_hash: str | None = None
-    """BLAKE2 of its logits."""
-    host_process_bytes: int | None = None
-    """VmHWM: mapped pages of the files are in it."""
-    host_locked_bytes: int | None = None
-    """VmLck and VmPin, at the end."""
-    streamed_bytes: int | None = None
-    """Weights that umem stages for each use."""
-    resident_bytes: int | None = None
-    """Weights that umem keeps on the device."""
 
 
 # ---- files ----

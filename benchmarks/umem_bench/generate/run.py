@@ -24,7 +24,7 @@ from umem_bench.scale.run import growth, memory_ran_out, why_no_host_room
 from umem_bench.training.run import (
     ask_worker,
     continued_header,
-    require_gpu,
+    find_card,
     run_missing,
     why_no_time,
 )
@@ -144,17 +144,12 @@ def run_generate(
     UmemError
         If the earlier results are of other settings, another machine or other versions.
     """
-    import torch
-
-    has_gpu = torch.cuda.device_count() > 0
-    if not has_gpu and {case for case, _ in rows} != {"tiny"}:
-        require_gpu("text generation")
+    card, commit = find_card([case for case, _ in rows], "text generation"), git_commit()
     begun = continued_header(
         None if earlier is None else earlier.header,
         header("generate", settings, "accelerate"),
         same_commit=False,
     )
-    card, commit = Card.find() if has_gpu else None, git_commit()
     end_s = time.monotonic() + seconds_limit
 
     def measure_one(

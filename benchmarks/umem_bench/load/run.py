@@ -33,7 +33,7 @@ from umem_bench.results import (
 )
 from umem_bench.scale.measure import MANAGED_LIMIT_BYTES
 from umem_bench.scale.run import memory_ran_out, why_no_host_room
-from umem_bench.training.run import continued_header, require_gpu, run_missing
+from umem_bench.training.run import continued_header, find_card, run_missing
 
 __all__ = ["BUDGETS_BYTES", "CASES", "Row", "parse_rows", "run_load"]
 
@@ -108,11 +108,7 @@ def run_load(
     UmemError
         If the earlier results are of other settings, another machine or other versions.
     """
-    import torch
-
-    has_gpu = torch.cuda.device_count() > 0
-    if not has_gpu and {case for case, _ in rows} != {"tiny"}:
-        require_gpu("loading")
+    card = find_card([case for case, _ in rows], "loading")
     begun = continued_header(
         None if earlier is None else earlier.header,
         header("load", settings, "safetensors", "accelerate"),
@@ -121,7 +117,7 @@ def run_load(
     with tempfile.TemporaryDirectory(prefix="umem-bench-load-", dir=folder) as place:
         runner = _Runner(
             settings,
-            Card.find() if has_gpu else None,
+            card,
             Path(place),
             on_progress,
             time.monotonic() + seconds_limit,

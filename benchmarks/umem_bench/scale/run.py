@@ -27,7 +27,7 @@ from umem_bench.scale.measure import ScaleJob, measure
 from umem_bench.training.run import (
     ask_worker,
     continued_header,
-    require_gpu,
+    find_card,
     run_missing,
     why_no_time,
 )
@@ -191,14 +191,11 @@ def run_scale(
         If the earlier results are of other settings, another machine or other versions, or if the
         budget of all cases does not leave :data:`CARD_LEFT_BYTES` of the card.
     """
-    import torch
-
-    if torch.cuda.device_count() == 0 and {case for case, _ in rows} != {"tiny"}:
-        require_gpu()
+    card = find_card([case for case, _ in rows], "training")
     begun = continued_header(
         None if earlier is None else earlier.header, header("scale", settings), same_commit=False
     )
-    machine = _Machine(settings, host_limit_bytes)
+    machine = _Machine(settings, card, host_limit_bytes)
     end_s = time.monotonic() + seconds_limit
 
     def measure_one(row: Row, so_far: list[ScaleResult], tried: ScaleResult | None) -> ScaleResult:
@@ -223,18 +220,17 @@ def run_scale(
 class _Machine:
     """The card and the host, and how much of them a row may take."""
 
-    def __init__(self, settings: ScaleSettings, host_limit_bytes: int | None) -> None:
-        import torch
-
+    def __init__(
+        self, settings: ScaleSettings, card: Card | None, host_limit_bytes: int | None
+    ) -> None:
         self.settings = settings
         self.commit = git_commit()
-        self.card: Card | None = None
+        self.card = card
         self.limit_bytes: int | None = None
         self._host_limit_bytes = host_limit_bytes
-        if torch.cuda.device_count() == 0:
+        if card is None:
             return
-        self.card = Card.find()
-        self.limit_bytes = self.card.free_bytes - CARD_LEFT_BYTES - _CONTEXT_BYTES
+        self.limit_bytes = card.free_bytes - CARD_LEFT_BYTES - _CONTEXT_BYTES
         if reason := self._why_no_card_room(settings.budget_bytes):
             raise UmemError(reason)
 

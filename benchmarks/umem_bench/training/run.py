@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Literal, TypeVar
 
 from umem import UmemError, UnsupportedError
@@ -284,6 +284,20 @@ def require_gpu(what: str = "training") -> None:
             f"{what} is measured on an NVIDIA GPU, and torch sees none: `umem doctor` says what "
             "is missing, and `umem simulate` predicts steps without one"
         )
+
+
+def find_card(cases: Collection[str], what: str) -> Card | None:
+    """The GPU to measure on; None without one, where the only case is ``tiny``.
+
+    Raises `UnsupportedError` where torch sees no GPU and a case needs one.
+    """
+    import torch
+
+    if torch.cuda.device_count() > 0:
+        return Card.find()
+    if set(cases) != {"tiny"}:
+        require_gpu(what)
+    return None
 
 
 def continued_header(earlier: Header | None, begun: Header, *, same_commit: bool = True) -> Header:
