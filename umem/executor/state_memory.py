@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,8 +15,8 @@ from umem.core.interrupts import call_all
 from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
-from umem.runtime.class_override import class_override
 from umem.runtime.peak_reader import PeakReader
+from umem.runtime.refused_memory import unless_refused
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
 from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
 
@@ -27,14 +27,9 @@ __all__ = ["CudaRoom", "CudaStateMemory"]
 
 _LOG = logging.getLogger("umem")
 
-_T = TypeVar("_T")
 
 _PAGE_LOCKED = TensorClass.OPTIMIZER_STATE
 """The class whose memory is page-locked under a policy that streams."""
-
-_REFUSALS = ("CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory")
-"""What errors say where an allocator has no more. One of a swapped allocator is a plain
-``RuntimeError`` from torch, and a ``MemoryError`` where the allocator is asked itself."""
 
 
 class CudaStateMemory(StateMemory):
@@ -102,27 +97,19 @@ class CudaStateMemory(StateMemory):
         self, tensor: torch.Tensor, born: TensorClass, counted: TensorClass
     ) -> torch.Tensor | None:
         """New memory as a class gets it, counted as of another one; None if it is refused."""
-        new = self._new(lambda: unfilled_like(tensor), born)
+        new = unless_refused(self._allocator, born, lambda: unfilled_like(tensor))
         if new is not None:
             self._allocator.retag(new.data_ptr(), counted.number)
         return new
 
-    def _new(self, make: Callable[[], _T], born: TensorClass) -> _T | None:
-        """What a function makes of memory as a class gets it; None if that is refused."""
-        phase = self._allocator.phase()
-        try:
-            with DisableTorchFunctionSubclass(), class_override(self._allocator, born):
-                return make()
-        except (RuntimeError, MemoryError) as error:
-            if not any(text in str(error) for text in _REFUSALS):
-                raise
-            self._allocator.set_phase(phase)  # it ends a step by which it lets the error out
-            return None
-
     def reserve(self, size_bytes: int) -> int | None:
         """The address of new page-locked memory for activations, which no tensor owns."""
         index, stream = self._device.index or 0, torch.cuda.current_stream(self._device).cuda_stream
-        address = self._new(lambda: self._allocator.malloc(size_bytes, index, stream), _PAGE_LOCKED)
+        address = unless_refused(
+            self._allocator,
+            _PAGE_LOCKED,
+            lambda: self._allocator.malloc(size_bytes, index, stream),
+        )
         if address is None:
             return None
         if bindings.memory_type(address) != "cudaMemoryTypeHost":  # by another policy
@@ -153,7 +140,9 @@ class CudaStateMemory(StateMemory):
 
     def buffer(self, size_bytes: int) -> torch.Tensor | None:
         """Plain device memory, unless it is refused, or the budget had it put on the host."""
-        buffer = self._new(lambda: unfilled_bytes(size_bytes, self._device), TensorClass.OTHER)
+        buffer = unless_refused(
+            self._allocator, TensorClass.OTHER, lambda: unfilled_bytes(size_bytes, self._device)
+        )
         return None if buffer is None or self.is_home(buffer) else buffer
 
 

@@ -26,8 +26,8 @@ import torch
 
 from umem.core.classes import TensorClass
 from umem.cuda import bindings
-from umem.runtime.class_override import class_override
 from umem.runtime.native_library import native
+from umem.runtime.refused_memory import unless_refused
 from umem.runtime.state import runtime
 from umem.runtime.unfilled_memory import unfilled, unfilled_bytes
 from umem.torch_compat import DisableTorchFunctionSubclass
@@ -99,14 +99,13 @@ class CudaLoadingMemory(LoadingMemory):
         """Memory of the class that policies with streamed weights page-lock; kept by the thread."""
         known: dict[str, list[torch.Tensor]] = self._of_thread.__dict__
         if str(device) not in known:
-            allocator, made = runtime().allocator, []
-            phase = allocator.phase()
-            try:
-                with self._lock, class_override(allocator, TensorClass.OPTIMIZER_STATE):
-                    made = [unfilled_bytes(size_bytes, device) for _ in range(2)]
-            except (RuntimeError, MemoryError):  # the host refuses it, or its limit
-                allocator.set_phase(phase)  # a step would end by that error
-            known[str(device)] = made if all(map(self.is_home, made)) else []
+            with self._lock:
+                made = unless_refused(
+                    runtime().allocator,
+                    TensorClass.OPTIMIZER_STATE,
+                    lambda: [unfilled_bytes(size_bytes, device) for _ in range(2)],
+                )
+            known[str(device)] = made if made and all(map(self.is_home, made)) else []
         return known[str(device)]
 
     def send(self, to: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
