@@ -410,6 +410,27 @@ def test_what_does_not_fit_is_streamed_and_copied() -> None:
     assert machine.highest <= machine.budget_bytes - SLACK - run.training.step.units.slots_bytes
 
 
+def test_a_step_that_waits_has_slots_where_activations_were() -> None:
+    machine = Machine(2 * LAYER_STATE + 3 * SAVED)
+    run = Training(machine)
+    run.training.step.may_defer = False
+    seen: list[int] = []
+    run.optimizer.register_step_post_hook(
+        lambda *_: seen.append(len(run.training.step.units.pool.temporary))
+    )
+    assert run.run(10) == Training().run(10)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.plan is not None
+    planned = len(status.plan.temporary)
+    assert planned > 0
+    assert seen[-1] == planned
+    machine.highest_in_all = 0
+    run.run(2)
+    assert machine.spilled == 0
+    assert machine.highest_in_all <= machine.budget_bytes - SLACK
+
+
 def test_state_that_was_made_on_the_device_counts_once() -> None:
     expected = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED))
     run = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED), born_on_device=4)

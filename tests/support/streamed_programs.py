@@ -11,6 +11,7 @@ import torch
 from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
 
+from umem.executor.optimizer.temporary_slots import TemporaryPlan
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
@@ -119,6 +120,8 @@ class Program:
     most_buffers: int | None = None
     """That the device has room for; None for any number."""
     resident: frozenset[str] = frozenset()
+    temporary: TemporaryPlan = field(default_factory=TemporaryPlan)
+    """Temporary slots."""
     copied_gradients: frozenset[str] = frozenset()
     """Units whose gradients are copied to the host."""
     returning: Mapping[str, str] = field(default_factory=dict)
@@ -190,7 +193,10 @@ class Program:
                 step_in_backward=self.in_backward,
                 weights=self.weights,
             )
-            self.training.step.units.set_plan(self.resident, self.slots)
+            self.training.temporary.set_plan(self.temporary)
+            self.training.step.units.set_plan(
+                self.resident, self.slots, temporary=len(self.temporary.made_in)
+            )
             self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
 
     def is_first(self, what: object) -> bool:

@@ -21,6 +21,7 @@ from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.slot_pool import SlotPool
+from umem.executor.optimizer.temporary_slots import TemporaryPlan, TemporarySlots
 from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter, StepTimer
 from umem.executor.shared_budget import BudgetPart, SharedBudget
@@ -95,8 +96,17 @@ class StreamedState(Protocol):
     def home_bytes(self) -> Mapping[str, int]:
         """Bytes of parameters that were sent to host memory, by block."""
 
+    @property
+    def may_have_temporary(self) -> bool:
+        """Whether pieces of state may have temporary slots."""
+
     def set_plan(
-        self, resident: frozenset[str], slots: int, *, stages_operands: bool = True
+        self,
+        resident: frozenset[str],
+        slots: int,
+        *,
+        stages_operands: bool = True,
+        temporary: int = 0,
     ) -> None:
         """Set the blocks whose state stays on the device, and the slots for the others."""
 
@@ -110,6 +120,8 @@ class OptimizerPlan:
     slots: int
     stages_operands: bool
     """Whether slots are for weights and gradients at home, too."""
+    temporary: TemporaryPlan
+    """Further slots."""
     copied_gradients: frozenset[str]
     """Units whose gradients are copied out."""
     returning: Mapping[str, str]
@@ -117,6 +129,11 @@ class OptimizerPlan:
     batches: int
     order: tuple[str, ...]
     """All units."""
+
+    @property
+    def places(self) -> tuple[object, ...]:
+        """What has to be laid out anew where it changes."""
+        return self.resident, self.slots, self.stages_operands, len(self.temporary.made_in)
 
 
 @dataclass(eq=False)
@@ -127,6 +144,8 @@ class TunedOptimizer:
     gradients: CopiedGradients | None
     join: Callable[[], None]
     send_home: Callable[[], int]
+    waits: Callable[[], bool]
+    temporary: TemporarySlots | None
     in_backward: bool = False
     """Whether it updates parameters in the backward pass."""
     expects_backward: bool = False
@@ -272,6 +291,8 @@ class StreamTuner:
         weights: ModelWeights | None = None,
         join: Callable[[], None] = lambda: None,
         send_home: Callable[[], int] = lambda: 0,
+        waits: Callable[[], bool] = lambda: False,
+        temporary: TemporarySlots | None = None,
     ) -> TunedOptimizer:
         """Begin with an optimizer of the model, which others may follow.
 
@@ -291,13 +312,17 @@ class StreamTuner:
             Lets the program's stream wait for all updates.
         send_home
             Moves parameters that no module holds to host memory, and returns their bytes.
+        waits
+            Whether the program's stream waits for updates within ``step()``.
+        temporary
+            Makes temporary slots; None for a training without any.
 
         Returns
         -------
         TunedOptimizer
             For :meth:`detach`.
         """
-        optimizer = TunedOptimizer(state, gradients, join, send_home)
+        optimizer = TunedOptimizer(state, gradients, join, send_home, waits, temporary)
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
             self._is_stale = True
@@ -387,10 +412,14 @@ class StreamTuner:
         if optimizer.gradients is not None:
             triggers = _triggers(plan.returning, optimizer.gradients, plan.order)
             optimizer.gradients.set_plan(plan.copied_gradients, triggers, plan.batches)
-        places = plan.resident, plan.slots, plan.stages_operands
-        if known is None or places != (known.resident, known.slots, known.stages_operands):
+        if optimizer.temporary is not None:
+            optimizer.temporary.set_plan(plan.temporary)
+        if known is None or plan.places != known.places:
             optimizer.state.set_plan(
-                plan.resident, plan.slots, stages_operands=plan.stages_operands
+                plan.resident,
+                plan.slots,
+                stages_operands=plan.stages_operands,
+                temporary=len(plan.temporary.made_in),
             )
 
     def _step_begins(self) -> None:
@@ -677,7 +706,7 @@ class StreamTuner:
             self._fetch_ahead = 1
             gradients = frozenset(it.name for it in units if it.gradient_bytes)
             returning: dict[str, str] = {}
-            slots = FEWEST_SLOTS
+            slots, temporary = FEWEST_SLOTS, TemporaryPlan()
             weight_plan, extra = None, None
             if self._weights is not None:
                 weight_plan = plan_weights(list(self._weights.units.values()), 0, WEIGHT_SLOTS)
@@ -696,6 +725,14 @@ class StreamTuner:
                 for number, behind in plan.returning_gradients.items()
             }
             slots = plan.slots
+            temporary = TemporaryPlan(
+                tuple(units[it.made_in].name for it in plan.temporary),
+                tuple(
+                    units[it.freed_before].name if it.freed_before < len(units) else None
+                    for it in plan.temporary
+                ),
+                figures.batches,
+            )
         if self._weights is not None and weight_plan is not None and self._weights.may_place:
             # Updates that are under way read and write weights where they are now.
             self._join()
@@ -706,6 +743,7 @@ class StreamTuner:
             resident=self._resident_names(),
             slots=slots,
             stages_operands=self.plan is not None and self.plan.stages_operands,
+            temporary=temporary,
             copied_gradients=gradients,
             returning=returning,
             batches=figures.batches,
@@ -788,9 +826,18 @@ class StreamTuner:
             state_share=min(self._state_share, self._movable_share()),
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
+            is_deferred=not any(it.waits() for it in self._optimizers),
             in_backward=self._in_backward,
             batches=figures.batches,
+            may_have_temporary=self._may_have_temporary,
         )
+
+    @property
+    def _may_have_temporary(self) -> bool:
+        """Whether a plan may have temporary slots: only one optimizer's turns are known."""
+        return [
+            it.temporary is not None and it.state.may_have_temporary for it in self._optimizers
+        ] == [True]
 
     def _movable_share(self) -> float:
         """Of all state, what may be on the device."""
@@ -851,15 +898,16 @@ class StreamTuner:
         if self._weights is not None:
             peak_bytes += self._weights.device_bytes
         _LOG.info(
-            "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s, "
-            "activations of %d blocks (%s) and gradients of %d (%s, and %s back) copied, %s of "
-            "host memory, %.3f s a step predicted, %s of %s spare",
+            "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s and %d "
+            "temporary ones, activations of %d blocks (%s) and gradients of %d (%s, and %s back) "
+            "copied, %s of host memory, %.3f s a step predicted, %s of %s spare",
             self._plans,
             len(resident),
             len(with_state),
             format_bytes(self._resident_bytes()),
             plan.slots,
             format_bytes(plan.slot_bytes),
+            len(plan.temporary),
             len(self._copied),
             format_bytes(self._copied_bytes()),
             len(self._copied_gradients),
@@ -914,6 +962,8 @@ class StreamTuner:
                 format_bytes(self._room.budget_bytes),
             )
             return
+        if self.plan is not None:  # measured steps have no temporary slots
+            peak_bytes -= len(self.plan.temporary) * self.plan.slot_bytes
         self._measure(Occasion.SHORT, _MEASURED_STEPS, peak_bytes)
 
 

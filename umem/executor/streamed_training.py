@@ -28,6 +28,7 @@ from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.optimizer.streamed_units import StreamedUnits
+from umem.executor.optimizer.temporary_slots import TemporarySlots
 from umem.executor.optimizer.unit_names import UnitNames
 from umem.executor.shared_budget import shared_budget
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
@@ -247,6 +248,10 @@ class StreamedTraining:
         self._optimizer = weakref.ref(optimizer)
         self._backward: BackwardUpdates | None = None
         self._weights = weights
+        self._temporary = TemporarySlots(
+            model, blocks, units, self._may_make_slots, self._temporary_failed
+        )
+        self._undo.append(self._temporary.close)
         if weights is not None:
             updates, update_of = weights.streamed.updates, self._step.update_of
             updates.append(update_of)
@@ -271,6 +276,8 @@ class StreamedTraining:
                 weights,
                 self._step.join,
                 self._send_parameters_home,
+                lambda: self._step.waits,
+                self._temporary,
             )
             self._undo.append(lambda: tuner.detach(tuned))
         for block in blocks:
@@ -365,6 +372,11 @@ class StreamedTraining:
     def gradients(self) -> CopiedGradients:
         """The copies of gradients."""
         return self._gradients
+
+    @property
+    def temporary(self) -> TemporarySlots:
+        """The slots that exist from a backward pass to the next forward pass."""
+        return self._temporary
 
     @property
     def is_closed(self) -> bool:
@@ -480,6 +492,7 @@ class StreamedTraining:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._step.check_known()
         self._gradients.step_begins()
+        self._temporary.step_begins()
         if self._weights is not None:
             self._weights.streamed.step_begins()
         if self._tuner is not None:
@@ -546,6 +559,17 @@ class StreamedTraining:
             "umem: gradients are not copied any more: %s: %s", type(error).__name__, str(error)
         )
         self._gradients.set_plan(())
+
+    def _may_make_slots(self) -> bool:
+        """Whether there may be temporary slots now: a measured step has none."""
+        return self._tuner is None or not self._tuner.is_measuring
+
+    def _temporary_failed(self, error: Exception) -> None:
+        """An error must not end the training, which goes on with the other slots."""
+        _LOG.warning(
+            "umem: state has no temporary slots any more: %s: %s", type(error).__name__, str(error)
+        )
+        self._temporary.close()
 
     def _obstacle(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> str:
         """Why the optimizer has to run the step itself; empty if it does not."""

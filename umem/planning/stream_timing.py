@@ -20,6 +20,7 @@ __all__ = [
     "UNITS_WITH_GRADIENTS",
     "StreamTiming",
     "StreamUnit",
+    "TemporarySlot",
     "divide_state",
     "simulate_stream",
     "staged_bytes",
@@ -75,6 +76,18 @@ class StreamUnit:
     def pieces(self) -> tuple[int, ...]:
         """Bytes of state that are staged at a time, in forward order."""
         return self.piece_bytes or (self.state_bytes,)
+
+
+@dataclass(frozen=True)
+class TemporarySlot:
+    """A slot for one piece of a step, while activations leave room for it."""
+
+    made_in: int
+    """The unit with whose backward pass, of the last batch, it begins to exist, and to be filled.
+    """
+    freed_before: int
+    """The unit before whose next forward pass the program waits until the piece is home, and frees
+    it; the number of units for the end of the forward pass."""
 
 
 def staged_bytes(budget_bytes: int) -> int:
@@ -178,6 +191,7 @@ def simulate_stream(
     weight_slots: int = 0,
     weights_ahead: int = 0,
     stages_operands: bool = True,
+    temporary: Sequence[TemporarySlot] = (),
 ) -> StreamTiming:
     """Predict a step's time for given resident units, slots and copied activations.
 
@@ -189,7 +203,9 @@ def simulate_stream(
       :data:`UNITS_WITH_GRADIENTS` units wait for their update.
     * The pieces of streamed units use the slots in turn, from the first slot on in each step. A
       copy to the device waits until the piece before it in its slot is back in its home. The first
-      pieces, one for each slot, are fetched from the end of the first forward pass on.
+      pieces, one for each slot, are fetched from the end of the first forward pass on. Behind these
+      come those with a temporary slot, fetched in the backward pass. They go home behind all
+      weights, which the next forward pass may wait for.
     * The forward pass of each unit waits for the unit's update.
     * Activations leave after their unit's forward pass, and come back before its backward pass, in
       queues of their own. Copies of the same direction share it equally.
@@ -248,6 +264,8 @@ def simulate_stream(
         Further buffers outside of the turn to the backward pass.
     stages_operands
         Whether slots have room for weights and gradients.
+    temporary
+        Further slots. Not with `in_backward`.
 
     Raises
     ------
@@ -303,7 +321,7 @@ def simulate_stream(
     updates: dict[int, Task] = {}
     """The last of each unit."""
     staged: list[_Staged] = []
-    last_pieces: dict[int, int] = {}
+    with_weights_home: dict[int, int] = {}
     """Place in `staged` of the last of each unit with trained weights at home."""
     for place, number in enumerate(in_order):
         unit = units[number]
@@ -322,13 +340,13 @@ def simulate_stream(
                 for size, share, update in zip(pieces, shares, added, strict=True)
             ]
             if unit.trained_weight_bytes:
-                last_pieces[number] = len(staged) - 1
+                with_weights_home[number] = len(staged) - 1
         if in_backward and place >= UNITS_WITH_GRADIENTS:
             following = backward[number - 1] if number else last
             tasks.wait(following, updates[in_order[place - UNITS_WITH_GRADIENTS]])
-    home = _add_state_copies(tasks, staged, slots, forward[-1] if forward else last, last)
+    weights_home = _add_state_copies(tasks, staged, slots, temporary, (forward, backward), last)
     # Weights that were updated in a slot are theirs again once they are back.
-    done = updates | {number: home[place] for number, place in last_pieces.items()}
+    done = updates | {number: weights_home[place] for number, place in with_weights_home.items()}
     if is_deferred or in_backward:
         for number, moment in done.items():
             tasks.wait(forward[number], moment, steps_before=1)
@@ -476,32 +494,58 @@ def _update_in_place_s(unit: StreamUnit, gradient_bytes: int, hardware: Hardware
 
 
 def _add_state_copies(
-    tasks: LaneTasks, staged: Sequence[_Staged], slots: int, ahead: Task, clipped: Task
+    tasks: LaneTasks,
+    staged: Sequence[_Staged],
+    slots: int,
+    temporary: Sequence[TemporarySlot],
+    passes: tuple[Sequence[Task], Sequence[Task]],
+    clipped: Task,
 ) -> list[Task]:
-    """Add the copies of pieces, in the order of their updates, and return the last of each.
+    """Add the copies of pieces, in the order of their updates.
 
-    The first ones come from `ahead` on, gradients and weights from `clipped` on.
+    The first ones come from the end of the forward pass on, gradients and weights from `clipped`
+    on. Returns the task behind which the weights of each are home.
     """
-    fetched = [tasks.add(_Lane.STATE_IN, it.state_bytes) for it in staged[:slots]]
-    home = [tasks.add(_Lane.STATE_OUT, it.state_bytes + it.weight_bytes) for it in staged]
+    forward, backward = passes
+    ahead = forward[-1] if forward else clipped
+    first = min(slots, len(staged))
+    own = range(first, min(first + len(temporary), len(staged)))
+    fetched = [tasks.add(_Lane.STATE_IN, it.state_bytes) for it in staged[: own.stop]]
+    weights_home: list[Task] = []
+    home: dict[int, Task] = {}
+    users: dict[int, int] = {}
+    """By slot, place of the last piece in it so far."""
     for place, it in enumerate(staged):
-        if place >= slots:
-            fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes))
+        if place in own:
+            behind = temporary[place - first].made_in + 1
+            tasks.wait(fetched[place], backward[behind] if behind < len(backward) else ahead)
+        else:
+            slot = (place if place < first else place - len(own)) % slots
+            if place < first:
+                tasks.wait(fetched[place], ahead)
+            else:
+                fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes))
+                tasks.wait(fetched[place], home[users[slot]])
+            users[slot] = place
         more_bytes = it.gradient_bytes + it.weight_bytes
         if more_bytes:
             more = tasks.add(_Lane.STATE_IN, more_bytes)
             tasks.wait(more, clipped)
             tasks.wait(it.update, more)
         tasks.wait(it.update, fetched[place])
+        left_bytes = it.weight_bytes if place in own else it.state_bytes + it.weight_bytes
+        home[place] = tasks.add(_Lane.STATE_OUT, left_bytes)
         tasks.wait(home[place], it.update)
-        if place >= slots:
-            tasks.wait(fetched[place], home[place - slots])
-            continue
-        # The last piece of a slot makes room for its first one of the next step.
-        last = place + (len(staged) - 1 - place) // slots * slots
-        tasks.wait(fetched[place], home[last], steps_before=1)
-        tasks.wait(fetched[place], ahead)
-    return home
+        weights_home.append(home[place])
+    for place in own:
+        home[place] = tasks.add(_Lane.STATE_OUT, staged[place].state_bytes)
+        before = temporary[place - first].freed_before
+        gone = forward[before] if before < len(forward) else backward[-1]
+        tasks.wait(gone, home[place], steps_before=1)
+    for slot, place in users.items():
+        # It makes room for the slot's first piece of the next step.
+        tasks.wait(fetched[slot], home[place], steps_before=1)
+    return weights_home
 
 
 def _add_weight_copies(

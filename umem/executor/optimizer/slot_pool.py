@@ -38,6 +38,8 @@ class SlotPool:
         """Number of slots that are wanted."""
         self.slots: list[Slot] = []
         """Those that there are. Another list has taken its place when they were made anew."""
+        self.temporary: list[Slot] = []
+        """Further ones, each for one piece of a step."""
         self.is_current = False
         """Whether they are for the users' pieces as they are now."""
         self._memory = memory
@@ -51,12 +53,12 @@ class SlotPool:
     @property
     def slots_bytes(self) -> int:
         """Bytes of all slots."""
-        return sum(slot.memory.nbytes for slot in self.slots)
+        return sum(slot.memory.nbytes for slot in (*self.slots, *self.temporary))
 
     @property
     def device_bytes(self) -> int:
         """Bytes of all slots, and of the buffers beside them."""
-        operands = (slot.operands for slot in self.slots)
+        operands = (slot.operands for slot in (*self.slots, *self.temporary))
         return self.slots_bytes + sum(0 if it is None else it.nbytes for it in operands)
 
     def add(self, user: SlotUser) -> None:
@@ -70,7 +72,7 @@ class SlotPool:
         """
         self.is_current = False
         if self.users == [user]:
-            self.slots = []
+            self.slots, self.temporary = [], []
         if is_over:
             self._users = [it for it in self._users if it() not in (None, user)]
 
@@ -78,7 +80,7 @@ class SlotPool:
         """Free all slots, behind the work that uses them."""
         for user in self.users:
             user.leave_slots()
-        self.slots, self.is_current = [], False
+        self.slots, self.temporary, self.is_current = [], [], False
 
     def make(self) -> None:
         """Make slots for all pieces of the users, as many as are wanted and have room."""

@@ -13,7 +13,7 @@ import torch
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, has_alias
-from umem.executor.optimizer.lanes import Copy, Lane, Lanes
+from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.runtime.model_parts import local_part, with_local_part
 from umem.torch_compat import DisableTorchFunctionSubclass
 
@@ -130,13 +130,27 @@ def find_spans(
 
 
 class Slot:
-    """A buffer on the device, which units share by turns."""
+    """A buffer on the device, which units share by turns.
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    Parameters
+    ----------
+    memory
+        The buffer.
+    made
+        For a temporary one, the moment when it was made, on the stream that owns its memory.
+    instead_of
+        For a temporary one, the slot that its piece of state has otherwise.
+    """
+
+    def __init__(
+        self, memory: torch.Tensor, made: Moment = None, instead_of: Slot | None = None
+    ) -> None:
         self.memory = memory
+        self.made = made
+        self.instead_of = instead_of
         self.operands: torch.Tensor | None = None
         """Beside it, for weights and gradients that an update has at home; None without any."""
-        self.free: Any = None
+        self.free: Moment = made
         """The moment after the last copy out of it."""
         self.holder: Any = None
         """The unit whose state was fetched last."""
@@ -271,7 +285,7 @@ class StagedState:
         return not self.is_shared or self._have_alias()
 
     def unbind(self) -> None:
-        """Let go of the views, by which homes would have aliases; not to be used any more."""
+        """Let go of the slot and of all views, by which homes would have aliases."""
         self._slot, self.views, self._bound = None, {}, {}
 
     def bind(self, slot: Slot | None) -> None:

@@ -103,6 +103,8 @@ class StreamedStep:
         self.counts = StepCounts()
         self.may_defer = True
         """Whether a step may return before its updates; otherwise the stream waits for them."""
+        self.waits = False
+        """Whether the stream has waited for updates of the last step."""
         self.gradient_used: Callable[[], None] | None = None
         """Called when the program uses a gradient behind its step."""
         self.loaded: Callable[[], None] | None = None
@@ -117,6 +119,8 @@ class StreamedStep:
         """Units in the order of their first call since the last step."""
         self._last: Moment = None
         """The moment after the update that was queued last."""
+        self._leaving: list[tuple[StreamedUnit, StreamedUnit]] = []
+        """Units, each with a piece that is updated in a temporary slot, and not on its way home."""
         self._is_begun = False
         """Whether updates of a step are queued, and its others are not known to have run."""
         self._failure = ""
@@ -168,7 +172,10 @@ class StreamedStep:
         shadow = call.shadow(_without(self.units.in_line, done), optimizer.state)
         with self.changing():
             self._is_begun = True
+            self.waits = not self.may_defer
+            self._leaving.clear()
             updates = [self._queue(unit, call, left_out, is_deferred) for unit in queued]
+            self._send_temporary_home()
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
@@ -290,9 +297,10 @@ class StreamedStep:
                 piece.operands = None
             held, free, ready = [], gradients, self._lanes.mark()
         self._launch(unit, call, pieces, ready)
-        if is_shared:
+        self.waits |= is_shared
+        if state.is_shared:
             return unit.returned
-        if not is_deferred:
+        if is_shared or not is_deferred:
             return unit.updated
         guards = self._guards(unit)
         kept = [it.grad for it in held]
@@ -301,6 +309,17 @@ class StreamedStep:
         guards.gradients.hold(free)
         guards.parameters.take_gradients(updated, gradients)
         return None
+
+    def _send_temporary_home(self) -> None:
+        """Copy state out of temporary slots: behind all weights, and what makes room in slots."""
+        for unit, piece in self._leaving:
+            state, slot = piece.state, piece.slot
+            assert state is not None
+            assert slot is not None
+            leave = functools.partial(state.copy_out, self._lanes)
+            slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
+            piece.returned = unit.returned = slot.free
+        self._leaving.clear()
 
     def _guards(self, unit: StreamedUnit) -> UnitGuards:
         if unit.guards is None:
@@ -355,9 +374,12 @@ class StreamedStep:
         """Queue the copies and the updates of pieces, whose gradients are `ready`."""
         for it in pieces:
             self._launch_piece(it, call, ready)
+            if it.piece.slot is not None and it.piece.slot.made is not None:
+                self._leaving.append((unit, it.piece))
             unit.returned, unit.updated = it.piece.returned, it.piece.updated
         if any(it.operands is not None and it.operands.has_weights for it in pieces):
-            unit.updated = unit.returned  # weights are updated when all of them are back
+            # Weights are updated when all of them are back.
+            unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
         unit.fetched, self._last = None, unit.updated
 
     def _launch_piece(self, updated: _PieceUpdate, call: StepCall, ready: Moment) -> None:
@@ -376,8 +398,11 @@ class StreamedStep:
                 free = [] if slot.free is None else [slot.free]
                 arrived = self._lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
 
+            is_temporary = slot.made is not None
+
             def leave() -> None:
-                state.copy_out(self._lanes)
+                if not is_temporary:
+                    state.copy_out(self._lanes)
                 if operands is not None:
                     operands.copy_out(self._lanes)
 
@@ -412,6 +437,7 @@ class StreamedStep:
         updated = parameters_of(part)
         ready = self._lanes.mark()
         self._launch(unit, call, self._pieces(unit, part), ready)
+        self._send_temporary_home()
         # Fused kernels do not count: a graph that has saved a parameter must notice.
         torch.autograd.graph.increment_version(updated)
         gradients = [parameter.grad for parameter in updated]

@@ -199,6 +199,10 @@ class StreamedUnits:
         """The slots that units have now; None if they were taken back."""
         self._first = 0
         """Place of the first piece among those of all optimizers that share the slots."""
+        self._temporary = 0
+        """Number of pieces that may have temporary slots."""
+        self._makes_temporary = True
+        """Whether the device had room for all of them so far."""
         self.stages_operands = True
         """Whether the plan has weights and gradients at home come beside the slots."""
         self._has_operand_room = True
@@ -219,18 +223,25 @@ class StreamedUnits:
         return self._units.get(name)
 
     def set_plan(
-        self, resident: frozenset[str], slots: int, *, stages_operands: bool = True
+        self,
+        resident: frozenset[str],
+        slots: int,
+        *,
+        stages_operands: bool = True,
+        temporary: int = 0,
     ) -> None:
         """Set the units whose state stays on the device, and the number of buffers for the others.
 
         It counts from the next step on, which moves the state. With `stages_operands` the buffers
-        are for weights and gradients at home, too.
+        are for weights and gradients at home, too. Behind the pieces that have the buffers first,
+        so many have `temporary` ones, where these are made.
         """
         with self.lock:
             if resident != self._resident:
                 self._seen = None
             self._resident, self.pool.count = resident, slots
             self.pool.is_current = False
+            self._temporary, self._makes_temporary = temporary, True
             self.stages_operands, self._has_operand_room = stages_operands, True
 
     def move_into_backward(self, moves: bool) -> None:
@@ -334,6 +345,13 @@ class StreamedUnits:
     def device_bytes(self) -> int:
         """Bytes on the device: of that state, and of all buffers."""
         return self.resident_bytes + self.pool.device_bytes
+
+    @property
+    def may_have_temporary(self) -> bool:
+        """Whether pieces may have temporary slots: nothing unseen uses their state meanwhile."""
+        return self.pool.users == [self] and not any(
+            unit.state is not None and unit.state.is_shared for unit in self
+        )
 
     # ------------------------------------------------------------------ before a step
 
@@ -549,7 +567,9 @@ class StreamedUnits:
         staged, count = self._staged(), len(slots)
         taken = {}
         for number, unit in enumerate(staged if count else ()):
-            taken[id(unit)] = slots[(self._first + number) % count]
+            is_behind = number >= count + self._temporary
+            place = number - self._temporary if is_behind else number
+            taken[id(unit)] = slots[(self._first + place) % count]
             unit.next_behind = staged[number - count] if number >= count else None
         for unit in self._pieces():
             slot = taken.get(id(unit))
@@ -602,6 +622,7 @@ class StreamedUnits:
         if slot.holder is not None:
             slot.holder.fetched = None
         slot.holder = unit
+        state.bind(slot)
         moments = [after, *filter(None, (slot.free, unit.returned))]
         unit.fetched = self._lanes.run(Lane.COPY_IN, lambda: state.copy_in(self._lanes), moments)
 
@@ -619,6 +640,51 @@ class StreamedUnits:
             for unit in streamed[:count]:
                 if self.may_fetch(unit):
                     self.fetch(unit, now)
+
+    def make_temporary(self, count: int) -> None:
+        """Make the first temporary slots, so many in all, and fetch the state that they are for."""
+        with self.lock:
+            if self._taken is not self.pool.slots or not self._makes_temporary:
+                return
+            for piece in self._with_temporary(count):
+                state, slot = piece.state, piece.slot
+                if slot is None or slot.made is not None or not self.may_fetch(piece):
+                    continue
+                assert state is not None
+                memory = self._memory.buffer(state.size_bytes)
+                if memory is None:
+                    self._makes_temporary = False  # to ask again costs page-locked memory
+                    return
+                now = self._lanes.mark()  # behind all uses that the memory has had
+                piece.slot = Slot(memory, made=now, instead_of=slot)
+                self.pool.temporary.append(piece.slot)
+                self.fetch(piece, now)
+
+    def free_temporary(self, count: int | None = None) -> None:
+        """Free the first temporary slots, so many in all, when their state is home; None for all.
+
+        The program's stream waits for that.
+        """
+        with self.lock:
+            for piece in self._with_temporary(count):
+                slot = piece.slot
+                if slot is None or slot.made is None:
+                    continue
+                for moment in filter(None, (piece.fetched, slot.free)):
+                    self._lanes.wait(moment)
+                    self._lanes.wait_on_stream_of(slot.made, moment)
+                piece.fetched, piece.slot = None, slot.instead_of
+                if piece.state is not None:
+                    piece.state.unbind()
+                self.pool.temporary.remove(slot)
+
+    def _with_temporary(self, count: int | None) -> list[StreamedUnit]:
+        """The first of the pieces that may have temporary slots, in the order of a step."""
+        if not self._temporary:
+            return []
+        first = len(self.pool.slots)
+        last = self._temporary if count is None else min(count, self._temporary)
+        return self._staged()[first : first + last]
 
     def may_fetch(self, unit: StreamedUnit) -> bool:
         """Whether a unit's state is to be fetched, and stays as it is until its update."""

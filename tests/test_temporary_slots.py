@@ -1,0 +1,222 @@
+"""Slots that exist from a backward pass to the next forward pass: values are the plain step's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lazy_lanes import LazyLanes
+from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, compare
+from streamed_uses import USES
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from umem.executor.optimizer.temporary_slots import TemporaryPlan
+
+PLAN = TemporaryPlan(
+    made_in=("layers.3", "layers.2", "layers.2"), freed_before=("layers.1", "layers.3", None)
+)
+"""Behind the two pieces of the other slots, the state of three more."""
+
+
+class Checkpointed(Net):
+    """Its layers run twice."""
+
+    is_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in self.layers:
+            called: Any = checkpoint(layer, x, use_reentrant=self.is_reentrant)
+            x = x + torch.tanh(called)
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+class CheckpointedByFunction(Checkpointed):
+    is_reentrant = True
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of temporary slots behind each step of a streamed program."""
+    seen: list[int] = []
+    step = Program.step
+
+    def stepped(program: Program) -> None:
+        step(program)
+        if program.training is not None:
+            seen.append(counted(program))
+
+    monkeypatch.setattr(Program, "step", stepped)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "make_model", [Net, NetWithFlat, Tied, Branches, Checkpointed, CheckpointedByFunction]
+)
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_bits_are_those_of_the_plain_step(
+    make_model: Callable[[], nn.Module],
+    eagerness: float,
+    batches: int,
+    counts: list[int],
+) -> None:
+    plan = TemporaryPlan(PLAN.made_in, PLAN.freed_before, batches)
+    run = compare(
+        make_model=make_model, eagerness=eagerness, batches=batches, temporary=plan, steps=4
+    )
+    assert run.training is not None
+    assert run.training.counts.in_line == 0
+    if make_model is not Branches:
+        assert max(counts) == 3
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+def test_whatever_the_program_does(use: Callable[[Program], None], eagerness: float) -> None:
+    compare(use, eagerness, temporary=PLAN)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=40)
+@given(
+    eagerness=st.floats(0, 0.99),
+    seed=st.integers(0, 1000),
+    slots=st.integers(1, 4),
+    most_buffers=st.sampled_from([None, 2, 4]),
+    made_in=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    freed_before=st.lists(st.integers(-1, 4), min_size=8, max_size=8),
+    resident=st.sets(st.sampled_from(["stem", "layers.0", "layers.2", "head", ""])),
+    uses=st.lists(st.sampled_from(USES), max_size=1),
+)
+def test_any_plan(
+    eagerness: float,
+    seed: int,
+    slots: int,
+    most_buffers: int | None,
+    made_in: list[int],
+    freed_before: list[int],
+    resident: set[str],
+    uses: list[Callable[[Program], None]],
+) -> None:
+    ends = sorted(freed_before)[: len(made_in)]
+    names = {-1: "", 4: None} | {it: f"layers.{it}" for it in range(4)}
+    plan = TemporaryPlan(
+        tuple(f"layers.{it}" for it in sorted(made_in, reverse=True)),
+        tuple(names[it] for it in ends),
+    )
+
+    def change(program: Program) -> None:
+        for use in uses:
+            use(program)
+
+    compare(
+        change,
+        eagerness,
+        seed,
+        slots=slots,
+        most_buffers=most_buffers,
+        temporary=plan,
+        resident=frozenset(resident),
+    )
+
+
+def streamed(**program: Any) -> tuple[Program, LazyLanes]:
+    """A program with temporary slots, two steps behind its begin, and its lanes."""
+    made: list[LazyLanes] = []
+
+    def make(model: nn.Module) -> LazyLanes:
+        made.append(LazyLanes(model))
+        return made[0]
+
+    run = Program(make, temporary=PLAN, **program)
+    run.step()
+    run.stream()
+    run.step()
+    run.step()
+    return run, made[0]
+
+
+def counted(run: Program) -> int:
+    assert run.training is not None
+    return len(run.training.step.units.pool.temporary)
+
+
+def test_slots_are_made_and_freed_where_the_plan_says() -> None:
+    run, _ = streamed()
+    assert counted(run) == 3
+    seen: list[tuple[str, int]] = []
+    for name in ("layers.0", "layers.1", "layers.3"):
+        layer = run.model.get_submodule(name)
+        layer.register_forward_pre_hook(
+            lambda *_, name=name: seen.append((f"forward {name}", counted(run)))
+        )
+        layer.register_full_backward_hook(
+            lambda *_, name=name: seen.append((f"backward {name}", counted(run)))
+        )
+    run.backward()
+    assert seen == [
+        *(("forward layers.0", 3), ("forward layers.1", 2), ("forward layers.3", 1)),
+        *(("backward layers.3", 1), ("backward layers.1", 3), ("backward layers.0", 3)),
+    ]
+
+
+def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_home_behind_all_others() -> None:
+    run, lanes = streamed()
+    assert run.training is not None
+    run.backward()
+    pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
+    staged = [it for it in pieces if it.state is not None and it.state.homes]
+    assert [it.fetched is not None for it in staged[:6]] == [True] * 5 + [False]
+    slots = [it.slot for it in staged[:6] if it.slot is not None]
+    assert [it.made is not None for it in slots] == [False] * 2 + [True] * 3 + [False]
+    run.optimizer.step()
+    lanes.wait(staged[-1].returned)
+    assert not any(it.returned.is_done for it in staged[2:5] if it.returned is not None)
+
+
+def test_an_evaluation_frees_them() -> None:
+    run, _ = streamed()
+    with torch.no_grad():
+        run.model(run.batch())
+    assert counted(run) == 0
+
+
+def test_a_pass_that_no_step_follows_leaves_nothing_behind() -> None:
+    run, _ = streamed()
+    for _ in range(3):
+        run.backward()
+        assert counted(run) == 3
+    run.optimizer.zero_grad()
+    with torch.no_grad():
+        run.model(run.batch())
+    assert counted(run) == 0
+
+
+def test_none_are_asked_for_again_where_the_device_has_no_room() -> None:
+    run, _ = streamed()
+    asked: list[int] = []
+    run.memory.buffer = asked.append
+    run.step()
+    run.step()
+    assert len(asked) == 1
+    assert counted(run) == 0
+
+
+def test_a_new_plan_and_the_end_free_them() -> None:
+    run, lanes = streamed()
+    assert run.training is not None
+    run.training.temporary.set_plan(TemporaryPlan())
+    assert counted(run) == 0
+    run.training.temporary.set_plan(PLAN)
+    run.step()
+    assert counted(run) == 3
+    run.training.close()
+    assert counted(run) == 0
+    assert lanes.open_tasks == 0
