@@ -7,8 +7,9 @@ weight, has no memory of its own: the tensors inside it do.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from umem.torch_compat import DisableTorchFunctionSubclass, is_traceable_wrapper
 
 __all__ = [
     "buffers_of",
+    "dtensor_class",
     "find_chains",
     "gpu_of",
     "main_chain",
@@ -221,21 +223,31 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one, on the memory of a part that takes the place of its own."""
+def wrapper_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes a tensor like a DTensor from another part of this rank."""
     value: Any = tensor
-    if not _is_dtensor(tensor):
-        return part
-    with torch.no_grad():
-        made: torch.Tensor = type(value).from_local(
-            part,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
-    return made
+    make = functools.partial(
+        dtensor_class().from_local,
+        device_mesh=value.device_mesh,
+        placements=value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+    def wrap(part: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            made: torch.Tensor = make(part)
+        return made
+
+    return wrap
+
+
+def dtensor_class() -> Any:
+    """The class of tensors that several ranks have parts of."""
+    from torch.distributed.tensor import DTensor  # not in each build of torch
+
+    return DTensor
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ deferred: :func:`has_alias`.
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from umem.core.interrupts import call_all
+from umem.runtime.model_parts import dtensor_class
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
     InferenceMode,
@@ -33,6 +35,7 @@ from umem.torch_compat import (
 )
 
 __all__ = [
+    "DTensorGuard",
     "Guard",
     "GuardedParameter",
     "GuardedTensor",
@@ -41,6 +44,7 @@ __all__ = [
     "WatchedParameterGuard",
     "are_plain",
     "can_guard",
+    "can_guard_dtensor",
     "has_alias",
     "is_guardable",
 ]
@@ -72,6 +76,10 @@ def _harmless() -> frozenset[Any]:
 
 
 _HARMLESS = _harmless()
+_HARMLESS_NAMES = frozenset(
+    ("__class__", "__torch_function__", "device", "dtype", "ndim", "requires_grad", "shape")
+)
+"""The attributes among them that are looked at most, and those that Python and torch ask for."""
 _GRADIENT: Any = torch.Tensor.grad
 
 
@@ -113,7 +121,7 @@ class _EqualsPlain(type(nn.Parameter)):  # type: ignore[misc]
 def _plain_class(kind: Any) -> object:
     if not isinstance(kind, _EqualsPlain):
         return kind
-    return nn.Parameter if issubclass(kind, nn.Parameter) else torch.Tensor
+    return next(it for it in kind.__mro__ if not issubclass(it, _Guarded))
 
 
 class _Guarded:
@@ -204,6 +212,11 @@ def _plain(tensor: Any) -> torch.Tensor:
         with DisableTorchFunctionSubclass():
             plain = plain.detach()
     return plain
+
+
+def can_guard_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor of torch's own class."""
+    return _plain_class(type(tensor)) is dtensor_class()
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
@@ -307,6 +320,42 @@ class TensorGuard(Guard):
         for tensor in tensors:
             if type(tensor) is kind:
                 tensor.__class__ = plain
+
+
+@functools.cache
+def _guarded_dtensor() -> Any:
+    class GuardedDTensor(_Guarded, dtensor_class(), metaclass=_EqualsPlain):  # type: ignore[misc]
+        """A DTensor of optimizer state. Its methods and torch's own code read its attributes."""
+
+        __slots__ = ()
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in _HARMLESS_NAMES:
+                return super().__getattribute__(name)
+            _settle(self)
+            return getattr(self, name)
+
+    return GuardedDTensor
+
+
+class DTensorGuard(TensorGuard):
+    """Guards DTensors of optimizer state until the first use.
+
+    Parameters
+    ----------
+    settle
+        As of :class:`TensorGuard`.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._guarded, self._plain = _guarded_dtensor(), dtensor_class()  # type: ignore[misc]
+        super().__init__(settle)
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Settle all, and give them back."""
+        self.settle()
+        self.release()
+        self.give_back([tensor])
 
 
 class WatchedParameterGuard(TensorGuard):

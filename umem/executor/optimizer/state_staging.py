@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import can_guard, has_alias
+from umem.executor.optimizer.access_guard import can_guard, can_guard_dtensor, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
-from umem.runtime.model_parts import local_part, with_local_part
+from umem.runtime.model_parts import local_part, wrapper_of
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "find_spans", "is_whole"]
@@ -188,8 +188,12 @@ class StagedState:
         self.views: dict[torch.Tensor, dict[str, Any]] = {}
         """State by parameter and name for the optimizer, with views of the slot for homes."""
         self.span = span
-        self._has_wrapped = False
-        """Whether some are parts of a DTensor, whose uses a guard would not see."""
+        self.dtensors: list[torch.Tensor] = []
+        """Those of which `homes` and `others` have this rank's parts."""
+        self._parts: dict[int, torch.Tensor] = {}
+        """These parts by ``id`` of the DTensor. To ask for them again would be a use."""
+        self._wrappers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        """What makes such DTensors from other parts, in the same way."""
         self._known = {parameter: dict(values) for parameter, values in state.items()}
         self._by_names: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for parameter, values in state.items():
@@ -214,7 +218,10 @@ class StagedState:
                 if not isinstance(value, torch.Tensor):
                     continue
                 part = local_part(value)
-                self._has_wrapped |= part is not value
+                if part is not value:
+                    self.dtensors.append(value)
+                    self._parts[id(value)] = part
+                    self._wrappers[id(value)] = wrapper_of(value)
                 is_home = memory.may_stage(part) and memory.is_home(part)
                 found = self.homes if is_home else self.others
                 found.append(part)
@@ -249,18 +256,13 @@ class StagedState:
 
     @property
     def guarded(self) -> list[torch.Tensor]:
-        """The tensors whose uses are seen, from the layout to the next one.
-
-        Parts of a DTensor need none: their update is over behind its step, and none is fetched
-        before it.
-        """
-        if self._has_wrapped:
-            return []
+        """The tensors whose uses are seen, from the layout to the next one, but `dtensors`."""
         return self.homes if self.is_shared else [*self.homes, *self.others]
 
     def _have_alias(self) -> bool:
         every = (*self.homes, *self.others)
-        return self._has_wrapped or not all(map(can_guard, every)) or has_alias(every)
+        can_guard_all = all(map(can_guard, every)) and all(map(can_guard_dtensor, self.dtensors))
+        return not can_guard_all or has_alias(every)
 
     def is_current(self, state: OptimizerState) -> bool:
         """Whether an optimizer still has these very values as the state of these parameters.
@@ -299,11 +301,22 @@ class StagedState:
             if not self.is_shared:  # objects that nothing guards
                 made |= {id(value): value.detach() for value in self.others}
             views = {
-                parameter: {name: _in_place_of(value, made) for name, value in values.items()}
+                parameter: {name: self._in_place_of(value, made) for name, value in values.items()}
                 for parameter, values in self._known.items()
             }
         self._bound = {parameter: dict(values) for parameter, values in views.items()}
         self.views = views
+
+    def _in_place_of(self, value: Any, made: Mapping[int, torch.Tensor]) -> Any:
+        """What is used in the place of a value, which itself or whose part has another in `made`.
+
+        That is by ``id``.
+        """
+        part = made.get(id(self._parts.get(id(value), value)))
+        if part is None:
+            return value
+        wrap = self._wrappers.get(id(value))
+        return part if wrap is None else wrap(part)
 
     def _view(self, home: torch.Tensor) -> torch.Tensor:
         if self._slot is None:
@@ -395,14 +408,6 @@ class StagedState:
                 else:
                     known[name] = bound[name] = state[parameter][name] = value
                     self._values = None
-
-
-def _in_place_of(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
-    """What is used in the place of a value, whose part may have another in `made`, by ``id``."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    part = made.get(id(local_part(value)))
-    return value if part is None else with_local_part(value, part)
 
 
 def _values_of(names: tuple[str, ...], state: list[dict[str, Any]]) -> Iterator[Any]:

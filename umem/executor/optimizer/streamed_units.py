@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import (
+    DTensorGuard,
     ParameterGuard,
     TensorGuard,
     WatchedParameterGuard,
@@ -93,8 +94,8 @@ class StreamedUnit:
         """The same, without groups."""
         self.state: StagedState | None = None
         """State of these parameters; None if there are none."""
-        self.state_guard: TensorGuard | None = None
-        """Guards it from one layout to the next."""
+        self.state_guards: tuple[TensorGuard, ...] = ()
+        """They guard it from one layout to the next."""
         self.guards: UnitGuards | None = None
         """None until they are needed first."""
         self.slot: Slot | None = None
@@ -477,8 +478,14 @@ class StreamedUnits:
                     divided.queue(some)
                     divided.state = StagedState(some, self._memory, piece.span, unit.state)
                     unit.divided.append(divided)
-            unit.state_guard = TensorGuard(functools.partial(self._touch, unit))
-            unit.state_guard.hold(unit.state.guarded)
+            touch = functools.partial(self._touch, unit)
+            guard = TensorGuard(touch)
+            unit.state_guards = (guard,)
+            guard.hold(unit.state.guarded)
+            if unit.state.dtensors and not unit.state.is_shared:
+                around = DTensorGuard(touch)
+                unit.state_guards = (guard, around)
+                around.hold(unit.state.dtensors)
 
     def _may_stream(self, value: torch.Tensor) -> bool:
         """Not what has an alias on the device: its memory stays where it is."""
@@ -709,9 +716,9 @@ class StreamedUnits:
                 piece.state.unbind()
         if unit.returned is not None:
             self._lanes.wait(unit.returned)
-        if unit.state_guard is not None:
-            unit.state_guard.release()
-        unit.state, unit.state_guard, unit.is_touched = None, None, False
+        for guard in unit.state_guards:
+            guard.release()
+        unit.state, unit.state_guards, unit.is_touched = None, (), False
         unit.divided.clear()
 
     def clear(self) -> None:

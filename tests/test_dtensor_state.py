@@ -1,0 +1,179 @@
+"""State of DTensors is fetched ahead of the step: each use waits, and all bits are stock's."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lazy_lanes import LazyLanes
+from streamed_programs import WIDTH, Net, Program
+from torch import distributed, nn
+
+from umem.executor.optimizer.temporary_slots import TemporaryPlan
+
+pytestmark = pytest.mark.skipif(
+    not distributed.is_available(), reason="this torch is built without torch.distributed"
+)
+
+TEMPORARY = TemporaryPlan(made_in=("layers.3", "layers.2"), freed_before=("layers.2", None))
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """``torch.distributed`` with this process alone."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class Sharded(Net):
+    """A net whose parameters are DTensors, which its rank has all of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        self.mesh = init_device_mesh("cpu", (1,))
+        for module in list(self.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                sharded = distribute_tensor(parameter.detach(), self.mesh, [Shard(0)])
+                setattr(module, name, nn.Parameter(sharded))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        whole: Any = super().forward(DTensor.from_local(x, self.mesh, [Replicate()]))
+        y: torch.Tensor = whole.full_tensor()
+        return y
+
+
+def first(program: Program) -> Any:
+    """A DTensor of the state."""
+    return program.optimizer.state[program.model.layers[1].weight]["exp_avg"]
+
+
+def local(program: Program) -> None:
+    program.seen.append(first(program).to_local().clone())
+
+
+def whole(program: Program) -> None:
+    program.seen.append(first(program).full_tensor().clone())
+
+
+def write(program: Program) -> None:
+    first(program).mul_(0.5)
+
+
+def write_part(program: Program) -> None:
+    first(program).to_local().mul_(0.5)
+
+
+def lists(program: Program) -> None:
+    moments = [values["exp_avg_sq"] for values in program.optimizer.state.values()]
+    roots: Any = torch._foreach_sqrt(moments)
+    program.seen += [it.full_tensor() for it in roots]
+
+
+def copies(program: Program) -> None:
+    state = copy.deepcopy(program.optimizer.state_dict())
+    program.seen += [it["exp_avg"].full_tensor() for it in state["state"].values()]
+
+
+def save(program: Program) -> None:
+    file = io.BytesIO()
+    torch.save(program.optimizer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=False)["state"]
+    program.seen += [it["exp_avg"].full_tensor() for it in state.values()]
+
+
+def load(program: Program) -> None:
+    program.optimizer.load_state_dict(copy.deepcopy(program.optimizer.state_dict()))
+
+
+def keep_a_part(program: Program) -> None:
+    """An object that the program has from before, and uses now."""
+    if program.kept is not None:
+        program.seen.append(program.kept.sum().item())
+        program.kept.mul_(0.5)
+    program.kept = first(program).to_local()
+
+
+def keep_a_view(program: Program) -> None:
+    if program.kept is not None:
+        program.kept.mul_(0.5)
+    program.kept = first(program).to_local()[:4]
+
+
+def norm(program: Program) -> None:
+    program.seen.append(first(program).norm().full_tensor())
+
+
+def replace(program: Program) -> None:
+    values = program.optimizer.state[program.model.layers[1].weight]
+    values["exp_avg"] = values["exp_avg"] * 0.5
+
+
+def nothing(_: Program) -> None:
+    pass
+
+
+USES = [
+    *(nothing, local, whole, write, write_part, lists, copies, save, load, keep_a_part),
+    *(keep_a_view, norm, replace),
+]
+
+
+def values(program: Program) -> list[bytes]:
+    state = [it for values in program.optimizer.state.values() for it in values.values()]
+    every = [*program.seen, *program.model.parameters(), *state]
+    plain = [it.full_tensor() if hasattr(it, "full_tensor") else it for it in every]
+    return [torch.as_tensor(it).detach().numpy().tobytes() for it in plain]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+@pytest.mark.parametrize("temporary", [TemporaryPlan(), TEMPORARY], ids=["", "temporary"])
+def test_all_bits_are_stocks(
+    use: Callable[[Program], None], eagerness: float, temporary: TemporaryPlan
+) -> None:
+    def lanes(model: nn.Module) -> LazyLanes:
+        return LazyLanes(model, eagerness)
+
+    runs = [Program(it, make_model=Sharded, temporary=temporary) for it in (lanes, None)]
+    for run in runs:
+        run.run(use, steps=4)
+    assert values(runs[0]) == values(runs[1])
+    training = runs[0].training
+    assert training is not None
+    assert training.counts.streamed > 0
+    assert training.counts.in_line == 0
+
+
+def test_state_is_fetched_ahead_and_leaves_behind_the_step() -> None:
+    run = Program(LazyLanes, make_model=Sharded)
+    run.step()
+    run.stream()
+    run.step()
+    run.backward()
+    assert run.training is not None
+    pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
+    staged = [it for it in pieces if it.state is not None and it.state.homes]
+    assert [it.fetched is not None for it in staged[:3]] == [True, True, False]
+    run.optimizer.step()
+    assert not any(it.returned.is_done for it in staged[-2:] if it.returned is not None)
+    kind = type(first(run))
+    assert kind.__name__ == "GuardedDTensor"
+    assert first(run).shape == (WIDTH, WIDTH)
+    assert type(first(run)) is kind  # a question that needs no value
+    first(run).to_local()
+    assert type(first(run)).__name__ == "DTensor"
+    assert all(it.returned.is_done for it in staged[:3] if it.returned is not None)
