@@ -158,6 +158,40 @@ def test_all_bits_are_stocks(
     assert training.counts.in_line == 0
 
 
+def replicate_gradients(program: Program) -> None:
+    """Every second gradient of a layer is whole on each rank, as other libraries make them."""
+    from torch.distributed.tensor import Replicate
+
+    def replicate(parameter: Any) -> None:
+        if program.steps % 2:
+            parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+
+    program.model.layers[1].weight.register_post_accumulate_grad_hook(replicate)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_gradients_that_are_divided_in_another_way(foreach: bool | None) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, foreach=foreach)
+
+    wrapped: list[int] = []
+
+    def look(program: Program) -> None:
+        if program.training is not None:
+            pieces = [piece for unit in program.training.step.units for piece in unit.pieces]
+            wrapped.append(sum(it.state.is_wrapped for it in pieces if it.state is not None))
+
+    runs = [
+        Program(it, make_model=Sharded, make_optimizer=optimizer, prepare=replicate_gradients)
+        for it in (LazyLanes, None)
+    ]
+    for run in runs:
+        run.run(look, steps=4)
+    assert values(runs[0]) == values(runs[1])
+    # In every second step, one more piece has DTensors around it.
+    assert [it - wrapped[0] for it in wrapped] == [0, 1, 0, 1]
+
+
 def test_state_is_fetched_ahead_and_leaves_behind_the_step() -> None:
     run = Program(LazyLanes, make_model=Sharded)
     run.step()

@@ -223,6 +223,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def layout_of(tensor: torch.Tensor) -> object:
+    """Which ranks have which part of a DTensor; None for another tensor."""
+    if type(tensor) in _PLAIN or not _is_dtensor(tensor):
+        return None
+    value: Any = tensor
+    return value.device_mesh, value.placements
+
+
 def wrapper_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes a tensor like a DTensor from another part of this rank."""
     value: Any = tensor

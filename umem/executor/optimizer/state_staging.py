@@ -14,7 +14,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, can_guard_dtensor, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
-from umem.runtime.model_parts import local_part, wrapper_of
+from umem.runtime.model_parts import layout_of, local_part, wrapper_of
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "find_spans", "is_whole"]
@@ -171,6 +171,9 @@ class StagedState:
         first to before the second. None for all.
     whole
         All state of the unit, of which this is a part; None for all of it.
+    on_parts
+        Whether the optimizer may update this rank's parts of DTensors as plain tensors: it looks at
+        each element by itself, and replaces no state.
     """
 
     def __init__(
@@ -179,6 +182,8 @@ class StagedState:
         memory: StateMemory,
         span: tuple[int, int] | None = None,
         whole: StagedState | None = None,
+        *,
+        on_parts: bool = False,
     ) -> None:
         self._whole = whole or self
         self.homes: list[torch.Tensor] = []
@@ -208,9 +213,27 @@ class StagedState:
         with DisableTorchFunctionSubclass():
             self._find(memory)
             self._lay_out(memory)
+        self._may_unwrap = bool(self.dtensors) and on_parts and all(map(self._is_alike, state))
+        self.is_wrapped = bool(self.dtensors) and not self._may_unwrap
+        """Whether `views` have DTensors, and not this rank's parts of them."""
         self.is_shared = self._have_alias()
         """Whether something may use the tensors that a guard would not see: an alias, or a tensor
         of another class. Later aliases come by a use, which the guard sees."""
+
+    def _is_alike(self, parameter: torch.Tensor) -> bool:
+        """Whether ranks have parts of a parameter and of its state in the same way."""
+        values = [it for it in self._known[parameter].values() if isinstance(it, torch.Tensor)]
+        return all(layout_of(it) == layout_of(parameter) for it in values if it.numel() > 1)
+
+    def choose_wrapping(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Choose whether `views` have DTensors, by the gradients of parameters for an update."""
+        if not self._may_unwrap:
+            return
+        is_wrapped = any(layout_of(it) != layout_of(of) for of, it in gradients.items())
+        if is_wrapped != self.is_wrapped:
+            slot, self.is_wrapped = self._slot, is_wrapped
+            self.unbind()
+            self.bind(slot)
 
     def _find(self, memory: StateMemory) -> None:
         for values in self._known.values():
@@ -312,10 +335,11 @@ class StagedState:
 
         That is by ``id``.
         """
-        part = made.get(id(self._parts.get(id(value), value)))
-        if part is None:
+        own = self._parts.get(id(value), value)
+        part = made.get(id(own), own)
+        if part is own and self.is_wrapped:
             return value
-        wrap = self._wrappers.get(id(value))
+        wrap = self._wrappers.get(id(value)) if self.is_wrapped else None
         return part if wrap is None else wrap(part)
 
     def _view(self, home: torch.Tensor) -> torch.Tensor:

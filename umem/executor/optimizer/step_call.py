@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.separable import plain_step, replaces_state
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.state_staging import StagedState
+from umem.runtime.model_parts import local_part
 from umem.torch_compat import version_counter
 
 __all__ = ["ParameterGroups", "StepCall", "parameters_of"]
@@ -50,13 +52,20 @@ class StepCall:
         """Whether the hyperparameters are the same now. Nothing waits for the device."""
         return self._signature == _signature(optimizer)
 
-    def shadow(self, part: ParameterGroups, state: Any) -> Any:
-        """An optimizer of the same class for some parameters, with their state."""
+    def shadow(self, part: ParameterGroups, state: Any, *, of_dtensors: bool = False) -> Any:
+        """An optimizer of the same class for some parameters, with their state.
+
+        With `of_dtensors` these are parts of DTensors, whose kernels it is to choose: torch uses
+        foreach functions for DTensors only where a group names them.
+        """
         shadow: Any = object.__new__(type(self.optimizer))
         vars(shadow).update(self._attributes)
         shadow.param_groups = [
             {**self._groups[number], "params": some} for number, some in part if some
         ]
+        for group in shadow.param_groups if of_dtensors else ():
+            if group.get("foreach", False) is None:
+                group["foreach"] = False
         shadow.state = state
         return shadow
 
@@ -84,15 +93,22 @@ class StepCall:
         if state.span is not None:
             return self._update_of_span(state, state.span, part, operands, is_last=is_last)
         gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
+        state.choose_wrapping(gradients)
+        on_parts = bool(state.dtensors) and not state.is_wrapped
 
         def update() -> None:
             groups, views = part, state.views
+            made: dict[Any, Tensor] = {}
             if operands is not None:
                 operands.multiply()
                 made = {it: operands.stand_in(it, gradient) for it, gradient in gradients.items()}
+            elif on_parts:
+                made = {it: _part_of(it, gradient) for it, gradient in gradients.items()}
+                increment_version(list(made))  # as an update of the DTensors does
+            if made:
                 groups = [(number, [made[it] for it in some]) for number, some in part]
                 views = {made[it]: state.views[it] for it in made}
-            shadow = self.shadow(groups, views)
+            shadow = self.shadow(groups, views, of_dtensors=on_parts)
             plain_step(shadow)(shadow)
             if self._replaces_state:
                 state.keep(parameters_of(part), self.optimizer.state)
@@ -131,6 +147,13 @@ class StepCall:
                 state.keep_numbers(parameter, self.optimizer.state)
 
         return update
+
+
+def _part_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """This rank's part of a parameter, with that of its gradient."""
+    part = local_part(parameter).detach()
+    part.grad = local_part(gradient)
+    return part
 
 
 def _fixed(value: Any) -> Any:

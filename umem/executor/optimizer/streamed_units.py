@@ -21,7 +21,7 @@ from umem.executor.optimizer.access_guard import (
     WatchedParameterGuard,
 )
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
-from umem.executor.optimizer.separable import is_elementwise
+from umem.executor.optimizer.separable import is_elementwise, replaces_state
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.state_staging import (
@@ -402,8 +402,9 @@ class StreamedUnits:
             # What leaves the device makes room for what comes.
             self.pool.take_back()
             changed.sort(key=lambda unit: unit.name in (self._resident or ()))
+            on_parts = is_elementwise(optimizer) and not replaces_state(optimizer)
             for unit in changed:
-                self._lay_out_unit(unit, state, piece_bytes)
+                self._lay_out_unit(unit, state, piece_bytes, on_parts=on_parts)
             self.layouts += 1
             self._seen = (state, len(state))
 
@@ -438,7 +439,12 @@ class StreamedUnits:
             self.pool.is_current = False
 
     def _lay_out_unit(
-        self, unit: StreamedUnit, state: OptimizerState, piece_bytes: int | None
+        self,
+        unit: StreamedUnit,
+        state: OptimizerState,
+        piece_bytes: int | None,
+        *,
+        on_parts: bool,
     ) -> None:
         self._drop_state(unit)
         every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
@@ -467,7 +473,7 @@ class StreamedUnits:
         }
         unit.queue(queued)
         if queued:
-            unit.state = StagedState(queued, self._memory)
+            unit.state = StagedState(queued, self._memory, on_parts=on_parts)
             if not all(map(self._memory.is_movable, unit.state.homes)):
                 unit.fixed_bytes = sum(it.nbytes for it in unit.state.homes)
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
@@ -476,7 +482,9 @@ class StreamedUnits:
                     divided = StreamedUnit(unit.name)
                     divided.groups = unit.groups
                     divided.queue(some)
-                    divided.state = StagedState(some, self._memory, piece.span, unit.state)
+                    divided.state = StagedState(
+                        some, self._memory, piece.span, unit.state, on_parts=on_parts
+                    )
                     unit.divided.append(divided)
             touch = functools.partial(self._touch, unit)
             guard = TensorGuard(touch)
