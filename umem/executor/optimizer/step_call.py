@@ -52,20 +52,13 @@ class StepCall:
         """Whether the hyperparameters are the same now. Nothing waits for the device."""
         return self._signature == _signature(optimizer)
 
-    def shadow(self, part: ParameterGroups, state: Any, *, of_dtensors: bool = False) -> Any:
-        """An optimizer of the same class for some parameters, with their state.
-
-        With `of_dtensors` these are parts of DTensors, whose kernels it is to choose: torch uses
-        foreach functions for DTensors only where a group names them.
-        """
+    def shadow(self, part: ParameterGroups, state: Any) -> Any:
+        """An optimizer of the same class for some parameters, with their state."""
         shadow: Any = object.__new__(type(self.optimizer))
         vars(shadow).update(self._attributes)
         shadow.param_groups = [
             {**self._groups[number], "params": some} for number, some in part if some
         ]
-        for group in shadow.param_groups if of_dtensors else ():
-            if group.get("foreach", False) is None:
-                group["foreach"] = False
         shadow.state = state
         return shadow
 
@@ -108,7 +101,7 @@ class StepCall:
             if made:
                 groups = [(number, [made[it] for it in some]) for number, some in part]
                 views = {made[it]: state.views[it] for it in made}
-            shadow = self.shadow(groups, views, of_dtensors=on_parts)
+            shadow = self.shadow(groups, views)
             plain_step(shadow)(shadow)
             if self._replaces_state:
                 state.keep(parameters_of(part), self.optimizer.state)
