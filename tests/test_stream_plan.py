@@ -17,7 +17,12 @@ from umem.core.errors import PlanError
 from umem.hardware import Hardware, load_hardware
 from umem.planning.lane_simulation import LaneKind, LaneTasks, simulate_lanes
 from umem.planning.stream_plan import StreamPlan, plan_stream
-from umem.planning.stream_timing import StreamUnit, simulate_stream, staged_bytes
+from umem.planning.stream_timing import (
+    StreamUnit,
+    TemporarySlot,
+    simulate_stream,
+    staged_bytes,
+)
 
 MIB = 2**20
 MS = 1e-3
@@ -84,6 +89,50 @@ def test_a_step_that_waits_does_so_for_all_updates(two_way: Hardware) -> None:
     )
     assert list(timing.update_end_s) == milliseconds([0.5, 1, 3])
     assert [timing.step_s, timing.exposed_s, timing.home_s] == milliseconds([13.75, 1.5, 4])
+
+
+@pytest.mark.parametrize(
+    ("freed_before", "step_ms", "exposed_ms"), [(3, 13.5, 1.25), (1, 14.0, 1.75)]
+)
+def test_a_temporary_slot_is_filled_before_the_step_and_freed_in_the_forward_pass(
+    two_way: Hardware, freed_before: int, step_ms: float, exposed_ms: float
+) -> None:
+    """The third unit is there when the step begins, and leaves last, from 2.5 to 3.5.
+
+    The second forward pass could begin at 1.75, the backward pass at 2.25.
+    """
+    timing = simulate_stream(
+        [unit()] * 3,
+        (),
+        2,
+        hardware=two_way,
+        other_s=10 * MS,
+        is_deferred=False,
+        temporary=[TemporarySlot(made_in=1, freed_before=freed_before)],
+    )
+    assert list(timing.update_end_s) == milliseconds([0.5, 1, 1.5])
+    assert [timing.step_s, timing.exposed_s] == milliseconds([step_ms, exposed_ms])
+    assert timing.home_s == pytest.approx(3.5 * MS, rel=1e-12)
+
+
+def test_weights_at_home_leave_before_state_in_temporary_slots(two_way: Hardware) -> None:
+    """Weights of 20 MiB come from 0 to 0.5 and from 0.5 to 1; updates end at 1 and 1.5.
+
+    The first unit leaves from 1 to 2.5, the second one's weights until 3: the forward passes begin.
+    Its state leaves until 4, and the backward pass waits for that.
+    """
+    units = [replace(unit(), trained_weight_bytes=20 * MIB)] * 2
+    timing = simulate_stream(
+        units,
+        (),
+        1,
+        hardware=two_way,
+        other_s=10 * MS,
+        is_deferred=False,
+        temporary=[TemporarySlot(made_in=0, freed_before=2)],
+    )
+    assert list(timing.update_end_s) == milliseconds([1, 1.5])
+    assert [timing.home_s, timing.step_s] == milliseconds([4, 14])
 
 
 def test_an_update_interrupts_the_forward_pass(two_way: Hardware) -> None:
@@ -579,13 +628,41 @@ def most_bytes(units: Sequence[StreamUnit], plan: StreamPlan) -> int:
     """Device memory at the fullest moment of a plan, by what `StreamPlan` says of its fields."""
     state_bytes = plan.slots * plan.slot_bytes
     state_bytes += sum(units[it].state_bytes for it in plan.resident)
-    used = []
+    used = [len(plan.temporary) * plan.slot_bytes]
     for number, each in enumerate(units):
         left = [it for it in plan.copied if plan.left_before[it] <= number]
-        used.append(each.forward_peak_bytes - sum(units[it].saved_bytes for it in left))
+        there = sum(it.freed_before > number for it in plan.temporary) * plan.slot_bytes
+        used.append(each.forward_peak_bytes + there - sum(units[it].saved_bytes for it in left))
         away = [it for it in plan.copied if it + plan.fetch_ahead < number]
-        used.append(each.backward_peak_bytes - sum(units[it].saved_bytes for it in away))
+        there = sum(it.made_in >= number for it in plan.temporary) * plan.slot_bytes
+        used.append(each.backward_peak_bytes + there - sum(units[it].saved_bytes for it in away))
     return max(used) + state_bytes
+
+
+def test_temporary_slots_where_a_step_waits(two_way: Hardware) -> None:
+    """Two slots for eight units of 40 MiB; beside all but the last unit there is room for four."""
+    units = [
+        replace(
+            unit(40, update_ms=0.1, forward_ms=2),
+            backward_s=4 * MS,
+            forward_peak_bytes=peak_mib * MIB,
+            backward_peak_bytes=peak_mib * MIB,
+        )
+        for peak_mib in (*[140] * 7, 300)
+    ]
+    settings: dict[str, Any] = {"hardware": two_way, "budget_bytes": 380 * MIB}
+    with_none = plan_stream(units, is_deferred=False, may_have_temporary=False, **settings)
+    plan = plan_stream(units, is_deferred=False, **settings)
+    assert (len(with_none.temporary), len(plan.temporary)) == (0, 4)
+    assert {it.made_in for it in plan.temporary} == {6}
+    assert {it.freed_before for it in plan.temporary} == {7}
+    assert plan.predicted.step_s < 0.95 * with_none.predicted.step_s
+    assert plan.peak_bytes == most_bytes(units, plan) <= 380 * MIB
+    # A deferred step waits for nothing, and no more memory is taken for it.
+    deferred = plan_stream(units, **settings)
+    assert (deferred.temporary, deferred.predicted.exposed_s) == ((), 0.0)
+    assert plan_stream(units, in_backward=True, **settings).temporary == ()
+    assert plan_stream(units, most_state_bytes=10**12, **settings).temporary == ()
 
 
 def test_as_few_activations_leave_as_fit(machine: Hardware) -> None:
@@ -789,14 +866,14 @@ def test_gradients_come_back_where_activations_have_made_room(
         max_size=10,
     ),
     st.integers(50, 1000),
-    st.booleans(),
+    st.sampled_from(["deferred", "waits", "in backward"]),
     st.integers(1, 2),
 )
 def test_every_plan_fits_its_budget(
     machine: Hardware,
     sizes: list[tuple[int, int, int, int]],
     budget_mib: int,
-    in_backward: bool,
+    updates: str,
     batches: int,
 ) -> None:
     units, before = [], 100
@@ -813,7 +890,8 @@ def test_every_plan_fits_its_budget(
         )
     settings: dict[str, Any] = {
         "hardware": machine,
-        "in_backward": in_backward,
+        "is_deferred": updates != "waits",
+        "in_backward": updates == "in backward",
         "batches": batches,
     }
     try:
@@ -836,6 +914,7 @@ def test_every_plan_fits_its_budget(
         copied=plan.copied,
         left_before=plan.left_before,
         fetch_ahead=plan.fetch_ahead,
+        temporary=plan.temporary,
         **settings,
     )
 

@@ -963,7 +963,7 @@ class StreamTuner:
             )
             return
         if self.plan is not None:  # measured steps have no temporary slots
-            peak_bytes -= len(self.plan.temporary) * self.plan.slot_bytes
+            peak_bytes -= self.plan.temporary_bytes()
         self._measure(Occasion.SHORT, _MEASURED_STEPS, peak_bytes)
 
 

@@ -234,6 +234,7 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "resident": sorted(plan.resident),
         "slots": plan.slots,
         "slot_bytes": plan.slot_bytes,
+        "temporary_slots": len(plan.temporary),
         "copied": sorted(plan.copied),
         "fetch_ahead": plan.fetch_ahead,
         "copied_gradients": sorted(plan.copied_gradients),

@@ -278,16 +278,23 @@ def _extra_slots(
     state_bytes += stream.slots * stream.slot_bytes
     # A buffer that comes with a unit's pass is there until the next unit with staged weights.
     ends = [*staged[1:], len(units)]
+    forward_bytes = [
+        unit.forward_peak_bytes + stream.temporary_bytes(forward=number)
+        for number, unit in enumerate(units)
+    ]
+    backward_bytes = [
+        unit.backward_peak_bytes + stream.temporary_bytes(backward=number)
+        for number, unit in enumerate(units)
+    ]
     in_forward = [
-        state_bytes + max(it.forward_peak_bytes for it in units[begin:end])
-        for begin, end in zip(staged, ends, strict=True)
+        state_bytes + max(forward_bytes[begin:end]) for begin, end in zip(staged, ends, strict=True)
     ]
     begins = [0, *(number + 1 for number in staged[:-1])]
     in_backward = [
-        state_bytes + max(it.backward_peak_bytes for it in units[begin : end + 1])
+        state_bytes + max(backward_bytes[begin : end + 1])
         for begin, end in zip(begins, staged, strict=True)
     ]
-    between = [step_peak_bytes, *(it.forward_peak_bytes for it in units[: staged[0]])]
+    between = [step_peak_bytes + stream.temporary_bytes(), *forward_bytes[: staged[0]]]
     in_backward[0] = max(in_backward[0], state_bytes + max(between))
     forward, backward = (
         [max(0, room_bytes - it) // weights.slot_bytes for it in its]
