@@ -6,6 +6,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from measured_models import (
     SAVED,
     SLACK,
     WIDTH,
+    Compute,
     Machine,
     Net,
     WallClockOf,
@@ -36,7 +38,7 @@ from umem.executor.state_memory import CudaRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
 from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
-from umem.hardware import load_hardware
+from umem.hardware import Hardware, load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
@@ -180,6 +182,7 @@ class Training:
         born_on_device: int = 0,
         streams_weights: bool = False,
         share: float = 1.0,
+        hardware: Hardware | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.machine = machine or Machine()
@@ -199,7 +202,8 @@ class Training:
             memory.place(state["exp_avg"], on_device=True)
             memory.place(state["exp_avg_sq"], on_device=True)
         store = ActivationStore("cpu", mover or LazyMover(), min_bytes=1024)
-        hardware, clock = load_hardware("h200-pcie"), WallClockOf(machine)
+        clock = WallClockOf(machine)
+        hardware = hardware or load_hardware("h200-pcie")
         self.tuner = StreamTuner(hardware, clock, machine, store, state_share=share)
         lanes = LazyLanes(self.model, 0.5, 1)
         self.weights: ModelWeights | None = None
@@ -410,15 +414,44 @@ def test_what_does_not_fit_is_streamed_and_copied() -> None:
     assert machine.highest <= machine.budget_bytes - SLACK - run.training.step.units.slots_bytes
 
 
+class WithHead(Net):
+    """What comes behind its layers takes as much memory as the state of four of them."""
+
+    forward_s = backward_s = 1.0
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.machine = machine
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        compute: Any = Compute.apply
+        # For eight rows.
+        logits: torch.Tensor = compute(x.repeat(1, HEAD_COLUMNS // WIDTH), self)
+        return logits
+
+
+HEAD_COLUMNS = 4 * LAYER_STATE // (8 * 4 * 5 // 2) // WIDTH * WIDTH
+
+
 def test_a_step_that_waits_has_slots_where_activations_were() -> None:
-    machine = Machine(2 * LAYER_STATE + 3 * SAVED)
-    run = Training(machine)
+    rows = 8
+    more_bytes = 6 * LAYER_STATE + LAYERS * SAVED * rows // ROWS
+    machine = Machine(more_bytes)
+    # Copies of a layer's state take four seconds, its shortest pass one.
+    slow = replace(
+        load_hardware("h200-pcie"),
+        copy_to_device_bytes_per_s=LAYER_STATE / 4,
+        copy_to_host_bytes_per_s=LAYER_STATE / 4,
+        copy_link_bytes_per_s=LAYER_STATE / 2,
+    )
+    run = Training(machine, hardware=slow, make_model=WithHead)
     run.training.step.may_defer = False
     seen: list[int] = []
     run.optimizer.register_step_post_hook(
         lambda *_: seen.append(len(run.training.step.units.pool.temporary))
     )
-    assert run.run(10) == Training().run(10)
+    assert run.run(10, rows=rows) == Training(make_model=WithHead).run(10, rows=rows)
     status = run.training.status().tuning
     assert status is not None
     assert status.plan is not None
@@ -426,7 +459,7 @@ def test_a_step_that_waits_has_slots_where_activations_were() -> None:
     assert planned > 0
     assert seen[-1] == planned
     machine.highest_in_all = 0
-    run.run(2)
+    run.run(2, rows=rows)
     assert machine.spilled == 0
     assert machine.highest_in_all <= machine.budget_bytes - SLACK
 

@@ -20,6 +20,7 @@ __all__ = [
     "SAVED",
     "SLACK",
     "WIDTH",
+    "Compute",
     "Layer",
     "Machine",
     "Net",
@@ -114,6 +115,8 @@ class RoomOfMachine(DeviceRoom):
 
 
 class Compute(torch.autograd.Function):
+    """Takes the seconds of a layer, and memory until its backward pass."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
         ctx.layer = layer

@@ -53,6 +53,10 @@ _FETCH_AHEAD = (1, 4)
 _MOST_AHEAD = 16
 """Blocks by which they come back early where there is room anyway."""
 
+_TEMPORARY_COUNTS = 3
+"""Numbers of temporary slots to try: the most, and each time half as many. Where fewer are made,
+they are freed later."""
+
 _MOST_TASKS = 40_000
 """Tasks to simulate in all, so that plans for thousands of units take less than a second."""
 
@@ -60,8 +64,8 @@ _FEWEST_SHARE = 16
 """The fewest units that give the same time are found to this part of their number."""
 
 _LEAST_GAIN = 0.01
-"""Part of the step that has to be gained where another unit's gradients leave than have to: they
-take page-locked memory."""
+"""Part of the step that has to be gained where another unit's gradients leave than have to, which
+take page-locked memory, and where there are temporary slots, which take time of the processor."""
 
 _EQUAL = 1e-9
 """Relative difference of two equal times: their sums are rounded."""
@@ -168,8 +172,9 @@ def plan_stream(
     most_state_bytes
         The most that resident state and slots may take; None for as much as has room.
     may_have_temporary
-        Whether there may be temporary slots. There are none with `in_backward`, where updates wait
-        for nothing, and with `most_state_bytes`, where others need what is left.
+        Whether there may be temporary slots. There are none where steps are deferred or in the
+        backward pass, which hides their copies, and with `most_state_bytes`, where others need what
+        is left.
 
     Raises
     ------
@@ -271,6 +276,7 @@ def _fastest(problem: _Problem) -> StreamPlan:
     units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
     per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
+    per_plan *= 1 + _TEMPORARY_COUNTS * problem.may_have_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break
@@ -702,14 +708,16 @@ def _has_operands(problem: _Problem, choice: _Choice) -> bool:
     )
 
 
-def _temporary(problem: _Problem, choice: _Choice) -> list[TemporarySlot]:
+def _temporary(problem: _Problem, choice: _Choice, most: int = sys.maxsize) -> list[TemporarySlot]:
     """Further slots that have room beside a choice."""
     if not problem.may_have_temporary or not choice.slots:
         return []
     pieces = sum(len(problem.units[it].pieces) for it in choice.order[choice.count :].tolist())
     room_bytes = problem.budget_bytes - _state_bytes(problem, choice)
     planned = problem.memory.planned(*_passes(problem, choice))
-    return planned.temporary_slots(pieces - choice.slots, _slot_bytes(problem, choice), room_bytes)
+    return planned.temporary_slots(
+        min(most, pieces - choice.slots), _slot_bytes(problem, choice), room_bytes
+    )
 
 
 def _passes(problem: _Problem, choice: _Choice) -> tuple[dict[int, int], int, dict[int, int]]:
@@ -721,13 +729,16 @@ def _passes(problem: _Problem, choice: _Choice) -> tuple[dict[int, int], int, di
 
 
 def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
-    """The plan of a choice, with temporary slots if they save time."""
-    plan = _simulated_with(problem, choice, ())
-    temporary = _temporary(problem, choice)
-    if not temporary:
-        return plan
-    other = _simulated_with(problem, choice, temporary)
-    return other if other.predicted.step_s < plan.predicted.step_s * (1.0 - _EQUAL) else plan
+    """The plan of a choice, with temporary slots if they gain time."""
+    best = _simulated_with(problem, choice, ())
+    longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
+    most = len(_temporary(problem, choice))
+    for count in [most >> halvings for halvings in range(_TEMPORARY_COUNTS)]:
+        if count:
+            plan = _simulated_with(problem, choice, _temporary(problem, choice, count))
+            if plan.predicted.step_s < longest_s:
+                best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
+    return best
 
 
 def _simulated_with(
