@@ -64,7 +64,7 @@ def test_a_library_that_shares_memory_must_be_installed(
 class TestDefaultLimit:
     """Caps if neither the policy nor the environment sets one."""
 
-    share = HostShare(80 * GIB, ranks=1, source="")
+    share = HostShare(80 * GIB, ranks=1, source="", total_bytes=80 * GIB)
 
     def caps(self, resolved: ResolvedPolicy, share: HostShare | None = share) -> HostCaps:
         of_device = managed_bytes_of_device((resolved,), (H200,))
@@ -95,6 +95,6 @@ class TestDefaultLimit:
         assert (caps.managed_bytes or 0) + caps.pinned_bytes == int(0.85 * 80 * GIB)
 
     def test_a_share_of_nothing_is_a_cap(self) -> None:
-        nothing = HostShare(0, ranks=1, source="")
+        nothing = HostShare(0, ranks=1, source="", total_bytes=80 * GIB)
         assert self.caps(policy(), nothing).pinned_bytes == 1
         assert self.caps(policy(), None).pinned_bytes == 0, "unknown: no cap"

@@ -18,6 +18,7 @@ from command_line import Run, umem_command
 
 import umem
 from umem.core.install import install_command
+from umem.core.units import format_bytes
 from umem.doctor import (
     PACKAGES,
     Check,
@@ -49,6 +50,7 @@ HOST = Host(
     chooses_nodes=True,
     shm_bytes=64 * GIB,
     nvcc=None,
+    processes=0,
 )
 H200 = replace(cards.H200, free_bytes=139 * GIB, pageable_memory_access=True)  # through HMM
 TORCH = Torch("2.11.0+cu130", "/venv/torch", cuda="13.0", missing=(), cuda_started=False)
@@ -361,6 +363,17 @@ class TestHostMemory:
         locked = check(report, "page-locked memory")
         assert most in locked.value
         assert f"85 % of {share}" in locked.why
+
+    def test_processes_that_are_seen_divide_what_is_left(self) -> None:
+        host = replace(self.small.host, processes=3)
+        report = diagnose(replace(self.small, variables={}, host=host))
+        found = check(report, "host memory share")
+        assert found.value == "5 GiB"
+        assert "4 processes (those of yours that are under umem" in found.why
+        locked = check(report, "page-locked memory")
+        assert host.memory is not None
+        left_bytes = 20 * GIB - 0.15 * host.memory.total_bytes
+        assert locked.value == f"at most {format_bytes(int(left_bytes / 4))} for a process"
 
     def test_memory_of_other_nodes_is_named(self) -> None:
         """A Grace Hopper's kernel counts the GPU's memory as the host's."""

@@ -48,7 +48,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Any:
     resolved = resolve_for(policy, [H200])[0]
     classifier = Classifier(made, gradient_hook(made))
     budgets = (None,) * GPUS
-    runtime = state.Runtime(policy, resolved, budgets, (H200,) * GPUS, made, classifier)
+    runtime = state.Runtime(policy, resolved, budgets, (H200,) * GPUS, made, classifier, 0.85)
     monkeypatch.setattr(state, "_runtime", runtime)
     return made
 
@@ -154,7 +154,9 @@ def test_what_other_ranks_have_taken_counts_once(
     """The last of eight ranks pauses too: the others' copies are in host memory already."""
     table, other = Table(allocator, TABLE_BYTES), Table(allocator, TABLE_BYTES, device=1)
     left_bytes = 2 * TABLE_BYTES
-    monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(left_bytes, 8, "RANKS"))
+    monkeypatch.setattr(
+        "umem.pausing.host_share", lambda: HostShare(left_bytes, 8, "RANKS", 1 << 40)
+    )
     assert umem.pause(0).host_bytes == TABLE_BYTES
     left_bytes -= TABLE_BYTES
     assert umem.pause(1).host_bytes == TABLE_BYTES
@@ -171,10 +173,10 @@ def test_a_rank_takes_no_more_than_its_own_part(
     allocator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = [Table(allocator, TABLE_BYTES) for _ in range(3)]  # more than the cap
-    monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(1 << 30, 8, "RANKS"))
+    monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(1 << 30, 8, "RANKS", 1 << 40))
     with pytest.raises(umem.PauseError, match="host memory"):
         umem.pause(0)
-    monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(2 << 30, 8, "RANKS"))
+    monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(2 << 30, 8, "RANKS", 1 << 40))
     umem.pause(0)
     umem.resume(0)
     assert all(it.is_intact() for it in tables)

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from umem.hardware.host_share import HostShare, host_share
 from umem.hardware.load import describe_machine
 from umem.policy import Policy, ResolvedPolicy, check_environment, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
+from umem.runtime.host_room import divide_host
 from umem.runtime.live_figures import live_figures
 from umem.runtime.live_socket import serve
 from umem.runtime.memory_stats import install_memory_stats
@@ -154,7 +156,8 @@ def enable(policy: str | os.PathLike[str] | Policy = "sft", *, fallback: bool = 
             stacklevel=2,
         )
         return False
-    serve(live_figures)
+    state = runtime()
+    serve(live_figures, partial(divide_host, state.allocator, state.pinned_share))
     return True
 
 
@@ -225,7 +228,9 @@ def _enable(policy: Policy) -> Runtime:
             is_planned=resolved.planner != "none",
             streams_state=streams_state,
         )
-    return Runtime(policy, resolved, budgets, capabilities, allocator, classifier)
+    return Runtime(
+        policy, resolved, budgets, capabilities, allocator, classifier, caps.pinned_share
+    )
 
 
 def _check_torch(library: Any) -> None:
@@ -301,6 +306,8 @@ class HostCaps:
     """Cap on managed memory, beside what :func:`managed_bytes_of_device` adds. None for none."""
     pinned_bytes: int
     """Cap on page-locked memory; 0 where host memory is unknown."""
+    pinned_share: float
+    """What page-locked memory may take of the process's share."""
 
 
 def host_caps(
@@ -317,13 +324,14 @@ def host_caps(
     has_managed = any(rule.kind == "managed" for rule in resolved.rules)
     if has_managed_cap and has_managed and resolved.device_budget_bytes is not None:
         managed_share = MANAGED_SHARE_OF_HOST
-    pinned_bytes = int((PINNED_SHARE - managed_share) * share_bytes)
+    pinned_share = PINNED_SHARE - managed_share
     return HostCaps(
         managed_bytes=resolved.managed_limit_bytes
         if not has_managed_cap
         else int(managed_share * share_bytes),
         # A share of nothing is no reason for no cap.
-        pinned_bytes=0 if share is None else max(pinned_bytes, 1),
+        pinned_bytes=0 if share is None else max(int(pinned_share * share_bytes), 1),
+        pinned_share=pinned_share,
     )
 
 

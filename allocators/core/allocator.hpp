@@ -45,6 +45,8 @@ class Allocator {
     const std::size_t limit = limits_.pinned.limit_bytes(), held = limits_.pinned.held_bytes();
     return limit > held ? limit - held : 0;
   }
+  // Moves the cap on page-locked memory to so many bytes above what is held.
+  void set_pinned_room(std::size_t bytes) { limits_.pinned.set_room(bytes); }
 
   // Around fork(): a child must find every lock free.
   void lock_all();

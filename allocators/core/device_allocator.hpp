@@ -38,6 +38,10 @@ class SharedLimit {
   }
   void give_back(std::size_t bytes) { held_bytes_.fetch_sub(bytes); }
   void raise(std::size_t bytes) { limit_bytes_.fetch_add(bytes); }
+  // From now on, so many bytes more than are held; what is held stays.
+  void set_room(std::size_t bytes) {
+    limit_bytes_.store(std::max<std::size_t>(held_bytes_.load() + bytes, 1));
+  }
   std::size_t held_bytes() const { return held_bytes_.load(); }
   std::size_t limit_bytes() const { return limit_bytes_.load(); }
 

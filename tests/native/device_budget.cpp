@@ -312,6 +312,20 @@ void the_pinned_limit_counts_all_devices() {
   CHECK_EQUAL(machine.source.held_bytes(), 60 * MiB);  // as much again as was in use
 }
 
+void the_pinned_limit_moves_with_what_is_held() {
+  Config config = config_of(MemoryKind::pinned);
+  config.pinned_limit_bytes = 64 * MiB;
+  Machine machine({.config = config});
+  machine.allocate(30 * MiB);
+  machine.allocator.set_pinned_room(16 * MiB);
+  CHECK_EQUAL(machine.allocator.pinned_room_bytes(), 16 * MiB);
+  CHECK(contains(out_of_memory_text(machine, 20 * MiB), "46.00 MiB, holds 30.00 MiB"));
+  machine.allocate(16 * MiB);
+  machine.allocator.set_pinned_room(0);
+  CHECK_EQUAL(machine.allocator.pinned_room_bytes(), 0U);
+  CHECK(contains(out_of_memory_text(machine, 2 * MiB), "46.00 MiB, holds 46.00 MiB"));
+}
+
 // ---- a step that repeats ----
 
 // Segments are allocated and freed in the first few steps only, and the budget holds all the time.
@@ -454,6 +468,7 @@ int main() {
   RUN(alignment_counts);
   RUN(the_error_says_what_holds_the_budget);
   RUN(the_pinned_limit_counts_all_devices);
+  RUN(the_pinned_limit_moves_with_what_is_held);
   RUN(a_step_that_fits_settles_on_the_device);
   RUN(a_step_that_does_not_fit_settles_on_the_host);
   RUN(heaps_do_not_take_segments_from_each_other_for_ever);

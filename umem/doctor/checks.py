@@ -344,14 +344,12 @@ def _limits(environment: Environment) -> Iterator[Check]:
     yield _host_memory(environment)
     if host.memory is not None:
         yield _host_limit(host.memory.limit)
-        share = HostShare(host.memory.available_bytes, *local_ranks(environment.variables))
+        memory = host.memory
+        ranks, source = local_ranks(environment.variables)
+        ranks = ranks if source else 1 + host.processes
+        share = HostShare(memory.available_bytes, ranks, source, memory.total_bytes)
         yield _host_share(share)
-        limit_bytes = int(PINNED_SHARE * share.share_bytes)
-        yield _info(
-            "page-locked memory",
-            f"at most {format_bytes(limit_bytes)} for a process",
-            f"{100 * PINNED_SHARE:.0f} % of {format_bytes(share.share_bytes)}, its share",
-        )
+        yield _page_locked(share)
     yield from _nodes_of_pinned(environment)
     locked = "unlimited" if host.memlock_bytes is None else format_bytes(host.memlock_bytes)
     why = "CUDA's pinned memory is not bound by it; RDMA libraries are"
@@ -410,10 +408,26 @@ def _host_limit(limit: MemoryLimit | None) -> Check:
     )
 
 
+def _page_locked(share: HostShare) -> Check:
+    limit_bytes = int(PINNED_SHARE * share.share_bytes)
+    why = f"{100 * PINNED_SHARE:.0f} % of {format_bytes(share.share_bytes)}, its share"
+    if share.ranks > 1 and not share.source:
+        limit_bytes = share.left_bytes
+        rest_bytes = int(share.total_bytes * (1.0 - PINNED_SHARE))
+        why = (
+            f"{format_bytes(share.available_bytes)}, less "
+            f"{100 * (1.0 - PINNED_SHARE):.0f} % of the host, {format_bytes(rest_bytes)}, "
+            f"by {share.ranks}"
+        )
+    limit = f"at most {format_bytes(limit_bytes)} for a process"
+    return _info("page-locked memory", limit, why)
+
+
 def _host_share(share: HostShare) -> Check:
     why = f"{format_bytes(share.available_bytes)} available"
-    if share.source:
-        why += f", divided among {share.ranks} processes ({share.source})"
+    if share.ranks > 1:
+        how = share.source or "those of yours that are under umem, and the next one"
+        why += f", divided among {share.ranks} processes ({how})"
     return _info("host memory share", format_bytes(share.share_bytes), why)
 
 

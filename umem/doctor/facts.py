@@ -20,6 +20,7 @@ from umem.core.install import install_command
 from umem.hardware.capabilities import Capabilities, detect_all
 from umem.hardware.host_memory import HostMemory, host_memory
 from umem.hardware.host_share import RANK_COUNTS
+from umem.runtime.live_socket import live_processes
 from umem.runtime.native_library import native
 from umem.torch_compat import PrivateName, missing
 
@@ -72,6 +73,8 @@ class Host:
     """Size of ``/dev/shm``; None where there is none."""
     nvcc: str | None
     """Path of a CUDA toolkit's compiler."""
+    processes: int
+    """Processes of this user that are under umem."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,7 @@ def _host() -> Host:
         chooses_nodes=_chooses_nodes(),
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nvcc=shutil.which("nvcc"),
+        processes=len(live_processes()),
     )
 
 

@@ -13,11 +13,11 @@ from torch.optim.optimizer import Optimizer
 
 from umem.executor.background import Background, run_in_thread
 from umem.hardware import Hardware, detect_hardware
-from umem.hardware.host_share import share_bytes
 from umem.offloading import Mover
 from umem.offloading.movers import returning_bytes
 from umem.policy import ResolvedPolicy, without
 from umem.runtime.hints import HintEngine, HintSettings
+from umem.runtime.host_room import share_bytes
 from umem.runtime.model_parts import buffers_of, optimizer_parameters, storage_addresses, tensors_in
 from umem.runtime.state import runtime
 

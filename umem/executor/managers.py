@@ -19,10 +19,10 @@ from umem.executor.manager import Manager
 from umem.executor.status import ManagerState
 from umem.executor.streamed_training import StreamedTraining, stream_state
 from umem.executor.weights.model_weights import ModelWeights, manage_weights
-from umem.hardware.host_share import share_bytes
 from umem.io.problems import did_you_mean
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics
+from umem.runtime.host_room import share_bytes
 from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
 from umem.trace import require_durations

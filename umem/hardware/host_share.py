@@ -1,7 +1,7 @@
 """This process's share of host memory: the ranks of a job on one host divide what is available.
 
-Their launcher says how many there are. What other processes hold is not available; what they may
-still take is not known, and counts for nothing here.
+Their launcher says how many there are. Where none does, the processes that are seen divide it. What
+others hold is not available; what they may still take is not known, and counts for nothing here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from umem.hardware.host_memory import host_memory
+from umem.hardware.host_memory import PINNED_SHARE, host_memory
 
-__all__ = ["RANK_COUNTS", "HostShare", "host_share", "local_ranks", "share_bytes"]
+__all__ = ["RANK_COUNTS", "HostShare", "host_share", "local_ranks"]
 
 RANK_COUNTS = (
     "LOCAL_WORLD_SIZE",  # torchrun, accelerate, DeepSpeed
@@ -33,14 +33,25 @@ class HostShare:
     available_bytes: int
     """:attr:`umem.hardware.host_memory.HostMemory.available_bytes`."""
     ranks: int
-    """Processes of this job on this host."""
+    """Processes of this job on this host, or those that are seen where nothing says so."""
     source: str
     """The variable that says so; "" where none does."""
+    total_bytes: int
+    """:attr:`umem.hardware.host_memory.HostMemory.total_bytes`."""
 
     @property
     def share_bytes(self) -> int:
         """What this process may take."""
         return self.available_bytes // self.ranks
+
+    @property
+    def left_bytes(self) -> int:
+        """What this process may lock of what is left, where processes that are seen divide it.
+
+        The rest of :data:`PINNED_SHARE` of the host is for everything else, however often they do.
+        """
+        left_bytes = self.available_bytes - (1.0 - PINNED_SHARE) * self.total_bytes
+        return int(max(0.0, left_bytes) / self.ranks)
 
 
 def local_ranks(variables: Mapping[str, str] = os.environ) -> tuple[int, str]:
@@ -54,7 +65,7 @@ def local_ranks(variables: Mapping[str, str] = os.environ) -> tuple[int, str]:
 
 
 def host_share(
-    variables: Mapping[str, str] = os.environ, root: Path = Path("/")
+    variables: Mapping[str, str] = os.environ, root: Path = Path("/"), processes: int = 1
 ) -> HostShare | None:
     """Read this process's share of host memory, as it is now.
 
@@ -64,6 +75,8 @@ def host_share(
         The environment, in which launchers count ranks.
     root
         The directory in which ``proc`` and ``sys`` lie.
+    processes
+        Those that are seen, this one included. They count where no variable does.
 
     Returns
     -------
@@ -71,10 +84,8 @@ def host_share(
         None where the kernel does not report memory, as on macOS.
     """
     memory = host_memory(root)
-    return None if memory is None else HostShare(memory.available_bytes, *local_ranks(variables))
-
-
-def share_bytes() -> int | None:
-    """The bytes of :func:`host_share` for this process, as it is now; None if unknown."""
-    share = host_share()
-    return None if share is None else share.share_bytes
+    if memory is None:
+        return None
+    ranks, source = local_ranks(variables)
+    ranks = ranks if source else max(1, processes)
+    return HostShare(memory.available_bytes, ranks, source, memory.total_bytes)

@@ -137,6 +137,8 @@ class Allocator:
         """Forget, in this engine, what is given back to RMM, before it is."""
     def pinned_room_bytes(self) -> int:
         """What the cap on page-locked memory leaves; 0 without one."""
+    def set_pinned_room(self, bytes: int) -> None:
+        """Move the cap on page-locked memory to so many bytes above what is held."""
     def managed_bytes(self) -> int:
         """Managed bytes held now, cached ones too: what the hard cap counts."""
     def device_count(self) -> int: ...

@@ -5,6 +5,9 @@ nothing otherwise. Only the same user gets an answer: the folder has mode 0700 a
 socket has mode 0600, and the kernel names the caller's user.
 
 A process that is killed leaves its socket. The next one that serves or asks removes it.
+
+Processes tell each other by a connection that they begin or end, so that each can take its part of
+what they share.
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ _LEAST_INTERVAL_S = 0.25
 """Figures are gathered at most so often, however many ask."""
 
 _TIMEOUT_S = 5.0
+_ARRIVAL_S = 0.5
+"""A process that begins waits so long for each other one that is busy or stopped."""
+
+_QUEUED = 128
+"""Callers that may wait, such as the ranks of a host, which all begin at once."""
+
 _MOST_BYTES = 16 << 20
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -49,28 +58,40 @@ class BusyError(UmemError):
 # ---- in the training ----
 
 
-def serve(figures: Figures) -> None:
+def serve(figures: Figures, on_arrival: Callable[[int], None] = lambda _: None) -> None:
     """Answer `umem top` from now on, until the process ends.
 
     Where no socket can be made, the process goes on without, and the log says why.
+
+    Parameters
+    ----------
+    figures
+        Returns what to answer.
+    on_arrival
+        Called with the number of this user's processes that serve on this host, this one included:
+        now, and in another thread when one begins or ends.
     """
     global _serves
     if _serves:
         return
     try:
-        server = _Server(figures)
+        server = _Server(figures, on_arrival)
     except (OSError, UmemError) as error:
         _LOG.info("umem: umem top will not see this process: %s", error)
         return
     _serves = True
     threading.Thread(target=server.run, name="umem-live", daemon=True).start()
+    server.arrive()
     atexit.register(server.close)
     os.register_at_fork(after_in_child=server.leave)
 
 
 class _Server:
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: Figures, on_arrival: Callable[[int], None]) -> None:
         self._figures = figures
+        self._on_arrival = on_arrival
+        self._count = 0
+        self._lock = threading.Lock()
         self._answer, self._made_s = b"", -_LEAST_INTERVAL_S
         self._name = f"{os.getpid()}.sock"
         self._folder = _own_folder()
@@ -80,15 +101,43 @@ class _Server:
             _remove_dead(self._folder)
             self._socket.bind(_through(self._folder, self._name))
             os.chmod(self._name, 0o600, dir_fd=self._folder)
-            self._socket.listen(4)
+            self._socket.listen(_QUEUED)
         except OSError:
             self.leave()
             raise
+
+    def arrive(self) -> None:
+        """Count the processes, and wait until the others have counted them too."""
+        self._look()
+        for caller in self._tell():
+            with caller, contextlib.suppress(OSError):
+                caller.settimeout(_ARRIVAL_S)
+                caller.recv(1)
+
+    def _look(self) -> None:
+        with self._lock:
+            pids = [pid for pid in _numbers(self._folder) if Path(f"/proc/{pid}").exists()]
+            if len(pids) != self._count:
+                self._count = len(pids)
+                try:
+                    self._on_arrival(self._count)
+                except Exception as error:  # the training goes on
+                    _LOG.info("umem: other processes of the host do not count: %s", error)
+
+    def _tell(self) -> list[socket.socket]:
+        """Connect to the others, which then count the processes. Returns the connections."""
+        callers = []
+        for pid in _numbers(self._folder):
+            if pid != os.getpid():
+                with contextlib.suppress(OSError):
+                    callers.append(_connected(self._folder, pid, timeout_s=0))
+        return callers
 
     def run(self) -> None:
         while True:
             try:
                 caller, _ = self._socket.accept()
+                self._look()
             except OSError:  # closed
                 return
             with caller, contextlib.suppress(OSError):
@@ -110,6 +159,8 @@ class _Server:
         """Remove the socket, at the end of the process."""
         with contextlib.suppress(OSError):
             self._remove()
+            for caller in self._tell():
+                caller.close()
             self._socket.shutdown(socket.SHUT_RDWR)
         self.leave()
 

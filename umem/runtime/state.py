@@ -39,6 +39,8 @@ class Runtime:
     capabilities: tuple[Capabilities, ...]
     allocator: _native.Allocator
     classifier: Classifier
+    pinned_share: float
+    """What page-locked memory may take of this process's share of the host."""
 
 
 _runtime: Runtime | None = None

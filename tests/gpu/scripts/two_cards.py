@@ -23,6 +23,7 @@ from umem.executor.managers import managers
 from umem.executor.streamed_training import streamed_trainings
 from umem.hardware import host_share
 from umem.hardware.host_memory import HostMemory
+from umem.runtime import host_room
 from umem.runtime.inspection import memory_by_class
 from umem.runtime.state import runtime
 
@@ -90,7 +91,7 @@ def rank(steps: int, number: int, folder: str, host_bytes: int) -> dict[str, Any
         "streamed": len(streamed_trainings()),
         "budget_peak_bytes": allocator.stats(number)["budget_bytes"]["peak"],
         "others_bytes": allocator.stats(other)["reserved_bytes"]["all"]["peak"],
-        "share_bytes": host_share.share_bytes(),
+        "share_bytes": host_room.share_bytes(),
         "pinned_bytes": pinned_bytes,
     }
 
