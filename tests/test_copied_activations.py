@@ -22,24 +22,39 @@ ALL_COPIED = {f"layers.{it}": f"layers.{it + 1}" for it in range(LAYERS - 1)}
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    """With `enables_grad`, a part of it makes a graph also where a checkpoint wants none.
+
+    Megatron-core's layers do.
+    """
+
+    def __init__(self, *, enables_grad: bool = False) -> None:
         super().__init__()
+        self.enables_grad = enables_grad
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        more = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        with torch.set_grad_enabled(self.enables_grad or torch.is_grad_enabled()):
+            y: torch.Tensor = x + more
         return y
 
 
 class Net(nn.Module):
     """Layers, which may be called by checkpoints, and operators between them."""
 
-    def __init__(self, reentrant: bool | None = None, order: Iterable[int] = range(LAYERS)) -> None:
+    def __init__(
+        self,
+        reentrant: bool | None = None,
+        order: Iterable[int] = range(LAYERS),
+        *,
+        enables_grad: bool = False,
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers: Any = nn.ModuleList(Layer() for _ in range(LAYERS))
+        layers = (Layer(enables_grad=enables_grad) for _ in range(LAYERS))
+        self.layers: Any = nn.ModuleList(layers)
         self.head = nn.Linear(WIDTH, 4)
         self.reentrant = reentrant
         self.order = list(order)
@@ -133,6 +148,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpoint": {"reentrant": False},
     "reentrant": {"reentrant": True},
+    "reentrant, with a graph inside": {"reentrant": True, "enables_grad": True},
     "called twice": {"order": [0, 1, 2, 1, 2, 3, 4]},
     "another order": {"order": [3, 1, 4, 0]},
 }

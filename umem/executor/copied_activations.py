@@ -261,7 +261,9 @@ class CopiedActivations:
         if call.is_copied:
             forward.send(call)
         forward.calls.append(call)
-        forward.watch(tensors_in(output), self._guard)
+        # Without gradients, as in a reentrant checkpoint, the output is of no graph, even if a part
+        # of the block has made one.
+        forward.watch(tensors_in(output) if torch.is_grad_enabled() else (), self._guard)
 
     def _end(self, output: object, *, failed: bool) -> None:
         """The model's call ends."""
