@@ -229,7 +229,10 @@ class StagedState:
         """Choose whether `views` have DTensors, by the gradients of parameters for an update."""
         if not self._may_unwrap:
             return
-        is_wrapped = any(layout_of(it) != layout_of(of) for of, it in gradients.items())
+        is_wrapped = not all(
+            layout_of(it) == layout_of(of) and can_guard(local_part(it))
+            for of, it in gradients.items()
+        )
         if is_wrapped != self.is_wrapped:
             slot, self.is_wrapped = self._slot, is_wrapped
             self.unbind()
