@@ -13,6 +13,8 @@ from lazy_lanes import LazyLanes
 from streamed_programs import WIDTH, Net, NetWithFlat, Program, Tied, bits
 from torch import nn
 
+from umem.executor.optimizer.temporary_slots import TemporaryPlan
+
 __all__ = ["Pair", "RandomProgram", "Step", "values"]
 
 UNITS = ("", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head")
@@ -73,6 +75,7 @@ class Step:
     resident: frozenset[str] | None = None
     """Units whose state is on the device from now on, in a streamed run; None to change none."""
     slots: int = 2
+    temporary: TemporaryPlan = field(default_factory=TemporaryPlan)
     copied_gradients: frozenset[str] = frozenset()
 
 
@@ -90,7 +93,21 @@ def random_step(chance: random.Random) -> Step:
         use=chance.choice(BETWEEN_STEPS) if chance.random() < 0.25 else None,
         resident=frozenset(it for it in UNITS if chance.random() < 0.3) if changes_plan else None,
         slots=chance.randint(1, 3),
+        temporary=_temporary_slots(chance),
         copied_gradients=frozenset(it for it in UNITS if chance.random() < 0.5),
+    )
+
+
+def _temporary_slots(chance: random.Random) -> TemporaryPlan:
+    """Up to five, in half of the plans, made and freed anywhere."""
+    count = chance.randint(0, 5) if chance.random() < 0.5 else 0
+    made_in = sorted(chance.choices(range(4), k=count), reverse=True)
+    ends = sorted(chance.choices(range(-1, 5), k=count))
+    names = {-1: "", 4: None} | {number: f"layers.{number}" for number in range(4)}
+    return TemporaryPlan(
+        tuple(f"layers.{number}" for number in made_in),
+        tuple(names[number] for number in ends),
+        batches=chance.randint(1, 2),
     )
 
 
@@ -114,7 +131,10 @@ class RandomProgram(Program):
         if plan.learning_rate is not None:
             group["lr"] = plan.learning_rate
         if plan.resident is not None and self.training is not None:
-            self.training.step.units.set_plan(plan.resident, plan.slots)
+            self.training.temporary.set_plan(plan.temporary)
+            self.training.step.units.set_plan(
+                plan.resident, plan.slots, temporary=len(plan.temporary.made_in)
+            )
             self.training.gradients.set_plan(plan.copied_gradients)
         self.phase = "zero_grad"
         if plan.by_closure:

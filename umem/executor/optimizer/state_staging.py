@@ -17,7 +17,15 @@ from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.runtime.model_parts import layout_of, local_part, wrapper_of
 from umem.torch_compat import DisableTorchFunctionSubclass
 
-__all__ = ["OptimizerState", "Slot", "StagedState", "StateMemory", "find_spans", "is_whole"]
+__all__ = [
+    "Binding",
+    "OptimizerState",
+    "Slot",
+    "StagedState",
+    "StateMemory",
+    "find_spans",
+    "is_whole",
+]
 
 OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
 """State by parameter and name, as ``torch.optim.Optimizer.state``."""
@@ -156,6 +164,20 @@ class Slot:
         """The unit whose state was fetched last."""
 
 
+class Binding:
+    """What an optimizer works on: the state in a slot, or at home.
+
+    Work that is queued keeps its own, whatever the state is bound to since.
+    """
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        self.slot = slot
+        self.views: dict[torch.Tensor, dict[str, Any]] = {}
+        """State by parameter and name, with views of the slot for homes."""
+        self.made: dict[torch.Tensor, dict[str, Any]] = {}
+        """The same, as it was before any update."""
+
+
 class StagedState:
     """The state of the parameters of one unit.
 
@@ -190,8 +212,8 @@ class StagedState:
         """State tensors that are staged, by address."""
         self.others: list[torch.Tensor] = []
         """State tensors that are used where they are."""
-        self.views: dict[torch.Tensor, dict[str, Any]] = {}
-        """State by parameter and name for the optimizer, with views of the slot for homes."""
+        self.binding = Binding()
+        """The present one."""
         self.span = span
         self.dtensors: list[torch.Tensor] = []
         """Those of which `homes` and `others` have this rank's parts."""
@@ -207,15 +229,13 @@ class StagedState:
         """Values of the parameters with the same names of values; None to look."""
         self._runs: list[_Run] = []
         self._offsets: dict[int, int] = {}
-        self._slot: Slot | None = None
-        self._bound: dict[torch.Tensor, dict[str, Any]] = {}
         self.size_bytes = 0
         with DisableTorchFunctionSubclass():
             self._find(memory)
             self._lay_out(memory)
         self._may_unwrap = bool(self.dtensors) and on_parts and all(map(self._is_alike, state))
         self.is_wrapped = bool(self.dtensors) and not self._may_unwrap
-        """Whether `views` have DTensors, and not this rank's parts of them."""
+        """Whether the optimizer's views are DTensors, and not this rank's parts of them."""
         self.is_shared = self._have_alias()
         """Whether something may use the tensors that a guard would not see: an alias, or a tensor
         of another class. Later aliases come by a use, which the guard sees."""
@@ -226,7 +246,7 @@ class StagedState:
         return all(layout_of(it) == layout_of(parameter) for it in values if it.numel() > 1)
 
     def choose_wrapping(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Choose whether `views` have DTensors, by the gradients of parameters for an update."""
+        """Choose whether to work on DTensors, by the gradients of parameters for an update."""
         if not self._may_unwrap:
             return
         is_wrapped = not all(
@@ -234,7 +254,7 @@ class StagedState:
             for of, it in gradients.items()
         )
         if is_wrapped != self.is_wrapped:
-            slot, self.is_wrapped = self._slot, is_wrapped
+            slot, self.is_wrapped = self.binding.slot, is_wrapped
             self.unbind()
             self.bind(slot)
 
@@ -314,24 +334,24 @@ class StagedState:
 
     def unbind(self) -> None:
         """Let go of the slot and of all views, by which homes would have aliases."""
-        self._slot, self.views, self._bound = None, {}, {}
+        self.binding = Binding()
 
     def bind(self, slot: Slot | None) -> None:
         """Use a slot from now on; None to use homes where they are."""
-        if slot is self._slot and self.views:
+        if slot is self.binding.slot and self.binding.views:
             return
-        self.views = {}  # behind an interrupt they are made anew
-        self._slot = slot
+        self.binding = Binding()  # behind an interrupt it is made anew
+        binding = Binding(slot)
         with DisableTorchFunctionSubclass():
-            made = {id(home): self._view(home) for home in self.homes}
+            made = {id(home): self._view(home, slot) for home in self.homes}
             if not self.is_shared:  # objects that nothing guards
                 made |= {id(value): value.detach() for value in self.others}
-            views = {
+            binding.views = {
                 parameter: {name: self._in_place_of(value, made) for name, value in values.items()}
                 for parameter, values in self._known.items()
             }
-        self._bound = {parameter: dict(values) for parameter, values in views.items()}
-        self.views = views
+        binding.made = {parameter: dict(values) for parameter, values in binding.views.items()}
+        self.binding = binding
 
     def _in_place_of(self, value: Any, made: Mapping[int, torch.Tensor]) -> Any:
         """What is used in the place of a value, which itself or whose part has another in `made`.
@@ -345,35 +365,31 @@ class StagedState:
         wrap = self._wrappers.get(id(value)) if self.is_wrapped else None
         return part if wrap is None else wrap(part)
 
-    def _view(self, home: torch.Tensor) -> torch.Tensor:
-        if self._slot is None:
+    def _view(self, home: torch.Tensor, slot: Slot | None) -> torch.Tensor:
+        if slot is None:
             whole = home.detach()
             return whole if self.span is None else whole.view(-1)[slice(*self.span)]
         offset = self._offsets[id(home)]
         if self.span is not None:
             size_bytes = (self.span[1] - self.span[0]) * home.itemsize
-            return self._slot.memory[offset : offset + size_bytes].view(home.dtype)
-        memory = self._slot.memory[offset : offset + home.nbytes].view(home.dtype)
+            return slot.memory[offset : offset + size_bytes].view(home.dtype)
+        memory = slot.memory[offset : offset + home.nbytes].view(home.dtype)
         return memory.as_strided(home.shape, home.stride())
 
-    def copy_in(self, lanes: Lanes) -> None:
-        """Copy the homes into the slot, from within work of a lane."""
-        slot = self._address()
-        copies = [Copy(slot + it.offset, it.address, it.size_bytes) for it in self._runs]
+    def copy_in(self, lanes: Lanes, slot: Slot) -> None:
+        """Copy the homes into a slot, from within work of a lane."""
+        first = slot.memory.data_ptr()
+        copies = [Copy(first + it.offset, it.address, it.size_bytes) for it in self._runs]
         lanes.copy(Lane.COPY_IN, copies, TensorClass.OPTIMIZER_STATE)
 
-    def copy_out(self, lanes: Lanes) -> None:
-        """Copy the slot back to the homes, from within work of a lane."""
-        slot = self._address()
-        copies = [Copy(it.address, slot + it.offset, it.size_bytes) for it in self._runs]
+    def copy_out(self, lanes: Lanes, slot: Slot) -> None:
+        """Copy a slot back to the homes, from within work of a lane."""
+        first = slot.memory.data_ptr()
+        copies = [Copy(it.address, first + it.offset, it.size_bytes) for it in self._runs]
         lanes.copy(Lane.COPY_OUT, copies, TensorClass.OPTIMIZER_STATE)
 
-    def _address(self) -> int:
-        assert self._slot is not None
-        return self._slot.memory.data_ptr()
-
     def values_of_span(
-        self, parameter: torch.Tensor, state: Any, *, is_last: bool
+        self, binding: Binding, parameter: torch.Tensor, state: Any, *, is_last: bool
     ) -> dict[str, Any]:
         """State of a parameter for the update of its span.
 
@@ -382,6 +398,8 @@ class StagedState:
 
         Parameters
         ----------
+        binding
+            What the update works on.
         parameter
             The parameter.
         state
@@ -389,7 +407,7 @@ class StagedState:
         is_last
             Whether no other span of it comes behind in this step.
         """
-        known, views = self._known[parameter], self.views[parameter]
+        known, views = self._known[parameter], binding.views[parameter]
         for name, value in known.items():
             if not isinstance(value, torch.Tensor):
                 views[name] = state[parameter][name]
@@ -402,14 +420,14 @@ class StagedState:
             for name, value in views.items()
         }
 
-    def keep_numbers(self, parameter: torch.Tensor, state: Any) -> None:
+    def keep_numbers(self, binding: Binding, parameter: torch.Tensor, state: Any) -> None:
         """Behind the last span's update, give the optimizer's own state the numbers in it."""
-        for name, value in self.views[parameter].items():
+        for name, value in binding.views[parameter].items():
             if not isinstance(value, torch.Tensor):
                 state[parameter][name] = self._whole._known[parameter][name] = value
                 self._whole._values = None
 
-    def keep(self, parameters: Iterable[torch.Tensor], state: Any) -> None:
+    def keep(self, binding: Binding, parameters: Iterable[torch.Tensor], state: Any) -> None:
         """After an update, give the optimizer's own state what the update has replaced.
 
         A step count may be a number, which is replaced. A tensor that was put in the place of
@@ -417,23 +435,25 @@ class StagedState:
 
         Parameters
         ----------
+        binding
+            What the update has worked on.
         parameters
             Those that were updated.
         state
             The optimizer's own state.
         """
         for parameter in parameters:
-            known, bound = self._known[parameter], self._bound[parameter]
-            views = self.views[parameter]
+            known, made = self._known[parameter], binding.made[parameter]
+            views = binding.views[parameter]
             for name, value in views.items():
-                before = bound.get(name)
+                before = made.get(name)
                 if value is before:
                     continue
                 if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
                     before.copy_(value)
                     views[name] = before
                 else:
-                    known[name] = bound[name] = state[parameter][name] = value
+                    known[name] = made[name] = state[parameter][name] = value
                     self._values = None
 
 

@@ -88,9 +88,10 @@ class StepCall:
         gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
         state.choose_wrapping(gradients)
         on_parts = bool(state.dtensors) and not state.is_wrapped
+        binding = state.binding
 
         def update() -> None:
-            groups, views = part, state.views
+            groups, views = part, binding.views
             made: dict[Any, Tensor] = {}
             if operands is not None:
                 operands.multiply()
@@ -100,11 +101,11 @@ class StepCall:
                 increment_version(list(made))  # as an update of the DTensors does
             if made:
                 groups = [(number, [made[it] for it in some]) for number, some in part]
-                views = {made[it]: state.views[it] for it in made}
+                views = {made[it]: binding.views[it] for it in made}
             shadow = self.shadow(groups, views)
             plain_step(shadow)(shadow)
             if self._replaces_state:
-                state.keep(parameters_of(part), self.optimizer.state)
+                state.keep(binding, parameters_of(part), self.optimizer.state)
 
         return update
 
@@ -118,7 +119,7 @@ class StepCall:
         is_last: bool,
     ) -> Callable[[], None]:
         ((number, parameter),) = [(number, it) for number, some in part for it in some]
-        gradient = parameter.grad
+        gradient, binding = parameter.grad, state.binding
 
         def update() -> None:
             if operands is None:
@@ -128,7 +129,8 @@ class StepCall:
             else:
                 operands.multiply()
                 piece = operands.stand_in(parameter, gradient)
-            values = state.values_of_span(parameter, self.optimizer.state, is_last=is_last)
+            own = self.optimizer.state
+            values = state.values_of_span(binding, parameter, own, is_last=is_last)
             before = dict(values)
             shadow = self.shadow([(number, [piece])], {piece: values})
             plain_step(shadow)(shadow)
@@ -137,7 +139,7 @@ class StepCall:
                     before[name].copy_(value)
                     values[name] = before[name]
             if is_last:
-                state.keep_numbers(parameter, self.optimizer.state)
+                state.keep_numbers(binding, parameter, own)
 
         return update
 

@@ -316,7 +316,7 @@ class StreamedStep:
             state, slot = piece.state, piece.slot
             assert state is not None
             assert slot is not None
-            leave = functools.partial(state.copy_out, self._lanes)
+            leave = functools.partial(state.copy_out, self._lanes, slot)
             slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
             piece.returned = unit.returned = slot.free
         self._leaving.clear()
@@ -386,6 +386,7 @@ class StreamedStep:
         piece, operands = updated.piece, updated.operands
         state, slot = piece.state, piece.slot
         assert state is not None
+        state.bind(slot)
         update = call.update(state, updated.part, operands, is_last=updated.is_last)
         if slot is None:
             done = last = self._lanes.run(Lane.UPDATE, update, [ready])
@@ -402,7 +403,7 @@ class StreamedStep:
 
             def leave() -> None:
                 if not is_temporary:
-                    state.copy_out(self._lanes)
+                    state.copy_out(self._lanes, slot)
                 if operands is not None:
                     operands.copy_out(self._lanes)
 

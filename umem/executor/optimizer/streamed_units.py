@@ -639,7 +639,8 @@ class StreamedUnits:
         slot.holder = unit
         state.bind(slot)
         moments = [after, *filter(None, (slot.free, unit.returned))]
-        unit.fetched = self._lanes.run(Lane.COPY_IN, lambda: state.copy_in(self._lanes), moments)
+        copy_in = functools.partial(state.copy_in, self._lanes, slot)
+        unit.fetched = self._lanes.run(Lane.COPY_IN, copy_in, moments)
 
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it.
