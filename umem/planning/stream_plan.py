@@ -208,7 +208,9 @@ def plan_stream(
             weight_slots=weight_slots,
             most_resident_bytes=most_resident_bytes,
             most_state_bytes=sys.maxsize if most_state_bytes is None else most_state_bytes,
-            may_have_temporary=may_have_temporary and not in_backward and most_state_bytes is None,
+            may_have_temporary=may_have_temporary
+            and not (is_deferred or in_backward)
+            and most_state_bytes is None,
         )
 
     # In the backward pass, gradients live for a few units only.
@@ -804,7 +806,7 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
     if slots < len(size) and not problem.in_backward:
         ahead_bytes = size[:slots].sum()
         # The last units to use each slot may still be on their way home.
-        behind_bytes = np.sort(size)[-slots:].sum()
+        behind_bytes = size[-choice.slots :].sum() + size[choice.slots : slots].sum()
         # Nothing leaves before the first update of a streamed unit, and nothing comes before that
         # has left.
         first = units[streamed[0]]
