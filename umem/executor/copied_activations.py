@@ -26,6 +26,7 @@ from umem.capture.live import Block
 from umem.offloading import ActivationStatistics, ActivationStore
 from umem.offloading.store import in_backward_or_compiler
 from umem.runtime.model_parts import buffers_of, tensors_in
+from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.torch_compat import compiled_call
 
@@ -84,14 +85,14 @@ class _Pass:
     def watch(self, tensors: Iterable[torch.Tensor], guard: Guard) -> None:
         """Fetch what comes next when the backward pass reaches what has made these tensors."""
         last = len(self.calls) - 1
-        nodes = {id(node): node for tensor in tensors if (node := tensor.grad_fn) is not None}
+        nodes = nodes_of(tensors)
         self.is_watched = bool(nodes)
         first = max(0, last - self._fetch_ahead)
         if not any(call.is_copied for call in self.calls[first:]):
             return
         # The nodes hold this object, and it goes with the graph.
         reached = guard(partial(self._reached, first, last))
-        for node in nodes.values():
+        for node in nodes:
             node.register_prehook(reached)
 
     def _reached(self, first: int, last: int, _gradients: object) -> None:

@@ -21,6 +21,7 @@ from umem.offloading.store import (
     in_backward_or_compiler,
 )
 from umem.runtime.model_parts import buffers_of, main_chain, members
+from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import tree_leaves
 
@@ -64,8 +65,8 @@ class _ForwardPass:
                     store.fetch(key)
 
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        nodes = {id(node): node for tensor in tensors if (node := tensor.grad_fn)}
-        for node in nodes.values():
+        nodes = nodes_of(tensors)
+        for node in nodes:
             node.register_prehook(reached)
         if nodes:  # the nodes hold the hook: it goes with the graph
             self._hook = weakref.ref(reached)

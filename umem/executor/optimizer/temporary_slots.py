@@ -20,6 +20,7 @@ from umem.capture.live import Block
 from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.offloading.store import in_backward_or_compiler
 from umem.runtime.model_parts import tensors_in
+from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.torch_compat import current_graph_task_id
 
@@ -119,8 +120,7 @@ class TemporarySlots:
         if failed or not torch.is_grad_enabled() or in_backward_or_compiler():
             return
         reached = self._guard(partial(self._reached, name))
-        nodes = {id(node): node for it in tensors_in(output) if (node := it.grad_fn) is not None}
-        for node in nodes.values():
+        for node in nodes_of(tensors_in(output)):
             node.register_prehook(reached)
 
     def _end(self, _output: object, *, failed: bool) -> None:

@@ -30,7 +30,7 @@ from umem.executor.weights.expert_tables import ExpertTables
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import tensors_in
-from umem.runtime.torch_hooks.backward import hook_backward
+from umem.runtime.torch_hooks.backward import hook_backward, nodes_of
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.torch_compat import InferenceMode, current_graph_task_id, function_transform_level
 
@@ -344,8 +344,7 @@ class StreamedWeights:
         self._running.calls.pop()
         if call.makes_graph and not failed:
             reached = self._guard(partial(self._reach, staged))
-            nodes = {id(it.grad_fn): it.grad_fn for it in tensors_in(output)}
-            for node in filter(None, nodes.values()):
+            for node in nodes_of(tensors_in(output)):
                 node.register_prehook(reached)
 
     def _end_call(self, call: _Call) -> None:

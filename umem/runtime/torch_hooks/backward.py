@@ -1,15 +1,15 @@
-"""Hooks on the begin and end of backward passes, for which torch has none."""
+"""Hooks on the begin and end of backward passes, for which torch has none; and nodes to hook."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["hook_backward"]
+__all__ = ["hook_backward", "nodes_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,12 @@ _original: Callable[..., Any] | None = None
 _wrapper: Callable[..., Any] | None = None
 """The latest replacement of ``torch.autograd.backward``. Earlier ones, which other wrappers may
 still call, only call what they replaced."""
+
+
+def nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The nodes of the graph that have made some tensors, each once. A node holds its hooks."""
+    nodes = {id(node): node for it in tensors if (node := it.grad_fn) is not None}
+    return list(nodes.values())
 
 
 def hook_backward(
