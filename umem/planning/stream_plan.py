@@ -113,7 +113,7 @@ class StreamPlan:
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
 
-    def temporary_bytes(self, *, forward: int = 0, backward: int = 0) -> int:
+    def temporary_bytes(self, *, forward: int = -1, backward: int = 0) -> int:
         """Bytes of temporary slots in a unit's forward or backward pass; by default in the step."""
         return self.slot_bytes * sum(
             it.freed_before > forward and it.made_in >= backward for it in self.temporary
