@@ -17,7 +17,7 @@ from umem.doctor.features import Feature, features
 from umem.hardware import load_hardware
 from umem.hardware.capabilities import Capabilities
 from umem.hardware.host_memory import PINNED_SHARE, MemoryLimit
-from umem.hardware.host_share import HostShare, local_ranks
+from umem.hardware.host_share import HostShare, share_of
 from umem.hardware.load import describe_machine
 from umem.policy import load_policy, resolve, without
 from umem.torch_compat import NEWEST, OLDEST, Need
@@ -344,10 +344,7 @@ def _limits(environment: Environment) -> Iterator[Check]:
     yield _host_memory(environment)
     if host.memory is not None:
         yield _host_limit(host.memory.limit)
-        memory = host.memory
-        ranks, source = local_ranks(environment.variables)
-        ranks = ranks if source else 1 + host.processes
-        share = HostShare(memory.available_bytes, ranks, source, memory.total_bytes)
+        share = share_of(host.memory, environment.variables, 1 + host.processes)
         yield _host_share(share)
         yield _page_locked(share)
     yield from _nodes_of_pinned(environment)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from umem.hardware.host_memory import PINNED_SHARE, host_memory
+from umem.hardware.host_memory import PINNED_SHARE, HostMemory, host_memory
 
-__all__ = ["RANK_COUNTS", "HostShare", "host_share", "local_ranks"]
+__all__ = ["RANK_COUNTS", "HostShare", "host_share", "local_ranks", "share_of"]
 
 RANK_COUNTS = (
     "LOCAL_WORLD_SIZE",  # torchrun, accelerate, DeepSpeed
@@ -84,8 +84,11 @@ def host_share(
         None where the kernel does not report memory, as on macOS.
     """
     memory = host_memory(root)
-    if memory is None:
-        return None
+    return None if memory is None else share_of(memory, variables, processes)
+
+
+def share_of(memory: HostMemory, variables: Mapping[str, str], processes: int) -> HostShare:
+    """A process's share of a host's memory; the arguments are as for :func:`host_share`."""
     ranks, source = local_ranks(variables)
     ranks = ranks if source else max(1, processes)
     return HostShare(memory.available_bytes, ranks, source, memory.total_bytes)

@@ -25,6 +25,8 @@ __all__ = [
     "dtensor_class",
     "find_chains",
     "gpu_of",
+    "layout_of",
+    "local_part",
     "main_chain",
     "members",
     "named_parts",
@@ -37,6 +39,7 @@ __all__ = [
     "tensors_in",
     "unwrapped",
     "weight_classes",
+    "wrapper_of",
 ]
 
 _MAX_DEPTH = 8
